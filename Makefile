@@ -1,0 +1,66 @@
+# Two commands on a fresh machine: `make serve` and `make test`. Every target sets up what it needs by
+# itself, with nothing but python3 and make, and only once.
+
+# Any Python from 3.11 on will do to make the environment with.
+PYTHON ?= python3
+# Where to serve. Left empty, the settings say: QKV_PORT and QKV_HOST, or 8000 and 127.0.0.1.
+PORT ?=
+# Not ?=: some shells export HOST as the machine's name, and who serves to the network should say so.
+HOST =
+# More for the command behind `serve`, `test` or `bench`: make test ARGS="-k softmax"
+ARGS =
+IMAGE ?= qkv
+# TORCH_INDEX: a package index to take torch from, where its default build is not the one wanted (on Linux
+# that one brings CUDA). Given on the command line or in the environment, it reaches the recipes as it is.
+
+# Another project's environment may be active. Ours is .venv, and no path from outside leads into it.
+unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
+
+# The stamp holds the path it was made at, since a virtual environment names its own: a copied or moved
+# checkout would otherwise go on running the code of the first.
+WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check bench image clean again
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
+		printf '  make %-6s %s\n' "$$name" "$$does"; done
+
+serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
+	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
+
+test: .venv/.installed ## run the tests
+	@.venv/bin/python -m pytest $(ARGS)
+
+check: .venv/.installed ## lint, formatting, types
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+bench: .venv/.installed ## measure the service against the bare torch call
+	@.venv/bin/python bench/run.py $(ARGS)
+
+image: ## build the container image with docker
+	docker build --build-arg TORCH_INDEX --tag "$(IMAGE)" .
+
+clean: ## remove the environment and everything else that is made
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find service tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp goes first and comes back last, so that an environment left half made is made anew from nothing.
+# PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (what older and newer pips read) pin the build backend too.
+.venv/.installed: pyproject.toml constraints.txt $(if $(WHOLE),,again)
+	@$(PYTHON) -c 'import sys; sys.exit("qkv needs Python 3.11 or newer; $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@rm -f $@
+ifeq ($(WHOLE),yes)
+	@echo "qkv: pyproject.toml or constraints.txt changed: updating .venv"
+else
+	@echo "qkv: first run: installing into .venv, about a minute (longer where torch brings CUDA)"
+	@$(PYTHON) -m venv --clear .venv
+endif
+	@if test -n "$$TORCH_INDEX"; then \
+		.venv/bin/python -m pip -qq install -c constraints.txt --no-deps --index-url "$$TORCH_INDEX" torch; fi
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		.venv/bin/python -m pip -qq install -c constraints.txt -e '.[dev]'
+	@pwd -P > $@

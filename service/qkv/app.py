@@ -1,0 +1,103 @@
+"""The application: puts engine and routes together and maps every error once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from qkv import __version__
+from qkv.engine import Engine, pick_device
+from qkv.errors import Internal, MethodNotAllowed, NotFound, QkvError
+from qkv.routes import attention, convert, operations, schemas, variants
+from qkv.settings import Settings
+from qkv.wire import json
+
+__all__ = ["create_app"]
+
+_log = logging.getLogger("qkv.app")
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """The service as an ASGI application; `app.state.engine` is its engine.
+
+    Args:
+        settings: None reads them from the environment.
+    """
+    settings = settings or Settings()
+    engine = Engine(
+        pick_device(settings.device),
+        max_batch=settings.max_batch,
+        threads=settings.threads,
+        max_queue_bytes=settings.max_queue_bytes,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await engine.stop()
+
+    app = FastAPI(
+        title="qkv",
+        version=__version__,
+        summary="Serves attention: output, weights and timing, from any variant you name.",
+        lifespan=lifespan,
+    )
+    app.state.engine = engine
+    app.state.settings = settings
+    app.include_router(attention.router(engine, settings))
+    app.include_router(convert.router(settings))
+    app.include_router(variants.router())
+    app.include_router(operations.router(engine))
+    app.add_exception_handler(QkvError, _known)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unknown)
+    _describe(app)
+    return app
+
+
+def _describe(app: FastAPI) -> None:
+    """Adds to the OpenAPI document the components that the routes refer to."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            components = made().setdefault("components", {}).setdefault("schemas", {})
+            components.update(schemas.COMPONENTS)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+
+
+async def _known(_: Request, error: Exception) -> Response:
+    assert isinstance(error, QkvError)
+    return Response(
+        json.dump(error.problem()),
+        status_code=error.status,
+        media_type=json.PROBLEM_TYPE,
+        headers=error.headers(),
+    )
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: an unknown path, or a method that a path does not have."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        fault: QkvError = MethodNotAllowed(f"{request.method} is not allowed here", allow=allow)
+    else:
+        fault = NotFound(f"no {request.url.path[:200]} here; /docs says what there is")
+    return await _known(request, fault)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    _log.error("a request to %s failed", request.url.path, exc_info=error)
+    return await _known(request, Internal("this is a fault of the service, and is logged"))

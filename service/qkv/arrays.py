@@ -1,0 +1,64 @@
+"""Arrays of a caller's own kind, numpy, torch or what converts, to raw tensors and back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qkv.tensors import RawTensor
+
+__all__ = ["Restore", "is_array", "restorer", "to_raw"]
+
+Restore = Callable[[RawTensor], Any]
+"""Makes the caller's kind of array of a raw tensor."""
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of a kind that is known, or that says how to become one."""
+    return hasattr(value, "__array__") or hasattr(value, "__dlpack__")
+
+
+def to_raw(array: Any) -> RawTensor:
+    """The array as a raw tensor; copied only from another device or where it is not dense.
+
+    Raises:
+        InvalidContent: its dtype does not travel.
+    """
+    if not _is_torch(array):
+        return RawTensor.from_numpy(_asarray(array))
+    torch = sys.modules["torch"]
+    dense = array.detach().cpu().contiguous()
+    if dense.dtype == torch.bfloat16:
+        bits = dense.view(torch.int16).numpy()
+        return RawTensor("bfloat16", tuple(dense.shape), bits.reshape(-1).view(np.uint8).data)
+    return RawTensor.from_numpy(dense.numpy())
+
+
+def restorer(array: Any) -> Restore:
+    """What makes answers of the kind that `array` is: torch on its device, else numpy."""
+    if not _is_torch(array):
+        return lambda raw: raw.numpy().copy()
+    torch, device = sys.modules["torch"], array.device
+
+    def restore(raw: RawTensor) -> Any:
+        if raw.dtype == "bfloat16":
+            bits = np.frombuffer(raw.data, np.int16).reshape(raw.shape).copy()
+            return torch.from_numpy(bits).view(torch.bfloat16).to(device)
+        return torch.from_numpy(raw.numpy().copy()).to(device)
+
+    return restore
+
+
+def _asarray(array: Any) -> np.ndarray:
+    if hasattr(array, "__array__"):
+        return np.asarray(array)
+    return np.from_dlpack(array)
+
+
+def _is_torch(array: object) -> bool:
+    """Without importing torch: who has a torch tensor has torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)

@@ -1,0 +1,55 @@
+"""Dropout as a function of (seed, place, row, key): the same bits alone, in a batch, anywhere.
+
+A generator's mask depends on where in the stack a request lies; a hash does not. The definition,
+in unsigned 32-bit arithmetic, with `mix` the hash "lowbias32" of C. Wellons (Prospecting for Hash
+Functions, 2018)::
+
+    r = mix(mix(mix(low32(seed)) ^ high32(seed)) ^ place)    place = b * H + h within the request
+    u = mix(mix(r ^ i) ^ mix(~j))                            i query row, j key
+    kept where u >= floor(dropout * 2**32)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["keep"]
+
+_SIGN = -(1 << 31)
+
+
+def keep(dropout: float, seed: int, place_BH: Tensor, rows: slice, keys: slice) -> Tensor:
+    """Which weights survive: bool (B, H, R, S) for a block of rows and a range of keys.
+
+    Args:
+        dropout: probability of dropping, 0 <= dropout < 1.
+        seed: 0 <= seed < 2**64.
+        place_BH: int64, b * H + h of each plane within its own request.
+        rows, keys: ranges of the whole matrix.
+    """
+    device = place_BH.device
+    seeded = _mix(_mix(_word(seed, device)) ^ _word(seed >> 32, device))
+    plane_BH11 = _mix(seeded ^ place_BH.to(torch.int32))[:, :, None, None]
+    row_R1 = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)[:, None]
+    key_S = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device)
+    hash_BHRS = _mix(_mix(plane_BH11 ^ row_R1) ^ _mix(~key_S))
+    threshold = int(dropout * 2**32)
+    # int32 compares as signed: flipping the sign bit of both sides makes that unsigned
+    return (hash_BHRS ^ _SIGN) >= threshold + _SIGN
+
+
+def _word(value: int, device: torch.device) -> Tensor:
+    low = value & 0xFFFFFFFF
+    return torch.tensor(low - (1 << 32) if low >> 31 else low, dtype=torch.int32, device=device)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """lowbias32 on int32, whose products wrap; `>>` is arithmetic, so the sign is masked off."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1)):
+        high = x >> shift
+        high &= (1 << (32 - shift)) - 1
+        high ^= x
+        high *= factor
+        x = high
+    return x

@@ -1,0 +1,166 @@
+"""Which keys a query may attend to, and what is added to its scores, a block of rows at a time."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "Visibility", "row_blocks"]
+
+
+class Block(NamedTuple):
+    """The keys that a block of query rows can see.
+
+    Attributes:
+        keys: the range of keys outside which no row of the block sees anything; may be empty.
+        bias_BHRS: for the keys in that range, bool (true: may attend) or floating (added to the
+            scores, -inf where a row may not attend), broadcastable; None where all is allowed.
+    """
+
+    keys: slice
+    bias_BHRS: Tensor | None
+
+
+class Visibility(NamedTuple):
+    """All that restricts or biases the scores (B, H, L, S), without holding an (L, S) matrix.
+
+    Attributes:
+        L, S: query and key length.
+        mask_BHLS: bool or floating, four axes, each of full size or 1.
+        key_lengths_B: int64; keys at and past it are padding.
+        causal: a query sees no key past its own position.
+        offset: position of the first query on the key axis, or (B, 1, 1, 1) of them.
+        offsets: the lowest and the highest of them, where they are known without asking a device.
+        left, right: how many keys before and after its position a query sees; None: all.
+        dtype: what floating masks are added in, the dtype of the scores.
+    """
+
+    L: int
+    S: int
+    mask_BHLS: Tensor | None
+    key_lengths_B: Tensor | None
+    causal: bool
+    offset: int | Tensor
+    offsets: tuple[int, int] | None
+    left: int | None
+    right: int | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        L: int,
+        S: int,
+        mask_BHLS: Tensor | None,
+        key_lengths_B: Tensor | None,
+        causal: bool,
+        query_offset: int | Literal["end"],
+        window: tuple[int | None, int | None] | None,
+        dtype: torch.dtype,
+    ) -> Visibility:
+        """Puts the parameters, as a request names them, together."""
+        left, right = window or (None, None)
+        if query_offset != "end":
+            offset: int | Tensor = query_offset
+            offsets: tuple[int, int] | None = (query_offset, query_offset)
+        elif key_lengths_B is None:
+            offset, offsets = S - L, (S - L, S - L)
+        else:
+            offset = (key_lengths_B - L).view(-1, 1, 1, 1)
+            # reading them from a GPU would wait for it, and what a row reads would depend on
+            # the requests stacked with it
+            on_cpu = offset.device.type == "cpu"
+            offsets = (int(offset.min()), int(offset.max())) if on_cpu else None
+        return cls(L, S, mask_BHLS, key_lengths_B, causal, offset, offsets, left, right, dtype)
+
+    @property
+    def is_causal_only(self) -> bool:
+        """Nothing but what torch's `is_causal` means: aligned at the first query and key."""
+        others = (self.mask_BHLS, self.key_lengths_B, self.left, self.right)
+        return self.causal and all(o is None for o in others) and self.offsets == (0, 0)
+
+    def without_padding(self, tensor_BGSX: Tensor) -> Tensor:
+        """Keys or values with zeros for padding, whose NaN or inf would spread through sums."""
+        if self.key_lengths_B is None:
+            return tensor_BGSX
+        padding_BS = torch.arange(self.S, device=tensor_BGSX.device) >= self.key_lengths_B[:, None]
+        return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], 0.0)
+
+    @property
+    def bias_planes(self) -> int:
+        """How many (b, h) planes of (rows, S) a block's bias has, at most."""
+        planes = 1
+        if self.mask_BHLS is not None:
+            planes = self.mask_BHLS.shape[0] * self.mask_BHLS.shape[1]
+        if self.key_lengths_B is not None:
+            planes *= len(self.key_lengths_B)  # an upper bound: the mask may have B already
+        return planes
+
+    @property
+    def varies_by_row(self) -> bool:
+        """Whether a bias over all rows would be an (L, S) matrix."""
+        rows = self.mask_BHLS is not None and self.mask_BHLS.shape[2] > 1
+        return rows or self.causal or self.left is not None or self.right is not None
+
+    def _keys(self, rows: slice) -> slice:
+        """The keys that any of the rows can see, as far as the offsets are known."""
+        first, last = 0, self.S
+        if self.offsets is not None:
+            lowest, highest = self.offsets
+            if self.causal:
+                last = min(last, rows.stop + highest)
+            if self.right is not None:
+                last = min(last, rows.stop + highest + self.right)
+            if self.left is not None:
+                first = max(first, rows.start + lowest - self.left)
+        return slice(first, last) if first < last else slice(0, 0)
+
+    def block(self, rows: slice, device: torch.device) -> Block:
+        """What the query rows `rows.start` to `rows.stop` see."""
+        keys = self._keys(rows)
+        key_S = torch.arange(keys.start, keys.stop, device=device)
+        allowed: Tensor | None = None
+        if self.causal or self.left is not None or self.right is not None:
+            row_R1 = torch.arange(rows.start, rows.stop, device=device).view(-1, 1)
+            distance = key_S - (row_R1 + self.offset)
+            if self.causal:
+                allowed = distance <= 0
+            if self.right is not None:
+                allowed = _both(allowed, distance <= self.right)
+            if self.left is not None:
+                allowed = _both(allowed, distance >= -self.left)
+        if self.key_lengths_B is not None:
+            allowed = _both(allowed, key_S < self.key_lengths_B.view(-1, 1, 1, 1))
+        if allowed is not None:
+            allowed = allowed.view((1,) * (4 - allowed.ndim) + tuple(allowed.shape))
+        if self.mask_BHLS is None:
+            return Block(keys, allowed)
+        mask = self.mask_BHLS
+        mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
+        mask = mask[..., keys] if mask.shape[3] > 1 else mask
+        if mask.dtype == torch.bool:
+            return Block(keys, _both(allowed, mask))
+        mask = _narrowed(mask, self.dtype)
+        return Block(keys, mask if allowed is None else mask.masked_fill(~allowed, -torch.inf))
+
+
+def row_blocks(L: int, row_elements: int, budget: int) -> list[slice]:
+    """Cuts L rows into blocks of at most `budget` elements, a row having `row_elements`."""
+    rows = max(1, budget // max(1, row_elements))
+    if 32 < rows < L:
+        rows -= rows % 32  # whole tiles for the kernels
+    return [slice(start, min(L, start + rows)) for start in range(0, L, rows)]
+
+
+def _both(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else one & other
+
+
+def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask in the scores' dtype; what is finite stays finite (-1e300 is not -inf)."""
+    if mask.dtype != torch.float64 or dtype == torch.float64:
+        return mask.to(dtype)
+    most = torch.finfo(dtype).max
+    return torch.where(mask.isinf(), mask, mask.clamp(-most, most)).to(dtype)

@@ -1,0 +1,287 @@
+"""Exact attention: each output row is the average of the values, weighted by a softmax of scores.
+
+Formula: A = softmax(scale Q K^T + mask), output = A V.
+Paper: Vaswani et al., Attention Is All You Need (arXiv:1706.03762), section 3.2.1.
+Cost: O(L S (D + E)) time; memory O(L + S) unless weights or scores are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from qkv.attention._scores import Scores, is_safe, score_dtype
+from qkv.attention._visibility import Visibility, row_blocks
+
+FORMULA: Final = "A = softmax(scale Q K^T + mask); output = A V"
+PAPER: Final = "Vaswani et al., Attention Is All You Need, arXiv:1706.03762, section 3.2.1"
+COST: Final = "O(L S (D + E)) time; O(L + S) memory unless weights or scores are asked for"
+WEIGHTS: Final = "stochastic"
+REFUSES: Final[Mapping[str, str]] = {}
+
+_BIAS_ELEMENTS = 1 << 22  # of a block's bias for the fused kernel: 4 MiB bool, 16 MiB float32
+_SCORE_ELEMENTS = 1 << 23  # of a block's scores on the explicit path: 32 MiB in float32
+
+_Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
+_Cap = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class Softmax(NamedTuple):
+    """What exact attention answers; None where it was not asked for."""
+
+    output: Float[Tensor, "B H L E"] | None = None
+    weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    scores: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    backend: str = "explicit"
+
+
+def flops(sizes: Mapping[str, int]) -> int:
+    """The two matrix products, a multiply and an add counted as two."""
+    B, H, L, S, D, E = (sizes[letter] for letter in "BHLSDE")
+    return 2 * B * H * L * S * (D + E)
+
+
+def attend(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: Annotated[bool, Field(description="A query sees no key past its position.")] = False,
+    query_offset: Annotated[
+        _Position | Literal["end"],
+        Field(
+            description="Position of the first query on the key axis, as torch's is_causal means "
+            'it; "end" puts the last query on the last valid key.'
+        ),
+    ] = 0,
+    scale: Annotated[
+        _Factor | None, Field(description="Factor of the scores; null: 1/sqrt(D).")
+    ] = None,
+    softcap: Annotated[
+        _Cap | None,
+        Field(description="Scores become softcap * tanh(score / softcap), before the mask."),
+    ] = None,
+    window: Annotated[
+        tuple[_Count | None, _Count | None] | None,
+        Field(
+            description="[left, right]: how many keys before and after its position a query sees, "
+            "both inclusive; null: unbounded."
+        ),
+    ] = None,
+    dropout: Annotated[
+        float, Field(ge=0, lt=1, description="Probability that a weight is dropped.")
+    ] = 0.0,
+    seed: Annotated[int, Field(ge=0, lt=2**64, description="What dropout is drawn from.")] = 0,
+    outputs: frozenset[str] = frozenset({"output"}),
+    place_BH: Int64[Tensor, "B H"] | None = None,
+) -> Softmax:
+    """Attends exactly.
+
+    Scores and sums are float32, or float64 for float64 inputs. The weights are those the values
+    were averaged with: after dropout. A row that sees no key is zeros. Where only the output is
+    asked for, torch's fused kernel runs (backend "sdpa"); softcap, dropout and inputs that could
+    overflow take plain products, a block of rows at a time (backend "explicit").
+
+    Args:
+        query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
+        key_BGSD: keys.
+        value_BGSE: values; E may differ from D.
+        mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
+        key_lengths_B: keys at and past it are padding.
+        outputs: which of `output`, `weights`, `scores` to return.
+        place_BH: b * H + h of each plane within its own request, where planes of several requests
+            are stacked; None: all are one request's. Only dropout looks at it.
+    """
+    L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
+    scale = D**-0.5 if scale is None else scale
+    safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
+    exact = score_dtype(query_BHLD.dtype)
+    compute = exact if safe else torch.float64
+    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, compute)
+    plain = outputs <= {"output"} and softcap is None and not dropout
+    if plain and safe and _kernel_takes(query_BHLD, mask_BHLS):
+        return Softmax(_fused(query_BHLD, key_BGSD, value_BGSE, visible, scale), backend="sdpa")
+    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
+    value = value_BGSE.to(compute)
+    return _explicit(
+        scores, value if safe else visible.without_padding(value), outputs, query_BHLD.dtype
+    )
+
+
+def weights(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    rows: slice,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    place_BH: Int64[Tensor, "B H"] | None = None,
+) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    """Rows `rows` of A as `attend` answers them, in memory O(R S); the arguments are `attend`'s.
+
+    The query is whole, so that each row keeps its position; only the block's rows are read.
+    """
+    L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
+    scale = D**-0.5 if scale is None else scale
+    safe = is_safe(query_BHLD, key_BGSD, None, scale)
+    exact = score_dtype(query_BHLD.dtype)
+    visible = Visibility.of(
+        L, S, mask_BHLS, key_lengths_B, causal, query_offset, window,
+        exact if safe else torch.float64,
+    )  # fmt: skip
+    block = Scores.of(
+        query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe
+    ).block(rows)
+    whole_BHRS = block.weights.new_zeros(*block.weights.shape[:-1], S, dtype=exact)
+    whole_BHRS[..., block.keys] = block.weights
+    return whole_BHRS
+
+
+def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None) -> bool:
+    """Whether torch's kernel adds the mask in float32; on a GPU it wants the query's dtype."""
+    if query_BHLD.device.type == "cpu" or mask_BHLS is None or mask_BHLS.dtype == torch.bool:
+        return True
+    return query_BHLD.dtype in (torch.float32, torch.float64)
+
+
+def _fused(
+    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, visible: Visibility, scale: float
+) -> Tensor:
+    """torch's fused kernel, in one call where no bias or a small one is needed."""
+    B, H, L, D = query_BHLD.shape
+    E = value_BGSE.shape[-1]
+    # the kernel wants D = E; zeros change neither scores nor output, torch's own fallback for
+    # D != E is quadratic in memory
+    query, key = pad(query_BHLD, (0, max(0, E - D))), pad(key_BGSD, (0, max(0, E - D)))
+    value = pad(value_BGSE, (0, max(0, D - E)))
+
+    def kernel(rows: slice, keys: slice, bias: Tensor | None, is_causal: bool = False) -> Tensor:
+        return scaled_dot_product_attention(
+            query[:, :, rows], key[:, :, keys], value[:, :, keys], bias,
+            is_causal=is_causal, scale=scale, enable_gqa=H != key.shape[1],
+        )[..., :E]  # fmt: skip
+
+    every = slice(0, L)
+    if visible.is_causal_only:
+        return kernel(every, slice(0, visible.S), None, is_causal=True)
+    blocks = [every]
+    if visible.varies_by_row:
+        blocks = row_blocks(L, visible.bias_planes * visible.S, _BIAS_ELEMENTS)
+    if len(blocks) == 1:
+        keys, bias = visible.block(every, query.device)
+        if keys.start < keys.stop:
+            return kernel(every, keys, bias)
+    output = query.new_zeros(B, H, L, E)
+    for rows in blocks:
+        keys, bias = visible.block(rows, query.device)
+        if keys.start < keys.stop:
+            output[:, :, rows] = kernel(rows, keys, bias)
+    return output
+
+
+def _explicit(
+    scores: Scores, value_BGSE: Tensor, outputs: frozenset[str], dtype: torch.dtype
+) -> Softmax:
+    """Plain products, a block of rows at a time; whole matrices only where they are asked for."""
+    B, G, K, L, _ = scores.query_BGKLD.shape
+    H, S, E = G * K, scores.visible.S, value_BGSE.shape[-1]
+    exact = score_dtype(dtype)
+    output = value_BGSE.new_zeros(B, H, L, E, dtype=dtype) if "output" in outputs else None
+    weights = value_BGSE.new_zeros(B, H, L, S, dtype=exact) if "weights" in outputs else None
+    logits = (
+        value_BGSE.new_full((B, H, L, S), -torch.inf, dtype=exact) if "scores" in outputs else None
+    )
+    for rows in row_blocks(L, B * H * S, _SCORE_ELEMENTS):
+        block = scores.block(rows)
+        if output is not None:
+            output[:, :, rows] = torch.einsum(
+                "bgkls,bgse->bgkle",
+                block.weights.unflatten(1, (G, K)), value_BGSE[:, :, block.keys],
+            ).flatten(1, 2)  # fmt: skip
+        if weights is not None:
+            weights[:, :, rows, block.keys] = block.weights
+        if logits is not None:
+            logits[:, :, rows, block.keys] = block.scores
+    return Softmax(output, weights, logits)
+
+
+def reference(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    mask_BHLS: Tensor | None = None,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> Softmax:
+    """The same in plain float64 numpy, one head at a time, as a textbook writes it."""
+    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    (B, H, L, D), (_, G, S, _) = query.shape, key.shape
+    weights, scores = np.zeros((B, H, L, S)), np.full((B, H, L, S), -np.inf)
+    output = np.zeros((B, H, L, value.shape[-1]))
+    for b, h in np.ndindex(B, H):
+        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        offset = valid - L if query_offset == "end" else query_offset
+        k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
+        s = query[b, h] @ k.T * (1 / np.sqrt(D) if scale is None else scale)
+        if softcap is not None:
+            s = softcap * np.tanh(s / softcap)
+        i, j = np.ogrid[offset : offset + L, :valid]
+        if mask_BHLS is not None:
+            mask = mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
+            s = (
+                np.where(mask, s, -np.inf)
+                if mask.dtype == torch.bool
+                else s + mask.double().numpy()
+            )
+        left, right = window or (None, None)
+        hidden = (j > i) & causal
+        hidden |= (j < i - left) if left is not None else False
+        hidden |= (j > i + right) if right is not None else False
+        s[np.broadcast_to(hidden, s.shape)] = -np.inf
+        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        a = np.exp(s - np.where(np.isneginf(top), 0, top))
+        a /= np.maximum(a.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+        if dropout:
+            a *= _kept(dropout, seed, b * H + h, L, valid) / (1 - dropout)
+        weights[b, h, :, :valid], scores[b, h, :, :valid], output[b, h] = a, s, a @ v
+    output_BHLE, weights_BHLS, scores_BHLS = map(torch.from_numpy, (output, weights, scores))
+    return Softmax(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
+
+
+def _kept(dropout: float, seed: int, place: int, L: int, S: int) -> Any:
+    """The definition of `_dropout` in unsigned numpy, written apart from it."""
+
+    def mix(x: Any) -> Any:
+        x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+        return x ^ (x >> 16)
+
+    low, high, plane = (np.array([w], np.uint32) for w in (seed % 2**32, seed >> 32, place))
+    i, j = np.arange(L, dtype=np.uint32)[:, None], np.arange(S, dtype=np.uint32)
+    u = mix(mix(mix(mix(mix(low) ^ high) ^ plane) ^ i) ^ mix(~j))
+    return u >= np.floor(dropout * 2.0**32)

@@ -1,0 +1,77 @@
+"""Numbers written without a dtype, as JSON lists are, become what their place asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qkv.errors import InvalidContent
+from qkv.tensors import DTYPES, FLOATING, RawTensor
+
+__all__ = ["typed"]
+
+
+def typed(
+    raw: RawTensor, name: str, accepted: Sequence[str], dtype: str, pointer: str
+) -> RawTensor:
+    """The tensor with a dtype that its place accepts; a tensor that came with one is checked.
+
+    Args:
+        raw: the tensor.
+        name: what to call it in errors.
+        accepted: the dtypes its place accepts.
+        dtype: the floating dtype that literal numbers take.
+
+    Raises:
+        InvalidContent: its dtype is not accepted, or its numbers do not fit one that is.
+    """
+    if not raw.literal:
+        if raw.dtype not in accepted:
+            raise InvalidContent(
+                f"{name} came as {raw.dtype}; it must be {_either(accepted)}", pointer=pointer
+            )
+        return RawTensor(raw.dtype, raw.shape, raw.data)
+    array = raw.numpy()
+    if raw.dtype == "bool":
+        if "bool" not in accepted:
+            raise InvalidContent(f"{name} came as booleans; it takes numbers", pointer=pointer)
+        return RawTensor.from_numpy(array)
+    if "bool" in accepted:
+        _refuse_ambiguous(array, name, pointer)
+        # added to the scores, so as exact as they are
+        dtype = "float64" if dtype == "float64" else "float32"
+    if not any(d in accepted for d in FLOATING):
+        return RawTensor.from_numpy(_whole(array, name, pointer))
+    if dtype not in accepted:
+        raise InvalidContent(f"{name} must be {_either(accepted)}", pointer=pointer)
+    with np.errstate(over="ignore"):
+        cast = array.astype(DTYPES[dtype])
+    if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
+        raise InvalidContent(
+            f"{name} holds numbers past the range of {dtype}; ask for another dtype, or write "
+            '"Infinity" or "-Infinity" where that is meant',
+            pointer=pointer,
+        )
+    return RawTensor.from_numpy(cast)
+
+
+def _refuse_ambiguous(array: np.ndarray, name: str, pointer: str) -> None:
+    if array.size and ((array == 0) | (array == 1)).all() and (array == 1).any():
+        raise InvalidContent(
+            f"{name} came as numbers that are all 0 or 1: write true and false to allow and "
+            "forbid, or send it with a dtype to add it to the scores",
+            pointer=pointer,
+        )
+
+
+def _whole(array: np.ndarray, name: str, pointer: str) -> np.ndarray:
+    if array.dtype != np.int64:
+        if not (np.isfinite(array) & (np.abs(array) < 2**53) & (array == np.trunc(array))).all():
+            raise InvalidContent(f"{name} must be whole numbers", pointer=pointer)
+        array = array.astype(np.int64)
+    return array
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(names)

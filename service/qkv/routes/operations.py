@@ -1,0 +1,44 @@
+"""What runs the service asks of it: /livez, /readyz, and at / where to go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from qkv import __version__
+from qkv.engine import Engine
+
+__all__ = ["router"]
+
+_DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "No."}}
+
+
+def router(engine: Engine) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(tags=["operations"])
+
+    @routes.get("/", summary="Where to go.")
+    async def index() -> dict[str, str]:
+        return {
+            "service": "qkv",
+            "version": __version__,
+            "variants": "/v1/variants",
+            "docs": "/docs",
+            "openapi": "/openapi.json",
+        }
+
+    @routes.get("/livez", summary="Whether the device thread lives.", responses=_DOWN)
+    async def livez(response: Response) -> dict[str, str]:
+        return _status(response, engine.alive)
+
+    @routes.get("/readyz", summary="Whether requests are taken.", responses=_DOWN)
+    async def readyz(response: Response) -> dict[str, str]:
+        return _status(response, engine.ready)
+
+    return routes
+
+
+def _status(response: Response, good: bool) -> dict[str, str]:
+    response.status_code = 200 if good else 503
+    return {"status": "ok" if good else "down"}

@@ -1,0 +1,194 @@
+"""Runs jobs on a device: buffers become torch tensors, a variant is called, answers are split."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.job import Job
+from qkv.layers.layer import project
+from qkv.layers.projections import ROLES
+from qkv.tensors import RawTensor
+
+__all__ = ["ALIGNMENT", "Ran", "run"]
+
+ALIGNMENT: Final = 64
+"""Bytes. A CPU kernel's bits depend on where its buffers begin, so all begin alike."""
+
+
+class Ran(NamedTuple):
+    """What came of a job.
+
+    Attributes:
+        outputs: tensors in the shapes and dtypes that the job says.
+        started: when its turn came, on the clock of `time.perf_counter`.
+        transfer_s: seconds spent moving tensors to the device and back, and aligning them.
+        compute_s: seconds spent in projections and variant; on a GPU between two events.
+        batch_size: jobs that ran together.
+        backend: which of the variant's paths ran.
+    """
+
+    outputs: dict[str, RawTensor]
+    started: float
+    transfer_s: float
+    compute_s: float
+    batch_size: int
+    backend: str
+
+
+def run(jobs: Sequence[Job], device: torch.device, stack: bool) -> list[Ran]:
+    """Runs jobs whose keys are equal, the only place that calls a variant.
+
+    Args:
+        jobs: at least one.
+        device: where.
+        stack: run them as one call, stacked along B; else one after the other. On a CPU stacking
+            changes bits (the kernels' scratch buffers lie elsewhere in another thread) and saves
+            nothing; on a GPU it is what batching is for.
+    """
+    with torch.inference_mode():
+        if stack and len(jobs) > 1:
+            return _run_together(jobs, device, len(jobs))
+        return [_run_together([job], device, len(jobs))[0] for job in jobs]
+
+
+def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[Ran]:
+    started = time.perf_counter()
+    job = jobs[0]
+    tensors = {name: _gather(jobs, name, device) for name in job.inputs}
+    weights = _layer_weights(job, device)
+    loaded = time.perf_counter()
+    clock = _Clock(device)
+    arguments = _arguments(job, tensors, weights)
+    if job.variant.takes_place and len(jobs) > 1:
+        arguments["place_BH"] = torch.cat(
+            [_place(j.batch, j.bound.sizes["H"], device) for j in jobs]
+        )
+    result = job.variant.attend(**arguments, outputs=job.outputs)
+    compute_s = clock.stop()
+    computed = time.perf_counter()
+    answers = _split(jobs, result)
+    transfer_s = (loaded - started) + (time.perf_counter() - computed)
+    backend = getattr(result, "backend", "explicit")
+    return [Ran(a, started, transfer_s, compute_s, batch_size, backend) for a in answers]
+
+
+def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
+    """One input of every job, stacked along B; with every axis of the signature."""
+    spec = jobs[0].variant.inputs.get(name)
+    parts = []
+    for job in jobs:
+        part = _load(job.inputs[name].numpy(), device).view(job.shapes[name])
+        if len(jobs) > 1 and spec is not None and spec.broadcasts:
+            part = part.expand(job.batch, *part.shape[1:])
+        parts.append(part)
+        if spec is not None and "B" not in spec.letters:
+            break  # one tensor for all
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _load(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array as a dense, aligned tensor; a copy only where it is not that already."""
+    bits = array.view(np.int16) if array.dtype.name == "bfloat16" else array
+    ready = bits.flags.writeable and bits.flags.c_contiguous and bits.ctypes.data % ALIGNMENT == 0
+    if not ready:
+        aligned = torch.empty(bits.shape, dtype=_TORCH[bits.dtype.name])
+        np.copyto(aligned.numpy(), bits)
+    tensor = torch.from_numpy(bits) if ready else aligned
+    if bits is not array:
+        tensor = tensor.view(torch.bfloat16)
+    return tensor.to(device)
+
+
+def _layer_weights(job: Job, device: torch.device) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Weight (M, out) and bias (out) of each role, dense whatever layout they came in."""
+    if job.layer is None:
+        return {}
+    return {
+        role: (
+            _load(p.weight, device),
+            None if p.bias is None else _load(p.bias, device),
+        )
+        for role, p in zip(ROLES, job.layer.projections, strict=True)
+        if role in job.variant.inputs
+    }
+
+
+def _arguments(
+    job: Job,
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, tuple[Tensor, Tensor | None]],
+) -> dict[str, Any]:
+    """What the variant's `attend` is called with."""
+    tensors = dict(tensors)
+    x = tensors.pop("x", None) if weights else None
+    for role, (weight, bias) in weights.items():
+        embedding = tensors[role] if x is None else x
+        heads = job.layer.head_count(role) if job.layer is not None else 1
+        tensors[role] = project(embedding, weight, bias, heads)
+    arguments: dict[str, Any] = {
+        job.variant.inputs[name].argument: tensor for name, tensor in tensors.items()
+    }
+    return arguments | {n: getattr(job.parameters, n) for n in type(job.parameters).model_fields}
+
+
+def _place(batch: int, heads: int, device: torch.device) -> Tensor:
+    return torch.arange(batch * heads, device=device).view(batch, heads)
+
+
+def _split(jobs: Sequence[Job], result: Any) -> list[dict[str, RawTensor]]:
+    """Each job's part of each output, as it goes back."""
+    answers: list[dict[str, RawTensor]] = [{} for _ in jobs]
+    for name in jobs[0].variant.outputs:  # in the signature's order
+        if name not in jobs[0].outputs:
+            continue
+        whole = getattr(result, name)
+        merges = name == "output" and jobs[0].layer is not None
+        if merges:  # heads lie side by side: (B, H, L, E) -> (B, L, H * E)
+            whole = whole.transpose(1, 2).flatten(2)
+        whole = whole.contiguous().cpu()
+        first = 0
+        for job, answer in zip(jobs, answers, strict=True):
+            part = whole[first : first + job.batch]
+            answer[name] = _raw(part, job.dtype_of(name), job.answer_shape(name))
+            first += job.batch
+    return answers
+
+
+def _raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
+    bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return RawTensor(dtype, shape, bits.numpy().reshape(-1).view(np.uint8).data)
+
+
+class _Clock:
+    """Seconds of compute: by events where the device works on its own, else by the wall."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._first = torch.cuda.Event(enable_timing=True)
+            self._last = torch.cuda.Event(enable_timing=True)
+            self._first.record()
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        if not self._cuda:
+            return time.perf_counter() - self._started
+        self._last.record()
+        self._last.synchronize()
+        return float(self._first.elapsed_time(self._last)) / 1e3
+
+
+_TORCH: Final = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "int16": torch.int16,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}

@@ -1,0 +1,48 @@
+"""What an operator may set: one frozen class, read from the environment with the prefix QKV_."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+__all__ = ["Settings"]
+
+_MiB = 1 << 20
+_GiB = 1 << 30
+
+
+class Settings(BaseSettings):
+    """Settings of the service. Each is `QKV_` and its name in capitals in the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="QKV_", frozen=True, extra="forbid")
+
+    host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    ] = 8000
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Field(description="Where attention runs; auto: a CUDA device where there is one."),
+    ] = "auto"
+    threads: Annotated[
+        int, Field(ge=0, le=1024, description="CPU threads of one call; 0: every CPU allowed.")
+    ] = 0
+    max_batch: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Most requests that run together; 1: no batching; 0: 1 on a CPU, 64 on "
+            "a GPU.",
+        ),
+    ] = 0
+    max_body_bytes: Annotated[
+        int, Field(ge=1, description="Largest request body; more is 413.")
+    ] = 256 * _MiB
+    max_answer_bytes: Annotated[
+        int, Field(ge=1, description="Largest answer, counted in tensor bytes; more is 413.")
+    ] = _GiB
+    max_queue_bytes: Annotated[
+        int, Field(ge=1, description="Tensor bytes that may wait; more is 503.")
+    ] = 4 * _GiB
