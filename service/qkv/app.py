@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from qkv import __version__
+from qkv import __version__, catalogue
 from qkv.engine import Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, QkvError
+from qkv.job import Job, Limits
+from qkv.message import Message
 from qkv.routes import attention, convert, operations, schemas, variants
 from qkv.settings import Settings
+from qkv.tensors import RawTensor
 from qkv.wire import json
 
 __all__ = ["create_app"]
@@ -40,6 +44,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
         try:
+            await _warm_up(engine)
             yield
         finally:
             await engine.stop()
@@ -61,6 +66,24 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_exception_handler(Exception, _unknown)
     _describe(app)
     return app
+
+
+async def _warm_up(engine: Engine) -> None:
+    """Runs each variant once, the smallest request there is: a first call costs torch some 30 ms,
+    which nobody's timing should show."""
+    limits = Limits(answer=1 << 20, request=1 << 20)
+    for name, variant in catalogue.variants().items():
+        tensors = {
+            i.name: RawTensor.from_numpy(np.zeros([2] * len(i.letters), np.float32))
+            for i in variant.inputs.values()
+            if not i.optional
+        }
+        for outputs in (["output"], list(variant.outputs)):
+            job = Job.of(name, Message({"outputs": outputs}, tensors), limits)
+            try:
+                await engine.submit(job)
+            except QkvError:
+                _log.exception("warming %s up failed", name)
 
 
 def _describe(app: FastAPI) -> None:

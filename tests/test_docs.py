@@ -1,0 +1,121 @@
+"""What is documented is true, and what exists is documented: the README's examples run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from qkv import catalogue
+from qkv.layers.layouts import LAYOUTS
+from qkv.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def without_times(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer with its measured times replaced by whether they are times."""
+    if "timing" in answer:
+        timing = answer["timing"]
+        answer["timing"] = {k: v >= 0 if k.endswith("_ms") else v for k, v in timing.items()}
+    return answer
+
+
+CURLS = [block for block in blocks("sh") if block.startswith("curl")]
+
+
+@pytest.mark.parametrize(("command", "answer"), list(zip(CURLS, blocks("json"), strict=True)))
+def test_curl_examples_answer_what_the_readme_says(url: str, command: str, answer: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", command.replace(ADDRESS, url).replace("curl ", "curl -sS ", 1)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    got, said = json.loads(done.stdout), json.loads(answer)
+    if "check" in got:  # a rounding error, or none; and a number cut short for the reader
+        assert got["check"].pop("largest_absolute_difference") < 1e-15
+        assert said["check"].pop("largest_absolute_difference") < 1e-15
+        said["check"]["largest_absolute_output"] = pytest.approx(
+            said["check"]["largest_absolute_output"], abs=0.05
+        )
+    assert without_times(got) == without_times(said)
+
+
+def test_python_example_prints_what_the_readme_says(url: str) -> None:
+    (program,), (printed, *_) = blocks("python"), blocks("")
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace(ADDRESS, url)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == printed
+
+
+def test_every_setting_is_in_the_table_with_its_default() -> None:
+    table = dict(re.findall(r"^\| `(QKV_\w+)` \| `(\S+)` \|", README, re.MULTILINE))
+    assert table == {f"QKV_{n.upper()}": str(f.default) for n, f in Settings.model_fields.items()}
+
+
+def test_the_tree_names_every_file_and_nothing_else() -> None:
+    tree = blocks("")[-1]
+    named, folders = set(), [""]
+    for line in tree.splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth + 1 :] = [folders[depth] + name]
+        named.add(folders[depth] + name)
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    there = set(listed.stdout.split())
+    assert {n for n in named if not (ROOT / n).exists()} == set()
+    package = {p for p in there if p.startswith("service/") and not p.endswith("__init__.py")}
+    assert package - named == {"service/qkv/py.typed"}
+
+
+def test_every_route_is_documented(url: str) -> None:
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    for path in paths:
+        family = re.sub(r"/(attention|variants)/.*", r"/\1", path)
+        assert family in README, path
+
+
+def test_every_variant_says_all_there_is_to_say() -> None:
+    for variant in catalogue.variants().values():
+        said = variant.describe()
+        assert all(said[k] for k in ("summary", "formula", "paper", "cost", "weights", "outputs"))
+        for name, schema in said["parameters"]["properties"].items():
+            assert schema.get("description"), f"{variant.name}: {name} has no description"
+        assert (ROOT / f"service/qkv/attention/{variant.name}.py").name in README
+
+
+def test_every_layout_is_in_the_readme() -> None:
+    assert all(re.search(rf"\b{name}\b", README) for name in LAYOUTS)
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.split():
+        text = (ROOT / name).read_text()
+        assert not re.search(r"py(pi|thonhosted)\.org|download\.pytorch", text), name

@@ -1,0 +1,102 @@
+"""Imports run downwards only, and the client's side knows no torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qkv
+
+PACKAGE = Path(qkv.__file__).parent
+
+# what each room may import of qkv, beside itself; CONVENTIONS.md says why
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "settings": set(),
+    "tensors": {"errors"},
+    "message": {"tensors"},
+    "wire": {"errors", "message", "tensors"},
+    "arrays": {"tensors"},
+    "client": {"arrays", "errors", "message", "wire"},
+    "attention": {"errors"},
+    "catalogue": {"attention", "errors", "tensors"},
+    "layers": {"errors"},
+    "literals": {"errors", "tensors"},
+    "binding": {"catalogue", "errors"},
+    "job": {"binding", "catalogue", "errors", "layers", "literals", "message", "tensors"},
+    "run": {"job", "layers", "tensors"},
+    "engine": {"errors", "job", "run", "tensors"},
+    "routes": {
+        "__version__", "catalogue", "engine", "errors", "job", "layers", "literals", "message",
+        "settings", "tensors", "wire",
+    },
+    "app": {
+        "__version__", "catalogue", "engine", "errors", "job", "message", "routes", "settings",
+        "tensors", "wire",
+    },
+    "serve": {"app", "settings"},
+    "cli": {"__version__", "client", "serve", "settings"},
+    "__init__": {"client", "errors"},
+    "__main__": {"cli"},
+}  # fmt: skip
+
+CLIENT_SIDE = ("errors", "tensors", "message", "wire", "arrays", "client", "cli", "__init__")
+WEB = {"fastapi", "starlette", "uvicorn"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    """The first part of a module's name below qkv."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Every dotted name that a file imports, names imported from a package included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            module = node.module or ""
+            found |= {f"{module}.{a.name}" if module == "qkv" else module for a in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_downwards(path: Path) -> None:
+    ours = {name.split(".")[1] for name in imports(path) if name.startswith("qkv.")}
+    assert ours - {room(path)} <= ALLOWED[room(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_foreign_imports_keep_their_place(path: Path) -> None:
+    foreign = {name.split(".")[0] for name in imports(path)}
+    if room(path) not in ("routes", "app", "serve"):
+        assert not foreign & WEB
+    if room(path) in CLIENT_SIDE:
+        assert "torch" not in foreign
+    if room(path) not in ("settings", "cli"):
+        assert "pydantic_settings" not in foreign
+        assert not re.search(r"\b(environ|getenv)\b", path.read_text())
+
+
+def test_every_room_is_listed() -> None:
+    assert {room(path) for path in FILES} == set(ALLOWED)
+
+
+def test_importing_qkv_imports_no_torch() -> None:
+    code = "import qkv, qkv.cli, sys; assert 'torch' not in sys.modules; print(qkv.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == qkv.__version__
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    assert qkv.__all__ == sorted(qkv.__all__)
+    assert all(hasattr(qkv, name) for name in qkv.__all__)
