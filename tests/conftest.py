@@ -1,1 +1,210 @@
+"""Servers to test against: in a thread of this process, and as the command runs them."""
 
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import httpx
+import hypothesis
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from qkv.app import create_app
+from qkv.engine import Engine
+from qkv.settings import Settings
+
+# no test is about time, and other work may run beside them
+hypothesis.settings.register_profile(
+    "qkv", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("qkv")
+
+PATIENCE: Final = 60.0
+"""Seconds after which what should have happened is given up; never a bound on speed."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A service on a real socket of 127.0.0.1.
+
+    Attributes:
+        url: where.
+        app: the application.
+        engine: its engine, whose `hold()` keeps the device from taking jobs.
+        http: a client of it, for one thread.
+    """
+
+    url: str
+    app: FastAPI
+    engine: Engine
+    http: httpx.Client
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """For a plain socket."""
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return url.host, url.port
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for the device."""
+        with self.engine._changed:
+            return sum(not (w.taken or w.future.cancelled()) for w in self.engine._order)
+
+    def await_waiting(self, count: int) -> None:
+        """Returns once that many jobs wait."""
+        until(lambda: self.waiting == count)
+
+
+@dataclass
+class Process:
+    """A running `qkv` command.
+
+    Attributes:
+        popen: the process.
+        lines: what it has written on stderr, without line ends.
+    """
+
+    popen: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Where it serves; waits until it says so."""
+        until(lambda: self.serves or self.popen.poll() is not None)
+        assert self.serves, self.lines
+        return self.lines[-1].split()[1].removesuffix("/v1/attention/softmax")
+
+    @property
+    def serves(self) -> bool:
+        """Whether its last line is the one to paste."""
+        return bool(self.lines) and self.lines[-1].startswith("curl ")
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Sends a signal; the exit status."""
+        self.popen.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit status."""
+        return self.popen.wait(PATIENCE)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Waits for something that has no event to wait for."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(**settings: Any) -> Iterator[Server]:
+    """Serves from a thread of this process; `settings` are those of `Settings`."""
+    settings.setdefault("device", "cpu")
+    settings.setdefault("threads", 2)
+    app = create_app(Settings(**settings))
+    config = uvicorn.Config(app, loop="uvloop", http="httptools", lifespan="on", log_config=None)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread = threading.Thread(target=server.run, args=([listening],), name="server")
+        thread.start()
+        try:
+            until(lambda: server.started or not thread.is_alive())
+            with httpx.Client(base_url=url, timeout=PATIENCE) as http:
+                yield Server(url, app, app.state.engine, http)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(*arguments: str, **environment: str) -> Iterator[Process]:
+    """Runs `qkv` with these arguments, and settings in the environment."""
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "qkv", *arguments],
+        env=os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process = Process(popen)
+    assert popen.stderr is not None
+    lines = popen.stderr
+
+    def listen() -> None:
+        process.lines.extend(line.rstrip("\n") for line in lines)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        yield process
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+        popen.wait(PATIENCE)
+        listener.join(PATIENCE)
+        lines.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _settings_of_the_tests_only() -> Iterator[None]:
+    """What whoever runs the tests has set for a service of their own is not for these."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in os.environ if n.upper().startswith("QKV_")]:
+            patch.delenv(name)
+        yield
+
+
+@pytest.fixture(scope="session")
+def server(_settings_of_the_tests_only: None) -> Iterator[Server]:
+    """A service with default settings, for every test."""
+    with serving() as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def url(server: Server) -> str:
+    """Where a service with default settings is."""
+    return server.url
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Starts a service with other settings: `serve(max_body_bytes=1000)`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(serving(**settings))
+
+
+@pytest.fixture(scope="session")
+def process(_settings_of_the_tests_only: None) -> Iterator[Process]:
+    """`qkv serve --port 0` as it really runs; SIGTERM must end it with status 0."""
+    with running("serve", "--port", "0") as ran:
+        assert ran.url
+        yield ran
+        assert ran.end() == 0, ran.lines
+
+
+@pytest.fixture
+def command() -> Iterator[Callable[..., Process]]:
+    """Starts `qkv` with arguments and environment: `command("serve", QKV_PORT="0")`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str, **environment: str) -> Process:
+            return stack.enter_context(running(*arguments, **environment))
+
+        yield start

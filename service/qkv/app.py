@@ -54,6 +54,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version=__version__,
         summary="Serves attention: output, weights and timing, from any variant you name.",
         lifespan=lifespan,
+        redirect_slashes=False,
     )
     app.state.engine = engine
     app.state.settings = settings
@@ -92,8 +93,7 @@ def _describe(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            components = made().setdefault("components", {}).setdefault("schemas", {})
-            components.update(schemas.COMPONENTS)
+            schemas.complete(made())
         assert app.openapi_schema is not None
         return app.openapi_schema
 

@@ -17,7 +17,7 @@ import pydantic
 from jaxtyping import AbstractArray
 
 from qkv import attention
-from qkv.errors import InvalidContent, NotFound
+from qkv.errors import InvalidContent, NotFound, pointer_to, shown
 from qkv.tensors import DTYPES
 
 __all__ = ["Input", "Output", "Variant", "find", "variants"]
@@ -99,7 +99,7 @@ class Variant:
             InvalidContent: one is unknown, refused, mistyped or out of bounds.
         """
         for name in parameters:
-            pointer = f"/parameters/{_escaped(name)}"
+            pointer = pointer_to("parameters", name)
             if name in self.refuses:
                 raise InvalidContent(
                     f"{self.name} refuses {name!r}: {self.refuses[name]}", pointer=pointer
@@ -224,14 +224,11 @@ def _explained(error: pydantic.ValidationError | TypeError) -> InvalidContent:
     if isinstance(error, TypeError):  # orjson: an integer past 64 bits
         return InvalidContent(f"parameters: {error}", pointer="/parameters")
     faults = error.errors(include_url=False, include_context=False)
-    name = str(faults[0]["loc"][0])
+    name = faults[0]["loc"][0]
+    # below the parameter, loc names items by number and a union's branches by words
+    path = [name, *(part for part in faults[0]["loc"][1:] if isinstance(part, int))]
     reasons = dict.fromkeys(f["msg"] for f in faults if f["loc"][0] == name)
     return InvalidContent(
-        f"parameter {name!r} came as {faults[0]['input']!r:.100}: {'; or: '.join(reasons)}",
-        pointer=f"/parameters/{_escaped(name)}",
+        f"parameter {name!r} came as {shown(faults[0]['input'])}: {'; or: '.join(reasons)}",
+        pointer=pointer_to("parameters", *path),
     )
-
-
-def _escaped(name: str) -> str:
-    """RFC 6901, section 3."""
-    return name.replace("~", "~0").replace("/", "~1")

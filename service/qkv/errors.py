@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 __all__ = [
     "Internal",
     "InvalidContent",
+    "Left",
     "MethodNotAllowed",
     "NotFound",
     "NotNow",
@@ -17,6 +19,8 @@ __all__ = [
     "Unparseable",
     "UnsupportedMediaType",
     "from_problem",
+    "pointer_to",
+    "shown",
 ]
 
 
@@ -45,10 +49,10 @@ class QkvError(Exception):
             "type": f"urn:qkv:problem:{self.name}",
             "title": self.title,
             "status": self.status,
-            "detail": self.detail,
+            "detail": _cut(self.detail),
         }
         if self.pointer is not None:
-            document["pointer"] = self.pointer
+            document["pointer"] = _cut(self.pointer)
         return document | self.members
 
     def headers(self) -> dict[str, str]:
@@ -136,12 +140,39 @@ class NotNow(QkvError):
         return {"Retry-After": str(self.retry_after)}
 
 
+class Left(QkvError):
+    """The caller left before it was answered: nobody reads this, but logs may count it."""
+
+    status = 499
+    name = "left"
+    title = "The caller left"
+
+
 class TooLate(QkvError):
     """The deadline passed before the device was free."""
 
     status = 504
     name = "too-late"
     title = "Too late"
+
+
+def pointer_to(*parts: object) -> str:
+    """The JSON pointer to a part of a document (RFC 6901, section 3)."""
+    escaped = (str(part).replace("~", "~0").replace("/", "~1") for part in parts)
+    return "".join(f"/{part}" for part in escaped)
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value from a request as JSON writes it, as far as a person needs it."""
+    try:
+        return _cut(json.dumps(value), most)
+    except (TypeError, ValueError):
+        return _cut(repr(value), most)
+
+
+def _cut(text: str, most: int = 600) -> str:
+    """Names that a client chose are echoed, but not at any length."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def from_problem(status: int, document: Mapping[str, Any], retry_after: int = 1) -> QkvError:

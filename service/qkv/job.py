@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -12,7 +13,7 @@ import pydantic
 from qkv import catalogue
 from qkv.binding import Bound, bind, dropped_letters
 from qkv.catalogue import Input, Variant
-from qkv.errors import InvalidContent, NotFound, TooLarge
+from qkv.errors import InvalidContent, NotFound, TooLarge, pointer_to, shown
 from qkv.layers import layouts
 from qkv.layers.layer import Layer
 from qkv.layers.projections import ROLES
@@ -55,21 +56,23 @@ class Run(pydantic.BaseModel):
         pydantic.Field(description="What numbers in lists become."),
     ] = "float32"
     layer: Annotated[
-        str | InlineLayer | None,
+        str | dict[str, Any] | None,
         pydantic.Field(description="A layer that projects the inputs: a saved one, or inline."),
     ] = None
 
 
 class Limits(NamedTuple):
-    """What a request may ask for; bytes.
+    """What a request may ask for.
 
     Attributes:
-        answer: largest answer, tensors only.
-        request: inputs and answer together, the most that may ever wait.
+        answer: bytes of the largest answer, tensors only.
+        request: bytes of inputs and answer together, the most that may ever wait.
+        scores: most scores that a variant which computes them may compute.
     """
 
     answer: int
     request: int
+    scores: int = 1 << 36
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +179,23 @@ class Job:
     def _has_batch(self, name: str) -> bool:
         return name not in self.variant.inputs or "B" in self.variant.inputs[name].letters
 
+    @property
+    def scores(self) -> int:
+        """How many scores are computed, whether they are returned or not."""
+        return math.prod(self.bound.sizes[letter] for letter in self._score_letters)
+
+    @property
+    def _score_letters(self) -> tuple[str, ...]:
+        scores = self.variant.outputs.get("scores")
+        return () if scores is None else scores.letters
+
     def _check_size(self, limits: Limits) -> None:
+        if self.scores > limits.scores and self._score_letters:
+            raise TooLarge(
+                f"{self.variant.name} would compute {self.scores} scores "
+                f"({' x '.join(self._score_letters)}); at most {limits.scores} are computed",
+                limit=limits.scores,
+            )
         if self.bytes_out > limits.answer:
             hint = (
                 ' ("weights": "none" leaves the weights out)' if "weights" in self.outputs else ""
@@ -198,24 +217,31 @@ def _fields(message: Message) -> Run:
     try:
         return Run.model_validate(message.fields)
     except pydantic.ValidationError as error:
-        raise invalid_field(error, [*Run.model_fields, "inputs", "encoding"]) from None
+        raise invalid_field(error, ["inputs", *Run.model_fields, "encoding"]) from None
 
 
-def invalid_field(error: pydantic.ValidationError, known: list[str]) -> InvalidContent:
-    """The first fault of a body's fields, in a sentence."""
+def invalid_field(
+    error: pydantic.ValidationError, known: Sequence[str], *within: str
+) -> InvalidContent:
+    """The first fault of a body's fields, in a sentence.
+
+    Args:
+        error: from validating an object of the body.
+        known: the names the object may have.
+        within: where in the body the object stands.
+    """
     fault = error.errors(include_url=False, include_context=False)[0]
-    path = [str(part) for part in fault["loc"] if part not in ("str", "InlineLayer", "list[str]")]
-    pointer = "/" + "/".join(path)
+    # a union's branches are in loc too, as words no field has
+    path = [p for i, p in enumerate(fault["loc"]) if i == 0 or isinstance(p, int)]
+    pointer, where = pointer_to(*within, *path), ".".join(map(str, (*within, *path)))
     if fault["type"] == "extra_forbidden":
-        detail = f"unknown field {path[-1]!r}; known are {', '.join(known)}"
-        if len(path) > 1:
-            detail = f"unknown field {path[-1]!r} in {path[0]}"
+        place = f" of {'.'.join(within)}" if within else ""
+        detail = f"unknown field {path[0]!r}{place}; known are {', '.join(known)}"
         return InvalidContent(detail, pointer=pointer)
     if fault["type"] == "missing":
-        return InvalidContent(f"{'.'.join(path)} is missing", pointer=pointer)
-    return InvalidContent(
-        f"{'.'.join(path)} came as {fault['input']!r:.100}: {fault['msg']}", pointer=pointer
-    )
+        return InvalidContent(f"{where} is missing", pointer=pointer)
+    detail = f"{where} came as {shown(fault['input'])}: {fault['msg']}"
+    return InvalidContent(detail, pointer=pointer)
 
 
 def _outputs(variant: Variant, run: Run) -> frozenset[str]:
@@ -223,12 +249,14 @@ def _outputs(variant: Variant, run: Run) -> frozenset[str]:
     if named is None:
         named = [n for n in ("output", "weights") if n in variant.outputs]
         return frozenset(named) - ({"weights"} if run.weights == "none" else set())
-    for name in named:
+    for i, name in enumerate(named):
         if name not in variant.outputs:
             raise InvalidContent(
-                f"{variant.name} has no output {name!r:.60}; it has {', '.join(variant.outputs)}",
-                pointer="/outputs",
+                f"{variant.name} has no output {name!r}; it has {', '.join(variant.outputs)}",
+                pointer=pointer_to("outputs", i),
             )
+        if name in named[:i]:
+            raise InvalidContent(f"{name} is named twice", pointer=pointer_to("outputs", i))
     if not named:
         raise InvalidContent("outputs is empty; name at least one", pointer="/outputs")
     if run.weights == "none" and "weights" in named:
@@ -241,12 +269,17 @@ def _layer(run: Run, message: Message) -> Layer | None:
         return None
     if isinstance(run.layer, str):
         raise NotFound(f"no saved layer {run.layer!r:.60}", pointer="/layer")
-    layout = layouts.find(run.layer.layout, "/layer/layout")
+    try:
+        inline = InlineLayer.model_validate(run.layer)
+    except pydantic.ValidationError as error:
+        known = [*InlineLayer.model_fields, "tensors"]
+        raise invalid_field(error, known, "layer") from None
+    layout = layouts.find(inline.layout, "/layer/layout")
     tensors = {
-        name: typed(raw, name, FLOATING, run.dtype, f"/layer/tensors/{name}").numpy()
+        name: typed(raw, name, FLOATING, run.dtype, pointer_to("layer", "tensors", name)).numpy()
         for name, raw in message.layer.items()
     }
-    return Layer(layout.read(tensors, "/layer/tensors"), run.layer.heads)
+    return Layer(layout.read(tensors, "/layer/tensors"), inline.heads)
 
 
 def _inputs(
@@ -263,7 +296,7 @@ def _inputs(
             if role in message.tensors:
                 raise InvalidContent(
                     f"x stands for {', '.join(roles)}; {role} came beside it",
-                    pointer=f"/inputs/{role}",
+                    pointer=pointer_to("inputs", role),
                 )
             del expected[role]
     for name in message.tensors:
@@ -271,7 +304,7 @@ def _inputs(
             hint = " (x wants a layer beside it)" if name == "x" and layer is None else ""
             raise InvalidContent(
                 f"{variant.name} has no input {name!r:.60}; it takes {', '.join(expected)}{hint}",
-                pointer=f"/inputs/{name}",
+                pointer=pointer_to("inputs", name),
             )
     missing = [n for n, i in expected.items() if n not in message.tensors and not i.optional]
     if missing:
@@ -279,7 +312,7 @@ def _inputs(
             f"{variant.name} needs {', '.join(missing)}, which did not come", pointer="/inputs"
         )
     return {
-        name: typed(message.tensors[name], name, spec.dtypes, run.dtype, f"/inputs/{name}")
+        name: typed(message.tensors[name], name, spec.dtypes, run.dtype, pointer_to("inputs", name))
         for name, spec in expected.items()
         if name in message.tensors
     } | ({"x": _typed_x(message, run)} if "x" in expected and "x" not in variant.inputs else {})
@@ -306,7 +339,7 @@ def _one_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer |
         if other != dtype:
             raise InvalidContent(
                 f"{name} is {other} where {first} is {dtype}; all of one request have one dtype",
-                pointer=f"/inputs/{name}" if name in inputs else "/layer/tensors",
+                pointer=pointer_to("inputs", name) if name in inputs else "/layer/tensors",
             )
     return dtype
 
@@ -330,9 +363,10 @@ def _shapes(
             raise InvalidContent(
                 f"{name} has shape {list(came[name])}; as an embedding it must be "
                 f"{'(L, M)' if dropped else '(B, L, M)'} with no empty axis",
-                pointer=f"/inputs/{name}",
+                pointer=pointer_to("inputs", name),
             )
-    projected = layer.projected({r: lifted.get("x", lifted.get(r, ())) for r in roles})
+    sources = {r: "x" if "x" in came else r for r in roles}
+    projected = layer.projected({r: lifted[s] for r, s in sources.items()}, sources)
     heads = dropped | {"H", "G"} if layer.heads is None else dropped
     shapes = {n: s for n, s in came.items() if n not in embeddings}
     for role, shape in projected.items():
@@ -349,7 +383,7 @@ def _check_key_lengths(inputs: Mapping[str, RawTensor], bound: Bound) -> None:
     values = lengths.numpy()
     if ((values < 0) | (values > bound.sizes["S"])).any():
         raise InvalidContent(
-            f"key_lengths must lie in 0 to S={bound.sizes['S']}; {values.min()} to "
-            f"{values.max()} came",
+            f"key_lengths must lie in 0 to S={bound.sizes['S']}; "
+            f"{', '.join(map(str, values[:8]))}{', ...' if len(values) > 8 else ''} came",
             pointer="/inputs/key_lengths",
         )

@@ -67,8 +67,12 @@ def _refuse_ambiguous(array: np.ndarray, name: str, pointer: str) -> None:
 
 def _whole(array: np.ndarray, name: str, pointer: str) -> np.ndarray:
     if array.dtype != np.int64:
-        if not (np.isfinite(array) & (np.abs(array) < 2**53) & (array == np.trunc(array))).all():
-            raise InvalidContent(f"{name} must be whole numbers", pointer=pointer)
+        fits = np.isfinite(array) & (np.abs(array) < 2**53) & (array == np.trunc(array))
+        if not fits.all():
+            raise InvalidContent(
+                f"{name} holds {array[~fits].flat[0]}; it must be whole numbers of less than 2**53",
+                pointer=pointer,
+            )
         array = array.astype(np.int64)
     return array
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.job import Job
-from qkv.layers.layer import project
+from qkv.layers.layer import Layer, project
 from qkv.layers.projections import ROLES
 from qkv.tensors import RawTensor
 
@@ -125,16 +125,37 @@ def _arguments(
     weights: Mapping[str, tuple[Tensor, Tensor | None]],
 ) -> dict[str, Any]:
     """What the variant's `attend` is called with."""
-    tensors = dict(tensors)
-    x = tensors.pop("x", None) if weights else None
-    for role, (weight, bias) in weights.items():
-        embedding = tensors[role] if x is None else x
-        heads = job.layer.head_count(role) if job.layer is not None else 1
-        tensors[role] = project(embedding, weight, bias, heads)
+    if job.layer is not None:
+        tensors = _projected(job.layer, tensors, weights)
     arguments: dict[str, Any] = {
         job.variant.inputs[name].argument: tensor for name, tensor in tensors.items()
     }
     return arguments | {n: getattr(job.parameters, n) for n in type(job.parameters).model_fields}
+
+
+def _projected(
+    layer: Layer,
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, tuple[Tensor, Tensor | None]],
+) -> dict[str, Tensor]:
+    """The tensors with queries, keys and values in place of embeddings.
+
+    Where a projection overflows its dtype all three are float64: what is made of them may be
+    finite all the same.
+    """
+    embeddings = {role: tensors.get("x", tensors.get(role)) for role in weights}
+    rest = {n: t for n, t in tensors.items() if n != "x" and n not in weights}
+    for widen in (False, True):
+        made = {}
+        for role, (weight, bias) in weights.items():
+            parts = (embeddings[role], weight, bias)
+            x, w, b = (p.double() if widen and p is not None else p for p in parts)
+            assert x is not None
+            assert w is not None
+            made[role] = project(x, w, b, layer.head_count(role))
+        if all(bool(t.isfinite().all()) for t in made.values()):
+            break
+    return rest | made
 
 
 def _place(batch: int, heads: int, device: torch.device) -> Tensor:
@@ -161,6 +182,7 @@ def _split(jobs: Sequence[Job], result: Any) -> list[dict[str, RawTensor]]:
 
 
 def _raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
+    tensor = tensor.to(_WIRE[dtype])  # a copy only where a layer went the long way
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     return RawTensor(dtype, shape, bits.numpy().reshape(-1).view(np.uint8).data)
 
@@ -184,6 +206,12 @@ class _Clock:
         return float(self._first.elapsed_time(self._last)) / 1e3
 
 
+_WIRE: Final = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 _TORCH: Final = {
     "float64": torch.float64,
     "float32": torch.float32,

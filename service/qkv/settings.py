@@ -43,6 +43,10 @@ class Settings(BaseSettings):
     max_answer_bytes: Annotated[
         int, Field(ge=1, description="Largest answer, counted in tensor bytes; more is 413.")
     ] = _GiB
+    max_scores: Annotated[
+        int,
+        Field(ge=1, description="Most scores (B H L S) that one request may compute; more is 413."),
+    ] = 1 << 36
     max_queue_bytes: Annotated[
         int, Field(ge=1, description="Tensor bytes that may wait; more is 503.")
     ] = 4 * _GiB

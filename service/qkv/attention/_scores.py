@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 from qkv.attention._dropout import keep
 from qkv.attention._visibility import Visibility
 
-__all__ = ["ScoreBlock", "Scores", "is_safe", "score_dtype"]
+__all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "score_dtype"]
 
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
-_HUGE = 2.0**400  # float64 magnitudes above it are scaled down before they are multiplied
+_ROOM = 900  # scores up to 2**900 have room for any mask of float32's range, and for sums
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,10 +27,10 @@ def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> b
     Three passes over the inputs; beside the attention itself they are lost in the noise.
     """
     most = _SAFE[score_dtype(query.dtype)]
-    products = _largest(query) * _largest(key) * query.shape[-1]
+    products = largest(query) * largest(key) * query.shape[-1]
     if not (products < most and products * abs(scale) < most):
         return False
-    return value is None or _largest(value) < most
+    return value is None or largest(value) < most
 
 
 class ScoreBlock(NamedTuple):
@@ -48,13 +47,14 @@ class Scores(NamedTuple):
     Attributes:
         query_BGKLD: queries, the K heads that read one key head side by side; scores' dtype.
         key_BGSD: keys, in the scores' dtype.
-        exponent: query and key have been divided by 2**exponent together.
+        exponents: where float64 could overflow, the powers of two that each query row (B,G,K,L,1)
+            and each key row (B,G,1,1,S) have been divided by; else None.
         visible, scale, softcap, dropout, seed, place_BH: as in `softmax.attend`.
     """
 
     query_BGKLD: Tensor
     key_BGSD: Tensor
-    exponent: int
+    exponents: tuple[Tensor, Tensor] | None
     visible: Visibility
     scale: float
     softcap: float | None
@@ -77,18 +77,17 @@ class Scores(NamedTuple):
     ) -> Scores:
         """Brings query and key to the visibility's dtype and, where unsafe, to a safe size."""
         B, H = query_BHLD.shape[:2]
-        query, key, exponent = query_BHLD.to(visible.dtype), key_BGSD.to(visible.dtype), 0
+        query = query_BHLD.to(visible.dtype).unflatten(1, (key_BGSD.shape[1], -1))
+        key, exponents = key_BGSD.to(visible.dtype), None
         if not safe:
             key = visible.without_padding(key)
-            query, query_exponent = _shrunk(query)
-            key, key_exponent = _shrunk(key)
-            exponent = query_exponent + key_exponent
+            if query_BHLD.dtype == torch.float64:  # what was narrower cannot overflow it
+                query, query_exponents = _shrunk(query)
+                key, key_exponents = _shrunk(key)
+                exponents = (query_exponents, key_exponents[:, :, None].mT)
         if place_BH is None:
             place_BH = torch.arange(B * H, device=query.device).view(B, H)
-        return cls(
-            query.unflatten(1, (key.shape[1], -1)), key, exponent,
-            visible, scale, softcap, dropout, seed, place_BH,
-        )  # fmt: skip
+        return cls(query, key, exponents, visible, scale, softcap, dropout, seed, place_BH)
 
     def block(self, rows: slice) -> ScoreBlock:
         """Scores and weights of the query rows from `rows.start` to `rows.stop`."""
@@ -97,51 +96,62 @@ class Scores(NamedTuple):
             "bgkld,bgsd->bgkls", self.query_BGKLD[:, :, :, rows], self.key_BGSD[:, :, keys]
         ).flatten(1, 2)
         scores.mul_(self.scale)
-        exponent = self.exponent
+        grown: Tensor | None = None  # what the rows of scores are to be multiplied by, as exponents
+        if self.exponents is not None and keys.start < keys.stop:
+            query_exponents, key_exponents = self.exponents
+            exponents = query_exponents[:, :, :, rows] + key_exponents[..., keys]
+            scores, grown = _fitted(scores, exponents.flatten(1, 2), bias)
         if self.softcap is not None:
-            # capped scores are of ordinary size, so the exponent is spent here
-            scores = _grown(scores, exponent).div_(self.softcap).tanh_().mul_(self.softcap)
-            exponent = 0
+            # capped scores are of ordinary size, so the exponents are spent here
+            scores = _grown(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
+            grown = None
         if bias is not None:
             if bias.dtype == torch.bool:
                 scores.masked_fill_(~bias, -torch.inf)
             else:
-                scores += _grown(bias, -exponent)
-        weights = torch.softmax(self._logits(scores, exponent), dim=-1)
+                scores += bias if grown is None else _grown(bias, -grown)
+        logits = scores
+        if grown is not None:
+            # shifted first, so that growing cannot give inf - inf: the largest is 0
+            logits = _grown(scores - scores.amax(dim=-1, keepdim=True), grown)
+        weights = torch.softmax(logits, dim=-1)
         if bias is not None and keys.start < keys.stop:
             blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
             weights.masked_fill_(blind, 0.0)
         if self.dropout:
             weights *= keep(self.dropout, self.seed, self.place_BH, rows, keys)
             weights /= 1.0 - self.dropout
-        return ScoreBlock(keys, _grown(scores, exponent), weights)
-
-    def _logits(self, scores: Tensor, exponent: int) -> Tensor:
-        """What the softmax takes: with an exponent, shifted first, so that growing cannot give
-        inf - inf: the largest is 0, all others at worst -inf."""
-        if not exponent or not scores.shape[-1]:
-            return scores
-        return _grown(scores - scores.amax(dim=-1, keepdim=True), exponent)
+        return ScoreBlock(keys, _grown(scores, grown), weights)
 
 
-def _largest(x: Tensor) -> float:
+def largest(x: Tensor) -> float:
     """Largest absolute value; NaN where there is one."""
     low, high = torch.aminmax(x)
     return max(-low.item(), high.item())
 
 
-def _shrunk(x: Tensor) -> tuple[Tensor, int]:
-    """x / 2**e and e, exactly, where x holds something huge; else x and 0."""
-    largest = _largest(x)
-    if not _HUGE < largest < math.inf:
-        return x, 0
-    exponent = math.frexp(largest)[1] - 1  # at most 1023, so that two of them halve to a float
-    return _grown(x, -exponent), exponent
+def _shrunk(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / 2**e and e, exactly, with an e for each row that makes its largest about 1."""
+    exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent
+    return _grown(x, -exponents), exponents
 
 
-def _grown(x: Tensor, exponent: int) -> Tensor:
-    """x * 2**exponent, in two steps because 2.0**1024 is no float; x itself for 0."""
-    if not exponent:
+def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """scores * 2**exponents, but for a power of two per row that keeps what it can see finite;
+    that power, 0 where nothing overflows, is what a row is to be grown by in the end."""
+    sizes = torch.frexp(scores).exponent + exponents
+    unseen = scores == 0
+    if bias is not None:
+        unseen |= ~bias if bias.dtype == torch.bool else bias == -torch.inf
+    top = sizes.masked_fill(unseen, 0).amax(dim=-1, keepdim=True)
+    grown = (top - _ROOM).clamp(min=0)
+    return _grown(scores, exponents - grown), grown
+
+
+def _grown(x: Tensor, exponents: Tensor | None) -> Tensor:
+    """x * 2**exponents, in two steps because 2.0**1024 is no float; x itself for None."""
+    if exponents is None:
         return x
-    half = exponent // 2
-    return x * 2.0**half * 2.0 ** (exponent - half)
+    x, exponents = torch.broadcast_tensors(x, exponents)
+    half = exponents // 2
+    return torch.ldexp(torch.ldexp(x, half), exponents - half)

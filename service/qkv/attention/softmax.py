@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from qkv.attention._scores import Scores, is_safe, score_dtype
+from qkv.attention._scores import ScoreBlock, Scores, is_safe, largest, score_dtype
 from qkv.attention._visibility import Visibility, row_blocks
 
 FORMULA: Final = "A = softmax(scale Q K^T + mask); output = A V"
@@ -32,7 +32,7 @@ _SCORE_ELEMENTS = 1 << 23  # of a block's scores on the explicit path: 32 MiB in
 _Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
-_Cap = Annotated[float, Field(gt=0, le=1e9)]
+_Cap = Annotated[float, Field(ge=1e-30, le=1e9)]  # 1 / cap is a float32
 
 
 class Softmax(NamedTuple):
@@ -110,13 +110,13 @@ def attend(
     compute = exact if safe else torch.float64
     visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, compute)
     plain = outputs <= {"output"} and softcap is None and not dropout
-    if plain and safe and _kernel_takes(query_BHLD, mask_BHLS):
+    if plain and safe and _kernel_takes(query_BHLD, mask_BHLS, scale):
         return Softmax(_fused(query_BHLD, key_BGSD, value_BGSE, visible, scale), backend="sdpa")
     scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
     value = value_BGSE.to(compute)
-    return _explicit(
-        scores, value if safe else visible.without_padding(value), outputs, query_BHLD.dtype
-    )
+    if not safe:
+        value = visible.without_padding(value)
+    return _explicit(scores, value, outputs, query_BHLD.dtype)
 
 
 def weights(
@@ -155,8 +155,14 @@ def weights(
     return whole_BHRS
 
 
-def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None) -> bool:
-    """Whether torch's kernel adds the mask in float32; on a GPU it wants the query's dtype."""
+def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:
+    """Whether torch's kernel adds this mask in float32 and multiplies by this scale.
+
+    On a GPU it wants floating masks in the query's dtype; and a scale that vanishes in float32
+    makes NaN of what it has masked by then.
+    """
+    if scale and abs(scale) < 1e-30:
+        return False
     if query_BHLD.device.type == "cpu" or mask_BHLS is None or mask_BHLS.dtype == torch.bool:
         return True
     return query_BHLD.dtype in (torch.float32, torch.float64)
@@ -168,6 +174,8 @@ def _fused(
     """torch's fused kernel, in one call where no bias or a small one is needed."""
     B, H, L, D = query_BHLD.shape
     E = value_BGSE.shape[-1]
+    if scale <= 0:  # the kernel scales after it has masked: -inf would turn to inf, or to NaN
+        query_BHLD, scale = query_BHLD * (-1 if scale < 0 else 0), abs(scale) or 1.0
     # the kernel wants D = E; zeros change neither scores nor output, torch's own fallback for
     # D != E is quadratic in memory
     query, key = pad(query_BHLD, (0, max(0, E - D))), pad(key_BGSD, (0, max(0, E - D)))
@@ -212,15 +220,27 @@ def _explicit(
     for rows in row_blocks(L, B * H * S, _SCORE_ELEMENTS):
         block = scores.block(rows)
         if output is not None:
-            output[:, :, rows] = torch.einsum(
-                "bgkls,bgse->bgkle",
-                block.weights.unflatten(1, (G, K)), value_BGSE[:, :, block.keys],
-            ).flatten(1, 2)  # fmt: skip
+            output[:, :, rows] = _averaged(scores, block, value_BGSE)
         if weights is not None:
             weights[:, :, rows, block.keys] = block.weights
         if logits is not None:
             logits[:, :, rows, block.keys] = block.scores
     return Softmax(output, weights, logits)
+
+
+def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
+    """A @ value for a block of rows: (B, H, R, E)."""
+    heads = scores.query_BGKLD.shape[1:3]
+    weights_BGKRS, value = block.weights.unflatten(1, heads), value_BGSE[:, :, block.keys]
+    if scores.exponents is None:
+        return torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value).flatten(1, 2)
+    # values at the end of float64's range: their sum may pass it on the way to an average that
+    # does not, and weights that round up may carry an average past what it averages
+    output = torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value / 4).flatten(1, 2)
+    if not scores.dropout:
+        most = largest(value_BGSE) / 4
+        output.clamp_(-most, most)
+    return output.mul_(4)
 
 
 def reference(

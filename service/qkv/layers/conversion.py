@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -86,11 +87,16 @@ def _check(
         outputs.append(layout.forward(_double(projections), (query, key, value), heads))
     before, after = outputs
     return {
-        "largest_absolute_difference": (before - after).abs().max().item(),
-        "largest_absolute_output": before.abs().max().item(),
+        "largest_absolute_difference": _written((before - after).abs().max().item()),
+        "largest_absolute_output": _written(before.abs().max().item()),
         "elements": before.numel(),
         "dtype": "float64",
     }
+
+
+def _written(number: float) -> float | str:
+    """A number as JSON can hold it: weights may be NaN or infinite, and so is then their check."""
+    return number if math.isfinite(number) else {"nan": "NaN"}.get(str(number), "Infinity")
 
 
 def _with_ones(x_LM: torch.Tensor, width: int) -> torch.Tensor:
@@ -104,7 +110,7 @@ def _refuse_unsplittable(layer: Layer) -> None:
     """Raises where the widths do not split into heads, pointing where /v1/convert has them."""
     embeddings = {r: (1, 1, len(p.weight)) for r, p in zip(ROLES, layer.projections, strict=True)}
     try:
-        layer.projected(embeddings)
+        layer.projected(embeddings, {role: role for role in ROLES})
     except InvalidContent as error:
         error.pointer = "/heads" if error.pointer == "/layer/heads" else "/tensors"
         raise

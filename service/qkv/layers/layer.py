@@ -26,10 +26,16 @@ class Layer:
     projections: Projections
     heads: int | None
 
-    def projected(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    def projected(
+        self, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, str]
+    ) -> dict[str, tuple[int, ...]]:
         """Shapes (B, heads, length, width) that embeddings of shape (B, length, M) become.
 
         The query's width fixes how many key heads the key projection holds.
+
+        Args:
+            shapes: of the embeddings, by role.
+            sources: what each role's embedding is called in the request.
 
         Raises:
             InvalidContent: an embedding does not fit its projection, or a width does not split.
@@ -42,8 +48,9 @@ class Layer:
             B, length, M = shapes[role]
             if M != len(projection.weight):
                 raise InvalidContent(
-                    f"{role} has M={M} where {projection.name} takes M={len(projection.weight)}",
-                    pointer=f"/inputs/{role}",
+                    f"{sources[role]} has M={M} where {projection.name} takes "
+                    f"M={len(projection.weight)}",
+                    pointer=f"/inputs/{sources[role]}",
                 )
             out = projection.weight.shape[1]
             if out % heads[role]:

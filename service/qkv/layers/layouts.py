@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from qkv.errors import InvalidContent
+from qkv.errors import InvalidContent, shown
 from qkv.layers import v1, v2
 from qkv.layers.projections import Array, Projections
 
@@ -40,4 +40,6 @@ def find(name: object, pointer: str) -> Layout:
     """
     if isinstance(name, str) and name in LAYOUTS:
         return LAYOUTS[name]
-    raise InvalidContent(f"no layout {name!r:.60}; there are {', '.join(LAYOUTS)}", pointer=pointer)
+    raise InvalidContent(
+        f"no layout {shown(name)}; there are {', '.join(LAYOUTS)}", pointer=pointer
+    )

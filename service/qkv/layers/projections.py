@@ -66,7 +66,7 @@ def take(
         spelled = [n for n in _SPELLINGS[role] if n + suffixes[0] in tensors]
         if len(spelled) != 1:
             wanted = " or ".join(n + suffixes[0] for n in _SPELLINGS[role])
-            came = " and ".join(n + suffixes[0] for n in spelled) if spelled else "nothing"
+            came = ", ".join(map(repr, tensors)) or "nothing"
             raise InvalidContent(
                 f"the {role} projection must come once, as {wanted}; {came} came", pointer=pointer
             )

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from qkv import catalogue
 from qkv.engine import Answer, Engine
+from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.routes import schemas
@@ -26,7 +27,11 @@ _STAGES = ("queue", "transfer", "compute", "total")
 def router(engine: Engine, settings: Settings) -> APIRouter:
     """The routes, one per variant, so that each has its own schema."""
     routes = APIRouter(tags=["attention"])
-    limits = Limits(answer=settings.max_answer_bytes, request=settings.max_queue_bytes)
+    limits = Limits(
+        answer=settings.max_answer_bytes,
+        request=settings.max_queue_bytes,
+        scores=settings.max_scores,
+    )
 
     def endpoint(variant: str) -> Callable[[Request], Awaitable[Response]]:
         async def attend(request: Request) -> Response:
@@ -70,19 +75,17 @@ async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:
     leaving = asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await future if future.done() else await _abandon(future)
+        if not future.done():
+            raise Left("the caller left before its turn came")
+        return await future
     finally:
         leaving.cancel()
+        future.cancel()
 
 
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _abandon(future: asyncio.Future[Answer]) -> Answer:
-    future.cancel()
-    raise asyncio.CancelledError
 
 
 def _with_total(timing: dict[str, Any], received: float) -> dict[str, Any]:

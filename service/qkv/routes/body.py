@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from qkv.errors import InvalidContent, TooLarge, UnsupportedMediaType
+from qkv.errors import Left, TooLarge, UnsupportedMediaType
 from qkv.message import Message
 from qkv.wire import json
 
@@ -67,6 +67,5 @@ async def _bytes(request: Request, limit: int) -> bytes:
                 raise TooLarge(f"the body has more than {limit} bytes", limit=limit)
             chunks.append(chunk)
     except ClientDisconnect:
-        # nobody reads this answer
-        raise InvalidContent("the body broke off") from None
+        raise Left("the caller left before its body had come") from None
     return b"".join(chunks)

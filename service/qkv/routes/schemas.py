@@ -11,7 +11,14 @@ from qkv.layers.layouts import LAYOUTS
 from qkv.tensors import DTYPES
 from qkv.wire import json
 
-__all__ = ["COMPONENTS", "attention_request", "attention_responses", "convert_request", "problems"]
+__all__ = [
+    "COMPONENTS",
+    "attention_request",
+    "attention_responses",
+    "complete",
+    "convert_request",
+    "problems",
+]
 
 COMPONENTS: Final[dict[str, Any]] = {
     "TensorLists": {
@@ -82,14 +89,31 @@ COMPONENTS: Final[dict[str, Any]] = {
 _TENSOR: Final = {"$ref": "#/components/schemas/Tensor"}
 _TENSORS: Final = {"$ref": "#/components/schemas/Tensors"}
 _ENCODING: Final = {
-    "enum": ["lists", "base64"],
+    "enum": ["lists", "base64", None],
     "description": "How the answer's tensors are written; as the first one came, if absent.",
+}
+_HEADS: Final = {
+    "anyOf": [{"type": "integer", "minimum": 1, "maximum": 65536}, {"type": "null"}],
 }
 _EXAMPLE: Final = {
     "query": [[1, 0], [0, 1]],
     "key": [[1, 0], [0, 1]],
     "value": [[1, 2], [3, 4]],
 }
+
+
+def complete(document: dict[str, Any]) -> None:
+    """Adds the components that routes refer to, and takes out the validation errors that FastAPI
+    expects of every path with a parameter: none of ours has them."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            content = operation["responses"].get("422", {}).get("content", {})
+            if "HTTPValidationError" in str(content):
+                del operation["responses"]["422"]
+    components = document.setdefault("components", {}).setdefault("schemas", {})
+    components.pop("HTTPValidationError", None)
+    components.pop("ValidationError", None)
+    components.update(COMPONENTS)
 
 
 def attention_request(variant: Variant) -> dict[str, Any]:
@@ -158,7 +182,7 @@ def convert_request() -> dict[str, Any]:
             "from": {"enum": list(LAYOUTS)},
             "to": {"enum": list(LAYOUTS)},
             "tensors": _TENSORS,
-            "heads": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
+            "heads": _HEADS,
             "bias": {"enum": ["refuse", "augment"]},
             "dtype": {"enum": ["float64", "float32", "float16", "bfloat16"]},
             "encoding": _ENCODING,
@@ -185,8 +209,8 @@ def convert_responses() -> dict[int | str, dict[str, Any]]:
             "check": {
                 "type": "object",
                 "properties": {
-                    "largest_absolute_difference": {"type": "number"},
-                    "largest_absolute_output": {"type": "number"},
+                    "largest_absolute_difference": {"type": ["number", "string"]},
+                    "largest_absolute_output": {"type": ["number", "string"]},
                     "elements": {"type": "integer"},
                     "dtype": {"type": "string"},
                 },
@@ -224,7 +248,7 @@ def _layer() -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {
             "layout": {"enum": list(LAYOUTS)},
-            "heads": {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]},
+            "heads": _HEADS,
             "tensors": _TENSORS,
         },
     }

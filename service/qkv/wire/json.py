@@ -7,6 +7,7 @@ of orjson and msgspec at 200,000 numbers), and written from one (orjson). The st
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -17,7 +18,7 @@ import orjson
 import pybase64
 import simdjson
 
-from qkv.errors import InvalidContent, Unparseable
+from qkv.errors import InvalidContent, TooLarge, Unparseable, pointer_to, shown
 from qkv.message import Message
 from qkv.tensors import DTYPES, RawTensor, nbytes
 
@@ -34,6 +35,8 @@ Array = np.ndarray[Any, Any]
 _ENCODINGS: Final = ("lists", "base64")
 _TENSOR_KEYS: Final = {"dtype", "shape", "data"}
 _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), ("d", np.float64))
+_LONGEST_LIST: Final = (1 << 24) - 1  # where simdjson stops counting
+_MOST_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs a Python object
 _NON_FINITE: Final = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 
 
@@ -117,9 +120,12 @@ class _Reader:
     def tensors(self, node: Any, pointer: str) -> dict[str, _Tensor]:
         """The tensors of a group, walked but not read."""
         if not isinstance(node, simdjson.Object):
-            raise InvalidContent(f"{pointer[1:]} must be an object of tensors", pointer=pointer)
+            raise InvalidContent(
+                f"{pointer[1:]} must be an object, tensors by name; {_shown(node)} came",
+                pointer=pointer,
+            )
         return {
-            name: self._tensor(inner, name, f"{pointer}/{_escaped(name)}")
+            name: self._tensor(inner, name, pointer + pointer_to(name))
             for name, inner in _items(node, pointer)
         }
 
@@ -129,7 +135,7 @@ class _Reader:
             raise Unparseable(f"nested deeper than {_MAX_DEPTH}", pointer=pointer)
         if isinstance(node, simdjson.Object):
             return {
-                name: self.plain(inner, f"{pointer}/{_escaped(name)}", depth + 1)
+                name: self.plain(inner, pointer + pointer_to(name), depth + 1)
                 for name, inner in _items(node, pointer)
             }
         if isinstance(node, simdjson.Array):
@@ -172,7 +178,7 @@ class _Base64(_Tensor):
         super().__init__(name, pointer)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise InvalidContent(
-                f"{name} has dtype {dtype!r:.60}; known are {', '.join(DTYPES)}",
+                f"{name} has dtype {shown(dtype)}; known are {', '.join(DTYPES)}",
                 pointer=f"{pointer}/dtype",
             )
         if (
@@ -181,12 +187,15 @@ class _Base64(_Tensor):
             or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
         ):
             raise InvalidContent(
-                f"{name} has shape {shape!r:.100}; it must be at most {_MAX_AXES} whole numbers, "
-                "none negative",
+                f"{name} has shape {shown(shape)}; it must be at most {_MAX_AXES} whole numbers "
+                "from 0 to 2**63 - 1",
                 pointer=f"{pointer}/shape",
             )
         if not isinstance(data, str):
-            raise InvalidContent(f"{name} needs base64 data", pointer=f"{pointer}/data")
+            raise InvalidContent(
+                f"{name} has data {shown(data)}; it must be a string of base64",
+                pointer=f"{pointer}/data",
+            )
         self._dtype, self._shape, self._data = dtype, tuple(shape), data
 
     def read(self, flat: bool) -> RawTensor:
@@ -239,6 +248,12 @@ class _Lists(_Tensor):
 
     def _read_objects(self) -> RawTensor:
         """The slow way, for booleans, for strings among numbers, and for what is wrong."""
+        if math.prod(self._shape) > _MOST_OBJECTS:
+            raise _too_large(
+                self.name,
+                self.pointer,
+                f"more than {_MOST_OBJECTS} values that are booleans, or among which are strings",
+            )
         values = list(chain.from_iterable(self._leaves))
         types = set(map(type, values))
         if types == {bool}:
@@ -254,7 +269,8 @@ class _Lists(_Tensor):
                 'numbers (or "NaN", "Infinity", "-Infinity"), or all booleans',
                 pointer=self.pointer,
             )
-        dtype = np.int64 if types == {int} and max(map(abs, values)) < 2**63 else np.float64
+        whole = types == {int} and min(values) >= -(2**63) and max(values) < 2**63
+        dtype = np.int64 if whole else np.float64
         return RawTensor.from_numpy(np.array(values, dtype).reshape(self._shape), literal=True)
 
     def _index(self, at: int) -> tuple[int, ...]:
@@ -275,10 +291,14 @@ def _walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any
                 pointer=pointer,
             )
         shape.append(sizes.pop())
+        if shape[-1] >= _LONGEST_LIST:
+            raise _too_large(name, pointer, f"a list of {_LONGEST_LIST} elements or more")
         if not shape[-1] or not isinstance(level[0][0], simdjson.Array):
             return tuple(shape), level, arrays
         if len(shape) == _MAX_AXES:
             raise InvalidContent(f"{name} has more than {_MAX_AXES} axes", pointer=pointer)
+        if arrays + len(level) * shape[-1] > _MOST_OBJECTS:
+            raise _too_large(name, pointer, f"more than {_MOST_OBJECTS} lists")
         level = list(chain.from_iterable(level))
         if not all(isinstance(row, simdjson.Array) for row in level):
             raise InvalidContent(
@@ -286,6 +306,10 @@ def _walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any
                 pointer=pointer,
             )
         arrays += len(level)
+
+
+def _too_large(name: str, pointer: str, what: str) -> TooLarge:
+    return TooLarge(f"{name} holds {what}; send it as base64", pointer=pointer)
 
 
 def _items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
@@ -297,7 +321,7 @@ def _items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
         raise InvalidContent(f"more than {_MAX_NAMES} names in an object", pointer=pointer)
     seen = set()
     for name in node:
-        inside = f"{pointer}/{_escaped(name)}"
+        inside = pointer + pointer_to(name)
         if name in seen:
             raise InvalidContent(f"{name!r:.60} comes twice", pointer=inside)
         seen.add(name)
@@ -314,7 +338,7 @@ def _encoding(fields: dict[str, Any], tensors: dict[str, _Tensor]) -> str:
         return "base64" if isinstance(first, _Base64) else "lists"
     if encoding not in _ENCODINGS:
         raise InvalidContent(
-            f"encoding came as {encoding!r:.60}; it must be {' or '.join(_ENCODINGS)}",
+            f"encoding came as {shown(encoding)}; it must be {' or '.join(_ENCODINGS)}",
             pointer="/encoding",
         )
     return str(encoding)
@@ -344,9 +368,4 @@ def _as_base64(tensor: RawTensor) -> bytes:
 def _shown(value: Any) -> str:
     if isinstance(value, simdjson.Object | simdjson.Array):
         return "an object" if isinstance(value, simdjson.Object) else "a list"
-    return orjson.dumps(value).decode()[:60]
-
-
-def _escaped(name: str) -> str:
-    """RFC 6901, section 3."""
-    return name.replace("~", "~0").replace("/", "~1")
+    return shown(value)
