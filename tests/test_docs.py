@@ -23,7 +23,8 @@ ADDRESS = "http://127.0.0.1:8000"
 
 def blocks(language: str) -> list[str]:
     """The README's code blocks in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for named, text in every if named == language]
 
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:

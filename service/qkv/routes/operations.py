@@ -28,18 +28,13 @@ def router(engine: Engine) -> APIRouter:
             "openapi": "/openapi.json",
         }
 
-    @routes.api_route(
-        "/livez",
-        methods=["GET", "HEAD"],
-        summary="Whether the device thread lives.",
-        responses=_DOWN,
-    )
+    @routes.head("/livez", include_in_schema=False)
+    @routes.get("/livez", summary="Whether the device thread lives.", responses=_DOWN)
     async def livez(response: Response) -> dict[str, str]:
         return _status(response, engine.alive)
 
-    @routes.api_route(
-        "/readyz", methods=["GET", "HEAD"], summary="Whether requests are taken.", responses=_DOWN
-    )
+    @routes.head("/readyz", include_in_schema=False)
+    @routes.get("/readyz", summary="Whether requests are taken.", responses=_DOWN)
     async def readyz(response: Response) -> dict[str, str]:
         return _status(response, engine.ready)
 
