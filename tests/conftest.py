@@ -61,7 +61,7 @@ class Server:
     def waiting(self) -> int:
         """How many jobs wait for the device."""
         with self.engine._changed:
-            return sum(not (w.taken or w.future.cancelled()) for w in self.engine._order)
+            return sum(not w.future.cancelled() for w in self.engine._order)
 
     def await_waiting(self, count: int) -> None:
         """Returns once that many jobs wait."""
@@ -124,6 +124,7 @@ def serving(**settings: Any) -> Iterator[Server]:
         thread.start()
         try:
             until(lambda: server.started or not thread.is_alive())
+            assert server.started
             with httpx.Client(base_url=url, timeout=PATIENCE) as http:
                 yield Server(url, app, app.state.engine, http)
         finally:

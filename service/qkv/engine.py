@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,11 +45,17 @@ class _Waiting:
     job: Job
     future: asyncio.Future[Answer]
     since: float = field(default_factory=time.perf_counter)
-    taken: bool = False
 
     @property
     def bytes(self) -> int:
         return self.job.bytes_in + self.job.bytes_out
+
+
+def _fault(error: Exception) -> QkvError:
+    """What a caller is told of a failure; torch on a CPU says out of memory in words only."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate" in str(error):
+        return NotNow("out of memory on the device")
+    return Internal("the computation failed")
 
 
 def pick_device(name: str) -> torch.device:
@@ -85,7 +91,7 @@ class Engine:
         self._max_queue_bytes = max_queue_bytes
         self._stack = device.type != "cpu" if stack is None else stack
         self._groups: dict[Hashable, deque[_Waiting]] = defaultdict(deque)
-        self._order: deque[_Waiting] = deque()
+        self._order: OrderedDict[_Waiting, None] = OrderedDict()
         self._bytes = 0
         self._holds = 0
         self._closing = False
@@ -133,8 +139,9 @@ class Engine:
                 )
             self._bytes += waiting.bytes
             self._groups[job.key].append(waiting)
-            self._order.append(waiting)
+            self._order[waiting] = None
             self._changed.notify()
+        waiting.future.add_done_callback(lambda future: self._left(waiting, future))
         return waiting.future
 
     @contextmanager
@@ -149,6 +156,21 @@ class Engine:
                 self._holds -= 1
                 self._changed.notify()
 
+    def _left(self, waiting: _Waiting, future: asyncio.Future[Answer]) -> None:
+        """Frees the place of a caller that leaves before its turn."""
+        with self._changed:
+            if not future.cancelled() or waiting not in self._order:
+                return
+            group = self._groups[waiting.job.key]
+            group.remove(waiting)
+            if not group:
+                del self._groups[waiting.job.key]
+            self._forget(waiting)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        del self._order[waiting]
+        self._bytes -= waiting.bytes
+
     def _work(self) -> None:
         torch.set_num_threads(self._threads)  # of this thread's calls
         while batch := self._take():
@@ -157,16 +179,15 @@ class Engine:
             except Exception:  # nothing may end this loop; what is ours to fix is logged
                 _log.exception("the engine failed")
                 self._resolve([(w, Internal("the engine failed")) for w in batch])
+            del batch  # its tensors are not kept while this thread waits for the next
 
     def _take(self) -> list[_Waiting]:
         """The oldest group, up to the budget, without those whose caller has gone; empty when
         the engine stops and nothing waits."""
         with self._changed:
             while True:
-                while self._order and (self._order[0].taken or self._order[0].future.cancelled()):
-                    self._drop(self._order.popleft())
                 if self._order and not self._holds:
-                    if batch := self._group(self._order[0].job.key):
+                    if batch := self._group(next(iter(self._order)).job.key):
                         return batch
                     continue
                 if self._closing and not self._order:
@@ -183,43 +204,24 @@ class Engine:
             waiting = group.popleft()
             if not waiting.future.cancelled():
                 batch.append(waiting)
-            self._release(waiting)
+            self._forget(waiting)
         if not group:
             del self._groups[key]
         return batch
-
-    def _drop(self, waiting: _Waiting) -> None:
-        """Forgets one that left, or that ran with an older one."""
-        if waiting.taken:
-            return
-        group = self._groups[waiting.job.key]
-        group.remove(waiting)
-        if not group:
-            del self._groups[waiting.job.key]
-        self._release(waiting)
-
-    def _release(self, waiting: _Waiting) -> None:
-        waiting.taken = True
-        self._bytes -= waiting.bytes
 
     def _run(self, batch: list[_Waiting]) -> list[tuple[_Waiting, Answer | QkvError]]:
         """Runs a batch; a failing one is halved until the culprit fails alone."""
         try:
             ran = run([w.job for w in batch], self.device, self._stack)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            fault: QkvError = NotNow("out of memory on the device")
-            cause: Exception = error
-        except QkvError as error:
-            fault, cause = error, error
         except Exception as error:
-            fault, cause = Internal("the computation failed"), error
+            cause = error
         else:
             return [(w, self._answer(w, r)) for w, r in zip(batch, ran, strict=True)]
         if len(batch) > 1:
             middle = len(batch) // 2
             return self._run(batch[:middle]) + self._run(batch[middle:])
         _log.error("a job of %s failed", batch[0].job.variant.name, exc_info=cause)
-        return [(batch[0], fault)]
+        return [(batch[0], cause if isinstance(cause, QkvError) else _fault(cause))]
 
     def _answer(self, waiting: _Waiting, ran: Ran) -> Answer:
         job = waiting.job

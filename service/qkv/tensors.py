@@ -56,6 +56,8 @@ class RawTensor:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InvalidContent(f"dtype {self.dtype!r} is unknown; known are {', '.join(DTYPES)}")
+        if nbytes(self.dtype, [size or 1 for size in self.shape]) >= 1 << 63:
+            raise InvalidContent(f"shape {list(self.shape)} is past what can be counted")
         if self.data.nbytes != nbytes(self.dtype, self.shape):
             raise InvalidContent(
                 f"{self.dtype} of shape {list(self.shape)} takes {nbytes(self.dtype, self.shape)} "

@@ -7,7 +7,7 @@ Cost: O(L S (D + E)) time; memory O(L + S) unless weights or scores are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -106,6 +106,13 @@ def attend(
     L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
     scale = D**-0.5 if scale is None else scale
     safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
+    if not safe and len(query_BHLD) > 1:
+        # one by one, so that what is huge in one item leaves the others' bits alone
+        return _apart(
+            attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), place_BH,
+            causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
+            dropout=dropout, seed=seed, outputs=outputs,
+        )  # fmt: skip
     exact = score_dtype(query_BHLD.dtype)
     compute = exact if safe else torch.float64
     visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, compute)
@@ -153,6 +160,30 @@ def weights(
     whole_BHRS = block.weights.new_zeros(*block.weights.shape[:-1], S, dtype=exact)
     whole_BHRS[..., block.keys] = block.weights
     return whole_BHRS
+
+
+def _apart(
+    attend: Callable[..., Softmax],
+    tensors: tuple[Tensor | None, ...],
+    place_BH: Tensor | None,
+    **parameters: Any,
+) -> Softmax:
+    """Attends to the items of a batch one by one."""
+    query_BHLD = tensors[0]
+    assert query_BHLD is not None
+    B, H = query_BHLD.shape[:2]
+    if place_BH is None:
+        place_BH = torch.arange(B * H, device=query_BHLD.device).view(B, H)
+    parts = []
+    for b in range(B):
+        # a mask of one item is every item's
+        own = [t if t is None or len(t) < B else t[b : b + 1] for t in tensors]
+        parts.append(attend(*own, place_BH=place_BH[b : b + 1], **parameters))
+    outputs, weights, scores, backends = zip(*parts, strict=True)
+    output, weight, score = (
+        None if a[0] is None else torch.cat(a) for a in (outputs, weights, scores)
+    )
+    return Softmax(output, weight, score, backend="+".join(sorted(set(backends))))
 
 
 def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:

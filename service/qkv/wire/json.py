@@ -184,11 +184,12 @@ class _Base64(_Tensor):
         if (
             not isinstance(shape, list)
             or len(shape) > _MAX_AXES
-            or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
+            or not all(type(size) is int and size >= 0 for size in shape)
+            or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
         ):
             raise InvalidContent(
-                f"{name} has shape {shown(shape)}; it must be at most {_MAX_AXES} whole numbers "
-                "from 0 to 2**63 - 1",
+                f"{name} has shape {shown(shape)}; it must be at most {_MAX_AXES} whole numbers, "
+                "none negative, of less than 2**63 bytes together",
                 pointer=f"{pointer}/shape",
             )
         if not isinstance(data, str):
@@ -262,8 +263,7 @@ class _Lists(_Tensor):
             values = [_NON_FINITE.get(v, v) if isinstance(v, str) else v for v in values]
             types = set(map(type, values))
         if not types <= {int, float}:
-            odd = next(v for v in values if type(v) not in (int, float))
-            at = values.index(odd)
+            at, odd = next((i, v) for i, v in enumerate(values) if type(v) not in (int, float))
             raise InvalidContent(
                 f"{self.name} holds {_shown(odd)} at {list(self._index(at))}; it must be all "
                 'numbers (or "NaN", "Infinity", "-Infinity"), or all booleans',
@@ -325,10 +325,9 @@ def _items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
         if name in seen:
             raise InvalidContent(f"{name!r:.60} comes twice", pointer=inside)
         seen.add(name)
-        try:
-            yield name, node[name]
-        except KeyError:  # simdjson looks names up as C strings
-            raise InvalidContent(f"{name!r:.60} is no name", pointer=inside) from None
+        if "\0" in name:  # simdjson looks names up as C strings
+            raise InvalidContent(f"{name!r:.60} is no name", pointer=inside)
+        yield name, node[name]
 
 
 def _encoding(fields: dict[str, Any], tensors: dict[str, _Tensor]) -> str:
