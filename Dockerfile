@@ -23,7 +23,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends tini \
     && rm -rf /var/lib/apt/lists/*
 # A name as well as a number, since torch asks who it runs as; home is the one place that can be written.
-RUN useradd --system --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin qkv
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin qkv
 COPY --from=builder /opt/qkv /opt/qkv
 ENV PATH=/opt/qkv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /tmp

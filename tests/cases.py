@@ -48,6 +48,7 @@ PROBLEMS: Final = {
 def refused(response: httpx.Response, status: int = 422, document: Any = None) -> dict[str, Any]:
     """The problem document of a refusal, held against RFC 9457 and against what was sent."""
     assert response.status_code == status, response.text
+    assert status in PROBLEMS, response.text
     assert response.headers["content-type"] == "application/problem+json"
     problem: dict[str, Any] = response.json()
     assert problem["type"] == f"urn:qkv:problem:{PROBLEMS[status]}"
@@ -148,7 +149,7 @@ class Case:
             mask = lifted["mask"].double()
             summed += float(mask.where(mask.isfinite(), 0.0).abs().max())
         eps = EPS["float64" if self.dtype == "float64" else "float32"]
-        score = eps * (query.shape[-1] + 8) * summed
+        score = eps * (query.shape[-1] + 8) * summed + 2.0**-126  # what underflows is 0
         weight = (math.expm1(2 * score) + eps * (key.shape[-2] + 8)) / self._kept
         rounding = 2 * EPS[self.dtype] / self._kept
         bounds = {

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
@@ -68,7 +68,6 @@ class Server:
         until(lambda: self.waiting == count)
 
 
-@dataclass
 class Process:
     """A running `qkv` command.
 
@@ -77,8 +76,17 @@ class Process:
         lines: what it has written on stderr, without line ends.
     """
 
-    popen: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
+    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "qkv", *arguments],
+            env=os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
 
     @property
     def url(self) -> str:
@@ -98,8 +106,16 @@ class Process:
         return self.wait()
 
     def wait(self) -> int:
-        """The exit status."""
-        return self.popen.wait(PATIENCE)
+        """The exit status, once it has said all there is to say."""
+        status = self.popen.wait(PATIENCE)
+        self._listener.join(PATIENCE)
+        return status
+
+    def _listen(self) -> None:
+        assert self.popen.stderr is not None
+        with self.popen.stderr as stderr:
+            for line in stderr:
+                self.lines.append(line.rstrip("\n"))
 
 
 def until(happened: Callable[[], bool]) -> None:
@@ -136,30 +152,13 @@ def serving(**settings: Any) -> Iterator[Server]:
 @contextlib.contextmanager
 def running(*arguments: str, **environment: str) -> Iterator[Process]:
     """Runs `qkv` with these arguments, and settings in the environment."""
-    popen = subprocess.Popen(
-        [sys.executable, "-m", "qkv", *arguments],
-        env=os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    process = Process(popen)
-    assert popen.stderr is not None
-    lines = popen.stderr
-
-    def listen() -> None:
-        process.lines.extend(line.rstrip("\n") for line in lines)
-
-    listener = threading.Thread(target=listen)
-    listener.start()
+    process = Process(arguments, environment)
     try:
         yield process
     finally:
-        if popen.poll() is None:
-            popen.kill()
-        popen.wait(PATIENCE)
-        listener.join(PATIENCE)
-        lines.close()
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.wait()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -45,6 +45,11 @@ def _two_threads() -> typing.Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 # ---------------------------------------------------------------- how far an answer may be off
 
 
@@ -99,7 +104,7 @@ def bounds(
       sum and quotient round S + 1 times, dropout's factor twice: (S + 64) eps of the weight.
     - An output sums S products of weight and value: S eps of sum_j A_j |v_j|; for narrow dtypes
       the fused kernel rounds each weight to it, and the answer is rounded to it.
-    - What underflows loses at most the dtype's smallest number.
+    - What underflows loses at most the smallest normal number, times what it is multiplied by.
     """
     dtype, exact = query.dtype, exact_dtype(query.dtype)
     eps, narrow = torch.finfo(exact).eps, torch.finfo(dtype).eps
@@ -114,11 +119,12 @@ def bounds(
     scale = parameters.get("scale")
     scale = D**-0.5 if scale is None else scale
     error = (D + 8) * eps * abs(scale) * (q.abs() @ k.abs().mT)
+    error = error + (D + 8) * torch.finfo(exact).tiny * max(1.0, parameters.get("softcap") or 1.0)
     if mask is not None and mask.is_floating_point():
         added = mask.double().nan_to_num(neginf=0.0).abs()
         error = error + 2 * eps * added
     size = score.nan_to_num(neginf=0.0).abs()
-    error = error + 4 * eps * size + eps * torch.finfo(exact).tiny
+    error = error + 4 * eps * size
     exponent = eps * (size + size.amax(-1, keepdim=True))
     least, most = spread(score, error + exponent)
     factor = 1 / (1 - parameters.get("dropout", 0.0))
@@ -543,15 +549,15 @@ def test_causal_aligns_as_torch_does() -> None:
     for offset, seen in ((0, (1, 2, 3)), (2, (3, 4, 5)), (-2, (0, 0, 1)), (9, (5, 5, 5))):
         for outputs in (OUTPUT, ALL):
             found = attend(query, key, value, causal=True, query_offset=offset, outputs=outputs)
+            assert found.output is not None
             for i, count in enumerate(seen):
-                assert found.output is not None
-                expected = softmax.reference(
-                    query[:, :, [i]], key[:, :, :count], value[:, :, :count]
-                )
-                if count:
-                    torch.testing.assert_close(found.output[:, :, [i]].double(), expected.output)
-                else:
-                    assert not found.output[:, :, i].any()
+                row = found.output[:, :, [i]]
+                if not count:
+                    assert not row.any()
+                    continue
+                one = (query[:, :, [i]], key[:, :, :count], value[:, :, :count])
+                truth = softmax.reference(*one)
+                assert_within(row, truth.output, bounds(*one, None, {}, truth).output)
 
 
 # ---------------------------------------------------------------- the extremes
@@ -710,17 +716,32 @@ def test_a_huge_token_leaves_the_rows_before_it_alone() -> None:
         torch.testing.assert_close(found[0, 0, row], mask.softmax(0), rtol=0, atol=close)
 
 
-def test_dropout_of_values_at_the_end_of_the_range() -> None:
+def test_a_hidden_score_that_overflows_stays_hidden() -> None:
+    """By a floating mask, where adding -inf to inf would be NaN."""
+    query = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)[None, None]
+    key = torch.tensor([[0.0], [1.7e308]], dtype=torch.float64)[None, None]
+    mask = torch.tensor([0.0, -math.inf], dtype=torch.float64)[None, None, None]
+    for scale in (2.0, -2.0):
+        found = attend(query, key, key, mask, scale=scale, outputs=ALL)
+        assert torch.equal(found.output, torch.zeros_like(query))  # type: ignore[arg-type]
+        assert torch.equal(found.scores, mask.expand(1, 1, 2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dropout", [0.5, 0.9, 0.999])
+def test_dropout_of_values_at_the_end_of_the_range(dropout: float) -> None:
     """What dropout adds to each weight may pass the range on the way to a sum that does not."""
-    most = torch.finfo(torch.float64).max
-    query, key = torch.randn(1, 1, 50, 3).double(), torch.zeros(1, 1, 3, 3).double()
-    value = torch.tensor([[1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]]).double()[None, None]
+    most, L = torch.finfo(torch.float64).max, 4000
+    query, key = torch.zeros(1, 1, L, 3).double(), torch.zeros(1, 1, 2, 3).double()
+    value = torch.tensor([[1.0, 1e-4], [-1.0, 1e-4]]).double()[None, None]
+    kept = kept_by_reference(dropout, 4, 0, L, 2).double()
+    expected = kept @ value[0, 0] / 2 / (1 - dropout)  # in units of the largest
     for outputs in (OUTPUT, ALL):
-        found = attend(query, key, value * most, dropout=0.5, seed=4, outputs=outputs)
-        kept = kept_by_reference(0.5, 4, 0, 50, 3).double()
-        assert found.output is not None
-        expected = kept @ value[0, 0] * (2 / 3)  # in units of the largest
-        assert_within(found.output[0, 0], expected * most, most * 8 * 2**-52)
+        found = attend(query, key, value * most, dropout=dropout, seed=4, outputs=outputs).output
+        assert found is not None
+        fits = expected.abs() < 1
+        off = (found[0, 0] / most - expected).abs()[fits]
+        assert (off <= 4 * 2**-52 / (1 - dropout)).all()
+        assert found[0, 0][expected.abs() > 1].isinf().all()
 
 
 def test_values_at_the_end_of_the_range() -> None:
@@ -861,7 +882,7 @@ def test_dropout_follows_its_seed() -> None:
     none = attend(query, key, value, outputs=ALL)
     assert none.weights is not None
     dropped = first.weights == 0
-    torch.testing.assert_close(first.weights[~dropped], none.weights[~dropped] * 2)
+    assert torch.equal(first.weights[~dropped], none.weights[~dropped] * 2)
     assert torch.equal(run(1, OUTPUT).output, first.output)  # type: ignore[arg-type]
 
 

@@ -18,6 +18,8 @@ Restore = Callable[[RawTensor], Any]
 
 def is_array(value: object) -> bool:
     """Whether a value is an array of a kind that is known, or that says how to become one."""
+    if isinstance(value, np.generic):  # one number, such as 1 / np.sqrt(8)
+        return False
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__")
 
 

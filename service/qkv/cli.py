@@ -42,4 +42,7 @@ def serve(**flags: Any) -> None:
         raise click.ClickException(
             f"setting {name} (QKV_{name.upper()}) is {fault['input']!r}: {fault['msg']}"
         ) from None
-    run(settings)
+    try:
+        run(settings)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import numpy as np
 
 from qkv.arrays import Restore, is_array, restorer, to_raw
 from qkv.errors import InvalidContent, QkvError, Unparseable, from_problem
@@ -105,7 +108,8 @@ class Client:
         message, restore = _build(inputs_and_parameters, layer, outputs, weights)
         answer = self._post(f"/v1/attention/{variant}", message, "inputs", "outputs")
         arrays = {name: restore(raw) for name, raw in answer.tensors.items()}
-        return Run(answer.fields["variant"], arrays, answer.fields["timing"])
+        with _of_qkv():
+            return Run(answer.fields["variant"], arrays, answer.fields["timing"])
 
     def convert(
         self,
@@ -127,7 +131,8 @@ class Client:
         answer = self._post("/v1/convert", Message(fields, raw, encoding="base64"), "tensors")
         restore = restorer(next(iter(tensors.values()), None))
         arrays = {name: restore(t) for name, t in answer.tensors.items()}
-        return Converted(arrays, answer.fields["check"])
+        with _of_qkv():
+            return Converted(arrays, answer.fields["check"])
 
     def variants(self) -> list[dict[str, Any]]:
         """The catalogue: of each variant formula, paper, cost, inputs, parameters, outputs.
@@ -138,8 +143,9 @@ class Client:
         """
         response = self._http.get("/v1/variants")
         _check(response)
-        catalogue: list[dict[str, Any]] = response.json()["variants"]
-        return catalogue
+        with _of_qkv():
+            catalogue: list[dict[str, Any]] = response.json()["variants"]
+            return catalogue
 
     def close(self) -> None:
         """Closes its connections."""
@@ -178,7 +184,14 @@ def _build(
         raise InvalidContent(
             "none of the arguments is an array; wrap lists with numpy.asarray or torch.tensor"
         )
-    parameters = {n: v for n, v in arguments.items() if n not in arrays and v is not None}
+    for name, value in arguments.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidContent(f"{name} is {value}; parameters are finite")
+    parameters = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in arguments.items()
+        if name not in arrays and value is not None
+    }
     fields = _given(outputs=outputs, weights=weights) | {"parameters": parameters}
     layer_tensors: dict[str, Any] = {}
     if isinstance(layer, Mapping):
@@ -195,6 +208,15 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+@contextmanager
+def _of_qkv() -> Iterator[None]:
+    """What answers may be no qkv."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unparseable(f"the answer is not that of a qkv service: {error}") from None
+
+
 def _check(response: httpx.Response) -> None:
     """Raises what the service says went wrong."""
     if response.is_success:
@@ -202,8 +224,11 @@ def _check(response: httpx.Response) -> None:
     try:
         problem = response.json()
     except ValueError:
-        raise Unparseable(f"HTTP {response.status_code} without a problem document") from None
+        problem = None
+    if not isinstance(problem, dict):
+        raise Unparseable(f"HTTP {response.status_code} without a problem document")
+    retry_after = response.headers.get("retry-after", "1")
     error: QkvError = from_problem(
-        response.status_code, problem, int(response.headers.get("retry-after", 1))
+        response.status_code, problem, int(retry_after) if retry_after.isdecimal() else 1
     )
     raise error

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -59,10 +59,15 @@ def _fault(error: Exception) -> QkvError:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a CUDA device where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    """The device of that name; "auto" is a CUDA device where there is one.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    there = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ValueError("QKV_DEVICE is cuda, and torch finds no CUDA device")
+    return torch.device("cuda" if there else "cpu")
 
 
 class Engine:
@@ -159,20 +164,21 @@ class Engine:
     def _left(self, waiting: _Waiting, future: asyncio.Future[Answer]) -> None:
         """Frees the place of a caller that leaves before its turn."""
         with self._changed:
-            if not future.cancelled() or waiting not in self._order:
-                return
-            group = self._groups[waiting.job.key]
-            group.remove(waiting)
-            if not group:
-                del self._groups[waiting.job.key]
-            self._forget(waiting)
+            if future.cancelled() and waiting in self._order:
+                self._drop(waiting)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        group = self._groups[waiting.job.key]
+        group.remove(waiting)
+        if not group:
+            del self._groups[waiting.job.key]
+        self._forget(waiting)
 
     def _forget(self, waiting: _Waiting) -> None:
         del self._order[waiting]
         self._bytes -= waiting.bytes
 
     def _work(self) -> None:
-        torch.set_num_threads(self._threads)  # of this thread's calls
         while batch := self._take():
             try:
                 self._resolve(self._run(batch))
@@ -187,14 +193,19 @@ class Engine:
         with self._changed:
             while True:
                 if self._order and not self._holds:
-                    if batch := self._group(next(iter(self._order)).job.key):
-                        return batch
+                    oldest = next(iter(self._order))
+                    if oldest.future.cancelled():
+                        self._drop(oldest)
+                    else:
+                        return self._group(oldest)
                     continue
                 if self._closing and not self._order:
                     return []
                 self._changed.wait()
 
-    def _group(self, key: Hashable) -> list[_Waiting]:
+    def _group(self, oldest: _Waiting) -> list[_Waiting]:
+        """The jobs that run with the oldest; those whose callers leave meanwhile run for nobody."""
+        key = oldest.job.key
         group, total = self._groups[key], 0
         batch: list[_Waiting] = []
         while group and len(batch) < self._max_batch:
@@ -202,7 +213,7 @@ class Engine:
             if batch and total > _BATCH_BYTES:
                 break
             waiting = group.popleft()
-            if not waiting.future.cancelled():
+            if waiting is oldest or not waiting.future.cancelled():
                 batch.append(waiting)
             self._forget(waiting)
         if not group:
@@ -212,7 +223,7 @@ class Engine:
     def _run(self, batch: list[_Waiting]) -> list[tuple[_Waiting, Answer | QkvError]]:
         """Runs a batch; a failing one is halved until the culprit fails alone."""
         try:
-            ran = run([w.job for w in batch], self.device, self._stack)
+            ran = run([w.job for w in batch], self.device, self._stack, self._threads)
         except Exception as error:
             cause = error
         else:
@@ -252,4 +263,5 @@ class Engine:
                     waiting.future.set_exception(result)
 
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(settle)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(settle)

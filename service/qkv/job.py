@@ -315,11 +315,7 @@ def _inputs(
         name: typed(message.tensors[name], name, spec.dtypes, run.dtype, pointer_to("inputs", name))
         for name, spec in expected.items()
         if name in message.tensors
-    } | ({"x": _typed_x(message, run)} if "x" in expected and "x" not in variant.inputs else {})
-
-
-def _typed_x(message: Message, run: Run) -> RawTensor:
-    return typed(message.tensors["x"], "x", FLOATING, run.dtype, "/inputs/x")
+    }
 
 
 def _one_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None) -> str:

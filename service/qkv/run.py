@@ -13,9 +13,12 @@ from torch import Tensor
 from qkv.job import Job
 from qkv.layers.layer import Layer, project
 from qkv.layers.projections import ROLES
-from qkv.tensors import RawTensor
+from qkv.tensors import FLOATING, RawTensor
 
 __all__ = ["ALIGNMENT", "Ran", "run"]
+
+_SMALL_FLOPS: Final = 1 << 28  # about 2 ms of one thread
+_HUGE: Final = 1e9  # far below what any dtype's products overflow at, float16's apart
 
 ALIGNMENT: Final = 64
 """Bytes. A CPU kernel's bits depend on where its buffers begin, so all begin alike."""
@@ -41,7 +44,7 @@ class Ran(NamedTuple):
     backend: str
 
 
-def run(jobs: Sequence[Job], device: torch.device, stack: bool) -> list[Ran]:
+def run(jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1) -> list[Ran]:
     """Runs jobs whose keys are equal, the only place that calls a variant.
 
     Args:
@@ -50,11 +53,42 @@ def run(jobs: Sequence[Job], device: torch.device, stack: bool) -> list[Ran]:
         stack: run them as one call, stacked along B; else one after the other. On a CPU stacking
             changes bits (the kernels' scratch buffers lie elsewhere in another thread) and saves
             nothing; on a GPU it is what batching is for.
+        threads: CPU threads for a job that is worth them. Small ones take one: they gain nothing
+            by more, and lose a lot to whatever else runs on the machine.
     """
+    ran: dict[int, Ran] = {}
     with torch.inference_mode():
-        if stack and len(jobs) > 1:
-            return _run_together(jobs, device, len(jobs))
-        return [_run_together([job], device, len(jobs))[0] for job in jobs]
+        together = [job for job in jobs if stack and not _is_huge(job)]
+        if together:
+            answers = _run_together(together, device, len(jobs))
+            ran.update(zip(map(id, together), answers, strict=True))
+        for job in jobs:
+            if id(job) not in ran:
+                torch.set_num_threads(1 if job.flops < _SMALL_FLOPS else threads)
+                ran[id(job)] = _run_together([job], device, len(jobs))[0]
+    return [ran[id(job)] for job in jobs]
+
+
+def _is_huge(job: Job) -> bool:
+    """Whether its numbers are of a size that variants or projections take another path for: what
+    is stacked with it would take that path too, and have other bits than alone."""
+    largest = {
+        name: _largest(tensor.numpy())
+        for name, tensor in job.inputs.items()
+        if tensor.dtype in FLOATING
+        and not (name in job.variant.inputs and job.variant.inputs[name].broadcasts)
+    }
+    reach = 1.0
+    if job.layer is not None:
+        sizes = [_largest(p.weight) * len(p.weight) for p in job.layer.projections]
+        biases = [0.0 if p.bias is None else _largest(p.bias) for p in job.layer.projections]
+        reach = max(sizes) + max(biases)
+    most = min(_HUGE, torch.finfo(_WIRE[job.dtype]).max)
+    return not all(size * reach < most and size < most for size in largest.values())
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.abs(array).max())
 
 
 def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[Ran]:

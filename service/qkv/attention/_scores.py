@@ -109,6 +109,8 @@ class Scores(NamedTuple):
             if bias.dtype == torch.bool:
                 scores.masked_fill_(~bias, -torch.inf)
             else:
+                if self.exponents is not None:  # what is hidden may be inf, and inf - inf is NaN
+                    scores.masked_fill_(bias == -torch.inf, 0.0)
                 scores += bias if grown is None else _grown(bias, -grown)
         logits = scores
         if grown is not None:

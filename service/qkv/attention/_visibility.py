@@ -91,12 +91,8 @@ class Visibility(NamedTuple):
     @property
     def bias_planes(self) -> int:
         """How many (b, h) planes of (rows, S) a block's bias has, at most."""
-        planes = 1
-        if self.mask_BHLS is not None:
-            planes = self.mask_BHLS.shape[0] * self.mask_BHLS.shape[1]
-        if self.key_lengths_B is not None:
-            planes *= len(self.key_lengths_B)  # an upper bound: the mask may have B already
-        return planes
+        B, H = (1, 1) if self.mask_BHLS is None else self.mask_BHLS.shape[:2]
+        return H * (B if self.key_lengths_B is None else len(self.key_lengths_B))
 
     @property
     def varies_by_row(self) -> bool:

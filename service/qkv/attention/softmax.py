@@ -7,6 +7,7 @@ Cost: O(L S (D + E)) time; memory O(L + S) unless weights or scores are asked fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -103,16 +104,16 @@ def attend(
         place_BH: b * H + h of each plane within its own request, where planes of several requests
             are stacked; None: all are one request's. Only dropout looks at it.
     """
-    L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
+    (B, H, L, D), S = query_BHLD.shape, key_BGSD.shape[2]
     scale = D**-0.5 if scale is None else scale
-    safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
-    if not safe and len(query_BHLD) > 1:
-        # one by one, so that what is huge in one item leaves the others' bits alone
-        return _apart(
+    if B * H * S > _BIAS_ELEMENTS and B * H > 1:
+        # one row of all heads would be a large matrix by itself
+        return _halved(
             attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), place_BH,
             causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
             dropout=dropout, seed=seed, outputs=outputs,
         )  # fmt: skip
+    safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
     exact = score_dtype(query_BHLD.dtype)
     compute = exact if safe else torch.float64
     visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, compute)
@@ -162,28 +163,39 @@ def weights(
     return whole_BHRS
 
 
-def _apart(
+def _halved(
     attend: Callable[..., Softmax],
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     place_BH: Tensor | None,
     **parameters: Any,
 ) -> Softmax:
-    """Attends to the items of a batch one by one."""
-    query_BHLD = tensors[0]
-    assert query_BHLD is not None
-    B, H = query_BHLD.shape[:2]
+    """Attends to half of the items, else half of the key heads, else half of the query heads that
+    read one, and then to the other half."""
+    query, key, value, mask, lengths = tensors
+    (B, H), G = query.shape[:2], key.shape[1]
     if place_BH is None:
-        place_BH = torch.arange(B * H, device=query_BHLD.device).view(B, H)
+        place_BH = torch.arange(B * H, device=query.device).view(B, H)
+    axis, size = (0, B) if B > 1 else (1, H)
+    middle = (size if axis == 0 or G == 1 else G) // 2 * (1 if axis == 0 or G == 1 else H // G)
     parts = []
-    for b in range(B):
-        # a mask of one item is every item's
-        own = [t if t is None or len(t) < B else t[b : b + 1] for t in tensors]
-        parts.append(attend(*own, place_BH=place_BH[b : b + 1], **parameters))
+    for half in (slice(0, middle), slice(middle, size)):
+        items, heads = (half, slice(0, H)) if axis == 0 else (slice(0, 1), half)
+        groups = slice(heads.start * G // H, -(-heads.stop * G // H))
+        if mask is not None:  # what is 1 is for all
+            own = mask[items if mask.shape[0] > 1 else slice(1)]
+            own = own[:, heads if mask.shape[1] > 1 else slice(1)]
+        parts.append(
+            attend(
+                query[items, heads], key[items, groups], value[items, groups],
+                None if mask is None else own, None if lengths is None else lengths[items],
+                place_BH=place_BH[items, heads], **parameters,
+            )
+        )  # fmt: skip
     outputs, weights, scores, backends = zip(*parts, strict=True)
     output, weight, score = (
-        None if a[0] is None else torch.cat(a) for a in (outputs, weights, scores)
+        None if a[0] is None else torch.cat(a, axis) for a in (outputs, weights, scores)
     )
-    return Softmax(output, weight, score, backend="+".join(sorted(set(backends))))
+    return Softmax(output, weight, score, backends[0])
 
 
 def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:
@@ -209,8 +221,9 @@ def _fused(
         query_BHLD, scale = query_BHLD * (-1 if scale < 0 else 0), abs(scale) or 1.0
     # the kernel wants D = E; zeros change neither scores nor output, torch's own fallback for
     # D != E is quadratic in memory
-    query, key = pad(query_BHLD, (0, max(0, E - D))), pad(key_BGSD, (0, max(0, E - D)))
-    value = pad(value_BGSE, (0, max(0, D - E)))
+    query = pad(query_BHLD, (0, E - D)) if E > D else query_BHLD
+    key = pad(key_BGSD, (0, E - D)) if E > D else key_BGSD
+    value = pad(value_BGSE, (0, D - E)) if D > E else value_BGSE
 
     def kernel(rows: slice, keys: slice, bias: Tensor | None, is_causal: bool = False) -> Tensor:
         return scaled_dot_product_attention(
@@ -267,11 +280,12 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
         return torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value).flatten(1, 2)
     # values at the end of float64's range: their sum may pass it on the way to an average that
     # does not, and weights that round up may carry an average past what it averages
-    output = torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value / 4).flatten(1, 2)
+    room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
+    output = torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value / room).flatten(1, 2)
     if not scores.dropout:
-        most = largest(value_BGSE) / 4
+        most = largest(value_BGSE) / room
         output.clamp_(-most, most)
-    return output.mul_(4)
+    return output.mul_(room)
 
 
 def reference(

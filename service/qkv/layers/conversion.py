@@ -111,6 +111,13 @@ def _refuse_unsplittable(layer: Layer) -> None:
     embeddings = {r: (1, 1, len(p.weight)) for r, p in zip(ROLES, layer.projections, strict=True)}
     try:
         layer.projected(embeddings, {role: role for role in ROLES})
+        heads, groups = layer.head_count("query"), layer.head_count("key")
+        if heads % groups:
+            raise InvalidContent(
+                f"{heads} query heads are not a multiple of the {groups} key heads that "
+                f"{layer.projections.key.name} holds",
+                pointer="/layer/heads",
+            )
     except InvalidContent as error:
         error.pointer = "/heads" if error.pointer == "/layer/heads" else "/tensors"
         raise
@@ -118,7 +125,8 @@ def _refuse_unsplittable(layer: Layer) -> None:
 
 def _double(projections: Projections) -> Projections:
     def double(array: Array) -> Array:
-        return np.ascontiguousarray(array, np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN among the weights
+            return np.ascontiguousarray(array, np.float64)
 
     return Projections(
         *(

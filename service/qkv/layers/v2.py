@@ -66,6 +66,11 @@ def _read(tensors: Mapping[str, Array], pointer: str) -> Iterator[Projection]:
         checked(f"{name}.weight", weight, 2, pointer)
         if bias is not None:
             checked(f"{name}.bias", bias, 1, pointer)
+            if bias.dtype != weight.dtype:
+                raise InvalidContent(
+                    f"{name}.bias is {bias.dtype.name} where {name}.weight is {weight.dtype.name}",
+                    pointer=f"{pointer}/{name}.bias",
+                )
             if len(bias) != len(weight):
                 raise InvalidContent(
                     f"{name}.bias has out={len(bias)} where {name}.weight has out={len(weight)}",

@@ -17,7 +17,7 @@ __all__ = ["Received", "elsewhere", "read"]
 
 _T = TypeVar("_T")
 
-_LARGE: Final = 1 << 20  # bytes; more is not parsed or written on the event loop
+_LARGE: Final = 1 << 18  # bytes; more is not parsed or written on the event loop
 
 
 class Received(NamedTuple):
