@@ -716,6 +716,18 @@ def test_a_huge_token_leaves_the_rows_before_it_alone() -> None:
         torch.testing.assert_close(found[0, 0, row], mask.softmax(0), rtol=0, atol=close)
 
 
+def test_one_row_may_hold_the_largest_and_the_smallest() -> None:
+    """Bringing a row to a safe size must not lose what meets only the other end of the range."""
+    query = torch.tensor([[1.7e308, 1e-100]], dtype=torch.float64)[None, None]
+    key = torch.tensor([[0.0, 1e100], [0.0, 2e100]], dtype=torch.float64)[None, None]
+    value = torch.eye(2, dtype=torch.float64)[None, None]
+    expected = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = attend(query, key, value, scale=1.0, outputs=ALL)
+    close = 64 * torch.finfo(torch.float64).eps
+    assert_within(found.scores, expected[None, None, None], close)
+    assert_within(found.weights, expected.softmax(0)[None, None, None], close)
+
+
 def test_a_hidden_score_that_overflows_stays_hidden() -> None:
     """By a floating mask, where adding -inf to inf would be NaN."""
     query = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)[None, None]

@@ -142,8 +142,8 @@ class Engine:
                     f"{self._bytes} bytes of tensors wait already; at most "
                     f"{self._max_queue_bytes} may"
                 )
-            self._bytes += waiting.bytes
             self._groups[job.key].append(waiting)
+            self._bytes += waiting.bytes
             self._order[waiting] = None
             self._changed.notify()
         waiting.future.add_done_callback(lambda future: self._left(waiting, future))

@@ -13,6 +13,7 @@ from qkv.attention._visibility import Visibility
 __all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "score_dtype"]
 
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
+_SIZE = 480  # a row's largest becomes 2**480: products do not overflow, what is tiny stays
 _ROOM = 900  # scores up to 2**900 have room for any mask of float32's range, and for sums
 
 
@@ -133,8 +134,8 @@ def largest(x: Tensor) -> float:
 
 
 def _shrunk(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / 2**e and e, exactly, with an e for each row that makes its largest about 1."""
-    exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent
+    """x / 2**e and e, exactly, with an e for each row that makes its largest about 2**_SIZE."""
+    exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - _SIZE
     return _grown(x, -exponents), exponents
 
 
