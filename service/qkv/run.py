@@ -88,7 +88,8 @@ def _is_huge(job: Job) -> bool:
 
 
 def _largest(array: np.ndarray) -> float:
-    return float(np.abs(array).max())
+    with np.errstate(invalid="ignore"):  # NaN, which bfloat16 warns of
+        return float(np.abs(array).max())
 
 
 def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[Ran]:
