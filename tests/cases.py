@@ -38,6 +38,7 @@ PROBLEMS: Final = {
     400: "unparseable",
     404: "not-found",
     405: "method-not-allowed",
+    406: "not-acceptable",
     413: "too-large",
     415: "unsupported-media-type",
     422: "invalid-content",

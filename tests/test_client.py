@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +24,7 @@ from torch import nn
 
 import qkv
 from qkv import Client, QkvError, Run, errors
+from qkv.client import AsyncClient, Converted
 
 ROLES = ("query", "key", "value")
 
@@ -432,3 +439,314 @@ def test_the_public_names() -> None:
     assert qkv.__all__ == sorted(qkv.__all__)
     assert {"Client", "QkvError"} <= set(qkv.__all__)
     assert all(hasattr(qkv, name) for name in qkv.__all__)
+
+
+# the twin
+
+
+def in_asyncio(url: str, call: Callable[[AsyncClient], Any], **options: Any) -> Any:
+    """What a call of an `AsyncClient` answers or raises."""
+
+    async def run() -> Any:
+        async with AsyncClient(url, **options) as client:
+            return await call(client)
+
+    return asyncio.run(run())
+
+
+def same_run(one: Run, other: Run) -> bool:
+    seen = [
+        [(n, a.dtype, a.shape, a.tobytes()) for n, a in run.outputs.items()] for run in (one, other)
+    ]
+    return one.variant == other.variant and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", range(10))
+def test_the_twin_gives_the_same_bits(client: Client, server: Server, kind: int) -> None:
+    case = random_case(50_000 + kind, 0)
+    arguments: dict[str, Any] = {"outputs": list(case.outputs)} | case.inputs | case.parameters
+    run = in_asyncio(server.url, lambda twin: twin.attend("softmax", **arguments))
+    assert type(run) is Run
+    assert same_run(run, client.attend("softmax", **arguments))
+    tensors = torches(case.inputs)
+    again = in_asyncio(server.url, lambda twin: twin.attend("softmax", **(arguments | tensors)))
+    for name, array in run.outputs.items():
+        assert as_numpy(again.outputs[name]).tobytes() == array.tobytes()
+
+
+def test_the_twin_converts_and_reads_the_catalogue(client: Client, server: Server) -> None:
+    state = Attention(False).state_dict()
+    there = in_asyncio(server.url, lambda twin: twin.convert(state, source="v2", target="v1"))
+    assert type(there) is Converted
+    same = client.convert(state, source="v2", target="v1")
+    assert there.check == same.check
+    assert there.tensors.keys() == same.tensors.keys()
+    assert all(torch.equal(there.tensors[n], t) for n, t in same.tensors.items())
+    assert in_asyncio(server.url, lambda twin: twin.variants()) == client.variants()
+
+
+def test_one_twin_runs_many_at_once(client: Client, server: Server) -> None:
+    cases = [random_case(60_000 + kind, 0) for kind in range(40)]
+
+    async def all_at_once(twin: AsyncClient) -> list[Run]:
+        named: list[dict[str, Any]] = [
+            {"outputs": list(c.outputs)} | c.inputs | c.parameters for c in cases
+        ]
+        calls: list[Any] = [twin.attend("softmax", **arguments) for arguments in named]
+        return list(await asyncio.gather(*calls))
+
+    runs = in_asyncio(server.url, all_at_once)
+    assert all(same_run(run, ask(client, c)) for run, c in zip(runs, cases, strict=True))
+
+
+def test_calls_of_the_twin_wait_beside_each_other(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def together(twin: AsyncClient) -> list[Run]:
+        with server.engine.hold():
+            calls = [asyncio.ensure_future(twin.attend("softmax", **numbers())) for _ in range(5)]
+            await asyncio.to_thread(server.await_waiting, 5)
+        return list(await asyncio.gather(*calls))
+
+    runs = in_asyncio(server.url, together)
+    assert all(same_run(run, runs[0]) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (attend(variant="sofmax"), errors.NotFound),
+        (attend(causal="yes"), errors.InvalidContent),
+        (attend(scale=float("nan")), errors.InvalidContent),
+        (attend(query=np.ones((2, 2), "c8")), errors.InvalidContent),
+        (
+            lambda c: c.convert({"W_query": np.ones((2, 2))}, source="v1", target="v7"),
+            errors.InvalidContent,
+        ),
+    ],
+)
+def test_the_twin_raises_the_same(
+    client: Client, server: Server, call: Callable[[Any], Any], kind: type[QkvError]
+) -> None:
+    with pytest.raises(kind) as caught:
+        call(client)
+    with pytest.raises(kind) as twins:
+        in_asyncio(server.url, call)
+    assert type(twins.value) is type(caught.value)
+    assert twins.value.problem() == caught.value.problem()
+
+
+def test_the_twin_closes_and_times_out(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def closed() -> None:
+        async with AsyncClient(server.url) as twin:
+            assert await twin.variants()
+        with pytest.raises(RuntimeError, match="closed"):
+            await twin.variants()
+        await twin.close()
+
+    asyncio.run(closed())
+    with server.engine.hold(), pytest.raises(httpx.TimeoutException):
+        in_asyncio(server.url, lambda twin: twin.attend("softmax", **numbers()), timeout=0.05)
+
+
+# sent again
+
+
+Answer = tuple[int, dict[str, str], bytes] | None
+GOOD: Answer = (200, {"content-type": "application/json"}, b'{"variants": [{"variant": "a"}]}')
+
+
+def problem(status: int, name: str, **headers: str) -> Answer:
+    text = f'{{"type": "urn:qkv:problem:{name}", "status": {status}, "detail": "because"}}'
+    named = {n.replace("_", "-"): v for n, v in headers.items()}
+    return status, {"content-type": "application/problem+json"} | named, text.encode()
+
+
+def busy(retry_after: str = "0") -> Answer:
+    return problem(503, "not-now", retry_after=retry_after)
+
+
+@dataclass
+class Script:
+    """A service that answers as written, one line an attempt; None closes without a word.
+
+    Attributes:
+        url: where.
+        answers: what is still to be said; the last line is said for ever.
+        came: bodies, in order.
+    """
+
+    url: str
+    answers: list[Answer]
+    came: list[bytes] = field(default_factory=list)
+
+    def next(self, body: bytes) -> Answer:
+        self.came.append(body)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@contextlib.contextmanager
+def scripted(*answers: Answer, port: int = 0) -> Iterator[Script]:
+    script = Script("", list(answers))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            said = script.next(self.rfile.read(int(self.headers.get("content-length", 0))))
+            if said is None:
+                self.close_connection = True
+                return
+            status, headers, content = said
+            self.send_response(status)
+            for name, value in (headers | {"content-length": str(len(content))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
+        script.url = f"http://127.0.0.1:{http.server_address[1]}"
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield script
+        finally:
+            http.shutdown()
+            thread.join(PATIENCE)
+
+
+def one(url: str, call: Callable[[Any], Any], **options: Any) -> Any:
+    with Client(url, **options) as client:
+        return call(client)
+
+
+KINDS = pytest.mark.parametrize("send", [one, in_asyncio], ids=["sync", "async"])
+
+
+def catalogue(client: Any) -> Any:
+    return client.variants()
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "before",
+    [[], [busy()], [busy(), busy()], [None], [None, busy()], [busy(), None]],
+    ids=["at once", "busy", "busy twice", "closed", "closed, busy", "busy, closed"],
+)
+def test_what_is_refused_for_now_is_sent_again(send: Any, before: list[Answer]) -> None:
+    with scripted(*before, GOOD) as script:
+        assert send(script.url, catalogue) == [{"variant": "a"}]
+        assert len(script.came) == len(before) + 1
+
+
+@KINDS
+def test_a_run_is_sent_again_as_it_was(client: Client, send: Any) -> None:
+    sent: list[bytes] = []
+
+    def keep(request: httpx.Request) -> httpx.Response:
+        sent.append(request.content)
+        response = httpx.post(client._http.base_url.join(request.url.path), content=request.content,
+                              headers=request.headers)  # fmt: skip
+        said.append((200, {"content-type": response.headers["content-type"]}, response.content))
+        return httpx.Response(200, content=response.content)
+
+    said: list[Answer] = []
+    with Client("http://elsewhere", transport=httpx.MockTransport(keep)) as through:
+        first = through.attend("softmax", **numbers())
+    with scripted(busy(), None, said[0]) as script:
+        again = send(script.url, lambda c: c.attend("softmax", **numbers()))
+        assert same_run(first, again)
+        assert script.came == sent * 3
+
+
+@KINDS
+@pytest.mark.parametrize("retries", [0, 1, 2])
+def test_it_is_sent_again_only_so_often(send: Any, retries: int) -> None:
+    with scripted(busy()) as script:
+        with pytest.raises(errors.NotNow, match="because"):
+            send(script.url, catalogue, retries=retries)
+        assert len(script.came) == retries + 1
+    with scripted(None) as script:
+        with pytest.raises(httpx.RemoteProtocolError):
+            send(script.url, catalogue, retries=retries)
+        assert len(script.came) == retries + 1
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        problem(422, "invalid-content"), problem(422, "invalid-content", retry_after="0"),
+        problem(400, "unparseable"), problem(404, "not-found"), problem(413, "too-large"),
+        problem(500, "internal"), problem(503, "not-now"), problem(504, "too-late"),
+        (502, {}, b"<h1>Bad gateway</h1>"), (200, {}, b"<h1>Welcome</h1>"),
+    ],
+    ids=lambda refusal: str(refusal[0]),
+)  # fmt: skip
+def test_what_is_refused_for_good_is_sent_once(send: Any, refusal: Answer) -> None:
+    with scripted(refusal) as script:
+        with pytest.raises(QkvError):
+            send(script.url, catalogue)
+        assert len(script.came) == 1
+
+
+@KINDS
+def test_who_listens_only_later_is_reached(send: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with pytest.raises(httpx.ConnectError):
+        send(url, catalogue, retries=0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(send, url, catalogue, retries=6)
+        time.sleep(0.05)  # its first attempt is refused, or its only one is answered
+        with scripted(GOOD, port=port) as script:
+            assert answer.result(PATIENCE) == [{"variant": "a"}]
+            assert len(script.came) == 1
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "retry_after",
+    [
+        "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "", "nan", "-nan", "-1", "-inf", "1e-400", "0x1",
+        "1_0e-9", "\u00bd",
+    ],
+)  # fmt: skip
+def test_any_retry_after_is_borne(
+    send: Any, retry_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    async def sleeps(delay: float) -> None:
+        waited.append(delay)
+
+    # the client's own names: others sleep too
+    monkeypatch.setattr("qkv.client.time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr("qkv.client.asyncio", SimpleNamespace(sleep=sleeps))
+    for retries in (1, 0):
+        answers = {"a": [busy(retry_after), GOOD], "b": [busy(retry_after)]}
+        with scripted(*answers["a" if retries else "b"]) as script:
+            if retries:
+                assert send(script.url, catalogue, retries=1) == [{"variant": "a"}]
+            else:
+                with pytest.raises(errors.NotNow):
+                    send(script.url, catalogue, retries=0)
+            assert len(script.came) == retries + 1
+    assert len(waited) == 1
+    assert 0 <= waited[0] <= 10
+
+
+@KINDS
+@pytest.mark.parametrize("retry_after", ["3", "10", "30", "3600"])
+def test_a_retry_after_is_told_as_it_came(send: Any, retry_after: str) -> None:
+    with scripted(busy(retry_after)) as script, pytest.raises(errors.NotNow) as caught:
+        send(script.url, catalogue, retries=0)
+    assert caught.value.retry_after == int(retry_after)

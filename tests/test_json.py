@@ -45,7 +45,7 @@ def arrays(draw: st.DrawFn, dtype: str | None = None) -> Array:
 
 
 def there_and_back(message: Message, group: str = "inputs") -> Message:
-    return json.decode(json.encode(message, group), group)
+    return json.decode(b"".join(json.encode(message, group)), group)
 
 
 def same_values(one: Array, other: Array) -> bool:
@@ -97,7 +97,7 @@ def test_both_encodings_are_what_they_are_said_to_be(array: Array) -> None:
     raw = {"a": RawTensor.from_numpy(array)}
     for encoding in ("lists", "base64"):
         document = stdlib.loads(
-            json.encode(Message({}, raw, encoding=encoding), "outputs"),
+            b"".join(json.encode(Message({}, raw, encoding=encoding), "outputs")),
             parse_constant=pytest.fail,  # NaN and Infinity are no JSON
         )
         read = as_array(document["outputs"]["a"])

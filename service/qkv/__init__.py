@@ -1,8 +1,8 @@
 """qkv serves attention. This package is its client; `qkv[server]` adds the service."""
 
-from qkv.client import Client, Converted, Run
+from qkv.client import AsyncClient, Client, Converted, Run
 from qkv.errors import QkvError
 
-__all__ = ["Client", "Converted", "QkvError", "Run", "__version__"]
+__all__ = ["AsyncClient", "Client", "Converted", "QkvError", "Run", "__version__"]
 
 __version__ = "0.1.0"

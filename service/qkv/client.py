@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 import httpx
 import numpy as np
 
 from qkv.arrays import Restore, is_array, restorer, to_raw
-from qkv.errors import InvalidContent, QkvError, Unparseable, from_problem
+from qkv.errors import InvalidContent, Unparseable, from_problem
 from qkv.message import Message
-from qkv.wire import json
+from qkv.wire import Codec, json, safetensors
 
-__all__ = ["Client", "Converted", "Run"]
+__all__ = ["AsyncClient", "Client", "Converted", "Run"]
+
+_T = TypeVar("_T")
+
+_URL: Final = "http://127.0.0.1:8000"
+_LONGEST_WAIT_S: Final = 10.0
+# a run changes nothing at the service, so that one whose connection broke may be sent again
+_BROKEN: Final = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +71,37 @@ class Converted:
     check: Mapping[str, Any]
 
 
+class Call(NamedTuple, Generic[_T]):
+    """A call as bytes, and what makes a result of the answer's bytes."""
+
+    method: str
+    path: str
+    parse: Callable[[httpx.Response], _T]
+    content: bytes = b""
+    headers: Mapping[str, str] = {}
+
+
 class Client:
     """Calls a qkv service. Safe to share between threads; a context manager.
 
     Args:
         url: of the service.
-        timeout: seconds for a whole call; None: no limit.
+        timeout: seconds for each step of a call (connect, write, read); None: no limit.
+        retries: how often a call is sent again that was refused with Retry-After, or whose
+            connection was refused or broke.
         transport: httpx transport, for tests.
     """
 
     def __init__(
         self,
-        url: str = "http://127.0.0.1:8000",
+        url: str = _URL,
         *,
         timeout: float | None = 60.0,
+        retries: int = 3,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._http = httpx.Client(base_url=url, timeout=timeout, transport=transport)
+        self._retries = retries
 
     def attend(
         self,
@@ -105,11 +127,7 @@ class Client:
             QkvError: the service refused; the class says how, `detail` why.
             httpx.TransportError: it could not be reached.
         """
-        message, restore = _build(inputs_and_parameters, layer, outputs, weights)
-        answer = self._post(f"/v1/attention/{variant}", message, "inputs", "outputs")
-        arrays = {name: restore(raw) for name, raw in answer.tensors.items()}
-        with _of_qkv():
-            return Run(answer.fields["variant"], arrays, answer.fields["timing"])
+        return self.send(build_attend(variant, layer, outputs, weights, inputs_and_parameters))
 
     def convert(
         self,
@@ -126,13 +144,7 @@ class Client:
             QkvError: the service refused.
             httpx.TransportError: it could not be reached.
         """
-        fields = {"from": source, "to": target} | _given(heads=heads, bias=bias)
-        raw = {name: to_raw(array) for name, array in tensors.items()}
-        answer = self._post("/v1/convert", Message(fields, raw, encoding="base64"), "tensors")
-        restore = restorer(next(iter(tensors.values()), None))
-        arrays = {name: restore(t) for name, t in answer.tensors.items()}
-        with _of_qkv():
-            return Converted(arrays, answer.fields["check"])
+        return self.send(build_convert(tensors, source, target, heads, bias))
 
     def variants(self) -> list[dict[str, Any]]:
         """The catalogue: of each variant formula, paper, cost, inputs, parameters, outputs.
@@ -141,11 +153,7 @@ class Client:
             QkvError: the service refused.
             httpx.TransportError: it could not be reached.
         """
-        response = self._http.get("/v1/variants")
-        _check(response)
-        with _of_qkv():
-            catalogue: list[dict[str, Any]] = response.json()["variants"]
-            return catalogue
+        return self.send(build_variants())
 
     def close(self) -> None:
         """Closes its connections."""
@@ -162,23 +170,109 @@ class Client:
     ) -> None:
         self.close()
 
-    def _post(self, path: str, message: Message, group: str, answered: str = "tensors") -> Message:
-        response = self._http.post(
-            path,
-            content=json.encode(message, group),
-            headers={"Content-Type": json.MEDIA_TYPE},
+    def send(self, call: Call[_T]) -> _T:
+        """Sends a call that one of the `build` functions made."""
+        for attempt in range(self._retries + 1):
+            last = attempt == self._retries
+            try:
+                response = self._http.request(
+                    call.method, call.path, content=call.content, headers=call.headers
+                )
+                if last or (wait := _wait(response)) is None:
+                    return _parsed(call, response)
+            except _BROKEN:
+                if last:
+                    raise
+                wait = _backoff(attempt)
+            time.sleep(wait)
+        raise AssertionError
+
+
+class AsyncClient:
+    """The twin of `Client` for asyncio; the same arguments, results and errors."""
+
+    def __init__(
+        self,
+        url: str = _URL,
+        *,
+        timeout: float | None = 60.0,
+        retries: int = 3,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, transport=transport)
+        self._retries = retries
+
+    async def attend(
+        self,
+        variant: str,
+        *,
+        layer: Mapping[str, Any] | str | None = None,
+        outputs: list[str] | None = None,
+        weights: str | None = None,
+        **inputs_and_parameters: Any,
+    ) -> Run:
+        """Runs a variant: see `Client.attend`."""
+        return await self.send(
+            build_attend(variant, layer, outputs, weights, inputs_and_parameters)
         )
-        _check(response)
-        return json.decode(response.content, answered)
+
+    async def convert(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        source: str,
+        target: str,
+        heads: int | None = None,
+        bias: str | None = None,
+    ) -> Converted:
+        """Takes weights from one layout to another: see `Client.convert`."""
+        return await self.send(build_convert(tensors, source, target, heads, bias))
+
+    async def variants(self) -> list[dict[str, Any]]:
+        """The catalogue: see `Client.variants`."""
+        return await self.send(build_variants())
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def send(self, call: Call[_T]) -> _T:
+        """Sends a call that one of the `build` functions made."""
+        for attempt in range(self._retries + 1):
+            last = attempt == self._retries
+            try:
+                response = await self._http.request(
+                    call.method, call.path, content=call.content, headers=call.headers
+                )
+                if last or (wait := _wait(response)) is None:
+                    return _parsed(call, response)
+            except _BROKEN:
+                if last:
+                    raise
+                wait = _backoff(attempt)
+            await asyncio.sleep(wait)
+        raise AssertionError
 
 
-def _build(
-    arguments: Mapping[str, Any],
+def build_attend(
+    variant: str,
     layer: Mapping[str, Any] | str | None,
     outputs: list[str] | None,
     weights: str | None,
-) -> tuple[Message, Restore]:
-    """The message of a run, and what makes the caller's kind of array of its answer."""
+    arguments: Mapping[str, Any],
+) -> Call[Run]:
+    """The call that runs a variant; the arguments are those of `Client.attend`."""
     arrays = {name: value for name, value in arguments.items() if is_array(value)}
     if not arrays:
         raise InvalidContent(
@@ -199,36 +293,104 @@ def _build(
         layer_tensors = {n: to_raw(array) for n, array in layer.get("tensors", {}).items()}
     elif layer is not None:
         fields["layer"] = layer
-    tensors = {name: to_raw(array) for name, array in arrays.items()}
-    message = Message(fields, tensors, layer_tensors, encoding="base64")
-    return message, restorer(next(iter(arrays.values())))
+    message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
+    restore = restorer(next(iter(arrays.values())))
+
+    def parse(response: httpx.Response) -> Run:
+        answer = safetensors.decode(response.content, "outputs")
+        outputs = _restored(answer, restore)
+        return Run(answer.fields["variant"], outputs, answer.fields["timing"])
+
+    return _post(f"/v1/attention/{variant}", message, "inputs", parse)
+
+
+def build_convert(
+    tensors: Mapping[str, Any], source: str, target: str, heads: int | None, bias: str | None
+) -> Call[Converted]:
+    """The call that converts weights; the arguments are those of `Client.convert`."""
+    fields = {"from": source, "to": target} | _given(heads=heads, bias=bias)
+    message = Message(fields, {name: to_raw(array) for name, array in tensors.items()})
+    restore = restorer(next(iter(tensors.values()), None))
+
+    def parse(response: httpx.Response) -> Converted:
+        answer = safetensors.decode(response.content, "tensors")
+        return Converted(_restored(answer, restore), answer.fields["check"])
+
+    return _post("/v1/convert", message, "tensors", parse)
+
+
+def build_message(path: str, message: Message, group: str, answered: str) -> Call[Message]:
+    """The call that posts a message and answers one, raw tensors both.
+
+    Numbers that were written without a dtype go as they are, in JSON: what they become depends on
+    what they are for, which the service knows.
+    """
+    literal = any(t.literal for t in (*message.tensors.values(), *message.layer.values()))
+    codec: Codec = json if literal else safetensors
+    return _post(path, message, group, lambda r: safetensors.decode(r.content, answered), codec)
+
+
+def build_variants() -> Call[list[dict[str, Any]]]:
+    """The call that reads the catalogue."""
+
+    def parse(response: httpx.Response) -> list[dict[str, Any]]:
+        catalogue: list[dict[str, Any]] = response.json()["variants"]
+        return catalogue
+
+    return Call("GET", "/v1/variants", parse)
+
+
+def _post(
+    path: str,
+    message: Message,
+    group: str,
+    parse: Callable[[httpx.Response], _T],
+    codec: Codec = safetensors,
+) -> Call[_T]:
+    headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": safetensors.MEDIA_TYPE}
+    return Call("POST", path, parse, b"".join(codec.encode(message, group)), headers)
+
+
+def _restored(message: Message, restore: Restore) -> dict[str, Any]:
+    return {name: restore(raw) for name, raw in message.tensors.items()}
 
 
 def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-@contextmanager
-def _of_qkv() -> Iterator[None]:
-    """What answers may be no qkv."""
+def _wait(response: httpx.Response) -> float | None:
+    """Seconds until a refused call may be sent again; None: it is answered, for good or bad."""
+    if response.status_code != 503 or "retry-after" not in response.headers:
+        return None
+    return min(_retry_after(response), _LONGEST_WAIT_S)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds, as it says; 1 where it says none, or a date."""
     try:
-        yield
-    except (ValueError, KeyError, TypeError) as error:
-        raise Unparseable(f"the answer is not that of a qkv service: {error}") from None
+        seconds = float(response.headers.get("retry-after", 1))
+    except ValueError:
+        return 1.0
+    return max(seconds, 0.0) if math.isfinite(seconds) else 1.0
 
 
-def _check(response: httpx.Response) -> None:
-    """Raises what the service says went wrong."""
+def _backoff(attempt: int) -> float:
+    """Seconds until a call whose connection failed is sent again."""
+    return min(0.1 * 4.0**attempt, _LONGEST_WAIT_S)
+
+
+def _parsed(call: Call[_T], response: httpx.Response) -> _T:
+    """The result, or what the service says went wrong."""
     if response.is_success:
-        return
+        try:
+            return call.parse(response)
+        except (ValueError, KeyError, TypeError) as error:
+            raise Unparseable(f"the answer is not that of a qkv service: {error}") from None
     try:
         problem = response.json()
     except ValueError:
         problem = None
     if not isinstance(problem, dict):
         raise Unparseable(f"HTTP {response.status_code} without a problem document")
-    retry_after = response.headers.get("retry-after", "1")
-    error: QkvError = from_problem(
-        response.status_code, problem, int(retry_after) if retry_after.isdecimal() else 1
-    )
-    raise error
+    raise from_problem(response.status_code, problem, int(_retry_after(response) or 1))

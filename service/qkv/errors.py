@@ -11,6 +11,7 @@ __all__ = [
     "InvalidContent",
     "Left",
     "MethodNotAllowed",
+    "NotAcceptable",
     "NotFound",
     "NotNow",
     "QkvError",
@@ -90,6 +91,14 @@ class MethodNotAllowed(QkvError):
     def headers(self) -> dict[str, str]:
         """RFC 9110, section 15.5.6: a 405 names what is allowed."""
         return {"Allow": self.allow}
+
+
+class NotAcceptable(QkvError):
+    """No codec here writes what the caller accepts."""
+
+    status = 406
+    name = "not-acceptable"
+    title = "Not acceptable"
 
 
 class TooLarge(QkvError):

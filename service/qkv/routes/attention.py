@@ -15,9 +15,8 @@ from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.routes import schemas
-from qkv.routes.body import elsewhere, read
+from qkv.routes.body import Outgoing, elsewhere, read
 from qkv.settings import Settings
-from qkv.wire import json
 
 __all__ = ["router"]
 
@@ -43,10 +42,12 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
             message = Message(
                 {"variant": variant, "outputs": None, "timing": timing},
                 answer.outputs,
-                encoding=received.message.encoding,
+                encoding=received.message.encoding or "base64",
             )
-            body = await elsewhere(job.bytes_out, lambda: json.encode(message, "outputs"))
-            return Response(body, media_type=json.MEDIA_TYPE, headers=_server_timing(timing))
+            return await elsewhere(
+                job.bytes_out,
+                lambda: Outgoing(received.answer_in, message, "outputs", _server_timing(timing)),
+            )
 
         return attend
 

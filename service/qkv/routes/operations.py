@@ -8,13 +8,14 @@ from fastapi import APIRouter, Response
 
 from qkv import __version__
 from qkv.engine import Engine
+from qkv.fleet import Fleet
 
 __all__ = ["router"]
 
 _DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "No."}}
 
 
-def router(engine: Engine) -> APIRouter:
+def router(engine: Engine, fleet: Fleet) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["operations"])
 
@@ -29,14 +30,14 @@ def router(engine: Engine) -> APIRouter:
         }
 
     @routes.head("/livez", include_in_schema=False)
-    @routes.get("/livez", summary="Whether the device thread lives.", responses=_DOWN)
+    @routes.get("/livez", summary="Whether every worker lives: none is stuck.", responses=_DOWN)
     async def livez(response: Response) -> dict[str, str]:
-        return _status(response, engine.alive)
+        return _status(response, engine.alive and not fleet.stuck)
 
     @routes.head("/readyz", include_in_schema=False)
-    @routes.get("/readyz", summary="Whether requests are taken.", responses=_DOWN)
+    @routes.get("/readyz", summary="Whether every worker takes requests.", responses=_DOWN)
     async def readyz(response: Response) -> dict[str, str]:
-        return _status(response, engine.ready)
+        return _status(response, engine.ready and fleet.ready)
 
     return routes
 

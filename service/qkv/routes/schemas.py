@@ -9,7 +9,7 @@ from qkv.catalogue import Input, Variant
 from qkv.job import Run
 from qkv.layers.layouts import LAYOUTS
 from qkv.tensors import DTYPES
-from qkv.wire import json
+from qkv.wire import json, safetensors
 
 __all__ = [
     "COMPONENTS",
@@ -146,7 +146,7 @@ def attention_request(variant: Variant) -> dict[str, Any]:
     content: dict[str, Any] = {"schema": schema}
     if {n for n, i in variant.inputs.items() if not i.optional} == _EXAMPLE.keys():
         content["example"] = {"inputs": _EXAMPLE}
-    return {"requestBody": {"required": True, "content": {json.MEDIA_TYPE: content}}}
+    return {"requestBody": {"required": True, "content": _in_every_format(content)}}
 
 
 def attention_responses(variant: Variant) -> dict[int | str, dict[str, Any]]:
@@ -166,10 +166,10 @@ def attention_responses(variant: Variant) -> dict[int | str, dict[str, Any]]:
     }
     good = {
         "description": "The outputs asked for.",
-        "content": {json.MEDIA_TYPE: {"schema": schema}},
+        "content": _in_every_format({"schema": schema}),
         "headers": {"Server-Timing": {"schema": {"type": "string"}}},
     }
-    return {200: good} | problems(400, 404, 413, 415, 422, 503)
+    return {200: good} | problems(400, 404, 406, 413, 415, 422, 503)
 
 
 def convert_request() -> dict[str, Any]:
@@ -193,8 +193,8 @@ def convert_request() -> dict[str, Any]:
         "to": "v1",
         "tensors": {f"W_{r}.weight": [[1, 2, 3], [4, 5, 6]] for r in ("query", "key", "value")},
     }
-    content = {json.MEDIA_TYPE: {"schema": schema, "example": example}}
-    return {"requestBody": {"required": True, "content": content}}
+    content = {"schema": schema, "example": example}
+    return {"requestBody": {"required": True, "content": _in_every_format(content)}}
 
 
 def convert_responses() -> dict[int | str, dict[str, Any]]:
@@ -219,9 +219,9 @@ def convert_responses() -> dict[int | str, dict[str, Any]]:
     }
     good = {
         "description": "The tensors in the target layout.",
-        "content": {json.MEDIA_TYPE: {"schema": schema}},
+        "content": _in_every_format({"schema": schema}),
     }
-    return {200: good} | problems(400, 413, 415, 422)
+    return {200: good} | problems(400, 406, 413, 415, 422, 503)
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -232,6 +232,17 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {"description": kinds[status].title, "content": {json.PROBLEM_TYPE: problem}}
         for status in statuses
     }
+
+
+def _in_every_format(content: dict[str, Any]) -> dict[str, Any]:
+    """A body in JSON, and the same in safetensors."""
+    file = {
+        "type": "string",
+        "format": "binary",
+        "description": "A safetensors file: tensors by name, a layer's as layer.<name>, all else "
+        "as JSON under qkv in the metadata.",
+    }
+    return {json.MEDIA_TYPE: content, safetensors.MEDIA_TYPE: {"schema": file}}
 
 
 def _input(spec: Input) -> dict[str, Any]:

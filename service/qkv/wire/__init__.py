@@ -1,1 +1,87 @@
 """Wire formats: bytes to named raw tensors and back. Used by the server and the client alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from qkv.errors import NotAcceptable, UnsupportedMediaType
+from qkv.message import Message
+from qkv.wire import json, safetensors
+
+__all__ = ["CODECS", "Codec", "for_accept", "for_content_type"]
+
+Chunk = bytes | memoryview
+
+
+class Codec(Protocol):
+    """What a wire format's file offers."""
+
+    MEDIA_TYPE: str
+
+    def aligned_at(self, head: bytes) -> int | None:
+        """Which byte of a body should lie at an aligned address, seen from its first 8; None
+        where it does not matter and `bytes` are wanted."""
+
+    def decode(self, body: bytes | memoryview, group: str) -> Message:
+        """Reads a message whose tensors stand under `group`."""
+
+    def encode(self, message: Message, group: str) -> list[Chunk]:
+        """Writes a message, in chunks that are to follow each other."""
+
+
+CODECS: Final[Mapping[str, Codec]] = {c.MEDIA_TYPE: c for c in (json, safetensors)}
+
+
+def for_content_type(header: str | None) -> Codec:
+    """The codec a body came in; JSON where nothing is said.
+
+    Raises:
+        UnsupportedMediaType: there is none for it.
+    """
+    given = json.MEDIA_TYPE if header is None else header
+    media_type = given.partition(";")[0].strip().lower()
+    if (codec := CODECS.get(media_type)) is None:
+        raise UnsupportedMediaType(
+            f"Content-Type {media_type!r:.100} is not read here; send {' or '.join(CODECS)}"
+        )
+    return codec
+
+
+def for_accept(header: str | None, came: Codec) -> Codec:
+    """The codec an answer goes out in: what the caller likes best, or as the request came.
+
+    Args:
+        header: Accept, as RFC 9110, section 12.5.1, defines it.
+        came: the request's codec, taken where the caller has no preference.
+
+    Raises:
+        NotAcceptable: nothing that is spoken here is accepted.
+    """
+    if not header:
+        return came
+    liked: dict[str, tuple[float, int]] = {}
+    for place, item in enumerate(header.split(",")):
+        media_range, *parameters = (part.strip().lower() for part in item.split(";"))
+        liked.setdefault(media_range, (_quality(parameters), -place))
+
+    def quality(codec: Codec) -> tuple[float, int]:
+        """That of the most specific range; among equals, what was named first."""
+        ranges = (codec.MEDIA_TYPE, "application/*", "*/*")
+        return next((liked[r] for r in ranges if r in liked), (0.0, 0))
+
+    best = max((came, *CODECS.values()), key=quality)
+    if quality(best)[0] <= 0:
+        raise NotAcceptable(f"Accept {header!r:.100} has none of {', '.join(CODECS)}")
+    return best
+
+
+def _quality(parameters: list[str]) -> float:
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0

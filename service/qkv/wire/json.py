@@ -22,7 +22,17 @@ from qkv.errors import InvalidContent, TooLarge, Unparseable, pointer_to, shown
 from qkv.message import Message
 from qkv.tensors import DTYPES, RawTensor, nbytes
 
-__all__ = ["MEDIA_TYPE", "PROBLEM_TYPE", "decode", "dump", "encode"]
+__all__ = [
+    "MEDIA_TYPE",
+    "PROBLEM_TYPE",
+    "aligned_at",
+    "asked_encoding",
+    "decode",
+    "dump",
+    "encode",
+    "load",
+    "plain",
+]
 
 MEDIA_TYPE: Final = "application/json"
 PROBLEM_TYPE: Final = "application/problem+json"
@@ -41,7 +51,11 @@ _MOST_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs
 _NON_FINITE: Final = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 
 
-def decode(body: bytes, group: str) -> Message:
+def aligned_at(head: bytes) -> None:
+    """Nowhere: nothing in it is used in place."""
+
+
+def decode(body: bytes | memoryview, group: str) -> Message:
     """Reads a message whose tensors stand under `group`, and maybe under /layer/tensors.
 
     Args:
@@ -53,13 +67,8 @@ def decode(body: bytes, group: str) -> Message:
         InvalidContent: a name comes twice, or a tensor is ragged, mistyped, or not as long as
             its shape says.
     """
-    try:
-        document = simdjson.Parser().parse(body)
-    except (ValueError, RuntimeError, MemoryError) as error:
-        reason = str(error).removesuffix("  This is a fatal and unrecoverable error.")
-        raise Unparseable(f"the body is not JSON: {reason}") from None
-    if not isinstance(document, simdjson.Object):
-        raise Unparseable("the body must be a JSON object")
+    body = bytes(body)  # itself, where it is bytes; simdjson is much slower with anything else
+    document = _object(body)
     reader = _Reader()
     fields: dict[str, Any] = {}
     tensors: dict[str, _Tensor] = {}
@@ -79,7 +88,10 @@ def decode(body: bytes, group: str) -> Message:
     # an array that no walk has met hides among numbers, where simdjson would flatten it away
     lists = any(isinstance(t, _Lists) for t in (*tensors.values(), *layer.values()))
     flat = lists and _count(body, "[") == reader.arrays
-    encoding = _encoding(fields, tensors)
+    encoding = asked_encoding(fields)
+    if encoding is None:
+        first = next(iter(tensors.values()), None)
+        encoding = "base64" if isinstance(first, _Base64) else "lists"
     return Message(
         fields,
         {name: tensor.read(flat) for name, tensor in tensors.items()},
@@ -88,7 +100,7 @@ def decode(body: bytes, group: str) -> Message:
     )
 
 
-def encode(message: Message, group: str) -> bytes:
+def encode(message: Message, group: str) -> list[bytes | memoryview]:
     """Writes a message; its tensors stand under `group`, in that field's place if there is one."""
     document = dict(message.fields)
     lists = message.encoding != "base64"
@@ -105,7 +117,55 @@ def encode(message: Message, group: str) -> bytes:
         }
     if message.encoding is not None and group == "inputs":
         document["encoding"] = message.encoding
-    return orjson.dumps(document)
+    return [orjson.dumps(document)]
+
+
+def plain(text: bytes) -> dict[str, Any]:
+    """Reads an object without tensors, under the limits that hold for a message.
+
+    Raises:
+        Unparseable, InvalidContent, TooLarge: as in `decode`.
+    """
+    fields: dict[str, Any] = _Reader().plain(_object(text), "")
+    return fields
+
+
+def _object(text: bytes) -> simdjson.Object:
+    try:
+        document = simdjson.Parser().parse(text)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        reason = str(error).removesuffix("  This is a fatal and unrecoverable error.")
+        raise Unparseable(f"the body is not JSON: {reason}") from None
+    if not isinstance(document, simdjson.Object):
+        raise Unparseable("the body must be a JSON object")
+    return document
+
+
+def load(text: bytes | str) -> Any:
+    """Reads plain JSON.
+
+    Raises:
+        Unparseable: it is not JSON.
+    """
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise Unparseable(f"not JSON: {error}") from None
+
+
+def asked_encoding(fields: dict[str, Any]) -> str | None:
+    """Takes `encoding` out of a message's fields.
+
+    Raises:
+        InvalidContent: it is no encoding.
+    """
+    encoding = fields.pop("encoding", None)
+    if encoding is not None and encoding not in _ENCODINGS:
+        raise InvalidContent(
+            f"encoding came as {shown(encoding)}; it must be {' or '.join(_ENCODINGS)}",
+            pointer="/encoding",
+        )
+    return None if encoding is None else str(encoding)
 
 
 def dump(document: Any) -> bytes:
@@ -341,19 +401,6 @@ def _items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
         if "\0" in name:  # simdjson looks names up as C strings
             raise InvalidContent(f"{name!r:.60} is no name", pointer=inside)
         yield name, node[name]
-
-
-def _encoding(fields: dict[str, Any], tensors: dict[str, _Tensor]) -> str:
-    encoding = fields.pop("encoding", None)
-    if encoding is None:
-        first = next(iter(tensors.values()), None)
-        return "base64" if isinstance(first, _Base64) else "lists"
-    if encoding not in _ENCODINGS:
-        raise InvalidContent(
-            f"encoding came as {shown(encoding)}; it must be {' or '.join(_ENCODINGS)}",
-            pointer="/encoding",
-        )
-    return str(encoding)
 
 
 def _as_lists(tensor: RawTensor) -> bytes:

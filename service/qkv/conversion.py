@@ -1,0 +1,46 @@
+"""A conversion as a message: weights of one layout in, of another and a check out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pydantic
+
+from qkv.job import invalid_field
+from qkv.layers.conversion import convert
+from qkv.literals import typed
+from qkv.message import Message
+from qkv.tensors import FLOATING, RawTensor
+
+__all__ = ["convert_message"]
+
+
+class _Conversion(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source: Annotated[str, pydantic.Field(alias="from")]
+    target: Annotated[str, pydantic.Field(alias="to")]
+    heads: Annotated[int, pydantic.Field(ge=1, le=65536)] | None = None
+    bias: Literal["refuse", "augment"] = "refuse"
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
+
+
+def convert_message(message: Message) -> Message:
+    """Converts what a message holds; its fields are those of POST /v1/convert.
+
+    Raises:
+        InvalidContent: a field or tensor is wrong, or the target has no place for something.
+    """
+    try:
+        asked = _Conversion.model_validate(message.fields)
+    except pydantic.ValidationError as error:
+        known = ["from", "to", "tensors", "heads", "bias", "dtype", "encoding"]
+        raise invalid_field(error, known) from None
+    tensors = {
+        name: typed(raw, name, FLOATING, asked.dtype, f"/tensors/{name}").numpy()
+        for name, raw in message.tensors.items()
+    }
+    done = convert(asked.source, asked.target, tensors, heads=asked.heads, bias=asked.bias)
+    fields = {"from": asked.source, "to": asked.target, "tensors": None, "check": done.check}
+    raw = {name: RawTensor.from_numpy(array) for name, array in done.tensors.items()}
+    return Message(fields, raw, encoding=message.encoding or "base64")

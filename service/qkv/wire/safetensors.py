@@ -1,0 +1,196 @@
+"""safetensors: tensors as their own bytes, all else as JSON under `qkv` in the metadata.
+
+Format: 8 bytes N, little-endian; N bytes of JSON header; the tensors' bytes, without gaps
+(github.com/huggingface/safetensors, README). Tensors of an inline layer are named `layer.<name>`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from qkv.errors import InvalidContent, Unparseable, pointer_to
+from qkv.message import Message
+from qkv.tensors import RawTensor, nbytes
+from qkv.wire.json import asked_encoding, plain
+
+__all__ = ["MEDIA_TYPE", "aligned_at", "decode", "encode"]
+
+MEDIA_TYPE: Final = "application/vnd.safetensors"
+
+_DTYPES: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "BOOL": "bool",
+}
+_CODES: Final = {dtype: code for code, dtype in _DTYPES.items()}
+_LAYER: Final = "layer."
+_METADATA: Final = "__metadata__"
+_MAX_HEADER: Final = 1 << 20
+_MAX_AXES: Final = 8
+_MAX_NAMES: Final = 256
+_ALIGNMENT: Final = 64
+
+
+def aligned_at(head: bytes) -> int:
+    """Which byte of the body should lie at an aligned address, seen from its first 8: the first
+    tensor's, so that it needs no copy later."""
+    return 8 + int.from_bytes(head[:8], "little") if len(head) >= 8 else 0
+
+
+def decode(body: bytes | memoryview, group: str) -> Message:
+    """Reads a message; its tensors are views of the body.
+
+    Args:
+        body: the whole file.
+        group: what the tensors are to the message; the format has but one group.
+
+    Raises:
+        Unparseable: it is no safetensors file: lengths, header or offsets do not add up.
+        InvalidContent: a dtype or shape is not one that is served, or `qkv` is not JSON.
+    """
+    view = memoryview(body)
+    if len(view) < 8:
+        raise Unparseable(f"a safetensors file has at least 8 bytes; {len(view)} came")
+    length = int.from_bytes(view[:8], "little")
+    if length > min(_MAX_HEADER, len(view) - 8):
+        raise Unparseable(
+            f"the header claims {length} bytes; {len(view) - 8} follow, at most {_MAX_HEADER} "
+            "are read"
+        )
+    header = _header(bytes(view[8 : 8 + length]))
+    metadata = header.pop(_METADATA, {})
+    data = view[8 + length :]
+    tensors: dict[str, RawTensor] = {}
+    layer: dict[str, RawTensor] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=_span):
+        if name.startswith(_LAYER):
+            inner = name.removeprefix(_LAYER)
+            pointer = pointer_to("layer", "tensors", inner)
+            layer[inner], end = _tensor(name, entry, data, end, pointer)
+        else:
+            tensors[name], end = _tensor(name, entry, data, end, pointer_to(group, name))
+    if end != len(data):
+        raise Unparseable(f"{len(data) - end} bytes belong to no tensor")
+    fields = _fields(metadata)
+    if layer:  # as in JSON, where they stand in it
+        fields.setdefault("layer", {})
+    return Message(fields, tensors, layer, asked_encoding(fields))
+
+
+def encode(message: Message, group: str) -> list[bytes | memoryview]:
+    """Writes a message as chunks: a header, padded so that the first tensor is aligned where the
+    file is, and each tensor's own buffer."""
+    fields = {name: value for name, value in message.fields.items() if name != group}
+    header: dict[str, Any] = {_METADATA: {"qkv": orjson.dumps(fields).decode()}}
+    named = message.tensors | {_LAYER + name: t for name, t in message.layer.items()}
+    end = 0
+    for name, tensor in named.items():
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = orjson.dumps(header)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return [len(text).to_bytes(8, "little") + text, *(t.data for t in named.values())]
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        # the standard library's, because it shows names that come twice
+        header = json.loads(str(text, "utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise Unparseable(f"the header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise Unparseable("the header must be a JSON object")
+    if len(header) > _MAX_NAMES:
+        raise Unparseable(f"the header names more than {_MAX_NAMES} tensors")
+    return header
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in unique:
+            raise ValueError(f"{name!r:.60} comes twice")
+        unique[name] = value
+    "".join(unique).encode()  # half a character is no name
+    return unique
+
+
+def _span(entry: tuple[str, Any]) -> list[int]:
+    """Where a tensor's bytes begin and end, as far as that can be told; an empty one comes before
+    the one that begins where it does."""
+    offsets = entry[1].get("data_offsets") if isinstance(entry[1], dict) else None
+    return offsets if isinstance(offsets, list) and all(map(_whole, offsets)) else []
+
+
+def _tensor(
+    name: str, entry: Any, data: memoryview, end: int, pointer: str
+) -> tuple[RawTensor, int]:
+    """A tensor that begins where the last one ended, and where it ends itself."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Unparseable(f"{name!r:.60} must have dtype, shape and data_offsets, and no more")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise InvalidContent(
+            f"{name!r:.60} has dtype {code!r:.60}; known are {', '.join(_DTYPES)}", pointer=pointer
+        )
+    dtype = _DTYPES[code]
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_AXES
+        or not all(map(_whole, shape))
+        or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
+    ):
+        raise InvalidContent(
+            f"{name!r:.60} has shape {shape!r:.100}; it must be at most {_MAX_AXES} whole numbers, "
+            "of less than 2**63 bytes together",
+            pointer=pointer,
+        )
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):
+        raise Unparseable(f"{name!r:.60} has data_offsets {offsets!r:.100}; they are two numbers")
+    first, last = offsets
+    if first != end or not first <= last <= len(data):
+        raise Unparseable(
+            f"{name!r:.60} lies at {first} to {last} of {len(data)} bytes; it must begin at {end}, "
+            "where the tensor before it ends"
+        )
+    if nbytes(dtype, shape) != last - first:
+        raise InvalidContent(
+            f"{name!r:.60} is {code} of shape {shape}, {nbytes(dtype, shape)} bytes; its offsets "
+            f"hold {last - first}",
+            pointer=pointer,
+        )
+    buffer = data[first:last]
+    if dtype == "bool" and last > first and np.frombuffer(buffer, np.uint8).max() > 1:
+        raise InvalidContent(
+            f"{name!r:.60} is BOOL and holds bytes other than 0 and 1", pointer=pointer
+        )
+    return RawTensor(dtype, tuple(shape), buffer), last
+
+
+def _fields(metadata: Any) -> dict[str, Any]:
+    """The fields under `qkv`; other metadata is the file's own affair."""
+    if not isinstance(metadata, dict):
+        raise Unparseable(f"{_METADATA} must be an object")
+    text = metadata.get("qkv", "{}")
+    if not isinstance(text, str):
+        raise InvalidContent("qkv in the metadata must be text that is JSON", pointer="")
+    try:
+        return plain(text.encode())
+    except UnicodeEncodeError as error:
+        raise Unparseable(f"qkv in the metadata is not UTF-8: {error}") from None
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
