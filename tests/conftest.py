@@ -93,12 +93,13 @@ class Process:
         """Where it serves; waits until it says so."""
         until(lambda: self.serves or self.popen.poll() is not None)
         assert self.serves, self.lines
-        return self.lines[-1].split()[1].removesuffix("/v1/attention/softmax")
+        (line,) = (line for line in self.lines if line.startswith("curl "))
+        return line.split()[1].removesuffix("/v1/attention/softmax")
 
     @property
     def serves(self) -> bool:
-        """Whether its last line is the one to paste."""
-        return bool(self.lines) and self.lines[-1].startswith("curl ")
+        """Whether the line to paste has come."""
+        return any(line.startswith("curl ") for line in self.lines)
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal; the exit status."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -56,8 +57,11 @@ def test_curl_examples_answer_what_the_readme_says(url: str, command: str, answe
     assert without_times(got) == without_times(said)
 
 
-def test_python_example_prints_what_the_readme_says(url: str) -> None:
-    (program,), (printed, *_) = blocks("python"), blocks("")
+PYTHONS = list(zip(blocks("python"), blocks("")[:2], strict=True))
+
+
+@pytest.mark.parametrize(("program", "printed"), PYTHONS)
+def test_python_examples_print_what_the_readme_says(url: str, program: str, printed: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program.replace(ADDRESS, url)],
         capture_output=True,
@@ -65,6 +69,22 @@ def test_python_example_prints_what_the_readme_says(url: str) -> None:
         check=True,
     )
     assert done.stdout == printed
+
+
+def test_command_line_example_prints_what_the_readme_says(url: str, tmp_path: Path) -> None:
+    (script,) = (block for block in blocks("sh") if "qkv attend" in block)
+    done = subprocess.run(
+        ["bash", "-ec", script],
+        cwd=tmp_path,
+        env=os.environ
+        | {"QKV_URL": url, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.stderr
+    without_times = [re.sub(r"[0-9.]+ ms", "ms", text) for text in (done.stdout, blocks("")[2])]
+    assert without_times[0] == without_times[1]
 
 
 def test_every_setting_is_in_the_table_with_its_default() -> None:

@@ -21,6 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "tensors": {"errors"},
     "message": {"tensors"},
     "wire": {"errors", "message", "tensors"},
+    "files": {"errors", "message", "tensors", "wire"},
+    "fleet": set(),
     "arrays": {"tensors"},
     "client": {"arrays", "errors", "message", "wire"},
     "attention": {"errors"},
@@ -29,23 +31,29 @@ ALLOWED: dict[str, set[str]] = {
     "literals": {"errors", "tensors"},
     "binding": {"catalogue", "errors"},
     "job": {"binding", "catalogue", "errors", "layers", "literals", "message", "tensors"},
+    "conversion": {"job", "layers", "literals", "message", "tensors"},
     "run": {"job", "layers", "tensors"},
+    "local": {"catalogue", "conversion", "job", "message", "run"},
     "engine": {"errors", "job", "run", "tensors"},
     "routes": {
-        "__version__", "catalogue", "engine", "errors", "job", "layers", "literals", "message",
-        "settings", "tensors", "wire",
+        "__version__", "catalogue", "conversion", "engine", "errors", "fleet", "job", "layers",
+        "message", "settings", "tensors", "wire",
     },
     "app": {
-        "__version__", "catalogue", "engine", "errors", "job", "message", "routes", "settings",
-        "tensors", "wire",
+        "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "routes",
+        "settings", "tensors", "wire",
     },
-    "serve": {"app", "settings"},
-    "cli": {"__version__", "client", "serve", "settings"},
+    "serve": {"app", "engine", "errors", "fleet", "settings", "wire"},
+    "cli": {
+        "__version__", "client", "errors", "files", "local", "message", "serve", "settings", "wire",
+    },
     "__init__": {"client", "errors"},
     "__main__": {"cli"},
 }  # fmt: skip
 
-CLIENT_SIDE = ("errors", "tensors", "message", "wire", "arrays", "client", "cli", "__init__")
+CLIENT_SIDE = (
+    "errors", "tensors", "message", "wire", "arrays", "files", "client", "cli", "__init__",
+)  # fmt: skip
 WEB = {"fastapi", "starlette", "uvicorn"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

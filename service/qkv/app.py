@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as Event
 
 from qkv import __version__, catalogue
 from qkv.engine import Engine, pick_device
-from qkv.errors import Internal, MethodNotAllowed, NotFound, QkvError
+from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
+from qkv.fleet import Fleet, Worker
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.routes import attention, convert, operations, schemas, variants
@@ -25,31 +30,41 @@ __all__ = ["create_app"]
 
 _log = logging.getLogger("qkv.app")
 
+_PULSE_S: Final = 0.25
 
-def create_app(settings: Settings | None = None) -> FastAPI:
+
+def create_app(settings: Settings | None = None, worker: Worker | None = None) -> FastAPI:
     """The service as an ASGI application; `app.state.engine` is its engine.
 
     Args:
         settings: None reads them from the environment.
+        worker: what this process is in its fleet; None: alone.
     """
     settings = settings or Settings()
+    if worker is None:
+        worker = Fleet(1, settings.stuck_s, settings.stuck_device_s).worker(0)
+        worker.ready(True)
     engine = Engine(
         pick_device(settings.device),
         max_batch=settings.max_batch,
         threads=settings.threads,
         max_queue_bytes=settings.max_queue_bytes,
+        on_busy=worker.busy,
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        pulse = asyncio.create_task(_pulse(worker))
         try:
             await _warm_up(engine)
             yield
         finally:
             await engine.stop()
+            pulse.cancel()
 
-    app = FastAPI(
+    app = FastAPIOffline(  # its pages from its own files, none from another host
+        redoc_url=None,
         title="qkv",
         version=__version__,
         summary="Serves attention: output, weights and timing, from any variant you name.",
@@ -61,12 +76,45 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.include_router(attention.router(engine, settings))
     app.include_router(convert.router(settings))
     app.include_router(variants.router())
-    app.include_router(operations.router(engine))
+    app.include_router(operations.router(engine, worker.fleet))
     app.add_exception_handler(QkvError, _known)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unknown)
+    app.add_middleware(_Draining, fleet=worker.fleet)
     _describe(app)
     return app
+
+
+class _Draining:
+    """Refuses what comes once the service ends, and asks callers to close; pure ASGI.
+
+    What has been accepted before goes on: only its connection is not kept for another request.
+    """
+
+    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
+        self._app = app
+        self._fleet = fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def closing(message: Event) -> None:
+            if message["type"] == "http.response.start" and self._fleet.draining:
+                message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
+            await send(message)
+
+        if self._fleet.draining and scope["path"] not in ("/livez", "/readyz"):
+            refusal = _problem(NotNow("the service is stopping", retry_after=5))
+            return await refusal(scope, receive, closing)
+        return await self._app(scope, receive, closing)
+
+
+async def _pulse(worker: Worker) -> None:
+    """Shows that the event loop turns."""
+    while True:
+        worker.beat()
+        await asyncio.sleep(_PULSE_S)
 
 
 async def _warm_up(engine: Engine) -> None:
@@ -102,6 +150,10 @@ def _describe(app: FastAPI) -> None:
 
 async def _known(_: Request, error: Exception) -> Response:
     assert isinstance(error, QkvError)
+    return _problem(error)
+
+
+def _problem(error: QkvError) -> Response:
     return Response(
         json.dump(error.problem()),
         status_code=error.status,

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -76,9 +75,10 @@ class Engine:
     Args:
         device: where they run.
         max_batch: most jobs that run together; 0: 1 on a CPU, 64 on a GPU.
-        threads: CPU threads of one call; 0: every CPU that the process may use.
+        threads: CPU threads of one call.
         max_queue_bytes: tensor bytes, in and out, that may wait.
         stack: whether a group runs as one call; None: on a GPU only (see `run.run`).
+        on_busy: told when a batch starts and when it is done, from the device thread.
     """
 
     def __init__(
@@ -86,15 +86,17 @@ class Engine:
         device: torch.device,
         *,
         max_batch: int = 0,
-        threads: int = 0,
+        threads: int = 1,
         max_queue_bytes: int = 4 << 30,
         stack: bool | None = None,
+        on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.device = device
         self._max_batch = max_batch or (1 if device.type == "cpu" else _GPU_BATCH)
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads
         self._max_queue_bytes = max_queue_bytes
         self._stack = device.type != "cpu" if stack is None else stack
+        self._on_busy = on_busy
         self._groups: dict[Hashable, deque[_Waiting]] = defaultdict(deque)
         self._order: OrderedDict[_Waiting, None] = OrderedDict()
         self._bytes = 0
@@ -181,11 +183,14 @@ class Engine:
     def _work(self) -> None:
         while batch := self._take():
             try:
-                self._resolve(self._run(batch))
+                self._on_busy(True)
+                results = self._run(batch)
+                self._on_busy(False)
+                self._resolve(results)
             except Exception:  # nothing may end this loop; what is ours to fix is logged
                 _log.exception("the engine failed")
                 self._resolve([(w, Internal("the engine failed")) for w in batch])
-            del batch  # its tensors are not kept while this thread waits for the next
+            batch, results = [], []  # no tensor is kept while this thread waits for the next
 
     def _take(self) -> list[_Waiting]:
         """The oldest group, up to the budget, without those whose caller has gone; empty when

@@ -1,65 +1,282 @@
-"""Runs the application with uvicorn, and says where it is."""
+"""The service as processes: a parent that owns the socket, and workers that answer on it.
+
+The parent forks the workers, replaces one that dies, and drains them when it is told to stop. It
+has torch imported and nothing started, so that a fork is a worker within a fraction of a second.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from typing import Final
 
 import click
 import uvicorn
 
 from qkv.app import create_app
+from qkv.engine import pick_device
+from qkv.errors import NotNow
+from qkv.fleet import Fleet, Worker
 from qkv.settings import Settings
+from qkv.wire import json
 
-__all__ = ["serve"]
+__all__ = ["default_workers", "serve"]
 
 _TRY = """\
-qkv serves on {url} ({device}); Ctrl-C stops it. Try:
+qkv serves on {url} ({device}, {workers}); Ctrl-C stops it. Try:
 curl {url}/v1/attention/softmax --json \
 '{{"inputs": {{"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}}}'"""
 
+_BACKLOG: Final = 2048
+_GRACE_S: Final = 0.3  # after the signal, for requests on their way: they are told to go elsewhere
+_TURN_S: Final = 0.05
+_REFUSALS: Final = 64  # at a time: clients may come back at once, for ever
+_STOP: Final = (signal.SIGINT, signal.SIGTERM)
 
-def serve(settings: Settings) -> None:
-    """Serves until SIGINT or SIGTERM; then answers what it has accepted and returns."""
-    app = create_app(settings)
+
+def serve(settings: Settings) -> int:
+    """Serves until SIGINT or SIGTERM; then answers what has been accepted.
+
+    Returns:
+        The exit status: 0 after a clean stop.
+    """
+    listening = _listen(settings.host, settings.port)
+    device = _device_type(settings.device)
+    workers = settings.workers or (1 if device == "cuda" else default_workers())
+    fleet = Fleet(workers, settings.stuck_s, settings.stuck_device_s)
+    return _Parent(settings, listening, fleet, device).run()
+
+
+def default_workers() -> int:
+    """The CPUs that this process may use, by affinity and by the cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/cpu.max") as file:  # cgroup v2; "max 100000": no quota
+            quota, period = file.read().split()
+        allowed = min(allowed, max(1, round(int(quota) / int(period))))
+    return allowed
+
+
+class _Parent:
+    """Starts, watches and replaces the workers."""
+
+    def __init__(
+        self, settings: Settings, listening: socket.socket, fleet: Fleet, device: str
+    ) -> None:
+        self._settings = settings
+        self._listening = listening
+        self._fleet = fleet
+        self._device = device
+        self._pids: dict[int, int] = {}  # by process id, the worker's index
+        self._started: list[float] = [0.0] * len(fleet)
+        self._signals = 0
+        # nobody writes: workers read its end when the parent is gone
+        self._leash = os.pipe()
+
+    def run(self) -> int:
+        """Serves; returns the exit status."""
+        for s in _STOP:
+            signal.signal(s, self._signalled)
+        for index in range(len(self._fleet)):
+            self._start(index)
+        announced = False
+        while not self._signals:
+            if not announced and self._fleet.ready:
+                announced = True
+                self._announce()
+            for index in self._reap():
+                if not announced:
+                    return self._give_up()
+                self._restart(index)
+            if len(self._fleet.stuck) == len(self._fleet):
+                self._refuse(_STUCK)
+            time.sleep(_TURN_S)
+        return self._drain()
+
+    def _signalled(self, *_: object) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._kill()
+            os._exit(1)
+
+    def _start(self, index: int) -> None:
+        worker = self._fleet.worker(index)
+        self._started[index] = time.monotonic()
+        # a signal to a worker that is just born must end it, not run this process's handler in it
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
+        pid = os.fork()
+        if pid:
+            self._pids[pid] = index
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+            return
+        status = 1
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+            os.close(self._leash[1])
+            status = _work(self._settings, self._listening, worker, self._leash[0])
+        finally:
+            os._exit(status)
+
+    def _restart(self, index: int) -> None:
+        """Starts a worker anew; one that dies at once, again and again, only once a second."""
+        lived = time.monotonic() - self._started[index]
+        click.echo(f"worker {index} ended after {lived:.1f} s; starting another", err=True)
+        if lived < 1:
+            time.sleep(1 - lived)
+        self._start(index)
+
+    def _reap(self) -> list[int]:
+        """The workers that have ended."""
+        ended = []
+        while self._pids:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if not pid:
+                break
+            if pid in self._pids:
+                ended.append(self._pids.pop(pid))
+        return ended
+
+    def _drain(self) -> int:
+        """Lets the workers answer what they have accepted."""
+        self._fleet.drain()
+        for pid in self._pids:
+            os.kill(pid, signal.SIGTERM)
+        end = time.monotonic() + self._settings.drain_s + 2 * _GRACE_S
+        time.sleep(_GRACE_S)
+        self._listening.close()
+        while self._pids and time.monotonic() < end:
+            self._reap()
+            time.sleep(_TURN_S)
+        late = len(self._pids)
+        self._kill()
+        return 1 if late else 0
+
+    def _give_up(self) -> int:
+        click.echo("a worker ended before it was ready; giving up", err=True)
+        self._kill()
+        return 1
+
+    def _kill(self) -> None:
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _refuse(self, answer: bytes) -> None:
+        """Where no worker accepts any more, whoever comes is told so instead of left waiting."""
+        self._listening.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_REFUSALS):
+                connection, _address = self._listening.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(0.2)
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    # closing over unread bytes would reset the connection before the answer is read
+                    while connection.recv(65536):
+                        pass
+
+    def _announce(self) -> None:
+        host, port = self._listening.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        workers = f"{len(self._fleet)} worker{'s' if len(self._fleet) > 1 else ''}"
+        url = f"http://{host}:{port}"
+        click.echo(_TRY.format(url=url, device=self._device, workers=workers), err=True)
+
+
+def _refusal(detail: str) -> bytes:
+    body = json.dump(NotNow(detail).problem())
+    return (
+        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
+        b"retry-after: 5\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+
+
+_STUCK: Final = _refusal("every worker hangs")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _device_type(name: str) -> str:
+    """The type of the device that workers will pick, asked in a fork: once this process had
+    looked for a GPU, its children could not use one."""
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException):
+            os.write(writer, pick_device(name).type.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        found = pipe.read().decode()
+    os.waitpid(pid, 0)
+    if not found:
+        raise click.ClickException(f"QKV_DEVICE is {name}, and torch finds no such device")
+    return found
+
+
+def _work(settings: Settings, listening: socket.socket, worker: Worker, leash: int) -> int:
+    """A worker process, from fork to end."""
     config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
+        create_app(settings, worker),
         loop="uvloop" if sys.platform != "win32" else "auto",
         http="httptools",
         lifespan="on",
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_graceful_shutdown=settings.drain_s,
     )
-    _Server(config, device=str(app.state.engine.device)).run()
+    server = _Server(config, worker, leash)
+    server.run(sockets=[listening])
+    return 0 if server.started else 1
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, saying where it listens once it does, and ending with status 0 when told to."""
+    """uvicorn in a worker: says that it is ready, and refuses for a moment before it closes."""
 
-    def __init__(self, config: uvicorn.Config, device: str) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, leash: int) -> None:
         super().__init__(config)
-        self._device = device
+        self._worker = worker
+        self._leash = leash
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
-            click.echo(_TRY.format(url=f"http://{host}:{port}", device=self._device), err=True)
+        asyncio.get_running_loop().add_reader(self._leash, self._orphaned)
+        self._worker.ready(True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._worker.ready(False)
+        await asyncio.sleep(_GRACE_S)
+        await super().shutdown(sockets)
+
+    def _orphaned(self) -> None:
+        """The parent is gone: nobody would replace or stop this worker."""
+        asyncio.get_running_loop().remove_reader(self._leash)
+        self._worker.fleet.drain()
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn raises the signal again after a clean stop, which then ends with a failure."""
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {s: signal.signal(s, self.handle_exit) for s in signals}
+        """uvicorn raises the signal again after a clean stop, which would then end as a failure."""
+        before = signal.signal(signal.SIGTERM, self.handle_exit)
         try:
             yield
         finally:
-            for s, handler in before.items():
-                signal.signal(s, handler)
+            signal.signal(signal.SIGTERM, before)

@@ -26,9 +26,24 @@ class Settings(BaseSettings):
         Literal["auto", "cpu", "cuda"],
         Field(description="Where attention runs; auto: a CUDA device where there is one."),
     ] = "auto"
-    threads: Annotated[
-        int, Field(ge=0, le=1024, description="CPU threads of one call; 0: every CPU allowed.")
+    workers: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1024,
+            description="Worker processes; 0: on a CPU as many as the CPUs that affinity and "
+            "cgroup quota allow, on a GPU 1.",
+        ),
     ] = 0
+    threads: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1024,
+            description="CPU threads of one call, in each worker; some variants' last bits depend "
+            "on it.",
+        ),
+    ] = 1
     max_batch: Annotated[
         int,
         Field(
@@ -50,3 +65,13 @@ class Settings(BaseSettings):
     max_queue_bytes: Annotated[
         int, Field(ge=1, description="Tensor bytes that may wait; more is 503.")
     ] = 4 * _GiB
+    drain_s: Annotated[
+        int,
+        Field(ge=0, description="Seconds that accepted requests have left when the service stops."),
+    ] = 30
+    stuck_s: Annotated[
+        float, Field(gt=0, description="Seconds of silence after which an event loop is stuck.")
+    ] = 30.0
+    stuck_device_s: Annotated[
+        float, Field(gt=0, description="Seconds after which a device in one batch is stuck.")
+    ] = 600.0

@@ -1,0 +1,91 @@
+"""What is one over all worker processes: a small block of memory that they share.
+
+Each worker writes its own row and reads all; the parent reads all and says when to drain. A single
+process is a fleet of one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from typing import Final
+
+import numpy as np
+
+__all__ = ["Fleet", "Worker"]
+
+_ROW: Final = np.dtype(
+    [
+        ("beat", "f8"),  # when its event loop last turned; 0: not started
+        ("busy", "f8"),  # since when its device runs one batch; 0: idle
+        ("ready", "?"),  # whether it takes requests
+    ]
+)
+# CLOCK_MONOTONIC is one clock for every process of a machine
+_now = time.monotonic
+
+
+class Fleet:
+    """The shared block of so many workers, made before they are forked.
+
+    Args:
+        workers: how many.
+        stuck_s: seconds after which a silent event loop counts as stuck.
+        stuck_device_s: seconds after which a device that runs one batch counts as stuck.
+    """
+
+    def __init__(self, workers: int, stuck_s: float = 30.0, stuck_device_s: float = 600.0) -> None:
+        self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
+        block = mmap.mmap(-1, _ROW.itemsize * workers + 1)  # anonymous, shared with forks
+        self._rows = np.frombuffer(block, _ROW, workers)
+        self._draining = np.frombuffer(block, "?", 1, _ROW.itemsize * workers)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def worker(self, index: int) -> Worker:
+        """A worker's own row, as fresh as when nothing ran in it."""
+        self._rows[index] = (0, 0, False)
+        return Worker(self, self._rows[index : index + 1])
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused, because the service ends."""
+        return bool(self._draining[0])
+
+    def drain(self) -> None:
+        """Refuses new work from now on."""
+        self._draining[0] = True
+
+    @property
+    def ready(self) -> bool:
+        """Whether every worker takes requests."""
+        return bool(self._rows["ready"].all()) and not self.draining
+
+    @property
+    def stuck(self) -> list[int]:
+        """The workers whose event loop or device has been silent for too long."""
+        now, beat, busy = _now(), self._rows["beat"], self._rows["busy"]
+        silent = (beat > 0) & (now - beat > self._stuck_s)
+        silent |= (busy > 0) & (now - busy > self._stuck_device_s)
+        return [int(i) for i in np.flatnonzero(silent)]
+
+
+class Worker:
+    """One worker's row in its fleet."""
+
+    def __init__(self, fleet: Fleet, row: np.ndarray) -> None:
+        self.fleet = fleet
+        self._row = row
+
+    def beat(self) -> None:
+        """Says that the event loop turns."""
+        self._row["beat"] = _now()
+
+    def busy(self, is_busy: bool) -> None:
+        """Says that the device starts a batch, or is done with it."""
+        self._row["busy"] = _now() if is_busy else 0.0
+
+    def ready(self, is_ready: bool) -> None:
+        """Says whether requests are taken."""
+        self._row["ready"] = is_ready

@@ -1,0 +1,40 @@
+"""Runs and conversions in this process, without a service: a message in, a message out."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from qkv import catalogue
+from qkv.conversion import convert_message
+from qkv.job import Job, Limits
+from qkv.message import Message
+from qkv.run import run
+
+__all__ = ["attend", "convert_message", "variants"]
+
+_UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
+
+
+def attend(variant: str, message: Message) -> Message:
+    """Runs a variant on the CPU.
+
+    Raises:
+        QkvError: as the service would answer.
+    """
+    job = Job.of(variant, message, _UNLIMITED)
+    ran = run([job], torch.device("cpu"), stack=False)[0]
+    timing = {
+        "compute_ms": ran.compute_s * 1e3,
+        "device": "cpu",
+        "backend": ran.backend,
+        "flops": job.flops,
+        "bytes": job.bytes_in + job.bytes_out,
+    }
+    return Message({"variant": variant, "outputs": None, "timing": timing}, ran.outputs)
+
+
+def variants() -> list[dict[str, Any]]:
+    """The catalogue."""
+    return [v.describe() for v in catalogue.variants().values()]
