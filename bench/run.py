@@ -76,7 +76,7 @@ def request(http: httpx.Client, tensors: dict[str, np.ndarray], encoding: str) -
     """A call that posts the tensors and reads the answer's output back."""
     fields = {"outputs": ["output"]}
     raw = {name: RawTensor.from_numpy(t) for name, t in tensors.items()}
-    body = json.encode(Message(fields, raw, encoding=encoding), "inputs")
+    body = b"".join(json.encode(Message(fields, raw, encoding=encoding), "inputs"))
 
     def call() -> Message:
         response = http.post(
