@@ -181,3 +181,18 @@ def test_without_the_server_it_says_what_to_install() -> None:
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "qkv[server]" in line
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04broken", b"\x93NUMPY\x01\x00v\x00{}"])
+def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in.npz").write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "qkv", "attend", "softmax", "in.npz", "-o", "out.json", "--local"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+    assert len(done.stderr.splitlines()) == 1

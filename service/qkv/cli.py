@@ -244,7 +244,7 @@ def _one_line_errors() -> Iterator[None]:
     except QkvError as error:
         where = f" ({error.pointer})" if error.pointer else ""
         raise click.ClickException(f"{error.detail}{where}") from None
-    except httpx.TransportError as error:
+    except (httpx.TransportError, httpx.InvalidURL) as error:
         raise click.ClickException(f"the service cannot be reached: {error}") from None
     except ModuleNotFoundError as error:
         raise click.ClickException(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Final
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -69,7 +71,7 @@ def _read_npz(path: Path) -> Message:
     try:
         with np.load(path, allow_pickle=False) as archive:
             tensors = {name: RawTensor.from_numpy(archive[name]) for name in archive.files}
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TypeError, AttributeError, BadZipFile, zlib.error) as error:
         raise InvalidContent(f"{path} is no .npz file of plain arrays: {error}") from None
     layer = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
     return Message({}, {n: t for n, t in tensors.items() if not n.startswith(_LAYER)}, layer)
