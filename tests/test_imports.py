@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "wire": {"errors", "message", "tensors"},
     "files": {"errors", "message", "tensors", "wire"},
     "fleet": set(),
+    "port": {"errors", "wire"},
     "arrays": {"tensors"},
     "client": {"arrays", "errors", "message", "wire"},
     "attention": {"errors"},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "routes",
         "settings", "tensors", "wire",
     },
-    "serve": {"app", "engine", "errors", "fleet", "settings", "wire"},
+    "serve": {"app", "engine", "fleet", "port", "settings"},
     "cli": {
         "__version__", "client", "errors", "files", "local", "message", "serve", "settings", "wire",
     },

@@ -247,6 +247,60 @@ def test_what_its_workers_have_begun_to_read_is_still_answered(fleet: Process) -
     assert fleet.wait() == 0
 
 
+def test_sigterm_in_a_storm_of_new_connections_resets_none(fleet: Process) -> None:
+    """Each request on a connection of its own, so that some always wait to be accepted."""
+    host, port = address(fleet)
+    refused = threading.Event()
+
+    def once(_: int) -> int | OSError | None:
+        if refused.is_set():
+            return None
+        try:
+            connection = socket.create_connection((host, port), PATIENCE)
+        except ConnectionRefusedError:
+            refused.set()
+            return None
+        with connection:
+            asked = Asked(connection, TINY, JSON)
+        return asked.error or asked.status * asked.whole
+
+    with looping(32, once) as seen:
+        until(lambda: len(seen) > 1000)
+        before = len(seen)
+        fleet.popen.send_signal(signal.SIGTERM)
+        assert refused.wait(PATIENCE)
+    assert set(seen[:before]) == {200}
+    counts = Counter(answer for answer in seen if answer is not None)
+    assert set(counts) == {200, 503}, counts
+    assert fleet.wait() == 0
+
+
+def test_sigterm_under_load_answers_all_that_comes_on_kept_connections(fleet: Process) -> None:
+    """Two hundred in flight, small ones and ones that take a while; each client goes on until it
+    is told that its connection closes."""
+    host, port = address(fleet)
+    bodies = [(TINY, JSON), (big(256), SAFETENSORS), (big(1024), SAFETENSORS)]
+    seen = list[int | OSError]()
+
+    def keep_asking(index: int) -> None:
+        with socket.create_connection((host, port), PATIENCE) as connection:
+            while True:
+                asked = Asked(connection, *bodies[index % len(bodies)])
+                seen.append(asked.error or asked.status * asked.whole)
+                if asked.error or asked.closing or not asked.status:
+                    return
+
+    with ThreadPoolExecutor(200) as pool:
+        loops = [pool.submit(keep_asking, index) for index in range(200)]
+        until(lambda: len(seen) > 400)
+        fleet.popen.send_signal(signal.SIGTERM)
+        for loop in loops:
+            loop.result(PATIENCE)
+    counts = Counter(seen)
+    assert set(counts) == {200, 503}, counts
+    assert fleet.wait() == 0
+
+
 def test_a_second_sigterm_ends_it_at_once(fleet: Process) -> None:
     workers = children(fleet.popen.pid)
     host, port = address(fleet)

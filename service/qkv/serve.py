@@ -19,12 +19,11 @@ from typing import Final
 import click
 import uvicorn
 
+from qkv import port
 from qkv.app import create_app
 from qkv.engine import pick_device
-from qkv.errors import NotNow
 from qkv.fleet import Fleet, Worker
 from qkv.settings import Settings
-from qkv.wire import json
 
 __all__ = ["default_workers", "serve"]
 
@@ -33,10 +32,9 @@ qkv serves on {url} ({device}, {workers}); Ctrl-C stops it. Try:
 curl {url}/v1/attention/softmax --json \
 '{{"inputs": {{"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}}}'"""
 
-_BACKLOG: Final = 2048
 _GRACE_S: Final = 0.3  # after the signal, for requests on their way: they are told to go elsewhere
 _TURN_S: Final = 0.05
-_REFUSALS: Final = 64  # at a time: clients may come back at once, for ever
+_EMPTYING_S: Final = 2.0  # at most, for workers to take what waits to be accepted
 _STOP: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,7 +44,7 @@ def serve(settings: Settings) -> int:
     Returns:
         The exit status: 0 after a clean stop.
     """
-    listening = _listen(settings.host, settings.port)
+    listening = port.listen(settings.host, settings.port)
     device = _device_type(settings.device)
     workers = settings.workers or (1 if device == "cuda" else default_workers())
     fleet = Fleet(workers, settings.stuck_s, settings.stuck_device_s)
@@ -95,7 +93,7 @@ class _Parent:
                     return self._give_up()
                 self._restart(index)
             if len(self._fleet.stuck) == len(self._fleet):
-                self._refuse(_STUCK)
+                port.refuse(self._listening, "every worker hangs")
             time.sleep(_TURN_S)
         return self._drain()
 
@@ -148,13 +146,23 @@ class _Parent:
         return ended
 
     def _drain(self) -> int:
-        """Lets the workers answer what they have accepted."""
+        """Lets the workers answer what they have accepted.
+
+        For a moment whoever comes is still let in, to be told 503. Then nobody new is, and the
+        workers take all that waits to be accepted, so that closing the port resets nothing.
+        """
         self._fleet.drain()
+        time.sleep(_GRACE_S)
+        port.close_door(self._listening)
+        end = time.monotonic() + _EMPTYING_S
+        while self._pids and port.has_waiting(self._listening) and time.monotonic() < end:
+            self._reap()
+            time.sleep(_TURN_S)
+        port.refuse(self._listening, "the service is stopping")  # what no worker took
         for pid in self._pids:
             os.kill(pid, signal.SIGTERM)
-        end = time.monotonic() + self._settings.drain_s + 2 * _GRACE_S
-        time.sleep(_GRACE_S)
         self._listening.close()
+        end = time.monotonic() + self._settings.drain_s + 2 * _GRACE_S
         while self._pids and time.monotonic() < end:
             self._reap()
             time.sleep(_TURN_S)
@@ -172,46 +180,12 @@ class _Parent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _refuse(self, answer: bytes) -> None:
-        """Where no worker accepts any more, whoever comes is told so instead of left waiting."""
-        self._listening.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(_REFUSALS):
-                connection, _address = self._listening.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.settimeout(0.2)
-                    connection.recv(65536)
-                    connection.sendall(answer)
-                    connection.shutdown(socket.SHUT_WR)
-                    # closing over unread bytes would reset the connection before the answer is read
-                    while connection.recv(65536):
-                        pass
-
     def _announce(self) -> None:
         host, port = self._listening.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         workers = f"{len(self._fleet)} worker{'s' if len(self._fleet) > 1 else ''}"
         url = f"http://{host}:{port}"
         click.echo(_TRY.format(url=url, device=self._device, workers=workers), err=True)
-
-
-def _refusal(detail: str) -> bytes:
-    body = json.dump(NotNow(detail).problem())
-    return (
-        b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
-        b"retry-after: 5\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    )
-
-
-_STUCK: Final = _refusal("every worker hangs")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _device_type(name: str) -> str:
@@ -263,7 +237,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.ready(False)
-        await asyncio.sleep(_GRACE_S)
+        await asyncio.sleep(_GRACE_S)  # uvicorn closes what has sent nothing yet
         await super().shutdown(sockets)
 
     def _orphaned(self) -> None:
