@@ -1,0 +1,263 @@
+"""The compose file keeps to its specification, it and the Dockerfile to their promises; the health
+check runs for real. Nothing here needs docker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from conftest import PATIENCE, Process, Server, until
+from ruamel.yaml import YAML
+
+from qkv.serve import _GRACE_S
+from qkv.settings import Settings
+
+ROOT: Final = Path(__file__).parent.parent
+README: Final = (ROOT / "README.md").read_text()
+COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
+DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()
+VARIABLE: Final = re.compile(r"\$\{(\w+):-([^}]*)\}")
+
+
+def compose(**environment: str) -> dict[str, Any]:
+    """The services, with merge keys resolved and variables filled in, as docker compose does it."""
+
+    def fill(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name: fill(value) for name, value in node.items()}
+        if isinstance(node, list):
+            return [fill(value) for value in node]
+        if not isinstance(node, str):
+            return node
+        filled = VARIABLE.sub(lambda m: environment.get(m[1]) or m[2], node)
+        assert "$" not in filled  # a variable without a default would come out empty
+        return filled
+
+    services: dict[str, Any] = fill(YAML(typ="safe").load(COMPOSE)["services"])
+    return services
+
+
+SERVICES: Final[dict[str, dict[str, Any]]] = compose()
+every_service = pytest.mark.parametrize("name", SERVICES)
+
+
+def check_compose(path: Path) -> subprocess.CompletedProcess[str]:
+    """Holds a file against the compose specification's own schema; needs no network."""
+    tool = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    return subprocess.run([*tool, str(path)], capture_output=True, text=True, check=False)
+
+
+def test_the_compose_file_keeps_to_the_specification() -> None:
+    done = check_compose(ROOT / "docker-compose.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("cap_drop:", "cap_dropp:", "cap_dropp"),
+        ("read_only: true", "read_only: 5", "read_only"),
+        ("image: qkv", "image: [qkv]", "image"),
+        ("mem_limit:", "memory_limit:", "memory_limit"),
+        ("reservations:", "reservation:", "reservation"),
+        ("services:", "service:", "service"),
+    ],
+)
+def test_that_check_fails_where_it_should(
+    right: str, wrong: str, said: str, tmp_path: Path
+) -> None:
+    assert COMPOSE.count(right) == 1
+    path = tmp_path / "docker-compose.yml"
+    path.write_text(COMPOSE.replace(right, wrong))
+    done = check_compose(path)
+    assert done.returncode == 1
+    assert said in done.stdout
+
+
+def test_up_starts_one_service_on_port_8000() -> None:
+    (plain,) = (service for service in SERVICES.values() if not service.get("profiles"))
+    assert plain["ports"] == ["127.0.0.1:8000:8000"]  # of this machine only, until told otherwise
+    assert "deploy" not in plain
+
+
+def test_the_gpu_profile_reserves_one_gpu() -> None:
+    (name,) = (name for name, service in SERVICES.items() if service.get("profiles") == ["gpu"])
+    (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert SERVICES[name]["environment"] == {"QKV_DEVICE": "cuda"}
+    assert f"docker compose --profile gpu up {name}" in README
+
+
+@every_service
+def test_every_service_is_hardened(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert re.fullmatch(r"\d+g", service["mem_limit"])
+    assert service["restart"] == "unless-stopped"
+    # nothing that gives back what those take, nor takes the image's user or health check away
+    assert not {"privileged", "cap_add", "user", "healthcheck", "entrypoint"} & set(service)
+
+
+@every_service
+def test_docker_waits_longer_than_draining_may_take(name: str) -> None:
+    grace = SERVICES[name]["stop_grace_period"]
+    assert re.fullmatch(r"\d+s", grace)
+    assert int(grace[:-1]) > Settings.model_fields["drain_s"].default + 2 * _GRACE_S
+
+
+def test_its_variables_have_defaults_and_can_be_set() -> None:
+    assert {m[1] for m in VARIABLE.finditer(COMPOSE)} == {"PUBLISH", "TORCH_INDEX"}
+    given = compose(PUBLISH="0.0.0.0:80", TORCH_INDEX="an-index")
+    for name, service in SERVICES.items():
+        assert service["build"] == {"context": ".", "args": {"TORCH_INDEX": ""}}
+        assert given[name]["ports"] == ["0.0.0.0:80:8000"]
+        assert given[name]["build"]["args"] == {"TORCH_INDEX": "an-index"}
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    """The Dockerfile's instructions, (name, arguments), from each FROM to the next."""
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    instructions = [tuple(line.split(maxsplit=1)) for line in lines if line.strip()]
+    found: list[list[tuple[str, str]]] = []
+    for name, arguments in instructions:
+        assert name.isupper()
+        if name == "FROM":
+            found.append([])
+        if found:
+            found[-1].append((name, arguments))
+        else:
+            assert name == "ARG"  # docker allows no other before the first FROM
+    return found
+
+
+BUILDER, FINAL = stages()[0], stages()[-1]
+
+
+def only(name: str) -> str:
+    """The arguments of an instruction that the final stage has once."""
+    (arguments,) = (given for found, given in FINAL if found == name)
+    return arguments
+
+
+def health_check(port: int) -> list[str]:
+    """The health check's command, for another port and this Python."""
+    _, _, command = only("HEALTHCHECK").partition("CMD ")
+    python, *words = json.loads(command)
+    assert python == "python"
+    assert sum(word.count(":8000/") for word in words) == 1
+    return [sys.executable, *(word.replace(":8000/", f":{port}/") for word in words)]
+
+
+def test_it_is_built_in_one_stage_and_run_from_another() -> None:
+    assert len(stages()) == 2
+    assert FINAL[0][1] == BUILDER[0][1].removesuffix(" AS builder")
+    copied = [arguments for name, arguments in FINAL if name in ("COPY", "ADD")]
+    assert copied == ["--from=builder /opt/qkv /opt/qkv"]
+    installed = re.findall(r"install ([^&]*)", " ".join(a for n, a in FINAL if n == "RUN"))
+    assert [set(words.split()) for words in installed] == [
+        {"-y", "--no-install-recommends", "tini"}  # no compiler, nothing to build with
+    ]
+
+
+def test_nothing_runs_as_root() -> None:
+    assert 0 < int(only("USER")) < 1 << 16  # a number: names tell Kubernetes nothing
+    after = FINAL[[name for name, _ in FINAL].index("USER") + 1 :]
+    assert {name for name, _ in after} <= {"EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+
+
+def test_process_one_is_tini_and_every_place_names_the_same_port() -> None:
+    assert json.loads(only("ENTRYPOINT")) == ["tini", "--"]
+    command = json.loads(only("CMD"))
+    assert command == ["qkv", "serve", "--host", "0.0.0.0", "--port", only("EXPOSE")]
+    assert only("EXPOSE") == "8000"
+    assert health_check(8000)[0] == sys.executable
+
+
+def test_what_is_copied_is_there_and_not_ignored() -> None:
+    sources = [w for n, given in BUILDER if n == "COPY" for w in given.split()[:-1]]
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert "*" in ignored
+    assert sorted(sources) == sorted(line[1:] for line in ignored if line.startswith("!"))
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_no_index_and_no_registry_is_named() -> None:
+    assert ("ARG", "TORCH_INDEX") in BUILDER  # without a default
+    for text in (DOCKERFILE, COMPOSE, README):
+        assert {m[1] for m in re.finditer(r"\w+://([^/:\s`'\")]+)", text)} <= {"127.0.0.1"}
+    images = [given.split()[0] for name, given in BUILDER + FINAL if name == "FROM"]
+    images += [service["image"] for service in SERVICES.values()]
+    assert not any("/" in image for image in images)
+
+
+def healthy(port: int) -> bool:
+    """Runs the image's health check with a proxy in the environment that leads nowhere."""
+    proxies = {"http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        health_check(port), env=os.environ | proxies, capture_output=True, timeout=PATIENCE
+    )
+    return done.returncode == 0
+
+
+def test_the_health_check_is_good_when_ready_and_bad_when_nobody_listens(
+    process: Process,
+) -> None:
+    port = httpx.URL(process.url).port
+    assert port
+    assert healthy(port)
+    with socket.socket() as taken:  # bound and not listening: nobody else can have it
+        taken.bind(("127.0.0.1", 0))
+        assert not healthy(taken.getsockname()[1])
+
+
+def test_the_health_check_is_bad_when_the_service_says_it_is_not_ready(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    _, port = server.address
+    assert healthy(port)
+    monkeypatch.setattr(type(server.engine), "ready", False)
+    assert httpx.get(f"{server.url}/readyz").status_code == 503
+    assert not healthy(port)
+
+
+def test_the_health_check_is_bad_while_the_service_drains(command: Callable[..., Process]) -> None:
+    draining = command("serve", "--port", "0", "--workers", "1")
+    port = httpx.URL(draining.url).port
+    assert port
+    body = b'{"inputs": {"query": [[1]], "key": [[1]], "value": [[1]]}}'
+    with socket.create_connection(("127.0.0.1", port), PATIENCE) as upload:  # holds the worker
+        upload.sendall(
+            b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body)
+        )
+        assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
+        draining.popen.send_signal(signal.SIGTERM)
+        until(lambda: not ready(port))
+        assert not healthy(port)
+        assert draining.popen.poll() is None
+        upload.sendall(body)
+        assert upload.recv(4096).startswith(b"HTTP/1.1 200 ")
+    assert draining.wait() == 0
+
+
+def ready(port: int) -> bool:
+    """Whether it says so, on a connection of its own."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/readyz").is_success
+    except httpx.TransportError:
+        return False
