@@ -19,7 +19,7 @@ import pytest
 from conftest import PATIENCE, Process, Server, until
 from ruamel.yaml import YAML
 
-from qkv.serve import _GRACE_S
+from qkv.serve import _EMPTYING_S, _GRACE_S
 from qkv.settings import Settings
 
 ROOT: Final = Path(__file__).parent.parent
@@ -115,7 +115,7 @@ def test_every_service_is_hardened(name: str) -> None:
 def test_docker_waits_longer_than_draining_may_take(name: str) -> None:
     grace = SERVICES[name]["stop_grace_period"]
     assert re.fullmatch(r"\d+s", grace)
-    assert int(grace[:-1]) > Settings.model_fields["drain_s"].default + 2 * _GRACE_S
+    assert int(grace[:-1]) > Settings.model_fields["drain_s"].default + _EMPTYING_S + 3 * _GRACE_S
 
 
 def test_its_variables_have_defaults_and_can_be_set() -> None:
