@@ -112,6 +112,10 @@ def refuses(host: str, port: int) -> bool:
         ((), {"QKV_MAX_BATCH": "-1"}, ["QKV_MAX_BATCH", "-1"]),
         ((), {"QKV_MAX_BODY_BYTES": "256MB"}, ["QKV_MAX_BODY_BYTES", "256MB"]),
         ((), {"QKV_THREADS": "1.5"}, ["QKV_THREADS", "1.5"]),
+        ((), {"QKV_WORKER": "3"}, ["QKV_WORKER is", "QKV_WORKERS?"]),
+        ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
+        (("--port", "0"), {"QKV_COLOUR": "red"}, ["QKV_COLOUR", "QKV_HOST", "QKV_STUCK_S"]),
+        (("--port", "-1"), {"QKV_URL": "http://127.0.0.1"}, ["port", "-1"]),  # the client's
     ],
 )
 def test_a_bad_setting_is_one_line(
@@ -130,17 +134,31 @@ def test_an_address_that_cannot_be_had_is_a_failure_that_says_so(
     _, taken = server.address
     port = command("serve", "--port", str(taken))
     host = command("serve", "--port", "0", "--host", "192.0.2.1")  # of nobody: RFC 5737
-    for failed, said in ((port, ["in use", str(taken)]), (host, ["192.0.2.1"])):
-        assert failed.wait() != 0
+    name = command("serve", "--port", "0", "--host", "nosuch.invalid")
+    none = command("serve", "--port", "0", "--host", f"{'a' * 64}.invalid")
+    for failed, said in (
+        (port, ["in use", str(taken)]),
+        (host, ["192.0.2.1"]),
+        (name, ["cannot listen on nosuch.invalid:0: "]),
+        (none, [".invalid:0: "]),
+    ):
+        assert failed.wait() == 1
         (line,) = failed.lines
+        assert line.startswith("Error: cannot listen on ")
         assert all(word in line for word in said), line
+        assert "attempting" not in line
 
 
 def test_flags_that_are_not_numbers_or_not_known(command: Command) -> None:
-    for arguments in (("serve", "--port", "http"), ("serve", "--threads", "2"), ("served",), ()):
+    for arguments in (("serve", "--port", "http"), ("serve", "--threads", "2"), ("served",)):
         failed = command(*arguments)
         assert failed.wait() == 2
-        assert "Usage: " in failed.lines[0]
+        (line,) = failed.lines
+        assert line.startswith("Error: ")
+        assert any(word in line for word in arguments[1:] or arguments)
+    bare = command()
+    assert bare.wait() == 2
+    assert "Usage: " in bare.lines[0]
 
 
 def run(*words: str) -> str:
@@ -169,6 +187,16 @@ def test_help_and_version() -> None:
     script = Path(sys.executable).with_name("qkv")
     if script.exists():
         assert run(str(script), "--version") == run(*module, "--version")
+
+
+def test_a_bad_setting_is_found_before_the_seconds_that_torch_takes() -> None:
+    program = (
+        "import sys; sys.modules.update(torch=None); from qkv.cli import main;"
+        "main(['serve', '--port', '70000'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "70000" in done.stderr
 
 
 def test_without_the_server_it_says_what_to_install() -> None:

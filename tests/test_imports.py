@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "message": {"tensors"},
     "wire": {"errors", "message", "tensors"},
     "files": {"errors", "message", "tensors", "wire"},
+    "oneline": {"errors"},
     "fleet": set(),
     "port": {"errors", "wire"},
     "arrays": {"tensors"},
@@ -46,14 +47,16 @@ ALLOWED: dict[str, set[str]] = {
     },
     "serve": {"app", "engine", "fleet", "port", "settings"},
     "cli": {
-        "__version__", "client", "errors", "files", "local", "message", "serve", "settings", "wire",
+        "__version__", "client", "errors", "files", "local", "message", "oneline", "serve",
+        "settings", "wire",
     },
     "__init__": {"client", "errors"},
     "__main__": {"cli"},
 }  # fmt: skip
 
 CLIENT_SIDE = (
-    "errors", "tensors", "message", "wire", "arrays", "files", "client", "cli", "__init__",
+    "errors", "tensors", "message", "wire", "arrays", "files", "client", "oneline", "cli",
+    "__init__",
 )  # fmt: skip
 WEB = {"fastapi", "starlette", "uvicorn"}
 FILES = sorted(PACKAGE.rglob("*.py"))

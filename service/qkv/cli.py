@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 import httpx
 
 from qkv import __version__, files
-from qkv.client import Client, build_message, build_variants
-from qkv.errors import QkvError
+from qkv.client import Call, Client, build_message, build_variants, run_path
+from qkv.errors import InvalidContent, QkvError, shown
 from qkv.message import Message
+from qkv.oneline import Commands, one_line_errors
 from qkv.wire import json
 
 __all__ = ["main"]
 
-_IN: Final = click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_T = TypeVar("_T")
+
+_IN: Final = click.argument("source", type=click.Path(path_type=Path))
 _OUT: Final = click.option(
     "-o",
     "--output",
     "target",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
+    metavar="FILE",
     required=True,
-    help=f"Where the answer goes: {', '.join(files.SUFFIXES)}.",
+    help="Where the answer goes; its suffix says in which format.",
 )
 _URL: Final = click.option(
     "--url",
@@ -34,62 +39,69 @@ _URL: Final = click.option(
     default="http://127.0.0.1:8000",
     show_default=True,
     show_envvar=True,
+    metavar="URL",
     help="The service to ask.",
 )
 _LOCAL: Final = click.option(
-    "--local", is_flag=True, help="Ask no service: run here, on the CPU (needs qkv[server])."
+    "--local", is_flag=True, help="Ask no service: run here, on the CPU.  Needs qkv[server]."
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__)
 def main() -> None:
-    """Serves attention over HTTP: output, attention weights and timing. And asks for it."""
+    """Attention as a service: serve it, ask it, or run it right here.
+
+    \b
+    qkv serve
+    qkv attend softmax in.safetensors -o out.safetensors -p causal=true
+    qkv COMMAND --help
+    """
 
 
-@main.command()
-@click.option("--host", help="Address to listen on.  [default: 127.0.0.1, or QKV_HOST]")
-@click.option("--port", type=int, help="Port; 0 takes a free one.  [default: 8000, or QKV_PORT]")
+@main.command(short_help="Serve over HTTP.")
 @click.option(
-    "--workers", type=int, help="Worker processes.  [default: one per CPU, or QKV_WORKERS]"
+    "--host",
+    metavar="ADDRESS",
+    help="Address to listen on.  [env var: QKV_HOST; default: 127.0.0.1]",
+)
+@click.option(
+    "--port", type=int, help="Port; 0 takes a free one.  [env var: QKV_PORT; default: 8000]"
+)
+@click.option(
+    "--workers",
+    type=int,
+    help="Worker processes; 0: one per CPU, or one on a GPU.  [env var: QKV_WORKERS; default: 0]",
 )
 def serve(**flags: Any) -> None:
-    """Serve until stopped with Ctrl-C or SIGTERM.
+    """Serve over HTTP until stopped with Ctrl-C or SIGTERM.
 
-    Every other setting comes from the environment; README.md lists them.
+    The other settings come from the environment: QKV_DEVICE, QKV_MAX_BATCH and more, which
+    README.md lists.
     """
-    with _one_line_errors():
-        import pydantic
+    with one_line_errors():
+        settings = _settings(flags)
+        from qkv.serve import serve as run  # torch: seconds, which a bad setting need not wait for
 
-        from qkv.serve import serve as run
-        from qkv.settings import Settings
-
-        try:
-            given = {name: value for name, value in flags.items() if value is not None}
-            settings = Settings(**given)
-        except pydantic.ValidationError as error:
-            fault = error.errors(include_url=False)[0]
-            name = str(fault["loc"][0])
-            raise click.ClickException(
-                f"setting {name} (QKV_{name.upper()}) is {fault['input']!r}: {fault['msg']}"
-            ) from None
         sys.exit(run(settings))
 
 
-@main.command()
+@main.command(short_help="List the variants, or describe one.")
 @click.argument("name", required=False)
 @_URL
 @_LOCAL
 def variants(name: str | None, url: str, local: bool) -> None:
     """List the variants, or describe the one called NAME."""
-    with _one_line_errors():
+    with one_line_errors():
         if local:
             from qkv.local import variants as ask
 
             catalogue = ask()
         else:
-            with Client(url) as client:
-                catalogue = client.send(build_variants())
+            catalogue = _send(url, build_variants())
     if name is None:
         width = max(len(v["variant"]) for v in catalogue)
         for v in catalogue:
@@ -103,7 +115,7 @@ def variants(name: str | None, url: str, local: bool) -> None:
     _describe(found[0])
 
 
-@main.command()
+@main.command(short_help="Run a variant on the tensors in a file.")
 @click.argument("variant")
 @_IN
 @_OUT
@@ -113,12 +125,20 @@ def variants(name: str | None, url: str, local: bool) -> None:
     "parameters",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A parameter, its value as JSON: -p causal=true -p 'window=[128,0]'.  Repeatable.",
+    help="A parameter; its value is JSON, or a bare word.  Repeatable.",
 )
-@click.option("--return", "outputs", multiple=True, help="An output to return.  Repeatable.")
-@click.option("--weights", type=click.Choice(["full", "none"]), help="The form of the weights.")
-@click.option("--layout", help="The layout of the file's layer.* tensors, a layer to run in.")
-@click.option("--heads", type=int, help="The layer's heads.")
+@click.option(
+    "--return",
+    "outputs",
+    multiple=True,
+    metavar="NAME",
+    help="An output to return, instead of output and weights.  Repeatable.",
+)
+@click.option(
+    "--weights", type=click.Choice(["full", "none"]), help="Whether the weights are returned."
+)
+@click.option("--layout", metavar="NAME", help="The layout of the file's layer: v1 or v2.")
+@click.option("--heads", type=int, help="The heads of the file's layer.")
 @_URL
 @_LOCAL
 def attend(
@@ -133,38 +153,53 @@ def attend(
     url: str,
     local: bool,
 ) -> None:
-    """Run VARIANT on the tensors in SOURCE: query, key, value, mask, key_lengths, or x and layer.*.
+    """Run VARIANT on the tensors in the file SOURCE.
 
-    SOURCE is .safetensors, .npz or .json; flags go before what it says itself.
+    They are query, key and value, and maybe mask and key_lengths. With a layer's weights beside
+    them (layer.W_query.weight and so on), query, key and value are embeddings, or x stands for
+    all three.
+
+    Files are .safetensors, .npz or .json. A .json is a request's body; a .safetensors may hold
+    its fields too, as JSON under qkv in the metadata. Flags go before what the file says. An .npz
+    knows no bfloat16: it is written as float32, which holds it exactly.
+
+    \b
+    qkv attend softmax in.npz -o out.npz -p causal=true -p 'window=[128,0]'
+    qkv attend softmax in.json -o out.json --local --return output
     """
-    with _one_line_errors():
-        files.check_suffix(target)
+    with one_line_errors():
+        files.check_target(target)
         message = files.read(source, "inputs")
-        asked = {"outputs": list(outputs) or None, "weights": weights}
-        message.fields.update({name: value for name, value in asked.items() if value is not None})
-        message.fields.setdefault("parameters", {}).update(map(_parameter, parameters))
-        if layout is not None:
-            message.fields["layer"] = {"layout": layout, "heads": heads}
+        _override(message.fields, outputs=list(outputs) or None, weights=weights)
+        _override_inside(message.fields, "parameters", dict(map(_parameter, parameters)))
+        _override_inside(message.fields, "layer", _given(layout=layout, heads=heads))
         if local:
             from qkv.local import attend as run
 
             answer = run(variant, message)
         else:
-            path = f"/v1/attention/{variant}"
-            answer = _ask(url, path, message, "inputs", "outputs")
-        files.write(target, answer, "outputs")
+            call = build_message(run_path(variant), message, "inputs", "outputs")
+            answer = _send(url, call)
+        files.write(target, replace(answer, encoding=message.encoding), "outputs")
     _report(answer, target)
     timing = answer.fields["timing"]
     click.echo(f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})")
 
 
-@main.command()
+@main.command(short_help="Take a layer's weights from one layout to another.")
 @_IN
 @_OUT
-@click.option("--from", "layout", required=True, help="The layout SOURCE is in, for instance v2.")
-@click.option("--to", "wanted", required=True, help="The layout to write, for instance v1.")
+@click.option(
+    "--from", "layout", metavar="NAME", required=True, help="The layout SOURCE is in: v1 or v2."
+)
+@click.option("--to", "wanted", metavar="NAME", required=True, help="The layout to write.")
 @click.option("--heads", type=int, help="Query heads, where a layout needs them.")
-@click.option("--bias", type=click.Choice(["refuse", "augment"]), help="What to do with a bias.")
+@click.option(
+    "--bias",
+    type=click.Choice(["refuse", "augment"]),
+    help="What to do with a bias that the layout has no place for: refuse it, or take the exact "
+    "form with a column of ones.  [default: refuse]",
+)
 @_URL
 @_LOCAL
 def convert(
@@ -177,19 +212,29 @@ def convert(
     url: str,
     local: bool,
 ) -> None:
-    """Take the layer's weights in SOURCE from one layout to another, and check them."""
-    with _one_line_errors():
-        files.check_suffix(target)
+    """Take the layer's weights in the file SOURCE from one layout to another.
+
+    Not a bit is lost, and both are run on the same input to check it. Files are .safetensors, .npz
+    or .json.
+
+    \b
+    qkv convert in.safetensors --from v2 --to v1 -o out.safetensors
+    """
+    with one_line_errors():
+        files.check_target(target)
         message = files.read(source, "tensors")
-        asked = {"from": layout, "to": wanted, "heads": heads, "bias": bias}
-        message.fields.update({name: value for name, value in asked.items() if value is not None})
+        message.fields.pop("check", None)  # that of the conversion which wrote this file
+        _override(message.fields, heads=heads, bias=bias, **{"from": layout, "to": wanted})
         if local:
             from qkv.local import convert_message
 
             answer = convert_message(message)
         else:
-            answer = _ask(url, "/v1/convert", message, "tensors", "tensors")
-        files.write(target, answer, "tensors")
+            answer = _send(url, build_message("/v1/convert", message, "tensors", "tensors"))
+        # lists keep no dtype, and are float32 when they are read again
+        exact = all(tensor.dtype == "float32" for tensor in answer.tensors.values())
+        encoding = "lists" if exact and message.encoding == "lists" else "base64"
+        files.write(target, replace(answer, encoding=encoding), "tensors")
     _report(answer, target)
     check = answer.fields["check"]
     click.echo(
@@ -198,14 +243,58 @@ def convert(
     )
 
 
-def _ask(url: str, path: str, message: Message, group: str, answered: str) -> Message:
-    with Client(url) as client:
-        return client.send(build_message(path, message, group, answered))
+def _settings(flags: dict[str, Any]) -> Any:
+    import pydantic
+
+    from qkv.settings import Settings, refuse_unknown
+
+    try:
+        refuse_unknown(os.environ)
+        return Settings(**_given(**flags))
+    except pydantic.ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        name = str(fault["loc"][0])
+        raise click.ClickException(
+            f"setting {name} (QKV_{name.upper()}) is {fault['input']!r}: {fault['msg']}"
+        ) from None
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _send(url: str, call: Call[_T]) -> _T:
+    try:
+        with Client(url) as client:
+            return client.send(call)
+    # the last two: what httpx makes of a URL, or of a proxy in the environment, that is none
+    except (httpx.RequestError, httpx.InvalidURL, ValueError, ImportError) as error:
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+        raise click.ClickException(f"no answer from {url!r}: {reason}") from None
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _override(fields: dict[str, Any], **flags: Any) -> None:
+    """Flags go before what a file says."""
+    fields.update(_given(**flags))
+
+
+def _override_inside(fields: dict[str, Any], name: str, flags: dict[str, Any]) -> None:
+    """The same in a field that is an object."""
+    if not flags:
+        return  # and what the file says is judged where it is used
+    there = fields.get(name, {})
+    if not isinstance(there, dict):
+        raise InvalidContent(
+            f"{name} came as {shown(there)}; it must be an object", pointer=f"/{name}"
+        )
+    fields[name] = there | flags
 
 
 def _parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
-    if not equals:
+    if not name or not equals:
         raise click.ClickException(f"parameter {text!r} must be NAME=VALUE")
     try:
         return name, json.load(value)
@@ -216,7 +305,9 @@ def _parameter(text: str) -> tuple[str, Any]:
 def _report(answer: Message, target: Path) -> None:
     for name, tensor in answer.tensors.items():
         click.echo(f"{name:16} {tensor.dtype:9} {'x'.join(map(str, tensor.shape))}")
-    click.echo(f"written to {target}")
+    narrow = any(tensor.dtype == "bfloat16" for tensor in answer.tensors.values())
+    note = " (bfloat16 as float32)" if narrow and target.suffix == ".npz" else ""
+    click.echo(f"written to {target}{note}")
 
 
 def _describe(variant: dict[str, Any]) -> None:
@@ -234,21 +325,3 @@ def _describe(variant: dict[str, Any]) -> None:
             f"{schema.get('description', '')}"
         )
     click.echo(f"\noutputs\n  {', '.join(variant['outputs'])}")
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What can be expected to go wrong is one line, not a traceback."""
-    try:
-        yield
-    except QkvError as error:
-        where = f" ({error.pointer})" if error.pointer else ""
-        raise click.ClickException(f"{error.detail}{where}") from None
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise click.ClickException(f"the service cannot be reached: {error}") from None
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"{error.name} is missing: the service is installed by `pip install 'qkv[server]'`"
-        ) from None
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or ''}: {error.strerror}") from None

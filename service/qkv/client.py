@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -301,7 +302,7 @@ def build_attend(
         outputs = _restored(answer, restore)
         return Run(answer.fields["variant"], outputs, answer.fields["timing"])
 
-    return _post(f"/v1/attention/{variant}", message, "inputs", parse)
+    return _post(run_path(variant), message, "inputs", parse)
 
 
 def build_convert(
@@ -328,6 +329,11 @@ def build_message(path: str, message: Message, group: str, answered: str) -> Cal
     literal = any(t.literal for t in (*message.tensors.values(), *message.layer.values()))
     codec: Codec = json if literal else safetensors
     return _post(path, message, group, lambda r: safetensors.decode(r.content, answered), codec)
+
+
+def run_path(variant: str) -> str:
+    """Where a variant runs; a name with a "?" or "/" in it asks for no other than itself."""
+    return f"/v1/attention/{quote(variant, safe='', errors='replace')}"
 
 
 def build_variants() -> Call[list[dict[str, Any]]]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
+import os
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Final
-from zipfile import BadZipFile
 
 import numpy as np
 
-from qkv.errors import InvalidContent
+from qkv.errors import InvalidContent, QkvError
 from qkv.message import Message
 from qkv.tensors import RawTensor
 from qkv.wire import json, safetensors
 
-__all__ = ["SUFFIXES", "read", "write"]
+__all__ = ["SUFFIXES", "check_target", "read", "write"]
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 
@@ -31,18 +30,25 @@ def read(path: Path, group: str) -> Message:
         QkvError: it is not what its suffix says.
         OSError: it cannot be read.
     """
-    match path.suffix:
-        case ".safetensors":
-            return safetensors.decode(path.read_bytes(), group)
-        case ".json":
-            return json.decode(path.read_bytes(), group)
-        case ".npz":
-            return _read_npz(path)
-    raise _unknown(path)
+    if path.suffix not in SUFFIXES:
+        raise _unknown(path)
+    content = path.read_bytes()
+    try:
+        match path.suffix:
+            case ".safetensors":
+                # read in place, where torch warns of what it may not write to
+                return safetensors.decode(memoryview(bytearray(content)), group)
+            case ".json":
+                return json.decode(content, group)
+        return _read_npz(content)
+    except QkvError as error:
+        error.detail = f"{path}: {error.detail}"
+        raise
 
 
 def write(path: Path, message: Message, group: str) -> None:
-    """Writes a file. An .npz keeps the tensors alone, bfloat16 as float32.
+    """Writes a file, whole or not at all. An .npz keeps the tensors alone, bfloat16, which it
+    has not, as float32, which holds it exactly.
 
     Raises:
         InvalidContent: its suffix is unknown.
@@ -57,22 +63,43 @@ def write(path: Path, message: Message, group: str) -> None:
             chunks = [_npz({name: tensor.numpy() for name, tensor in message.tensors.items()})]
         case _:
             raise _unknown(path)
-    with path.open("wb") as file:
-        file.writelines(chunks)
+    path = path.resolve()  # a link stays one
+    # beside it: only within one file system is a rename all or nothing
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.writelines(chunks)
+        part.replace(path)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
-def check_suffix(path: Path) -> None:
-    """Raises InvalidContent where `write` would."""
+def check_target(path: Path) -> None:
+    """Raises before the work is done what `write` would raise after it."""
     if path.suffix not in SUFFIXES:
         raise _unknown(path)
+    if path.is_dir():
+        raise InvalidContent(f"{path} is a directory")
+    if not path.parent.is_dir():
+        raise InvalidContent(f"{path} lies in a directory that is not there: {path.parent}")
 
 
-def _read_npz(path: Path) -> Message:
+def _read_npz(content: bytes) -> Message:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            tensors = {name: RawTensor.from_numpy(archive[name]) for name in archive.files}
-    except (ValueError, EOFError, TypeError, AttributeError, BadZipFile, zlib.error) as error:
-        raise InvalidContent(f"{path} is no .npz file of plain arrays: {error}") from None
+        with np.load(BytesIO(content), allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # numpy, zipfile and zlib have a dozen for what is damaged
+        raise InvalidContent(f"not an .npz file of plain arrays: {error}") from None
+    tensors = {}
+    for name, array in arrays.items():
+        try:
+            tensors[name] = RawTensor.from_numpy(array)
+        except QkvError as error:
+            error.detail = f"{name}: {error.detail}"
+            raise
     layer = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
     return Message({}, {n: t for n, t in tensors.items() if not n.startswith(_LAYER)}, layer)
 

@@ -31,8 +31,11 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: what can be no name, such as "a..b"
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = (reason or "").partition(" (while attempting")[0]  # the address, once more
+        where = f"[{host}]" if family == socket.AF_INET6 else host
+        raise click.ClickException(f"cannot listen on {where}:{port}: {reason}") from None
 
 
 def close_door(listening: socket.socket) -> None:

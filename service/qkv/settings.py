@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "refuse_unknown"]
+
+_PREFIX: Final = "QKV_"
+_OTHERS: Final = {"QKV_URL"}  # the asking commands' own
 
 _MiB = 1 << 20
 _GiB = 1 << 30
@@ -16,7 +21,7 @@ _GiB = 1 << 30
 class Settings(BaseSettings):
     """Settings of the service. Each is `QKV_` and its name in capitals in the environment."""
 
-    model_config = SettingsConfigDict(env_prefix="QKV_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="forbid")
 
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
@@ -75,3 +80,18 @@ class Settings(BaseSettings):
     stuck_device_s: Annotated[
         float, Field(gt=0, description="Seconds after which a device in one batch is stuck.")
     ] = 600.0
+
+
+def refuse_unknown(environment: Iterable[str]) -> None:
+    """Refuses a variable that looks like a setting and is none, which would change nothing.
+
+    Raises:
+        ValueError: it says which, and the setting that was meant, or all there are.
+    """
+    known = [_PREFIX + name.upper() for name in Settings.model_fields]
+    for name in sorted(environment):
+        # pydantic reads them whatever their case
+        if name.upper().startswith(_PREFIX) and name.upper() not in {*known, *_OTHERS}:
+            close = get_close_matches(name.upper(), known, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise ValueError(f"{name} is no setting; {hint}")
