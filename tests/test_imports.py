@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"errors", "job", "run", "tensors"},
     "routes": {
         "__version__", "catalogue", "conversion", "engine", "errors", "fleet", "job", "layers",
-        "message", "settings", "tensors", "wire",
+        "local", "message", "settings", "tensors", "wire",
     },
     "app": {
         "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "routes",

@@ -21,7 +21,7 @@ from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
 from qkv.job import Job, Limits
 from qkv.message import Message
-from qkv.routes import attention, convert, operations, schemas, variants
+from qkv.routes import attention, convert, openapi, operations, variants
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 from qkv.wire import json
@@ -68,6 +68,9 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
         title="qkv",
         version=__version__,
         summary="Serves attention: output, weights and timing, from any variant you name.",
+        description=openapi.DESCRIPTION,
+        openapi_tags=openapi.TAGS,
+        license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
         lifespan=lifespan,
         redirect_slashes=False,
     )
@@ -136,16 +139,17 @@ async def _warm_up(engine: Engine) -> None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Adds to the OpenAPI document the components that the routes refer to."""
+    """Has the OpenAPI document say what FastAPI cannot know."""
+    openapi.prepare()
     made = app.openapi
 
-    def openapi() -> dict[str, Any]:
+    def described() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schemas.complete(made())
+            openapi.complete(made())
         assert app.openapi_schema is not None
         return app.openapi_schema
 
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+    app.openapi = described  # type: ignore[method-assign]  # FastAPI's own way to extend it
 
 
 async def _known(_: Request, error: Exception) -> Response:

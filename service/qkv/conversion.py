@@ -12,17 +12,33 @@ from qkv.literals import typed
 from qkv.message import Message
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = ["convert_message"]
+__all__ = ["Conversion", "convert_message"]
 
 
-class _Conversion(pydantic.BaseModel):
+class Conversion(pydantic.BaseModel):
+    """The fields of a conversion, tensors apart."""
+
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    source: Annotated[str, pydantic.Field(alias="from")]
-    target: Annotated[str, pydantic.Field(alias="to")]
-    heads: Annotated[int, pydantic.Field(ge=1, le=65536)] | None = None
-    bias: Literal["refuse", "augment"] = "refuse"
-    dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
+    source: Annotated[
+        str, pydantic.Field(alias="from", description="The layout the tensors are in.")
+    ]
+    target: Annotated[str, pydantic.Field(alias="to", description="The layout wanted.")]
+    heads: Annotated[
+        Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
+        pydantic.Field(description="Query heads, for the check; null: one."),
+    ] = None
+    bias: Annotated[
+        Literal["refuse", "augment"],
+        pydantic.Field(
+            description='"augment" keeps a bias, which v1 has no place for, as one more row of '
+            "the weight, and takes it out again on the way to v2."
+        ),
+    ] = "refuse"
+    dtype: Annotated[
+        Literal["float64", "float32", "float16", "bfloat16"],
+        pydantic.Field(description="What numbers in lists become."),
+    ] = "float32"
 
 
 def convert_message(message: Message) -> Message:
@@ -32,7 +48,7 @@ def convert_message(message: Message) -> Message:
         InvalidContent: a field or tensor is wrong, or the target has no place for something.
     """
     try:
-        asked = _Conversion.model_validate(message.fields)
+        asked = Conversion.model_validate(message.fields)
     except pydantic.ValidationError as error:
         known = ["from", "to", "tensors", "heads", "bias", "dtype", "encoding"]
         raise invalid_field(error, known) from None

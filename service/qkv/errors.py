@@ -94,7 +94,7 @@ class MethodNotAllowed(QkvError):
 
 
 class NotAcceptable(QkvError):
-    """No codec here writes what the caller accepts."""
+    """Nothing that Accept names is written here."""
 
     status = 406
     name = "not-acceptable"
@@ -110,7 +110,7 @@ class TooLarge(QkvError):
 
 
 class UnsupportedMediaType(QkvError):
-    """The Content-Type has no codec here."""
+    """The Content-Type has no codec here, or the body is compressed."""
 
     status = 415
     name = "unsupported-media-type"

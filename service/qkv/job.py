@@ -49,7 +49,7 @@ class Run(pydantic.BaseModel):
         pydantic.Field(description="What to return; null: output, and weights where there are."),
     ] = None
     weights: Annotated[
-        Literal["full", "none"], pydantic.Field(description="The form of the weights.")
+        Literal["full", "none"], pydantic.Field(description='"none" leaves the weights out.')
     ] = "full"
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"],
@@ -57,7 +57,7 @@ class Run(pydantic.BaseModel):
     ] = "float32"
     layer: Annotated[
         str | dict[str, Any] | None,
-        pydantic.Field(description="A layer that projects the inputs: a saved one, or inline."),
+        pydantic.Field(description="A layer that projects the inputs."),
     ] = None
 
 

@@ -17,6 +17,8 @@ __all__ = ["LAYOUTS", "Layout", "find"]
 class Layout(Protocol):
     """What a layout's file offers."""
 
+    SUFFIXES: tuple[str, ...]  # of a projection's name, the weight's first
+
     def read(self, tensors: Mapping[str, Array], pointer: str = ...) -> Projections:
         """Takes the layout's tensors."""
 

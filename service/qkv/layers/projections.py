@@ -10,11 +10,11 @@ import numpy as np
 
 from qkv.errors import InvalidContent
 
-__all__ = ["ROLES", "Projection", "Projections", "take"]
+__all__ = ["ROLES", "SPELLINGS", "Projection", "Projections", "take"]
 
 ROLES: Final = ("query", "key", "value")
 
-_SPELLINGS: Final = {
+SPELLINGS: Final = {
     "query": ("W_query",),
     "key": ("W_key", "W_keys"),
     "value": ("W_value", "W_values"),
@@ -63,9 +63,9 @@ def take(
     """
     left = dict(tensors)
     for role in ROLES:
-        spelled = [n for n in _SPELLINGS[role] if n + suffixes[0] in tensors]
+        spelled = [n for n in SPELLINGS[role] if n + suffixes[0] in tensors]
         if len(spelled) != 1:
-            wanted = " or ".join(n + suffixes[0] for n in _SPELLINGS[role])
+            wanted = " or ".join(n + suffixes[0] for n in SPELLINGS[role])
             came = ", ".join(map(repr, tensors)) or "nothing"
             raise InvalidContent(
                 f"the {role} projection must come once, as {wanted}; {came} came", pointer=pointer

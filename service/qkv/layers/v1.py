@@ -6,6 +6,7 @@ Source: S. Raschka, Build a Large Language Model (From Scratch), listing 3.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from qkv.errors import InvalidContent
 from qkv.layers.projections import Array, Projection, Projections, checked, take
+
+SUFFIXES: Final[tuple[str, ...]] = ("",)
 
 
 def read(tensors: Mapping[str, Array], pointer: str = "/tensors") -> Projections:
@@ -24,7 +27,7 @@ def read(tensors: Mapping[str, Array], pointer: str = "/tensors") -> Projections
     return Projections(
         *(
             Projection(name, checked(name, weight, 2, pointer))
-            for name, (weight,) in take(tensors, ("",), pointer)
+            for name, (weight,) in take(tensors, SUFFIXES, pointer)
             if weight is not None
         )
     )

@@ -6,6 +6,7 @@ Source: S. Raschka, Build a Large Language Model (From Scratch), listing 3.2; to
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from qkv.errors import InvalidContent
 from qkv.layers.projections import Array, Projection, Projections, checked, take
+
+SUFFIXES: Final[tuple[str, ...]] = (".weight", ".bias")
 
 
 def read(tensors: Mapping[str, Array], pointer: str = "/tensors") -> Projections:
@@ -61,7 +64,7 @@ def forward(projections: Projections, x_LM: tuple[Tensor, Tensor, Tensor], heads
 
 
 def _read(tensors: Mapping[str, Array], pointer: str) -> Iterator[Projection]:
-    for name, (weight, bias) in take(tensors, (".weight", ".bias"), pointer):
+    for name, (weight, bias) in take(tensors, SUFFIXES, pointer):
         assert weight is not None
         checked(f"{name}.weight", weight, 2, pointer)
         if bias is not None:

@@ -14,7 +14,6 @@ from qkv.engine import Answer, Engine
 from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
-from qkv.routes import schemas
 from qkv.routes.body import Outgoing, elsewhere, read
 from qkv.settings import Settings
 
@@ -56,11 +55,10 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
             f"/v1/attention/{variant.name}",
             endpoint(variant.name),
             methods=["POST"],
-            name=f"attention_{variant.name}",
+            operation_id=f"attend_{variant.name}",
             summary=variant.summary,
-            description=f"{variant.module.FORMULA}\n\n{variant.module.PAPER}",
-            openapi_extra=schemas.attention_request(variant),
-            responses=schemas.attention_responses(variant),
+            description=f"`{variant.module.FORMULA}`\n\nPaper: {variant.module.PAPER}.\n\n"
+            f"Cost: {variant.module.COST}.",
         )
 
     @routes.post("/v1/attention/{variant}", include_in_schema=False)

@@ -7,7 +7,6 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from qkv.conversion import convert_message
-from qkv.routes import schemas
 from qkv.routes.body import Outgoing, read
 from qkv.settings import Settings
 
@@ -20,9 +19,11 @@ def router(settings: Settings) -> APIRouter:
 
     @routes.post(
         "/v1/convert",
+        operation_id="convert",
         summary="Takes a layer's weights from one layout to another, and checks it.",
-        openapi_extra=schemas.convert_request(),
-        responses=schemas.convert_responses(),
+        description="No number changes. Layout v1 keeps `W_query`, `W_key` and `W_value` as "
+        "(in, out), applied as `x @ W`; v2 as `nn.Linear` does, `W_query.weight` (out, in) and "
+        "maybe `W_query.bias`.",
     )
     async def convert_weights(request: Request) -> Response:
         received = await read(request, "tensors", settings.max_body_bytes)

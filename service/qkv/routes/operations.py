@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Final
 
 from fastapi import APIRouter, Response
 
@@ -10,32 +10,42 @@ from qkv import __version__
 from qkv.engine import Engine
 from qkv.fleet import Fleet
 
-__all__ = ["router"]
+__all__ = ["INDEX", "router"]
 
-_DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "No."}}
+INDEX: Final = {
+    "service": "qkv",
+    "version": __version__,
+    "variants": "/v1/variants",
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+}
 
 
 def router(engine: Engine, fleet: Fleet) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["operations"])
 
-    @routes.get("/", summary="Where to go.")
+    @routes.get("/", operation_id="index", summary="Where to go.")
     async def index() -> dict[str, str]:
-        return {
-            "service": "qkv",
-            "version": __version__,
-            "variants": "/v1/variants",
-            "docs": "/docs",
-            "openapi": "/openapi.json",
-        }
+        return INDEX
 
     @routes.head("/livez", include_in_schema=False)
-    @routes.get("/livez", summary="Whether every worker lives: none is stuck.", responses=_DOWN)
+    @routes.get(
+        "/livez",
+        operation_id="livez",
+        summary="Whether every worker lives: none is stuck.",
+        description="HEAD too.",
+    )
     async def livez(response: Response) -> dict[str, str]:
         return _status(response, engine.alive and not fleet.stuck)
 
     @routes.head("/readyz", include_in_schema=False)
-    @routes.get("/readyz", summary="Whether every worker takes requests.", responses=_DOWN)
+    @routes.get(
+        "/readyz",
+        operation_id="readyz",
+        summary="Whether every worker takes requests.",
+        description="HEAD too.",
+    )
     async def readyz(response: Response) -> dict[str, str]:
         return _status(response, engine.ready and fleet.ready)
 

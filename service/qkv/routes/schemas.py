@@ -1,270 +1,298 @@
-"""OpenAPI schemas, made of what the variants and the wire formats say of themselves."""
+"""JSON schemas of bodies, made of what the variants and the wire formats say of themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from qkv import errors
-from qkv.catalogue import Input, Variant
-from qkv.job import Run
-from qkv.layers.layouts import LAYOUTS
-from qkv.tensors import DTYPES
-from qkv.wire import json, safetensors
+import pydantic
 
-__all__ = [
-    "COMPONENTS",
-    "attention_request",
-    "attention_responses",
-    "complete",
-    "convert_request",
-    "problems",
-]
+from qkv.catalogue import Variant
+from qkv.conversion import Conversion
+from qkv.job import InlineLayer, Run
+from qkv.layers.layouts import LAYOUTS, Layout
+from qkv.layers.projections import ROLES, SPELLINGS
+from qkv.tensors import DTYPES, FLOATING
 
-COMPONENTS: Final[dict[str, Any]] = {
-    "TensorLists": {
-        "description": 'Nested lists of numbers or booleans; "NaN", "Infinity" and "-Infinity" '
-        "stand for what JSON lacks.",
-        "anyOf": [
-            {"type": "number"},
-            {"type": "boolean"},
-            {"enum": ["NaN", "Infinity", "-Infinity"]},
-            {"type": "array", "items": {"$ref": "#/components/schemas/TensorLists"}},
-        ],
-    },
-    "TensorBase64": {
-        "description": "Little-endian, row-major bytes in base64.",
-        "type": "object",
-        "required": ["dtype", "shape", "data"],
-        "additionalProperties": False,
-        "properties": {
-            "dtype": {"enum": list(DTYPES)},
-            "shape": {
-                "type": "array",
-                "maxItems": 8,
-                "items": {"type": "integer", "minimum": 0},
-            },
-            "data": {"type": "string", "contentEncoding": "base64"},
-        },
-    },
-    "Tensor": {
-        "oneOf": [
-            {"$ref": "#/components/schemas/TensorLists"},
-            {"$ref": "#/components/schemas/TensorBase64"},
-        ]
-    },
-    "Tensors": {
-        "type": "object",
-        "additionalProperties": {"$ref": "#/components/schemas/Tensor"},
-    },
-    "Problem": {
-        "description": "RFC 9457 problem document.",
-        "type": "object",
-        "required": ["type", "title", "status", "detail"],
-        "properties": {
-            "type": {"type": "string", "format": "uri"},
-            "title": {"type": "string"},
-            "status": {"type": "integer"},
-            "detail": {"type": "string"},
-            "pointer": {"type": "string", "description": "JSON pointer to what is at fault."},
-        },
-    },
-    "Timing": {
-        "description": "Measured, in milliseconds; flops and bytes are analytic.",
-        "type": "object",
-        "required": [
-            "queue_ms", "transfer_ms", "compute_ms", "total_ms",
-            "batch_size", "device", "backend", "flops", "bytes",
-        ],
-        "properties": {
-            **{f"{s}_ms": {"type": "number"} for s in ("queue", "transfer", "compute", "total")},
-            "batch_size": {"type": "integer"},
-            "device": {"type": "string"},
-            "backend": {"type": "string"},
-            "flops": {"type": "integer"},
-            "bytes": {"type": "integer"},
-        },
-    },
-}  # fmt: skip
+__all__ = ["COMPONENTS", "answer", "closed", "conversion", "converted", "ref", "request"]
 
-_TENSOR: Final = {"$ref": "#/components/schemas/Tensor"}
-_TENSORS: Final = {"$ref": "#/components/schemas/Tensors"}
-_ENCODING: Final = {
+Schema = dict[str, Any]
+
+_TEXT: Final[Schema] = {"type": "string"}
+_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
+_LAYOUT: Final[Schema] = _TEXT | {"enum": list(LAYOUTS)}
+_NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
+_BASE64: Final = "^[A-Za-z0-9+/]*={0,2}$"
+_ENCODING: Final[Schema] = {
+    "type": ["string", "null"],
     "enum": ["lists", "base64", None],
-    "description": "How the answer's tensors are written; as the first one came, if absent.",
-}
-_HEADS: Final = {
-    "anyOf": [{"type": "integer", "minimum": 1, "maximum": 65536}, {"type": "null"}],
-}
-_EXAMPLE: Final = {
-    "query": [[1, 0], [0, 1]],
-    "key": [[1, 0], [0, 1]],
-    "value": [[1, 2], [3, 4]],
+    "default": None,
+    "description": "How the answer's tensors are written in JSON; null: as the first one came.",
 }
 
 
-def complete(document: dict[str, Any]) -> None:
-    """Adds the components that routes refer to, and takes out the validation errors that FastAPI
-    expects of every path with a parameter: none of ours has them."""
-    for path in document["paths"].values():
-        for operation in path.values():
-            content = operation["responses"].get("422", {}).get("content", {})
-            if "HTTPValidationError" in str(content):
-                del operation["responses"]["422"]
-    components = document.setdefault("components", {}).setdefault("schemas", {})
-    components.pop("HTTPValidationError", None)
-    components.pop("ValidationError", None)
-    components.update(COMPONENTS)
+def ref(component: str) -> Schema:
+    """A reference to a component."""
+    return {"$ref": f"#/components/schemas/{component}"}
 
 
-def attention_request(variant: Variant) -> dict[str, Any]:
-    """The body of a run of this variant."""
-    inputs = {name: _input(spec) for name, spec in variant.inputs.items()}
-    inputs["x"] = inputs.get("x", _TENSOR | {"description": "(L, M) or (B, L, M), with a layer"})
-    run = Run.model_json_schema(ref_template="#/components/schemas/{model}")
-    fields = run["properties"]
-    fields["parameters"] = _inlined(variant.parameters.model_json_schema())
-    fields["outputs"] = {
+def request(variant: Variant) -> Schema:
+    """The JSON body of a run of this variant."""
+    inputs = {
+        i.name: _tensor(
+            i.dtypes,
+            f"({', '.join(i.letters)}){', broadcastable' * i.broadcasts}; {' or '.join(i.dtypes)}",
+        )
+        for i in variant.inputs.values()
+    }
+    needed = [i.name for i in variant.inputs.values() if not i.optional]
+    fields = _fields(Run)
+    fields["parameters"] = _parameters(variant)
+    fields["outputs"] |= {
         "anyOf": [
-            {"type": "array", "minItems": 1, "items": {"enum": list(variant.outputs)}},
+            {
+                "type": "array",
+                "minItems": 1,
+                "uniqueItems": True,
+                "items": _TEXT | {"enum": list(variant.outputs)},
+            },
             {"type": "null"},
         ]
     }
-    fields["layer"] = {
-        "description": "A layer that projects the inputs.",
-        "anyOf": [{"type": "string"}, {"type": "null"}, _layer()],
+    rules: Schema = {"properties": {"inputs": {"required": needed}}}
+    if roles := [r for r in ROLES if r in variant.inputs]:
+        x = _tensor(
+            variant.inputs[roles[0]].dtypes,
+            f"(B, L, M) or (L, M), with a layer: stands for {', '.join(roles)}",
+        )
+        inputs = {"x": x} | inputs
+        fields["layer"] |= {"anyOf": [ref("Layer"), {"type": "null"}]}
+        rules = {
+            "if": {"required": ["layer"], "properties": {"layer": {"type": "object"}}},
+            "then": {"properties": {"inputs": _layered(roles, needed)}},
+            "else": {"properties": {"inputs": {"required": needed, "properties": {"x": False}}}},
+        }
+    else:
+        fields["layer"] = {"type": "null", "description": "This variant takes none."}
+    body = closed({"inputs": closed(inputs, ()), **fields, "encoding": _ENCODING}, ["inputs"])
+    without = {"not": {"contains": {"const": "weights"}}}
+    contradiction = {
+        "if": {"required": ["weights"], "properties": {"weights": {"const": "none"}}},
+        "then": {"properties": {"outputs": without}},
     }
-    schema = {
-        "type": "object",
-        "required": ["inputs"],
-        "additionalProperties": False,
-        "properties": {
-            "inputs": {"type": "object", "additionalProperties": False, "properties": inputs},
-            **fields,
-            "encoding": _ENCODING,
-        },
-    }
-    content: dict[str, Any] = {"schema": schema}
-    if {n for n, i in variant.inputs.items() if not i.optional} == _EXAMPLE.keys():
-        content["example"] = {"inputs": _EXAMPLE}
-    return {"requestBody": {"required": True, "content": _in_every_format(content)}}
+    return body | {"allOf": [rules, contradiction]}
 
 
-def attention_responses(variant: Variant) -> dict[int | str, dict[str, Any]]:
-    """The answers of a run of this variant, faults too."""
+def answer(variant: Variant) -> Schema:
+    """The JSON body that a run of this variant is answered with."""
     outputs = {
-        name: _TENSOR | {"description": f"({', '.join(o.letters)})"}
-        for name, o in variant.outputs.items()
+        o.name: _tensor(
+            ("float64", "float32") if o.exact else FLOATING, f"({', '.join(o.letters)})"
+        )
+        for o in variant.outputs.values()
     }
-    schema = {
-        "type": "object",
-        "required": ["variant", "outputs", "timing"],
-        "properties": {
+    return closed(
+        {
             "variant": {"const": variant.name},
-            "outputs": {"type": "object", "additionalProperties": False, "properties": outputs},
-            "timing": {"$ref": "#/components/schemas/Timing"},
-        },
-    }
-    good = {
-        "description": "The outputs asked for.",
-        "content": _in_every_format({"schema": schema}),
-        "headers": {"Server-Timing": {"schema": {"type": "string"}}},
-    }
-    return {200: good} | problems(400, 404, 406, 413, 415, 422, 503)
+            "outputs": closed(outputs, ()) | {"minProperties": 1},
+            "timing": ref("Timing"),
+        }
+    )
 
 
-def convert_request() -> dict[str, Any]:
-    """The body of a conversion."""
-    schema = {
-        "type": "object",
-        "required": ["from", "to", "tensors"],
-        "additionalProperties": False,
-        "properties": {
-            "from": {"enum": list(LAYOUTS)},
-            "to": {"enum": list(LAYOUTS)},
-            "tensors": _TENSORS,
-            "heads": _HEADS,
-            "bias": {"enum": ["refuse", "augment"]},
-            "dtype": {"enum": ["float64", "float32", "float16", "bfloat16"]},
-            "encoding": _ENCODING,
-        },
-    }
-    example = {
-        "from": "v2",
-        "to": "v1",
-        "tensors": {f"W_{r}.weight": [[1, 2, 3], [4, 5, 6]] for r in ("query", "key", "value")},
-    }
-    content = {"schema": schema, "example": example}
-    return {"requestBody": {"required": True, "content": _in_every_format(content)}}
+def conversion() -> Schema:
+    """The JSON body of a conversion."""
+    fields = _fields(Conversion)
+    fields["from"] |= _LAYOUT
+    fields["to"] |= _LAYOUT
+    every = {"from": fields.pop("from"), "to": fields.pop("to"), "tensors": {"type": "object"}}
+    body = closed(every | fields | {"encoding": _ENCODING}, list(every))
+    return body | {"oneOf": _per_layout("from")}
 
 
-def convert_responses() -> dict[int | str, dict[str, Any]]:
-    """The answers of a conversion, faults too."""
-    schema = {
-        "type": "object",
-        "required": ["from", "to", "tensors", "check"],
-        "properties": {
-            "from": {"type": "string"},
-            "to": {"type": "string"},
-            "tensors": _TENSORS,
-            "check": {
+def converted() -> Schema:
+    """The JSON body that a conversion is answered with."""
+    size = {"anyOf": [{"type": "number", "minimum": 0}, _TEXT | {"enum": ["NaN", "Infinity"]}]}
+    check = {
+        "largest_absolute_difference": size,
+        "largest_absolute_output": size,
+        "elements": _COUNT,
+        "dtype": {"const": "float64"},
+    }
+    body = closed(
+        {"from": _LAYOUT, "to": _LAYOUT, "tensors": {"type": "object"}, "check": closed(check)}
+    )
+    return body | {"oneOf": _per_layout("to")}
+
+
+def _catalogue_entry() -> Schema:
+    """What the catalogue says of a variant."""
+    letters = {"type": "array", "items": _TEXT, "description": "One letter per axis."}
+    flag = {"type": "boolean"}
+    dtypes = {"type": "array", "items": _TEXT | {"enum": list(DTYPES)}}
+    taken = closed({"shape": letters, "broadcasts": flag, "dtypes": dtypes, "optional": flag})
+    given = closed({"shape": letters, "dtype": _TEXT})
+    words = ("variant", "summary", "formula", "paper", "cost", "weights")
+    return closed(
+        dict.fromkeys(words, _TEXT)
+        | {
+            "inputs": {"type": "object", "additionalProperties": taken},
+            "parameters": {"type": "object", "description": "A JSON schema."},
+            "refuses": {
                 "type": "object",
-                "properties": {
-                    "largest_absolute_difference": {"type": ["number", "string"]},
-                    "largest_absolute_output": {"type": ["number", "string"]},
-                    "elements": {"type": "integer"},
-                    "dtype": {"type": "string"},
-                },
+                "additionalProperties": _TEXT,
+                "description": "Parameters that have no meaning here, with the reason.",
             },
-        },
-    }
-    good = {
-        "description": "The tensors in the target layout.",
-        "content": _in_every_format({"schema": schema}),
-    }
-    return {200: good} | problems(400, 406, 413, 415, 422, 503)
+            "outputs": {"type": "object", "additionalProperties": given},
+        }
+    )
 
 
-def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The faults with these statuses."""
-    kinds = {kind.status: kind for kind in errors.QkvError.__subclasses__()}
-    problem = {"schema": {"$ref": "#/components/schemas/Problem"}}
-    return {
-        status: {"description": kinds[status].title, "content": {json.PROBLEM_TYPE: problem}}
-        for status in statuses
-    }
-
-
-def _in_every_format(content: dict[str, Any]) -> dict[str, Any]:
-    """A body in JSON, and the same in safetensors."""
-    file = {
-        "type": "string",
-        "format": "binary",
-        "description": "A safetensors file: tensors by name, a layer's as layer.<name>, all else "
-        "as JSON under qkv in the metadata.",
-    }
-    return {json.MEDIA_TYPE: content, safetensors.MEDIA_TYPE: {"schema": file}}
-
-
-def _input(spec: Input) -> dict[str, Any]:
-    broadcast = ", broadcastable" if spec.broadcasts else ""
-    return _TENSOR | {
-        "description": f"({', '.join(spec.letters)}){broadcast}; {' or '.join(spec.dtypes)}"
-    }
-
-
-def _layer() -> dict[str, Any]:
+def closed(properties: Mapping[str, Any], required: Iterable[str] | None = None) -> Schema:
+    """An object with these properties, all of them required if nothing is said, and no other."""
+    needed = list(properties if required is None else required)
     return {
         "type": "object",
-        "required": ["layout", "tensors"],
+        "properties": dict(properties),
         "additionalProperties": False,
-        "properties": {
-            "layout": {"enum": list(LAYOUTS)},
-            "heads": _HEADS,
-            "tensors": _TENSORS,
-        },
+    } | ({"required": needed} if needed else {})
+
+
+def _tensor(dtypes: Iterable[str], description: str) -> Schema:
+    """A tensor of one of these dtypes, in both forms."""
+    known = list(dtypes)
+    lists = [ref("Numbers")] if set(known) & set(FLOATING) else [ref("WholeNumbers")]
+    if "bool" in known:
+        lists.append(ref("Booleans"))
+    base64 = ref("Base64") | {"properties": {"dtype": {"enum": known}}}
+    return {"description": description, "anyOf": [*lists, base64]}
+
+
+def _lists(of: str, description: str, *leaves: Schema) -> dict[str, Schema]:
+    nested = {"type": "array", "items": ref(of)}
+    return {of: {"description": description, "anyOf": [*leaves, nested]}}
+
+
+def _fields(model: type[pydantic.BaseModel]) -> dict[str, Schema]:
+    """A model's properties, without the titles that only repeat their names."""
+    schema = model.model_json_schema()
+    assert "$defs" not in schema, "they are plain values"
+    properties: dict[str, Schema] = schema.get("properties", {})
+    for field in properties.values():
+        field.pop("title", None)
+    return properties
+
+
+def _parameters(variant: Variant) -> Schema:
+    refused = "".join(f" {name} is refused: {why}." for name, why in variant.refuses.items())
+    properties = _fields(variant.parameters)
+    needed = [n for n, f in variant.parameters.model_fields.items() if f.is_required()]
+    return closed(properties, needed) | {"description": f"What {variant.name} takes.{refused}"}
+
+
+def _layered(roles: list[str], needed: list[str]) -> Schema:
+    """What must stand in `inputs` beside a layer: x, or what it stands for."""
+    rest = [n for n in needed if n not in roles]
+    alone = {"required": rest, "properties": dict.fromkeys(roles, False)}
+    return {"if": {"required": ["x"]}, "then": alone, "else": {"required": needed}}
+
+
+def _per_layout(field: str) -> list[Schema]:
+    """The tensors of the layout that a field names."""
+    return [
+        {"properties": {field: {"const": name}, "tensors": ref(f"Weights{name.upper()}")}}
+        for name in LAYOUTS
+    ]
+
+
+def _weights(layout: Layout) -> Schema:
+    """A layer's tensors in a layout: each role once, in one of its spellings."""
+    first, *others = layout.SUFFIXES
+    spelled = [s + suffix for role in ROLES for s in SPELLINGS[role] for suffix in layout.SUFFIXES]
+    body = closed({name: _tensor(FLOATING, "") for name in spelled}, ())
+    once = [{"oneOf": [{"required": [s + first]} for s in SPELLINGS[role]]} for role in ROLES]
+    beside = {s + o: [s + first] for role in ROLES for s in SPELLINGS[role] for o in others}
+    return body | {"allOf": once} | ({"dependentRequired": beside} if beside else {})
+
+
+def _layer() -> Schema:
+    """A layer that stands in a request."""
+    heads = _fields(InlineLayer)["heads"]
+    return {
+        "description": "A layer that projects the inputs.",
+        "oneOf": [
+            closed(
+                {"layout": {"const": n}, "heads": heads, "tensors": ref(f"Weights{n.upper()}")},
+                ["layout", "tensors"],
+            )
+            for n in LAYOUTS
+        ],
     }
 
 
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    assert "$defs" not in schema, "parameters are plain values"
-    return schema
+_TIMES: Final = {
+    "queue_ms": "Waiting for the device.",
+    "transfer_ms": "Tensors to the device and back.",
+    "compute_ms": "The variant itself, and its layer.",
+    "total_ms": "From the body's last byte to the answer.",
+}
+
+COMPONENTS: Final[dict[str, Schema]] = {
+    **_lists(
+        "Numbers",
+        'Nested lists of numbers, none ragged; "NaN", "Infinity" and "-Infinity" stand for what '
+        "JSON lacks.",
+        {"type": "number"},
+        _TEXT | {"enum": _NON_FINITE},
+    ),
+    **_lists("WholeNumbers", "Nested lists of whole numbers, none ragged.", {"type": "integer"}),
+    **_lists("Booleans", "Nested lists of booleans, none ragged.", {"type": "boolean"}),
+    "Base64": {
+        "description": "Little-endian, row-major bytes in base64, as many as dtype and shape say.",
+        **closed(
+            {
+                "dtype": _TEXT | {"enum": list(DTYPES)},
+                "shape": {"type": "array", "maxItems": 8, "items": _COUNT},
+                "data": {"type": "string", "contentEncoding": "base64", "pattern": _BASE64},
+            }
+        ),
+    },
+    "Layer": _layer(),
+    **{f"Weights{name.upper()}": _weights(layout) for name, layout in LAYOUTS.items()},
+    "Timing": {
+        "description": "Times are measured, in milliseconds; flops and bytes are counted.",
+        **closed(
+            {
+                **{
+                    name: {"type": "number", "minimum": 0, "description": what}
+                    for name, what in _TIMES.items()
+                },
+                "batch_size": {
+                    "type": "integer",
+                    "minimum": 1,
+                    "description": "Requests that ran together, this one among them.",
+                },
+                "device": {"type": "string", "description": "Where it ran."},
+                "backend": {"type": "string", "description": "Which of the variant's paths ran."},
+                "flops": _COUNT | {"description": "Of the matrix products."},
+                "bytes": _COUNT | {"description": "Of all tensors in and out."},
+            }
+        ),
+    },
+    "Problem": {
+        "description": "A problem document (RFC 9457).",
+        **closed(
+            {
+                "type": {"type": "string", "description": "Says which problem; stable."},
+                "title": _TEXT,
+                "status": {"type": "integer"},
+                "detail": {"type": "string", "description": "What came, what was expected."},
+                "pointer": {"type": "string", "description": "JSON pointer to what is at fault."},
+                "limit": _COUNT | {"description": "The limit that was passed, with 413."},
+            },
+            ("type", "title", "status", "detail"),
+        ),
+    },
+    "Variant": _catalogue_entry(),
+}
+"""What the schemas refer to, by name."""

@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter
 
 from qkv import catalogue
-from qkv.routes import schemas
 
 __all__ = ["router"]
 
@@ -16,11 +15,15 @@ def router() -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["catalogue"])
 
-    @routes.get("/v1/variants", summary="Every variant: formula, inputs, parameters, outputs.")
+    @routes.get(
+        "/v1/variants",
+        operation_id="list_variants",
+        summary="Every variant: formula, inputs, parameters, outputs.",
+    )
     async def every_variant() -> dict[str, list[dict[str, Any]]]:
         return {"variants": [v.describe() for v in catalogue.variants().values()]}
 
-    @routes.get("/v1/variants/{variant}", summary="One variant.", responses=schemas.problems(404))
+    @routes.get("/v1/variants/{variant}", operation_id="get_variant", summary="One variant.")
     async def one_variant(variant: str) -> dict[str, Any]:
         return catalogue.find(variant).describe()
 

@@ -1,0 +1,193 @@
+"""What the OpenAPI document says of each operation: bodies, answers, faults and examples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, Final
+
+from qkv import catalogue, errors
+from qkv.catalogue import Variant
+from qkv.routes import examples, schemas
+from qkv.routes.examples import Pairs
+from qkv.routes.operations import INDEX
+from qkv.wire import json, safetensors
+
+__all__ = ["DESCRIPTION", "TAGS", "complete", "prepare"]
+
+DESCRIPTION: Final = f"""\
+**Bodies** are `{json.MEDIA_TYPE}` or `{safetensors.MEDIA_TYPE}`: `Content-Type` says what comes
+(JSON if absent), `Accept` what goes (as it came if absent, or if it likes both alike). In JSON a
+tensor is nested lists, or `{{"dtype": "float32", "shape": [2, 2], "data": "<base64>"}}` with
+little-endian, row-major bytes; `"NaN"`, `"Infinity"` and `"-Infinity"` stand for what JSON lacks.
+
+**Shapes** are letters: B batch, H query heads, G key/value heads (H is a multiple of G),
+L query length, S key length, D query and key width, E value width, M model width. Heads, or batch
+and heads, may be left out of query, key and value alike, and are then missing from the answer.
+
+**Errors** are problem documents (RFC 9457, `{json.PROBLEM_TYPE}`): `detail` says what came and
+what was expected, `pointer` where. What comes with `Retry-After` may be sent again. Beside those
+listed, a path that does not exist is 404, and a method that a path does not have is 405 with
+`Allow`.
+"""
+
+TAGS: Final = [
+    {"name": "attention", "description": "One route for each variant."},
+    {"name": "layers", "description": "A layer's weights, outside a run."},
+    {"name": "catalogue", "description": "What there is, and what each variant takes."},
+    {"name": "operations", "description": "For what runs the service."},
+]
+
+_FILE: Final = {"type": "string", "format": "binary"}
+_FAULTS: Final = (400, 404, 406, 413, 415, 422, 500, 503)
+
+
+def prepare() -> None:
+    """Runs the examples. They run outside the engine, so that is for before it starts."""
+    examples.conversions()
+    for variant in catalogue.variants().values():
+        examples.attention(variant)
+
+
+def complete(document: dict[str, Any]) -> None:
+    """Says of every operation what it takes and gives, in place of what FastAPI makes of it:
+    FastAPI drops a default of null, writes whole bounds as floats, and knows no such bodies."""
+    operations = _operations()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            operation |= operations[path]  # in place
+    document["components"] = {"schemas": schemas.COMPONENTS}
+
+
+def _operations() -> dict[str, dict[str, Any]]:
+    every = schemas.ref("Variant")
+    listed = schemas.closed({"variants": {"type": "array", "items": every}})
+    entries = [v.describe() for v in catalogue.variants().values()]
+    names = list(catalogue.variants())
+    one = {
+        "name": "variant", "in": "path", "required": True, "description": "Its name.",
+        "schema": {"type": "string", "enum": names}, "example": names[0],
+    }  # fmt: skip
+    index = schemas.closed({name: {"const": value} for name, value in INDEX.items()})
+    unknown = errors.NotFound(f"no variant 'sotfmax'; there are {', '.join(names)}")
+    return {
+        **{f"/v1/attention/{v.name}": _attention(v) for v in catalogue.variants().values()},
+        "/v1/convert": _convert(),
+        "/v1/variants": _plain("All of them, by name.", listed, {"variants": entries}),
+        "/v1/variants/{variant}": {"parameters": [one]}
+        | _plain("That variant.", every, entries[0], unknown),
+        "/": _plain("Where to go.", index, INDEX),
+        **dict.fromkeys(("/livez", "/readyz"), _status()),
+    }
+
+
+def _attention(variant: Variant) -> dict[str, Any]:
+    pairs = examples.attention(variant)
+    good = _both(
+        "The outputs asked for, and the timing.",
+        schemas.answer(variant),
+        "The outputs by name; `variant` and `timing` as JSON under `qkv` in the metadata.",
+        pairs,
+        -1,
+    )
+    timing = {
+        "description": "The times of the timing, as W3C's Server Timing has them.",
+        "required": True,
+        "schema": {"type": "string"},
+        "example": "queue;dur=0.0200, transfer;dur=0.0200, compute;dur=0.1100, total;dur=0.2800",
+    }
+    body = _both(
+        "Tensors, and what to do with them.",
+        schemas.request(variant),
+        "The inputs by name, a layer's tensors as `layer.<name>`; all else as JSON under `qkv` in "
+        "the metadata.",
+        pairs,
+        1,
+    )
+    return {
+        "requestBody": {"required": True} | body,
+        "responses": {"200": good | {"headers": {"Server-Timing": timing}}} | _problems(*_FAULTS),
+    }
+
+
+def _convert() -> dict[str, Any]:
+    pairs = examples.conversions()
+    body = _both(
+        "A layer's tensors, and the layout wanted.",
+        schemas.conversion(),
+        "The tensors by name; all else as JSON under `qkv` in the metadata.",
+        pairs,
+        1,
+    )
+    good = _both(
+        "The tensors in that layout, and how far both layers' outputs on the same random input "
+        "lie apart.",
+        schemas.converted(),
+        "The tensors by name; `from`, `to` and `check` as JSON under `qkv` in the metadata.",
+        pairs,
+        -1,
+    )
+    faults = _problems(*(status for status in _FAULTS if status != 404))
+    return {"requestBody": {"required": True} | body, "responses": {"200": good} | faults}
+
+
+def _status() -> dict[str, Any]:
+    def said(word: str) -> dict[str, Any]:
+        return {json.MEDIA_TYPE: {"schema": schemas.closed({"status": {"const": word}})}}
+
+    return {
+        "responses": {
+            "200": {"description": "Yes.", "content": said("ok")},
+            "503": {"description": "No.", "content": said("down")},
+        }
+        | _problems(500)
+    }
+
+
+def _plain(
+    description: str, schema: dict[str, Any], example: Any, *faults: errors.QkvError
+) -> dict[str, Any]:
+    """An operation that takes no body and answers in JSON."""
+    content = {json.MEDIA_TYPE: {"schema": schema, "example": example}}
+    good = {"description": description, "content": content}
+    return {"responses": {"200": good} | _problems(500, 503, faults=faults)}
+
+
+def _problems(*statuses: int, faults: Iterable[errors.QkvError] = ()) -> dict[str, Any]:
+    """The faults with these statuses, and these faults."""
+    found = {}
+    for error in [*(e for e in examples.PROBLEMS if e.status in statuses), *faults]:
+        said = error.problem()
+        fixed = {name: {"const": said[name]} for name in ("type", "title", "status")}
+        schema = schemas.ref("Problem") | {"properties": fixed}
+        if isinstance(error, errors.InvalidContent):
+            schema["required"] = ["pointer"]
+        what = (inspect.getdoc(type(error)) or "").partition("\n")[0]
+        found[error.status] = {
+            "description": f"{error.title}. {what}",
+            "content": {json.PROBLEM_TYPE: {"schema": schema, "example": said}},
+        }
+        if isinstance(error, errors.NotNow):
+            found[error.status]["headers"] = {
+                "Retry-After": {
+                    "description": "Seconds after which to send it again.",
+                    "required": True,
+                    "schema": {"type": "integer", "minimum": 1},
+                }
+            }
+    return {str(status): found[status] for status in sorted(found)}
+
+
+def _both(
+    description: str, schema: dict[str, Any], file: str, pairs: Pairs, side: int
+) -> dict[str, Any]:
+    """A body in both formats; `side` is which part of a pair of examples it is."""
+    shown = {n: {"summary": pair[0], "value": pair[side]} for n, pair in pairs.items()}
+    content = {"schema": schema} | ({"examples": shown} if shown else {})
+    return {
+        "description": description,
+        "content": {
+            json.MEDIA_TYPE: content,
+            safetensors.MEDIA_TYPE: {"schema": _FILE | {"description": file}},
+        },
+    }
