@@ -61,7 +61,7 @@ class Server:
     def waiting(self) -> int:
         """How many jobs wait for the device."""
         with self.engine._changed:
-            return sum(not w.future.cancelled() for w in self.engine._order)
+            return sum(len(order) for order in self.engine._orders.values())
 
     def await_waiting(self, count: int) -> None:
         """Returns once that many jobs wait."""

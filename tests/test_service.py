@@ -372,7 +372,6 @@ def test_paths_and_methods_that_are_not(
         {"Content-Type": "application/jsonx"},
         {"Content-Type": "json"},
         {"Content-Type": ""},
-        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
         {"Content-Type": "application/json", "Content-Encoding": "br"},
     ],
 )
@@ -380,7 +379,7 @@ def test_paths_and_methods_that_are_not(
 def test_media_types_without_a_codec(server: Server, path: str, headers: dict[str, str]) -> None:
     body = json.dumps(EXAMPLE).encode()
     problem = refused(server.http.post(path, content=body, headers=headers), 415)
-    assert "application/json" in problem["detail"] or "compressed" in problem["detail"]
+    assert "application/json" in problem["detail"] or "gzip" in problem["detail"]
 
 
 @pytest.mark.parametrize(

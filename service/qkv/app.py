@@ -16,17 +16,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from qkv import __version__, catalogue
-from qkv.engine import Engine, pick_device
+from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
 from qkv.job import Job, Limits
 from qkv.message import Message
-from qkv.routes import attention, convert, openapi, operations, variants
+from qkv.routes import attention, convert, infer, openapi, operations, v2, variants
+from qkv.routes.runs import Runs
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 from qkv.wire import json
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "new_fleet"]
 
 _log = logging.getLogger("qkv.app")
 
@@ -42,7 +43,7 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     """
     settings = settings or Settings()
     if worker is None:
-        worker = Fleet(1, settings.stuck_s, settings.stuck_device_s).worker(0)
+        worker = new_fleet(settings, 1).worker(0)
         worker.ready(True)
     engine = Engine(
         pick_device(settings.device),
@@ -58,6 +59,7 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
         pulse = asyncio.create_task(_pulse(worker))
         try:
             await _warm_up(engine)
+            engine.recorder = worker.recorder  # from here on it is for callers
             yield
         finally:
             await engine.stop()
@@ -76,16 +78,30 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     )
     app.state.engine = engine
     app.state.settings = settings
-    app.include_router(attention.router(engine, settings))
+    runs = Runs(engine, settings)
+    app.include_router(attention.router(runs, settings))
     app.include_router(convert.router(settings))
     app.include_router(variants.router())
     app.include_router(operations.router(engine, worker.fleet))
+    app.include_router(v2.router(engine, worker.fleet))
+    app.include_router(infer.router(runs, worker.fleet.models, settings))
     app.add_exception_handler(QkvError, _known)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unknown)
     app.add_middleware(_Draining, fleet=worker.fleet)
     _describe(app)
     return app
+
+
+def new_fleet(settings: Settings, workers: int) -> Fleet:
+    """What so many workers share, made before they are forked."""
+    return Fleet(
+        workers,
+        settings.stuck_s,
+        settings.stuck_device_s,
+        models=tuple(catalogue.variants()),
+        most_together=settings.max_batch or GPU_BATCH,
+    )
 
 
 class _Draining:
@@ -107,8 +123,8 @@ class _Draining:
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
             await send(message)
 
-        if self._fleet.draining and scope["path"] not in ("/livez", "/readyz"):
-            refusal = _problem(NotNow("the service is stopping", retry_after=5))
+        if self._fleet.draining and scope["path"] not in ("/livez", "/readyz", *v2.PUBLIC):
+            refusal = _refusal(NotNow("the service is stopping", retry_after=5), scope["path"])
             return await refusal(scope, receive, closing)
         return await self._app(scope, receive, closing)
 
@@ -152,12 +168,15 @@ def _describe(app: FastAPI) -> None:
     app.openapi = described  # type: ignore[method-assign]  # FastAPI's own way to extend it
 
 
-async def _known(_: Request, error: Exception) -> Response:
+async def _known(request: Request, error: Exception) -> Response:
     assert isinstance(error, QkvError)
-    return _problem(error)
+    return _refusal(error, request.url.path)
 
 
-def _problem(error: QkvError) -> Response:
+def _refusal(error: QkvError, path: str) -> Response:
+    """An error as the protocol of the path writes it."""
+    if path == "/v2" or path.startswith("/v2/"):
+        return v2.refusal(error)
     return Response(
         json.dump(error.problem()),
         status_code=error.status,

@@ -18,17 +18,22 @@ from typing import Any, Final
 
 import torch
 
-from qkv.errors import Internal, NotNow, QkvError
+from qkv.errors import Internal, NotNow, QkvError, TooLate
 from qkv.job import Job
+from qkv.models import Recorder
 from qkv.run import Ran, run
 from qkv.tensors import RawTensor
 
-__all__ = ["Answer", "Engine", "pick_device"]
+__all__ = ["GPU_BATCH", "Answer", "Engine", "pick_device"]
 
 _log = logging.getLogger("qkv.engine")
 
 _BATCH_BYTES: Final = 1 << 30  # tensors in and out that run together, beyond the first job
-_GPU_BATCH: Final = 64
+GPU_BATCH: Final = 64
+"""Most requests that run together on a GPU, unless a setting says otherwise."""
+
+_PRIORITIES: Final = (1, 2, 3)  # first, as everybody, last
+_DEFAULT_PRIORITY: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,12 @@ class Answer:
 class _Waiting:
     job: Job
     future: asyncio.Future[Answer]
+    priority: int
     since: float = field(default_factory=time.perf_counter)
+
+    @property
+    def key(self) -> Hashable:
+        return self.priority, self.job.key
 
     @property
     def bytes(self) -> int:
@@ -79,6 +89,9 @@ class Engine:
         max_queue_bytes: tensor bytes, in and out, that may wait.
         stack: whether a group runs as one call; None: on a GPU only (see `run.run`).
         on_busy: told when a batch starts and when it is done, from the device thread.
+
+    Attributes:
+        recorder: counts what becomes of jobs, once there is one.
     """
 
     def __init__(
@@ -92,13 +105,16 @@ class Engine:
         on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.device = device
-        self._max_batch = max_batch or (1 if device.type == "cpu" else _GPU_BATCH)
+        self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_BATCH)
         self._threads = threads
         self._max_queue_bytes = max_queue_bytes
         self._stack = device.type != "cpu" if stack is None else stack
         self._on_busy = on_busy
+        self.recorder: Recorder | None = None
         self._groups: dict[Hashable, deque[_Waiting]] = defaultdict(deque)
-        self._order: OrderedDict[_Waiting, None] = OrderedDict()
+        self._orders: dict[int, OrderedDict[_Waiting, None]] = {
+            priority: OrderedDict() for priority in _PRIORITIES
+        }
         self._bytes = 0
         self._holds = 0
         self._closing = False
@@ -128,14 +144,22 @@ class Engine:
         """Whether jobs are taken."""
         return self.alive and not self._closing
 
-    def submit(self, job: Job) -> asyncio.Future[Answer]:
+    def submit(
+        self, job: Job, *, priority: int = 0, wait_s: float | None = None
+    ) -> asyncio.Future[Answer]:
         """Queues a job; its answer is the future's result. Cancelling the future drops it.
+
+        Args:
+            job: what to run.
+            priority: 1 goes before all others, 3 after; anything else is like everybody, 2.
+            wait_s: seconds that it may wait for the device; then the future fails with TooLate.
 
         Raises:
             NotNow: too much waits already, or the engine is stopping.
         """
         assert self._loop is not None
-        waiting = _Waiting(job, self._loop.create_future())
+        priority = priority if priority in _PRIORITIES else _DEFAULT_PRIORITY
+        waiting = _Waiting(job, self._loop.create_future(), priority)
         with self._changed:
             if not self.ready:
                 raise NotNow("the service is stopping", retry_after=5)
@@ -144,11 +168,14 @@ class Engine:
                     f"{self._bytes} bytes of tensors wait already; at most "
                     f"{self._max_queue_bytes} may"
                 )
-            self._groups[job.key].append(waiting)
+            self._groups[waiting.key].append(waiting)
             self._bytes += waiting.bytes
-            self._order[waiting] = None
+            self._orders[priority][waiting] = None
             self._changed.notify()
         waiting.future.add_done_callback(lambda future: self._left(waiting, future))
+        if wait_s is not None:
+            timer = self._loop.call_later(wait_s, self._expire, waiting, wait_s)
+            waiting.future.add_done_callback(lambda _: timer.cancel())
         return waiting.future
 
     @contextmanager
@@ -165,19 +192,31 @@ class Engine:
 
     def _left(self, waiting: _Waiting, future: asyncio.Future[Answer]) -> None:
         """Frees the place of a caller that leaves before its turn."""
-        with self._changed:
-            if future.cancelled() and waiting in self._order:
-                self._drop(waiting)
+        if future.cancelled():
+            self._drop(waiting)
 
-    def _drop(self, waiting: _Waiting) -> None:
-        group = self._groups[waiting.job.key]
-        group.remove(waiting)
-        if not group:
-            del self._groups[waiting.job.key]
-        self._forget(waiting)
+    def _expire(self, waiting: _Waiting, wait_s: float) -> None:
+        """Tells a caller whose turn has not come in time; one whose job runs gets its answer."""
+        if self._drop(waiting):
+            self._record_failure(waiting)
+            waiting.future.set_exception(
+                TooLate(f"the device was not free within {wait_s * 1e3:g} ms")
+            )
+
+    def _drop(self, waiting: _Waiting) -> bool:
+        """Takes a job out of the queue; false where its turn has come already."""
+        with self._changed:
+            if waiting not in self._orders[waiting.priority]:
+                return False
+            group = self._groups[waiting.key]
+            group.remove(waiting)
+            if not group:
+                del self._groups[waiting.key]
+            self._forget(waiting)
+            return True
 
     def _forget(self, waiting: _Waiting) -> None:
-        del self._order[waiting]
+        del self._orders[waiting.priority][waiting]
         self._bytes -= waiting.bytes
 
     def _work(self) -> None:
@@ -197,21 +236,23 @@ class Engine:
         the engine stops and nothing waits."""
         with self._changed:
             while True:
-                if self._order and not self._holds:
-                    oldest = next(iter(self._order))
-                    if oldest.future.cancelled():
-                        self._drop(oldest)
-                    else:
+                oldest = self._oldest()
+                if oldest is not None and not self._holds:
+                    if not oldest.future.cancelled():
                         return self._group(oldest)
+                    self._drop(oldest)
                     continue
-                if self._closing and not self._order:
+                if self._closing and oldest is None:
                     return []
                 self._changed.wait()
 
+    def _oldest(self) -> _Waiting | None:
+        """Who has waited longest, of those with the first priority there is."""
+        return next((next(iter(order)) for order in self._orders.values() if order), None)
+
     def _group(self, oldest: _Waiting) -> list[_Waiting]:
         """The jobs that run with the oldest; those whose callers leave meanwhile run for nobody."""
-        key = oldest.job.key
-        group, total = self._groups[key], 0
+        group, total = self._groups[oldest.key], 0
         batch: list[_Waiting] = []
         while group and len(batch) < self._max_batch:
             total += group[0].bytes
@@ -222,7 +263,7 @@ class Engine:
                 batch.append(waiting)
             self._forget(waiting)
         if not group:
-            del self._groups[key]
+            del self._groups[oldest.key]
         return batch
 
     def _run(self, batch: list[_Waiting]) -> list[tuple[_Waiting, Answer | QkvError]]:
@@ -232,12 +273,34 @@ class Engine:
         except Exception as error:
             cause = error
         else:
+            self._record(batch, ran)
             return [(w, self._answer(w, r)) for w, r in zip(batch, ran, strict=True)]
         if len(batch) > 1:
             middle = len(batch) // 2
             return self._run(batch[:middle]) + self._run(batch[middle:])
         _log.error("a job of %s failed", batch[0].job.variant.name, exc_info=cause)
+        self._record_failure(batch[0])
         return [(batch[0], cause if isinstance(cause, QkvError) else _fault(cause))]
+
+    def _record(self, batch: list[_Waiting], ran: list[Ran]) -> None:
+        if self.recorder is None:
+            return
+        name, now = batch[0].job.variant.name, time.perf_counter()
+        # those that shared a call share its seconds: they count once for the batch
+        stages = [
+            sum(r.load_s / r.stacked for r in ran),
+            sum(r.compute_s / r.stacked for r in ran),
+            sum(r.split_s / r.stacked for r in ran),
+        ]
+        self.recorder.executed(name, len(batch), stages)
+        for waiting, r in zip(batch, ran, strict=True):
+            stages = [r.started - waiting.since, r.load_s, r.compute_s, r.split_s]
+            self.recorder.answered(name, now - waiting.since, stages)
+
+    def _record_failure(self, waiting: _Waiting) -> None:
+        if self.recorder is not None:
+            name = waiting.job.variant.name
+            self.recorder.failed(name, time.perf_counter() - waiting.since)
 
     def _answer(self, waiting: _Waiting, ran: Ran) -> Answer:
         job = waiting.job
@@ -245,7 +308,7 @@ class Engine:
             ran.outputs,
             {
                 "queue_ms": (ran.started - waiting.since) * 1e3,
-                "transfer_ms": ran.transfer_s * 1e3,
+                "transfer_ms": (ran.load_s + ran.split_s) * 1e3,
                 "compute_ms": ran.compute_s * 1e3,
                 "batch_size": ran.batch_size,
                 "device": str(self.device),

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+
+from qkv.models import Models, Recorder
 
 __all__ = ["Fleet", "Worker"]
 
@@ -32,10 +35,23 @@ class Fleet:
         workers: how many.
         stuck_s: seconds after which a silent event loop counts as stuck.
         stuck_device_s: seconds after which a device that runs one batch counts as stuck.
+        models: the names of what they all serve.
+        most_together: the most requests that may run as one batch.
+
+    Attributes:
+        models: what is known of each of them.
     """
 
-    def __init__(self, workers: int, stuck_s: float = 30.0, stuck_device_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        workers: int,
+        stuck_s: float = 30.0,
+        stuck_device_s: float = 600.0,
+        models: Sequence[str] = (),
+        most_together: int = 1,
+    ) -> None:
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
+        self.models = Models(models, workers, most_together)
         block = mmap.mmap(-1, _ROW.itemsize * workers + 1)  # anonymous, shared with forks
         self._rows = np.frombuffer(block, _ROW, workers)
         self._draining = np.frombuffer(block, "?", 1, _ROW.itemsize * workers)
@@ -46,7 +62,7 @@ class Fleet:
     def worker(self, index: int) -> Worker:
         """A worker's own row, as fresh as when nothing ran in it."""
         self._rows[index] = (0, 0, False)
-        return Worker(self, self._rows[index : index + 1])
+        return Worker(self, self._rows[index : index + 1], self.models.recorder(index))
 
     @property
     def draining(self) -> bool:
@@ -72,10 +88,16 @@ class Fleet:
 
 
 class Worker:
-    """One worker's row in its fleet."""
+    """One worker's row in its fleet.
 
-    def __init__(self, fleet: Fleet, row: np.ndarray) -> None:
+    Attributes:
+        fleet: all of them.
+        recorder: counts what becomes of this worker's requests.
+    """
+
+    def __init__(self, fleet: Fleet, row: np.ndarray, recorder: Recorder) -> None:
         self.fleet = fleet
+        self.recorder = recorder
         self._row = row
 
     def beat(self) -> None:

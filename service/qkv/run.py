@@ -30,17 +30,21 @@ class Ran(NamedTuple):
     Attributes:
         outputs: tensors in the shapes and dtypes that the job says.
         started: when its turn came, on the clock of `time.perf_counter`.
-        transfer_s: seconds spent moving tensors to the device and back, and aligning them.
+        load_s: seconds spent aligning tensors and moving them to the device.
         compute_s: seconds spent in projections and variant; on a GPU between two events.
+        split_s: seconds spent moving the answers back and taking them apart.
         batch_size: jobs that ran together.
+        stacked: jobs that shared one call, and so these seconds.
         backend: which of the variant's paths ran.
     """
 
     outputs: dict[str, RawTensor]
     started: float
-    transfer_s: float
+    load_s: float
     compute_s: float
+    split_s: float
     batch_size: int
+    stacked: int
     backend: str
 
 
@@ -108,9 +112,9 @@ def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) ->
     compute_s = clock.stop()
     computed = time.perf_counter()
     answers = _split(jobs, result)
-    transfer_s = (loaded - started) + (time.perf_counter() - computed)
+    times = (loaded - started, compute_s, time.perf_counter() - computed)
     backend = getattr(result, "backend", "explicit")
-    return [Ran(a, started, transfer_s, compute_s, batch_size, backend) for a in answers]
+    return [Ran(a, started, *times, batch_size, len(jobs), backend) for a in answers]
 
 
 def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ import click
 import uvicorn
 
 from qkv import port
-from qkv.app import create_app
+from qkv.app import create_app, new_fleet
 from qkv.engine import pick_device
 from qkv.fleet import Fleet, Worker
 from qkv.settings import Settings
@@ -47,7 +47,7 @@ def serve(settings: Settings) -> int:
     listening = port.listen(settings.host, settings.port)
     device = _device_type(settings.device)
     workers = settings.workers or (1 if device == "cuda" else default_workers())
-    fleet = Fleet(workers, settings.stuck_s, settings.stuck_device_s)
+    fleet = new_fleet(settings, workers)
     return _Parent(settings, listening, fleet, device).run()
 
 

@@ -53,6 +53,7 @@ class Settings(BaseSettings):
         int,
         Field(
             ge=0,
+            le=4096,
             description="Most requests that run together; 1: no batching; 0: 1 on a CPU, 64 on "
             "a GPU.",
         ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,16 +13,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from qkv.errors import Left, TooLarge, UnsupportedMediaType
+from qkv.errors import Left, TooLarge, Unparseable, UnsupportedMediaType
 from qkv.message import Message
 from qkv.wire import Codec, for_accept, for_content_type
 
-__all__ = ["Outgoing", "Received", "elsewhere", "read"]
+__all__ = ["Outgoing", "Received", "body", "elsewhere", "read"]
 
 _T = TypeVar("_T")
+Chunk = bytes | memoryview
 
 _LARGE: Final = 1 << 18  # bytes; more is not parsed or written on the event loop
 _ALIGNMENT: Final = 64
+_EITHER_FORM: Final = zlib.MAX_WBITS | 32  # gzip's, or zlib's, which HTTP calls deflate
 
 
 class Received(NamedTuple):
@@ -36,18 +39,16 @@ async def read(request: Request, group: str, limit: int) -> Received:
     """Reads and decodes a body whose tensors stand under `group`.
 
     Raises:
-        UnsupportedMediaType: no codec for its Content-Type.
+        UnsupportedMediaType: no codec for its Content-Type, or none for its Content-Encoding.
         NotAcceptable: no codec for its Accept.
-        TooLarge: it is larger than `limit`, by its Content-Length or by what came.
+        TooLarge: it is larger than `limit`, by its Content-Length, by what came, or unpacked.
         Unparseable, InvalidContent: from the codec.
     """
     codec = for_content_type(request.headers.get("content-type"))
     answer_in = for_accept(", ".join(request.headers.getlist("accept")), codec)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaType("compressed bodies are not read here")
-    body = await _body(request, limit, codec)
+    whole = await body(request, limit, codec.aligned_at)
     at = time.perf_counter()
-    message = await elsewhere(len(body), lambda: codec.decode(body, group))
+    message = await elsewhere(len(whole), lambda: codec.decode(whole, group))
     return Received(message, at, answer_in)
 
 
@@ -59,17 +60,17 @@ async def elsewhere(size: int, work: Callable[[], _T]) -> _T:
 
 
 class Outgoing(Response):
-    """A message on its way out: tensors leave from their own buffers."""
+    """An answer on its way out: tensors leave from their own buffers."""
 
     def __init__(
-        self, codec: Codec, message: Message, group: str, headers: Mapping[str, str] | None = None
+        self, chunks: Sequence[Chunk], media_type: str, headers: Mapping[str, str] | None = None
     ) -> None:
-        self._chunks = codec.encode(message, group)
+        self._chunks = chunks
         self.status_code = 200
         self.background = None
-        self.media_type = codec.MEDIA_TYPE
+        self.media_type = media_type
         self.body = b""
-        length = sum(len(chunk) for chunk in self._chunks)
+        length = sum(len(chunk) for chunk in chunks)
         self.init_headers({"content-length": str(length)} | dict(headers or {}))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,26 +81,44 @@ class Outgoing(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _body(request: Request, limit: int, codec: Codec) -> bytes | memoryview:
-    """The body: bytes, or a buffer that lies as the codec wants it."""
+async def body(
+    request: Request, limit: int, aligned_at: Callable[[bytes], int | None]
+) -> bytes | memoryview:
+    """The body, unpacked where it came packed.
+
+    Args:
+        request: whose.
+        limit: most bytes, as they come and unpacked.
+        aligned_at: says of the first 8 bytes which byte should lie at an aligned address; None
+            where it does not matter and `bytes` are wanted.
+
+    Raises:
+        UnsupportedMediaType: it is packed in a way that is not read here.
+        TooLarge: it is larger than the limit.
+        Unparseable: it is packed and cannot be unpacked.
+        Left: the caller left before all had come.
+    """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", "gzip", "deflate"):
+        raise UnsupportedMediaType(
+            f"Content-Encoding {coding!r:.60} is not read here; send gzip, deflate, or neither"
+        )
     declared = request.headers.get("content-length")
     if declared is not None and int(declared) > limit:  # the server has seen that it is a number
         raise TooLarge(f"the body has {declared} bytes; at most {limit} are read", limit=limit)
     stream = _chunks(request, limit)
+    if coding != "identity":
+        packed = b"".join([chunk async for chunk in stream])
+        return _placed(await asyncio.to_thread(_unpacked, packed, limit), aligned_at)
     head = b""
     async for chunk in stream:
         head += chunk
         if len(head) >= 8:
             break
-    aligned_at = codec.aligned_at(head[:8])
-    if aligned_at is None or declared is None:
-        whole = b"".join([head, *[chunk async for chunk in stream]])
-        if aligned_at is None:
-            return whole
-        buffer = _aligned(len(whole), aligned_at)
-        buffer[:] = whole
-        return buffer
-    buffer = _aligned(int(declared), aligned_at)
+    at = aligned_at(head[:8])
+    if at is None or declared is None:
+        return _placed(b"".join([head, *[chunk async for chunk in stream]]), aligned_at)
+    buffer = _aligned(int(declared), at)
     buffer[: len(head)] = head
     filled = len(head)
     async for chunk in stream:
@@ -118,6 +137,31 @@ async def _chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
             yield chunk
     except ClientDisconnect:
         raise Left("the caller left before its body had come") from None
+
+
+def _unpacked(packed: bytes, limit: int) -> bytes:
+    """What gzip or zlib packed; never more than the limit, whatever it claims to become."""
+    unpacker = zlib.decompressobj(_EITHER_FORM)
+    try:
+        whole = unpacker.decompress(packed, limit + 1)
+    except zlib.error as error:
+        raise Unparseable(f"the body cannot be unpacked: {error}") from None
+    if len(whole) > limit:
+        raise TooLarge(f"the body unpacks to more than {limit} bytes", limit=limit)
+    if not unpacker.eof:
+        raise Unparseable("the packed body ends too early")
+    if unpacker.unused_data:
+        raise Unparseable("bytes follow the packed body")
+    return whole
+
+
+def _placed(whole: bytes, aligned_at: Callable[[bytes], int | None]) -> bytes | memoryview:
+    at = aligned_at(whole[:8])
+    if at is None:
+        return whole
+    buffer = _aligned(len(whole), at)
+    buffer[:] = whole
+    return buffer
 
 
 def _aligned(size: int, at: int) -> memoryview:

@@ -28,6 +28,7 @@ def router(settings: Settings) -> APIRouter:
     async def convert_weights(request: Request) -> Response:
         received = await read(request, "tensors", settings.max_body_bytes)
         message = await asyncio.to_thread(convert_message, received.message)
-        return Outgoing(received.answer_in, message, "tensors")
+        codec = received.answer_in
+        return Outgoing(codec.encode(message, "tensors"), codec.MEDIA_TYPE)
 
     return routes

@@ -13,9 +13,9 @@ from qkv.catalogue import Variant
 from qkv.layers.projections import ROLES
 from qkv.message import Message
 from qkv.tensors import RawTensor
-from qkv.wire import CODECS, json
+from qkv.wire import CODECS, json, v2
 
-__all__ = ["PROBLEMS", "Pairs", "attention", "conversions"]
+__all__ = ["PROBLEMS", "Pairs", "attention", "conversions", "inference"]
 
 _log = logging.getLogger("qkv.routes.examples")
 
@@ -99,6 +99,19 @@ def conversions() -> Pairs:
         "bias": ("A bias, as one more row", biased),
     }
     return {name: (summary, body, _converted(body)) for name, (summary, body) in requests.items()}
+
+
+@cache
+def inference() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A request of the Open Inference Protocol, in JSON, and its answer."""
+    arrays = {n: RawTensor.from_numpy(np.array(v, np.float32)) for n, v in _INPUTS.items()}
+    ran = local.attend("softmax", Message({"outputs": ["output"]}, arrays))
+    timing = _TIMES | {"batch_size": 1} | ran.fields["timing"]
+    timing["compute_ms"] = _TIMES["compute_ms"]
+    fields = {"model_name": "softmax", "model_version": "1", "id": "1", "parameters": timing}
+    asked, _ = v2.encode(Message({"id": "1"}, arrays), "inputs", ())
+    answered, _ = v2.encode(Message(fields, ran.tensors), "outputs", ())
+    return json.load(b"".join(asked)), json.load(b"".join(answered))
 
 
 def _run(variant: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from qkv import catalogue, errors
 from qkv.catalogue import Variant
-from qkv.routes import examples, schemas
+from qkv.routes import examples, openapi_v2, schemas
 from qkv.routes.examples import Pairs
 from qkv.routes.operations import INDEX
 from qkv.wire import json, safetensors
@@ -35,6 +35,12 @@ TAGS: Final = [
     {"name": "attention", "description": "One route for each variant."},
     {"name": "layers", "description": "A layer's weights, outside a run."},
     {"name": "catalogue", "description": "What there is, and what each variant takes."},
+    {
+        "name": "open inference protocol",
+        "description": "Every variant as a V2 model, for clients of Triton and KServe. Each path "
+        "below `/v2/models/{model}` exists below `/v2/models/{model}/versions/1` too. Errors there "
+        'are `{"error": "..."}`.',
+    },
     {"name": "operations", "description": "For what runs the service."},
 ]
 
@@ -45,6 +51,7 @@ _FAULTS: Final = (400, 404, 406, 413, 415, 422, 500, 503)
 def prepare() -> None:
     """Runs the examples. They run outside the engine, so that is for before it starts."""
     examples.conversions()
+    examples.inference()
     for variant in catalogue.variants().values():
         examples.attention(variant)
 
@@ -56,7 +63,7 @@ def complete(document: dict[str, Any]) -> None:
     for path, methods in document["paths"].items():
         for operation in methods.values():
             operation |= operations[path]  # in place
-    document["components"] = {"schemas": schemas.COMPONENTS}
+    document["components"] = {"schemas": schemas.COMPONENTS | openapi_v2.COMPONENTS}
 
 
 def _operations() -> dict[str, dict[str, Any]]:
@@ -78,6 +85,7 @@ def _operations() -> dict[str, dict[str, Any]]:
         | _plain("That variant.", every, entries[0], unknown),
         "/": _plain("Where to go.", index, INDEX),
         **dict.fromkeys(("/livez", "/readyz"), _status()),
+        **openapi_v2.operations(),
     }
 
 

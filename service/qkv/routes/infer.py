@@ -1,0 +1,198 @@
+"""POST /v2/models/{model}/infer: runs a variant for clients of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, NamedTuple
+
+import pydantic
+from fastapi import APIRouter, Request, Response
+
+from qkv import catalogue
+from qkv.catalogue import Variant
+from qkv.errors import InvalidContent, Unparseable, pointer_to, shown
+from qkv.job import invalid_field
+from qkv.message import Message
+from qkv.models import Models
+from qkv.routes.body import Outgoing, body, elsewhere
+from qkv.routes.runs import Result, Runs
+from qkv.routes.v2 import VERSION, default_output, find_loaded, new_router
+from qkv.settings import Settings
+from qkv.wire import json, v2
+
+__all__ = ["router"]
+
+_BINARY_TYPE: Final = "application/octet-stream"
+_MOST_US: Final = (1 << 63) - 1
+_PACK_LEVEL: Final = 1  # floats hardly shrink, whatever the effort
+_STATELESS: Final = ("sequence_id", "sequence_start", "sequence_end")
+
+
+class _Requested(pydantic.BaseModel):
+    """An output that a request asks for."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class _Request(pydantic.BaseModel):
+    """A request, its tensors apart."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    id: str | None = None
+    model_name: str | None = None  # KServe's client repeats what the path says
+    model_version: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: list[_Requested] | None = None
+
+
+class _Reserved(pydantic.BaseModel):
+    """The parameters that are the protocol's, not the variant's."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    binary_data_output: bool = False
+    priority: Annotated[int, pydantic.Field(ge=0, le=_MOST_US)] = 0
+    timeout: Annotated[int, pydantic.Field(ge=0, le=_MOST_US)] = 0  # microseconds; 0: none
+
+
+class _Asked(NamedTuple):
+    """What a request asks for.
+
+    Attributes:
+        id: to be echoed.
+        message: the run, as the native API would have it.
+        outputs: what to return, in this order.
+        binary: those of them that go as bytes.
+        reserved: priority and timeout.
+    """
+
+    id: str | None
+    message: Message
+    outputs: list[str]
+    binary: set[str]
+    reserved: _Reserved
+
+
+def router(runs: Runs, models: Models, settings: Settings) -> APIRouter:
+    """The route."""
+    routes = new_router()
+
+    @routes.post("/v2/models/{model}/infer", summary="Runs a variant.")
+    @routes.post("/v2/models/{model}/versions/{version}/infer", include_in_schema=False)
+    async def infer(request: Request, model: str, version: str = VERSION) -> Response:
+        find_loaded(models, model, version)
+        length = v2.json_length(request.headers.get(v2.LENGTH_HEADER))
+        whole = await body(request, settings.max_body_bytes, lambda _: length)
+        received = time.perf_counter()
+        message = await elsewhere(len(whole), lambda: v2.decode(whole, "inputs", length))
+        asked = _asked(message, catalogue.find(model), version)
+        ran = await runs.run(
+            request,
+            received,
+            model,
+            asked.message,
+            priority=asked.reserved.priority,
+            wait_s=asked.reserved.timeout / 1e6 or None,
+        )
+        packing = _packing(request.headers.get("accept-encoding", ""))
+        return await elsewhere(ran.nbytes, lambda: _answer(model, asked, ran, packing))
+
+    return routes
+
+
+def _asked(message: Message, variant: Variant, version: str) -> _Asked:
+    """The request in the native API's words.
+
+    Raises:
+        InvalidContent: a field or a parameter is not the protocol's, nor the variant's.
+    """
+    try:
+        fields = _Request.model_validate(message.fields)
+    except pydantic.ValidationError as error:
+        raise invalid_field(error, ["inputs", *_Request.model_fields]) from None
+    here = {"model_name": variant.name, "model_version": version}
+    for field, expected in here.items():
+        if (given := getattr(fields, field)) not in (None, "", expected):
+            raise InvalidContent(f"{field} is {given!r:.60}; the path says {expected!r}")
+    given = fields.parameters or {}
+    reserved = _reserved({n: v for n, v in given.items() if n in _Reserved.model_fields})
+    native = {n: _unquoted(n, v) for n, v in given.items() if n not in _Reserved.model_fields}
+    requested = fields.outputs or [_Requested(name=default_output(variant))]
+    outputs = [output.name for output in requested]
+    binary = {o.name for o in requested if _is_binary(o, reserved.binary_data_output)}
+    run = Message({"parameters": native, "outputs": outputs}, message.tensors)
+    return _Asked(fields.id, run, outputs, binary, reserved)
+
+
+def _reserved(given: dict[str, Any]) -> _Reserved:
+    try:
+        return _Reserved.model_validate(given)
+    except pydantic.ValidationError as error:
+        raise invalid_field(error, list(_Reserved.model_fields), "parameters") from None
+
+
+def _unquoted(name: str, value: Any) -> Any:
+    """A parameter's value; lists and objects may come as strings that are JSON, because Triton's
+    clients send scalars only."""
+    if name in _STATELESS:
+        raise InvalidContent(f"{name} has no meaning here: no model keeps state between requests")
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.load(value)
+    except Unparseable as error:
+        raise InvalidContent(
+            f"parameter {name!r:.60} came as {shown(value)}, which looks like JSON: {error}",
+            pointer=pointer_to("parameters", name),
+        ) from None
+
+
+def _is_binary(output: _Requested, default: bool) -> bool:
+    given = dict(output.parameters or {})
+    binary = given.pop("binary_data", default)
+    if given:
+        raise InvalidContent(
+            f"output {output.name!r:.60} has the parameter {next(iter(given))!r:.60}; known is "
+            "binary_data (there is no classification and no shared memory here)"
+        )
+    if not isinstance(binary, bool):
+        raise InvalidContent(
+            f"output {output.name!r:.60} has binary_data {shown(binary)}; it must be true or false"
+        )
+    return binary
+
+
+def _answer(model: str, asked: _Asked, ran: Result, packing: str | None) -> Response:
+    fields: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    if asked.id is not None:
+        fields["id"] = asked.id
+    fields["parameters"] = ran.timing
+    message = Message(fields, {name: ran.outputs[name] for name in asked.outputs})
+    chunks, length = v2.encode(message, "outputs", asked.binary)
+    headers = dict(ran.headers)
+    if length is not None:
+        headers[v2.LENGTH_HEADER] = str(length)
+    if packing is not None:
+        chunks = [_packed(chunks, packing)]
+        headers["Content-Encoding"] = packing
+    return Outgoing(chunks, json.MEDIA_TYPE if length is None else _BINARY_TYPE, headers)
+
+
+def _packing(accept_encoding: str) -> str | None:
+    """How the answer is packed: where the caller asks for one coding and no other, as Triton's
+    client does when told to. A list of codings is what HTTP libraries send without being told, and
+    packing floats costs many times what it saves."""
+    asked = accept_encoding.strip().lower()
+    return asked if asked in ("gzip", "deflate") else None
+
+
+def _packed(chunks: Sequence[bytes | memoryview], coding: str) -> bytes:
+    form = zlib.MAX_WBITS | (16 if coding == "gzip" else 0)
+    packer = zlib.compressobj(_PACK_LEVEL, wbits=form)
+    return b"".join([*map(packer.compress, chunks), packer.flush()])

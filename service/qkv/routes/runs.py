@@ -1,0 +1,115 @@
+"""A run over HTTP, whatever protocol asks for it: a message in, outputs and timing out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final, NamedTuple
+
+from fastapi import Request
+
+from qkv.engine import Answer, Engine
+from qkv.errors import Left
+from qkv.job import Job, Limits
+from qkv.message import Message
+from qkv.routes.body import elsewhere
+from qkv.settings import Settings
+from qkv.tensors import RawTensor
+
+__all__ = ["Result", "Runs"]
+
+_STAGES: Final = ("queue", "transfer", "compute", "total")
+
+
+class Result(NamedTuple):
+    """What came of a run.
+
+    Attributes:
+        outputs: by name.
+        timing: as an answer has it, `total_ms` too.
+    """
+
+    outputs: dict[str, RawTensor]
+    timing: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(tensor.nbytes for tensor in self.outputs.values())
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Server-Timing, as W3C's Server Timing defines it: milliseconds."""
+        stages = (f"{stage};dur={self.timing[f'{stage}_ms']:.4f}" for stage in _STAGES)
+        return {"Server-Timing": ", ".join(stages)}
+
+
+class Runs:
+    """Runs for callers who may leave meanwhile.
+
+    Args:
+        engine: what runs them.
+        settings: their limits.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self._engine = engine
+        self._limits = Limits(
+            answer=settings.max_answer_bytes,
+            request=settings.max_queue_bytes,
+            scores=settings.max_scores,
+        )
+
+    async def run(
+        self,
+        request: Request,
+        received: float,
+        variant: str,
+        message: Message,
+        *,
+        priority: int = 0,
+        wait_s: float | None = None,
+    ) -> Result:
+        """Checks what is asked for, and has it run.
+
+        Args:
+            request: where it came from: if its caller leaves, its place in the queue is free.
+            received: when its last byte came, by `time.perf_counter`.
+            variant: what to run.
+            message: as `Job.of` takes it.
+            priority: as `Engine.submit` takes it.
+            wait_s: as `Engine.submit` takes it.
+
+        Raises:
+            QkvError: from `Job.of` and `Engine.submit`; Left where the caller has left.
+        """
+        size = sum(t.nbytes for t in message.tensors.values())
+        job = await elsewhere(size, lambda: Job.of(variant, message, self._limits))
+        future = self._engine.submit(job, priority=priority, wait_s=wait_s)
+        answer = await _answered(request, future)
+        return Result(answer.outputs, _with_total(answer.timing, received))
+
+
+async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:
+    """The future's result; a caller that leaves meanwhile gives its place in the queue back."""
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise Left("the caller left before its turn came")
+        return await future
+    finally:
+        leaving.cancel()
+        future.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _with_total(timing: dict[str, Any], received: float) -> dict[str, Any]:
+    """The timing with `total_ms`, from the body's last byte to here, in its place."""
+    stages = {f"{stage}_ms": timing.get(f"{stage}_ms", 0.0) for stage in _STAGES}
+    stages["total_ms"] = (time.perf_counter() - received) * 1e3
+    return stages | {name: value for name, value in timing.items() if name not in stages}
