@@ -24,6 +24,7 @@ Chunk = bytes | memoryview
 
 _LARGE: Final = 1 << 18  # bytes; more is not parsed or written on the event loop
 _ALIGNMENT: Final = 64
+_PIECE: Final = 1 << 20  # bytes; packed bodies are fed and unpacked in such pieces
 _EITHER_FORM: Final = zlib.MAX_WBITS | 32  # gzip's, or zlib's, which HTTP calls deflate
 
 
@@ -109,7 +110,7 @@ async def body(
     stream = _chunks(request, limit)
     if coding != "identity":
         packed = b"".join([chunk async for chunk in stream])
-        return _placed(await asyncio.to_thread(_unpacked, packed, limit), aligned_at)
+        return await asyncio.to_thread(lambda: _placed(_unpacked(packed, limit), aligned_at))
     head = b""
     async for chunk in stream:
         head += chunk
@@ -117,7 +118,7 @@ async def body(
             break
     at = aligned_at(head[:8])
     if at is None or declared is None:
-        return _placed(b"".join([head, *[chunk async for chunk in stream]]), aligned_at)
+        return _placed([head, *[chunk async for chunk in stream]], aligned_at)
     buffer = _aligned(int(declared), at)
     buffer[: len(head)] = head
     filled = len(head)
@@ -139,28 +140,50 @@ async def _chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
         raise Left("the caller left before its body had come") from None
 
 
-def _unpacked(packed: bytes, limit: int) -> bytes:
-    """What gzip or zlib packed; never more than the limit, whatever it claims to become."""
+def _unpacked(packed: bytes, limit: int) -> list[bytes]:
+    """What gzip or zlib packed, in pieces; never more than the limit, whatever it claims to become.
+
+    In pieces, because zlib would join them, and hold all of it twice.
+    """
     unpacker = zlib.decompressobj(_EITHER_FORM)
+    pieces: list[bytes] = []
+    size = fed = 0
     try:
-        whole = unpacker.decompress(packed, limit + 1)
+        while fed < len(packed) and not unpacker.eof:
+            part = packed[fed : fed + _PIECE]
+            fed += len(part)
+            while part and not unpacker.eof:
+                pieces.append(unpacker.decompress(part, _PIECE))
+                part = unpacker.unconsumed_tail
+                size += len(pieces[-1])
+                if size > limit:
+                    raise TooLarge(f"the body unpacks to more than {limit} bytes", limit=limit)
     except zlib.error as error:
         raise Unparseable(f"the body cannot be unpacked: {error}") from None
-    if len(whole) > limit:
-        raise TooLarge(f"the body unpacks to more than {limit} bytes", limit=limit)
     if not unpacker.eof:
         raise Unparseable("the packed body ends too early")
-    if unpacker.unused_data:
+    if unpacker.unused_data or fed < len(packed):
         raise Unparseable("bytes follow the packed body")
-    return whole
+    return pieces
 
 
-def _placed(whole: bytes, aligned_at: Callable[[bytes], int | None]) -> bytes | memoryview:
-    at = aligned_at(whole[:8])
+def _placed(
+    pieces: Sequence[bytes], aligned_at: Callable[[bytes], int | None]
+) -> bytes | memoryview:
+    """The pieces as one body, copied once."""
+    head = b""
+    for piece in pieces:
+        head += piece[:8]
+        if len(head) >= 8:
+            break
+    at = aligned_at(head[:8])
     if at is None:
-        return whole
-    buffer = _aligned(len(whole), at)
-    buffer[:] = whole
+        return b"".join(pieces)
+    buffer = _aligned(sum(map(len, pieces)), at)
+    filled = 0
+    for piece in pieces:
+        buffer[filled : filled + len(piece)] = piece
+        filled += len(piece)
     return buffer
 
 

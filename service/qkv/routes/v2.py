@@ -59,7 +59,7 @@ def refusal(error: QkvError) -> Response:
     """An error as the protocol writes it, with the statuses that Triton uses: 400 for whatever is
     wrong with a request, 503 also where its time was up."""
     status = {406: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
-    text = json.dump({"error": error.detail})
+    text = json.dump({"error": error.problem()["detail"]})  # cut
     return Response(text, status, error.headers(), media_type=json.MEDIA_TYPE)
 
 

@@ -26,6 +26,7 @@ __all__ = ["MAX_AXES", "Document", "Lists", "items", "shown_node", "write"]
 MAX_AXES: Final = 8
 _MAX_DEPTH: Final = 32  # of what is not a tensor
 _MAX_NAMES: Final = 256  # in one object: each is looked up by a scan
+_LONGEST_NAME: Final = 1024  # it stands in the pointer to each value below it
 Array = np.ndarray[Any, Any]
 
 _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), ("d", np.float64))
@@ -181,12 +182,17 @@ def items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
     Not `node.items()`, which makes Python objects of all that is below.
 
     Raises:
-        InvalidContent: a name comes twice, is none, or there are too many.
+        InvalidContent: a name comes twice, is none, is too long, or there are too many.
     """
     if len(node) > _MAX_NAMES:
         raise InvalidContent(f"more than {_MAX_NAMES} names in an object", pointer=pointer)
     seen = set()
     for name in node:
+        if len(name) > _LONGEST_NAME:
+            raise InvalidContent(
+                f"a name has {len(name)} characters; at most {_LONGEST_NAME} are read",
+                pointer=pointer,
+            )
         inside = pointer + pointer_to(name)
         if name in seen:
             raise InvalidContent(f"{name!r:.60} comes twice", pointer=inside)

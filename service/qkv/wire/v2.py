@@ -134,6 +134,7 @@ class _Tensor:
     """An entry of the list, with all but its bytes or numbers.
 
     Attributes:
+        label: its name, as far as a person needs it.
         lists: its numbers, where they stand in the JSON.
         size: how many bytes it has behind the JSON.
     """
@@ -152,17 +153,18 @@ class _Tensor:
                 plain[key] = document.plain(inner, f"{pointer}/{key}")
         self.pointer = pointer
         self.name = _checked_name(plain, pointer)
+        self.label = f"{self.name:.60}"
         self.dtype, self.shape = self._form(plain)
         self.size = self._binary_size(plain.get("parameters"), data is not None)
         self.lists = None
         if data is not None:
-            self.lists = document.lists(data, self.name, f"{pointer}/data")
+            self.lists = document.lists(data, self.label, f"{pointer}/data")
 
     def view(self, data: memoryview) -> RawTensor:
         """The tensor whose bytes these are the first of."""
         if len(data) < self.size:
             raise Unparseable(
-                f"{self.name} has {_SIZE} {self.size}; {len(data)} bytes are left behind the JSON",
+                f"{self.label} has {_SIZE} {self.size}; {len(data)} bytes are left behind the JSON",
                 pointer=self.pointer,
             )
         own = data[: self.size]
@@ -173,14 +175,16 @@ class _Tensor:
     def read(self, numbers: Lists, is_walked: bool) -> RawTensor:
         """The tensor whose numbers these are, nested as its shape says, or flat."""
         count = nbytes(self.dtype, self.shape) // DTYPES[self.dtype].itemsize
-        if numbers.shape not in (self.shape, (count,)):
+        # an empty axis hides those within it
+        nested = self.shape[: self.shape.index(0) + 1] if 0 in self.shape else self.shape
+        if numbers.shape not in (nested, (count,)):
             raise self._wrong(
                 f"has shape {list(self.shape)}, {count} elements; its data came as "
                 f"{list(numbers.shape)}"
             )
         raw = numbers.read(is_walked)
         if self.dtype != "bool":
-            raw = typed(raw, self.name, [self.dtype], self.dtype, f"{self.pointer}/data")
+            raw = typed(raw, self.label, [self.dtype], self.dtype, f"{self.pointer}/data")
             return RawTensor(self.dtype, self.shape, raw.data)
         array = raw.numpy()
         if not ((array == 0) | (array == 1)).all():
@@ -229,7 +233,7 @@ class _Tensor:
         return 0 if has_data else needed
 
     def _wrong(self, what: str) -> InvalidContent:
-        return InvalidContent(f"{self.name} {what}", pointer=self.pointer)
+        return InvalidContent(f"{self.label} {what}", pointer=self.pointer)
 
 
 def _tensors(document: Document, node: Any, group: str) -> list[_Tensor]:
@@ -246,5 +250,7 @@ def _tensors(document: Document, node: Any, group: str) -> list[_Tensor]:
 def _checked_name(plain: dict[str, Any], pointer: str) -> str:
     name = plain.get("name")
     if not isinstance(name, str):
-        raise InvalidContent(f"{pointer[1:]} has name {shown(name)}; it must be a string")
+        raise InvalidContent(
+            f"{pointer[1:]} has name {shown(name)}; it must be a string", pointer=f"{pointer}/name"
+        )
     return name
