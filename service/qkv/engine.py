@@ -197,7 +197,7 @@ class Engine:
 
     def _expire(self, waiting: _Waiting, wait_s: float) -> None:
         """Tells a caller whose turn has not come in time; one whose job runs gets its answer."""
-        if self._drop(waiting):
+        if self._drop(waiting) and not waiting.future.done():  # its caller may just have left
             self._record_failure(waiting)
             waiting.future.set_exception(
                 TooLate(f"the device was not free within {wait_s * 1e3:g} ms")

@@ -233,13 +233,16 @@ def invalid_field(
     fault = error.errors(include_url=False, include_context=False)[0]
     # a union's branches are in loc too, as words no field has
     path = [p for i, p in enumerate(fault["loc"]) if i == 0 or isinstance(p, int)]
+    if fault["type"] in ("extra_forbidden", "missing"):  # the field itself comes last
+        name = fault["loc"][-1]
+        parents = [*within, *path[: len(fault["loc"]) - 1]]
+        pointer, place = pointer_to(*parents, name), ".".join(map(str, parents))
+        if fault["type"] == "missing":
+            return InvalidContent(f"{place}{'.' * bool(place)}{name} is missing", pointer=pointer)
+        listing = f"; known are {', '.join(known)}" if len(fault["loc"]) == 1 else ""
+        of = f" of {place}" if place else ""
+        return InvalidContent(f"unknown field {name!r}{of}{listing}", pointer=pointer)
     pointer, where = pointer_to(*within, *path), ".".join(map(str, (*within, *path)))
-    if fault["type"] == "extra_forbidden":
-        place = f" of {'.'.join(within)}" if within else ""
-        detail = f"unknown field {path[0]!r}{place}; known are {', '.join(known)}"
-        return InvalidContent(detail, pointer=pointer)
-    if fault["type"] == "missing":
-        return InvalidContent(f"{where} is missing", pointer=pointer)
     detail = f"{where} came as {shown(fault['input'])}: {fault['msg']}"
     return InvalidContent(detail, pointer=pointer)
 
