@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -18,6 +19,10 @@ from conftest import PATIENCE, Process, Server, running, until
 from test_serve import ask, children
 from test_triton import connected, drawn, refusal, sent, wanted
 from tritonclient.utils import InferenceServerException
+
+from qkv.job import Job, Limits
+from qkv.message import Message
+from qkv.tensors import RawTensor
 
 WORKERS: Final = 2
 INFER: Final = "/v2/models/softmax/infer"
@@ -213,6 +218,29 @@ def test_a_deadline_that_passes_frees_the_place_and_counts_as_failed(
         assert (stats["inference_count"], stats["execution_count"]) == (0, 0)
         client.infer("softmax", sent(drawn()))
         check_sums(counted(client))
+
+
+def test_who_leaves_as_the_time_is_up_is_not_counted(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve()
+    engine, limits = server.engine, Limits(answer=1 << 20, request=1 << 20)
+    tensors = {name: RawTensor.from_numpy(array) for name, array in drawn().items()}
+    job = Job.of("softmax", Message({"outputs": ["output"]}, tensors), limits)
+
+    async def leave() -> None:
+        future = engine.submit(job, wait_s=PATIENCE)
+        (waiting,) = engine._orders[2]
+        future.cancel()
+        engine._expire(waiting, 0.001)  # before the loop has told of the cancelling
+
+    assert engine._loop is not None
+    with engine.hold():
+        asyncio.run_coroutine_threadsafe(leave(), engine._loop).result(PATIENCE)
+        server.await_waiting(0)
+    with connected(server.url) as client:
+        assert counted(client)["inference_stats"]["fail"]["count"] == 0
+        assert client.infer("softmax", sent(drawn())).as_numpy("output").shape == (2, 4, 5, 6)
 
 
 def test_one_that_runs_gets_its_answer_whatever_its_deadline(
