@@ -182,6 +182,17 @@ def test_numbers_may_be_written_as_any_that_equal_them(datatype: str, data: list
     assert same_values(array, np.array(expected).astype(array.dtype))
 
 
+@pytest.mark.parametrize("bare", ["NaN", "Infinity", "-Infinity"])
+def test_what_json_lacks_may_come_without_quotes(bare: str) -> None:
+    """Triton's client writes it so; a word in a string stays as it is."""
+    array = {"name": f"a{bare}", "datatype": "FP32", "shape": [4], "data": 0}
+    text = stdlib.dumps({"id": bare, "inputs": [array]}).replace("0}", f"[{bare},1, {bare} , 2]}}")
+    message = decode(text.encode(), "inputs")
+    assert message.fields == {"id": bare}
+    numbers = np.array([float(bare), 1, float(bare), 2], np.float32)
+    assert same_values(message.tensors[f"a{bare}"].numpy(), numbers)
+
+
 @pytest.mark.parametrize(("header", "length"), [(None, None), ("0", 0), ("0123", 123), ("7", 7)])
 def test_the_length_header(header: str | None, length: int | None) -> None:
     assert json_length(header) == length
@@ -309,7 +320,7 @@ OF_BODIES: dict[str, tuple[bytes, int | None, str]] = {
     "a key twice": (raw(b'"data":[1],"data":[1]'), None, "'data' comes twice"),
     "a list": (b"[]", None, "must be a JSON object"),
     "not UTF-8": (b'{"id":"\xff"}', None, "not JSON"),
-    "NaN": (raw(b'"data":[NaN]'), None, "not JSON"),
+    "nan": (raw(b'"data":[nan]'), None, "not JSON"),
     "deep data": (raw(b'"data":' + DEEP), None, "more than 8 axes"),
     "deep shape": (b'{"inputs":[{"shape":' + DEEP + b"}]}", None, "nested deeper than 32"),
     "deep parameters": (b'{"parameters":' + DEEP + b"}", None, "nested deeper than 32"),

@@ -9,6 +9,7 @@ docs/protocol/extension_binary_data.md). A message's tensors stand in the list `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ _DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _KEYS: Final = ("name", "datatype", "shape", "parameters", "data")
 _SIZE: Final = "binary_data_size"
 _MAX_TENSORS: Final = 256
+_BARE: Final = re.compile(rb"(?<=[\[,:\s])(NaN|-?Infinity)(?=[\],}\s])")
 
 
 def json_length(header: str | None) -> int | None:
@@ -73,7 +75,7 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     view = memoryview(body)
     if length is not None and length > len(view):
         raise Unparseable(f"{LENGTH_HEADER} is {length}; the body has {len(view)} bytes")
-    document = Document(bytes(body if length is None else view[:length]))
+    document = _document(bytes(body if length is None else view[:length]))
     data = view[len(view) if length is None else length :]
     fields: dict[str, Any] = {}
     found: list[_Tensor] = []
@@ -96,6 +98,16 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     if end != len(data):
         raise Unparseable(f"{len(data) - end} bytes behind the JSON belong to no tensor")
     return Message(fields, tensors)
+
+
+def _document(text: bytes) -> Document:
+    """The JSON; Triton's client writes NaN and Infinity without quotes, which is none."""
+    try:
+        return Document(text)
+    except Unparseable:
+        if not _BARE.search(text):
+            raise
+    return Document(_BARE.sub(rb'"\1"', text))
 
 
 def encode(
