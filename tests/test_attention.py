@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import subprocess
 import sys
@@ -450,19 +451,21 @@ def test_a_variant_agrees_with_its_reference(variant: Variant) -> None:
 def test_weights_by_blocks_of_rows(variant: Variant, dtype: torch.dtype) -> None:
     """`weights` gives the rows of the whole matrix, and that times the values is the output."""
     sizes, tensors = request_for(variant, dtype)
-    if "weights" not in variant.outputs or "value_BGSE" not in tensors:
-        pytest.skip("no weights over values")
     answer = variant.attend(**tensors, outputs=frozenset({"output", "weights"}))
-    without = {name: t for name, t in tensors.items() if name != "value_BGSE"}
-    L, eps = sizes["L"], torch.finfo(exact_dtype(dtype)).eps
-    parts = [slice(0, 1), slice(1, L - 1), slice(L - 1, L)]
-    blocks = [variant.module.weights(**without, rows=rows) for rows in parts]
-    value = tensors["value_BGSE"].double().repeat_interleave(sizes["H"] // sizes["G"], 1)
+    taken = inspect.signature(variant.module.weights).parameters
+    given = {name: tensor for name, tensor in tensors.items() if name in taken}
+    eps, letters = torch.finfo(exact_dtype(dtype)).eps, variant.outputs["weights"].letters
+    R, S, width = sizes[letters[2]], sizes[letters[3]], sizes["D"]
+    parts = [slice(0, 1), slice(1, R - 1), slice(R - 1, R)]
+    blocks = [variant.module.weights(**given, rows=rows) for rows in parts]
+    (argument,) = (i.argument for i in variant.inputs.values() if i.name == "value")
+    value = tensors[argument].double()
+    value = value.repeat_interleave(answer.weights.shape[1] // value.shape[1], 1)
     # each of the two made within S roundings of its row's mass, the scores' own apart
-    size = float(answer.weights.abs().sum(-1).max()) * sizes["S"] * sizes["D"]
+    size = float(answer.weights.abs().sum(-1).max()) * S * width
     torch.testing.assert_close(torch.cat(blocks, 2), answer.weights, rtol=0, atol=64 * eps * size)
     product = answer.weights.double() @ value
-    bound = (sizes["S"] + 2) * eps * (answer.weights.double().abs() @ value.abs())
+    bound = (S + 2) * eps * (answer.weights.double().abs() @ value.abs())
     assert_within(answer.output, product, bound + torch.finfo(dtype).eps * product.abs())
 
 
@@ -472,10 +475,9 @@ def test_wrong_shapes_do_not_pass_the_annotations(variant: Variant) -> None:
     _, tensors = request_for(variant, torch.float32)
     check = _checked(variant.attend)
     for name in tensors:
-        with pytest.raises(TypeError, match=name):
-            check(**{**tensors, name: tensors[name][None]})
-        with pytest.raises(TypeError, match=name):
-            check(**{**tensors, name: tensors[name].long()})
+        for wrong in (tensors[name][None], tensors[name].long()):
+            with pytest.raises(TypeError, match=name):
+                check(**{**tensors, name: wrong}, outputs=OUTPUT)
 
 
 # ---------------------------------------------------------------- the textbook

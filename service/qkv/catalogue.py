@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 import typing
 from collections.abc import Callable, Mapping
@@ -91,6 +92,14 @@ class Variant:
     def flops(self, sizes: Mapping[str, int]) -> int:
         """Floating-point operations of the matrix products, from the sizes of each letter."""
         return int(self.module.flops(sizes))
+
+    def pairs(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
+        """How many pairs of a query and a key are looked at one by one, from the sizes of each
+        letter: what a file's `pairs` says; else as many as there are scores, where it has them."""
+        if (own := getattr(self.module, "pairs", None)) is not None:
+            return int(own(sizes, parameters))
+        scores = self.outputs.get("scores")
+        return 0 if scores is None else math.prod(sizes[letter] for letter in scores.letters)
 
     def parse(self, parameters: Mapping[str, Any]) -> pydantic.BaseModel:
         """Validates parameters as they came in JSON.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -166,8 +165,10 @@ class Job:
     def answer_shape(self, output: str) -> tuple[int, ...]:
         """The shape an output goes back in; a layer's heads lie side by side in its output."""
         if output == "output" and self.layer is not None and self.layer.heads is not None:
-            sizes = self.bound.sizes
-            shape = (sizes["B"], sizes["L"], sizes["H"] * sizes["E"])
+            batch, heads, rows, width = (
+                self.bound.sizes[letter] for letter in self.variant.outputs[output].letters
+            )
+            shape = (batch, rows, heads * width)
             return shape[1:] if "B" in self.bound.dropped else shape
         return self.bound.answer_shape(self.variant.outputs[output])
 
@@ -179,21 +180,16 @@ class Job:
     def _has_batch(self, name: str) -> bool:
         return name not in self.variant.inputs or "B" in self.variant.inputs[name].letters
 
-    @property
-    def scores(self) -> int:
-        """How many scores are computed, whether they are returned or not."""
-        return math.prod(self.bound.sizes[letter] for letter in self._score_letters)
-
-    @property
-    def _score_letters(self) -> tuple[str, ...]:
-        scores = self.variant.outputs.get("scores")
-        return () if scores is None else scores.letters
+    @cached_property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key are looked at, whether they are returned or not."""
+        return self.variant.pairs(self.bound.sizes, self.parameters)
 
     def _check_size(self, limits: Limits) -> None:
-        if self.scores > limits.scores and self._score_letters:
+        if self.pairs > limits.scores:
             raise TooLarge(
-                f"{self.variant.name} would compute {self.scores} scores "
-                f"({' x '.join(self._score_letters)}); at most {limits.scores} are computed",
+                f"{self.variant.name} would compute {self.pairs} scores, one for each pair of a "
+                f"query and a key; at most {limits.scores} are computed",
                 limit=limits.scores,
             )
         if self.bytes_out > limits.answer:

@@ -55,13 +55,15 @@ PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
 
 @cache
 def attention(variant: Variant) -> Pairs:
-    """Runs of a variant; none where it takes other tensors than query, key and value alone."""
-    if [i.name for i in variant.inputs.values() if not i.optional] != list(ROLES):
+    """Runs of a variant; none where it needs other tensors than query, key and value."""
+    needed = [i.name for i in variant.inputs.values() if not i.optional]
+    if not set(needed) <= set(ROLES):
         return {}
-    arrays = {n: RawTensor.from_numpy(np.array(v, np.float32)) for n, v in _INPUTS.items()}
+    inputs = {name: _INPUTS[name] for name in needed}
+    arrays = {n: RawTensor.from_numpy(np.array(v, np.float32)) for n, v in inputs.items()}
     (base64,) = json.encode(Message({}, arrays, encoding="base64"), "inputs")
     requests = {
-        "lists": ("Tensors as nested lists", {"inputs": _INPUTS}),
+        "lists": ("Tensors as nested lists", {"inputs": inputs}),
         "base64": ("The same tensors as base64", json.load(bytes(base64))),
         "layer": (
             "Embeddings through a layer of two heads",
@@ -76,7 +78,7 @@ def attention(variant: Variant) -> Pairs:
     if known:
         requests["parameters"] = (
             f"With {', '.join(known)}",
-            {"inputs": _INPUTS, "parameters": known, "outputs": list(variant.outputs)},
+            {"inputs": inputs, "parameters": known, "outputs": list(variant.outputs)},
         )
     pairs: Pairs = {}
     for name, (summary, body) in requests.items():

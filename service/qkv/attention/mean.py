@@ -1,0 +1,207 @@
+"""Mean attention: each output row is the plain average of the values up to it.
+
+Formula: A_ij = 1/(i+1) for j <= i, output = A V.
+Paper: none; it is what causal attention is when all scores are equal.
+Cost: O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Float64, Int64
+from pydantic import Field
+from torch import Tensor
+
+from qkv.attention._scores import largest, score_dtype
+from qkv.attention._visibility import row_blocks
+
+FORMULA: Final = "A_ij = 1/(i+1) for j <= i; output = A V"
+PAPER: Final = "none; it is what causal attention is when all scores are equal"
+COST: Final = "O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all"
+WEIGHTS: Final = "stochastic; unnormalised where normalize is false"
+_NO_SCORES: Final = "all scores are equal: there is no query and no key"
+REFUSES: Final[Mapping[str, str]] = {
+    "scale": _NO_SCORES,
+    "softcap": _NO_SCORES,
+    "query_offset": "the rows are the values' own positions",
+    "window": "a row averages all that came before it",
+    "dropout": "the mean is the baseline that has no randomness",
+    "seed": "the mean is the baseline that has no randomness",
+}
+
+_BLOCK_ELEMENTS = 1 << 22  # of a block of rows of A
+
+_Method = Literal["cumsum", "loop", "matmul", "softmax"]
+
+
+class Mean(NamedTuple):
+    """What the mean answers; None where it was not asked for."""
+
+    output: Float[Tensor, "B H S E"] | None = None
+    weights: Float32[Tensor, "B H S S"] | Float64[Tensor, "B H S S"] | None = None
+    backend: str = "cumsum"
+
+
+def flops(sizes: Mapping[str, int]) -> int:
+    """An add and a multiply for each value, as cumsum does it."""
+    return 2 * sizes["B"] * sizes["H"] * sizes["S"] * sizes["E"]
+
+
+def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
+    """How many pairs of a row and a value are looked at, one by one."""
+    return 0 if parameters.method == "cumsum" else sizes["B"] * sizes["H"] * sizes["S"] ** 2
+
+
+def attend(
+    value_BHSE: Float[Tensor, "B H S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: Annotated[
+        bool, Field(description="A row averages no value past it; false: all of them.")
+    ] = True,
+    normalize: Annotated[
+        bool, Field(description="Sums are divided by how many there are; false: sums.")
+    ] = True,
+    method: Annotated[
+        _Method,
+        Field(
+            description="Four ways to one answer: a running sum, a loop over the rows, a product "
+            "with a triangle of ones, or one with the softmax of zeros that are masked."
+        ),
+    ] = "cumsum",
+    outputs: frozenset[str],
+) -> Mean:
+    """Averages values that came so far, or all of them.
+
+    Args:
+        value_BHSE: what is averaged.
+        key_lengths_B: values at and past this index are padding, and in no average.
+        causal, normalize, method: see their descriptions.
+        outputs: which of "output" and "weights" to return.
+    """
+    (B, H, S, _), device = value_BHSE.shape, value_BHSE.device
+    lengths_B = torch.full((B,), S, device=device) if key_lengths_B is None else key_lengths_B
+    weights = None
+    if "weights" in outputs:
+        weights_B1SS = _weights(lengths_B, slice(0, S), S, causal, normalize, "matmul")
+        exact = score_dtype(value_BHSE.dtype)
+        weights = weights_B1SS.to(exact).expand(B, H, S, S).contiguous()
+    if "output" not in outputs:
+        return Mean(None, weights, method)
+    # in float64: a sum of 65,536 values is right to float32's last digit, and does not overflow
+    padding_BS = torch.arange(S, device=device) >= lengths_B[:, None]
+    value = value_BHSE.double().masked_fill(padding_BS[:, None, :, None], 0.0)
+    most = largest(value)
+    if normalize and value_BHSE.dtype == torch.float64 and most > 1e300 / S:
+        # a sum on the way to an average must not overflow, nor an average that is rounded up
+        room = 2.0 ** (S.bit_length() + 1)
+        made = _METHODS[method](value / room, lengths_B, causal, normalize)
+        made = made.clamp(-most / room, most / room) * room
+    else:
+        made = _METHODS[method](value, lengths_B, causal, normalize)
+    return Mean(made.to(value_BHSE.dtype), weights, method)
+
+
+def weights(
+    value_BHSE: Float[Tensor, "B H S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    rows: slice,
+    causal: bool = True,
+    normalize: bool = True,
+    method: str = "cumsum",
+) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    """Rows `rows` of A, whatever method makes the output; the arguments are `attend`'s."""
+    B, H, S, _ = value_BHSE.shape
+    lengths_B = torch.full((B,), S) if key_lengths_B is None else key_lengths_B
+    block_B1RS = _weights(lengths_B, rows, S, causal, normalize, "matmul")
+    return block_B1RS.to(score_dtype(value_BHSE.dtype)).expand(B, H, -1, S).contiguous()
+
+
+def _counts(lengths_B: Tensor, rows: slice, causal: bool) -> Tensor:
+    """How many values a row averages: (B, 1, R, 1)."""
+    if not causal:
+        return lengths_B.view(-1, 1, 1, 1).expand(-1, 1, rows.stop - rows.start, 1)
+    row_R = torch.arange(rows.start, rows.stop, device=lengths_B.device)
+    return torch.minimum(row_R + 1, lengths_B[:, None])[:, None, :, None]
+
+
+def _weights(
+    lengths_B: Tensor, rows: slice, S: int, causal: bool, normalize: bool, method: str
+) -> Tensor:
+    """Rows of A in float64, (B, 1, R, S): a triangle of ones and its row sums, or the softmax of
+    masked zeros."""
+    key_S = torch.arange(S, device=lengths_B.device)
+    counts_B1R1 = _counts(lengths_B, rows, causal)
+    seen_B1RS = key_S < counts_B1R1
+    if method == "matmul":
+        ones = seen_B1RS.double()
+        return ones / ones.sum(-1, keepdim=True).clamp(min=1) if normalize else ones
+    zeros = torch.zeros(seen_B1RS.shape, dtype=torch.float64, device=lengths_B.device)
+    made = torch.softmax(zeros.masked_fill(~seen_B1RS, -torch.inf), -1)
+    made = made.masked_fill(counts_B1R1 == 0, 0.0)
+    return made if normalize else made * counts_B1R1
+
+
+def _cumsum(value_BHSE: Tensor, lengths_B: Tensor, causal: bool, normalize: bool) -> Tensor:
+    S = value_BHSE.shape[2]
+    sums = value_BHSE.cumsum(2) if causal else value_BHSE.sum(2, keepdim=True)
+    if normalize:
+        counts_B1S1 = _counts(lengths_B, slice(0, S if causal else 1), causal)
+        sums = sums / counts_B1S1.clamp(min=1)
+    return sums.expand_as(value_BHSE)
+
+
+def _loop(value_BHSE: Tensor, lengths_B: Tensor, causal: bool, normalize: bool) -> Tensor:
+    output, S = torch.empty_like(value_BHSE), value_BHSE.shape[2]
+    counts_B1S1 = _counts(lengths_B, slice(0, S), causal).clamp(min=1)
+    for i in range(S):
+        row_BHE = value_BHSE[:, :, : i + 1 if causal else S].sum(2)
+        output[:, :, i] = row_BHE / counts_B1S1[:, :, i] if normalize else row_BHE
+    return output
+
+
+def _product(
+    method: str, value_BHSE: Tensor, lengths_B: Tensor, causal: bool, normalize: bool
+) -> Tensor:
+    output, (B, _, S, _) = torch.empty_like(value_BHSE), value_BHSE.shape
+    for rows in row_blocks(S, B * S, _BLOCK_ELEMENTS):
+        block_B1RS = _weights(lengths_B, rows, S, causal, normalize, method)
+        output[:, :, rows] = block_B1RS @ value_BHSE
+    return output
+
+
+_METHODS: Final[Mapping[str, Callable[[Tensor, Tensor, bool, bool], Tensor]]] = {
+    "cumsum": _cumsum,
+    "loop": _loop,
+    "matmul": partial(_product, "matmul"),
+    "softmax": partial(_product, "softmax"),
+}
+
+
+def reference(
+    value_BHSE: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = True,
+    normalize: bool = True,
+    method: str = "cumsum",
+) -> Mean:
+    """The same in plain float64 numpy, one head at a time, as a textbook writes it."""
+    value = value_BHSE.double().numpy()
+    B, H, S, E = value.shape
+    output, weights = np.zeros((B, H, S, E)), np.zeros((B, H, S, S))
+    for b, h in np.ndindex(B, H):
+        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        a = np.ones((S, valid))
+        if causal:
+            a = np.tril(a)
+        if normalize:
+            a /= np.maximum(a.sum(1, keepdims=True), 1)
+        weights[b, h, :, :valid], output[b, h] = a, a @ value[b, h, :valid]
+    return Mean(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
