@@ -1,0 +1,324 @@
+"""Linear attention: weights are products of positive features, so that sums over keys are shared.
+
+Formula: A_ij = phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l), phi(x) = elu(x) + 1, output = A V.
+Paper: Katharopoulos et al., Transformers are RNNs (arXiv:2006.16236), section 3.2.
+Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Float64, Int64
+from pydantic import Field
+from torch import Tensor
+
+from qkv.attention._features import sums
+from qkv.attention._scores import largest, score_dtype
+from qkv.attention._visibility import row_blocks
+
+FORMULA: Final = "A_ij = phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l), phi(x) = elu(x) + 1"
+PAPER: Final = "Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236, section 3.2"
+COST: Final = "O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for"
+WEIGHTS: Final = "stochastic; unnormalised where normalize is false"
+REFUSES: Final[Mapping[str, str]] = {
+    "scale": "a factor inside phi is another feature map: scale the queries instead",
+    "softcap": "there are no scores that could be capped",
+    "window": "what all keys share is one sum: a window has no such sum",
+    "dropout": "no single weight is ever made that could be dropped",
+    "seed": "no single weight is ever made that could be dropped",
+}
+
+_ELEMENTS = 1 << 22  # of a block of rows of A, and of the features' sums behind it
+_TINY = 1e-250  # a row sum below it may have lost its smaller terms
+
+
+class Linear(NamedTuple):
+    """What linear attention answers; None where it was not asked for."""
+
+    output: Float[Tensor, "B H L E"] | None = None
+    weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    backend: str = "features"
+
+
+class _Features(NamedTuple):
+    """phi of queries and keys.
+
+    Attributes:
+        query_BGKLD: of the queries, each row over e^its shift.
+        key_BGSD: of the keys, all of a head over e^its shift; zero for padding.
+        shift_BGKL1: the shifts of row and head together; None where there are none.
+        logs: log phi of both, where sums of products may underflow; else None.
+    """
+
+    query_BGKLD: Tensor
+    key_BGSD: Tensor
+    shift_BGKL1: Tensor | None
+    logs: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, query_BHLD: Tensor, key_BGSD: Tensor, padding_BS: Tensor | None) -> _Features:
+        """In float32 or float64 where phi is of ordinary size; else in float64, from its logarithm.
+
+        Never elu(x) + 1, which is exactly 0 from x = -30 on in float32.
+        """
+        compute = score_dtype(query_BHLD.dtype)
+        query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
+        key = key_BGSD.to(compute)
+        if padding_BS is not None:
+            key = key.masked_fill(padding_BS[:, None, :, None], 0.0)
+        if _is_ordinary(query) and _is_ordinary(key):
+            query, key, shift, logs = _phi(query), _phi(key), None, None
+        else:
+            logs = _log_phi(query.double()), _log_phi(key.double())
+            if padding_BS is not None:
+                logs[1].masked_fill_(padding_BS[:, None, :, None], -torch.inf)
+            query_shift = logs[0].amax(-1, keepdim=True)
+            key_shift = logs[1].amax((-1, -2), keepdim=True)
+            key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # all are padding
+            query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
+            shift = query_shift + key_shift[:, :, None]
+        if padding_BS is not None:
+            key = key.masked_fill(padding_BS[:, None, :, None], 0.0)
+        return cls(query, key, shift, logs)
+
+
+def flops(sizes: Mapping[str, int]) -> int:
+    """The products that are not causal: keys with values, queries with their sum."""
+    B, H, G, L, S, D, E = (sizes[letter] for letter in "BHGLSDE")
+    return 2 * B * D * (E + 1) * (G * S + H * L)
+
+
+def attend(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: Annotated[bool, Field(description="A query sees no key past its position.")] = False,
+    query_offset: Annotated[
+        Annotated[int, Field(ge=-(2**31), lt=2**31)] | Literal["end"],
+        Field(
+            description='Position of the first query on the key axis; "end" puts the last query '
+            "on the last valid key."
+        ),
+    ] = 0,
+    normalize: Annotated[
+        bool, Field(description="Rows are divided by their sum; false: they are not.")
+    ] = True,
+    outputs: frozenset[str],
+) -> Linear:
+    """Attends by features.
+
+    Args:
+        query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
+        key_lengths_B: keys at and past this index are padding.
+        causal, query_offset, normalize: see their descriptions.
+        outputs: which of "output" and "weights" to return.
+    """
+    (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
+    padding = _padding(S, key_lengths_B)
+    features = _Features.of(query_BHLD, key_BGSD, padding)
+    offsets = _offsets(B, L, S, key_lengths_B, causal, query_offset)
+    output = weights = None
+    if "output" in outputs:
+        output = _output(features, value_BGSE, padding, offsets, normalize).to(dtype)
+    if "weights" in outputs:
+        weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
+        for rows in row_blocks(L, B * H * S, _ELEMENTS):
+            weights[:, :, rows] = _block(features, rows, offsets, normalize)
+    return Linear(output, weights)
+
+
+def weights(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    rows: slice,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    normalize: bool = True,
+) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
+    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    features = _Features.of(query_BHLD, key_BGSD, _padding(S, key_lengths_B))
+    offsets = _offsets(B, L, S, key_lengths_B, causal, query_offset)
+    return _block(features, rows, offsets, normalize).to(score_dtype(query_BHLD.dtype))
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether sums of products of phi neither overflow nor underflow."""
+    low, high = torch.aminmax(x)
+    least, most = (-30.0, 1e6) if x.dtype == torch.float32 else (-250.0, 1e60)
+    return bool(low >= least) and bool(high <= most)
+
+
+def _phi(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+def _log_phi(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x.clamp(min=0).log1p(), x)
+
+
+def _padding(S: int, key_lengths_B: Tensor | None) -> Tensor | None:
+    if key_lengths_B is None:
+        return None
+    return torch.arange(S, device=key_lengths_B.device) >= key_lengths_B[:, None]
+
+
+def _offsets(
+    B: int,
+    L: int,
+    S: int,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> list[int] | None:
+    """Each item's position of the first query; None where every query sees every key."""
+    if not causal:
+        return None
+    if query_offset != "end":
+        return [query_offset] * B
+    lengths = [S] * B if key_lengths_B is None else key_lengths_B.tolist()
+    return [length - L for length in lengths]
+
+
+def _output(
+    features: _Features,
+    value_BGSE: Tensor,
+    padding_BS: Tensor | None,
+    offsets: list[int] | None,
+    normalize: bool,
+) -> Tensor:
+    """A @ value, (B, H, L, E), by sums that queries share."""
+    value = value_BGSE.to(features.key_BGSD.dtype)
+    if padding_BS is not None:
+        value = value.masked_fill(padding_BS[:, None, :, None], 0.0)
+    most, room = largest(value), 1.0
+    if most > (1e15 if value.dtype == torch.float32 else 1e150):
+        room = 2.0 ** (
+            np.frexp(most)[1] - 2
+        )  # sums of huge values may pass what their average does not
+    ones = value.new_ones(*value.shape[:3], 1)
+    valued = torch.cat([value / room, ones], -1)
+    query, key = features.query_BGKLD, features.key_BGSD
+    if offsets is None or len(set(offsets)) == 1:
+        made = sums(query, key, valued, None if offsets is None else offsets[0])
+    else:
+        items = [slice(b, b + 1) for b in range(len(offsets))]
+        made = torch.cat(
+            [sums(query[b], key[b], valued[b], o) for b, o in zip(items, offsets, strict=True)]
+        )
+    output, total = made[..., :-1], made[..., -1:]
+    if normalize:
+        output = output / total.masked_fill(total == 0, 1.0)
+        if features.logs is not None:
+            _redo(output, total, features.logs, value / room, offsets)
+        if room != 1.0:  # an average is no larger than what it averages, however it is rounded
+            output = output.clamp(-most / room, most / room)
+    elif features.shift_BGKL1 is not None:
+        output = output * features.shift_BGKL1.exp()
+    return (output * room).flatten(1, 2)
+
+
+def _seen(rows: Tensor, S: int, offset: int | None) -> Tensor | None:
+    """Which keys the queries at these rows see, (R, S); None: all."""
+    if offset is None:
+        return None
+    return torch.arange(S, device=rows.device) <= rows[:, None] + offset
+
+
+def _redo(
+    output_BGKLE: Tensor,
+    total_BGKL1: Tensor,
+    logs: tuple[Tensor, Tensor],
+    value_BGSE: Tensor,
+    offsets: list[int] | None,
+) -> None:
+    """Rows whose sum has underflowed, once more from the logarithms of their weights."""
+    query, key = logs
+    for (b, g, k), rows in _lost(total_BGKL1, key):
+        seen = _seen(rows, key.shape[2], None if offsets is None else offsets[b])
+        made = _from_logs(query[b, g, k, rows], key[b, g], seen)
+        output_BGKLE[b, g, k, rows] = made @ value_BGSE[b, g]
+
+
+def _from_logs(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
+    """Rows of A, (R, S), normalised; a row that sees nothing is zeros."""
+    logs_RSD = query_RD[:, None] + key_SD
+    if seen_RS is not None:
+        logs_RSD = logs_RSD.masked_fill(~seen_RS[..., None], -torch.inf)
+    most_R11 = logs_RSD.amax((1, 2), keepdim=True)
+    most_R11 = most_R11.masked_fill(most_R11 == -torch.inf, 0.0)
+    made_RS = (logs_RSD - most_R11).exp().sum(-1)
+    total_R1 = made_RS.sum(-1, keepdim=True)
+    return made_RS / total_R1.masked_fill(total_R1 == 0, 1.0)
+
+
+def _block(features: _Features, rows: slice, offsets: list[int] | None, normalize: bool) -> Tensor:
+    """Rows of A, (B, H, R, S)."""
+    query = features.query_BGKLD[:, :, :, rows]
+    block = torch.einsum("bgkld,bgsd->bgkls", query, features.key_BGSD)
+    S, row_R = block.shape[-1], torch.arange(rows.start, rows.stop, device=block.device)
+    if offsets is not None:
+        for b, offset in enumerate(offsets):
+            seen = _seen(row_R, S, offset)
+            assert seen is not None
+            block[b].masked_fill_(~seen, 0.0)
+    if not normalize:
+        if features.shift_BGKL1 is not None:
+            block = block * features.shift_BGKL1[:, :, :, rows].exp()
+        return block.flatten(1, 2)
+    total = block.sum(-1, keepdim=True)
+    block = block / total.masked_fill(total == 0, 1.0)
+    if features.logs is not None:
+        query, key = features.logs
+        for (b, g, k), at in _lost(total, key):
+            own = _seen(row_R[at], S, None if offsets is None else offsets[b])
+            block[b, g, k, at] = _from_logs(query[b, g, k, row_R[at]], key[b, g], own)
+    return block.flatten(1, 2)
+
+
+def _lost(total_BGKL1: Tensor, key_BGSD: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Rows whose sum has underflowed: head by head, as many at a time as memory has room for."""
+    at_once = max(1, _ELEMENTS // key_BGSD[0, 0].numel())
+    for head in np.ndindex(*total_BGKL1.shape[:3]):
+        (rows,) = torch.where(total_BGKL1[head][:, 0] < _TINY)
+        yield from ((head, part) for part in rows.split(at_once) if len(part))
+
+
+def reference(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    normalize: bool = True,
+) -> Linear:
+    """The same in plain float64 numpy, one head at a time, as a textbook writes it."""
+    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    (B, H, L, _), (_, G, S, _) = query.shape, key.shape
+
+    def phi(x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, value.shape[-1]))
+    for b, h in np.ndindex(B, H):
+        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        a = phi(query[b, h]) @ phi(key[b, h * G // H, :valid]).T
+        if causal:
+            offset = valid - L if query_offset == "end" else query_offset
+            a = np.where(np.arange(valid) <= np.arange(L)[:, None] + offset, a, 0)
+        if normalize:
+            total = a.sum(1, keepdims=True)
+            a = a / np.where(total == 0, 1, total)
+        weights[b, h, :, :valid] = a
+        output[b, h] = a @ value[b, h * G // H, :valid]
+    return Linear(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
