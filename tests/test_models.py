@@ -20,6 +20,7 @@ from test_serve import ask, children
 from test_triton import connected, drawn, refusal, sent, wanted
 from tritonclient.utils import InferenceServerException
 
+from qkv import catalogue
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.tensors import RawTensor
@@ -58,7 +59,8 @@ def each_worker(fleet: Process) -> Iterator[Any]:
 
 def counted(client: Any) -> dict[str, Any]:
     """The statistics of softmax, which are the same asked of it or of all."""
-    (every,) = client.get_inference_statistics()["model_stats"]
+    everything = client.get_inference_statistics()["model_stats"]
+    (every,) = (entry for entry in everything if entry["name"] == "softmax")
     (stats,) = client.get_inference_statistics("softmax")["model_stats"]
     assert every == stats
     assert isinstance(stats, dict)
@@ -85,7 +87,9 @@ def test_every_worker_sees_what_one_loads_and_unloads(fleet: Process) -> None:
     for client in each_worker(fleet):
         assert client.is_server_ready() == (ask(fleet.url, "/readyz") == 200)
         assert not client.is_model_ready("softmax")
-        (entry,) = client.get_model_repository_index()
+        index = client.get_model_repository_index()
+        assert [entry["name"] for entry in index] == list(catalogue.variants())
+        (entry,) = (entry for entry in index if entry["name"] == "softmax")
         assert (entry["name"], entry["state"], entry["version"]) == ("softmax", "UNAVAILABLE", "1")
         for call in (client.get_model_metadata, client.get_model_config):
             with refusal("'softmax' has no available versions", 404):
@@ -94,12 +98,14 @@ def test_every_worker_sees_what_one_loads_and_unloads(fleet: Process) -> None:
             client.infer("softmax", sent(drawn()))
         with refusal("'softmax' has no available versions", 404):
             client.get_inference_statistics("softmax")
-        assert client.get_inference_statistics() == {"model_stats": []}
+        left = [entry["name"] for entry in client.get_inference_statistics()["model_stats"]]
+        assert left == [name for name in catalogue.variants() if name != "softmax"]
         seen += 1
     assert seen == WORKERS
     with httpx.Client(base_url=fleet.url) as http:
-        assert http.get("/v2/models").json() == {"models": []}
-        assert http.post("/v2/repository/index", json={"ready": True}).json() == []
+        assert http.get("/v2/models").json() == {"models": left}
+        loaded = http.post("/v2/repository/index", json={"ready": True}).json()
+        assert [entry["name"] for entry in loaded] == left
         unready = http.get("/v2/models/softmax/ready")
         assert unready.status_code == 400
         assert unready.json()["error"] == "softmax is not loaded"
@@ -109,7 +115,7 @@ def test_every_worker_sees_what_one_loads_and_unloads(fleet: Process) -> None:
         client.load_model("softmax")  # as often as one likes
     for client in each_worker(fleet):
         assert client.is_model_ready("softmax")
-        assert client.get_model_repository_index()[0]["state"] == "READY"
+        assert all(entry["state"] == "READY" for entry in client.get_model_repository_index())
         assert client.infer("softmax", sent(drawn())).as_numpy("output").shape == (2, 4, 5, 6)
 
 
