@@ -3,6 +3,8 @@ matrix, causal or not."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,44 +14,63 @@ _SEGMENT_ELEMENTS = 1 << 22  # that a segment of chunks may hold, of scores or o
 _CHUNK = 64
 
 
-def sums(query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor, offset: int | None) -> Tensor:
-    """sum_j (f_i . g_j) v_j over the keys that each query sees, (B, G, K, L, E).
+def sums(
+    query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor, offset: int | None
+) -> tuple[Tensor, Tensor]:
+    """sum_j (f_i . g_j) v_j, (B, G, K, L, E), and sum_j f_i . g_j, (B, G, K, L, 1), over the keys
+    that each query sees.
 
     Args:
         query_BGKLF: features of the queries; the K heads that read one key head side by side.
         key_BGSF: features of the keys, zero for padding.
-        value_BGSE: a column of ones beside the values gives the row sums of A.
+        value_BGSE: values.
         offset: position of the first query on the key axis, where a query sees no key past its
             own; None: it sees all.
     """
     L, S = query_BGKLF.shape[3], key_BGSF.shape[2]
     if offset is None:
-        return _all(query_BGKLF, key_BGSF, value_BGSE)
-    output = query_BGKLF.new_zeros(*query_BGKLF.shape[:4], value_BGSE.shape[3])
+        return _all(query_BGKLF, _state(key_BGSF, value_BGSE))
     first = min(L, max(0, -offset))  # those before it see nothing
     every = min(L, max(first, S - 1 - offset))  # from here on they see all
-    if every < L:
-        output[:, :, :, every:] = _all(query_BGKLF[:, :, :, every:], key_BGSF, value_BGSE)
+    shape = query_BGKLF.shape[:3]
+    parts = [
+        (
+            query_BGKLF.new_zeros(*shape, first, value_BGSE.shape[3]),
+            query_BGKLF.new_zeros(*shape, first, 1),
+        )
+    ]
     if first < every:
         keys = slice(first + offset, every + offset)
-        before = torch.einsum(
-            "bgsf,bgse->bgfe", key_BGSF[:, :, : keys.start], value_BGSE[:, :, : keys.start]
-        )
-        output[:, :, :, first:every] = _aligned(
+        before = _state(key_BGSF[:, :, : keys.start], value_BGSE[:, :, : keys.start])
+        parts += _aligned(
             query_BGKLF[:, :, :, first:every], key_BGSF[:, :, keys], value_BGSE[:, :, keys], before
         )
-    return output
+    if every < L:
+        parts.append(_all(query_BGKLF[:, :, :, every:], _state(key_BGSF, value_BGSE)))
+    outputs, totals = zip(*parts, strict=True)
+    return torch.cat(outputs, 3), torch.cat(totals, 3)
 
 
-def _all(query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor) -> Tensor:
-    state_BGFE = torch.einsum("bgsf,bgse->bgfe", key_BGSF, value_BGSE)
-    return torch.einsum("bgklf,bgfe->bgkle", query_BGKLF, state_BGFE)
+class _State(NamedTuple):
+    """What all queries share of some keys: sum_j g_j v_j and sum_j g_j, as a column."""
+
+    values_BGFE: Tensor
+    ones_BGF1: Tensor
+
+
+def _state(key_BGSF: Tensor, value_BGSE: Tensor) -> _State:
+    return _State(key_BGSF.mT @ value_BGSE, key_BGSF.sum(2).unsqueeze(-1))
+
+
+def _all(query_BGKLF: Tensor, state: _State) -> tuple[Tensor, Tensor]:
+    """The sums over the keys of a state."""
+    return query_BGKLF @ state.values_BGFE[:, :, None], query_BGKLF @ state.ones_BGF1[:, :, None]
 
 
 def _aligned(
-    query_BGKLF: Tensor, key_BGLF: Tensor, value_BGLE: Tensor, state_BGFE: Tensor
-) -> Tensor:
-    """Query i sees the keys up to i, and what is in the state already.
+    query_BGKLF: Tensor, key_BGLF: Tensor, value_BGLE: Tensor, state: _State
+) -> list[tuple[Tensor, Tensor]]:
+    """Query i sees the keys up to i, and what is in the state already; the sums in parts.
 
     In chunks: within one the scores are a small triangle, and what came before it is a sum that
     all its queries share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
@@ -61,33 +82,43 @@ def _aligned(
     parts = []
     for start in range(0, L, length):
         rows = slice(start, min(L, start + length))
-        part, state_BGFE = _segment(
+        part, state = _segment(
             query_BGKLF[:, :, :, rows], key_BGLF[:, :, rows], value_BGLE[:, :, rows],
-            state_BGFE, min(chunk, rows.stop - rows.start),
+            state, min(chunk, rows.stop - rows.start),
         )  # fmt: skip
         parts.append(part)
-    return torch.cat(parts, 3)
+    return parts
 
 
 def _segment(
-    query_BGKLF: Tensor, key_BGLF: Tensor, value_BGLE: Tensor, state_BGFE: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
+    query_BGKLF: Tensor, key_BGLF: Tensor, value_BGLE: Tensor, state: _State, chunk: int
+) -> tuple[tuple[Tensor, Tensor], _State]:
     """The sums of a run of chunks, and the state after it."""
     L = query_BGKLF.shape[3]
     query = _chunked(query_BGKLF, chunk)
     key, value = _chunked(key_BGLF, chunk), _chunked(value_BGLE, chunk)
-    states = torch.einsum("bgncf,bgnce->bgnfe", key, value)
-    # in float64: a running sum in float32 would lose a digit or two on the way
-    running = torch.cat([state_BGFE[:, :, None], states], 2).cumsum(2, dtype=torch.float64)
-    running = running.to(states.dtype)
-    output = torch.einsum("bgkncf,bgnfe->bgknce", query, running[:, :, :-1])
-    scores = torch.einsum("bgkncf,bgnsf->bgkncs", query, key).tril_()
-    output += torch.einsum("bgkncs,bgnse->bgknce", scores, value)
-    return output.flatten(3, 4)[:, :, :, :L], running[:, :, -1]
+    values = _running(state.values_BGFE, key.mT @ value)
+    ones = _running(state.ones_BGF1, key.sum(3).unsqueeze(-1))
+    scores = (query @ key[:, :, None].mT).tril_()
+    output = query @ values[:, :, None, :-1]
+    output += scores @ value[:, :, None]
+    total = query @ ones[:, :, None, :-1]
+    total += scores.sum(-1, keepdim=True)
+    sums = (output.flatten(3, 4)[:, :, :, :L], total.flatten(3, 4)[:, :, :, :L])
+    return sums, _State(values[:, :, -1], ones[:, :, -1])
+
+
+def _running(before: Tensor, parts: Tensor) -> Tensor:
+    """The sum before each part, and after the last; in float64 on the way, because a running sum
+    in float32 would lose a digit or two."""
+    summed = torch.cat([before[:, :, None], parts], 2).cumsum(2, dtype=torch.float64)
+    return summed.to(parts.dtype)
 
 
 def _chunked(x: Tensor, chunk: int) -> Tensor:
     """(..., L, F) as (..., n, chunk, F); zeros, which add nothing, fill the last chunk."""
     missing = -x.shape[-2] % chunk
-    chunks: Tensor = torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(-2, (-1, chunk))
+    if missing:
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    chunks: Tensor = x.unflatten(-2, (-1, chunk))
     return chunks

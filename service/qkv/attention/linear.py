@@ -158,7 +158,7 @@ def _is_ordinary(x: Tensor) -> bool:
 
 
 def _phi(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return x.clamp(max=0).exp_().add_(x.clamp(min=0))
 
 
 def _log_phi(x: Tensor) -> Tensor:
@@ -204,26 +204,25 @@ def _output(
         room = 2.0 ** (
             np.frexp(most)[1] - 2
         )  # sums of huge values may pass what their average does not
-    ones = value.new_ones(*value.shape[:3], 1)
-    valued = torch.cat([value / room, ones], -1)
+        value = value / room
     query, key = features.query_BGKLD, features.key_BGSD
     if offsets is None or len(set(offsets)) == 1:
-        made = sums(query, key, valued, None if offsets is None else offsets[0])
+        output, total = sums(query, key, value, None if offsets is None else offsets[0])
     else:
-        items = [slice(b, b + 1) for b in range(len(offsets))]
-        made = torch.cat(
-            [sums(query[b], key[b], valued[b], o) for b, o in zip(items, offsets, strict=True)]
-        )
-    output, total = made[..., :-1], made[..., -1:]
+        each = [
+            sums(query[b : b + 1], key[b : b + 1], value[b : b + 1], offset)
+            for b, offset in enumerate(offsets)
+        ]
+        output, total = (torch.cat(parts) for parts in zip(*each, strict=True))
     if normalize:
-        output = output / total.masked_fill(total == 0, 1.0)
+        output.div_(total.masked_fill(total == 0, 1.0))
         if features.logs is not None:
-            _redo(output, total, features.logs, value / room, offsets)
+            _redo(output, total, features.logs, value, offsets)
         if room != 1.0:  # an average is no larger than what it averages, however it is rounded
             output = output.clamp(-most / room, most / room)
     elif features.shift_BGKL1 is not None:
         output = output * features.shift_BGKL1.exp()
-    return (output * room).flatten(1, 2)
+    return (output if room == 1.0 else output * room).flatten(1, 2)
 
 
 def _seen(rows: Tensor, S: int, offset: int | None) -> Tensor | None:
