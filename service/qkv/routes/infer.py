@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from qkv import catalogue
 from qkv.catalogue import Variant
-from qkv.errors import InvalidContent, Unparseable, pointer_to, shown
+from qkv.errors import InvalidContent, QkvError, pointer_to, shown
 from qkv.job import invalid_field
 from qkv.message import Message
 from qkv.models import Models
@@ -26,6 +26,7 @@ __all__ = ["router"]
 
 _BINARY_TYPE: Final = "application/octet-stream"
 _MOST_US: Final = (1 << 63) - 1
+_LONGEST_QUOTED: Final = 4096  # no list or object that a variant takes is near it
 _PACK_LEVEL: Final = 1  # floats hardly shrink, whatever the effort
 _STATELESS: Final = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -87,7 +88,8 @@ def router(runs: Runs, models: Models, settings: Settings) -> APIRouter:
     @routes.post("/v2/models/{model}/versions/{version}/infer", include_in_schema=False)
     async def infer(request: Request, model: str, version: str = VERSION) -> Response:
         find_loaded(models, model, version)
-        length = v2.json_length(request.headers.get(v2.LENGTH_HEADER))
+        lengths = request.headers.getlist(v2.LENGTH_HEADER)
+        length = v2.json_length(", ".join(lengths) if lengths else None)
         whole = await body(request, settings.max_body_bytes, lambda _: length)
         received = time.perf_counter()
         message = await elsewhere(len(whole), lambda: v2.decode(whole, "inputs", length))
@@ -144,12 +146,19 @@ def _unquoted(name: str, value: Any) -> Any:
         raise InvalidContent(f"{name} has no meaning here: no model keeps state between requests")
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
-    try:
-        return json.load(value)
-    except Unparseable as error:
+    pointer = pointer_to("parameters", name)
+    if len(value) > _LONGEST_QUOTED:
+        raise InvalidContent(
+            f"parameter {name!r:.60} is a string of {len(value)} characters; at most "
+            f"{_LONGEST_QUOTED} are read as JSON",
+            pointer=pointer,
+        )
+    try:  # under the limits that hold for any value
+        return json.plain(b'{"value":%b}' % value.encode())["value"]
+    except (QkvError, UnicodeEncodeError) as error:
         raise InvalidContent(
             f"parameter {name!r:.60} came as {shown(value)}, which looks like JSON: {error}",
-            pointer=pointer_to("parameters", name),
+            pointer=pointer,
         ) from None
 
 

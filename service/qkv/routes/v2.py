@@ -226,10 +226,10 @@ async def _fields(request: Request, *known: str) -> dict[str, Any]:
 
 async def _refuse_parameters(request: Request, *known: str) -> None:
     """Parameters would change what is loaded: no configuration and no file is taken."""
-    parameters = (await _fields(request, "parameters")).get("parameters") or {}
-    if not isinstance(parameters, dict):
+    parameters = (await _fields(request, "parameters")).get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
         raise InvalidContent("parameters must be an object")
-    for name in parameters:
+    for name in parameters or {}:
         if name not in known:
             raise InvalidContent(
                 f"parameter {name!r:.60} is not taken: every model is as its file says"

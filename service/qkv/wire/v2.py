@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 import simdjson
 
-from qkv.errors import InvalidContent, Unparseable, shown
+from qkv.errors import InvalidContent, TooLarge, Unparseable, shown
 from qkv.literals import typed
 from qkv.message import Message
 from qkv.tensors import DTYPES, RawTensor, nbytes
@@ -43,6 +43,7 @@ _DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _KEYS: Final = ("name", "datatype", "shape", "parameters", "data")
 _SIZE: Final = "binary_data_size"
 _MAX_TENSORS: Final = 256
+_MOST_BARE: Final = 1 << 18
 _BARE: Final = re.compile(rb"(?<=[\[,:\s])(NaN|-?Infinity)(?=[\],}\s])")
 
 
@@ -71,6 +72,7 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     Raises:
         Unparseable: the lengths do not add up, or the JSON is none.
         InvalidContent: a tensor is not as its shape and datatype say, or none that is served.
+        TooLarge: what costs a Python object each is too many.
     """
     view = memoryview(body)
     if length is not None and length > len(view):
@@ -105,8 +107,13 @@ def _document(text: bytes) -> Document:
     try:
         return Document(text)
     except Unparseable:
-        if not _BARE.search(text):
+        bare = text.count(b"NaN") + text.count(b"Infinity")
+        if not bare or not _BARE.search(text):
             raise
+        if bare > _MOST_BARE:  # each costs a Python object
+            raise TooLarge(
+                f"more than {_MOST_BARE} NaN and Infinity without quotes; send bytes"
+            ) from None
     return Document(_BARE.sub(rb'"\1"', text))
 
 
