@@ -451,21 +451,27 @@ def test_a_variant_agrees_with_its_reference(variant: Variant) -> None:
 def test_weights_by_blocks_of_rows(variant: Variant, dtype: torch.dtype) -> None:
     """`weights` gives the rows of the whole matrix, and that times the values is the output."""
     sizes, tensors = request_for(variant, dtype)
-    answer = variant.attend(**tensors, outputs=frozenset({"output", "weights"}))
+    values = frozenset({"value"} & variant.outputs.keys())  # where they are made, not sent
+    answer = variant.attend(**tensors, outputs=values | {"output", "weights"})
     taken = inspect.signature(variant.module.weights).parameters
     given = {name: tensor for name, tensor in tensors.items() if name in taken}
     eps, letters = torch.finfo(exact_dtype(dtype)).eps, variant.outputs["weights"].letters
-    R, S, width = sizes[letters[2]], sizes[letters[3]], sizes["D"]
+    R, S, width = sizes[letters[-2]], sizes[letters[-1]], sizes["D"]
     parts = [slice(0, 1), slice(1, R - 1), slice(R - 1, R)]
     blocks = [variant.module.weights(**given, rows=rows) for rows in parts]
-    (argument,) = (i.argument for i in variant.inputs.values() if i.name == "value")
-    value = tensors[argument].double()
-    value = value.repeat_interleave(answer.weights.shape[1] // value.shape[1], 1)
+    A = answer.weights.double()
+    if values:
+        value = answer.value.double()
+    else:
+        value = tensors[variant.inputs["value"].argument].double()
+        value = value.repeat_interleave(A.shape[1] // value.shape[1], 1)
+    if A.ndim < value.ndim:  # each item is one row, without an axis of rows
+        A = A[:, None]
     # each of the two made within S roundings of its row's mass, the scores' own apart
     size = float(answer.weights.abs().sum(-1).max()) * S * width
-    torch.testing.assert_close(torch.cat(blocks, 2), answer.weights, rtol=0, atol=64 * eps * size)
-    product = answer.weights.double() @ value
-    bound = (S + 2) * eps * (answer.weights.double().abs() @ value.abs())
+    torch.testing.assert_close(torch.cat(blocks, -2), answer.weights, rtol=0, atol=64 * eps * size)
+    product = (A @ value).view(answer.output.shape)
+    bound = (S + 2) * eps * (A.abs() @ value.abs()).view(answer.output.shape)
     assert_within(answer.output, product, bound + torch.finfo(dtype).eps * product.abs())
 
 

@@ -142,7 +142,9 @@ async def _warm_up(engine: Engine) -> None:
     limits = Limits(answer=1 << 20, request=1 << 20)
     for name, variant in catalogue.variants().items():
         tensors = {
-            i.name: RawTensor.from_numpy(np.zeros([2] * len(i.letters), np.float32))
+            i.name: RawTensor.from_numpy(
+                np.zeros([catalogue.fixed_size(x) or 2 for x in i.letters], np.float32)
+            )
             for i in variant.inputs.values()
             if not i.optional
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from qkv.catalogue import Input, Output, Variant
+from qkv.catalogue import Input, Output, Variant, fixed_size
 from qkv.errors import InvalidContent
 
 __all__ = ["Bound", "bind", "dropped_letters"]
@@ -20,7 +20,7 @@ class Bound(NamedTuple):
 
     Attributes:
         shapes: per tensor, its shape with every axis of the signature.
-        sizes: the size of each letter.
+        sizes: the size of each letter, and of each number that stands for an axis.
         dropped: letters whose axis the request left out, and so does the answer.
     """
 
@@ -63,8 +63,10 @@ def bind(variant: Variant, shapes: Mapping[str, Shape], dropped: frozenset[str])
     Raises:
         InvalidContent: a rank or a size does not fit, or an axis is empty.
     """
-    sizes: dict[str, int] = {}
-    owners: dict[str, str] = {}
+    axes = [x for i in variant.inputs.values() for x in i.letters]
+    axes += [x for o in variant.outputs.values() for x in o.letters]
+    sizes = {x: size for x in axes if (size := fixed_size(x)) is not None}
+    owners = dict.fromkeys(sizes, variant.name)
     lifted = {}
     for spec in sorted((variant.inputs[n] for n in shapes), key=lambda i: i.broadcasts):
         shape = _lifted(spec, shapes[spec.name], dropped)

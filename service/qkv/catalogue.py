@@ -21,7 +21,7 @@ from qkv import attention
 from qkv.errors import InvalidContent, NotFound, pointer_to, shown
 from qkv.tensors import DTYPES
 
-__all__ = ["Input", "Output", "Variant", "find", "variants"]
+__all__ = ["Input", "Output", "Variant", "find", "fixed_size", "variants"]
 
 _RESERVED: Final = ("outputs", "place_BH")  # arguments that the engine gives, not the request
 
@@ -33,7 +33,7 @@ class Input:
     Attributes:
         name: as the wire spells it.
         argument: as the signature spells it, with the shape suffix.
-        letters: one per axis, of the legend in CONVENTIONS.md.
+        letters: one per axis, of the legend in CONVENTIONS.md; a number is an axis of that size.
         broadcasts: each axis may also be 1, and leading ones may be left out.
         dtypes: the dtypes it may have.
         optional: it may be absent.
@@ -52,7 +52,7 @@ class Output:
     """A tensor that an answer holds.
 
     Attributes:
-        letters: one per axis.
+        letters: one per axis, as an input's.
         exact: float64 for float64 requests and float32 for all others, instead of the
             request's dtype.
     """
@@ -158,6 +158,11 @@ class Variant:
                 for o in self.outputs.values()
             },
         }
+
+
+def fixed_size(axis: str) -> int | None:
+    """The size of an axis that is a number in its annotation; None for a letter."""
+    return int(axis) if axis.isdecimal() else None
 
 
 @cache

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
 
 from qkv import errors, local
-from qkv.catalogue import Variant
+from qkv.catalogue import Input, Variant, fixed_size
 from qkv.layers.projections import ROLES
 from qkv.message import Message
 from qkv.tensors import RawTensor
@@ -55,25 +56,26 @@ PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
 
 @cache
 def attention(variant: Variant) -> Pairs:
-    """Runs of a variant; none where it needs other tensors than query, key and value."""
-    needed = [i.name for i in variant.inputs.values() if not i.optional]
-    if not set(needed) <= set(ROLES):
+    """Runs of a variant; none where it needs tensors that are not floating."""
+    needed = [i for i in variant.inputs.values() if not i.optional]
+    if not all("float32" in i.dtypes for i in needed):
         return {}
-    inputs = {name: _INPUTS[name] for name in needed}
+    inputs = {i.name: _INPUTS.get(i.name) or _numbers(i) for i in needed}
     arrays = {n: RawTensor.from_numpy(np.array(v, np.float32)) for n, v in inputs.items()}
     (base64,) = json.encode(Message({}, arrays, encoding="base64"), "inputs")
     requests = {
         "lists": ("Tensors as nested lists", {"inputs": inputs}),
         "base64": ("The same tensors as base64", json.load(bytes(base64))),
-        "layer": (
+    }
+    if any(role in variant.inputs for role in ROLES):
+        requests["layer"] = (
             "Embeddings through a layer of two heads",
             {
                 "inputs": {"x": _EMBEDDINGS},
                 "layer": {"layout": "v2", "heads": 2, "tensors": _WEIGHTS},
                 "outputs": ["output"],
             },
-        ),
-    }
+        )
     known = {n: v for n, v in _PARAMETERS.items() if n in variant.parameters.model_fields}
     if known:
         requests["parameters"] = (
@@ -114,6 +116,13 @@ def inference() -> tuple[dict[str, Any], dict[str, Any]]:
     asked, _ = v2.encode(Message({"id": "1"}, arrays), "inputs", ())
     answered, _ = v2.encode(Message(fields, ran.tensors), "outputs", ())
     return json.load(b"".join(asked)), json.load(b"".join(answered))
+
+
+def _numbers(spec: Input) -> Any:
+    """A small tensor for an input of any axes, heads and batch left out: 1, -2, 3, ..."""
+    shape = [fixed_size(x) or 2 for x in spec.letters if x not in "BHG"]
+    count = np.arange(1, math.prod(shape) + 1)
+    return np.where(count % 2, count, -count).reshape(shape).tolist()
 
 
 def _run(variant: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,9 @@ tensor is nested lists, or `{{"dtype": "float32", "shape": [2, 2], "data": "<bas
 little-endian, row-major bytes; `"NaN"`, `"Infinity"` and `"-Infinity"` stand for what JSON lacks.
 
 **Shapes** are letters: B batch, H query heads, G key/value heads (H is a multiple of G),
-L query length, S key length, D query and key width, E value width, M model width. Heads, or batch
-and heads, may be left out of query, key and value alike, and are then missing from the answer.
+L query length, S key length, D query and key width, E value width, M model width, I input
+features, O output features; a number is an axis of that size. Heads, or batch and heads, may be
+left out of all tensors alike, and are then missing from the answer.
 
 **Errors** are problem documents (RFC 9457, `{json.PROBLEM_TYPE}`): `detail` says what came and
 what was expected, `pointer` where. What comes with `Retry-After` may be sent again. Beside those

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
 from qkv import __version__, catalogue
-from qkv.catalogue import Input, Output, Variant
+from qkv.catalogue import Input, Output, Variant, fixed_size
 from qkv.engine import Engine
 from qkv.errors import InvalidContent, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet
@@ -245,7 +245,7 @@ def _metadata(variant: Variant) -> dict[str, Any]:
             {
                 "name": spec.name,
                 "datatype": _datatype(spec.dtypes),
-                "shape": [-1] * len(spec.letters),
+                "shape": [fixed_size(x) or -1 for x in spec.letters],
                 "parameters": {
                     "datatypes": [DATATYPES[d] for d in spec.dtypes],
                     "axes": list(spec.letters),
@@ -258,7 +258,7 @@ def _metadata(variant: Variant) -> dict[str, Any]:
             {
                 "name": spec.name,
                 "datatype": "FP32",
-                "shape": [-1] * len(spec.letters),
+                "shape": [fixed_size(x) or -1 for x in spec.letters],
                 "parameters": {
                     "axes": list(spec.letters),
                     "on_request": spec.name != default_output(variant),
@@ -282,7 +282,7 @@ def _config(variant: Variant, engine: Engine, workers: int) -> dict[str, Any]:
         return {
             "name": spec.name,
             "data_type": f"TYPE_{datatype}",
-            "dims": [-1] * len(spec.letters),
+            "dims": [fixed_size(x) or -1 for x in spec.letters],
         }
 
     kind = "KIND_CPU" if engine.device.type == "cpu" else "KIND_GPU"
