@@ -15,7 +15,7 @@ _CHUNK = 64
 
 
 def sums(
-    query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor, offset: int | None
+    query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor, offsets: list[int] | None
 ) -> tuple[Tensor, Tensor]:
     """sum_j (f_i . g_j) v_j, (B, G, K, L, E), and sum_j f_i . g_j, (B, G, K, L, 1), over the keys
     that each query sees.
@@ -24,12 +24,24 @@ def sums(
         query_BGKLF: features of the queries; the K heads that read one key head side by side.
         key_BGSF: features of the keys, zero for padding.
         value_BGSE: values.
-        offset: position of the first query on the key axis, where a query sees no key past its
-            own; None: it sees all.
+        offsets: each item's position of the first query on the key axis, where a query sees no
+            key past its own; None: it sees all.
     """
-    L, S = query_BGKLF.shape[3], key_BGSF.shape[2]
-    if offset is None:
+    if offsets is None:
         return _all(query_BGKLF, _state(key_BGSF, value_BGSE))
+    if len(set(offsets)) == 1:
+        return _causal(query_BGKLF, key_BGSF, value_BGSE, offsets[0])
+    items = ((slice(b, b + 1), offset) for b, offset in enumerate(offsets))
+    each = [_causal(query_BGKLF[b], key_BGSF[b], value_BGSE[b], offset) for b, offset in items]
+    outputs, totals = zip(*each, strict=True)
+    return torch.cat(outputs), torch.cat(totals)
+
+
+def _causal(
+    query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor, offset: int
+) -> tuple[Tensor, Tensor]:
+    """The sums where all items have one offset."""
+    L, S = query_BGKLF.shape[3], key_BGSF.shape[2]
     first = min(L, max(0, -offset))  # those before it see nothing
     every = min(L, max(first, S - 1 - offset))  # from here on they see all
     shape = query_BGKLF.shape[:3]

@@ -10,7 +10,7 @@ from torch import Tensor
 from qkv.attention._dropout import keep
 from qkv.attention._visibility import Visibility
 
-__all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "score_dtype"]
+__all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "score_dtype", "shrunk"]
 
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
 _SIZE = 480  # a row's largest becomes 2**480: products do not overflow, what is tiny stays
@@ -83,8 +83,8 @@ class Scores(NamedTuple):
         if not safe:
             key = visible.without_padding(key)
             if query_BHLD.dtype == torch.float64:  # what was narrower cannot overflow it
-                query, query_exponents = _shrunk(query)
-                key, key_exponents = _shrunk(key)
+                query, query_exponents = shrunk(query)
+                key, key_exponents = shrunk(key)
                 exponents = (query_exponents, key_exponents[:, :, None].mT)
         if place_BH is None:
             place_BH = torch.arange(B * H, device=query.device).view(B, H)
@@ -133,7 +133,7 @@ def largest(x: Tensor) -> float:
     return max(-low.item(), high.item())
 
 
-def _shrunk(x: Tensor) -> tuple[Tensor, Tensor]:
+def shrunk(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / 2**e and e, exactly, with an e for each row that makes its largest about 2**_SIZE."""
     exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - _SIZE
     return _grown(x, -exponents), exponents

@@ -7,7 +7,7 @@ Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention._features import sums
+from qkv.attention._rows import again, hide, offsets_of, padding_of, seen, without
 from qkv.attention._scores import largest, score_dtype
 from qkv.attention._visibility import row_blocks
 
@@ -67,9 +68,7 @@ class _Features(NamedTuple):
         """
         compute = score_dtype(query_BHLD.dtype)
         query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
-        key = key_BGSD.to(compute)
-        if padding_BS is not None:
-            key = key.masked_fill(padding_BS[:, None, :, None], 0.0)
+        key = without(padding_BS, key_BGSD.to(compute))
         if _is_ordinary(query) and _is_ordinary(key):
             query, key, shift, logs = _phi(query), _phi(key), None, None
         else:
@@ -81,9 +80,7 @@ class _Features(NamedTuple):
             key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # all are padding
             query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
             shift = query_shift + key_shift[:, :, None]
-        if padding_BS is not None:
-            key = key.masked_fill(padding_BS[:, None, :, None], 0.0)
-        return cls(query, key, shift, logs)
+        return cls(query, without(padding_BS, key), shift, logs)
 
 
 def flops(sizes: Mapping[str, int]) -> int:
@@ -120,9 +117,9 @@ def attend(
         outputs: which of "output" and "weights" to return.
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    padding = _padding(S, key_lengths_B)
+    padding = padding_of(S, key_lengths_B)
     features = _Features.of(query_BHLD, key_BGSD, padding)
-    offsets = _offsets(B, L, S, key_lengths_B, causal, query_offset)
+    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
         output = _output(features, value_BGSE, padding, offsets, normalize).to(dtype)
@@ -145,8 +142,8 @@ def weights(
 ) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
     """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    features = _Features.of(query_BHLD, key_BGSD, _padding(S, key_lengths_B))
-    offsets = _offsets(B, L, S, key_lengths_B, causal, query_offset)
+    features = _Features.of(query_BHLD, key_BGSD, padding_of(S, key_lengths_B))
+    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
     return _block(features, rows, offsets, normalize).to(score_dtype(query_BHLD.dtype))
 
 
@@ -165,29 +162,6 @@ def _log_phi(x: Tensor) -> Tensor:
     return torch.where(x > 0, x.clamp(min=0).log1p(), x)
 
 
-def _padding(S: int, key_lengths_B: Tensor | None) -> Tensor | None:
-    if key_lengths_B is None:
-        return None
-    return torch.arange(S, device=key_lengths_B.device) >= key_lengths_B[:, None]
-
-
-def _offsets(
-    B: int,
-    L: int,
-    S: int,
-    key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
-) -> list[int] | None:
-    """Each item's position of the first query; None where every query sees every key."""
-    if not causal:
-        return None
-    if query_offset != "end":
-        return [query_offset] * B
-    lengths = [S] * B if key_lengths_B is None else key_lengths_B.tolist()
-    return [length - L for length in lengths]
-
-
 def _output(
     features: _Features,
     value_BGSE: Tensor,
@@ -196,24 +170,15 @@ def _output(
     normalize: bool,
 ) -> Tensor:
     """A @ value, (B, H, L, E), by sums that queries share."""
-    value = value_BGSE.to(features.key_BGSD.dtype)
-    if padding_BS is not None:
-        value = value.masked_fill(padding_BS[:, None, :, None], 0.0)
-    most, room = largest(value), 1.0
-    if most > (1e15 if value.dtype == torch.float32 else 1e150):
-        room = 2.0 ** (
-            np.frexp(most)[1] - 2
-        )  # sums of huge values may pass what their average does not
-        value = value / room
+    value = without(padding_BS, value_BGSE.to(features.key_BGSD.dtype))
     query, key = features.query_BGKLD, features.key_BGSD
-    if offsets is None or len(set(offsets)) == 1:
-        output, total = sums(query, key, value, None if offsets is None else offsets[0])
-    else:
-        each = [
-            sums(query[b : b + 1], key[b : b + 1], value[b : b + 1], offset)
-            for b, offset in enumerate(offsets)
-        ]
-        output, total = (torch.cat(parts) for parts in zip(*each, strict=True))
+    most, room = largest(value), 1.0
+    if most > 1e15 and value.dtype == torch.float32:  # its sums may pass float32's range
+        query, key, value = query.double(), key.double(), value.double()
+    elif most > 1e150:
+        room = 2.0 ** (np.frexp(most)[1] - 500)
+        value = value / room
+    output, total = sums(query, key, value, offsets)
     if normalize:
         output.div_(total.masked_fill(total == 0, 1.0))
         if features.logs is not None:
@@ -225,13 +190,6 @@ def _output(
     return (output if room == 1.0 else output * room).flatten(1, 2)
 
 
-def _seen(rows: Tensor, S: int, offset: int | None) -> Tensor | None:
-    """Which keys the queries at these rows see, (R, S); None: all."""
-    if offset is None:
-        return None
-    return torch.arange(S, device=rows.device) <= rows[:, None] + offset
-
-
 def _redo(
     output_BGKLE: Tensor,
     total_BGKL1: Tensor,
@@ -241,9 +199,9 @@ def _redo(
 ) -> None:
     """Rows whose sum has underflowed, once more from the logarithms of their weights."""
     query, key = logs
-    for (b, g, k), rows in _lost(total_BGKL1, key):
-        seen = _seen(rows, key.shape[2], None if offsets is None else offsets[b])
-        made = _from_logs(query[b, g, k, rows], key[b, g], seen)
+    for (b, g, k), rows in again(total_BGKL1[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
+        own = seen(rows, key.shape[2], None if offsets is None else offsets[b])
+        made = _from_logs(query[b, g, k, rows], key[b, g], own)
         output_BGKLE[b, g, k, rows] = made @ value_BGSE[b, g]
 
 
@@ -264,11 +222,7 @@ def _block(features: _Features, rows: slice, offsets: list[int] | None, normaliz
     query = features.query_BGKLD[:, :, :, rows]
     block = torch.einsum("bgkld,bgsd->bgkls", query, features.key_BGSD)
     S, row_R = block.shape[-1], torch.arange(rows.start, rows.stop, device=block.device)
-    if offsets is not None:
-        for b, offset in enumerate(offsets):
-            seen = _seen(row_R, S, offset)
-            assert seen is not None
-            block[b].masked_fill_(~seen, 0.0)
+    hide(block, rows, offsets)
     if not normalize:
         if features.shift_BGKL1 is not None:
             block = block * features.shift_BGKL1[:, :, :, rows].exp()
@@ -277,18 +231,10 @@ def _block(features: _Features, rows: slice, offsets: list[int] | None, normaliz
     block = block / total.masked_fill(total == 0, 1.0)
     if features.logs is not None:
         query, key = features.logs
-        for (b, g, k), at in _lost(total, key):
-            own = _seen(row_R[at], S, None if offsets is None else offsets[b])
+        for (b, g, k), at in again(total[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
+            own = seen(row_R[at], S, None if offsets is None else offsets[b])
             block[b, g, k, at] = _from_logs(query[b, g, k, row_R[at]], key[b, g], own)
     return block.flatten(1, 2)
-
-
-def _lost(total_BGKL1: Tensor, key_BGSD: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Rows whose sum has underflowed: head by head, as many at a time as memory has room for."""
-    at_once = max(1, _ELEMENTS // key_BGSD[0, 0].numel())
-    for head in np.ndindex(*total_BGKL1.shape[:3]):
-        (rows,) = torch.where(total_BGKL1[head][:, 0] < _TINY)
-        yield from ((head, part) for part in rows.split(at_once) if len(part))
 
 
 def reference(

@@ -1,0 +1,89 @@
+"""Rows of A where all keys share their sums: which keys are padding, which a row sees, and which
+rows are to be made once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["again", "counts_of", "hide", "offsets_of", "padding_of", "seen", "without"]
+
+
+def padding_of(S: int, key_lengths_B: Tensor | None) -> Tensor | None:
+    """Which keys are padding, (B, S); None: none is."""
+    if key_lengths_B is None:
+        return None
+    return torch.arange(S, device=key_lengths_B.device) >= key_lengths_B[:, None]
+
+
+def without(padding_BS: Tensor | None, tensor_BGSX: Tensor) -> Tensor:
+    """Keys or values with zeros for padding, whose NaN or inf would spread through sums."""
+    if padding_BS is None:
+        return tensor_BGSX
+    return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], 0.0)
+
+
+def offsets_of(
+    B: int,
+    L: int,
+    S: int,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> list[int] | None:
+    """Each item's position of the first query; None where every query sees every key."""
+    if not causal:
+        return None
+    if query_offset != "end":
+        return [query_offset] * B
+    lengths = [S] * B if key_lengths_B is None else key_lengths_B.tolist()
+    return [length - L for length in lengths]
+
+
+def seen(rows_R: Tensor, S: int, offset: int | None) -> Tensor | None:
+    """Which keys the queries at these rows see, (R, S); None: all."""
+    if offset is None:
+        return None
+    return torch.arange(S, device=rows_R.device) <= rows_R[:, None] + offset
+
+
+def hide(block_BGKRS: Tensor, rows: slice, offsets: list[int] | None) -> None:
+    """Zeros, in place, for what these rows of A do not see."""
+    if offsets is None:
+        return
+    row_R = torch.arange(rows.start, rows.stop, device=block_BGKRS.device)
+    for b, offset in enumerate(offsets):
+        visible = seen(row_R, block_BGKRS.shape[-1], offset)
+        assert visible is not None
+        block_BGKRS[b].masked_fill_(~visible, 0.0)
+
+
+def counts_of(
+    B: int,
+    L: int,
+    S: int,
+    key_lengths_B: Tensor | None,
+    offsets: list[int] | None,
+    device: torch.device,
+) -> Tensor:
+    """How many keys each query sees, (B, L)."""
+    if key_lengths_B is None:
+        key_lengths_B = torch.full((B,), S, device=device)
+    counts_BL = key_lengths_B[:, None].expand(B, L)
+    if offsets is None:
+        return counts_BL
+    row_BL = torch.arange(1, L + 1, device=device) + torch.tensor(offsets, device=device)[:, None]
+    return torch.minimum(row_BL.clamp(min=0), counts_BL)
+
+
+def again(bad_BGKL: Tensor, at_once: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The rows that are bad: head by head, at most `at_once` at a time."""
+    if not bad_BGKL.any():
+        return
+    for head in np.ndindex(*bad_BGKL.shape[:3]):
+        (rows,) = torch.where(bad_BGKL[head])
+        yield from ((head, part) for part in rows.split(max(1, at_once)) if len(part))
