@@ -148,6 +148,17 @@ def test_values_at_the_end_of_the_range(dtype: torch.dtype) -> None:
         assert ((found.output / most - 1).abs() <= 128 * torch.finfo(dtype).eps).all()
 
 
+@pytest.mark.parametrize(("dtype", "small"), [(torch.float32, 1e-30), (torch.float64, 1e-120)])
+def test_rows_that_see_only_small_values_keep_them(dtype: torch.dtype, small: float) -> None:
+    value = torch.full((1, 1, 4, 1), small, dtype=dtype)
+    value[:, :, 3] = torch.finfo(dtype).max
+    query = torch.randn(1, 1, 4, 3, dtype=dtype)
+    found = linear.attend(query, query, value, causal=True, outputs=OUTPUT)
+    assert found.output is not None
+    close = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.output[:, :, :3], value[:, :, :3], rtol=close, atol=0)
+
+
 @every_dtype
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30])
 @pytest.mark.parametrize("causal", [False, True])
