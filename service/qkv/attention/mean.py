@@ -88,9 +88,9 @@ def attend(
     lengths_B = torch.full((B,), S, device=device) if key_lengths_B is None else key_lengths_B
     weights = None
     if "weights" in outputs:
-        weights_B1SS = _weights(lengths_B, slice(0, S), S, causal, normalize, "matmul")
-        exact = score_dtype(value_BHSE.dtype)
-        weights = weights_B1SS.to(exact).expand(B, H, S, S).contiguous()
+        weights = value_BHSE.new_empty(B, H, S, S, dtype=score_dtype(value_BHSE.dtype))
+        for rows in row_blocks(S, B * S, _BLOCK_ELEMENTS):
+            weights[:, :, rows] = _weights(lengths_B, rows, S, causal, normalize, "matmul")
     if "output" not in outputs:
         return Mean(None, weights, method)
     # in float64: a sum of 65,536 values is right to float32's last digit, and does not overflow
