@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -209,3 +210,19 @@ def command() -> Iterator[Callable[..., Process]]:
             return stack.enter_context(running(*arguments, **environment))
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def nothing_is_logged_as_an_error() -> Iterator[None]:
+    """An answer may look fine while a traceback goes to the log."""
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler = Keep(logging.ERROR)
+    logging.getLogger().addHandler(handler)
+    yield
+    logging.getLogger().removeHandler(handler)
+    assert [(r.name, r.getMessage(), r.exc_info and r.exc_info[1]) for r in records] == []

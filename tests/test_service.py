@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,7 @@ LEADS = {2: (), 3: (2,), 4: (2, 4)}
 TIMES = ("queue_ms", "transfer_ms", "compute_ms", "total_ms")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_logged_as_an_error() -> Iterator[None]:
-    """An answer may look fine while a traceback goes to the log."""
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    handler = Keep(logging.ERROR)
-    logging.getLogger().addHandler(handler)
-    yield
-    logging.getLogger().removeHandler(handler)
-    assert [(r.name, r.getMessage(), r.exc_info and r.exc_info[1]) for r in records] == []
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
 def post(server: Server, document: Any, path: str = "/v1/attention/softmax") -> httpx.Response:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json as stdlib
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -27,20 +26,7 @@ STATE = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_is_logged_as_an_error() -> Iterator[None]:
-    """An answer may look fine while a traceback goes to the log."""
-    records: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    handler = Keep(logging.ERROR)
-    logging.getLogger().addHandler(handler)
-    yield
-    logging.getLogger().removeHandler(handler)
-    assert [(r.name, r.getMessage(), r.exc_info and r.exc_info[1]) for r in records] == []
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
 def body_of(
