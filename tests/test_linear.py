@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 from cases import refused
@@ -16,6 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention import linear
+from qkv.job import Job, Limits
+from qkv.message import Message
+from qkv.run import run
+from qkv.tensors import RawTensor
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -202,6 +207,22 @@ def test_65536_tokens_fit_in_4_gib(causal: bool) -> None:
         [sys.executable, "-c", MEASURED, str(causal)], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 4 << 20  # KiB
+
+
+def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
+    """Their bits would depend on it: it would take them along."""
+
+    def job(size: float) -> Job:
+        query, key, value = (np.full((1, 1, 3, 4), size, np.float32) for _ in range(3))
+        arrays = {"query": query, "key": -key, "value": value}
+        tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+        return Job.of("linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
+
+    ran = run([job(1.0), job(40.0), job(2.0)], torch.device("cpu"), stack=True)
+    assert [r.stacked for r in ran] == [2, 1, 2]
+    assert [r.batch_size for r in ran] == [3, 3, 3]
+    for r, size in zip(ran, (1.0, 40.0, 2.0), strict=True):
+        np.testing.assert_allclose(r.outputs["output"].numpy(), size, rtol=1e-6)
 
 
 def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:

@@ -89,6 +89,12 @@ class Variant:
         """Parameters that have no meaning here, with the reason."""
         return typing.cast("Mapping[str, str]", self.module.REFUSES)
 
+    @property
+    def ordinary(self) -> float:
+        """Numbers from here on may take another path in the file, and so are not stacked with
+        others, whose bits would depend on them: its ORDINARY, or 1e9."""
+        return float(getattr(self.module, "ORDINARY", 1e9))
+
     def flops(self, sizes: Mapping[str, int]) -> int:
         """Floating-point operations of the matrix products, from the sizes of each letter."""
         return int(self.module.flops(sizes))

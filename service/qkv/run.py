@@ -18,7 +18,6 @@ from qkv.tensors import FLOATING, RawTensor
 __all__ = ["ALIGNMENT", "Ran", "run"]
 
 _SMALL_FLOPS: Final = 1 << 28  # about 2 ms of one thread
-_HUGE: Final = 1e9  # far below what any dtype's products overflow at, float16's apart
 
 ALIGNMENT: Final = 64
 """Bytes. A CPU kernel's bits depend on where its buffers begin, so all begin alike."""
@@ -87,7 +86,7 @@ def _is_huge(job: Job) -> bool:
         sizes = [_largest(p.weight) * len(p.weight) for p in job.layer.projections]
         biases = [0.0 if p.bias is None else _largest(p.bias) for p in job.layer.projections]
         reach = max(sizes) + max(biases)
-    most = min(_HUGE, torch.finfo(_WIRE[job.dtype]).max)
+    most = min(job.variant.ordinary, torch.finfo(_WIRE[job.dtype]).max)
     return not all(size * reach < most and size < most for size in largest.values())
 
 

@@ -4,13 +4,33 @@ rows are to be made once more."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-__all__ = ["again", "counts_of", "hide", "offsets_of", "padding_of", "seen", "without"]
+__all__ = [
+    "Causal",
+    "QueryOffset",
+    "again",
+    "counts_of",
+    "hide",
+    "offsets_of",
+    "padding_of",
+    "seen",
+    "without",
+]
+
+Causal = Annotated[bool, Field(description="A query sees no key past its position.")]
+QueryOffset = Annotated[
+    Annotated[int, Field(ge=-(2**31), lt=2**31)] | Literal["end"],
+    Field(
+        description='Position of the first query on the key axis; "end" puts the last query '
+        "on the last valid key."
+    ),
+]
 
 
 def padding_of(S: int, key_lengths_B: Tensor | None) -> Tensor | None:

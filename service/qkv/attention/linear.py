@@ -17,7 +17,16 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention._features import sums
-from qkv.attention._rows import again, hide, offsets_of, padding_of, seen, without
+from qkv.attention._rows import (
+    Causal,
+    QueryOffset,
+    again,
+    hide,
+    offsets_of,
+    padding_of,
+    seen,
+    without,
+)
 from qkv.attention._scores import largest, score_dtype
 from qkv.attention._visibility import row_blocks
 
@@ -32,6 +41,8 @@ REFUSES: Final[Mapping[str, str]] = {
     "dropout": "no single weight is ever made that could be dropped",
     "seed": "no single weight is ever made that could be dropped",
 }
+
+ORDINARY: Final = 30.0  # beyond it phi may be made of its logarithm, for all that is in one call
 
 _ELEMENTS = 1 << 22  # of a block of rows of A, and of the features' sums behind it
 _TINY = 1e-250  # a row sum below it may have lost its smaller terms
@@ -95,14 +106,8 @@ def attend(
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    causal: Annotated[bool, Field(description="A query sees no key past its position.")] = False,
-    query_offset: Annotated[
-        Annotated[int, Field(ge=-(2**31), lt=2**31)] | Literal["end"],
-        Field(
-            description='Position of the first query on the key axis; "end" puts the last query '
-            "on the last valid key."
-        ),
-    ] = 0,
+    causal: Causal = False,
+    query_offset: QueryOffset = 0,
     normalize: Annotated[
         bool, Field(description="Rows are divided by their sum; false: they are not.")
     ] = True,

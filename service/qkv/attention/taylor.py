@@ -9,17 +9,26 @@ keys all but oppose the query are O(S D) each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
 from qkv.attention._features import sums
-from qkv.attention._rows import again, counts_of, hide, offsets_of, padding_of, seen, without
+from qkv.attention._rows import (
+    Causal,
+    QueryOffset,
+    again,
+    counts_of,
+    hide,
+    offsets_of,
+    padding_of,
+    seen,
+    without,
+)
 from qkv.attention._scores import score_dtype, shrunk
 from qkv.attention._visibility import row_blocks
 
@@ -120,14 +129,8 @@ def attend(
     value_BGSE: Float[Tensor, "B G S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    causal: Annotated[bool, Field(description="A query sees no key past its position.")] = False,
-    query_offset: Annotated[
-        Annotated[int, Field(ge=-(2**31), lt=2**31)] | Literal["end"],
-        Field(
-            description='Position of the first query on the key axis; "end" puts the last query '
-            "on the last valid key."
-        ),
-    ] = 0,
+    causal: Causal = False,
+    query_offset: QueryOffset = 0,
     outputs: frozenset[str],
 ) -> Taylor:
     """Attends by directions.
