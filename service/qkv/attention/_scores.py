@@ -10,7 +10,7 @@ from torch import Tensor
 from qkv.attention._dropout import keep
 from qkv.attention._visibility import Visibility
 
-__all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "score_dtype", "shrunk"]
+__all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "raised", "score_dtype", "shrunk"]
 
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
 _SIZE = 480  # a row's largest becomes 2**480: products do not overflow, what is tiny stays
@@ -104,7 +104,7 @@ class Scores(NamedTuple):
             scores, grown = _fitted(scores, exponents.flatten(1, 2), bias)
         if self.softcap is not None:
             # capped scores are of ordinary size, so the exponents are spent here
-            scores = _grown(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
+            scores = raised(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
             grown = None
         if bias is not None:
             if bias.dtype == torch.bool:
@@ -112,11 +112,11 @@ class Scores(NamedTuple):
             else:
                 if self.exponents is not None:  # what is hidden may be inf, and inf - inf is NaN
                     scores.masked_fill_(bias == -torch.inf, 0.0)
-                scores += bias if grown is None else _grown(bias, -grown)
+                scores += bias if grown is None else raised(bias, -grown)
         logits = scores
         if grown is not None:
             # shifted first, so that growing cannot give inf - inf: the largest is 0
-            logits = _grown(scores - scores.amax(dim=-1, keepdim=True), grown)
+            logits = raised(scores - scores.amax(dim=-1, keepdim=True), grown)
         weights = torch.softmax(logits, dim=-1)
         if bias is not None and keys.start < keys.stop:
             blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
@@ -124,7 +124,7 @@ class Scores(NamedTuple):
         if self.dropout:
             weights *= keep(self.dropout, self.seed, self.place_BH, rows, keys)
             weights /= 1.0 - self.dropout
-        return ScoreBlock(keys, _grown(scores, grown), weights)
+        return ScoreBlock(keys, raised(scores, grown), weights)
 
 
 def largest(x: Tensor) -> float:
@@ -136,7 +136,7 @@ def largest(x: Tensor) -> float:
 def shrunk(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / 2**e and e, exactly, with an e for each row that makes its largest about 2**_SIZE."""
     exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - _SIZE
-    return _grown(x, -exponents), exponents
+    return raised(x, -exponents), exponents
 
 
 def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -148,10 +148,10 @@ def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Ten
         unseen |= ~bias if bias.dtype == torch.bool else bias == -torch.inf
     top = sizes.masked_fill(unseen, 0).amax(dim=-1, keepdim=True)
     grown = (top - _ROOM).clamp(min=0)
-    return _grown(scores, exponents - grown), grown
+    return raised(scores, exponents - grown), grown
 
 
-def _grown(x: Tensor, exponents: Tensor | None) -> Tensor:
+def raised(x: Tensor, exponents: Tensor | None) -> Tensor:
     """x * 2**exponents, in two steps because 2.0**1024 is no float; x itself for None."""
     if exponents is None:
         return x

@@ -208,3 +208,16 @@ def reference(x_BI: Tensor, weight_OI: Tensor) -> LinearLayer:
         torch.from_numpy(key),
         backend="reference",
     )
+
+
+def backward(
+    grad_output_BO: Float[Tensor, "B O"],
+    x_BI: Float[Tensor, "B I"],
+    weight_OI: Float[Tensor, "O I"],
+) -> dict[str, Tensor]:
+    """Gradients of sum(grad_output * output): dx = dY W and dW = dY^T x, in the scores' dtype."""
+    exact = score_dtype(x_BI.dtype)
+    return {
+        "x": _product(grad_output_BO, weight_OI.mT, exact),
+        "weight": _product(grad_output_BO.mT, x_BI.mT, exact),
+    }

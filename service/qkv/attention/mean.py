@@ -17,6 +17,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
+from qkv.attention._gradients import regrown, sized
 from qkv.attention._scores import largest, score_dtype
 from qkv.attention._visibility import row_blocks
 
@@ -205,3 +206,28 @@ def reference(
             a /= np.maximum(a.sum(1, keepdims=True), 1)
         weights[b, h, :, :valid], output[b, h] = a, a @ value[b, h, :valid]
     return Mean(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def backward(
+    grad_output_BHSE: Float[Tensor, "B H S E"],
+    value_BHSE: Float[Tensor, "B H S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: bool = True,
+    normalize: bool = True,
+    method: str = "cumsum",
+) -> dict[str, Tensor]:
+    """Gradients of sum(grad_output * output): dV_j is the sum of dY_i / n_i over the rows i that
+    average n_i values, v_j among them; in float64. The arguments are `attend`'s.
+
+    Whatever the method, it is one function: a sum that runs from the last row to the first.
+    """
+    (B, _, S, _), device = value_BHSE.shape, value_BHSE.device
+    lengths_B = torch.full((B,), S, device=device) if key_lengths_B is None else key_lengths_B
+    grad, exponent = sized(grad_output_BHSE.double())
+    if normalize:
+        grad = grad / _counts(lengths_B, slice(0, S), causal).clamp(min=1)
+    sums = grad.flip(2).cumsum(2).flip(2) if causal else grad.sum(2, keepdim=True)
+    padding_BS = torch.arange(S, device=device) >= lengths_B[:, None]
+    value = sums.expand_as(value_BHSE).masked_fill(padding_BS[:, None, :, None], 0.0)
+    return {"value": regrown(value, exponent)}
