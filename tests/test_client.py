@@ -23,8 +23,7 @@ from conftest import PATIENCE, Server
 from torch import nn
 
 import qkv
-from qkv import Client, QkvError, Run, errors
-from qkv.client import AsyncClient, Converted
+from qkv import AsyncClient, Client, Converted, QkvError, Run, errors
 
 ROLES = ("query", "key", "value")
 

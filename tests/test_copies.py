@@ -17,7 +17,7 @@ import pytest
 from cases import Array
 from conftest import PATIENCE, Server
 
-from qkv import run
+from qkv import passes, run
 from qkv.message import Message
 from qkv.routes import body as receiving
 from qkv.routes.body import Chunk, Outgoing
@@ -76,7 +76,7 @@ def place(buffer: Chunk) -> tuple[int, int]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """What is filled while a service of this process answers."""
     seen = Seen()
-    aligned, arguments, split = receiving._aligned, run._arguments, run._split
+    aligned, through = receiving._aligned, passes.through
     going = Outgoing.__init__
 
     def spy_aligned(size: int, at: int) -> memoryview:
@@ -84,22 +84,19 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.buffers.append(place(buffer))
         return buffer
 
-    def spy_arguments(*args: Any) -> dict[str, Any]:
-        made = arguments(*args)
-        seen.arguments = {n: t.data_ptr() for n, t in made.items() if hasattr(t, "data_ptr")}
-        return made
-
-    def spy_split(jobs: Sequence[Any], result: Any) -> Any:
-        seen.result = result.output.data_ptr(), result.output.nbytes
-        return split(jobs, result)
+    def spy_through(job: Any, tensors: dict[str, Any], *others: Any) -> Any:
+        seen.arguments = {n: t.data_ptr() for n, t in tensors.items()}
+        passed = through(job, tensors, *others)
+        output = passed.tensors["output"]
+        seen.result = output.data_ptr(), output.nbytes
+        return passed
 
     def spy_going(self: Outgoing, chunks: Sequence[Chunk], *args: Any) -> None:
         seen.sent = [place(chunk) for chunk in chunks]
         going(self, chunks, *args)
 
     monkeypatch.setattr(receiving, "_aligned", spy_aligned)
-    monkeypatch.setattr(run, "_arguments", spy_arguments)
-    monkeypatch.setattr(run, "_split", spy_split)
+    monkeypatch.setattr(run, "through", spy_through)
     monkeypatch.setattr(Outgoing, "__init__", spy_going)
     return seen
 
@@ -212,9 +209,9 @@ def test_a_body_is_held_once_from_socket_to_torch(
 ) -> None:
     PROTOCOLS[protocol](server, seen, tmp_path, large())
     assert len(seen.buffers) == 1
-    assert all(is_within(seen, n) for n in ("query_BHLD", "key_BGSD", "value_BGSE"))
-    assert seen.arguments["query_BHLD"] % 64 == 0  # the first tensor is aligned as it comes
-    assert seen.arguments["query_BHLD"] - seen.buffers[0][0] < SMALL
+    assert all(is_within(seen, n) for n in ("query", "key", "value"))
+    assert seen.arguments["query"] % 64 == 0  # the first tensor is aligned as it comes
+    assert seen.arguments["query"] - seen.buffers[0][0] < SMALL
     check_sent(seen)
     assert BODY <= seen.traced < BODY + SMALL  # the body is numpy's; the answer is torch's
     if seen.resident is not None:  # the body, the answer, and no copy of either
@@ -227,8 +224,8 @@ def test_a_tensor_that_is_not_aligned_is_copied_once(
 ) -> None:
     tensors = large(mask=np.ones((1, 1), bool))  # one byte, and the queries behind it
     PROTOCOLS[protocol](server, seen, tmp_path, tensors)
-    assert not is_within(seen, "query_BHLD")
-    assert seen.arguments["query_BHLD"] % 64 == 0
+    assert not is_within(seen, "query")
+    assert seen.arguments["query"] % 64 == 0
     check_sent(seen)
     assert BODY <= seen.traced < BODY + SMALL
     if seen.resident is not None:
@@ -241,7 +238,7 @@ def test_a_body_of_unknown_length_is_held_twice_at_most(
 ) -> None:
     """It is placed when all of it has come, and so copied."""
     PROTOCOLS[protocol](server, seen, tmp_path, large(), chunked=True)
-    assert all(is_within(seen, n) for n in ("query_BHLD", "key_BGSD", "value_BGSE"))
-    assert seen.arguments["query_BHLD"] % 64 == 0
+    assert all(is_within(seen, n) for n in ("query", "key", "value"))
+    assert seen.arguments["query"] % 64 == 0
     check_sent(seen)
     assert seen.traced < 2 * BODY + SMALL

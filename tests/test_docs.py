@@ -138,7 +138,7 @@ def test_the_tree_names_every_file_and_nothing_else() -> None:
 def test_every_route_is_documented(url: str) -> None:
     paths = httpx.get(f"{url}/openapi.json").json()["paths"]
     for path in paths:
-        family = re.sub(r"/(attention|variants)/.*", r"/\1", path)
+        family = re.sub(r"/(attention|gradients|variants)/.*", r"/\1", path)
         page = V2 if path.startswith("/v2") else README
         assert f"{family}`" in page or f"{family}/{{variant}}`" in page or family in README, path
 

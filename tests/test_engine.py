@@ -230,7 +230,12 @@ def layer_group(seed: int) -> list[Job]:
         lengths = {"x": L} if one else {"query": L, "key": S, "value": S}
         sent = {n: random.normal(size=(B, size, M)).astype(dtype) for n, size in lengths.items()}
         jobs.append(job_of(sent, outputs, layer, **parameters))
-    return [jobs[0], *(replace(job, layer=jobs[0].layer) for job in jobs[1:])]
+    return [jobs[0], *(with_layer(job, jobs[0]) for job in jobs[1:])]
+
+
+def with_layer(job: Job, other: Job) -> Job:
+    """The job with the very layer of the other, as a saved one would be."""
+    return replace(job, inputs=job.inputs._replace(layer=other.inputs.layer))
 
 
 @pytest.mark.parametrize("first", range(0, 150, 25))
@@ -254,6 +259,12 @@ def moved(raw: RawTensor, offset: int, writeable: bool = True) -> RawTensor:
     return RawTensor(raw.dtype, raw.shape, there.data)
 
 
+def at(job: Job, offsets: Mapping[str, int], writeable: bool = True) -> Job:
+    """The job with each of its tensors so many bytes past an aligned address."""
+    tensors = {n: moved(t, offsets[n], writeable) for n, t in job.inputs.tensors.items()}
+    return replace(job, inputs=job.inputs._replace(tensors=tensors))
+
+
 @settings(max_examples=80, deadline=None)
 @given(requests(), st.lists(st.integers(0, 63), min_size=5, max_size=5), st.booleans())
 def test_where_a_buffer_begins_does_not_matter(
@@ -261,12 +272,10 @@ def test_where_a_buffer_begins_does_not_matter(
 ) -> None:
     """Bodies put tensors anywhere; the answer's bits are those of aligned ones."""
     job = job_from(request, ("output", "weights"))
-    names = list(job.inputs)
+    names = list(job.inputs.tensors)
     shifts = dict(zip(names, offsets, strict=False))
-    aligned = replace(job, inputs={n: moved(t, 0) for n, t in job.inputs.items()})
-    anywhere = replace(
-        job, inputs={n: moved(t, shifts[n], writeable) for n, t in job.inputs.items()}
-    )
+    aligned = at(job, dict.fromkeys(names, 0))
+    anywhere = at(job, shifts, writeable)
     first, second = held.alone([aligned, anywhere])
     assert bits(first) == bits(second)
 
@@ -282,10 +291,7 @@ def test_where_a_larger_buffer_begins_does_not_matter(
     tensors = {n: torch.randn(1, H, N, D).to(dtype) for n in ("query", "key", "value")}
     for outputs in (("output",), ("output", "weights")):
         job = job_of(tensors, outputs)
-        jobs = [
-            replace(job, inputs={n: moved(t, offset) for n, t in job.inputs.items()})
-            for offset in (0, 4, 8, 16, 24, 32, 48)
-        ]
+        jobs = [at(job, dict.fromkeys(tensors, offset)) for offset in (0, 4, 8, 16, 24, 32, 48)]
         first, *others = held.alone(jobs)
         assert all(bits(other) == bits(first) for other in others)
 
@@ -295,10 +301,10 @@ def test_where_a_larger_buffer_begins_does_not_matter(
 def test_inputs_are_never_written_to(held: Held, request: Request) -> None:
     """They are views of the request's own buffers."""
     job = job_from(request, ("output", "weights", "scores"))
-    ready = replace(job, inputs={n: moved(t, 0) for n, t in job.inputs.items()})
-    before = {n: bytes(t.data) for n, t in ready.inputs.items()}
+    ready = at(job, dict.fromkeys(job.inputs.tensors, 0))
+    before = {n: bytes(t.data) for n, t in ready.inputs.tensors.items()}
     held.alone([ready])
-    assert {n: bytes(t.data) for n, t in ready.inputs.items()} == before
+    assert {n: bytes(t.data) for n, t in ready.inputs.tensors.items()} == before
 
 
 # ---------------------------------------------------------------- stacked, as on a GPU
@@ -331,7 +337,7 @@ def test_a_stack_over_a_layer_answers_as_each_alone(stacked: Held, seed: int) ->
     jobs = layer_group(seed)
     found, alone = stacked.together(jobs), stacked.alone(jobs)
     # two orders of summation over M, D and S, all sizes of order one: half of the digits
-    close = {"float64": 2.0**-26, "float32": 2.0**-12, "float16": 2.0**-5}[jobs[0].dtype]
+    close = {"float64": 2.0**-26, "float32": 2.0**-12, "float16": 2.0**-5}[jobs[0].inputs.dtype]
     for answer, one in zip(found, alone, strict=True):
         assert answer.timing["batch_size"] == len(jobs)
         assert answer.outputs.keys() == one.outputs.keys()
@@ -372,7 +378,7 @@ def test_a_strangers_overflowing_projection_leaves_a_stack_alone(stacked: Held) 
         job_of({"x": torch.randn(1, 9, 64).half() * size}, ("output", "weights"), layer)
         for size in (1.0, 2e4)
     )
-    second = replace(second, layer=first.layer)
+    second = with_layer(second, first)
     (alone,) = stacked.alone([first])
     found, _ = stacked.together([first, second])
     assert found.timing["batch_size"] == 2

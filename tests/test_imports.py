@@ -27,37 +27,46 @@ ALLOWED: dict[str, set[str]] = {
     "fleet": {"models"},
     "port": {"errors", "wire"},
     "arrays": {"tensors"},
-    "client": {"arrays", "errors", "message", "wire"},
+    "calls": {"arrays", "errors", "message", "wire"},
+    "client": {"calls", "errors"},
     "attention": {"errors"},
     "catalogue": {"attention", "errors", "tensors"},
     "layers": {"errors"},
     "literals": {"errors", "tensors"},
     "binding": {"catalogue", "errors"},
-    "job": {"binding", "catalogue", "errors", "layers", "literals", "message", "tensors"},
-    "conversion": {"job", "layers", "literals", "message", "tensors"},
-    "run": {"job", "layers", "tensors"},
-    "local": {"catalogue", "conversion", "job", "message", "run"},
-    "engine": {"errors", "job", "models", "run", "tensors"},
+    "fields": {"errors", "message"},
+    "inputs": {
+        "binding", "catalogue", "errors", "fields", "layers", "literals", "message", "tensors",
+    },
+    "job": {"catalogue", "errors", "fields", "inputs", "layers", "message", "tensors"},
+    "gradient": {
+        "catalogue", "errors", "fields", "inputs", "job", "literals", "message", "tensors",
+    },
+    "conversion": {"fields", "layers", "literals", "message", "tensors"},
+    "passes": {"gradient", "job", "layers"},
+    "run": {"job", "layers", "passes", "tensors"},
+    "local": {"catalogue", "conversion", "gradient", "job", "message", "run"},
+    "engine": {"errors", "gradient", "job", "models", "run", "tensors"},
     "routes": {
-        "__version__", "catalogue", "conversion", "engine", "errors", "fleet", "job", "layers",
-        "local", "message", "models", "settings", "tensors", "wire",
+        "__version__", "catalogue", "conversion", "engine", "errors", "fields", "fleet",
+        "gradient", "job", "layers", "local", "message", "models", "settings", "tensors", "wire",
     },
     "app": {
         "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "routes",
         "settings", "tensors", "wire",
     },
     "serve": {"app", "engine", "fleet", "port", "settings"},
-    "cli": {
-        "__version__", "client", "errors", "files", "local", "message", "oneline", "serve",
-        "settings", "wire",
+    "ask": {
+        "calls", "client", "errors", "files", "local", "message", "oneline", "wire",
     },
-    "__init__": {"client", "errors"},
+    "cli": {"__version__", "ask", "oneline", "serve", "settings"},
+    "__init__": {"calls", "client", "errors"},
     "__main__": {"cli"},
 }  # fmt: skip
 
 CLIENT_SIDE = (
-    "errors", "tensors", "message", "wire", "arrays", "files", "client", "oneline", "cli",
-    "__init__",
+    "errors", "tensors", "message", "wire", "arrays", "files", "calls", "client", "oneline",
+    "ask", "cli", "__init__",
 )  # fmt: skip
 WEB = {"fastapi", "starlette", "uvicorn"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -22,7 +22,9 @@ from qkv.routes import examples
 from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, safetensors
 
-RUNS: Final = [f"/v1/attention/{name}" for name in catalogue.variants()]
+RUNS: Final = [f"/v1/attention/{name}" for name in catalogue.variants()] + [
+    f"/v1/gradients/{v.name}" for v in catalogue.variants().values() if v.backward
+]
 SOFTMAX: Final = "/v1/attention/softmax"
 CONVERT: Final = "/v1/convert"
 POSTS: Final = [CONVERT, *RUNS]

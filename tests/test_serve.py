@@ -38,7 +38,7 @@ def big(length: int, heads: int = 8) -> bytes:
     draw = np.random.default_rng(0)
     shape = (1, heads, length, 16)
     arrays = {n: draw.normal(size=shape).astype(np.float32) for n in ("query", "key", "value")}
-    call = qkv.client.build_attend("softmax", None, ["output"], "none", arrays)
+    call = qkv.calls.build_attend("softmax", None, ["output"], "none", arrays)
     return call.content
 
 

@@ -1,8 +1,9 @@
 """qkv serves attention. This package is its client; `qkv[server]` adds the service."""
 
-from qkv.client import AsyncClient, Client, Converted, Run
+from qkv.calls import Converted, Gradients, Run
+from qkv.client import AsyncClient, Client
 from qkv.errors import QkvError
 
-__all__ = ["AsyncClient", "Client", "Converted", "QkvError", "Run", "__version__"]
+__all__ = ["AsyncClient", "Client", "Converted", "Gradients", "QkvError", "Run", "__version__"]
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
 from qkv.job import Job, Limits
 from qkv.message import Message
-from qkv.routes import attention, convert, infer, openapi, operations, v2, variants
+from qkv.routes import attention, convert, gradients, infer, openapi, operations, v2, variants
 from qkv.routes.runs import Runs
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
@@ -79,7 +79,8 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     app.state.engine = engine
     app.state.settings = settings
     runs = Runs(engine, settings)
-    app.include_router(attention.router(runs, settings))
+    app.include_router(attention.router(runs))
+    app.include_router(gradients.router(runs))
     app.include_router(convert.router(settings))
     app.include_router(variants.router())
     app.include_router(operations.router(engine, worker.fleet))

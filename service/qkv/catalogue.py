@@ -16,6 +16,7 @@ from typing import Any, Final
 import orjson
 import pydantic
 from jaxtyping import AbstractArray
+from torch import Tensor
 
 from qkv import attention
 from qkv.errors import InvalidContent, NotFound, pointer_to, shown
@@ -78,6 +79,12 @@ class Variant:
         """The path that serves."""
         attend: Callable[..., Any] = self.module.attend
         return attend
+
+    @property
+    def backward(self) -> Callable[..., dict[str, Tensor]] | None:
+        """The gradients of sum(grad_output * output), by the names of the inputs; None where the
+        file has none."""
+        return getattr(self.module, "backward", None)
 
     @property
     def summary(self) -> str:
@@ -163,6 +170,11 @@ class Variant:
                 }
                 for o in self.outputs.values()
             },
+            "gradients": [
+                i.name
+                for i in self.inputs.values()
+                if self.backward is not None and "float32" in i.dtypes
+            ],
         }
 
 

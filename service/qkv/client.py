@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
-from urllib.parse import quote
+from typing import Any, Final, Self, TypeVar
 
 import httpx
-import numpy as np
 
-from qkv.arrays import Restore, is_array, restorer, to_raw
-from qkv.errors import InvalidContent, Unparseable, from_problem
-from qkv.message import Message
-from qkv.wire import Codec, json, safetensors
+from qkv.calls import (
+    Call,
+    Converted,
+    Gradients,
+    Run,
+    build_attend,
+    build_convert,
+    build_gradients,
+    build_variants,
+)
+from qkv.errors import Unparseable, from_problem
 
-__all__ = ["AsyncClient", "Client", "Converted", "Run"]
+__all__ = ["AsyncClient", "Client"]
 
 _T = TypeVar("_T")
 
@@ -27,59 +31,6 @@ _URL: Final = "http://127.0.0.1:8000"
 _LONGEST_WAIT_S: Final = 10.0
 # a run changes nothing at the service, so that one whose connection broke may be sent again
 _BROKEN: Final = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a run answered.
-
-    Attributes:
-        variant: its name.
-        outputs: arrays by name, of the kind that the inputs were.
-        timing: milliseconds by stage, batch size, device, backend, flops, bytes.
-    """
-
-    variant: str
-    outputs: Mapping[str, Any]
-    timing: Mapping[str, Any]
-
-    @property
-    def output(self) -> Any:
-        """(B, H, L, E), in the rank of the inputs."""
-        return self.outputs["output"]
-
-    @property
-    def weights(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs."""
-        return self.outputs["weights"]
-
-    @property
-    def scores(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs: scaled, capped and masked."""
-        return self.outputs["scores"]
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What a conversion answered.
-
-    Attributes:
-        tensors: the weights in the target layout, by name.
-        check: how far both layers' outputs lie apart on the same random input.
-    """
-
-    tensors: Mapping[str, Any]
-    check: Mapping[str, Any]
-
-
-class Call(NamedTuple, Generic[_T]):
-    """A call as bytes, and what makes a result of the answer's bytes."""
-
-    method: str
-    path: str
-    parse: Callable[[httpx.Response], _T]
-    content: bytes = b""
-    headers: Mapping[str, str] = {}
 
 
 class Client:
@@ -129,6 +80,28 @@ class Client:
             httpx.TransportError: it could not be reached.
         """
         return self.send(build_attend(variant, layer, outputs, weights, inputs_and_parameters))
+
+    def gradients(
+        self,
+        variant: str,
+        *,
+        grad_output: Any,
+        layer: Mapping[str, Any] | str | None = None,
+        **inputs_and_parameters: Any,
+    ) -> Gradients:
+        """The gradients of sum(grad_output * output).
+
+        Args:
+            variant: its name, for instance "softmax".
+            grad_output: the gradient of the output, shaped as the output is.
+            layer: as `attend` takes it; its tensors have gradients too.
+            **inputs_and_parameters: as `attend` takes them.
+
+        Raises:
+            QkvError: the service refused; the class says how, `detail` why.
+            httpx.TransportError: it could not be reached.
+        """
+        return self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
 
     def convert(
         self,
@@ -217,6 +190,17 @@ class AsyncClient:
             build_attend(variant, layer, outputs, weights, inputs_and_parameters)
         )
 
+    async def gradients(
+        self,
+        variant: str,
+        *,
+        grad_output: Any,
+        layer: Mapping[str, Any] | str | None = None,
+        **inputs_and_parameters: Any,
+    ) -> Gradients:
+        """The gradients of sum(grad_output * output): see `Client.gradients`."""
+        return await self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
+
     async def convert(
         self,
         tensors: Mapping[str, Any],
@@ -264,105 +248,6 @@ class AsyncClient:
                 wait = _backoff(attempt)
             await asyncio.sleep(wait)
         raise AssertionError
-
-
-def build_attend(
-    variant: str,
-    layer: Mapping[str, Any] | str | None,
-    outputs: list[str] | None,
-    weights: str | None,
-    arguments: Mapping[str, Any],
-) -> Call[Run]:
-    """The call that runs a variant; the arguments are those of `Client.attend`."""
-    arrays = {name: value for name, value in arguments.items() if is_array(value)}
-    if not arrays:
-        raise InvalidContent(
-            "none of the arguments is an array; wrap lists with numpy.asarray or torch.tensor"
-        )
-    for name, value in arguments.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidContent(f"{name} is {value}; parameters are finite")
-    parameters = {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in arguments.items()
-        if name not in arrays and value is not None
-    }
-    fields = _given(outputs=outputs, weights=weights) | {"parameters": parameters}
-    layer_tensors: dict[str, Any] = {}
-    if isinstance(layer, Mapping):
-        fields["layer"] = {k: v for k, v in layer.items() if k != "tensors"}
-        layer_tensors = {n: to_raw(array) for n, array in layer.get("tensors", {}).items()}
-    elif layer is not None:
-        fields["layer"] = layer
-    message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
-    restore = restorer(next(iter(arrays.values())))
-
-    def parse(response: httpx.Response) -> Run:
-        answer = safetensors.decode(response.content, "outputs")
-        outputs = _restored(answer, restore)
-        return Run(answer.fields["variant"], outputs, answer.fields["timing"])
-
-    return _post(run_path(variant), message, "inputs", parse)
-
-
-def build_convert(
-    tensors: Mapping[str, Any], source: str, target: str, heads: int | None, bias: str | None
-) -> Call[Converted]:
-    """The call that converts weights; the arguments are those of `Client.convert`."""
-    fields = {"from": source, "to": target} | _given(heads=heads, bias=bias)
-    message = Message(fields, {name: to_raw(array) for name, array in tensors.items()})
-    restore = restorer(next(iter(tensors.values()), None))
-
-    def parse(response: httpx.Response) -> Converted:
-        answer = safetensors.decode(response.content, "tensors")
-        return Converted(_restored(answer, restore), answer.fields["check"])
-
-    return _post("/v1/convert", message, "tensors", parse)
-
-
-def build_message(path: str, message: Message, group: str, answered: str) -> Call[Message]:
-    """The call that posts a message and answers one, raw tensors both.
-
-    Numbers that were written without a dtype go as they are, in JSON: what they become depends on
-    what they are for, which the service knows.
-    """
-    literal = any(t.literal for t in (*message.tensors.values(), *message.layer.values()))
-    codec: Codec = json if literal else safetensors
-    return _post(path, message, group, lambda r: safetensors.decode(r.content, answered), codec)
-
-
-def run_path(variant: str) -> str:
-    """Where a variant runs; a name with a "?" or "/" in it asks for no other than itself."""
-    return f"/v1/attention/{quote(variant, safe='', errors='replace')}"
-
-
-def build_variants() -> Call[list[dict[str, Any]]]:
-    """The call that reads the catalogue."""
-
-    def parse(response: httpx.Response) -> list[dict[str, Any]]:
-        catalogue: list[dict[str, Any]] = response.json()["variants"]
-        return catalogue
-
-    return Call("GET", "/v1/variants", parse)
-
-
-def _post(
-    path: str,
-    message: Message,
-    group: str,
-    parse: Callable[[httpx.Response], _T],
-    codec: Codec = safetensors,
-) -> Call[_T]:
-    headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": safetensors.MEDIA_TYPE}
-    return Call("POST", path, parse, b"".join(codec.encode(message, group)), headers)
-
-
-def _restored(message: Message, restore: Restore) -> dict[str, Any]:
-    return {name: restore(raw) for name, raw in message.tensors.items()}
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _wait(response: httpx.Response) -> float | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from qkv.job import invalid_field
+from qkv.fields import invalid_field
 from qkv.layers.conversion import convert
 from qkv.literals import typed
 from qkv.message import Message

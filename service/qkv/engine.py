@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from qkv.errors import Internal, NotNow, QkvError, TooLate
+from qkv.gradient import GradientJob
 from qkv.job import Job
 from qkv.models import Recorder
 from qkv.run import Ran, run
@@ -283,8 +284,8 @@ class Engine:
         return [(batch[0], cause if isinstance(cause, QkvError) else _fault(cause))]
 
     def _record(self, batch: list[_Waiting], ran: list[Ran]) -> None:
-        if self.recorder is None:
-            return
+        if self.recorder is None or isinstance(batch[0].job, GradientJob):
+            return  # it counts inferences
         name, now = batch[0].job.variant.name, time.perf_counter()
         # those that shared a call share its seconds: they count once for the batch
         stages = [
@@ -298,7 +299,7 @@ class Engine:
             self.recorder.answered(name, now - waiting.since, stages)
 
     def _record_failure(self, waiting: _Waiting) -> None:
-        if self.recorder is not None:
+        if self.recorder is not None and not isinstance(waiting.job, GradientJob):
             name = waiting.job.variant.name
             self.recorder.failed(name, time.perf_counter() - waiting.since)
 

@@ -8,11 +8,12 @@ import torch
 
 from qkv import catalogue
 from qkv.conversion import convert_message
+from qkv.gradient import GradientJob
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.run import run
 
-__all__ = ["attend", "convert_message", "variants"]
+__all__ = ["attend", "convert_message", "gradients", "variants"]
 
 _UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
 
@@ -23,7 +24,19 @@ def attend(variant: str, message: Message) -> Message:
     Raises:
         QkvError: as the service would answer.
     """
-    job = Job.of(variant, message, _UNLIMITED)
+    return _run(Job.of(variant, message, _UNLIMITED), "outputs")
+
+
+def gradients(variant: str, message: Message) -> Message:
+    """The gradients of a variant, on the CPU.
+
+    Raises:
+        QkvError: as the service would answer.
+    """
+    return _run(GradientJob.of(variant, message, _UNLIMITED), "gradients")
+
+
+def _run(job: Job, group: str) -> Message:
     ran = run([job], torch.device("cpu"), stack=False)[0]
     timing = {
         "compute_ms": ran.compute_s * 1e3,
@@ -32,7 +45,7 @@ def attend(variant: str, message: Message) -> Message:
         "flops": job.flops,
         "bytes": job.bytes_in + job.bytes_out,
     }
-    return Message({"variant": variant, "outputs": None, "timing": timing}, ran.outputs)
+    return Message({"variant": job.variant.name, group: None, "timing": timing}, ran.outputs)
 
 
 def variants() -> list[dict[str, Any]]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qkv.job import Job
-from qkv.layers.layer import Layer, project
 from qkv.layers.projections import ROLES
+from qkv.passes import LayerWeights, through
 from qkv.tensors import FLOATING, RawTensor
 
 __all__ = ["ALIGNMENT", "Ran", "run"]
@@ -75,18 +75,19 @@ def run(jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1
 def _is_huge(job: Job) -> bool:
     """Whether its numbers are of a size that variants or projections take another path for: what
     is stacked with it would take that path too, and have other bits than alone."""
+    layer = job.inputs.layer
     largest = {
         name: _largest(tensor.numpy())
-        for name, tensor in job.inputs.items()
+        for name, tensor in job.inputs.tensors.items()
         if tensor.dtype in FLOATING
         and not (name in job.variant.inputs and job.variant.inputs[name].broadcasts)
     }
     reach = 1.0
-    if job.layer is not None:
-        sizes = [_largest(p.weight) * len(p.weight) for p in job.layer.projections]
-        biases = [0.0 if p.bias is None else _largest(p.bias) for p in job.layer.projections]
+    if layer is not None:
+        sizes = [_largest(p.weight) * len(p.weight) for p in layer.projections]
+        biases = [0.0 if p.bias is None else _largest(p.bias) for p in layer.projections]
         reach = max(sizes) + max(biases)
-    most = min(job.variant.ordinary, torch.finfo(_WIRE[job.dtype]).max)
+    most = min(job.variant.ordinary, torch.finfo(_WIRE[job.inputs.dtype]).max)
     return not all(size * reach < most and size < most for size in largest.values())
 
 
@@ -98,22 +99,16 @@ def _largest(array: np.ndarray) -> float:
 def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[Ran]:
     started = time.perf_counter()
     job = jobs[0]
-    tensors = {name: _gather(jobs, name, device) for name in job.inputs}
+    tensors = {name: _gather(jobs, name, device) for name in job.inputs.tensors}
     weights = _layer_weights(job, device)
     loaded = time.perf_counter()
     clock = _Clock(device)
-    arguments = _arguments(job, tensors, weights)
-    if job.variant.takes_place and len(jobs) > 1:
-        arguments["place_BH"] = torch.cat(
-            [_place(j.batch, j.bound.sizes["H"], device) for j in jobs]
-        )
-    result = job.variant.attend(**arguments, outputs=job.outputs)
+    passed = through(job, tensors, weights, _places(jobs, device))
     compute_s = clock.stop()
     computed = time.perf_counter()
-    answers = _split(jobs, result)
+    answers = _split(jobs, passed.tensors)
     times = (loaded - started, compute_s, time.perf_counter() - computed)
-    backend = getattr(result, "backend", "explicit")
-    return [Ran(a, started, *times, batch_size, len(jobs), backend) for a in answers]
+    return [Ran(a, started, *times, batch_size, len(jobs), passed.backend) for a in answers]
 
 
 def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
@@ -121,7 +116,7 @@ def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
     spec = jobs[0].variant.inputs.get(name)
     parts = []
     for job in jobs:
-        part = _load(job.inputs[name].numpy(), device).view(job.shapes[name])
+        part = _load(job.inputs.tensors[name].numpy(), device).view(job.inputs.shapes[name])
         if len(jobs) > 1 and spec is not None and spec.broadcasts:
             part = part.expand(job.batch, *part.shape[1:])
         parts.append(part)
@@ -143,74 +138,36 @@ def _load(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def _layer_weights(job: Job, device: torch.device) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Weight (M, out) and bias (out) of each role, dense whatever layout they came in."""
-    if job.layer is None:
+def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
+    """Those of each role that the variant has, dense whatever layout they came in."""
+    if job.inputs.layer is None:
         return {}
     return {
         role: (
             _load(p.weight, device),
             None if p.bias is None else _load(p.bias, device),
         )
-        for role, p in zip(ROLES, job.layer.projections, strict=True)
+        for role, p in zip(ROLES, job.inputs.layer.projections, strict=True)
         if role in job.variant.inputs
     }
 
 
-def _arguments(
-    job: Job,
-    tensors: Mapping[str, Tensor],
-    weights: Mapping[str, tuple[Tensor, Tensor | None]],
-) -> dict[str, Any]:
-    """What the variant's `attend` is called with."""
-    if job.layer is not None:
-        tensors = _projected(job.layer, tensors, weights)
-    arguments: dict[str, Any] = {
-        job.variant.inputs[name].argument: tensor for name, tensor in tensors.items()
-    }
-    return arguments | {n: getattr(job.parameters, n) for n in type(job.parameters).model_fields}
+def _places(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
+    """b * H + h of each plane within its own request; None where there is but one request."""
+    if len(jobs) == 1 or not jobs[0].variant.takes_place:
+        return None
+    each = [(job.batch, job.inputs.bound.sizes["H"]) for job in jobs]
+    return torch.cat([torch.arange(B * H, device=device).view(B, H) for B, H in each])
 
 
-def _projected(
-    layer: Layer,
-    tensors: Mapping[str, Tensor],
-    weights: Mapping[str, tuple[Tensor, Tensor | None]],
-) -> dict[str, Tensor]:
-    """The tensors with queries, keys and values in place of embeddings.
-
-    Where a projection overflows its dtype all three are float64: what is made of them may be
-    finite all the same.
-    """
-    embeddings = {role: tensors.get("x", tensors.get(role)) for role in weights}
-    rest = {n: t for n, t in tensors.items() if n != "x" and n not in weights}
-    for widen in (False, True):
-        made = {}
-        for role, (weight, bias) in weights.items():
-            parts = (embeddings[role], weight, bias)
-            x, w, b = (p.double() if widen and p is not None else p for p in parts)
-            assert x is not None
-            assert w is not None
-            made[role] = project(x, w, b, layer.head_count(role))
-        if all(bool(t.isfinite().all()) for t in made.values()):
-            break
-    return rest | made
-
-
-def _place(batch: int, heads: int, device: torch.device) -> Tensor:
-    return torch.arange(batch * heads, device=device).view(batch, heads)
-
-
-def _split(jobs: Sequence[Job], result: Any) -> list[dict[str, RawTensor]]:
-    """Each job's part of each output, as it goes back."""
+def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str, RawTensor]]:
+    """Each job's part of each tensor, as it goes back."""
     answers: list[dict[str, RawTensor]] = [{} for _ in jobs]
-    for name in jobs[0].variant.outputs:  # in the signature's order
-        if name not in jobs[0].outputs:
-            continue
-        whole = getattr(result, name)
-        merges = name == "output" and jobs[0].layer is not None
-        if merges:  # heads lie side by side: (B, H, L, E) -> (B, L, H * E)
-            whole = whole.transpose(1, 2).flatten(2)
+    for name, whole in tensors.items():
         whole = whole.contiguous().cpu()
+        if len(jobs) == 1:  # all of it, and what has no B too
+            answers[0][name] = _raw(whole, jobs[0].dtype_of(name), jobs[0].answer_shape(name))
+            continue
         first = 0
         for job, answer in zip(jobs, answers, strict=True):
             part = whole[first : first + job.batch]

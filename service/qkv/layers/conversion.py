@@ -58,7 +58,7 @@ def convert(
             )
         projections = v1.augmented(given) if target == "v1" else v1.separated(given)
     written = writer.write(projections)
-    _refuse_unsplittable(Layer(given, heads))
+    _refuse_unsplittable(Layer(given, heads, reader))
     return Converted(
         written,
         _check(reader, given, writer, writer.read(written), heads or 1),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from qkv.errors import InvalidContent
-from qkv.layers.projections import ROLES, Projections
+from qkv.layers.layouts import Layout
+from qkv.layers.projections import ROLES, Array, Projections
 
 __all__ = ["Layer", "project"]
 
@@ -21,10 +23,17 @@ class Layer:
     Attributes:
         projections: (M, heads * width) each; the three M may differ.
         heads: query heads, side by side in the width; None: one head and no head axis.
+        layout: which they came in.
     """
 
     projections: Projections
     heads: int | None
+    layout: Layout
+
+    @cached_property
+    def tensors(self) -> dict[str, Array]:
+        """Its tensors as they came, by name."""
+        return self.layout.write(self.projections)
 
     def projected(
         self, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, str]
@@ -97,3 +106,22 @@ def project(x_BNM: Tensor, weight_MX: Tensor, bias_X: Tensor | None, heads: int)
         projected_BNX += bias_X
     split_BHNX: Tensor = projected_BNX.unflatten(-1, (heads, -1)).transpose(1, 2)
     return split_BHNX.contiguous()
+
+
+def project_back(
+    grad_BNX: Tensor, x_BNM: Tensor, weight_MX: Tensor, bias_X: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of x (B, N, M), weight (M, X) and bias (X), from that of x @ weight + bias.
+
+    In the dtype of `grad_BNX`, heads side by side; in float64 where that overflows.
+    """
+    for dtype in (grad_BNX.dtype, torch.float64):
+        grad, x, weight = grad_BNX.to(dtype), x_BNM.to(dtype), weight_MX.to(dtype)
+        made = (
+            torch.bmm(grad, weight.mT.expand(len(grad), -1, -1)),
+            x.flatten(0, 1).mT @ grad.flatten(0, 1),
+            None if bias_X is None else grad.sum((0, 1)),
+        )
+        if all(bool(t.isfinite().all()) for t in made if t is not None):
+            break
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from qkv.message import Message
 from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, v2
 
-__all__ = ["PROBLEMS", "Pairs", "attention", "conversions", "inference"]
+__all__ = ["PROBLEMS", "Pairs", "attention", "conversions", "gradients", "inference"]
 
 _log = logging.getLogger("qkv.routes.examples")
 
@@ -34,6 +35,7 @@ _WEIGHTS: Final[dict[str, Any]] = {
     "W_key.weight": [[1, 0, 0], [0, 1, 0]],
     "W_value.weight": [[0, 0, 1], [0, 1, 0]],
 }
+_LAYER: Final = {"layout": "v2", "heads": 2, "tensors": _WEIGHTS}
 _PARAMETERS: Final = {"causal": True, "dropout": 0.5, "seed": 6}
 _TIMES: Final = {"queue_ms": 0.02, "transfer_ms": 0.02, "compute_ms": 0.11, "total_ms": 0.28}
 
@@ -57,24 +59,17 @@ PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
 @cache
 def attention(variant: Variant) -> Pairs:
     """Runs of a variant; none where it needs tensors that are not floating."""
-    needed = [i for i in variant.inputs.values() if not i.optional]
-    if not all("float32" in i.dtypes for i in needed):
+    inputs = _inputs(variant)
+    if inputs is None:
         return {}
-    inputs = {i.name: _INPUTS.get(i.name) or _numbers(i) for i in needed}
-    arrays = {n: RawTensor.from_numpy(np.array(v, np.float32)) for n, v in inputs.items()}
-    (base64,) = json.encode(Message({}, arrays, encoding="base64"), "inputs")
     requests = {
         "lists": ("Tensors as nested lists", {"inputs": inputs}),
-        "base64": ("The same tensors as base64", json.load(bytes(base64))),
+        "base64": ("The same tensors as base64", _as_base64(inputs)),
     }
     if any(role in variant.inputs for role in ROLES):
         requests["layer"] = (
             "Embeddings through a layer of two heads",
-            {
-                "inputs": {"x": _EMBEDDINGS},
-                "layer": {"layout": "v2", "heads": 2, "tensors": _WEIGHTS},
-                "outputs": ["output"],
-            },
+            {"inputs": {"x": _EMBEDDINGS}, "layer": _LAYER, "outputs": ["output"]},
         )
     known = {n: v for n, v in _PARAMETERS.items() if n in variant.parameters.model_fields}
     if known:
@@ -82,13 +77,28 @@ def attention(variant: Variant) -> Pairs:
             f"With {', '.join(known)}",
             {"inputs": inputs, "parameters": known, "outputs": list(variant.outputs)},
         )
-    pairs: Pairs = {}
-    for name, (summary, body) in requests.items():
-        try:
-            pairs[name] = summary, body, _run(variant.name, body)
-        except Exception:  # a variant that fails is no reason to serve none
-            _log.exception("%s fails at its example %s", variant.name, name)
-    return pairs
+    return _answered(variant, requests, local.attend, "outputs")
+
+
+@cache
+def gradients(variant: Variant) -> Pairs:
+    """Gradients of a variant; none where `attention` has none."""
+    inputs = _inputs(variant)
+    if inputs is None:
+        return {}
+    run = local.attend(variant.name, json.decode(json.dump({"inputs": inputs}), "inputs"))
+    inputs["grad_output"] = _counted(run.tensors["output"].shape)
+    requests = {
+        "lists": ("Tensors as nested lists", {"inputs": inputs}),
+        "base64": ("The same tensors as base64", _as_base64(inputs)),
+    }
+    if any(role in variant.inputs for role in ROLES):
+        embeddings = {"x": _EMBEDDINGS, "grad_output": _counted((3, 2))}
+        requests["layer"] = (
+            "Embeddings through a layer of two heads",
+            {"inputs": embeddings, "layer": _LAYER},
+        )
+    return _answered(variant, requests, local.gradients, "gradients")
 
 
 @cache
@@ -118,21 +128,51 @@ def inference() -> tuple[dict[str, Any], dict[str, Any]]:
     return json.load(b"".join(asked)), json.load(b"".join(answered))
 
 
+def _inputs(variant: Variant) -> dict[str, Any] | None:
+    """Small tensors for all that a variant needs; None where one cannot be floating."""
+    needed = [i for i in variant.inputs.values() if not i.optional]
+    if not all("float32" in i.dtypes for i in needed):
+        return None
+    return {i.name: _INPUTS.get(i.name) or _numbers(i) for i in needed}
+
+
 def _numbers(spec: Input) -> Any:
-    """A small tensor for an input of any axes, heads and batch left out: 1, -2, 3, ..."""
-    shape = [fixed_size(x) or 2 for x in spec.letters if x not in "BHG"]
+    """A small tensor for an input of any axes, heads and batch left out."""
+    return _counted([fixed_size(x) or 2 for x in spec.letters if x not in "BHG"])
+
+
+def _counted(shape: Sequence[int]) -> Any:
+    """1, -2, 3, ..."""
     count = np.arange(1, math.prod(shape) + 1)
     return np.where(count % 2, count, -count).reshape(shape).tolist()
 
 
-def _run(variant: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What the service answers, with times that are nobody's."""
-    asked = json.decode(json.dump(body), "inputs")
-    ran = local.attend(variant, asked)
-    timing = _TIMES | {"batch_size": 1} | ran.fields["timing"]
-    timing["compute_ms"] = _TIMES["compute_ms"]
-    fields = ran.fields | {"timing": timing}
-    return _written(Message(fields, ran.tensors, encoding=asked.encoding), "outputs")
+def _as_base64(inputs: Mapping[str, Any]) -> Any:
+    arrays = {n: RawTensor.from_numpy(np.array(v, np.float32)) for n, v in inputs.items()}
+    (written,) = json.encode(Message({}, arrays, encoding="base64"), "inputs")
+    return json.load(bytes(written))
+
+
+def _answered(
+    variant: Variant,
+    requests: Mapping[str, tuple[str, dict[str, Any]]],
+    run: Callable[[str, Message], Message],
+    group: str,
+) -> Pairs:
+    """The requests with what the service answers, but for times, which are nobody's."""
+    pairs: Pairs = {}
+    for name, (summary, body) in requests.items():
+        asked = json.decode(json.dump(body), "inputs")
+        try:
+            ran = run(variant.name, asked)
+        except Exception:  # a variant that fails is no reason to serve none
+            _log.exception("%s fails at its example %s", variant.name, name)
+            continue
+        timing = _TIMES | {"batch_size": 1} | ran.fields["timing"]
+        timing["compute_ms"] = _TIMES["compute_ms"]
+        answer = Message(ran.fields | {"timing": timing}, ran.tensors, encoding=asked.encoding)
+        pairs[name] = summary, body, _written(answer, group)
+    return pairs
 
 
 def _converted(body: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from qkv import catalogue
 from qkv.catalogue import Variant
 from qkv.errors import InvalidContent, QkvError, pointer_to, shown
-from qkv.job import invalid_field
+from qkv.fields import invalid_field
 from qkv.message import Message
 from qkv.models import Models
 from qkv.routes.body import Outgoing, body, elsewhere

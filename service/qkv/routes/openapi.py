@@ -34,6 +34,7 @@ listed, a path that does not exist is 404, and a method that a path does not hav
 
 TAGS: Final = [
     {"name": "attention", "description": "One route for each variant."},
+    {"name": "gradients", "description": "One route for each variant that has them."},
     {"name": "layers", "description": "A layer's weights, outside a run."},
     {"name": "catalogue", "description": "What there is, and what each variant takes."},
     {
@@ -55,6 +56,8 @@ def prepare() -> None:
     examples.inference()
     for variant in catalogue.variants().values():
         examples.attention(variant)
+        if variant.backward is not None:
+            examples.gradients(variant)
 
 
 def complete(document: dict[str, Any]) -> None:
@@ -80,6 +83,11 @@ def _operations() -> dict[str, dict[str, Any]]:
     unknown = errors.NotFound(f"no variant 'sotfmax'; there are {', '.join(names)}")
     return {
         **{f"/v1/attention/{v.name}": _attention(v) for v in catalogue.variants().values()},
+        **{
+            f"/v1/gradients/{v.name}": _gradients(v)
+            for v in catalogue.variants().values()
+            if v.backward is not None
+        },
         "/v1/convert": _convert(),
         "/v1/variants": _plain("All of them, by name.", listed, {"variants": entries}),
         "/v1/variants/{variant}": {"parameters": [one]}
@@ -91,11 +99,28 @@ def _operations() -> dict[str, dict[str, Any]]:
 
 
 def _attention(variant: Variant) -> dict[str, Any]:
-    pairs = examples.attention(variant)
+    return _run(
+        examples.attention(variant), schemas.request(variant), schemas.answer(variant), "outputs"
+    )
+
+
+def _gradients(variant: Variant) -> dict[str, Any]:
+    return _run(
+        examples.gradients(variant),
+        schemas.gradients_request(variant),
+        schemas.gradients_answer(variant),
+        "gradients",
+    )
+
+
+def _run(
+    pairs: Pairs, request: dict[str, Any], answer: dict[str, Any], made: str
+) -> dict[str, Any]:
+    """An operation that takes inputs, and answers what is made of them."""
     good = _both(
-        "The outputs asked for, and the timing.",
-        schemas.answer(variant),
-        "The outputs by name; `variant` and `timing` as JSON under `qkv` in the metadata.",
+        f"The {made} asked for, and the timing.",
+        answer,
+        f"The {made} by name; `variant` and `timing` as JSON under `qkv` in the metadata.",
         pairs,
         -1,
     )
@@ -107,7 +132,7 @@ def _attention(variant: Variant) -> dict[str, Any]:
     }
     body = _both(
         "Tensors, and what to do with them.",
-        schemas.request(variant),
+        request,
         "The inputs by name, a layer's tensors as `layer.<name>`; all else as JSON under `qkv` in "
         "the metadata.",
         pairs,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from qkv.engine import Answer, Engine
 from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
-from qkv.routes.body import elsewhere
+from qkv.routes.body import Outgoing, elsewhere, read
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 
@@ -50,15 +51,39 @@ class Runs:
     Args:
         engine: what runs them.
         settings: their limits.
+
+    Attributes:
+        limits: what each may ask for.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine = engine
-        self._limits = Limits(
+        self._max_body_bytes = settings.max_body_bytes
+        self.limits = Limits(
             answer=settings.max_answer_bytes,
             request=settings.max_queue_bytes,
             scores=settings.max_scores,
         )
+
+    def endpoint(
+        self, kind: type[Job], variant: str, group: str
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """What answers a request of the native API: the tensors that a kind of job makes, which
+        stand under `group`."""
+
+        async def answer(request: Request) -> Response:
+            received = await read(request, "inputs", self._max_body_bytes)
+            ran = await self.run(request, received.at, variant, received.message, kind)
+            message = Message(
+                {"variant": variant, group: None, "timing": ran.timing},
+                ran.outputs,
+                encoding=received.message.encoding or "base64",
+            )
+            codec = received.answer_in
+            chunks = await elsewhere(ran.nbytes, lambda: codec.encode(message, group))
+            return Outgoing(chunks, codec.MEDIA_TYPE, ran.headers)
+
+        return answer
 
     async def run(
         self,
@@ -66,6 +91,7 @@ class Runs:
         received: float,
         variant: str,
         message: Message,
+        kind: type[Job] = Job,
         *,
         priority: int = 0,
         wait_s: float | None = None,
@@ -77,6 +103,7 @@ class Runs:
             received: when its last byte came, by `time.perf_counter`.
             variant: what to run.
             message: as `Job.of` takes it.
+            kind: of job; Job itself is a forward pass.
             priority: as `Engine.submit` takes it.
             wait_s: as `Engine.submit` takes it.
 
@@ -84,7 +111,7 @@ class Runs:
             QkvError: from `Job.of` and `Engine.submit`; Left where the caller has left.
         """
         size = sum(t.nbytes for t in message.tensors.values())
-        job = await elsewhere(size, lambda: Job.of(variant, message, self._limits))
+        job = await elsewhere(size, lambda: kind.of(variant, message, self.limits))
         future = self._engine.submit(job, priority=priority, wait_s=wait_s)
         answer = await _answered(request, future)
         return Result(answer.outputs, _with_total(answer.timing, received))

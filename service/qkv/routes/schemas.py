@@ -9,12 +9,24 @@ import pydantic
 
 from qkv.catalogue import Variant
 from qkv.conversion import Conversion
-from qkv.job import InlineLayer, Run
+from qkv.fields import Fields, InlineLayer
+from qkv.gradient import GRAD_OUTPUT
+from qkv.job import Run
 from qkv.layers.layouts import LAYOUTS, Layout
 from qkv.layers.projections import ROLES, SPELLINGS
 from qkv.tensors import DTYPES, FLOATING
 
-__all__ = ["COMPONENTS", "answer", "closed", "conversion", "converted", "ref", "request"]
+__all__ = [
+    "COMPONENTS",
+    "answer",
+    "closed",
+    "conversion",
+    "converted",
+    "gradients_answer",
+    "gradients_request",
+    "ref",
+    "request",
+]
 
 Schema = dict[str, Any]
 
@@ -38,17 +50,8 @@ def ref(component: str) -> Schema:
 
 def request(variant: Variant) -> Schema:
     """The JSON body of a run of this variant."""
-    inputs = {
-        i.name: _tensor(
-            i.dtypes,
-            f"({', '.join(i.letters)}){', broadcastable' * i.broadcasts}; {' or '.join(i.dtypes)}",
-        )
-        for i in variant.inputs.values()
-    }
-    needed = [i.name for i in variant.inputs.values() if not i.optional]
-    fields = _fields(Run)
-    fields["parameters"] = _parameters(variant)
-    fields["outputs"] |= {
+    body = _body(variant, _fields(Run), {})
+    body["properties"]["outputs"] |= {
         "anyOf": [
             {
                 "type": "array",
@@ -59,6 +62,32 @@ def request(variant: Variant) -> Schema:
             {"type": "null"},
         ]
     }
+    without = {"not": {"contains": {"const": "weights"}}}
+    contradiction = {
+        "if": {"required": ["weights"], "properties": {"weights": {"const": "none"}}},
+        "then": {"properties": {"outputs": without}},
+    }
+    body["allOf"].append(contradiction)
+    return body
+
+
+def gradients_request(variant: Variant) -> Schema:
+    """The JSON body that asks for this variant's gradients."""
+    grad = _tensor(FLOATING, "As the output is; in the inputs' dtype")
+    return _body(variant, _fields(Fields), {GRAD_OUTPUT: grad})
+
+
+def _body(variant: Variant, fields: dict[str, Schema], more: Mapping[str, Schema]) -> Schema:
+    """A body with a variant's inputs, and more that are needed beside them."""
+    inputs = {
+        i.name: _tensor(
+            i.dtypes,
+            f"({', '.join(i.letters)}){', broadcastable' * i.broadcasts}; {' or '.join(i.dtypes)}",
+        )
+        for i in variant.inputs.values()
+    } | dict(more)
+    needed = [i.name for i in variant.inputs.values() if not i.optional] + list(more)
+    fields["parameters"] = _parameters(variant)
     rules: Schema = {"properties": {"inputs": {"required": needed}}}
     if roles := [r for r in ROLES if r in variant.inputs]:
         x = _tensor(
@@ -75,12 +104,7 @@ def request(variant: Variant) -> Schema:
     else:
         fields["layer"] = {"type": "null", "description": "This variant takes none."}
     body = closed({"inputs": closed(inputs, ()), **fields, "encoding": _ENCODING}, ["inputs"])
-    without = {"not": {"contains": {"const": "weights"}}}
-    contradiction = {
-        "if": {"required": ["weights"], "properties": {"weights": {"const": "none"}}},
-        "then": {"properties": {"outputs": without}},
-    }
-    return body | {"allOf": [rules, contradiction]}
+    return body | {"allOf": [rules]}
 
 
 def answer(variant: Variant) -> Schema:
@@ -95,6 +119,25 @@ def answer(variant: Variant) -> Schema:
         {
             "variant": {"const": variant.name},
             "outputs": closed(outputs, ()) | {"minProperties": 1},
+            "timing": ref("Timing"),
+        }
+    )
+
+
+def gradients_answer(variant: Variant) -> Schema:
+    """The JSON body that a request for gradients is answered with."""
+    inputs = [i.name for i in variant.inputs.values() if set(i.dtypes) & set(FLOATING)]
+    gradients = {n: _tensor(FLOATING, f"As {n} came") for n in inputs}
+    if any(role in variant.inputs for role in ROLES):
+        gradients["x"] = _tensor(FLOATING, "As x came")
+        for layout in LAYOUTS.values():
+            spelled = [s for role in ROLES for s in SPELLINGS[role]]
+            names = [s + suffix for s in spelled for suffix in layout.SUFFIXES]
+            gradients |= {n: _tensor(FLOATING, "As the layer has it") for n in names}
+    return closed(
+        {
+            "variant": {"const": variant.name},
+            "gradients": closed(gradients, ()) | {"minProperties": 1},
             "timing": ref("Timing"),
         }
     )
@@ -144,6 +187,11 @@ def _catalogue_entry() -> Schema:
                 "description": "Parameters that have no meaning here, with the reason.",
             },
             "outputs": {"type": "object", "additionalProperties": given},
+            "gradients": {
+                "type": "array",
+                "items": _TEXT,
+                "description": "Inputs that have gradients; none where the variant has none.",
+            },
         }
     )
 

@@ -1,0 +1,235 @@
+"""Calls to a qkv service as bytes, and what makes a result of the answer's bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+from urllib.parse import quote
+
+import httpx
+import numpy as np
+
+from qkv.arrays import Restore, is_array, restorer, to_raw
+from qkv.errors import InvalidContent
+from qkv.message import Message
+from qkv.wire import Codec, json, safetensors
+
+__all__ = [
+    "Call",
+    "Converted",
+    "Gradients",
+    "Run",
+    "build_attend",
+    "build_convert",
+    "build_gradients",
+    "build_message",
+    "build_variants",
+    "gradients_path",
+    "run_path",
+]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run answered.
+
+    Attributes:
+        variant: its name.
+        outputs: arrays by name, of the kind that the inputs were.
+        timing: milliseconds by stage, batch size, device, backend, flops, bytes.
+    """
+
+    variant: str
+    outputs: Mapping[str, Any]
+    timing: Mapping[str, Any]
+
+    @property
+    def output(self) -> Any:
+        """(B, H, L, E), in the rank of the inputs."""
+        return self.outputs["output"]
+
+    @property
+    def weights(self) -> Any:
+        """(B, H, L, S), in the rank of the inputs."""
+        return self.outputs["weights"]
+
+    @property
+    def scores(self) -> Any:
+        """(B, H, L, S), in the rank of the inputs: scaled, capped and masked."""
+        return self.outputs["scores"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What a request for gradients answered.
+
+    Attributes:
+        variant: its name.
+        gradients: arrays by the name of what they are the gradients of, of the inputs' kind.
+        timing: as a run has it.
+    """
+
+    variant: str
+    gradients: Mapping[str, Any]
+    timing: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """The gradient of that input, or of that tensor of the layer."""
+        return self.gradients[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a conversion answered.
+
+    Attributes:
+        tensors: the weights in the target layout, by name.
+        check: how far both layers' outputs lie apart on the same random input.
+    """
+
+    tensors: Mapping[str, Any]
+    check: Mapping[str, Any]
+
+
+class Call(NamedTuple, Generic[_T]):
+    """A call as bytes, and what makes a result of the answer's bytes."""
+
+    method: str
+    path: str
+    parse: Callable[[httpx.Response], _T]
+    content: bytes = b""
+    headers: Mapping[str, str] = {}
+
+
+def build_attend(
+    variant: str,
+    layer: Mapping[str, Any] | str | None,
+    outputs: list[str] | None,
+    weights: str | None,
+    arguments: Mapping[str, Any],
+) -> Call[Run]:
+    """The call that runs a variant; the arguments are those of `Client.attend`."""
+    message, restore = _asked(layer, arguments, _given(outputs=outputs, weights=weights))
+
+    def parse(response: httpx.Response) -> Run:
+        answer = safetensors.decode(response.content, "outputs")
+        outputs = _restored(answer, restore)
+        return Run(answer.fields["variant"], outputs, answer.fields["timing"])
+
+    return _post(run_path(variant), message, "inputs", parse)
+
+
+def build_gradients(
+    variant: str,
+    grad_output: Any,
+    layer: Mapping[str, Any] | str | None,
+    arguments: Mapping[str, Any],
+) -> Call[Gradients]:
+    """The call that asks for gradients; the arguments are those of `Client.gradients`."""
+    message, restore = _asked(layer, {**arguments, "grad_output": grad_output}, {})
+
+    def parse(response: httpx.Response) -> Gradients:
+        answer = safetensors.decode(response.content, "gradients")
+        gradients = _restored(answer, restore)
+        return Gradients(answer.fields["variant"], gradients, answer.fields["timing"])
+
+    return _post(gradients_path(variant), message, "inputs", parse)
+
+
+def _asked(
+    layer: Mapping[str, Any] | str | None,
+    arguments: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> tuple[Message, Restore]:
+    """Inputs, parameters and layer as a message, and what makes arrays of the answer's tensors."""
+    arrays = {name: value for name, value in arguments.items() if is_array(value)}
+    if not arrays:
+        raise InvalidContent(
+            "none of the arguments is an array; wrap lists with numpy.asarray or torch.tensor"
+        )
+    for name, value in arguments.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidContent(f"{name} is {value}; parameters are finite")
+    parameters = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in arguments.items()
+        if name not in arrays and value is not None
+    }
+    fields = {**fields, "parameters": parameters}
+    layer_tensors: dict[str, Any] = {}
+    if isinstance(layer, Mapping):
+        fields["layer"] = {k: v for k, v in layer.items() if k != "tensors"}
+        layer_tensors = {n: to_raw(array) for n, array in layer.get("tensors", {}).items()}
+    elif layer is not None:
+        fields["layer"] = layer
+    message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
+    return message, restorer(next(iter(arrays.values())))
+
+
+def build_convert(
+    tensors: Mapping[str, Any], source: str, target: str, heads: int | None, bias: str | None
+) -> Call[Converted]:
+    """The call that converts weights; the arguments are those of `Client.convert`."""
+    fields = {"from": source, "to": target} | _given(heads=heads, bias=bias)
+    message = Message(fields, {name: to_raw(array) for name, array in tensors.items()})
+    restore = restorer(next(iter(tensors.values()), None))
+
+    def parse(response: httpx.Response) -> Converted:
+        answer = safetensors.decode(response.content, "tensors")
+        return Converted(_restored(answer, restore), answer.fields["check"])
+
+    return _post("/v1/convert", message, "tensors", parse)
+
+
+def build_message(path: str, message: Message, group: str, answered: str) -> Call[Message]:
+    """The call that posts a message and answers one, raw tensors both.
+
+    Numbers that were written without a dtype go as they are, in JSON: what they become depends on
+    what they are for, which the service knows.
+    """
+    literal = any(t.literal for t in (*message.tensors.values(), *message.layer.values()))
+    codec: Codec = json if literal else safetensors
+    return _post(path, message, group, lambda r: safetensors.decode(r.content, answered), codec)
+
+
+def run_path(variant: str) -> str:
+    """Where a variant runs; a name with a "?" or "/" in it asks for no other than itself."""
+    return f"/v1/attention/{quote(variant, safe='', errors='replace')}"
+
+
+def gradients_path(variant: str) -> str:
+    """Where a variant's gradients are."""
+    return f"/v1/gradients/{quote(variant, safe='', errors='replace')}"
+
+
+def build_variants() -> Call[list[dict[str, Any]]]:
+    """The call that reads the catalogue."""
+
+    def parse(response: httpx.Response) -> list[dict[str, Any]]:
+        catalogue: list[dict[str, Any]] = response.json()["variants"]
+        return catalogue
+
+    return Call("GET", "/v1/variants", parse)
+
+
+def _post(
+    path: str,
+    message: Message,
+    group: str,
+    parse: Callable[[httpx.Response], _T],
+    codec: Codec = safetensors,
+) -> Call[_T]:
+    headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": safetensors.MEDIA_TYPE}
+    return Call("POST", path, parse, b"".join(codec.encode(message, group)), headers)
+
+
+def _restored(message: Message, restore: Restore) -> dict[str, Any]:
+    return {name: restore(raw) for name, raw in message.tensors.items()}
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
