@@ -57,7 +57,7 @@ def tensors(rank: int, dtype: str = "float32", seed: int = 0, groups: int = 2) -
 
 def test_the_example_of_the_design(server: Server) -> None:
     answer = ask(server, EXAMPLE | {"parameters": {"causal": True}, "weights": "full"})
-    assert list(answer) == ["variant", "outputs", "timing"]
+    assert list(answer) == ["variant", "outputs", "weights_are", "timing"]
     assert answer["variant"] == "softmax"
     outputs = {name: np.round(tensor, 4).tolist() for name, tensor in answer["outputs"].items()}
     assert outputs == {

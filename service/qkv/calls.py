@@ -41,11 +41,14 @@ class Run:
         variant: its name.
         outputs: arrays by name, of the kind that the inputs were.
         timing: milliseconds by stage, batch size, device, backend, flops, bytes.
+        weights_are: "stochastic" (none negative, each row's sum is 1, or 0 where it sees nothing),
+            "signed" or "unnormalised"; None where there are none.
     """
 
     variant: str
     outputs: Mapping[str, Any]
     timing: Mapping[str, Any]
+    weights_are: str | None = None
 
     @property
     def output(self) -> Any:
@@ -118,7 +121,8 @@ def build_attend(
     def parse(response: httpx.Response) -> Run:
         answer = safetensors.decode(response.content, "outputs")
         outputs = _restored(answer, restore)
-        return Run(answer.fields["variant"], outputs, answer.fields["timing"])
+        fields = answer.fields
+        return Run(fields["variant"], outputs, fields["timing"], fields.get("weights_are"))
 
     return _post(run_path(variant), message, "inputs", parse)
 

@@ -114,6 +114,13 @@ class Variant:
         scores = self.outputs.get("scores")
         return 0 if scores is None else math.prod(sizes[letter] for letter in scores.letters)
 
+    def weights_are(self, parameters: pydantic.BaseModel) -> str:
+        """What the weights are with these parameters: stochastic (none negative, and each row's
+        sum is 1, or 0 where it sees nothing), signed, or unnormalised; what a file's `weights_are`
+        says, else the first word of its WEIGHTS."""
+        own = getattr(self.module, "weights_are", None)
+        return str(self.module.WEIGHTS.partition(";")[0] if own is None else own(parameters))
+
     def parse(self, parameters: Mapping[str, Any]) -> pydantic.BaseModel:
         """Validates parameters as they came in JSON.
 

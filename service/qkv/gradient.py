@@ -78,6 +78,11 @@ class GradientJob(Job):
         on the way is not counted."""
         return 2 * super().flops
 
+    @property
+    def marks(self) -> dict[str, str]:
+        """None: there are no weights."""
+        return {}
+
     def dtype_of(self, output: str) -> str:
         """That of what it is the gradient of."""
         came = self.inputs.tensors.get(output)

@@ -125,6 +125,13 @@ class Job:
         """The shape an output goes back in."""
         return self.inputs.answer_shape(self.variant.outputs[output])
 
+    @property
+    def marks(self) -> dict[str, str]:
+        """What an answer says of its weights, where it has them: `weights_are`."""
+        if "weights" not in self.outputs:
+            return {}
+        return {"weights_are": self.variant.weights_are(self.parameters)}
+
     def has_batch(self, name: str) -> bool:
         """Whether an input has one item for each item of the batch."""
         return name not in self.variant.inputs or "B" in self.variant.inputs[name].letters

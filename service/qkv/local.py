@@ -45,7 +45,8 @@ def _run(job: Job, group: str) -> Message:
         "flops": job.flops,
         "bytes": job.bytes_in + job.bytes_out,
     }
-    return Message({"variant": job.variant.name, group: None, "timing": timing}, ran.outputs)
+    fields = {"variant": job.variant.name, group: None, **job.marks, "timing": timing}
+    return Message(fields, ran.outputs)
 
 
 def variants() -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -92,6 +92,11 @@ class _Features(NamedTuple):
             query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
             shift = query_shift + key_shift[:, :, None]
         return cls(query, without(padding_BS, key), shift, logs)
+
+
+def weights_are(parameters: Any) -> str:
+    """What the weights are with these parameters."""
+    return "stochastic" if parameters.normalize else "unnormalised"
 
 
 def flops(sizes: Mapping[str, int]) -> int:

@@ -48,6 +48,11 @@ class Mean(NamedTuple):
     backend: str = "cumsum"
 
 
+def weights_are(parameters: Any) -> str:
+    """What the weights are with these parameters."""
+    return "stochastic" if parameters.normalize else "unnormalised"
+
+
 def flops(sizes: Mapping[str, int]) -> int:
     """An add and a multiply for each value, as cumsum does it."""
     return 2 * sizes["B"] * sizes["H"] * sizes["S"] * sizes["E"]

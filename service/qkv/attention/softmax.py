@@ -24,7 +24,7 @@ from qkv.attention._visibility import Visibility, row_blocks
 FORMULA: Final = "A = softmax(scale Q K^T + mask); output = A V"
 PAPER: Final = "Vaswani et al., Attention Is All You Need, arXiv:1706.03762, section 3.2.1"
 COST: Final = "O(L S (D + E)) time; O(L + S) memory unless weights or scores are asked for"
-WEIGHTS: Final = "stochastic"
+WEIGHTS: Final = "stochastic; unnormalised after dropout"
 REFUSES: Final[Mapping[str, str]] = {}
 
 _BIAS_ELEMENTS = 1 << 22  # of a block's bias for the fused kernel: 4 MiB bool, 16 MiB float32
@@ -43,6 +43,11 @@ class Softmax(NamedTuple):
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
     scores: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
     backend: str = "explicit"
+
+
+def weights_are(parameters: Any) -> str:
+    """What the weights are with these parameters."""
+    return "unnormalised" if parameters.dropout else "stochastic"
 
 
 def flops(sizes: Mapping[str, int]) -> int:

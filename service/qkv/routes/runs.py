@@ -28,10 +28,12 @@ class Result(NamedTuple):
     Attributes:
         outputs: by name.
         timing: as an answer has it, `total_ms` too.
+        marks: what else an answer says of them.
     """
 
     outputs: dict[str, RawTensor]
     timing: dict[str, Any]
+    marks: dict[str, str]
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +77,7 @@ class Runs:
             received = await read(request, "inputs", self._max_body_bytes)
             ran = await self.run(request, received.at, variant, received.message, kind)
             message = Message(
-                {"variant": variant, group: None, "timing": ran.timing},
+                {"variant": variant, group: None, **ran.marks, "timing": ran.timing},
                 ran.outputs,
                 encoding=received.message.encoding or "base64",
             )
@@ -114,7 +116,7 @@ class Runs:
         job = await elsewhere(size, lambda: kind.of(variant, message, self.limits))
         future = self._engine.submit(job, priority=priority, wait_s=wait_s)
         answer = await _answered(request, future)
-        return Result(answer.outputs, _with_total(answer.timing, received))
+        return Result(answer.outputs, _with_total(answer.timing, received), job.marks)
 
 
 async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:

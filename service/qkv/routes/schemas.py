@@ -31,6 +31,7 @@ __all__ = [
 Schema = dict[str, Any]
 
 _TEXT: Final[Schema] = {"type": "string"}
+_KINDS: Final[Schema] = _TEXT | {"enum": ["stochastic", "signed", "unnormalised"]}
 _COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
 _LAYOUT: Final[Schema] = _TEXT | {"enum": list(LAYOUTS)}
 _NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
@@ -115,13 +116,13 @@ def answer(variant: Variant) -> Schema:
         )
         for o in variant.outputs.values()
     }
-    return closed(
-        {
-            "variant": {"const": variant.name},
-            "outputs": closed(outputs, ()) | {"minProperties": 1},
-            "timing": ref("Timing"),
-        }
-    )
+    fields = {
+        "variant": {"const": variant.name},
+        "outputs": closed(outputs, ()) | {"minProperties": 1},
+        "timing": ref("Timing"),
+    }
+    marks = {"weights_are": _KINDS | {"description": "What the weights are, where they came."}}
+    return closed(fields | marks, fields)
 
 
 def gradients_answer(variant: Variant) -> Schema:
