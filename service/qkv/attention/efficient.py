@@ -1,0 +1,237 @@
+"""Efficient attention: queries are a softmax over channels, keys over positions; sums are shared.
+
+Formula: A = softmax_D(Q) softmax_S(K)^T, output = A V.
+Paper: Shen et al., Efficient Attention (arXiv:1812.01243), section 3.2.
+Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Float64, Int64
+from torch import Tensor
+
+from qkv.attention._features import sums
+from qkv.attention._rows import Causal, QueryOffset, hide, offsets_of, padding_of, without
+from qkv.attention._scores import score_dtype
+from qkv.attention._steep import Steep
+from qkv.attention._visibility import row_blocks
+
+FORMULA: Final = "A = softmax_D(Q) softmax_S(K)^T; causal: a query's softmax_S is over what it sees"
+PAPER: Final = "Shen et al., Efficient Attention, arXiv:1812.01243, section 3.2"
+COST: Final = "O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for"
+WEIGHTS: Final = "stochastic"
+REFUSES: Final[Mapping[str, str]] = {
+    "scale": "there are no scores: queries and keys have a softmax each, so scale what you send",
+    "softcap": "there are no scores that could be capped",
+    "window": "what all keys share is one sum: a window has no such sum",
+    "dropout": "no single weight is ever made that could be dropped",
+    "seed": "no single weight is ever made that could be dropped",
+    "normalize": "the two softmaxes are the normalisation: rows sum to 1 without a division",
+}
+
+ORDINARY: Final = 20.0  # half of _SPAN: no key within it takes all of a call along another path
+
+_ELEMENTS = 1 << 22  # of a block of rows of A
+_SPAN = 40.0  # of a channel's keys, up to which e^(k - m) times a value is safe in float32
+_RISE = 300.0  # of a channel's largest key over its first, up to which one shift does in float64
+
+
+class Efficient(NamedTuple):
+    """What efficient attention answers; None where it was not asked for."""
+
+    output: Float[Tensor, "B H L E"] | None = None
+    weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    backend: str = "features"
+
+
+class _Features(NamedTuple):
+    """Features of queries and of keys, whose products are A.
+
+    Not causal: both softmaxes. Causal: e^(k - m) for keys, m a channel's largest, and for queries
+    their softmax over the sum Z of e^(k - m) over the keys that each sees.
+
+    Attributes:
+        query_BGKLD, key_BGSD: zero for padding.
+        offsets: each item's position of the first query; None where all is seen.
+    """
+
+    query_BGKLD: Tensor
+    key_BGSD: Tensor
+    offsets: list[int] | None
+
+    def output(self, value_BGSE: Tensor) -> Tensor:
+        """A @ value, (B, G, K, L, E)."""
+        dtype = value_BGSE.dtype
+        return sums(self.query_BGKLD.to(dtype), self.key_BGSD.to(dtype), value_BGSE, self.offsets)[
+            0
+        ]
+
+    def block(self, rows: slice) -> Tensor:
+        """Rows of A, (B, G, K, R, S)."""
+        query = self.query_BGKLD[:, :, :, rows]
+        block = torch.einsum("bgkld,bgsd->bgkls", query, self.key_BGSD)
+        hide(block, rows, self.offsets)
+        return block
+
+
+class _Steep(NamedTuple):
+    """The same where one shift would leave nothing of the early keys, item by item."""
+
+    items: list[Steep]
+
+    def output(self, value_BGSE: Tensor) -> Tensor:
+        pairs = zip(self.items, value_BGSE.double(), strict=True)
+        return torch.stack([item.output(value_GSE) for item, value_GSE in pairs])
+
+    def block(self, rows: slice) -> Tensor:
+        return torch.stack([item.block(rows) for item in self.items])
+
+
+def flops(sizes: Mapping[str, int]) -> int:
+    """The products that are not causal: keys with values, queries with their sum."""
+    B, H, G, L, S, D, E = (sizes[letter] for letter in "BHGLSDE")
+    return 2 * B * D * E * (G * S + H * L)
+
+
+def attend(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: Causal = False,
+    query_offset: QueryOffset = 0,
+    outputs: frozenset[str],
+) -> Efficient:
+    """Attends by two softmaxes.
+
+    Args:
+        query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
+        key_lengths_B: keys at and past this index are padding, and in no softmax.
+        causal, query_offset: see their descriptions.
+        outputs: which of "output" and "weights" to return.
+    """
+    (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
+    made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    output = weights = None
+    if "output" in outputs:
+        output = _output(made, without(padding_of(S, key_lengths_B), value_BGSE)).to(dtype)
+    if "weights" in outputs:
+        weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
+        for rows in row_blocks(L, B * H * S, _ELEMENTS):
+            weights[:, :, rows] = made.block(rows).flatten(1, 2)
+    return Efficient(output, weights)
+
+
+def weights(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    rows: slice,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
+    made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    return made.block(rows).flatten(1, 2).to(score_dtype(query_BHLD.dtype))
+
+
+def _made(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> _Features | _Steep:
+    """What makes A: in float32 or float64 where keys are of like size, else in float64."""
+    (B, _, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
+    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
+    padding = padding_of(S, key_lengths_B)
+    query = query_BHLD.unflatten(1, (G, -1)).to(score_dtype(query_BHLD.dtype))
+    key = least = key_BGSD.to(query.dtype)
+    if padding is not None:
+        unseen = padding[:, None, :, None]
+        key, least = key.masked_fill(unseen, -torch.inf), key.masked_fill(unseen, torch.inf)
+    most_BG1D = key.amax(2, keepdim=True)
+    if not bool((most_BG1D - least.amin(2, keepdim=True) <= _SPAN).all()):
+        query, key, most_BG1D = query.double(), key.double(), most_BG1D.double()
+    query = query.softmax(-1)
+    if offsets is not None and bool((most_BG1D - key[:, :, :1] > _RISE).any()):
+        return _Steep([Steep.of(query[b], key[b], offset) for b, offset in enumerate(offsets)])
+    key = (key - most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)).exp_()
+    if offsets is None:
+        total = key.sum(2, keepdim=True)
+        return _Features(query, key.div_(total.masked_fill_(total == 0, 1.0)), None)
+    total = _up_to_queries(key.cumsum(2), offsets, L)
+    query.div_(total.masked_fill_(total == 0, 1.0)[:, :, None])
+    return _Features(query, key, offsets)
+
+
+def _up_to_queries(running_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
+    """(B, G, L, D): the running sum at the last key that each query sees; any for none."""
+    S = running_BGSD.shape[2]
+    if L == S and not any(offsets):
+        return running_BGSD
+    row_L = torch.arange(L, device=running_BGSD.device)
+    at = (running_BGSD[b][:, (row_L + o).clamp_(0, S - 1)] for b, o in enumerate(offsets))
+    return torch.stack(list(at))
+
+
+def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
+    """A @ value, (B, H, L, E); the value's padding is zeros."""
+    value, dtype = value_BGSE, torch.float64
+    lowest, highest = value.amin((1, 2, 3), keepdim=True), value.amax((1, 2, 3), keepdim=True)
+    most_B111 = torch.maximum(-lowest, highest).double()
+    if isinstance(made, _Features) and made.query_BGKLD.dtype == torch.float32:
+        # past 1e15 what e^-_SPAN leaves of a small value beside it may underflow
+        dtype = torch.float32 if bool((most_B111 <= 1e15).all()) else dtype
+    # powers of two, exact: neither do sums overflow, nor do small values underflow
+    exponent_B111 = torch.frexp(most_B111).exponent
+    exponent_B111 -= exponent_B111.clamp(-60, 500)
+    factor_B111 = torch.ldexp(torch.ones_like(most_B111), -exponent_B111)
+    value = value.to(dtype)
+    if exponent_B111.any():
+        value = value * factor_B111.to(dtype)
+    # an average is no larger than what it averages, however it is rounded
+    bound_B111 = (most_B111 * factor_B111).to(dtype)
+    output = made.output(value).flatten(1, 2).clamp_(-bound_B111, bound_B111)
+    if exponent_B111.any():
+        output = output.double().div_(factor_B111)
+    return output
+
+
+def reference(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+) -> Efficient:
+    """The same in plain float64 numpy, row by row, as a textbook writes it."""
+    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    (B, H, L, _), (_, G, S, _) = query.shape, key.shape
+
+    def softmax(x: np.ndarray, axis: int) -> np.ndarray:
+        with np.errstate(over="ignore"):  # as far below the largest is 0
+            x = np.exp(x - x.max(axis, keepdims=True))
+        x /= x.sum(axis, keepdims=True)
+        return x
+
+    weights, output = np.zeros((B, H, L, S)), np.zeros((B, H, L, value.shape[-1]))
+    for b, h in np.ndindex(B, H):
+        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        offset = valid - L if query_offset == "end" else query_offset
+        for i, row in enumerate(softmax(query[b, h], -1)):
+            n = min(valid, max(0, i + offset + 1)) if causal else valid
+            if n:
+                a = softmax(key[b, h * G // H, :n], 0) @ row
+                weights[b, h, i, :n], output[b, h, i] = a, a @ value[b, h * G // H, :n]
+    return Efficient(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
