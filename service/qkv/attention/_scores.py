@@ -35,11 +35,19 @@ def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> b
 
 
 class ScoreBlock(NamedTuple):
-    """Scores and weights of a block of rows over the keys it can see; (B, H, R, keys) both."""
+    """Scores and weights of a block of rows over the keys it can see; (B, H, R, keys) all.
+
+    Attributes:
+        weights: after dropout.
+        shares: before it: rows that sum to 1, or to 0.
+        kept: which of them dropout keeps; None without dropout.
+    """
 
     keys: slice
     scores: Tensor
     weights: Tensor
+    shares: Tensor
+    kept: Tensor | None
 
 
 class Scores(NamedTuple):
@@ -93,15 +101,7 @@ class Scores(NamedTuple):
     def block(self, rows: slice) -> ScoreBlock:
         """Scores and weights of the query rows from `rows.start` to `rows.stop`."""
         keys, bias = self.visible.block(rows, self.key_BGSD.device)
-        scores = torch.einsum(
-            "bgkld,bgsd->bgkls", self.query_BGKLD[:, :, :, rows], self.key_BGSD[:, :, keys]
-        ).flatten(1, 2)
-        scores.mul_(self.scale)
-        grown: Tensor | None = None  # what the rows of scores are to be multiplied by, as exponents
-        if self.exponents is not None and keys.start < keys.stop:
-            query_exponents, key_exponents = self.exponents
-            exponents = query_exponents[:, :, :, rows] + key_exponents[..., keys]
-            scores, grown = _fitted(scores, exponents.flatten(1, 2), bias)
+        scores, grown = self._products(rows, keys, bias)
         if self.softcap is not None:
             # capped scores are of ordinary size, so the exponents are spent here
             scores = raised(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
@@ -121,10 +121,38 @@ class Scores(NamedTuple):
         if bias is not None and keys.start < keys.stop:
             blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
             weights.masked_fill_(blind, 0.0)
+        shares, kept = weights, None
         if self.dropout:
-            weights *= keep(self.dropout, self.seed, self.place_BH, rows, keys)
-            weights /= 1.0 - self.dropout
-        return ScoreBlock(keys, raised(scores, grown), weights)
+            kept = keep(self.dropout, self.seed, self.place_BH, rows, keys)
+            weights = (shares * kept).div_(1.0 - self.dropout)
+        return ScoreBlock(keys, raised(scores, grown), weights, shares, kept)
+
+    def slopes(self, rows: slice) -> Tensor | None:
+        """The derivative of a block's capped scores by the scores as they came; None: they are not
+        capped.
+
+        1 / cosh(x)^2, because of 1 - tanh(x)^2 nothing is left where x is large.
+        """
+        if self.softcap is None:
+            return None
+        keys, bias = self.visible.block(rows, self.key_BGSD.device)
+        scores = raised(*self._products(rows, keys, bias)).div_(self.softcap)
+        fallen = scores.abs_().mul_(-2.0).exp_()
+        return 4.0 * fallen / (1.0 + fallen).square_()
+
+    def _products(
+        self, rows: slice, keys: slice, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """scale Q K^T of a block, and what its rows are to be multiplied by, as exponents."""
+        scores = torch.einsum(
+            "bgkld,bgsd->bgkls", self.query_BGKLD[:, :, :, rows], self.key_BGSD[:, :, keys]
+        ).flatten(1, 2)
+        scores.mul_(self.scale)
+        if self.exponents is None or keys.start >= keys.stop:
+            return scores, None
+        query_exponents, key_exponents = self.exponents
+        exponents = query_exponents[:, :, :, rows] + key_exponents[..., keys]
+        return _fitted(scores, exponents.flatten(1, 2), bias)
 
 
 def largest(x: Tensor) -> float:

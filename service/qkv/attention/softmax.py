@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from qkv.attention._gradients import by_scores, is_ordinary, regrown, sized
 from qkv.attention._scores import ScoreBlock, Scores, is_safe, largest, score_dtype
 from qkv.attention._visibility import Visibility, row_blocks
 
@@ -355,3 +356,48 @@ def _kept(dropout: float, seed: int, place: int, L: int, S: int) -> Any:
     i, j = np.arange(L, dtype=np.uint32)[:, None], np.arange(S, dtype=np.uint32)
     u = mix(mix(mix(mix(mix(low) ^ high) ^ plane) ^ i) ^ mix(~j))
     return u >= np.floor(dropout * 2.0**32)
+
+
+def backward(
+    grad_output_BHLE: Float[Tensor, "B H L E"],
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    place_BH: Int64[Tensor, "B H"] | None = None,
+) -> dict[str, Tensor]:
+    """Gradients of sum(grad_output * output), a block of rows at a time; the arguments are
+    `attend`'s.
+
+    With P the weights before dropout and M what dropout multiplies them with: dV = (P M)^T dY,
+    dP = (dY V^T) M, ds = P (dP - rowsum(dP P)), dQ = scale ds K, dK = scale ds^T Q (Dao et al.,
+    FlashAttention, arXiv:2205.14135, appendix B.2). In float32, or in float64 for float64 inputs
+    and where float32 could overflow.
+    """
+    (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    visible = Visibility.of(
+        L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, score_dtype(query_BHLD.dtype)
+    )
+    key, value = visible.without_padding(key_BGSD), visible.without_padding(value_BGSE)
+    tensors = (grad_output_BHLE, query_BHLD, key, value)
+    safe = is_safe(query_BHLD, key, value, scale) and is_ordinary(tensors, scale, dropout)
+    if not safe:
+        visible = visible._replace(dtype=torch.float64)
+    scores = Scores.of(query_BHLD, key, visible, scale, softcap, dropout, seed, place_BH, safe)
+    grad, query, key, value = (x.to(visible.dtype) for x in tensors)
+    if safe:
+        return by_scores(scores, grad, query, key, value)
+    (grad, g), (query, q), (key, k), (value, v) = map(sized, (grad, query, key, value))
+    exponents = {"query": g + v + k, "key": g + v + q, "value": g, "mask": g + v}
+    made = by_scores(scores, grad, query, key, value)
+    return {name: regrown(gradient, exponents[name]) for name, gradient in made.items()}
