@@ -121,6 +121,18 @@ class Variant:
         own = getattr(self.module, "weights_are", None)
         return str(self.module.WEIGHTS.partition(";")[0] if own is None else own(parameters))
 
+    def complete(
+        self, sizes: Mapping[str, int], parameters: pydantic.BaseModel
+    ) -> Mapping[str, int]:
+        """The sizes of the letters that the tensors leave open, from those that they bind: what a
+        file's `complete` says; none where it has none.
+
+        Raises:
+            QkvError: sizes and parameters contradict one another, or ask for too much.
+        """
+        own = getattr(self.module, "complete", None)
+        return {} if own is None else own(sizes, parameters)
+
     def parse(self, parameters: Mapping[str, Any]) -> pydantic.BaseModel:
         """Validates parameters as they came in JSON.
 

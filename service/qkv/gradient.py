@@ -49,7 +49,7 @@ class GradientJob(Job):
         parameters = variant.parse(fields.parameters)
         tensors = dict(message.tensors)
         came = tensors.pop(GRAD_OUTPUT, None)
-        inputs = Inputs.of(variant, fields, replace(message, tensors=tensors))
+        inputs = Inputs.of(variant, parameters, fields, replace(message, tensors=tensors))
         names = [name for name, tensor in inputs.tensors.items() if tensor.dtype in FLOATING]
         if inputs.layer is not None:
             names += inputs.layer.tensors

@@ -40,17 +40,21 @@ class Inputs(NamedTuple):
     bound: Bound
 
     @classmethod
-    def of(cls, variant: Variant, fields: Fields, message: Message) -> Inputs:
+    def of(
+        cls, variant: Variant, parameters: pydantic.BaseModel, fields: Fields, message: Message
+    ) -> Inputs:
         """Checks a message's tensors.
 
         Raises:
             NotFound: no such layer.
             InvalidContent: a tensor, dtype, shape or value is wrong.
+            TooLarge: what the variant makes of its own would be.
         """
         layer = _layer(fields, message)
         tensors = _tensors(variant, fields, message, layer)
         dtype = _one_dtype(variant, tensors, layer)
         shapes, bound = _shapes(variant, tensors, layer)
+        bound.sizes.update(variant.complete(bound.sizes, parameters))
         _check_key_lengths(tensors, bound)
         return cls(tensors, layer, dtype, shapes, bound)
 

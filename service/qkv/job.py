@@ -74,7 +74,7 @@ class Job:
         run = fields_of(message, Run)
         parameters = variant.parse(run.parameters)
         outputs = _outputs(variant, run)
-        job = cls(variant, parameters, Inputs.of(variant, run, message), outputs)
+        job = cls(variant, parameters, Inputs.of(variant, parameters, run, message), outputs)
         job._check_size(limits)
         return job
 

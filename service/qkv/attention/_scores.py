@@ -183,6 +183,7 @@ def raised(x: Tensor, exponents: Tensor | None) -> Tensor:
     """x * 2**exponents, in two steps because 2.0**1024 is no float; x itself for None."""
     if exponents is None:
         return x
-    x, exponents = torch.broadcast_tensors(x, exponents)
+    # past these a normal number is inf or 0 anyway, and 0 stays 0
+    x, exponents = torch.broadcast_tensors(x, exponents.clamp(-2100, 2046))
     half = exponents // 2
     return torch.ldexp(torch.ldexp(x, half), exponents - half)

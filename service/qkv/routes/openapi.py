@@ -23,8 +23,9 @@ little-endian, row-major bytes; `"NaN"`, `"Infinity"` and `"-Infinity"` stand fo
 
 **Shapes** are letters: B batch, H query heads, G key/value heads (H is a multiple of G),
 L query length, S key length, D query and key width, E value width, M model width, I input
-features, O output features; a number is an axis of that size. Heads, or batch and heads, may be
-left out of all tensors alike, and are then missing from the answer.
+features, O output features, R rank, N longest S that a projection is made for; a number is an axis
+of that size. Heads, or batch and heads, may be left out of all tensors alike, and are then missing
+from the answer.
 
 **Errors** are problem documents (RFC 9457, `{json.PROBLEM_TYPE}`): `detail` says what came and
 what was expected, `pointer` where. What comes with `Retry-After` may be sent again. Beside those
