@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention import linformer
+from qkv.engine import GPU_BATCH
 from qkv.errors import InvalidContent, TooLarge
 from qkv.job import Job, Limits
 from qkv.message import Message
@@ -463,6 +465,32 @@ def test_only_requests_with_the_very_same_projections_batch(stack: bool) -> None
     with_other, without = (run([j], torch.device("cpu"), stack)[0] for j in (apart, one))
     found, expected = (r.outputs["output"].numpy() for r in (with_other, without))
     assert not np.array_equal(found, expected)
+
+
+def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -> None:
+    server.engine._max_batch, before = GPU_BATCH, server.engine._max_batch
+    cases = [[torch.randn(6, 4) for _ in range(3)] + list(torch.randn(2, 3, 6)) for _ in range(6)]
+    names = ("query", "key", "value", "key_projection", "value_projection")
+
+    def send(case: list[Tensor]) -> Any:
+        inputs = {name: tensor.tolist() for name, tensor in zip(names, case, strict=True)}
+        return server.http.post(PATH, json={"inputs": inputs, "outputs": sorted(ALL)}).json()
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+            with server.engine.hold():
+                futures = [pool.submit(send, case) for case in cases]
+                server.await_waiting(len(cases))
+            answers = [future.result() for future in futures]
+    finally:
+        server.engine._max_batch = before
+    for case, answer in zip(cases, answers, strict=True):
+        assert answer["timing"]["batch_size"] == 1
+        (alone,) = run([job(*map(raw, case))], torch.device("cpu"), stack=False)
+        for name in ALL:
+            np.testing.assert_array_equal(
+                np.array(answer["outputs"][name], np.float32), alone.outputs[name].numpy()
+            )
 
 
 MEASURED: Final = """
