@@ -19,7 +19,7 @@ BACKWARDS: Final = {
     if hasattr(variant.module, "backward")
 }
 SIZES: Final = {
-    "B": 3, "G": 2, "H": 4, "L": 4, "S": 5, "D": 3, "E": 2, "I": 4, "O": 3, "R": 3, "N": 7
+    "B": 3, "G": 2, "H": 4, "L": 3, "S": 4, "D": 2, "E": 2, "I": 4, "O": 3, "R": 3, "N": 6
 }  # fmt: skip
 EPS: Final = torch.finfo(torch.float64).eps
 OUTPUT: Final = frozenset({"output"})

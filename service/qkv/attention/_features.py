@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["sums"]
+__all__ = ["back_sums", "sums"]
 
 _SEGMENT_ELEMENTS = 1 << 22  # that a segment of chunks may hold, of scores or of states
 _CHUNK = 64
@@ -35,6 +35,25 @@ def sums(
     each = [_causal(query_BGKLF[b], key_BGSF[b], value_BGSE[b], offset) for b, offset in items]
     outputs, totals = zip(*each, strict=True)
     return torch.cat(outputs), torch.cat(totals)
+
+
+def back_sums(
+    key_BGSF: Tensor, query_BGKLF: Tensor, value_BGKLE: Tensor, offsets: list[int] | None
+) -> Tensor:
+    """sum_i (g_j . f_i) v_i, (B, G, S, E), over the queries i of all heads that see each key j.
+
+    Queries and keys change places, both from the last to the first: as i sees j where
+    j <= i + offset, S - 1 - j is to see L - 1 - i where that is at most
+    (S - 1 - j) + (L - S + offset).
+    """
+    if offsets is None:
+        return key_BGSF @ (query_BGKLF.flatten(2, 3).mT @ value_BGKLE.flatten(2, 3))
+    (B, G, S, _), (K, L) = key_BGSF.shape, query_BGKLF.shape[2:4]
+    key_BHSF = key_BGSF.flip(2).unsqueeze(2).expand(-1, -1, K, -1, -1).flatten(1, 2)
+    query_BHLF, value_BHLE = (x.flip(3).flatten(1, 2) for x in (query_BGKLF, value_BGKLE))
+    backwards = [L - S + offset for offset in offsets]
+    made, _ = sums(key_BHSF.unsqueeze(2), query_BHLF, value_BHLE, backwards)
+    return made.view(B, G, K, S, -1).sum(2).flip(2)
 
 
 def _causal(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from qkv.attention._scores import Scores, largest, raised
+from qkv.attention._features import back_sums, sums
+from qkv.attention._scores import Scores, largest, raised, score_dtype
 from qkv.attention._visibility import row_blocks
 
-__all__ = ["by_scores", "is_ordinary", "regrown", "sized"]
+__all__ = ["by_features", "by_heads", "by_scores", "is_ordinary", "regrown", "sized"]
 
 _SCORE_ELEMENTS = 1 << 20  # of a block's scores, of which there are five: 4 MiB each in float32
 _SAFE = 1e30  # sizes, in float32, that products and sums may grow to
@@ -90,3 +93,60 @@ def _add(mask_BHLS: Tensor, slope_BHRS: Tensor, rows: slice, keys: slice) -> Non
     part = mask_BHLS[:, :, rows] if mask_BHLS.shape[2] > 1 else mask_BHLS
     part = part[..., keys] if part.shape[3] > 1 else part
     part += slope_BHRS.sum_to_size(part.shape)
+
+
+def by_heads(
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    grad_BHLE: Tensor,
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+) -> dict[str, Tensor]:
+    """Gradients in the scores' dtype, one key head at a time: of all, what is held in float64 on
+    the way would be many times what came.
+
+    Args:
+        backward: gradients of query, key and value in float64, of one key head and the K query
+            heads that read it.
+    """
+    (H, G), dtype = (query_BHLD.shape[1], key_BGSD.shape[1]), score_dtype(query_BHLD.dtype)
+    query, key, value = (
+        torch.empty_like(x, dtype=dtype) for x in (query_BHLD, key_BGSD, value_BGSE)
+    )
+    for g in range(G):
+        own, heads = slice(g, g + 1), slice(g * H // G, (g + 1) * H // G)
+        query[:, heads], key[:, own], value[:, own] = backward(
+            grad_BHLE[:, heads], query_BHLD[:, heads], key_BGSD[:, own], value_BGSE[:, own]
+        )
+    return {"query": query, "key": key, "value": value}
+
+
+def by_features(
+    query_BGKLF: Tensor,
+    key_BGSF: Tensor,
+    value_BGSE: Tensor,
+    grad_BGKLE: Tensor,
+    divided: tuple[Tensor, Tensor] | None,
+    offsets: list[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the features of queries and of keys, and of the values.
+
+    With Y_i = sum_j (f_i . g_j) v_j / n_i and G_i = dY_i / n_i, the gradient of f_i . g_j is
+    G_i . v_j + b_i, b_i = -G_i . Y_i: sums of products again, in which G and b are features.
+
+    Args:
+        grad_BGKLE: dY.
+        divided: Y n and n, (B, G, K, L, 1), inf in n for rows to leave out; None: nothing is
+            divided, n is 1 and b is 0.
+    """
+    if divided is None:
+        gradient = back_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
+    else:
+        output_BGKLE, total_BGKL1 = divided
+        grad_BGKLE = grad_BGKLE / total_BGKL1
+        gradient = back_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
+        less_BGKL1 = (grad_BGKLE * output_BGKLE.div_(total_BGKL1)).sum(-1, keepdim=True).neg_()
+        grad_BGKLE = torch.cat([grad_BGKLE, less_BGKL1], -1)
+        value_BGSE = pad(value_BGSE, (0, 1), value=1.0)
+    query, _ = sums(grad_BGKLE, value_BGSE, key_BGSF, offsets)
+    return query, back_sums(value_BGSE, grad_BGKLE, query_BGKLF, offsets), gradient

@@ -8,6 +8,7 @@ Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention._features import sums
+from qkv.attention._gradients import by_features, by_heads, regrown, sized
 from qkv.attention._rows import (
     Causal,
     QueryOffset,
@@ -217,14 +219,19 @@ def _redo(
 
 def _from_logs(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
     """Rows of A, (R, S), normalised; a row that sees nothing is zeros."""
+    made_RS = _terms(query_RD, key_SD, seen_RS).sum(-1)
+    total_R1 = made_RS.sum(-1, keepdim=True)
+    return made_RS / total_R1.masked_fill(total_R1 == 0, 1.0)
+
+
+def _terms(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
+    """What rows of A sum up, (R, S, D), each row over its largest; zeros for what is not seen."""
     logs_RSD = query_RD[:, None] + key_SD
     if seen_RS is not None:
         logs_RSD = logs_RSD.masked_fill(~seen_RS[..., None], -torch.inf)
     most_R11 = logs_RSD.amax((1, 2), keepdim=True)
     most_R11 = most_R11.masked_fill(most_R11 == -torch.inf, 0.0)
-    made_RS = (logs_RSD - most_R11).exp().sum(-1)
-    total_R1 = made_RS.sum(-1, keepdim=True)
-    return made_RS / total_R1.masked_fill(total_R1 == 0, 1.0)
+    return (logs_RSD - most_R11).exp()
 
 
 def _block(features: _Features, rows: slice, offsets: list[int] | None, normalize: bool) -> Tensor:
@@ -277,3 +284,105 @@ def reference(
         weights[b, h, :, :valid] = a
         output[b, h] = a @ value[b, h * G // H, :valid]
     return Linear(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def backward(
+    grad_output_BHLE: Float[Tensor, "B H L E"],
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    normalize: bool = True,
+) -> dict[str, Tensor]:
+    """Gradients of sum(grad_output * output), by sums over keys that all queries share and over
+    queries that all keys share (Katharopoulos et al., arXiv:2006.16236, section 3.3.1, with the
+    division that it leaves out). In float64; the arguments are `attend`'s.
+    """
+    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    backward = partial(
+        _gradients if normalize else _gradients_of_sums,
+        padding_BS=padding_of(S, key_lengths_B),
+        offsets=offsets_of(B, L, S, key_lengths_B, causal, query_offset),
+    )
+    return by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+
+
+def _gradients(
+    grad_BHLE: Tensor,
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    *,
+    padding_BS: Tensor | None,
+    offsets: list[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value, through the gradients of log phi: what phi has been divided by
+    cancels in them."""
+    query, key = query_BHLD.double(), without(padding_BS, key_BGSD.double())
+    value, v = sized(without(padding_BS, value_BGSE.double()))
+    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    features = _Features.of(query, key, padding_BS)
+    output, total = sums(features.query_BGKLD, features.key_BGSD, value, offsets)
+    lost = total == 0 if features.logs is None else total < _TINY
+    divided = (output, total.masked_fill(lost, torch.inf))
+    made = by_features(features.query_BGKLD, features.key_BGSD, value, grad, divided, offsets)
+    made[0].mul_(features.query_BGKLD)
+    made[1].mul_(features.key_BGSD)
+    if features.logs is not None:
+        _add_lost(made, lost[..., 0], features.logs, value, grad, offsets)
+    made[1].div_(key.clamp(min=0).add_(1.0))
+    query_gradient = made[0].flatten(1, 2).div_(query.clamp(min=0).add_(1.0))
+    return regrown(query_gradient, g + v), regrown(made[1], g + v), regrown(made[2], g)
+
+
+def _add_lost(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    lost_BGKL: Tensor,
+    logs: tuple[Tensor, Tensor],
+    value_BGSE: Tensor,
+    grad_BGKLE: Tensor,
+    offsets: list[int] | None,
+) -> None:
+    """Adds what rows whose sum has underflowed give: A is a softmax over all pairs of a key and a
+    feature, by the logarithms."""
+    query, key = logs
+    for (b, g, k), rows in again(lost_BGKL, _ELEMENTS // key[0, 0].numel()):
+        own = seen(rows, key.shape[2], None if offsets is None else offsets[b])
+        share_RSD = _terms(query[b, g, k, rows], key[b, g], own)
+        total_R11 = share_RSD.sum((1, 2), keepdim=True)
+        share_RSD /= total_R11.masked_fill_(total_R11 == 0, 1.0)
+        share_RS, grad_RE = share_RSD.sum(-1), grad_BGKLE[b, g, k, rows]
+        slope_RS = grad_RE @ value_BGSE[b, g].mT
+        slope_RS -= (slope_RS * share_RS).sum(-1, keepdim=True)
+        slope_RSD = share_RSD.mul_(slope_RS[..., None])
+        gradients[0][b, g, k, rows] += slope_RSD.sum(1)
+        gradients[1][b, g] += slope_RSD.sum(0)
+        gradients[2][b, g] += share_RS.mT @ grad_RE
+
+
+def _gradients_of_sums(
+    grad_BHLE: Tensor,
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    *,
+    padding_BS: Tensor | None,
+    offsets: list[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value where rows are not divided by their sum."""
+    query, key = query_BHLD.double(), without(padding_BS, key_BGSD.double())
+    value, v = sized(without(padding_BS, value_BGSE.double()))
+    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    query_phi, q = sized(_phi(query).unflatten(1, (key.shape[1], -1)))
+    key_phi, k = sized(without(padding_BS, _phi(key)))
+    made = by_features(query_phi, key_phi, value, grad, None, offsets)
+    query_gradient = made[0].flatten(1, 2).mul_(query.clamp(max=0).exp_())
+    key_gradient = without(padding_BS, made[1]).mul(key.clamp(max=0).exp_())
+    return (
+        regrown(query_gradient, g + v + k),
+        regrown(key_gradient, g + v + q),
+        regrown(made[2], g + q + k),
+    )
