@@ -9,6 +9,7 @@ keys all but oppose the query are O(S D) each.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkv.attention._features import sums
+from qkv.attention._gradients import by_features, by_heads, regrown, sized
 from qkv.attention._rows import (
     Causal,
     QueryOffset,
@@ -98,10 +100,14 @@ class _Features(NamedTuple):
         return total_BGKR < _CANCELLED * self.counts_BL[:, None, None, rows]
 
     def exactly(self, head: tuple[int, ...], rows_R: Tensor) -> Tensor:
-        """Rows of A, (R, S), by 1 + q' . k' = |q' + k'|^2 / 2, which nothing cancels in.
+        """Rows of A, (R, S); zeros for what sees nothing, or only keys that oppose it: 0/0."""
+        made_RS = self.similar(head, rows_R)
+        total_R1 = made_RS.sum(-1, keepdim=True)
+        return made_RS.div_(total_R1.masked_fill(total_R1 == 0, 1.0))
 
-        Zeros for what sees nothing, or only keys that oppose it: 0/0.
-        """
+    def similar(self, head: tuple[int, ...], rows_R: Tensor) -> Tensor:
+        """1 + q' . k' = |q' + k'|^2 / 2, (R, S), which nothing cancels in; zeros for what is not
+        seen."""
         b, g, k = head
         query_RD, key_SF = self.query_BGKLF[b, g, k, rows_R, 1:], self.key_BGSF[b, g]
         key_SD = key_SF[:, 1:]
@@ -113,8 +119,7 @@ class _Features(NamedTuple):
         own = seen(rows_R, len(key_SF), None if self.offsets is None else self.offsets[b])
         if own is not None:
             made_RS.masked_fill_(~own, 0.0)
-        total_R1 = made_RS.sum(-1, keepdim=True)
-        return made_RS.div_(total_R1.masked_fill(total_R1 == 0, 1.0))
+        return made_RS
 
 
 def flops(sizes: Mapping[str, int]) -> int:
@@ -171,10 +176,15 @@ def weights(
 
 def _direction(x: Tensor) -> Tensor:
     """x / |x| in float64; 0 where x is."""
-    # squares of what was narrower neither overflow nor underflow
-    x = shrunk(x)[0] if x.dtype == torch.float64 else x.double()
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    x, norm, _ = _with_norm(x)
     return x / norm.masked_fill(norm == 0, 1.0)
+
+
+def _with_norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
+    """x and |x| in float64, both over 2**e, and e of each row."""
+    # squares of what was narrower neither overflow nor underflow
+    x, exponents = shrunk(x) if x.dtype == torch.float64 else (x.double(), 0)
+    return x, torch.linalg.vector_norm(x, dim=-1, keepdim=True), exponents
 
 
 def _output(features: _Features, value_BGSE: Tensor) -> Tensor:
@@ -246,3 +256,87 @@ def reference(
             a /= a.sum() or 1
             weights[b, h, i, :valid], output[b, h, i] = a, a @ value[b, h * G // H, :valid]
     return Taylor(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def backward(
+    grad_output_BHLE: Float[Tensor, "B H L E"],
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+) -> dict[str, Tensor]:
+    """Gradients of sum(grad_output * output), by sums over keys that all queries share and over
+    queries that all keys share, then through x / |x|: (g - x' (x' . g)) / |x|. In float64; the
+    arguments are `attend`'s.
+
+    Rows and keys without a direction, and rows of zeros, get zeros. Source: Li et al.,
+    arXiv:2007.14902, section 3, differentiated.
+    """
+    backward = partial(
+        _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
+    )
+    return by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+
+
+def _gradients(
+    grad_BHLE: Tensor,
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    *,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value."""
+    padding = padding_of(key_BGSD.shape[2], key_lengths_B)
+    key_BGSD = without(padding, key_BGSD)
+    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    query, key = features.query_BGKLF, features.key_BGSF
+    value, v = sized(without(padding, value_BGSE.double()))
+    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    output, total = sums(query, key, value, features.offsets)
+    cancelled = features.cancelled(total[..., 0], slice(None))
+    divided = (output, total.masked_fill_(cancelled[..., None] | (total == 0), torch.inf))
+    made = by_features(query, key, value, grad, divided, features.offsets)
+    _add_cancelled(made, cancelled, features, value, grad)
+    return (
+        _through_direction(made[0].flatten(1, 2)[..., 1:], query_BHLD, g + v),
+        _through_direction(without(padding, made[1])[..., 1:], key_BGSD, g + v),
+        regrown(made[2], g),
+    )
+
+
+def _add_cancelled(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    cancelled_BGKL: Tensor,
+    features: _Features,
+    value_BGSE: Tensor,
+    grad_BGKLE: Tensor,
+) -> None:
+    """Adds what rows whose sum has cancelled give: the gradient of |q' + k'|^2 / 2 is q' + k', in
+    which nothing cancels."""
+    for (b, g, k), rows in again(cancelled_BGKL, _ELEMENTS // features.key_BGSF[0, 0].numel()):
+        similar_RS = features.similar((b, g, k), rows)
+        total_R1 = similar_RS.sum(-1, keepdim=True)
+        total_R1 = total_R1.masked_fill_(total_R1 == 0, torch.inf)
+        share_RS, grad_RE = similar_RS / total_R1, grad_BGKLE[b, g, k, rows]
+        slope_RS = grad_RE @ value_BGSE[b, g].mT
+        slope_RS -= (slope_RS * share_RS).sum(-1, keepdim=True)
+        slope_RS = slope_RS.div_(total_R1).masked_fill_(similar_RS == 0, 0.0)  # not seen
+        both_RSF = features.query_BGKLF[b, g, k, rows, None] + features.key_BGSF[b, g]
+        both_RSF *= slope_RS[..., None]
+        gradients[0][b, g, k, rows] += both_RSF.sum(1)
+        gradients[1][b, g] += both_RSF.sum(0)
+        gradients[2][b, g] += share_RS.mT @ grad_RE
+
+
+def _through_direction(gradient: Tensor, x: Tensor, exponent: int) -> Tensor:
+    """The gradient of x, of 2**exponent times that of x / |x|; 0 where x is."""
+    x, norm, exponents = _with_norm(x)
+    direction = x / norm.masked_fill(norm == 0, 1.0)
+    gradient = gradient - direction * (direction * gradient).sum(-1, keepdim=True)
+    return regrown(gradient / norm.masked_fill(norm == 0, torch.inf), exponent - exponents)
