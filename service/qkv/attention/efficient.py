@@ -193,7 +193,7 @@ def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
         dtype = torch.float32 if bool((most_B111 <= 1e15).all()) else dtype
     # powers of two, exact: neither do sums overflow, nor do small values underflow
     exponent_B111 = torch.frexp(most_B111).exponent
-    exponent_B111 -= exponent_B111.clamp(-60, 500)
+    exponent_B111 -= exponent_B111.clamp(-60, 900)
     factor_B111 = torch.ldexp(torch.ones_like(most_B111), -exponent_B111)
     value = value.to(dtype)
     if exponent_B111.any():
