@@ -21,7 +21,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench image clean again
+.PHONY: help serve test check docs bench image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -38,6 +38,9 @@ check: .venv/.installed ## lint, formatting, types
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
+docs: .venv/.installed ## write the pages made of the variants' files, pictures and all
+	@.venv/bin/python docs/make.py
+
 bench: .venv/.installed ## measure the service against the bare torch call
 	@.venv/bin/python bench/run.py $(ARGS)
 
@@ -46,7 +49,7 @@ image: ## build the container image with docker
 
 clean: ## remove the environment and everything else that is made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
-	find service tests bench -name __pycache__ -prune -exec rm -rf {} +
+	find service tests docs bench -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp goes first and comes back last, so that an environment left half made is made anew from nothing.
 # PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (what older and newer pips read) pin the build backend too.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +152,32 @@ def test_every_variant_says_all_there_is_to_say() -> None:
         for name, schema in said["parameters"]["properties"].items():
             assert schema.get("description"), f"{variant.name}: {name} has no description"
         assert (ROOT / f"service/qkv/attention/{variant.name}.py").name in README
+
+
+def test_what_is_made_of_the_variants_is_up_to_date() -> None:
+    """README's table, docs/variants.md and the pictures are what `make docs` writes now."""
+    made = runpy.run_path(str(ROOT / "docs/make.py"))["made"]()
+    for path, text in made.items():
+        assert (ROOT / path).read_text() == text, f"{path}: run make docs"
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/variants").iterdir()}
+    assert there == {path for path in made if path.startswith("docs/variants/")}
+
+
+@pytest.mark.parametrize("name", catalogue.variants())
+def test_every_variant_is_shown_in_the_readme_and_on_its_page(name: str) -> None:
+    page, said = (ROOT / "docs/variants.md").read_text(), catalogue.find(name).describe()
+    section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    for text in (README, section):
+        plain = html.unescape(text).replace("\\|", "|").replace("\\*", "*")
+        assert all(said[word] in plain for word in ("formula", "paper", "cost"))
+    assert f"[{name}](docs/variants.md#{name})" in README
+    assert said["summary"] in section
+    for named in ("inputs", "outputs", "refuses"):
+        assert all(f"| `{n}` |" in section for n in said[named])
+    assert all(f"| `{n}` |" in section for n in said["parameters"]["properties"])
+    drawn = (ROOT / f"docs/variants/{name}.svg").exists()
+    assert (f'src="docs/variants/{name}.svg"' in README) is drawn
+    assert (f"](variants/{name}.svg)" in section) is drawn
 
 
 def test_every_layout_is_in_the_readme() -> None:

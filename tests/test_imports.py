@@ -46,10 +46,13 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"gradient", "job", "layers"},
     "run": {"job", "layers", "passes", "tensors"},
     "local": {"catalogue", "conversion", "gradient", "job", "message", "run"},
+    "heatmap": set(),
+    "picture": {"catalogue", "heatmap", "local", "message", "tensors"},
     "engine": {"errors", "gradient", "job", "models", "run", "tensors"},
     "routes": {
         "__version__", "catalogue", "conversion", "engine", "errors", "fields", "fleet",
-        "gradient", "job", "layers", "local", "message", "models", "settings", "tensors", "wire",
+        "gradient", "job", "layers", "local", "message", "models", "picture",
+        "settings", "tensors", "wire",
     },
     "app": {
         "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "routes",

@@ -161,6 +161,20 @@ def test_a_catalogue_entry_is_as_described(server: Server, document: dict[str, A
     assert fits(missing.json(), shown["schema"], document)
 
 
+def test_a_picture_is_as_described(server: Server, document: dict[str, Any]) -> None:
+    path = "/v1/variants/{variant}/picture"
+    answers = document["paths"][path]["get"]["responses"]
+    found = server.http.get(path.format(variant="softmax"))
+    assert answers["200"]["content"].keys() == {found.headers["content-type"]}
+    again = server.http.get(str(found.url), headers={"If-None-Match": found.headers["etag"]})
+    assert "content" not in answers[str(again.status_code)]
+    for response in (found, again):
+        headers = answers[str(response.status_code)]["headers"]
+        assert all(name in response.headers for name in headers)
+    missing = refused(server.http.get(path.format(variant="sotfmax")), 404)
+    assert missing == answers["404"]["content"][json.PROBLEM_TYPE]["example"]
+
+
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
 def test_every_run_and_its_answer_are_as_described(
@@ -358,7 +372,8 @@ def test_every_operation_describes_the_faults_it_can_have(document: dict[str, An
                 continue
             asked = {"400", "406", "413", "415", "422"} if method == "post" else set()
             named = {"404"} if path in RUNS or "{" in path else set()
-            assert answers == {"200", "500", "503"} | asked | named, path
+            again = {"304"} if path.endswith("/picture") else set()
+            assert answers == {"200", "500", "503"} | asked | named | again, path
 
 
 @pytest.mark.parametrize("name", catalogue.variants())

@@ -185,6 +185,14 @@ def test_it_is_in_the_openapi_document(http: httpx.Client) -> None:
     assert "uniform" in str(post["responses"]["200"])
 
 
+def test_it_has_a_picture(http: httpx.Client) -> None:
+    path = http.get("/v1/variants/uniform").json()["picture"]
+    answer = http.get(path)
+    assert answer.headers["content-type"] == "image/svg+xml"
+    every_cell = "".join(f"M0 {i}h16v1h-16z" for i in range(16))
+    assert f'd="{every_cell}"><title>0.0625</title>' in answer.text
+
+
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [

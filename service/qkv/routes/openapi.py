@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, Final
 
-from qkv import catalogue, errors
+from qkv import catalogue, errors, picture
 from qkv.catalogue import Variant
 from qkv.routes import examples, openapi_v2, schemas
 from qkv.routes.examples import Pairs
 from qkv.routes.operations import INDEX
+from qkv.routes.variants import PICTURE_TYPE, entry
 from qkv.wire import json, safetensors
 
 __all__ = ["DESCRIPTION", "TAGS", "complete", "prepare"]
@@ -52,13 +53,15 @@ _FAULTS: Final = (400, 404, 406, 413, 415, 422, 500, 503)
 
 
 def prepare() -> None:
-    """Runs the examples. They run outside the engine, so that is for before it starts."""
+    """Runs the examples and draws the pictures. Both run outside the engine, so that is for before
+    it starts."""
     examples.conversions()
     examples.inference()
     for variant in catalogue.variants().values():
         examples.attention(variant)
         if variant.backward is not None:
             examples.gradients(variant)
+        picture.draw(variant)
 
 
 def complete(document: dict[str, Any]) -> None:
@@ -74,7 +77,7 @@ def complete(document: dict[str, Any]) -> None:
 def _operations() -> dict[str, dict[str, Any]]:
     every = schemas.ref("Variant")
     listed = schemas.closed({"variants": {"type": "array", "items": every}})
-    entries = [v.describe() for v in catalogue.variants().values()]
+    entries = [entry(v) for v in catalogue.variants().values()]
     names = list(catalogue.variants())
     one = {
         "name": "variant", "in": "path", "required": True, "description": "Its name.",
@@ -93,6 +96,7 @@ def _operations() -> dict[str, dict[str, Any]]:
         "/v1/variants": _plain("All of them, by name.", listed, {"variants": entries}),
         "/v1/variants/{variant}": {"parameters": [one]}
         | _plain("That variant.", every, entries[0], unknown),
+        "/v1/variants/{variant}/picture": {"parameters": [one]} | _picture(unknown),
         "/": _plain("Where to go.", index, INDEX),
         **dict.fromkeys(("/livez", "/readyz"), _status()),
         **openapi_v2.operations(),
@@ -164,6 +168,19 @@ def _convert() -> dict[str, Any]:
     )
     faults = _problems(*(status for status in _FAULTS if status != 404))
     return {"requestBody": {"required": True} | body, "responses": {"200": good} | faults}
+
+
+def _picture(unknown: errors.NotFound) -> dict[str, Any]:
+    tag = {
+        "description": "What `If-None-Match` may say the next time.",
+        "required": True,
+        "schema": {"type": "string"},
+    }
+    content = {PICTURE_TYPE: {"schema": {"type": "string"}}}
+    good = {"description": "An SVG without scripts.", "headers": {"ETag": tag}, "content": content}
+    same = {"description": "It is the one that came before.", "headers": {"ETag": tag}}
+    answers = {"200": good, "304": same} | _problems(500, 503, faults=[unknown])
+    return {"responses": answers}
 
 
 def _status() -> dict[str, Any]:

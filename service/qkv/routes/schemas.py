@@ -193,6 +193,10 @@ def _catalogue_entry() -> Schema:
                 "items": _TEXT,
                 "description": "Inputs that have gradients; none where the variant has none.",
             },
+            "picture": {
+                "type": ["string", "null"],
+                "description": "Path of a picture of its weights; null: there is none.",
+            },
         }
     )
 

@@ -1,0 +1,131 @@
+"""Writes what is made of the variants' files: docs/variants.md, its pictures, the README's table.
+
+python docs/make.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from qkv import catalogue, picture
+from qkv.catalogue import Variant
+
+ROOT: Final = Path(__file__).parent.parent
+PICTURES: Final = "docs/variants"
+BEGIN: Final = "<!-- made by `make docs` -->\n"
+END: Final = "<!-- end -->\n"
+
+_BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def made() -> dict[str, str]:
+    """Every file's text, by its path from the root."""
+    every = list(catalogue.variants().values())
+    readme = (ROOT / "README.md").read_text()
+    before, rest = readme.split(BEGIN)
+    after = rest.split(END, 1)[1]
+    files = {
+        "README.md": before + BEGIN + "\n".join(_summary(every)) + "\n" + END + after,
+        "docs/variants.md": "\n".join(_page(every)) + "\n",
+    }
+    for variant in every:
+        if (svg := picture.draw(variant)) is not None:
+            files[f"{PICTURES}/{variant.name}.svg"] = svg
+    return files
+
+
+def _summary(variants: list[Variant]) -> Iterator[str]:
+    """The README's table, and the pictures below it: in a table they would be squeezed."""
+    yield "| variant | formula | paper | cost |\n| --- | --- | --- | --- |"
+    for variant in variants:
+        said, link = variant.describe(), f"docs/variants.md#{variant.name}"
+        formula, paper, cost = _code(said["formula"]), _cell(said["paper"]), _cell(said["cost"])
+        yield f"| [{variant.name}]({link}) | {formula} | {paper} | {cost} |"
+    yield ""
+    for variant in variants:
+        if picture.draw(variant) is not None:
+            yield (
+                f'<a href="docs/variants.md#{variant.name}"><img height="170" '
+                f'src="{PICTURES}/{variant.name}.svg" alt="The weights of {variant.name}"></a>'
+            )
+
+
+def _page(variants: list[Variant]) -> Iterator[str]:
+    """docs/variants.md."""
+    yield "# The variants\n"
+    yield "Made by `make docs` of what each file in `service/qkv/attention` says of itself.\n"
+    yield (
+        "The pictures show all of them on one and the same input, by their defaults. "
+        f"{picture.INPUT} {picture.SHADES} `GET /v1/variants/{{variant}}/picture` answers the same "
+        "picture.\n"
+    )
+    yield from (f"- [{v.name}](#{v.name}): {v.summary}" for v in variants)
+    for variant in variants:
+        yield from _section(variant)
+
+
+def _section(variant: Variant) -> Iterator[str]:
+    said = variant.describe()
+    yield f"\n## {variant.name}\n\n{said['summary']}\n"
+    if picture.draw(variant) is not None:
+        yield f"![The weights of {variant.name}](variants/{variant.name}.svg)\n"
+    yield "| | |\n| --- | --- |"
+    yield f"| formula | {_code(said['formula'])} |"
+    yield from (f"| {word} | {_cell(said[word])} |" for word in ("paper", "cost", "weights"))
+    yield "\n| input | shape | dtypes |\n| --- | --- | --- |"
+    for name, spec in said["inputs"].items():
+        notes = [", broadcastable"] * spec["broadcasts"] + [", optional"] * spec["optional"]
+        shape = f"({', '.join(spec['shape'])}){''.join(notes)}"
+        yield f"| `{name}` | {shape} | {', '.join(spec['dtypes'])} |"
+    yield "\n| output | shape | dtype |\n| --- | --- | --- |"
+    for name, spec in said["outputs"].items():
+        yield f"| `{name}` | ({', '.join(spec['shape'])}) | {spec['dtype']} |"
+    if properties := said["parameters"]["properties"]:
+        yield "\n| parameter | values | default | meaning |\n| --- | --- | --- | --- |"
+    for name, schema in properties.items():
+        default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "none"
+        meaning = _cell(schema.get("description", ""))
+        yield f"| `{name}` | {_cell(_values(schema))} | {default} | {meaning} |"
+    if said["refuses"]:
+        yield "\n| refused | because |\n| --- | --- |"
+    yield from (f"| `{name}` | {_cell(why)} |" for name, why in said["refuses"].items())
+
+
+def _values(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema takes, in a few words."""
+    if "anyOf" in schema:
+        return " or ".join(_values(branch) for branch in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        known = schema.get("enum", [schema.get("const")])
+        return " or ".join(f"`{json.dumps(value)}`" for value in known)
+    if "prefixItems" in schema:
+        return f"[{', '.join(_values(item) for item in schema['prefixItems'])}]"
+    bounds = [f" {sign} {schema[name]}" for name, sign in _BOUNDS.items() if name in schema]
+    return f"{schema.get('type', 'any')}{' and'.join(bounds)}"
+
+
+def _cell(text: str) -> str:
+    """Text that does not end its cell, nor begins a tag."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('|', chr(92) + '|')}`"
+
+
+def main() -> None:
+    """Writes the files, and removes pictures of variants that are gone."""
+    files = made()
+    (ROOT / PICTURES).mkdir(exist_ok=True)
+    for old in (ROOT / PICTURES).glob("*.svg"):
+        if f"{PICTURES}/{old.name}" not in files:
+            old.unlink()
+    for path, text in files.items():
+        (ROOT / path).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
