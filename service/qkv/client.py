@@ -121,7 +121,8 @@ class Client:
         return self.send(build_convert(tensors, source, target, heads, bias))
 
     def variants(self) -> list[dict[str, Any]]:
-        """The catalogue: of each variant formula, paper, cost, inputs, parameters, outputs.
+        """The catalogue: of each variant formula, paper, cost, inputs, parameters, outputs, and the
+        path of a picture.
 
         Raises:
             QkvError: the service refused.

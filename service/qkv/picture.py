@@ -129,7 +129,8 @@ def _embedded(rows: int, width: int) -> np.ndarray:
     letter_R1 = np.array([[ord(name.lower()) - ord("a")] for name in names])
     size_R1 = np.array([[3.0 if name.isupper() else 1.0] for name in names])
     place_RC = np.sin(row_R1 / 2.0 ** (column_1C // 2) + np.pi / 2 * (column_1C % 2))
-    which_RC = np.cos(np.pi / 8 * (column_1C + 0.5) * (3.7 * letter_R1 + 1))
+    # 4.7: of ten letters no two are much alike, and all are about as large
+    which_RC = np.cos(np.pi / 8 * (column_1C + 0.5) * (4.7 * letter_R1 + 1))
     made: np.ndarray = size_R1 * np.concatenate([0.7 * place_RC, 1.5 * which_RC], 1)
     return made[:, :width]
 
