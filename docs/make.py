@@ -75,6 +75,8 @@ def _section(variant: Variant) -> Iterator[str]:
     yield "| | |\n| --- | --- |"
     yield f"| formula | {_code(said['formula'])} |"
     yield from (f"| {word} | {_cell(said[word])} |" for word in ("paper", "cost", "weights"))
+    if said["gradients"]:
+        yield f"| gradients | {', '.join(f'`{name}`' for name in said['gradients'])} |"
     yield "\n| input | shape | dtypes |\n| --- | --- | --- |"
     for name, spec in said["inputs"].items():
         notes = [", broadcastable"] * spec["broadcasts"] + [", optional"] * spec["optional"]

@@ -1,7 +1,7 @@
 """A linear layer as attention: its input gives the weights, its weight matrix the values.
 
 Formula: A_j = |x_j| / s, s = sum_l |x_l|, V_j = s sign(x_j) W[:, j], output = A V = x W^T.
-Paper: none; seed 000 of this project, why linear layers could be replaced with attention layers.
+Paper: none; it is algebra.
 Cost: O(B I O) time; memory O(B O), and O(B I O) where the values are asked for.
 """
 
@@ -19,7 +19,7 @@ from qkv.attention._scores import score_dtype
 from qkv.attention._visibility import row_blocks
 
 FORMULA: Final = "A_j = |x_j| / s, s = sum_l |x_l|, V_j = s sign(x_j) W[:, j]; output = A V = x W^T"
-PAPER: Final = "none; seed 000: why linear layers could be replaced with attention layers"
+PAPER: Final = "none; it is algebra"
 COST: Final = "O(B I O) time; O(B O) memory, and O(B I O) where the values are asked for"
 WEIGHTS: Final = "stochastic; a row of zeros where x is all zeros"
 _SCORES: Final = "the scores are recovered from the weights: nothing is computed from them"
