@@ -7,7 +7,7 @@ PYTHON ?= python3
 PORT ?=
 # Not ?=: some shells export HOST as the machine's name, and who serves to the network should say so.
 HOST =
-# More for the command behind `serve`, `test`, `bench` or `accuracy`: make test ARGS="-k softmax"
+# More for the command behind `serve`, `test`, `bench`, `accuracy` or `speed`: make test ARGS="-k softmax"
 ARGS =
 IMAGE ?= qkv
 # TORCH_INDEX: a package index to take torch from, where its default build is not the one wanted (on Linux
@@ -21,7 +21,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check docs bench accuracy image clean again
+.PHONY: help serve test check docs bench accuracy speed image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -46,6 +46,9 @@ bench: .venv/.installed ## measure the service against the bare torch call
 
 accuracy: .venv/.installed ## measure every variant against its reference, into docs/accuracy.md
 	@.venv/bin/python bench/accuracy.py --write $(ARGS)
+
+speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
+	@.venv/bin/python bench/speed.py --write $(ARGS)
 
 image: ## build the container image with docker
 	docker build --build-arg TORCH_INDEX --tag "$(IMAGE)" .
