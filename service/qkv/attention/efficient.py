@@ -8,6 +8,7 @@ Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from qkv.attention._features import sums
+from qkv.attention._features import back_sums, sums
+from qkv.attention._gradients import by_heads, regrown, sized
 from qkv.attention._rows import Causal, QueryOffset, hide, offsets_of, padding_of, without
 from qkv.attention._scores import score_dtype
 from qkv.attention._steep import Steep
@@ -78,6 +80,18 @@ class _Features(NamedTuple):
         hide(block, rows, self.offsets)
         return block
 
+    def gradients(self, value_BGSE: Tensor, grad_BGKLE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of softmax_D(Q), of K and of the values, grad being that of A @ value."""
+        query, key, offsets = self.query_BGKLD, self.key_BGSD, self.offsets
+        slope, _ = sums(grad_BGKLE, value_BGSE, key, offsets)
+        if offsets is not None:
+            slope /= _totals(key, offsets, query.shape[3])[:, :, None]
+        # what a row takes off is the same for all keys that it sees
+        row_BGKL1, key_BGS1 = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
+        key_gradient = back_sums(value_BGSE, grad_BGKLE, query, offsets)
+        key_gradient -= back_sums(key_BGS1, row_BGKL1, query * slope, offsets)
+        return slope, key_gradient.mul_(key), back_sums(key, query, grad_BGKLE, offsets)
+
 
 class _Steep(NamedTuple):
     """The same where one shift would leave nothing of the early keys, item by item."""
@@ -90,6 +104,12 @@ class _Steep(NamedTuple):
 
     def block(self, rows: slice) -> Tensor:
         return torch.stack([item.block(rows) for item in self.items])
+
+    def gradients(self, value_BGSE: Tensor, grad_BGKLE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        items = zip(self.items, value_BGSE, grad_BGKLE, strict=True)
+        each = [item.gradients(value_GSE, grad_GKLE) for item, value_GSE, grad_GKLE in items]
+        query, key, value = (torch.stack(some) for some in zip(*each, strict=True))
+        return query, key, value
 
 
 def flops(sizes: Mapping[str, int]) -> int:
@@ -168,19 +188,18 @@ def _made(
     if offsets is None:
         total = key.sum(2, keepdim=True)
         return _Features(query, key.div_(total.masked_fill_(total == 0, 1.0)), None)
-    total = _up_to_queries(key.cumsum(2), offsets, L)
-    query.div_(total.masked_fill_(total == 0, 1.0)[:, :, None])
+    query.div_(_totals(key, offsets, L)[:, :, None])
     return _Features(query, key, offsets)
 
 
-def _up_to_queries(running_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
-    """(B, G, L, D): the running sum at the last key that each query sees; any for none."""
-    S = running_BGSD.shape[2]
-    if L == S and not any(offsets):
-        return running_BGSD
-    row_L = torch.arange(L, device=running_BGSD.device)
-    at = (running_BGSD[b][:, (row_L + o).clamp_(0, S - 1)] for b, o in enumerate(offsets))
-    return torch.stack(list(at))
+def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
+    """(B, G, L, D): the sum of the keys that each query sees; any for none, 1 where it is 0."""
+    S, total = key_BGSD.shape[2], key_BGSD.cumsum(2)
+    if L != S or any(offsets):
+        row_L = torch.arange(L, device=key_BGSD.device)
+        at = (total[b][:, (row_L + o).clamp_(0, S - 1)] for b, o in enumerate(offsets))
+        total = torch.stack(list(at))
+    return total.masked_fill_(total == 0, 1.0)
 
 
 def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
@@ -235,3 +254,48 @@ def reference(
                 a = softmax(key[b, h * G // H, :n], 0) @ row
                 weights[b, h, i, :n], output[b, h, i] = a, a @ value[b, h * G // H, :n]
     return Efficient(torch.from_numpy(output), torch.from_numpy(weights), backend="reference")
+
+
+def backward(
+    grad_output_BHLE: Float[Tensor, "B H L E"],
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+) -> dict[str, Tensor]:
+    """Gradients of sum(grad_output * output), by sums over keys that all queries share and over
+    queries that all keys share, through both softmaxes. In float64; the arguments are `attend`'s.
+
+    With rq = softmax_D(Q) and p_ijc what key j is of channel c's softmax for query i, and slopes
+    u_ic = sum_j p_ijc (dY_i . v_j): dq_ic = rq_ic (u_ic - sum_d rq_id u_id),
+    dk_jc = sum_i rq_ic p_ijc (dY_i . v_j - u_ic), dv_j = sum_i sum_c rq_ic p_ijc dY_i.
+    Source: Shen et al., arXiv:1812.01243, section 3.2, differentiated.
+    """
+    backward = partial(
+        _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
+    )
+    return by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+
+
+def _gradients(
+    grad_BHLE: Tensor,
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    *,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value."""
+    query, key = query_BHLD.double(), key_BGSD.double()
+    value, v = sized(without(padding_of(key.shape[2], key_lengths_B), value_BGSE.double()))
+    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    made = _made(query, key, key_lengths_B, causal, query_offset)
+    slope_BGKLD, key_gradient, value_gradient = made.gradients(value, grad)
+    query, slope = query.softmax(-1), slope_BGKLD.flatten(1, 2)
+    query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)
+    return regrown(query_gradient, g + v), regrown(key_gradient, g + v), regrown(value_gradient, g)
