@@ -297,7 +297,8 @@ def test_sigterm_under_load_answers_all_that_comes_on_kept_connections(fleet: Pr
         for loop in loops:
             loop.result(PATIENCE)
     counts = Counter(seen)
-    assert set(counts) == {200, 503}, counts
+    assert set(counts) <= {200, 503}, counts  # who is told to close with its 200 never hears 503
+    assert counts[200] > 400
     assert fleet.wait() == 0
 
 
