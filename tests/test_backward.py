@@ -8,11 +8,13 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal, localcontext
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import elu, normalize
 
 from qkv import catalogue
 from qkv.attention import _steep, efficient
@@ -169,7 +171,8 @@ def test_it_is_the_derivative_of_attend(
 
     inputs = [tensors[a].clone().requires_grad_() for a in floating]
     apply: Any = Attended.apply
-    assert torch.autograd.gradcheck(lambda *x: apply(forth, back, *x), inputs)
+    masked = "mask_BHLS" in extra  # its entries one by one would take minutes
+    assert torch.autograd.gradcheck(lambda *x: apply(forth, back, *x), inputs, fast_mode=masked)
 
 
 @every_case
@@ -396,3 +399,237 @@ def test_efficient_takes_memory_that_is_linear(
     words = [sys.executable, "-c", PEAK, str(heads), str(length), str(slope)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert int(done.stdout) < gib << 20  # KiB
+
+
+def roundings(
+    name: str, grad: Tensor, tensors: Mapping[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """How many eps of float32 a gradient may be off, in its own units: what its sums hold, as many
+    times as they have terms. A variant that is not named computes in float64."""
+    size = {a: t.double().abs() for a, t in tensors.items()}
+    if name == "linear_layer":
+        x, weight = size["x_BI"], size["weight_OI"]
+        grad = grad.double().abs()
+        made = {"x": grad @ weight * len(weight), "weight": grad.mT @ x * len(x)}
+    elif name == "softmax":
+        query, key, value = (tensors[a].double() for a in ("query_BHLD", "key_BGSD", "value_BGSE"))
+        K, S, (D, E) = query.shape[1] // key.shape[1], key.shape[2], (key.shape[3], value.shape[3])
+        key, value = key.repeat_interleave(K, 1), value.repeat_interleave(K, 1)
+        share = torch.softmax(scale * query @ key.mT, -1)
+        products = (query.abs() @ key.abs().mT).amax(-1, keepdim=True) * scale
+        slope = grad.double().abs() @ value.abs().mT
+        slope = share * (slope + (share * slope).sum(-1, keepdim=True))
+        # a share is off by its scores' errors, and by its row's sum
+        terms = 2 * (D + 2) * products + 3 * S + E + 8
+        slope, share = slope * terms, share * terms
+        made = {
+            "query": scale * slope @ key.abs() * 2,
+            "key": (scale * slope.mT @ query.abs() * 2).unflatten(1, (-1, K)).sum(2),
+            "value": (share.mT @ grad.double().abs()).unflatten(1, (-1, K)).sum(2) * 2,
+        }
+    else:
+        made = {}
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_variant
+def test_narrower_numbers_lose_what_they_round(name: str, dtype: torch.dtype) -> None:
+    sizes = SIZES | {"L": 90, "S": 100, "D": 16, "E": 8, "N": 110}
+    tensors = drawn(name, sizes, dtype)
+    grad = torch.randn_like(attended(name, tensors, {}))
+    found = gradients(name, grad, tensors, {})
+    wide = {a: t.double() for a, t in tensors.items()}
+    truth = gradients(name, grad.double(), wide, {})
+    bounds, eps = roundings(name, grad, tensors, 16**-0.5), torch.finfo(torch.float32).eps
+    for n, gradient in found.items():
+        bound = eps * (truth[n].abs() + bounds.get(n, torch.zeros(())))
+        assert ((gradient.double() - truth[n]).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [n for n, v in BACKWARDS.items() if "key_lengths" in v.inputs])
+def test_padding_may_hold_anything_and_gets_zeros(name: str, causal: bool, garbage: float) -> None:
+    variant = BACKWARDS[name]
+    parameters = {"causal": causal} if "causal" in variant.parameters.model_fields else {}
+    lengths = {"key_lengths_B": torch.tensor([4, 2, 0])}
+    for dtype in (torch.float32, torch.float64):
+        tensors = drawn(name, dtype=dtype)
+        grad = torch.randn_like(attended(name, tensors, parameters))
+        kept = gradients(name, grad, tensors | lengths, parameters)
+        padded = [a for a in tensors if a.startswith(("key_BGS", "value_B"))]
+        spoilt = {a: t.clone() for a, t in tensors.items()}
+        for argument in padded:
+            for b, length in enumerate(lengths["key_lengths_B"]):
+                spoilt[argument][b, :, length:] = garbage
+        found = gradients(name, grad, spoilt | lengths, parameters)
+        for n, gradient in found.items():
+            assert torch.equal(gradient, kept[n])
+        for argument in padded:
+            gradient = found[argument.rpartition("_")[0]]
+            for b, length in enumerate(lengths["key_lengths_B"]):
+                assert not gradient[b, :, length:].any()
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear", "taylor"])
+def test_rows_that_see_nothing_give_nothing(name: str) -> None:
+    tensors = drawn(name)
+    grad = torch.randn_like(attended(name, tensors, {}))
+    found = gradients(name, grad, tensors, {"causal": True, "query_offset": -2})
+    assert not found["query"][:, :, :2].any()
+    assert found["value"][:, :, 0].all()
+    assert not found["value"][:, :, 1:].any()
+    again = grad.clone()
+    again[:, :, :2] = 1e300
+    spoilt = gradients(name, again, tensors, {"causal": True, "query_offset": -2})
+    torch.testing.assert_close(spoilt["value"], found["value"], rtol=8 * EPS, atol=0)
+
+
+def plain(
+    name: str, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+) -> Tensor:
+    """Output as a textbook writes it, in torch that differentiates itself; equally many heads."""
+    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    visible = visible.tril() if causal else visible
+    if name == "softmax":
+        scores = (scale * query @ key.mT).masked_fill(~visible, -torch.inf)
+        return torch.softmax(scores, -1) @ value
+    if name == "linear":
+        a = (elu(query) + 1) @ (elu(key) + 1).mT
+    else:
+        a = 1 + normalize(query, dim=-1) @ normalize(key, dim=-1).mT
+    a = a * visible
+    return a / a.sum(-1, keepdim=True) @ value
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [65, 1000, 4096])
+@pytest.mark.parametrize("name", ["softmax", "linear", "taylor"])
+def test_lengths_past_a_block(name: str, length: int, causal: bool) -> None:
+    query, key, value, grad = (torch.randn(1, 1, length, 8, dtype=torch.float64) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    output = plain(name, leaves[0], leaves[1], leaves[2], causal, 8**-0.5)
+    slopes = torch.autograd.grad(output, leaves, grad)
+    tensors = {"query_BHLD": query, "key_BGSD": key, "value_BGSE": value}
+    found = gradients(name, grad, tensors, {"causal": causal})
+    for n, slope in zip(("query", "key", "value"), slopes, strict=True):
+        # every entry is a sum of at most that many terms of about 1, taken two ways;
+        # taylor's rows are grown by what their sum has lost, 1e3 at most
+        close = 4 * length * EPS * (1e3 if name == "taylor" else 1)
+        torch.testing.assert_close(found[n], slope, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 1e20), (torch.float32, 1e37), (torch.float64, 1e20), (torch.float64, 1e300)],
+)
+def test_huge_queries_and_values_give_what_is_finite(dtype: torch.dtype, size: float) -> None:
+    """Powers of two in and out change no bit of the gradient, and nothing is NaN."""
+    for name in ("softmax", "linear", "taylor"):
+        tensors = drawn(name, dtype=dtype)
+        tensors["query_BHLD"] *= size
+        tensors["query_BHLD"][:, :, 0] = 0.0
+        for factor in (1.0, size):
+            grad = torch.randn_like(attended(name, tensors, {})) * factor
+            found = gradients(name, grad, tensors, {"causal": True})
+            if name != "softmax" or factor == 1.0:  # its slopes times such queries are infinite
+                assert all(gradient.isfinite().all() for gradient in found.values()), name
+            assert not any(gradient.isnan().any() for gradient in found.values()), name
+    tensors = drawn("softmax")
+    tensors["value_BGSE"] *= 2.0**1000
+    grad = torch.randn(3, 4, 3, 2, dtype=torch.float64)
+    small = tensors | {"value_BGSE": tensors["value_BGSE"] * 2.0**-1000}
+    found = gradients("softmax", grad * 2.0**-1000, tensors, {"scale": -0.3})
+    truth = gradients("softmax", grad, small, {"scale": -0.3})
+    for n, power in (("query", 0), ("key", 0), ("value", -1000)):
+        torch.testing.assert_close(found[n], truth[n] * 2.0**power, rtol=64 * EPS, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [-40.0, -60.0, -300.0, -1e4])
+def test_linear_where_features_vanish(size: float, causal: bool) -> None:
+    """Where all x <= 0, phi is exp, and a constant in queries or keys changes no gradient."""
+    near = drawn("linear", dtype=torch.float32)
+    for argument in ("query_BHLD", "key_BGSD"):  # in steps that float32 keeps at any size
+        near[argument] = near[argument].mul(4).round().div(4) - 4
+    far = near | {a: near[a] + size for a in ("query_BHLD", "key_BGSD")}
+    grad = torch.randn(3, 4, 3, 2)
+    found = gradients("linear", grad, far, {"causal": causal})
+    truth = gradients("linear", grad, near, {"causal": causal})
+    for n, gradient in found.items():
+        close = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(gradient, truth[n], rtol=4 * close, atol=1e3 * EPS)
+
+
+def test_linear_rows_whose_sum_underflows() -> None:
+    """A late key of another size leaves early rows nothing: as if they were alone."""
+    tensors = drawn("linear", SIZES | {"B": 1, "L": 6, "S": 6})
+    tensors["key_BGSD"] = -900 - tensors["key_BGSD"].abs()
+    tensors["query_BHLD"] = -tensors["query_BHLD"].abs()
+    early = {a: t[:, :, :4].clone() for a, t in tensors.items()}
+    tensors["key_BGSD"][:, :, 4:] = 50.0
+    grad = torch.randn(1, 4, 6, 2, dtype=torch.float64)
+    grad[:, :, 4:] = 0.0
+    found = gradients("linear", grad, tensors, {"causal": True})
+    truth = gradients("linear", grad[:, :, :4], early, {"causal": True})
+    for n, gradient in found.items():
+        torch.testing.assert_close(gradient[:, :, :4], truth[n], rtol=1e3 * EPS, atol=1e2 * EPS)
+        assert not gradient[:, :, 4:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("angle", [1e-1, 1e-3, 1e-5])
+def test_taylor_where_keys_oppose_the_query(dtype: torch.dtype, angle: float) -> None:
+    """Against central differences of 80 digits, for the inputs as rounded."""
+    turns = torch.tensor([1.0, -1.5, 0.5], dtype=torch.float64) * angle
+    key = -torch.stack([turns.cos(), turns.sin()], -1) * torch.tensor([[1.0], [3.0], [0.25]])
+    query, value = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [-2.0], [4.0]])
+    rows = [x.to(dtype) for x in (query, key, value)]
+    tensors = dict(
+        zip(("query_BHLD", "key_BGSD", "value_BGSE"), (x[None, None] for x in rows), strict=True)
+    )
+    found = gradients("taylor", torch.ones(1, 1, 1, 1, dtype=dtype), tensors, {})
+    numbers = [Decimal(x) for row in rows for x in row.flatten().tolist()]
+
+    def output(x: list[Decimal]) -> Decimal:
+        similar = []
+        for k in range(3):
+            a, b = x[2 + 2 * k], x[3 + 2 * k]
+            norms = ((x[0] ** 2 + x[1] ** 2) * (a**2 + b**2)).sqrt()
+            similar.append(1 + (x[0] * a + x[1] * b) / norms)
+        return sum((s * v for s, v in zip(similar, x[8:], strict=True)), Decimal()) / sum(similar)
+
+    with localcontext(prec=80):
+        step, slopes = Decimal("1e-25"), []
+        for n in range(len(numbers)):
+            up, down = ([*numbers[:n], numbers[n] + d, *numbers[n + 1 :]] for d in (step, -step))
+            slopes.append(float((output(up) - output(down)) / (2 * step)))
+    made = torch.cat([found[n].double().flatten() for n in ("query", "key", "value")])
+    truth = torch.tensor(slopes, dtype=torch.float64)
+    # roundings of a direction over the least angle, of sums of terms that are the largest's size
+    close = 2 * (8 + 4) * EPS / (angle / 2) + 4 * torch.finfo(dtype).eps
+    for part in (slice(0, 2), slice(2, 8), slice(8, 11)):
+        assert ((made - truth).abs()[part] <= 4 * close * truth[part].abs().max()).all()
+
+
+MEASURED: Final = """
+import resource, sys, torch
+from qkv import catalogue
+torch.set_num_threads(2)
+module, L = catalogue.find(sys.argv[1]).module, int(sys.argv[2])
+query, key, value, grad = (torch.randn(1, 8, n, 64) for n in (L, 65536, 65536, L))
+with torch.inference_mode():
+    made = module.backward(grad, query, key, value, causal=True, query_offset="end")
+assert all(gradient.isfinite().all() for gradient in made.values())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "L"), [("linear", 65536), ("taylor", 65536), ("softmax", 512)])
+def test_65536_tokens_fit_in_4_gib(name: str, L: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, name, str(L)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 4 << 20  # KiB

@@ -15,7 +15,7 @@ from qkv.attention._visibility import row_blocks
 
 __all__ = ["by_features", "by_heads", "by_scores", "is_ordinary", "regrown", "sized"]
 
-_SCORE_ELEMENTS = 1 << 20  # of a block's scores, of which there are five: 4 MiB each in float32
+_SCORE_ELEMENTS = 1 << 21  # of a block of scores, of which there are five: 8 MiB each in float32
 _SAFE = 1e30  # sizes, in float32, that products and sums may grow to
 _ORDINARY = 1e20  # a few factors up to it, and their sums, stay far inside float64's range
 _MOST_EXPONENT = 2000  # past it all but 0 over- or underflows
@@ -56,43 +56,62 @@ def is_ordinary(
 def by_scores(
     scores: Scores, grad_BHLE: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor
 ) -> dict[str, Tensor]:
-    """Gradients of exact attention, a block of rows at a time, all in the scores' dtype.
+    """Gradients of exact attention, a block of rows of some heads at a time, all in the scores'
+    dtype.
 
     query and key are what the scores are made of, but for powers of two.
     """
     (B, H, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
     query_BGKLD, grad_BGKLE = (x.unflatten(1, (G, -1)) for x in (query_BHLD, grad_BHLE))
     query, key, value = (torch.zeros_like(x) for x in (query_BGKLD, key_BGSD, value_BGSE))
-    mask = scores.visible.mask_BHLS
-    if mask is not None:
-        mask = torch.zeros_like(mask, dtype=grad_BHLE.dtype) if mask.is_floating_point() else None
-    for rows in row_blocks(L, B * H * S, _SCORE_ELEMENTS):
-        block, grad = scores.block(rows), grad_BGKLE[:, :, :, rows]
-        keys = block.keys
-        weights = block.weights.unflatten(1, (G, -1))
-        value[:, :, keys] += torch.einsum("bgkls,bgkle->bgse", weights, grad)
-        slope = torch.einsum("bgkle,bgse->bgkls", grad, value_BGSE[:, :, keys]).flatten(1, 2)
-        if block.kept is not None:
-            slope.mul_(block.kept).div_(1.0 - scores.dropout)
-        slope.sub_((slope * block.shares).sum(-1, keepdim=True)).mul_(block.shares)
-        if mask is not None:
-            _add(mask, slope, rows, keys)
-        if (capped := scores.slopes(rows)) is not None:
-            slope *= capped
-        slope_BGKRS = slope.mul_(scores.scale).unflatten(1, (G, -1))
-        query[:, :, :, rows] = torch.einsum("bgkls,bgsd->bgkld", slope_BGKRS, key_BGSD[:, :, keys])
-        key[:, :, keys] += torch.einsum(
-            "bgkls,bgkld->bgsd", slope_BGKRS, query_BGKLD[:, :, :, rows]
-        )
-    made = {"query": query.flatten(1, 2), "key": key, "value": value}
-    return made if mask is None else made | {"mask": mask}
+    made = {"query": query, "key": key, "value": value}
+    visible, mask = scores.visible, scores.visible.mask_BHLS
+    if mask is not None and mask.is_floating_point():
+        made["mask"] = torch.zeros_like(mask, dtype=grad_BHLE.dtype)
+    banded = visible.causal or visible.left is not None or visible.right is not None
+    tall = -(-L // 8) if banded else L  # of a low block most keys are hidden from all its rows
+    for groups in row_blocks(G, B * H // G * tall * S, _SCORE_ELEMENTS):
+        heads = slice(groups.start * H // G, groups.stop * H // G)
+        part = {n: x[:, heads if n == "mask" else groups] for n, x in made.items()}
+        if "mask" in made and made["mask"].shape[1] == 1:
+            part["mask"] = made["mask"]
+        own = scores.of_heads(groups)
+        tensors = [x[:, groups] for x in (grad_BGKLE, query_BGKLD, key_BGSD, value_BGSE)]
+        row_elements = B * (heads.stop - heads.start) * S
+        for rows in row_blocks(L, row_elements, min(tall * row_elements, _SCORE_ELEMENTS)):
+            _add_block(part, own, rows, *tensors)
+    return made | {"query": query.flatten(1, 2)}
 
 
-def _add(mask_BHLS: Tensor, slope_BHRS: Tensor, rows: slice, keys: slice) -> None:
-    """Adds a block to a mask's gradient, summed over the mask's axes of size 1."""
-    part = mask_BHLS[:, :, rows] if mask_BHLS.shape[2] > 1 else mask_BHLS
-    part = part[..., keys] if part.shape[3] > 1 else part
-    part += slope_BHRS.sum_to_size(part.shape)
+def _add_block(
+    made: dict[str, Tensor],
+    scores: Scores,
+    rows: slice,
+    grad_BGKLE: Tensor,
+    query_BGKLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+) -> None:
+    """Adds what a block of rows gives."""
+    block, heads = scores.block(rows), query_BGKLD.shape[1:3]
+    keys, grad, query = block.keys, grad_BGKLE[:, :, :, rows], query_BGKLD[:, :, :, rows]
+    weights_BGKRS = block.weights.unflatten(1, heads)
+    made["value"][:, :, keys] += torch.einsum("bgkls,bgkle->bgse", weights_BGKRS, grad)
+    slope = torch.einsum("bgkle,bgse->bgkls", grad, value_BGSE[:, :, keys]).flatten(1, 2)
+    if block.kept is not None:
+        slope.mul_(block.kept).div_(1.0 - scores.dropout)
+    slope.sub_((slope * block.shares).sum(-1, keepdim=True)).mul_(block.shares)
+    if "mask" in made:
+        mask = made["mask"][:, :, rows] if made["mask"].shape[2] > 1 else made["mask"]
+        mask = mask[..., keys] if mask.shape[3] > 1 else mask
+        mask += slope.sum_to_size(mask.shape)
+    if (capped := scores.slopes(rows)) is not None:
+        slope *= capped
+    slope_BGKRS = slope.mul_(scores.scale).unflatten(1, heads)
+    made["query"][:, :, :, rows] = torch.einsum(
+        "bgkls,bgsd->bgkld", slope_BGKRS, key_BGSD[:, :, keys]
+    )
+    made["key"][:, :, keys] += torch.einsum("bgkls,bgkld->bgsd", slope_BGKRS, query)
 
 
 def by_heads(

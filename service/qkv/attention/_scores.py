@@ -127,6 +127,22 @@ class Scores(NamedTuple):
             weights = (shares * kept).div_(1.0 - self.dropout)
         return ScoreBlock(keys, raised(scores, grown), weights, shares, kept)
 
+    def of_heads(self, groups: slice) -> Scores:
+        """Those of some key heads, and the query heads that read them."""
+        K, visible, exponents = self.query_BGKLD.shape[2], self.visible, self.exponents
+        heads = slice(groups.start * K, groups.stop * K)
+        if visible.mask_BHLS is not None and visible.mask_BHLS.shape[1] > 1:
+            visible = visible._replace(mask_BHLS=visible.mask_BHLS[:, heads])
+        if exponents is not None:
+            exponents = (exponents[0][:, groups], exponents[1][:, groups])
+        return self._replace(
+            query_BGKLD=self.query_BGKLD[:, groups],
+            key_BGSD=self.key_BGSD[:, groups],
+            exponents=exponents,
+            visible=visible,
+            place_BH=self.place_BH[:, heads],
+        )
+
     def slopes(self, rows: slice) -> Tensor | None:
         """The derivative of a block's capped scores by the scores as they came; None: they are not
         capped.

@@ -120,13 +120,13 @@ class Visibility(NamedTuple):
         allowed: Tensor | None = None
         if self.causal or self.left is not None or self.right is not None:
             row_R1 = torch.arange(rows.start, rows.stop, device=device).view(-1, 1)
-            distance = key_S - (row_R1 + self.offset)
+            position = row_R1 + self.offset
             if self.causal:
-                allowed = distance <= 0
+                allowed = key_S <= position
             if self.right is not None:
-                allowed = _both(allowed, distance <= self.right)
+                allowed = _both(allowed, key_S <= position + self.right)
             if self.left is not None:
-                allowed = _both(allowed, distance >= -self.left)
+                allowed = _both(allowed, key_S >= position - self.left)
         if self.key_lengths_B is not None:
             allowed = _both(allowed, key_S < self.key_lengths_B.view(-1, 1, 1, 1))
         if allowed is not None:
