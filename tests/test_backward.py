@@ -341,8 +341,10 @@ def test_efficient_does_not_see_what_is_added_to_a_channel_of_keys(kind: str, ca
     assert found["key"].abs().max() > 1e6 * bound
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "late by 1000"])
-@pytest.mark.parametrize(("v", "g"), [(900, -900), (-1000, 900), (1000, -20), (-1000, 0)])
+@pytest.mark.parametrize("kind", ["ordinary", "late by 290", "late by 1000"])
+@pytest.mark.parametrize(
+    ("v", "g"), [(900, -900), (-1000, 900), (900, -1000), (1000, -20), (-1000, 0)]
+)
 def test_efficient_at_the_ends_of_the_range(kind: str, v: int, g: int) -> None:
     """Powers of two in values and in the output's gradient are powers of two in what is found."""
     tensors = drawn("efficient", {"B": 1, "H": 2, "G": 2, "L": 40, "S": 40, "D": 3, "E": 2})
