@@ -70,6 +70,23 @@ def test_against_reference(
     assert_right(value, lengths, method=method, causal=causal, normalize=normalize)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [128, 129, 160, 512, 513, 1100])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_lengths_on_both_sides_of_a_segment(
+    dtype: torch.dtype, S: int, causal: bool, normalize: bool
+) -> None:
+    value = torch.randn(2, 5, S, 3, generator=torch.Generator().manual_seed(S)).to(dtype)
+    for lengths in (None, torch.tensor([S, S // 2])):
+        assert_right(value, lengths, causal=causal, normalize=normalize)
+    together = mean.attend(value, causal=causal, outputs=frozenset({"output"})).output
+    alone = mean.attend(value[1:, 4:], causal=causal, outputs=frozenset({"output"})).output
+    assert together is not None
+    assert alone is not None
+    assert torch.equal(together[1:, 4:], alone)
+
+
 @every_method
 def test_padding_may_hold_anything(method: Any) -> None:
     value = torch.full((2, 1, 4, 3), torch.nan)
