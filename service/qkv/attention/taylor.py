@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import isfinite
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkv.attention._cosines import averages, directions
 from qkv.attention._features import sums
 from qkv.attention._gradients import by_features, by_heads, regrown, sized
 from qkv.attention._rows import (
@@ -51,6 +53,7 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
+_NARROW = 1 / 8  # a denominator below this many n has lost three bits: float32 is too narrow
 _CANCELLED = 1e-3  # a denominator below this many n has lost digits: its terms are made one by one
 
 
@@ -140,7 +143,10 @@ def attend(
 ) -> Taylor:
     """Attends by directions.
 
-    A query or key of norm 0 has no direction, and similarity 1 to all.
+    A query or key of norm 0 has no direction, and similarity 1 to all. The output of float64
+    inputs is summed in float64; that of narrower ones in float32, but for those items of the batch
+    whose sums overflow it, or in which a row's keys so far oppose its query that the denominator is
+    below n / 8: these are made in float64 too. Weights always are.
 
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
@@ -149,11 +155,12 @@ def attend(
         outputs: which of "output" and "weights" to return.
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
-        output = _output(features, without(padding_of(S, key_lengths_B), value_BGSE)).to(dtype)
+        make = _exactly if dtype == torch.float64 else _quickly
+        output = make(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
     if "weights" in outputs:
+        features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
         weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = _block(features, rows)
@@ -172,6 +179,59 @@ def weights(
     """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     return _block(features, rows).to(score_dtype(query_BHLD.dtype))
+
+
+def _quickly(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> Tensor:
+    """The output in float32, but for the items that this is too narrow for: `_exactly`.
+
+    Those are where a row's denominator d is below n / 8, as a sum of n terms rounded by eps is off
+    by eps n / d, and where a sum overflowed. Each item is judged by itself: its bits do not depend
+    on its neighbours.
+    """
+    (B, _, L, _), (_, G, S, _), dtype = query_BHLD.shape, key_BGSD.shape, query_BHLD.dtype
+    padding = padding_of(S, key_lengths_B)
+    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
+    counts_BL = counts_of(B, L, S, key_lengths_B, offsets, query_BHLD.device)
+    output, total = averages(
+        directions(query_BHLD).unflatten(1, (G, -1)),
+        directions(without(padding, key_BGSD)),
+        without(padding, value_BGSE).float(),
+        counts_BL,
+        offsets,
+    )
+    spare = total[..., 0] - _NARROW * counts_BL[:, None, None]
+    if spare.amin().item() >= 0 and isfinite(output.sum().item()):  # then all its terms are
+        return output.flatten(1, 2).to(dtype)
+    fits_B = (spare >= 0).flatten(1).all(1) & output.isfinite().flatten(1).all(1)
+    output = output.flatten(1, 2).to(dtype)
+    for b in torch.where(~fits_B)[0].tolist():
+        own = slice(b, b + 1)
+        lengths = None if key_lengths_B is None else key_lengths_B[own]
+        output[own] = _exactly(
+            query_BHLD[own], key_BGSD[own], value_BGSE[own], lengths, causal, query_offset
+        )
+    return output
+
+
+def _exactly(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> Tensor:
+    """The output in float64, whatever came; rounded to the dtype."""
+    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    padding = padding_of(key_BGSD.shape[2], key_lengths_B)
+    return _output(features, without(padding, value_BGSE)).to(query_BHLD.dtype)
 
 
 def _direction(x: Tensor) -> Tensor:
