@@ -8,25 +8,44 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["averages", "directions"]
+__all__ = ["averages"]
 
 _CHUNK = 128  # rows of a triangle of cosines
 _SEGMENT = 4 * _CHUNK  # rows whose numbers stay in the cache
-_NORMS = (1e-15, 1e18)  # between them squares of float32 neither overflow nor lose a digit
+_NORMS = (1e-3, 1e6)  # between them nothing that a norm is multiplied into loses a digit
 
 
-def directions(x: Tensor) -> Tensor:
-    """x / |x| in float32; 0 where x is. A row's bits are its own, whatever the others are."""
-    x = x.float()
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    least, most = torch.aminmax(norm)
-    if not (least >= _NORMS[0] and most <= _NORMS[1]):
-        fits = (norm >= _NORMS[0]) & (norm <= _NORMS[1])
-        exponents = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
-        x = torch.where(fits, x, torch.ldexp(x.double(), -exponents).float())
+class _Rows(NamedTuple):
+    """Rows, each over a power of two that makes it of ordinary size, and their norms; x_D / norm_1
+    is a direction. A row's bits are its own, whatever the others are.
+
+    Attributes:
+        norm_1: 1 for rows of zeros.
+    """
+
+    x_D: Tensor
+    norm_1: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Rows:
+        x = x.float()
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        norm.masked_fill_(norm == 0, 1.0)
-    return x / norm
+        least, most = torch.aminmax(norm)
+        if least >= _NORMS[0] and most <= _NORMS[1]:
+            return cls(x, norm)
+        zero = norm == 0
+        fits = (norm >= _NORMS[0]) & (norm <= _NORMS[1])
+        if not (fits | zero).all() or x[zero[..., 0]].any():
+            exponents = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
+            x = torch.where(fits, x, torch.ldexp(x.double(), -exponents).float())
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return cls(x, norm.masked_fill(norm == 0, 1.0))
+
+    def part(self, *where: slice) -> _Rows:
+        return _Rows(self.x_D[where], self.norm_1[where])
+
+    def directions(self) -> Tensor:
+        return self.x_D / self.norm_1
 
 
 def averages(
@@ -40,24 +59,23 @@ def averages(
     (B, G, K, L, 1), over the keys j that each query i sees; 0 for what sees none.
 
     Args:
-        query_BGKLD: directions of the queries; the K heads that read one key head side by side.
-        key_BGSD: directions of the keys, zero for padding.
+        query_BGKLD: queries; the K heads that read one key head side by side.
+        key_BGSD: keys, zero for padding.
         value_BGSE: values, zero for padding.
         counts_BL: how many keys each query sees.
         offsets: as in `_features.sums`.
     """
     counts = counts_BL.float()[:, None, None, :, None]
+    query, key = _Rows.of(query_BGKLD), _Rows.of(key_BGSD)
     if offsets is None:
-        return _all(query_BGKLD, counts, _State.of(key_BGSD, value_BGSE))
+        return _all(query, counts, _State.of(key.directions(), value_BGSE))
     (B, G, K, L, _), E = query_BGKLD.shape, value_BGSE.shape[3]
-    output, total = (query_BGKLD.new_empty(B, G, K, L, width) for width in (E, 1))
+    output, total = (value_BGSE.new_empty(B, G, K, L, width) for width in (E, 1))
     alike = len(set(offsets)) == 1
     for b in range(1 if alike else B):
         own = slice(None) if alike else slice(b, b + 1)
-        _causal(
-            query_BGKLD[own], key_BGSD[own], value_BGSE[own], counts[own], offsets[b],
-            (output[own], total[own]),
-        )  # fmt: skip
+        into = output[own], total[own]
+        _causal(query.part(own), key.part(own), value_BGSE[own], counts[own], offsets[b], into)
     return output, total
 
 
@@ -73,12 +91,14 @@ class _State(NamedTuple):
         return cls(key.mT @ value, key.sum(-2, keepdim=True), value.sum(-2, keepdim=True))
 
 
-def _all(query_BGKLD: Tensor, counts: Tensor, state: _State) -> tuple[Tensor, Tensor]:
-    """The averages over the keys of a state."""
+def _all(query: _Rows, counts_B11L1: Tensor, state: _State) -> tuple[Tensor, Tensor]:
+    """The averages over the keys of a state, of (B, G, K, L) queries; and their divisors."""
     products, keys, values = (part[:, :, None] for part in state)
-    total = torch.linalg.vecdot(query_BGKLD, keys).unsqueeze(-1).add_(counts)
-    output = (query_BGKLD @ products).add_(values)
-    return output.div_(_divisor(total)), total
+    total = torch.linalg.vecdot(query.x_D, keys).unsqueeze(-1).div_(query.norm_1).add_(counts_B11L1)
+    share = 1 / _divisor(total)
+    # the products are divided by the norms last: once, in place
+    output = (query.x_D @ products).mul_(share / query.norm_1).addcmul_(values, share)
+    return output, total
 
 
 def _divisor(total: Tensor) -> Tensor:
@@ -86,36 +106,43 @@ def _divisor(total: Tensor) -> Tensor:
 
 
 def _causal(
-    query_BGKLD: Tensor,
-    key_BGSD: Tensor,
+    query: _Rows,
+    key: _Rows,
     value_BGSE: Tensor,
     counts_B11L1: Tensor,
     offset: int,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """Fills in the averages where all items have one offset."""
-    L, S = query_BGKLD.shape[3], key_BGSD.shape[2]
+    """Fills in the averages where all items have one offset, and what they are divided by."""
+    L, S, every_one = into[0].shape[3], value_BGSE.shape[2], slice(None)
     first = min(L, max(0, -offset))  # those before it see nothing
-    every = min(L, max(first, S - 1 - offset))  # from here on they see all
-    state = None
-    if first < every and first + offset > 0:
-        before = slice(0, first + offset)
-        state = _State.of(key_BGSD[:, :, before], value_BGSE[:, :, before])
+    last = min(L, max(first, S - offset))  # from here on they see all
+    seen = max(0, min(S, first + offset))
+    state = (
+        _State.of(
+            key.part(every_one, every_one, slice(0, seen)).directions(), value_BGSE[:, :, :seen]
+        )
+        if seen
+        else None
+    )
     for made in into:
         made[:, :, :, :first] = 0.0
-    for start in range(first, every, _SEGMENT):
-        rows = slice(start, min(every, start + _SEGMENT))
+    for start in range(first, last, _SEGMENT):
+        rows = slice(start, min(last, start + _SEGMENT))
         keys = slice(rows.start + offset, rows.stop + offset)
         output, total = (made[:, :, :, rows] for made in into)
         total.copy_(counts_B11L1[:, :, :, rows])
         state = _segment(
-            query_BGKLD[:, :, :, rows], key_BGSD[:, :, keys], value_BGSE[:, :, keys], state,
-            (output, total),
+            query.part(every_one, every_one, every_one, rows).directions(),
+            key.part(every_one, every_one, keys).directions(),
+            value_BGSE[:, :, keys], state, (output, total),
         )  # fmt: skip
-    if every < L:
-        rows = slice(every, L)
-        state = _State.of(key_BGSD, value_BGSE)
-        rest = _all(query_BGKLD[:, :, :, rows], counts_B11L1[:, :, :, rows], state)
+    if last < L:
+        assert state is not None  # of all keys: what is past the last of them sees all
+        rows = slice(last, L)
+        state = _State(*(part.float() for part in state))
+        own = query.part(every_one, every_one, every_one, rows)
+        rest = _all(own, counts_B11L1[:, :, :, rows], state)
         for whole, part in zip(into, rest, strict=True):
             whole[:, :, :, rows] = part
 

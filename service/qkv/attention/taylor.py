@@ -19,7 +19,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkv.attention._cosines import averages, directions
+from qkv.attention._cosines import averages
 from qkv.attention._features import sums
 from qkv.attention._gradients import by_features, by_heads, regrown, sized
 from qkv.attention._rows import (
@@ -200,8 +200,8 @@ def _quickly(
     offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
     counts_BL = counts_of(B, L, S, key_lengths_B, offsets, query_BHLD.device)
     output, total = averages(
-        directions(query_BHLD).unflatten(1, (G, -1)),
-        directions(without(padding, key_BGSD)),
+        query_BHLD.unflatten(1, (G, -1)),
+        without(padding, key_BGSD),
         without(padding, value_BGSE).float(),
         counts_BL,
         offsets,
