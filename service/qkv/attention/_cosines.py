@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 __all__ = ["averages"]
 
-_CHUNK = 128  # rows of a triangle of cosines
+_CHUNK = 64  # rows of a triangle of cosines
 _SEGMENT = 4 * _CHUNK  # rows whose numbers stay in the cache
 _NORMS = (1e-3, 1e6)  # between them nothing that a norm is multiplied into loses a digit
 
@@ -31,7 +31,7 @@ class _Rows(NamedTuple):
         x = x.float()
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         least, most = torch.aminmax(norm)
-        if least >= _NORMS[0] and most <= _NORMS[1]:
+        if least.item() >= _NORMS[0] and most.item() <= _NORMS[1]:
             return cls(x, norm)
         zero = norm == 0
         fits = (norm >= _NORMS[0]) & (norm <= _NORMS[1])
@@ -41,8 +41,11 @@ class _Rows(NamedTuple):
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return cls(x, norm.masked_fill(norm == 0, 1.0))
 
-    def part(self, *where: slice) -> _Rows:
-        return _Rows(self.x_D[where], self.norm_1[where])
+    def items(self, own: slice) -> _Rows:
+        return _Rows(self.x_D[own], self.norm_1[own])
+
+    def rows(self, own: slice) -> _Rows:
+        return _Rows(self.x_D[..., own, :], self.norm_1[..., own, :])
 
     def directions(self) -> Tensor:
         return self.x_D / self.norm_1
@@ -62,10 +65,10 @@ def averages(
         query_BGKLD: queries; the K heads that read one key head side by side.
         key_BGSD: keys, zero for padding.
         value_BGSE: values, zero for padding.
-        counts_BL: how many keys each query sees.
+        counts_BL: how many keys each query sees, in float32 too.
         offsets: as in `_features.sums`.
     """
-    counts = counts_BL.float()[:, None, None, :, None]
+    counts = counts_BL[:, None, None, :, None]
     query, key = _Rows.of(query_BGKLD), _Rows.of(key_BGSD)
     if offsets is None:
         return _all(query, counts, _State.of(key.directions(), value_BGSE))
@@ -75,7 +78,7 @@ def averages(
     for b in range(1 if alike else B):
         own = slice(None) if alike else slice(b, b + 1)
         into = output[own], total[own]
-        _causal(query.part(own), key.part(own), value_BGSE[own], counts[own], offsets[b], into)
+        _causal(query.items(own), key.items(own), value_BGSE[own], counts[own], offsets[b], into)
     return output, total
 
 
@@ -102,7 +105,8 @@ def _all(query: _Rows, counts_B11L1: Tensor, state: _State) -> tuple[Tensor, Ten
 
 
 def _divisor(total: Tensor) -> Tensor:
-    return total.masked_fill(total == 0, 1.0)
+    """What sees nothing is 0 over this; nobody keeps what is divided by 0 or less otherwise."""
+    return total.clamp(min=1e-30)
 
 
 def _causal(
@@ -114,17 +118,12 @@ def _causal(
     into: tuple[Tensor, Tensor],
 ) -> None:
     """Fills in the averages where all items have one offset, and what they are divided by."""
-    L, S, every_one = into[0].shape[3], value_BGSE.shape[2], slice(None)
+    L, S = into[0].shape[3], value_BGSE.shape[2]
     first = min(L, max(0, -offset))  # those before it see nothing
     last = min(L, max(first, S - offset))  # from here on they see all
-    seen = max(0, min(S, first + offset))
-    state = (
-        _State.of(
-            key.part(every_one, every_one, slice(0, seen)).directions(), value_BGSE[:, :, :seen]
-        )
-        if seen
-        else None
-    )
+    state, seen = None, slice(0, max(0, min(S, first + offset)))
+    if seen.stop:
+        state = _State.of(key.rows(seen).directions(), value_BGSE[:, :, seen])
     for made in into:
         made[:, :, :, :first] = 0.0
     for start in range(first, last, _SEGMENT):
@@ -132,17 +131,15 @@ def _causal(
         keys = slice(rows.start + offset, rows.stop + offset)
         output, total = (made[:, :, :, rows] for made in into)
         total.copy_(counts_B11L1[:, :, :, rows])
-        state = _segment(
-            query.part(every_one, every_one, every_one, rows).directions(),
-            key.part(every_one, every_one, keys).directions(),
-            value_BGSE[:, :, keys], state, (output, total),
-        )  # fmt: skip
+        query_BGKLD, key_BGLD = query.rows(rows).directions(), key.rows(keys).directions()
+        parts = _segment(query_BGKLD, key_BGLD, value_BGSE[:, :, keys], state, (output, total))
+        if rows.stop < L:
+            state = _after(state, parts)
     if last < L:
-        assert state is not None  # of all keys: what is past the last of them sees all
+        assert state is not None  # it has all keys now: they are seen, or went through the segments
         rows = slice(last, L)
         state = _State(*(part.float() for part in state))
-        own = query.part(every_one, every_one, every_one, rows)
-        rest = _all(own, counts_B11L1[:, :, :, rows], state)
+        rest = _all(query.rows(rows), counts_B11L1[:, :, :, rows], state)
         for whole, part in zip(into, rest, strict=True):
             whole[:, :, :, rows] = part
 
@@ -155,7 +152,7 @@ def _segment(
     into: tuple[Tensor, Tensor],
 ) -> _State:
     """Query i sees the keys up to i, and what is in the state already: fills in the averages and,
-    where the counts are, what they were divided by. The state after it.
+    where the counts are, what they were divided by. The state of each chunk alone.
 
     Within a chunk the cosines are a small triangle, and what came before it is a sum that all its
     queries share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
@@ -167,30 +164,34 @@ def _segment(
     total = cosines.sum(-1, keepdim=True)
     cosines += torch.ones(chunk, chunk, device=query.device).tril_()
     output = cosines @ value[:, :, None]
-    befores, after = _before(state, _State.of(key, value))
+    parts = _State.of(key, value)
     if state is not None or L > chunk:
-        products, keys, values = (part[:, :, None] for part in befores)
+        products, keys, values = (part[:, :, None] for part in _before(state, parts))
         output += query @ products
         output += values
         total += torch.linalg.vecdot(query, keys).unsqueeze(-1)
     into[1].add_(total.flatten(3, 4)[:, :, :, :L])
     torch.div(output.flatten(3, 4)[:, :, :, :L], _divisor(into[1]), out=into[0])
-    return after
+    return parts
 
 
-def _before(state: _State | None, parts: _State) -> tuple[list[Tensor], _State]:
-    """The sums before each chunk, and after the last; between segments in float64, because a
-    running sum in float32 would lose a digit."""
-    befores, afters = [], []
-    for at, part in enumerate(parts):
-        before = torch.empty_like(part)
+def _before(state: _State | None, parts: _State) -> list[Tensor]:
+    """The sums before each chunk."""
+    befores = [torch.empty_like(part) for part in parts]
+    for at, (before, part) in enumerate(zip(befores, parts, strict=True)):
         before[:, :, 0] = 0.0 if state is None else state[at]
         for i in range(1, part.shape[2]):
             torch.add(before[:, :, i - 1], part[:, :, i - 1], out=before[:, :, i])
-        whole = part.sum(2, dtype=torch.float64)
-        befores.append(before)
-        afters.append(whole if state is None else whole.add_(state[at]))
-    return befores, _State(*afters)
+    return befores
+
+
+def _after(state: _State | None, parts: _State) -> _State:
+    """The sums after the last chunk; in float64, because a running sum of all segments in float32
+    would lose a digit."""
+    wholes = [part.sum(2).double() for part in parts]
+    if state is None:
+        return _State(*wholes)
+    return _State(*(whole.add_(part) for whole, part in zip(wholes, state, strict=True)))
 
 
 def _chunked(x: Tensor, chunk: int) -> Tensor:

@@ -198,7 +198,7 @@ def _quickly(
     (B, _, L, _), (_, G, S, _), dtype = query_BHLD.shape, key_BGSD.shape, query_BHLD.dtype
     padding = padding_of(S, key_lengths_B)
     offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
-    counts_BL = counts_of(B, L, S, key_lengths_B, offsets, query_BHLD.device)
+    counts_BL = counts_of(B, L, S, key_lengths_B, offsets, query_BHLD.device).float()
     output, total = averages(
         query_BHLD.unflatten(1, (G, -1)),
         without(padding, key_BGSD),
