@@ -3,22 +3,32 @@ matrix, causal or not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["back_sums", "sums"]
+__all__ = ["Phi", "back_sums", "sums"]
 
-_SEGMENT_ELEMENTS = 1 << 22  # that a segment of chunks may hold, of scores or of states
-_CHUNK = 64
+_CHUNK = 64  # queries whose scores are made, where they see no key past their own
+_ROWS = 1024  # keys that are summed in the dtype they come in, and no more
+_ELEMENTS = 1 << 17  # of what is made at a time: it stays in the cache
+
+Phi = Callable[[Tensor], Tensor]
 
 
 def sums(
-    query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor, offsets: list[int] | None
+    query_BGKLF: Tensor,
+    key_BGSF: Tensor,
+    value_BGSE: Tensor,
+    offsets: list[int] | None,
+    phi: Phi | None = None,
 ) -> tuple[Tensor, Tensor]:
     """sum_j (f_i . g_j) v_j, (B, G, K, L, E), and sum_j f_i . g_j, (B, G, K, L, 1), over the keys
     that each query sees.
+
+    A few heads and rows at a time, and no bit depends on how many.
 
     Args:
         query_BGKLF: features of the queries; the K heads that read one key head side by side.
@@ -26,15 +36,21 @@ def sums(
         value_BGSE: values.
         offsets: each item's position of the first query on the key axis, where a query sees no
             key past its own; None: it sees all.
+        phi: makes the features of what came in their place, number by number.
     """
-    if offsets is None:
-        return _all(query_BGKLF, _state(key_BGSF, value_BGSE))
-    if len(set(offsets)) == 1:
-        return _causal(query_BGKLF, key_BGSF, value_BGSE, offsets[0])
-    items = ((slice(b, b + 1), offset) for b, offset in enumerate(offsets))
-    each = [_causal(query_BGKLF[b], key_BGSF[b], value_BGSE[b], offset) for b, offset in items]
-    outputs, totals = zip(*each, strict=True)
-    return torch.cat(outputs), torch.cat(totals)
+    output = query_BGKLF.new_empty(*query_BGKLF.shape[:-1], value_BGSE.shape[-1])
+    total = query_BGKLF.new_empty(*query_BGKLF.shape[:-1], 1)
+    tensors = (query_BGKLF, key_BGSF, value_BGSE, output, total)
+    for items, offset in _runs(query_BGKLF.shape[0], offsets):
+        own = [x[items].flatten(0, 1) for x in tensors]
+        at_once = max(1, _ELEMENTS // _per_head(own[0], own[1], own[2], offset))
+        for q, k, v, out, sum_ in zip(*(x.split(at_once) for x in own), strict=True):
+            heads = _Heads(q, k, v, phi)
+            if offset is None:
+                heads.fill(out, sum_)
+            else:
+                heads.fill_causal(out, sum_, offset)
+    return output, total
 
 
 def back_sums(
@@ -56,94 +72,130 @@ def back_sums(
     return made.view(B, G, K, S, -1).sum(2).flip(2)
 
 
-def _causal(
-    query_BGKLF: Tensor, key_BGSF: Tensor, value_BGSE: Tensor, offset: int
-) -> tuple[Tensor, Tensor]:
-    """The sums where all items have one offset."""
-    L, S = query_BGKLF.shape[3], key_BGSF.shape[2]
-    first = min(L, max(0, -offset))  # those before it see nothing
-    every = min(L, max(first, S - 1 - offset))  # from here on they see all
-    shape = query_BGKLF.shape[:3]
-    parts = [
-        (
-            query_BGKLF.new_zeros(*shape, first, value_BGSE.shape[3]),
-            query_BGKLF.new_zeros(*shape, first, 1),
-        )
-    ]
-    if first < every:
-        keys = slice(first + offset, every + offset)
-        before = _state(key_BGSF[:, :, : keys.start], value_BGSE[:, :, : keys.start])
-        parts += _aligned(
-            query_BGKLF[:, :, :, first:every], key_BGSF[:, :, keys], value_BGSE[:, :, keys], before
-        )
-    if every < L:
-        parts.append(_all(query_BGKLF[:, :, :, every:], _state(key_BGSF, value_BGSE)))
-    outputs, totals = zip(*parts, strict=True)
-    return torch.cat(outputs, 3), torch.cat(totals, 3)
+def _runs(B: int, offsets: list[int] | None) -> Iterator[tuple[slice, int | None]]:
+    """Items that have one offset, or none."""
+    if offsets is None or len(set(offsets)) == 1:
+        yield slice(0, B), offsets[0] if offsets else None
+    else:
+        yield from ((slice(b, b + 1), offset) for b, offset in enumerate(offsets))
+
+
+def _per_head(query_NKLF: Tensor, key_NSF: Tensor, value_NSE: Tensor, offset: int | None) -> int:
+    """How much of a head is made at the least."""
+    (K, L), S = query_NKLF.shape[1:3], key_NSF.shape[1]
+    rows = min(_CHUNK if offset is not None else _ROWS, max(K * L, S))
+    return max(1, rows * max(key_NSF.shape[2], value_NSE.shape[2]))
 
 
 class _State(NamedTuple):
-    """What all queries share of some keys: sum_j g_j v_j and sum_j g_j, as a column."""
+    """What queries share of some keys: sum_j g_j v_j and sum_j g_j, as a row."""
 
-    values_BGFE: Tensor
-    ones_BGF1: Tensor
-
-
-def _state(key_BGSF: Tensor, value_BGSE: Tensor) -> _State:
-    return _State(key_BGSF.mT @ value_BGSE, key_BGSF.sum(2).unsqueeze(-1))
+    values_nFE: Tensor
+    ones_n1F: Tensor
 
 
-def _all(query_BGKLF: Tensor, state: _State) -> tuple[Tensor, Tensor]:
-    """The sums over the keys of a state."""
-    return query_BGKLF @ state.values_BGFE[:, :, None], query_BGKLF @ state.ones_BGF1[:, :, None]
+class _Heads(NamedTuple):
+    """A few heads, n of them, as `sums` is given them."""
+
+    query_nKLF: Tensor
+    key_nSF: Tensor
+    value_nSE: Tensor
+    phi: Phi | None
+
+    def query(self, rows: slice) -> Tensor:
+        query = self.query_nKLF[:, :, rows]
+        return query if self.phi is None else self.phi(query)
+
+    def key(self, rows: slice) -> Tensor:
+        key = self.key_nSF[:, rows]
+        return key if self.phi is None else self.phi(key)
+
+    def state(self, keys: slice) -> _State:
+        """Of these keys: beyond the first _ROWS of them in float64, because a long sum in float32
+        would lose a digit or two."""
+        parts = _blocks(keys, _ROWS)
+        state = self._part(next(parts, slice(0, 0)))
+        for rows in parts:
+            state = _State(
+                *(x.double().add_(part) for x, part in zip(state, self._part(rows), strict=True))
+            )
+        return state
+
+    def _part(self, rows: slice) -> _State:
+        key = self.key(rows)
+        return _State(key.mT @ self.value_nSE[:, rows], key.sum(1, keepdim=True))
+
+    def fill(self, output_nKLE: Tensor, total_nKL1: Tensor) -> None:
+        """The sums of queries that see all keys."""
+        state = self.state(slice(0, self.key_nSF.shape[1]))
+        self._share(state, slice(0, output_nKLE.shape[2]), output_nKLE, total_nKL1)
+
+    def _share(self, state: _State, rows: slice, output_nKLE: Tensor, total_nKL1: Tensor) -> None:
+        """The sums of these queries, where they see what is in the state and no more."""
+        dtype = output_nKLE.dtype
+        values_n1FE, ones_n11F = (x.to(dtype).unsqueeze(1) for x in state)
+        for block in _blocks(rows, _ROWS):
+            query = self.query(block)
+            output_nKLE[:, :, block] = query @ values_n1FE
+            torch.sum(query.mul(ones_n11F), -1, keepdim=True, out=total_nKL1[:, :, block])
+
+    def fill_causal(self, output_nKLE: Tensor, total_nKL1: Tensor, offset: int) -> None:
+        """The sums where query i sees the keys up to i + offset."""
+        L, S = output_nKLE.shape[2], self.key_nSF.shape[1]
+        first = min(L, max(0, -offset))  # those before it see nothing
+        every = min(L, max(first, S - 1 - offset))  # from here on they see all
+        output_nKLE[:, :, :first] = 0.0
+        total_nKL1[:, :, :first] = 0.0
+        if first < every:
+            state = _State(*(x.double() for x in self.state(slice(0, first + offset))))
+            n, K = output_nKLE.shape[:2]
+            F, E = state.values_nFE.shape[1:]
+            chunk = min(_CHUNK, every - first)
+            per_chunk = max(1, n * max(K * chunk * max(F, E), F * E))
+            for rows in _blocks(slice(first, every), max(1, _ELEMENTS // per_chunk) * chunk):
+                self._fill_segment(state, rows, offset, chunk, output_nKLE, total_nKL1)
+        if every < L:
+            self._share(self.state(slice(0, S)), slice(every, L), output_nKLE, total_nKL1)
+
+    def _fill_segment(
+        self,
+        state: _State,
+        rows: slice,
+        offset: int,
+        chunk: int,
+        output_nKLE: Tensor,
+        total_nKL1: Tensor,
+    ) -> None:
+        """The sums of a run of chunks; the state becomes that after it.
+
+        Within a chunk the scores are a small triangle, and what came before it is a sum that all
+        its queries share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
+        """
+        keys, length = slice(rows.start + offset, rows.stop + offset), rows.stop - rows.start
+        query, key = _chunked(self.query(rows), chunk), _chunked(self.key(keys), chunk)
+        value = _chunked(self.value_nSE[:, keys], chunk)
+        values = _before(state.values_nFE, key.mT @ value)
+        ones = _before(state.ones_n1F, key.sum(2, keepdim=True))
+        scores = (query @ key[:, None].mT).tril_()
+        output = (query @ values[:, None]).add_(scores @ value[:, None])
+        total = (query * ones[:, None]).sum(-1, keepdim=True)
+        total += scores.sum(-1, keepdim=True)
+        output_nKLE[:, :, rows] = output.flatten(2, 3)[:, :, :length]
+        total_nKL1[:, :, rows] = total.flatten(2, 3)[:, :, :length]
 
 
-def _aligned(
-    query_BGKLF: Tensor, key_BGLF: Tensor, value_BGLE: Tensor, state: _State
-) -> list[tuple[Tensor, Tensor]]:
-    """Query i sees the keys up to i, and what is in the state already; the sums in parts.
-
-    In chunks: within one the scores are a small triangle, and what came before it is a sum that
-    all its queries share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
-    """
-    (B, G, K, L, F), E = query_BGKLF.shape, value_BGLE.shape[3]
-    chunk = max(_CHUNK, 1 << (max(F, E) - 1).bit_length())  # no larger states than inputs
-    per_chunk = B * G * (K * chunk * chunk + F * E)
-    length = max(1, _SEGMENT_ELEMENTS // per_chunk) * chunk
-    parts = []
-    for start in range(0, L, length):
-        rows = slice(start, min(L, start + length))
-        part, state = _segment(
-            query_BGKLF[:, :, :, rows], key_BGLF[:, :, rows], value_BGLE[:, :, rows],
-            state, min(chunk, rows.stop - rows.start),
-        )  # fmt: skip
-        parts.append(part)
-    return parts
+def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
+    starts = range(rows.start, rows.stop, at_once)
+    return (slice(start, min(start + at_once, rows.stop)) for start in starts)
 
 
-def _segment(
-    query_BGKLF: Tensor, key_BGLF: Tensor, value_BGLE: Tensor, state: _State, chunk: int
-) -> tuple[tuple[Tensor, Tensor], _State]:
-    """The sums of a run of chunks, and the state after it."""
-    L = query_BGKLF.shape[3]
-    query = _chunked(query_BGKLF, chunk)
-    key, value = _chunked(key_BGLF, chunk), _chunked(value_BGLE, chunk)
-    values = _running(state.values_BGFE, key.mT @ value)
-    ones = _running(state.ones_BGF1, key.sum(3).unsqueeze(-1))
-    scores = (query @ key[:, :, None].mT).tril_()
-    output = query @ values[:, :, None, :-1]
-    output += scores @ value[:, :, None]
-    total = query @ ones[:, :, None, :-1]
-    total += scores.sum(-1, keepdim=True)
-    sums = (output.flatten(3, 4)[:, :, :, :L], total.flatten(3, 4)[:, :, :, :L])
-    return sums, _State(values[:, :, -1], ones[:, :, -1])
-
-
-def _running(before: Tensor, parts: Tensor) -> Tensor:
-    """The sum before each part, and after the last; in float64 on the way, because a running sum
-    in float32 would lose a digit or two."""
-    summed = torch.cat([before[:, :, None], parts], 2).cumsum(2, dtype=torch.float64)
-    return summed.to(parts.dtype)
+def _before(state: Tensor, parts: Tensor) -> Tensor:
+    """The sum before each part, to which the state, in float64, adds them all."""
+    before = torch.empty_like(parts)
+    for i in range(parts.shape[1]):
+        before[:, i] = state
+        state += parts[:, i]
+    return before
 
 
 def _chunked(x: Tensor, chunk: int) -> Tensor:

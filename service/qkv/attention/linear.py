@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
-from qkv.attention._features import sums
+from qkv.attention._features import Phi, sums
 from qkv.attention._gradients import by_features, by_heads, regrown, sized
 from qkv.attention._rows import (
     Causal,
@@ -59,17 +59,19 @@ class Linear(NamedTuple):
 
 
 class _Features(NamedTuple):
-    """phi of queries and keys.
+    """phi of queries and keys, or what it is still to be made of.
 
     Attributes:
         query_BGKLD: of the queries, each row over e^its shift.
         key_BGSD: of the keys, all of a head over e^its shift; zero for padding.
+        phi: what makes features of the two; None: they are.
         shift_BGKL1: the shifts of row and head together; None where there are none.
         logs: log phi of both, where sums of products may underflow; else None.
     """
 
     query_BGKLD: Tensor
     key_BGSD: Tensor
+    phi: Phi | None
     shift_BGKL1: Tensor | None
     logs: tuple[Tensor, Tensor] | None
 
@@ -83,17 +85,21 @@ class _Features(NamedTuple):
         query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
         key = without(padding_BS, key_BGSD.to(compute))
         if _is_ordinary(query) and _is_ordinary(key):
-            query, key, shift, logs = _phi(query), _phi(key), None, None
-        else:
-            logs = _log_phi(query.double()), _log_phi(key.double())
-            if padding_BS is not None:
-                logs[1].masked_fill_(padding_BS[:, None, :, None], -torch.inf)
-            query_shift = logs[0].amax(-1, keepdim=True)
-            key_shift = logs[1].amax((-1, -2), keepdim=True)
-            key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # all are padding
-            query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
-            shift = query_shift + key_shift[:, :, None]
-        return cls(query, without(padding_BS, key), shift, logs)
+            return cls(query, _hidden(padding_BS, key), _phi, None, None)
+        logs = _log_phi(query.double()), _hidden(padding_BS, _log_phi(key.double()))
+        query_shift = logs[0].amax(-1, keepdim=True)
+        key_shift = logs[1].amax((-1, -2), keepdim=True)
+        key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # all are padding
+        query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
+        return cls(query, key, None, query_shift + key_shift[:, :, None], logs)
+
+    def made(self) -> _Features:
+        """The same with nothing left to be made."""
+        if self.phi is None:
+            return self
+        return self._replace(
+            query_BGKLD=self.phi(self.query_BGKLD), key_BGSD=self.phi(self.key_BGSD), phi=None
+        )
 
 
 def weights_are(parameters: Any) -> str:
@@ -136,7 +142,10 @@ def attend(
     if "output" in outputs:
         output = _output(features, value_BGSE, padding, offsets, normalize).to(dtype)
     if "weights" in outputs:
-        weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
+        weights, features = (
+            query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype)),
+            features.made(),
+        )
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = _block(features, rows, offsets, normalize)
     return Linear(output, weights)
@@ -154,7 +163,7 @@ def weights(
 ) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
     """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    features = _Features.of(query_BHLD, key_BGSD, padding_of(S, key_lengths_B))
+    features = _Features.of(query_BHLD, key_BGSD, padding_of(S, key_lengths_B)).made()
     offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
     return _block(features, rows, offsets, normalize).to(score_dtype(query_BHLD.dtype))
 
@@ -164,6 +173,13 @@ def _is_ordinary(x: Tensor) -> bool:
     low, high = torch.aminmax(x)
     least, most = (-30.0, 1e6) if x.dtype == torch.float32 else (-250.0, 1e60)
     return bool(low >= least) and bool(high <= most)
+
+
+def _hidden(padding_BS: Tensor | None, key_BGSD: Tensor) -> Tensor:
+    """-inf, of which phi and e^x are 0, for padding."""
+    if padding_BS is None:
+        return key_BGSD
+    return key_BGSD.masked_fill(padding_BS[:, None, :, None], -torch.inf)
 
 
 def _phi(x: Tensor) -> Tensor:
@@ -190,7 +206,7 @@ def _output(
     elif most > 1e150:
         room = 2.0 ** (np.frexp(most)[1] - 500)
         value = value / room
-    output, total = sums(query, key, value, offsets)
+    output, total = sums(query, key, value, offsets, features.phi)
     if normalize:
         output.div_(total.masked_fill(total == 0, 1.0))
         if features.logs is not None:
@@ -324,7 +340,7 @@ def _gradients(
     query, key = query_BHLD.double(), without(padding_BS, key_BGSD.double())
     value, v = sized(without(padding_BS, value_BGSE.double()))
     grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    features = _Features.of(query, key, padding_BS)
+    features = _Features.of(query, key, padding_BS).made()
     output, total = sums(features.query_BGKLD, features.key_BGSD, value, offsets)
     lost = total == 0 if features.logs is None else total < _TINY
     divided = (output, total.masked_fill(lost, torch.inf))
