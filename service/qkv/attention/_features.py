@@ -4,12 +4,13 @@ matrix, causal or not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Phi", "back_sums", "sums"]
+__all__ = ["Phi", "back_sums", "products", "sums"]
 
 _CHUNK = 64  # queries whose scores are made, where they see no key past their own
 _ROWS = 1024  # keys that are summed in the dtype they come in, and no more
@@ -28,29 +29,27 @@ def sums(
     """sum_j (f_i . g_j) v_j, (B, G, K, L, E), and sum_j f_i . g_j, (B, G, K, L, 1), over the keys
     that each query sees.
 
-    A few heads and rows at a time, and no bit depends on how many.
-
     Args:
         query_BGKLF: features of the queries; the K heads that read one key head side by side.
         key_BGSF: features of the keys, zero for padding.
         value_BGSE: values.
         offsets: each item's position of the first query on the key axis, where a query sees no
             key past its own; None: it sees all.
-        phi: makes the features of what came in their place, number by number.
+        phi: makes the features of what came in their place, row by row.
     """
-    output = query_BGKLF.new_empty(*query_BGKLF.shape[:-1], value_BGSE.shape[-1])
     total = query_BGKLF.new_empty(*query_BGKLF.shape[:-1], 1)
-    tensors = (query_BGKLF, key_BGSF, value_BGSE, output, total)
-    for items, offset in _runs(query_BGKLF.shape[0], offsets):
-        own = [x[items].flatten(0, 1) for x in tensors]
-        at_once = max(1, _ELEMENTS // _per_head(own[0], own[1], own[2], offset))
-        for q, k, v, out, sum_ in zip(*(x.split(at_once) for x in own), strict=True):
-            heads = _Heads(q, k, v, phi)
-            if offset is None:
-                heads.fill(out, sum_)
-            else:
-                heads.fill_causal(out, sum_, offset)
-    return output, total
+    return _filled(query_BGKLF, key_BGSF, value_BGSE, total, offsets, phi, phi), total
+
+
+def products(
+    query_BGKLF: Tensor,
+    key_BGSF: Tensor,
+    value_BGSE: Tensor,
+    offsets: list[int] | None,
+    query_phi: Phi | None = None,
+) -> Tensor:
+    """The first of the `sums` alone; query_phi makes features of queries only."""
+    return _filled(query_BGKLF, key_BGSF, value_BGSE, None, offsets, query_phi, None)
 
 
 def back_sums(
@@ -68,8 +67,40 @@ def back_sums(
     key_BHSF = key_BGSF.flip(2).unsqueeze(2).expand(-1, -1, K, -1, -1).flatten(1, 2)
     query_BHLF, value_BHLE = (x.flip(3).flatten(1, 2) for x in (query_BGKLF, value_BGKLE))
     backwards = [L - S + offset for offset in offsets]
-    made, _ = sums(key_BHSF.unsqueeze(2), query_BHLF, value_BHLE, backwards)
+    made = products(key_BHSF.unsqueeze(2), query_BHLF, value_BHLE, backwards)
     return made.view(B, G, K, S, -1).sum(2).flip(2)
+
+
+def _filled(
+    query_BGKLF: Tensor,
+    key_BGSF: Tensor,
+    value_BGSE: Tensor,
+    total_BGKL1: Tensor | None,
+    offsets: list[int] | None,
+    query_phi: Phi | None,
+    key_phi: Phi | None,
+) -> Tensor:
+    """The first of the `sums`; fills in the other. A few heads and rows at a time, and no bit
+    depends on how many."""
+    (B, G, K, L, F), (S, E) = query_BGKLF.shape, value_BGSE.shape[2:]
+    output = query_BGKLF.new_empty(B, G, K, L, E)
+    query, key, value, filled = (
+        x.flatten(0, 1) for x in (query_BGKLF, key_BGSF, value_BGSE, output)
+    )
+    total = None if total_BGKL1 is None else total_BGKL1.flatten(0, 1)
+    rows = min(_ROWS if offsets is None else _CHUNK, max(L, S))
+    at_once = max(1, _ELEMENTS // max(1, rows * max(F, E)))
+    for run, offset in _runs(B, offsets):
+        for some in _blocks(slice(run.start * G, run.stop * G), at_once):
+            heads = _Heads(
+                query[some], key[some], value[some], filled[some],
+                None if total is None else total[some], query_phi, key_phi,
+            )  # fmt: skip
+            if offset is None:
+                heads.fill()
+            else:
+                heads.fill_causal(offset)
+    return output
 
 
 def _runs(B: int, offsets: list[int] | None) -> Iterator[tuple[slice, int | None]]:
@@ -80,11 +111,9 @@ def _runs(B: int, offsets: list[int] | None) -> Iterator[tuple[slice, int | None
         yield from ((slice(b, b + 1), offset) for b, offset in enumerate(offsets))
 
 
-def _per_head(query_NKLF: Tensor, key_NSF: Tensor, value_NSE: Tensor, offset: int | None) -> int:
-    """How much of a head is made at the least."""
-    (K, L), S = query_NKLF.shape[1:3], key_NSF.shape[1]
-    rows = min(_CHUNK if offset is not None else _ROWS, max(K * L, S))
-    return max(1, rows * max(key_NSF.shape[2], value_NSE.shape[2]))
+def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
+    starts = range(rows.start, rows.stop, at_once)
+    return (slice(start, min(start + at_once, rows.stop)) for start in starts)
 
 
 class _State(NamedTuple):
@@ -95,20 +124,23 @@ class _State(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """A few heads, n of them, as `sums` is given them."""
+    """A few heads, n of them: what `sums` is given, what it fills in, and what makes features."""
 
     query_nKLF: Tensor
     key_nSF: Tensor
     value_nSE: Tensor
-    phi: Phi | None
+    output_nKLE: Tensor
+    total_nKL1: Tensor | None
+    query_phi: Phi | None
+    key_phi: Phi | None
 
-    def query(self, rows: slice) -> Tensor:
-        query = self.query_nKLF[:, :, rows]
-        return query if self.phi is None else self.phi(query)
+    def query(self, k: int, rows: slice) -> Tensor:
+        query = self.query_nKLF[:, k, rows]
+        return query if self.query_phi is None else self.query_phi(query)
 
     def key(self, rows: slice) -> Tensor:
         key = self.key_nSF[:, rows]
-        return key if self.phi is None else self.phi(key)
+        return key if self.key_phi is None else self.key_phi(key)
 
     def state(self, keys: slice) -> _State:
         """Of these keys: beyond the first _ROWS of them in float64, because a long sum in float32
@@ -116,92 +148,84 @@ class _Heads(NamedTuple):
         parts = _blocks(keys, _ROWS)
         state = self._part(next(parts, slice(0, 0)))
         for rows in parts:
-            state = _State(
-                *(x.double().add_(part) for x, part in zip(state, self._part(rows), strict=True))
-            )
+            both = zip(state, self._part(rows), strict=True)
+            state = _State(*(x.double().add_(part) for x, part in both))
         return state
 
     def _part(self, rows: slice) -> _State:
         key = self.key(rows)
-        return _State(key.mT @ self.value_nSE[:, rows], key.sum(1, keepdim=True))
+        return _State(torch.bmm(key.mT, self.value_nSE[:, rows]), key.sum(1, keepdim=True))
 
-    def fill(self, output_nKLE: Tensor, total_nKL1: Tensor) -> None:
+    def fill(self) -> None:
         """The sums of queries that see all keys."""
-        state = self.state(slice(0, self.key_nSF.shape[1]))
-        self._share(state, slice(0, output_nKLE.shape[2]), output_nKLE, total_nKL1)
+        every = slice(0, self.output_nKLE.shape[2])
+        self._share(self.state(slice(0, self.key_nSF.shape[1])), every)
 
-    def _share(self, state: _State, rows: slice, output_nKLE: Tensor, total_nKL1: Tensor) -> None:
-        """The sums of these queries, where they see what is in the state and no more."""
-        dtype = output_nKLE.dtype
-        values_n1FE, ones_n11F = (x.to(dtype).unsqueeze(1) for x in state)
-        for block in _blocks(rows, _ROWS):
-            query = self.query(block)
-            output_nKLE[:, :, block] = query @ values_n1FE
-            torch.sum(query.mul(ones_n11F), -1, keepdim=True, out=total_nKL1[:, :, block])
+    def _share(self, state: _State, rows: slice) -> None:
+        """The sums of queries that see what is in the state, and no more."""
+        values, ones = (x.to(self.output_nKLE.dtype) for x in state)
+        for block, k in product(_blocks(rows, _ROWS), range(self.output_nKLE.shape[1])):
+            query = self.query(k, block)
+            torch.bmm(query, values, out=self.output_nKLE[:, k, block])
+            if self.total_nKL1 is not None:
+                torch.bmm(query, ones.mT, out=self.total_nKL1[:, k, block])
 
-    def fill_causal(self, output_nKLE: Tensor, total_nKL1: Tensor, offset: int) -> None:
+    def fill_causal(self, offset: int) -> None:
         """The sums where query i sees the keys up to i + offset."""
-        L, S = output_nKLE.shape[2], self.key_nSF.shape[1]
+        (n, _, L, E), (S, F) = self.output_nKLE.shape, self.key_nSF.shape[1:]
         first = min(L, max(0, -offset))  # those before it see nothing
         every = min(L, max(first, S - 1 - offset))  # from here on they see all
-        output_nKLE[:, :, :first] = 0.0
-        total_nKL1[:, :, :first] = 0.0
+        self.output_nKLE[:, :, :first] = 0.0
+        if self.total_nKL1 is not None:
+            self.total_nKL1[:, :, :first] = 0.0
         if first < every:
             state = _State(*(x.double() for x in self.state(slice(0, first + offset))))
-            n, K = output_nKLE.shape[:2]
-            F, E = state.values_nFE.shape[1:]
             chunk = min(_CHUNK, every - first)
-            per_chunk = max(1, n * max(K * chunk * max(F, E), F * E))
+            per_chunk = max(1, n * max(chunk * max(F, E), F * E))
             for rows in _blocks(slice(first, every), max(1, _ELEMENTS // per_chunk) * chunk):
-                self._fill_segment(state, rows, offset, chunk, output_nKLE, total_nKL1)
+                self._fill_chunks(state, rows, offset, chunk)
         if every < L:
-            self._share(self.state(slice(0, S)), slice(every, L), output_nKLE, total_nKL1)
+            self._share(self.state(slice(0, S)), slice(every, L))
 
-    def _fill_segment(
-        self,
-        state: _State,
-        rows: slice,
-        offset: int,
-        chunk: int,
-        output_nKLE: Tensor,
-        total_nKL1: Tensor,
-    ) -> None:
+    def _fill_chunks(self, state: _State, rows: slice, offset: int, chunk: int) -> None:
         """The sums of a run of chunks; the state becomes that after it.
 
         Within a chunk the scores are a small triangle, and what came before it is a sum that all
         its queries share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
         """
-        keys, length = slice(rows.start + offset, rows.stop + offset), rows.stop - rows.start
-        query, key = _chunked(self.query(rows), chunk), _chunked(self.key(keys), chunk)
-        value = _chunked(self.value_nSE[:, keys], chunk)
-        values = _before(state.values_nFE, key.mT @ value)
-        ones = _before(state.ones_n1F, key.sum(2, keepdim=True))
-        scores = (query @ key[:, None].mT).tril_()
-        output = (query @ values[:, None]).add_(scores @ value[:, None])
-        total = (query * ones[:, None]).sum(-1, keepdim=True)
-        total += scores.sum(-1, keepdim=True)
-        output_nKLE[:, :, rows] = output.flatten(2, 3)[:, :, :length]
-        total_nKL1[:, :, rows] = total.flatten(2, 3)[:, :, :length]
+        keys = slice(rows.start + offset, rows.stop + offset)
+        key, value = _chunked(self.key(keys), chunk), _chunked(self.value_nSE[:, keys], chunk)
+        values = _before(state.values_nFE, torch.bmm(key.mT, value))
+        ones = _before(state.ones_n1F, key.sum(1, keepdim=True))
+        for k in range(self.output_nKLE.shape[1]):
+            query = _chunked(self.query(k, rows), chunk)
+            scores = torch.bmm(query, key.mT).tril_()
+            output = torch.bmm(query, values).baddbmm_(scores, value)
+            _put(self.output_nKLE[:, k, rows], output)
+            if self.total_nKL1 is not None:
+                total = torch.bmm(query, ones.mT).add_(scores.sum(-1, keepdim=True))
+                _put(self.total_nKL1[:, k, rows], total)
 
 
-def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
-    starts = range(rows.start, rows.stop, at_once)
-    return (slice(start, min(start + at_once, rows.stop)) for start in starts)
-
-
-def _before(state: Tensor, parts: Tensor) -> Tensor:
-    """The sum before each part, to which the state, in float64, adds them all."""
+def _before(state_nXY: Tensor, parts_cXY: Tensor) -> Tensor:
+    """The sum before each head's chunks, c of all; the state, in float64, adds them all."""
+    parts = parts_cXY.unflatten(0, (len(state_nXY), -1))
     before = torch.empty_like(parts)
-    for i in range(parts.shape[1]):
-        before[:, i] = state
-        state += parts[:, i]
-    return before
+    for into, part in zip(before.unbind(1), parts.unbind(1), strict=True):
+        into.copy_(state_nXY)
+        state_nXY += part
+    return before.flatten(0, 1)
 
 
-def _chunked(x: Tensor, chunk: int) -> Tensor:
-    """(..., L, F) as (..., n, chunk, F); zeros, which add nothing, fill the last chunk."""
-    missing = -x.shape[-2] % chunk
+def _put(out_nLX: Tensor, chunks_cCX: Tensor) -> None:
+    """What `_chunked` has cut, together again."""
+    n, L, X = out_nLX.shape
+    out_nLX.copy_(chunks_cCX.view(n, -1, X)[:, :L])
+
+
+def _chunked(x_nLF: Tensor, chunk: int) -> Tensor:
+    """(n chunks, chunk, F); zeros, which add nothing, fill each head's last chunk."""
+    missing = -x_nLF.shape[1] % chunk
     if missing:
-        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
-    chunks: Tensor = x.unflatten(-2, (-1, chunk))
-    return chunks
+        x_nLF = torch.nn.functional.pad(x_nLF, (0, 0, 0, missing))
+    return x_nLF.reshape(-1, chunk, x_nLF.shape[2])

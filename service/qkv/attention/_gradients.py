@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkv.attention._features import back_sums, sums
+from qkv.attention._features import back_sums, products
 from qkv.attention._scores import Scores, largest, raised, score_dtype
 from qkv.attention._visibility import row_blocks
 
@@ -167,5 +167,5 @@ def by_features(
         less_BGKL1 = (grad_BGKLE * output_BGKLE.div_(total_BGKL1)).sum(-1, keepdim=True).neg_()
         grad_BGKLE = torch.cat([grad_BGKLE, less_BGKL1], -1)
         value_BGSE = pad(value_BGSE, (0, 1), value=1.0)
-    query, _ = sums(grad_BGKLE, value_BGSE, key_BGSF, offsets)
+    query = products(grad_BGKLE, value_BGSE, key_BGSF, offsets)
     return query, back_sums(value_BGSE, grad_BGKLE, query_BGKLF, offsets), gradient

@@ -7,6 +7,7 @@ Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Final, Literal, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from qkv.attention._features import back_sums, sums
+from qkv.attention._features import Phi, back_sums, products, sums
 from qkv.attention._gradients import by_heads, regrown, sized
 from qkv.attention._rows import Causal, QueryOffset, hide, offsets_of, padding_of, without
 from qkv.attention._scores import score_dtype
@@ -58,7 +59,7 @@ class _Features(NamedTuple):
     their softmax over the sum Z of e^(k - m) over the keys that each sees.
 
     Attributes:
-        query_BGKLD, key_BGSD: zero for padding.
+        query_BGKLD, key_BGSD: zero for padding; not causal: queries still without their softmax.
         offsets: each item's position of the first query; None where all is seen.
     """
 
@@ -66,16 +67,21 @@ class _Features(NamedTuple):
     key_BGSD: Tensor
     offsets: list[int] | None
 
+    @property
+    def phi(self) -> Phi | None:
+        """What makes features of queries; None: they are."""
+        return partial(torch.softmax, dim=-1) if self.offsets is None else None
+
     def output(self, value_BGSE: Tensor) -> Tensor:
         """A @ value, (B, G, K, L, E)."""
         dtype = value_BGSE.dtype
-        return sums(self.query_BGKLD.to(dtype), self.key_BGSD.to(dtype), value_BGSE, self.offsets)[
-            0
-        ]
+        query, key = self.query_BGKLD.to(dtype), self.key_BGSD.to(dtype)
+        return products(query, key, value_BGSE, self.offsets, self.phi)
 
     def block(self, rows: slice) -> Tensor:
         """Rows of A, (B, G, K, R, S)."""
         query = self.query_BGKLD[:, :, :, rows]
+        query = query if self.phi is None else self.phi(query)
         block = torch.einsum("bgkld,bgsd->bgkls", query, self.key_BGSD)
         hide(block, rows, self.offsets)
         return block
@@ -83,6 +89,7 @@ class _Features(NamedTuple):
     def gradients(self, value_BGSE: Tensor, grad_BGKLE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of softmax_D(Q), of K and of the values, grad being that of A @ value."""
         query, key, offsets = self.query_BGKLD, self.key_BGSD, self.offsets
+        query = query if self.phi is None else self.phi(query)
         slope, _ = sums(grad_BGKLE, value_BGSE, key, offsets)
         if offsets is not None:
             slope /= _totals(key, offsets, query.shape[3])[:, :, None]
@@ -174,53 +181,68 @@ def _made(
     offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
     padding = padding_of(S, key_lengths_B)
     query = query_BHLD.unflatten(1, (G, -1)).to(score_dtype(query_BHLD.dtype))
-    key = least = key_BGSD.to(query.dtype)
-    if padding is not None:
-        unseen = padding[:, None, :, None]
-        key, least = key.masked_fill(unseen, -torch.inf), key.masked_fill(unseen, torch.inf)
-    most_BG1D = key.amax(2, keepdim=True)
-    if not bool((most_BG1D - least.amin(2, keepdim=True) <= _SPAN).all()):
-        query, key, most_BG1D = query.double(), key.double(), most_BG1D.double()
-    query = query.softmax(-1)
-    if offsets is not None and bool((most_BG1D - key[:, :, :1] > _RISE).any()):
-        return _Steep([Steep.of(query[b], key[b], offset) for b, offset in enumerate(offsets)])
-    key = (key - most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)).exp_()
+    key = key_BGSD.to(query.dtype)
+    unseen = None if padding is None else padding[:, None, :, None]
+    if not _is_narrow(key, unseen):
+        query, key = query.double(), key.double()
+    if unseen is not None:
+        key = key.masked_fill(unseen, -torch.inf)
     if offsets is None:
-        total = key.sum(2, keepdim=True)
-        return _Features(query, key.div_(total.masked_fill_(total == 0, 1.0)), None)
+        key = key.softmax(2)
+        return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
+    query, most_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
+    if query.dtype == torch.float64 and bool((most_BG1D - key[:, :, :1] > _RISE).any()):
+        return _Steep([Steep.of(query[b], key[b], offset) for b, offset in enumerate(offsets)])
+    if unseen is not None:
+        most_BG1D = most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)
+    key = (key - most_BG1D).exp_()
     query.div_(_totals(key, offsets, L)[:, :, None])
     return _Features(query, key, offsets)
 
 
+def _is_narrow(key_BGSD: Tensor, unseen_B1S1: Tensor | None) -> bool:
+    """Whether the keys of no channel are further apart than _SPAN."""
+    if unseen_B1S1 is None:
+        low, high = torch.aminmax(key_BGSD)
+        if high.item() - low.item() <= _SPAN:  # of all channels together: the faster question
+            return True
+        return bool((key_BGSD.amax(2) - key_BGSD.amin(2) <= _SPAN).all())
+    most = key_BGSD.masked_fill(unseen_B1S1, -torch.inf).amax(2)
+    least = key_BGSD.masked_fill(unseen_B1S1, torch.inf).amin(2)
+    return bool((most - least <= _SPAN).all())
+
+
 def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
-    """(B, G, L, D): the sum of the keys that each query sees; any for none, 1 where it is 0."""
+    """(B, G, L, D): the sum of the keys that each query sees; any for none, and never 0."""
     S, total = key_BGSD.shape[2], key_BGSD.cumsum(2)
     if L != S or any(offsets):
         row_L = torch.arange(L, device=key_BGSD.device)
         at = (total[b][:, (row_L + o).clamp_(0, S - 1)] for b, o in enumerate(offsets))
         total = torch.stack(list(at))
-    return total.masked_fill_(total == 0, 1.0)
+    return total.clamp_(min=torch.finfo(total.dtype).tiny)
 
 
 def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     """A @ value, (B, H, L, E); the value's padding is zeros."""
     value, dtype = value_BGSE, torch.float64
-    lowest, highest = value.amin((1, 2, 3), keepdim=True), value.amax((1, 2, 3), keepdim=True)
-    most_B111 = torch.maximum(-lowest, highest).double()
+    lowest, highest = value.amin((1, 2, 3)), value.amax((1, 2, 3))
+    most = torch.maximum(-lowest, highest).tolist()
     if isinstance(made, _Features) and made.query_BGKLD.dtype == torch.float32:
         # past 1e15 what e^-_SPAN leaves of a small value beside it may underflow
-        dtype = torch.float32 if bool((most_B111 <= 1e15).all()) else dtype
+        dtype = torch.float32 if all(m <= 1e15 for m in most) else dtype
     # powers of two, exact: neither do sums overflow, nor do small values underflow
-    exponent_B111 = torch.frexp(most_B111).exponent
-    exponent_B111 -= exponent_B111.clamp(-60, 900)
-    factor_B111 = torch.ldexp(torch.ones_like(most_B111), -exponent_B111)
+    exponents = [math.frexp(m)[1] for m in most]
+    factors = [2.0 ** (min(max(e, -60), 900) - e) for e in exponents]
     value = value.to(dtype)
-    if exponent_B111.any():
+    scaled = any(factor != 1.0 for factor in factors)
+    if scaled:
+        factor_B111 = value.new_tensor(factors, dtype=torch.float64)[:, None, None, None]
         value = value * factor_B111.to(dtype)
     # an average is no larger than what it averages, however it is rounded
-    bound_B111 = (most_B111 * factor_B111).to(dtype)
-    output = made.output(value).flatten(1, 2).clamp_(-bound_B111, bound_B111)
-    if exponent_B111.any():
+    output = made.output(value).flatten(1, 2)
+    for item, m, factor in zip(output, most, factors, strict=True):
+        item.clamp_(-m * factor, m * factor)
+    if scaled:
         output = output.double().div_(factor_B111)
     return output
 

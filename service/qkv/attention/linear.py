@@ -172,7 +172,7 @@ def _is_ordinary(x: Tensor) -> bool:
     """Whether sums of products of phi neither overflow nor underflow."""
     low, high = torch.aminmax(x)
     least, most = (-30.0, 1e6) if x.dtype == torch.float32 else (-250.0, 1e60)
-    return bool(low >= least) and bool(high <= most)
+    return low.item() >= least and high.item() <= most
 
 
 def _hidden(padding_BS: Tensor | None, key_BGSD: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _output(
         value = value / room
     output, total = sums(query, key, value, offsets, features.phi)
     if normalize:
-        output.div_(total.masked_fill(total == 0, 1.0))
+        output.div_(total.clamp(min=torch.finfo(total.dtype).tiny))  # 0 where nothing is seen
         if features.logs is not None:
             _redo(output, total, features.logs, value, offsets)
         if room != 1.0:  # an average is no larger than what it averages, however it is rounded
