@@ -145,14 +145,17 @@ class _Heads(NamedTuple):
     def state(self, keys: slice) -> _State:
         """Of these keys: beyond the first _ROWS of them in float64, because a long sum in float32
         would lose a digit or two."""
-        parts = _blocks(keys, _ROWS)
-        state = self._part(next(parts, slice(0, 0)))
-        for rows in parts:
+        first, *others = _blocks(keys, _ROWS) if keys.stop > 0 else [keys]
+        state = self._part(first)
+        for rows in others:
             both = zip(state, self._part(rows), strict=True)
             state = _State(*(x.double().add_(part) for x, part in both))
         return state
 
     def _part(self, rows: slice) -> _State:
+        if rows.stop <= 0:
+            (n, _, F), E = self.key_nSF.shape, self.value_nSE.shape[2]
+            return _State(self.value_nSE.new_zeros(n, F, E), self.value_nSE.new_zeros(n, 1, F))
         key = self.key(rows)
         return _State(torch.bmm(key.mT, self.value_nSE[:, rows]), key.sum(1, keepdim=True))
 
@@ -174,18 +177,20 @@ class _Heads(NamedTuple):
         """The sums where query i sees the keys up to i + offset."""
         (n, _, L, E), (S, F) = self.output_nKLE.shape, self.key_nSF.shape[1:]
         first = min(L, max(0, -offset))  # those before it see nothing
-        every = min(L, max(first, S - 1 - offset))  # from here on they see all
-        self.output_nKLE[:, :, :first] = 0.0
-        if self.total_nKL1 is not None:
-            self.total_nKL1[:, :, :first] = 0.0
+        every = min(L, max(first, S - offset))  # those from here on see all
+        if first > 0:
+            self.output_nKLE[:, :, :first] = 0.0
+            if self.total_nKL1 is not None:
+                self.total_nKL1[:, :, :first] = 0.0
+        before = slice(0, min(S, first + offset))
+        state = _State(*(x.double() for x in self.state(before)))
         if first < every:
-            state = _State(*(x.double() for x in self.state(slice(0, first + offset))))
             chunk = min(_CHUNK, every - first)
             per_chunk = max(1, n * max(chunk * max(F, E), F * E))
             for rows in _blocks(slice(first, every), max(1, _ELEMENTS // per_chunk) * chunk):
                 self._fill_chunks(state, rows, offset, chunk)
         if every < L:
-            self._share(self.state(slice(0, S)), slice(every, L))
+            self._share(state, slice(every, L))
 
     def _fill_chunks(self, state: _State, rows: slice, offset: int, chunk: int) -> None:
         """The sums of a run of chunks; the state becomes that after it.
@@ -196,7 +201,8 @@ class _Heads(NamedTuple):
         keys = slice(rows.start + offset, rows.stop + offset)
         key, value = _chunked(self.key(keys), chunk), _chunked(self.value_nSE[:, keys], chunk)
         values = _before(state.values_nFE, torch.bmm(key.mT, value))
-        ones = _before(state.ones_n1F, key.sum(1, keepdim=True))
+        if self.total_nKL1 is not None:
+            ones = _before(state.ones_n1F, key.sum(1, keepdim=True))
         for k in range(self.output_nKLE.shape[1]):
             query = _chunked(self.query(k, rows), chunk)
             scores = torch.bmm(query, key.mT).tril_()

@@ -20,7 +20,7 @@ from torch import Tensor
 from qkv.attention._features import Phi, back_sums, products, sums
 from qkv.attention._gradients import by_heads, regrown, sized
 from qkv.attention._rows import Causal, QueryOffset, hide, offsets_of, padding_of, without
-from qkv.attention._scores import score_dtype
+from qkv.attention._scores import largest, score_dtype
 from qkv.attention._steep import Steep
 from qkv.attention._visibility import row_blocks
 
@@ -225,8 +225,7 @@ def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
 def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     """A @ value, (B, H, L, E); the value's padding is zeros."""
     value, dtype = value_BGSE, torch.float64
-    lowest, highest = value.amin((1, 2, 3)), value.amax((1, 2, 3))
-    most = torch.maximum(-lowest, highest).tolist()
+    most = [largest(item) for item in value] if value.numel() else [0.0] * len(value)
     if isinstance(made, _Features) and made.query_BGKLD.dtype == torch.float32:
         # past 1e15 what e^-_SPAN leaves of a small value beside it may underflow
         dtype = torch.float32 if all(m <= 1e15 for m in most) else dtype
