@@ -14,7 +14,7 @@ __all__ = ["Phi", "back_sums", "products", "sums"]
 
 _CHUNK = 64  # queries whose scores are made, where they see no key past their own
 _ROWS = 1024  # keys that are summed in the dtype they come in, and no more
-_ELEMENTS = 1 << 17  # of what is made at a time: it stays in the cache
+_ELEMENTS = 1 << 18  # of what is made at a time: small enough to stay in a cache
 
 Phi = Callable[[Tensor], Tensor]
 
