@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +24,7 @@ from qkv.fleet import Fleet, Worker
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.routes import attention, convert, gradients, infer, openapi, operations, v2, variants
+from qkv.routes.front import Endpoint, Front
 from qkv.routes.runs import Runs
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
@@ -50,6 +53,7 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
         max_batch=settings.max_batch,
         threads=settings.threads,
         max_queue_bytes=settings.max_queue_bytes,
+        spare=worker.spare,
         on_busy=worker.busy,
     )
 
@@ -79,19 +83,40 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     app.state.engine = engine
     app.state.settings = settings
     runs = Runs(engine, settings)
-    app.include_router(attention.router(runs))
-    app.include_router(gradients.router(runs))
+    inference = infer.Infer(runs, worker.fleet.models, settings)
+    native = (attention.router(runs), gradients.router(runs))
+    for router in (*native, infer.router(inference)):
+        app.include_router(router)
     app.include_router(convert.router(settings))
     app.include_router(variants.router())
     app.include_router(operations.router(engine, worker.fleet))
     app.include_router(v2.router(engine, worker.fleet))
-    app.include_router(infer.router(runs, worker.fleet.models, settings))
     app.add_exception_handler(QkvError, _known)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unknown)
     app.add_middleware(_Draining, fleet=worker.fleet)
+    _put_in_front(app, _endpoints(native, inference), worker.fleet)
     _describe(app)
     return app
+
+
+def _put_in_front(app: FastAPI, endpoints: Mapping[str, Endpoint], fleet: Fleet) -> None:
+    """Answers these paths before any of the framework's layers."""
+    build = app.build_middleware_stack
+
+    def stack() -> ASGIApp:
+        return Front(build(), endpoints, _refusal, fleet)
+
+    app.build_middleware_stack = stack  # type: ignore[method-assign]
+
+
+def _endpoints(native: Iterable[APIRouter], inference: infer.Infer) -> dict[str, Endpoint]:
+    """What runs variants, by path."""
+    routes = [route for router in native for route in router.routes]
+    found: dict[str, Endpoint] = {r.path: r.endpoint for r in routes if isinstance(r, APIRoute)}
+    for name in catalogue.variants():
+        found[f"/v2/models/{name}/infer"] = partial(inference, model=name)
+    return found
 
 
 def new_fleet(settings: Settings, workers: int) -> Fleet:

@@ -106,6 +106,17 @@ class Variant:
         """Floating-point operations of the matrix products, from the sizes of each letter."""
         return int(self.module.flops(sizes))
 
+    def fused(
+        self,
+        sizes: Mapping[str, int],
+        parameters: pydantic.BaseModel,
+        outputs: frozenset[str],
+    ) -> bool:
+        """Whether torch's own kernel is to run (then the backend is "sdpa"), with the same bits on
+        any number of CPU threads: what a file's `fused` says."""
+        own = getattr(self.module, "fused", None)
+        return own is not None and bool(own(sizes, parameters, outputs))
+
     def pairs(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
         """How many pairs of a query and a key are looked at one by one, from the sizes of each
         letter: what a file's `pairs` says; else as many as there are scores, where it has them."""

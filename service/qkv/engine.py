@@ -89,6 +89,7 @@ class Engine:
         threads: CPU threads of one call.
         max_queue_bytes: tensor bytes, in and out, that may wait.
         stack: whether a group runs as one call; None: on a GPU only (see `run.run`).
+        spare: says how many CPU threads nobody else wants now.
         on_busy: told when a batch starts and when it is done, from the device thread.
 
     Attributes:
@@ -103,6 +104,7 @@ class Engine:
         threads: int = 1,
         max_queue_bytes: int = 4 << 30,
         stack: bool | None = None,
+        spare: Callable[[], int] = lambda: 1,
         on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.device = device
@@ -110,6 +112,7 @@ class Engine:
         self._threads = threads
         self._max_queue_bytes = max_queue_bytes
         self._stack = device.type != "cpu" if stack is None else stack
+        self._spare = spare
         self._on_busy = on_busy
         self.recorder: Recorder | None = None
         self._groups: dict[Hashable, deque[_Waiting]] = defaultdict(deque)
@@ -118,6 +121,7 @@ class Engine:
         }
         self._bytes = 0
         self._holds = 0
+        self._running = False
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="qkv-device", daemon=True)
@@ -179,6 +183,31 @@ class Engine:
             waiting.future.add_done_callback(lambda _: timer.cancel())
         return waiting.future
 
+    def run_now(self, job: Job) -> Answer | None:
+        """Runs a small job at once, on the loop itself: on a CPU the way to the device's thread and
+        back takes longer than such a job. None where it is no such job, or others run or wait.
+
+        Raises:
+            NotNow: the engine is stopping.
+            QkvError: it failed.
+        """
+        if self._stack or self.device.type != "cpu" or not job.is_small:
+            return None
+        with self._changed:
+            if self._running or self._holds or any(self._orders.values()):
+                return None
+            if not self.ready:
+                raise NotNow("the service is stopping", retry_after=5)
+        # whatever submits jobs does so on this loop, so that none comes meanwhile
+        assert self._loop is not None
+        now = _Waiting(job, self._loop.create_future(), _DEFAULT_PRIORITY)
+        self._on_busy(True)
+        ((_, result),) = self._run([now])
+        self._on_busy(False)
+        if isinstance(result, QkvError):
+            raise result
+        return result
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Keeps the device from taking jobs meanwhile, so that a test can be sure of a batch."""
@@ -238,8 +267,10 @@ class Engine:
         with self._changed:
             while True:
                 oldest = self._oldest()
+                self._running = False
                 if oldest is not None and not self._holds:
                     if not oldest.future.cancelled():
+                        self._running = True
                         return self._group(oldest)
                     self._drop(oldest)
                     continue
@@ -270,7 +301,9 @@ class Engine:
     def _run(self, batch: list[_Waiting]) -> list[tuple[_Waiting, Answer | QkvError]]:
         """Runs a batch; a failing one is halved until the culprit fails alone."""
         try:
-            ran = run([w.job for w in batch], self.device, self._stack, self._threads)
+            jobs = [w.job for w in batch]
+            spare = 1 if self._bytes or jobs[0].is_small else self._spare()
+            ran = run(jobs, self.device, self._stack, self._threads, spare)
         except Exception as error:
             cause = error
         else:

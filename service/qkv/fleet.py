@@ -79,6 +79,12 @@ class Fleet:
         return bool(self._rows["ready"].all()) and not self.draining
 
     @property
+    def busy(self) -> np.ndarray:
+        """Which workers' devices run something."""
+        running: np.ndarray = self._rows["busy"] > 0
+        return running
+
+    @property
     def stuck(self) -> list[int]:
         """The workers whose event loop or device has been silent for too long."""
         now, beat, busy = _now(), self._rows["beat"], self._rows["busy"]
@@ -107,6 +113,12 @@ class Worker:
     def busy(self, is_busy: bool) -> None:
         """Says that the device starts a batch, or is done with it."""
         self._row["busy"] = _now() if is_busy else 0.0
+
+    def spare(self) -> int:
+        """How many CPU threads nobody else wants now: as many as there are workers, where all
+        others are idle; else its own."""
+        busy = np.count_nonzero(self.fleet.busy)
+        return len(self.fleet) if busy <= 1 else 1
 
     def ready(self, is_ready: bool) -> None:
         """Says whether requests are taken."""

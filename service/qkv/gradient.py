@@ -79,6 +79,11 @@ class GradientJob(Job):
         return 2 * super().flops
 
     @property
+    def is_fused(self) -> bool:
+        """Never: backwards are closed forms."""
+        return False
+
+    @property
     def marks(self) -> dict[str, str]:
         """None: there are no weights."""
         return {}

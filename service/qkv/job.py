@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 import pydantic
 
@@ -16,9 +17,12 @@ from qkv.fields import Fields, fields_of
 from qkv.inputs import Inputs
 from qkv.layers.projections import ROLES
 from qkv.message import Message
-from qkv.tensors import nbytes
+from qkv.tensors import RawTensor, nbytes
 
 __all__ = ["Job", "Limits", "Run"]
+
+_SMALL_FLOPS: Final = 1 << 26  # about half a millisecond of one thread
+_SMALL_BYTES: Final = 1 << 21
 
 
 class Run(Fields):
@@ -124,6 +128,30 @@ class Job:
     def answer_shape(self, output: str) -> tuple[int, ...]:
         """The shape an output goes back in."""
         return self.inputs.answer_shape(self.variant.outputs[output])
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether it is done sooner than it would be handed to another thread and back, or nearly;
+        pairs count as they may be looked at one by one."""
+        return (
+            self.flops + self.pairs < _SMALL_FLOPS and self.bytes_in + self.bytes_out < _SMALL_BYTES
+        )
+
+    def again(self, tensors: Mapping[str, RawTensor]) -> Self:
+        """The same job for other numbers, of the same names, dtypes and shapes; what has been
+        found of those holds for it too."""
+        twin = copy(self)
+        twin.__dict__.pop("key", None)  # tells tensors without B apart
+        object.__setattr__(twin, "inputs", self.inputs._replace(tensors=tensors))
+        return twin
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether nothing but torch's kernel is to run; a layer's products are not that."""
+        inputs = self.inputs
+        return inputs.layer is None and self.variant.fused(
+            inputs.bound.sizes, self.parameters, self.outputs
+        )
 
     @property
     def marks(self) -> dict[str, str]:

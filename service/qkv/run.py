@@ -47,7 +47,9 @@ class Ran(NamedTuple):
     backend: str
 
 
-def run(jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1) -> list[Ran]:
+def run(
+    jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1, spare: int = 1
+) -> list[Ran]:
     """Runs jobs whose keys are equal, the only place that calls a variant.
 
     Args:
@@ -58,6 +60,8 @@ def run(jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1
             nothing; on a GPU it is what batching is for.
         threads: CPU threads for a job that is worth them. Small ones take one: they gain nothing
             by more, and lose a lot to whatever else runs on the machine.
+        spare: CPU threads that nobody else wants now. A lone job whose bits do not depend on their
+            number takes them.
     """
     ran: dict[int, Ran] = {}
     with torch.inference_mode():
@@ -67,9 +71,21 @@ def run(jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1
             ran.update(zip(map(id, together), answers, strict=True))
         for job in jobs:
             if id(job) not in ran:
-                torch.set_num_threads(1 if job.flops < _SMALL_FLOPS else threads)
-                ran[id(job)] = _run_together([job], device, len(jobs))[0]
+                ran[id(job)] = _run_alone(job, device, len(jobs), threads, spare)
     return [ran[id(job)] for job in jobs]
+
+
+def _run_alone(job: Job, device: torch.device, batch_size: int, threads: int, spare: int) -> Ran:
+    if job.flops < _SMALL_FLOPS:
+        threads = 1
+    elif spare > threads and batch_size == 1 and device.type == "cpu" and job.is_fused:
+        torch.set_num_threads(spare)
+        (ran,) = _run_together([job], device, batch_size)
+        if ran.backend == "sdpa":
+            return ran
+        # its numbers took another path, whose bits may depend on the threads
+    torch.set_num_threads(threads)
+    return _run_together([job], device, batch_size)[0]
 
 
 def _is_huge(job: Job) -> bool:
@@ -87,7 +103,7 @@ def _is_huge(job: Job) -> bool:
         sizes = [_largest(p.weight) * len(p.weight) for p in layer.projections]
         biases = [0.0 if p.bias is None else _largest(p.bias) for p in layer.projections]
         reach = max(sizes) + max(biases)
-    most = min(job.variant.ordinary, torch.finfo(_WIRE[job.inputs.dtype]).max)
+    most = min(job.variant.ordinary, torch.finfo(_TORCH[job.inputs.dtype]).max)
     return not all(size * reach < most and size < most for size in largest.values())
 
 
@@ -116,7 +132,7 @@ def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
     spec = jobs[0].variant.inputs.get(name)
     parts = []
     for job in jobs:
-        part = _load(job.inputs.tensors[name].numpy(), device).view(job.inputs.shapes[name])
+        part = _load(job.inputs.tensors[name], device).view(job.inputs.shapes[name])
         if len(jobs) > 1 and spec is not None and spec.broadcasts:
             part = part.expand(job.batch, *part.shape[1:])
         parts.append(part)
@@ -125,17 +141,26 @@ def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _load(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a dense, aligned tensor; a copy only where it is not that already."""
-    bits = array.view(np.int16) if array.dtype.name == "bfloat16" else array
-    ready = bits.flags.writeable and bits.flags.c_contiguous and bits.ctypes.data % ALIGNMENT == 0
-    if not ready:
-        aligned = torch.empty(bits.shape, dtype=_TORCH[bits.dtype.name])
-        np.copyto(aligned.numpy(), bits)
-    tensor = torch.from_numpy(bits) if ready else aligned
-    if bits is not array:
-        tensor = tensor.view(torch.bfloat16)
-    return tensor.to(device)
+def _load(raw: RawTensor, device: torch.device) -> Tensor:
+    """The tensor as one aligned row of numbers; a copy only where its bytes are not aligned."""
+    dtype = _TORCH[raw.dtype]
+    if not raw.data.readonly:
+        tensor = torch.frombuffer(raw.data, dtype=dtype)
+        if tensor.data_ptr() % ALIGNMENT == 0:
+            return tensor.to(device)
+    aligned = torch.empty(raw.nbytes, dtype=torch.uint8)
+    np.copyto(aligned.numpy(), np.frombuffer(raw.data, np.uint8))
+    return aligned.view(dtype).to(device)
+
+
+def _dense(array: np.ndarray, device: torch.device) -> Tensor:
+    """A layer's array, which may be a transposed view, as a dense, aligned tensor."""
+    dtype = _TORCH[array.dtype.name]
+    bits = array.view(np.int16) if dtype == torch.bfloat16 else array
+    aligned = torch.empty(array.shape, dtype=dtype)
+    seen = aligned.view(torch.int16) if dtype == torch.bfloat16 else aligned
+    np.copyto(seen.numpy(), bits)
+    return aligned.to(device)
 
 
 def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
@@ -144,8 +169,8 @@ def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
         return {}
     return {
         role: (
-            _load(p.weight, device),
-            None if p.bias is None else _load(p.bias, device),
+            _dense(p.weight, device),
+            None if p.bias is None else _dense(p.bias, device),
         )
         for role, p in zip(ROLES, job.inputs.layer.projections, strict=True)
         if role in job.variant.inputs
@@ -177,9 +202,9 @@ def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str,
 
 
 def _raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
-    tensor = tensor.to(_WIRE[dtype])  # a copy only where a layer went the long way
+    tensor = tensor.to(_TORCH[dtype])  # a copy only where a layer went the long way
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-    return RawTensor(dtype, shape, bits.numpy().reshape(-1).view(np.uint8).data)
+    return RawTensor(dtype, shape, bits.numpy().data.cast("B"))
 
 
 class _Clock:
@@ -201,17 +226,11 @@ class _Clock:
         return float(self._first.elapsed_time(self._last)) / 1e3
 
 
-_WIRE: Final = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 _TORCH: Final = {
     "float64": torch.float64,
     "float32": torch.float32,
     "float16": torch.float16,
-    "int16": torch.int16,
+    "bfloat16": torch.bfloat16,
     "int64": torch.int64,
     "bool": torch.bool,
 }

@@ -54,6 +54,9 @@ class RawTensor:
     literal: bool = False
 
     def __post_init__(self) -> None:
+        size = self.data.nbytes
+        if size and self.dtype in DTYPES and nbytes(self.dtype, self.shape) == size:
+            return
         if self.dtype not in DTYPES:
             raise InvalidContent(f"dtype {self.dtype!r} is unknown; known are {', '.join(DTYPES)}")
         if nbytes(self.dtype, [size or 1 for size in self.shape]) >= 1 << 63:

@@ -81,6 +81,12 @@ class Visibility(NamedTuple):
         others = (self.mask_BHLS, self.key_lengths_B, self.left, self.right)
         return self.causal and all(o is None for o in others) and self.offsets == (0, 0)
 
+    @property
+    def is_all(self) -> bool:
+        """Nothing is restricted or biased."""
+        others = (self.mask_BHLS, self.key_lengths_B, self.left, self.right)
+        return not self.causal and all(o is None for o in others)
+
     def without_padding(self, tensor_BGSX: Tensor) -> Tensor:
         """Keys or values with zeros for padding, whose NaN or inf would spread through sums."""
         if self.key_lengths_B is None:
@@ -116,6 +122,8 @@ class Visibility(NamedTuple):
     def block(self, rows: slice, device: torch.device) -> Block:
         """What the query rows `rows.start` to `rows.stop` see."""
         keys = self._keys(rows)
+        if self.is_all:
+            return Block(keys, None)
         key_S = torch.arange(keys.start, keys.stop, device=device)
         allowed: Tensor | None = None
         if self.causal or self.left is not None or self.right is not None:

@@ -77,9 +77,10 @@ class Outgoing(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        for chunk in self._chunks:
+        *before, last = self._chunks
+        for chunk in before:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": last})
 
 
 async def body(

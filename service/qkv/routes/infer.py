@@ -14,15 +14,17 @@ from qkv import catalogue
 from qkv.catalogue import Variant
 from qkv.errors import InvalidContent, QkvError, pointer_to, shown
 from qkv.fields import invalid_field
+from qkv.job import Job
 from qkv.message import Message
 from qkv.models import Models
 from qkv.routes.body import Outgoing, body, elsewhere
+from qkv.routes.prepared import LONGEST_HEAD, Prepared
 from qkv.routes.runs import Result, Runs
 from qkv.routes.v2 import VERSION, default_output, find_loaded, new_router
 from qkv.settings import Settings
 from qkv.wire import json, v2
 
-__all__ = ["router"]
+__all__ = ["Infer", "router"]
 
 _BINARY_TYPE: Final = "application/octet-stream"
 _MOST_US: Final = (1 << 63) - 1
@@ -80,31 +82,72 @@ class _Asked(NamedTuple):
     reserved: _Reserved
 
 
-def router(runs: Runs, models: Models, settings: Settings) -> APIRouter:
-    """The route."""
-    routes = new_router()
+class Infer:
+    """Runs a variant for a request of the protocol.
 
-    @routes.post("/v2/models/{model}/infer", summary="Runs a variant.")
-    @routes.post("/v2/models/{model}/versions/{version}/infer", include_in_schema=False)
-    async def infer(request: Request, model: str, version: str = VERSION) -> Response:
-        find_loaded(models, model, version)
+    Args:
+        runs: what runs it.
+        models: which of them are loaded.
+        settings: their limits.
+    """
+
+    def __init__(self, runs: Runs, models: Models, settings: Settings) -> None:
+        self._runs, self._models = runs, models
+        self._max_body_bytes = settings.max_body_bytes
+        self._prepared: Prepared[_Asked] = Prepared()
+
+    async def __call__(self, request: Request, model: str, version: str = VERSION) -> Response:
+        """Reads the request, runs it, and answers."""
+        find_loaded(self._models, model, version)
         lengths = request.headers.getlist(v2.LENGTH_HEADER)
         length = v2.json_length(", ".join(lengths) if lengths else None)
-        whole = await body(request, settings.max_body_bytes, lambda _: length)
+        whole = await body(request, self._max_body_bytes, lambda _: length)
         received = time.perf_counter()
-        message = await elsewhere(len(whole), lambda: v2.decode(whole, "inputs", length))
-        asked = _asked(message, catalogue.find(model), version)
-        ran = await runs.run(
+        asked, job = await self._job(whole, length, model, version)
+        ran = await self._runs.run(
             request,
             received,
-            model,
-            asked.message,
+            job,
             priority=asked.reserved.priority,
             wait_s=asked.reserved.timeout / 1e6 or None,
         )
         packing = _packing(request.headers.get("accept-encoding", ""))
-        return await elsewhere(ran.nbytes, lambda: _answer(model, asked, ran, packing))
+        is_quick = packing is None and asked.binary.issuperset(asked.outputs)
+        size = 0 if is_quick else ran.nbytes
+        return await elsewhere(size, lambda: _answer(model, asked, ran, packing))
 
+    async def _job(
+        self, whole: bytes | memoryview, length: int | None, model: str, version: str
+    ) -> tuple[_Asked, Job]:
+        """What is asked for; where JSON of the same letters has come before, as it was then."""
+        key = None
+        if length is not None and length <= LONGEST_HEAD:
+            key = model, version, bytes(whole[:length])
+            if (known := self._prepared.again(key, whole)) is not None:
+                return known
+        message = await elsewhere(len(whole), lambda: v2.decode(whole, "inputs", length))
+        asked = _asked(message, catalogue.find(model), version)
+        job = await self._runs.job(model, asked.message)
+        asked = asked._replace(message=Message())
+        if key is not None:
+            self._prepared.keep(key, whole, asked, job)
+        return asked, job
+
+
+def router(infer: Infer) -> APIRouter:
+    """The route."""
+    routes = new_router()
+    summary = "Runs a variant."
+    at = "/v2/models/{model}"
+    routes.add_api_route(
+        f"{at}/infer", infer.__call__, methods=["POST"], summary=summary, name="infer"
+    )
+    routes.add_api_route(
+        f"{at}/versions/{{version}}/infer",
+        infer.__call__,
+        methods=["POST"],
+        include_in_schema=False,
+    )
     return routes
 
 

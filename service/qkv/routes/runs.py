@@ -75,7 +75,8 @@ class Runs:
 
         async def answer(request: Request) -> Response:
             received = await read(request, "inputs", self._max_body_bytes)
-            ran = await self.run(request, received.at, variant, received.message, kind)
+            job = await self.job(variant, received.message, kind)
+            ran = await self.run(request, received.at, job)
             message = Message(
                 {"variant": variant, group: None, **ran.marks, "timing": ran.timing},
                 ran.outputs,
@@ -87,35 +88,45 @@ class Runs:
 
         return answer
 
+    async def job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
+        """Checks what is asked for.
+
+        Args:
+            variant: what to run.
+            message: as `Job.of` takes it.
+            kind: of job; Job itself is a forward pass.
+
+        Raises:
+            QkvError: from `Job.of`.
+        """
+        size = sum(t.nbytes for t in message.tensors.values())
+        return await elsewhere(size, lambda: kind.of(variant, message, self.limits))
+
     async def run(
         self,
         request: Request,
         received: float,
-        variant: str,
-        message: Message,
-        kind: type[Job] = Job,
+        job: Job,
         *,
         priority: int = 0,
         wait_s: float | None = None,
     ) -> Result:
-        """Checks what is asked for, and has it run.
+        """Has a job run.
 
         Args:
             request: where it came from: if its caller leaves, its place in the queue is free.
             received: when its last byte came, by `time.perf_counter`.
-            variant: what to run.
-            message: as `Job.of` takes it.
-            kind: of job; Job itself is a forward pass.
+            job: what to run.
             priority: as `Engine.submit` takes it.
             wait_s: as `Engine.submit` takes it.
 
         Raises:
-            QkvError: from `Job.of` and `Engine.submit`; Left where the caller has left.
+            QkvError: from the engine; Left where the caller has left.
         """
-        size = sum(t.nbytes for t in message.tensors.values())
-        job = await elsewhere(size, lambda: kind.of(variant, message, self.limits))
-        future = self._engine.submit(job, priority=priority, wait_s=wait_s)
-        answer = await _answered(request, future)
+        answer = self._engine.run_now(job)
+        if answer is None:
+            future = self._engine.submit(job, priority=priority, wait_s=wait_s)
+            answer = await _answered(request, future)
         return Result(answer.outputs, _with_total(answer.timing, received), job.marks)
 
 

@@ -1,0 +1,66 @@
+"""The routes that are asked most, found by their path alone, before the framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qkv.errors import Internal, QkvError
+from qkv.fleet import Fleet
+
+__all__ = ["Endpoint", "Front"]
+
+_log = logging.getLogger("qkv.app")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Front:
+    """Answers POST on the paths it knows, and hands all else on; pure ASGI.
+
+    The framework has the same endpoints on the same paths, for its document and for other
+    spellings of a path; but its way to them takes longer than a small attention.
+
+    Args:
+        app: the framework.
+        endpoints: by path.
+        refusal: what answers an error below a path.
+        fleet: says when the service ends; then the framework refuses.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        endpoints: Mapping[str, Endpoint],
+        refusal: Callable[[QkvError, str], Response],
+        fleet: Fleet,
+    ) -> None:
+        self._app, self._endpoints, self._refusal, self._fleet = app, endpoints, refusal, fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and not self._is_draining():
+            path = scope["path"]
+            if (endpoint := self._endpoints.get(path)) is not None:
+                response = await self._answered(endpoint, Request(scope, receive, send), path)
+                # by now it may: then its connection is not kept for another request
+                if self._is_draining():
+                    response.raw_headers.append((b"connection", b"close"))
+                return await response(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _is_draining(self) -> bool:
+        return self._fleet.draining
+
+    async def _answered(self, endpoint: Endpoint, request: Request, path: str) -> Response:
+        try:
+            return await endpoint(request)
+        except QkvError as error:
+            return self._refusal(error, path)
+        except Exception as error:
+            _log.error("a request to %s failed", path, exc_info=error)
+            fault = Internal("this is a fault of the service, and is logged")
+            return self._refusal(fault, path)
