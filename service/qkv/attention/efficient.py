@@ -92,7 +92,8 @@ class _Features(NamedTuple):
         query = query if self.phi is None else self.phi(query)
         slope, _ = sums(grad_BGKLE, value_BGSE, key, offsets)
         if offsets is not None:
-            slope /= _totals(key, offsets, query.shape[3])[:, :, None]
+            total = _totals(key, offsets, query.shape[3])
+            slope /= total.masked_fill_(total == 0, 1.0)[:, :, None]
         # what a row takes off is the same for all keys that it sees
         row_BGKL1, key_BGS1 = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
         key_gradient = back_sums(value_BGSE, grad_BGKLE, query, offsets)
@@ -196,7 +197,10 @@ def _made(
     if unseen is not None:
         most_BG1D = most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)
     key = (key - most_BG1D).exp_()
-    query.div_(_totals(key, offsets, L)[:, :, None])
+    total = _totals(key, offsets, L)
+    if unseen is not None:  # all of an item's keys may be
+        total.masked_fill_(total == 0, 1.0)
+    query.div_(total[:, :, None])
     return _Features(query, key, offsets)
 
 
@@ -213,13 +217,13 @@ def _is_narrow(key_BGSD: Tensor, unseen_B1S1: Tensor | None) -> bool:
 
 
 def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
-    """(B, G, L, D): the sum of the keys that each query sees; any for none, and never 0."""
+    """(B, G, L, D): the sum of the keys that each query sees; any for none."""
     S, total = key_BGSD.shape[2], key_BGSD.cumsum(2)
     if L != S or any(offsets):
         row_L = torch.arange(L, device=key_BGSD.device)
         at = (total[b][:, (row_L + o).clamp_(0, S - 1)] for b, o in enumerate(offsets))
         total = torch.stack(list(at))
-    return total.clamp_(min=torch.finfo(total.dtype).tiny)
+    return total
 
 
 def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
