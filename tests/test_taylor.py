@@ -49,6 +49,23 @@ def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
     return found.output.double(), found.weights.double()
 
 
+def visible(
+    shape: tuple[int, ...],
+    lengths: Tensor | None,
+    causal: bool = False,
+    query_offset: int | str = 0,
+) -> Tensor:
+    """Which keys each query sees; one that opposes it has weight 0 and is seen all the same."""
+    B, _, L, S = shape
+    length = torch.full((B,), S) if lengths is None else lengths
+    length = length.view(-1, 1, 1, 1)
+    seen = torch.arange(S) < length
+    if causal:
+        offset = length - L if query_offset == "end" else int(query_offset)
+        seen = seen & (torch.arange(S) <= torch.arange(L)[:, None] + offset)
+    return seen.expand(shape)
+
+
 def assert_right(
     tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
 ) -> None:
@@ -61,7 +78,7 @@ def assert_right(
     assert truth.output is not None
     assert truth.weights is not None
     K, (S, D) = query.shape[1] // key.shape[1], key.shape[2:]
-    seen = truth.weights != 0
+    seen = visible(truth.weights.shape, lengths, **parameters)
     n = seen.sum(-1, keepdim=True)
     directions = [torch.nn.functional.normalize(x.double(), dim=-1, eps=0) for x in (query, key)]
     query, key = (x.nan_to_num(0.0) for x in directions)
