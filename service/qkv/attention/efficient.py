@@ -189,7 +189,8 @@ def _made(
     if unseen is not None:
         key = key.masked_fill(unseen, -torch.inf)
     if offsets is None:
-        key = key.softmax(2)
+        key = key.softmax(2)  # sums one after the other; a sum by parts is good to the last digit
+        key.div_(key.sum(2, keepdim=True))
         return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
     query, most_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
     if query.dtype == torch.float64 and bool((most_BG1D - key[:, :, :1] > _RISE).any()):
