@@ -134,7 +134,9 @@ def serving(**settings: Any) -> Iterator[Server]:
     settings.setdefault("device", "cpu")
     settings.setdefault("threads", 2)
     app = create_app(Settings(**settings))
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", lifespan="on", log_config=None)
+    config = uvicorn.Config(
+        app.state.front, loop="uvloop", http="httptools", lifespan="on", log_config=None
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"

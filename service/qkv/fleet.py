@@ -105,6 +105,7 @@ class Worker:
         self.fleet = fleet
         self.recorder = recorder
         self._row = row
+        self._busy = row["busy"]  # a view, whose assignment is quick
 
     def beat(self) -> None:
         """Says that the event loop turns."""
@@ -112,7 +113,7 @@ class Worker:
 
     def busy(self, is_busy: bool) -> None:
         """Says that the device starts a batch, or is done with it."""
-        self._row["busy"] = _now() if is_busy else 0.0
+        self._busy[0] = _now() if is_busy else 0.0
 
     def spare(self) -> int:
         """How many CPU threads nobody else wants now: as many as there are workers, where all

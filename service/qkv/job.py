@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import pydantic
 
@@ -105,7 +105,7 @@ class Job:
     @cached_property
     def bytes_out(self) -> int:
         """Bytes of all tensors that the answer holds."""
-        return sum(nbytes(self.dtype_of(n), self.answer_shape(n)) for n in self.outputs)
+        return sum(nbytes(dtype, shape) for dtype, shape in self.answers.values())
 
     @cached_property
     def flops(self) -> int:
@@ -144,6 +144,16 @@ class Job:
         twin.__dict__.pop("key", None)  # tells tensors without B apart
         object.__setattr__(twin, "inputs", self.inputs._replace(tensors=tensors))
         return twin
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """The parameters, by the names that the variant's functions give them."""
+        return {n: getattr(self.parameters, n) for n in type(self.parameters).model_fields}
+
+    @cached_property
+    def answers(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """dtype and shape of each output, as it goes back."""
+        return {n: (self.dtype_of(n), self.answer_shape(n)) for n in self.outputs}
 
     @property
     def is_fused(self) -> bool:

@@ -49,7 +49,7 @@ def through(
         for name, spec in job.variant.inputs.items()
         if name in projected
     }
-    arguments |= {n: getattr(job.parameters, n) for n in type(job.parameters).model_fields}
+    arguments |= job.arguments
     if job.variant.takes_place:
         arguments["place_BH"] = place_BH
     if isinstance(job, GradientJob):

@@ -129,11 +129,14 @@ def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) ->
 
 def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
     """One input of every job, stacked along B; with every axis of the signature."""
+    if len(jobs) == 1:
+        inputs = jobs[0].inputs
+        return _load(inputs.tensors[name], device).view(inputs.shapes[name])
     spec = jobs[0].variant.inputs.get(name)
     parts = []
     for job in jobs:
         part = _load(job.inputs.tensors[name], device).view(job.inputs.shapes[name])
-        if len(jobs) > 1 and spec is not None and spec.broadcasts:
+        if spec is not None and spec.broadcasts:
             part = part.expand(job.batch, *part.shape[1:])
         parts.append(part)
         if spec is not None and "B" not in spec.letters:
@@ -191,12 +194,12 @@ def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str,
     for name, whole in tensors.items():
         whole = whole.contiguous().cpu()
         if len(jobs) == 1:  # all of it, and what has no B too
-            answers[0][name] = _raw(whole, jobs[0].dtype_of(name), jobs[0].answer_shape(name))
+            answers[0][name] = _raw(whole, *jobs[0].answers[name])
             continue
         first = 0
         for job, answer in zip(jobs, answers, strict=True):
             part = whole[first : first + job.batch]
-            answer[name] = _raw(part, job.dtype_of(name), job.answer_shape(name))
+            answer[name] = _raw(part, *job.answers[name])
             first += job.batch
     return answers
 

@@ -208,7 +208,7 @@ def _device_type(name: str) -> str:
 def _work(settings: Settings, listening: socket.socket, worker: Worker, leash: int) -> int:
     """A worker process, from fork to end."""
     config = uvicorn.Config(
-        create_app(settings, worker),
+        create_app(settings, worker).state.front,
         loop="uvloop" if sys.platform != "win32" else "auto",
         http="httptools",
         lifespan="on",

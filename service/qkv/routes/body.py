@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -108,7 +108,7 @@ async def body(
     declared = request.headers.get("content-length")
     if declared is not None and int(declared) > limit:  # the server has seen that it is a number
         raise TooLarge(f"the body has {declared} bytes; at most {limit} are read", limit=limit)
-    stream = _chunks(request, limit)
+    stream = _chunks(request.receive, limit)
     if coding != "identity":
         packed = b"".join([chunk async for chunk in stream])
         return await asyncio.to_thread(lambda: _placed(_unpacked(packed, limit), aligned_at))
@@ -129,16 +129,18 @@ async def body(
     return buffer[:filled]
 
 
-async def _chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
-    size = 0
-    try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise TooLarge(f"the body has more than {limit} bytes", limit=limit)
+async def _chunks(receive: Receive, limit: int) -> AsyncIterator[bytes]:
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Left("the caller left before its body had come")
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size > limit:
+            raise TooLarge(f"the body has more than {limit} bytes", limit=limit)
+        if chunk:
             yield chunk
-    except ClientDisconnect:
-        raise Left("the caller left before its body had come") from None
 
 
 def _unpacked(packed: bytes, limit: int) -> list[bytes]:

@@ -72,7 +72,7 @@ class Prepared(Generic[_T]):
         spans = _spans(body, job)
         if spans is None or job.inputs.layer is not None:
             return
-        _ = job.is_small, job.bytes_out, job.pairs  # found of the shapes, once
+        _ = job.is_small, job.bytes_out, job.arguments  # found of the shapes, once
         self._known[key] = _Known(asked, job.again({}), spans, len(body))
         if len(self._known) > _MOST:
             self._known.popitem(last=False)

@@ -19,7 +19,7 @@ from qkv.tensors import RawTensor
 
 __all__ = ["Result", "Runs"]
 
-_STAGES: Final = ("queue", "transfer", "compute", "total")
+_STAGES: Final = tuple((s, f"{s}_ms") for s in ("queue", "transfer", "compute", "total"))
 
 
 class Result(NamedTuple):
@@ -43,7 +43,7 @@ class Result(NamedTuple):
     @property
     def headers(self) -> dict[str, str]:
         """Server-Timing, as W3C's Server Timing defines it: milliseconds."""
-        stages = (f"{stage};dur={self.timing[f'{stage}_ms']:.4f}" for stage in _STAGES)
+        stages = [f"{stage};dur={self.timing[key]:.4f}" for stage, key in _STAGES]
         return {"Server-Timing": ", ".join(stages)}
 
 
@@ -150,6 +150,6 @@ async def _left(request: Request) -> None:
 
 def _with_total(timing: dict[str, Any], received: float) -> dict[str, Any]:
     """The timing with `total_ms`, from the body's last byte to here, in its place."""
-    stages = {f"{stage}_ms": timing.get(f"{stage}_ms", 0.0) for stage in _STAGES}
+    stages = {key: timing.get(key, 0.0) for _, key in _STAGES}
     stages["total_ms"] = (time.perf_counter() - received) * 1e3
     return stages | {name: value for name, value in timing.items() if name not in stages}
