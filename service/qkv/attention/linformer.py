@@ -46,7 +46,7 @@ ORDINARY: Final = 1e4  # three such numbers, scale, D and S multiplied stay with
 
 _RANK = 256  # at most, where neither a projection nor a parameter says
 _ELEMENTS = 1 << 22  # of a block of rows of the map, or of A
-_HELD = 1 << 28  # numbers held beside inputs and answer: 1 GiB in float32
+_HELD = 1 << 26  # numbers held beside inputs and answer; drawing them takes about a second
 
 
 class Linformer(NamedTuple):
