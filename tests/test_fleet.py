@@ -103,3 +103,29 @@ def test_the_cgroups_quota_counts(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("builtins.open", lambda _, open=open: open(file))
     assert default_workers() == expected
+
+
+def test_threads_are_spare_while_one_request_is_there_and_no_other() -> None:
+    fleet = Fleet(3)
+    workers = [fleet.worker(index) for index in range(3)]
+    assert [worker.spare() for worker in workers] == [3, 3, 3]
+    workers[0].asks(1)
+    assert workers[0].spare() == 3
+    workers[2].asks(1)
+    assert workers[0].spare() == workers[2].spare() == 1
+    fleet.worker(2)  # it was killed, and what it was asked is gone with it
+    assert workers[0].spare() == 3
+    workers[0].asks(-1)
+    assert fleet.asked == 0
+
+
+def test_who_has_more_connections_than_another_that_takes_requests() -> None:
+    fleet = Fleet(2)
+    one, other = (fleet.worker(index) for index in range(2))
+    one.connections(1)
+    assert not one.has_more_than_others  # the other takes none
+    other.ready(True)
+    assert one.has_more_than_others
+    assert not other.has_more_than_others
+    other.connections(1)
+    assert not one.has_more_than_others

@@ -58,7 +58,8 @@ ALLOWED: dict[str, set[str]] = {
         "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "routes",
         "settings", "tensors", "wire",
     },
-    "serve": {"app", "engine", "fleet", "port", "settings"},
+    "acceptor": {"fleet"},
+    "serve": {"acceptor", "app", "engine", "fleet", "port", "settings"},
     "ask": {
         "calls", "client", "errors", "files", "local", "message", "oneline", "wire",
     },

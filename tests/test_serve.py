@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -403,3 +403,34 @@ def test_the_number_of_workers_changes_no_bits(fleet: Process) -> None:
             with ThreadPoolExecutor(8) as pool:
                 answers.append(list(pool.map(outputs, bodies)))
     assert answers[0] == answers[1]
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The sockets that a process has open."""
+    links = (link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir())
+    return {str(link) for link in links if str(link).startswith("socket:")}
+
+
+def test_connections_that_come_at_once_are_shared_out(fleet: Process) -> None:
+    """Whoever is woken first does not take them all; nor does one that hangs keep them waiting."""
+    workers = children(fleet.popen.pid)
+    before = {pid: len(sockets_of(pid)) for pid in workers}
+
+    def shares() -> list[int]:
+        return [len(sockets_of(pid)) - before[pid] for pid in workers]
+
+    with ExitStack() as stack:
+        host, port = address(fleet)
+        count = 8 * WORKERS
+        made = [stack.enter_context(socket.create_connection((host, port))) for _ in range(count)]
+        until(lambda: sum(shares()) == count)
+        # in turn they would have 8 each; a worker may be late by a turn or two
+        assert max(shares()) - min(shares()) <= 6, shares()
+        assert all(Asked(one, TINY, JSON).status == 200 for one in made)
+        os.kill(workers[0], signal.SIGSTOP)
+        try:
+            for _ in range(8):
+                one = stack.enter_context(socket.create_connection((host, port)))
+                assert Asked(one, TINY, JSON).status == 200
+        finally:
+            os.kill(workers[0], signal.SIGCONT)

@@ -99,7 +99,7 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     app.add_exception_handler(Exception, _unknown)
     app.add_middleware(_Draining, fleet=worker.fleet)
     endpoints = _endpoints(native, inference)
-    app.state.front = Front(app, endpoints, _refusal, worker.fleet)
+    app.state.front = Front(app, endpoints, _refusal, worker)
     _describe(app)
     return app
 

@@ -21,6 +21,8 @@ _ROW: Final = np.dtype(
     [
         ("beat", "f8"),  # when its event loop last turned; 0: not started
         ("busy", "f8"),  # since when its device runs one batch; 0: idle
+        ("asked", "i8"),  # requests to run something that are not answered yet
+        ("connections", "i8"),  # that it has accepted and that are open
         ("ready", "?"),  # whether it takes requests
     ]
 )
@@ -61,7 +63,7 @@ class Fleet:
 
     def worker(self, index: int) -> Worker:
         """A worker's own row, as fresh as when nothing ran in it."""
-        self._rows[index] = (0, 0, False)
+        self._rows[index] = (0, 0, 0, 0, False)
         return Worker(self, self._rows[index : index + 1], self.models.recorder(index))
 
     @property
@@ -79,10 +81,14 @@ class Fleet:
         return bool(self._rows["ready"].all()) and not self.draining
 
     @property
-    def busy(self) -> np.ndarray:
-        """Which workers' devices run something."""
-        running: np.ndarray = self._rows["busy"] > 0
-        return running
+    def rows(self) -> np.ndarray:
+        """What each worker says of itself."""
+        return self._rows
+
+    @property
+    def asked(self) -> int:
+        """Requests to run something that are not answered yet, be it that their bodies come in."""
+        return int(self._rows["asked"].sum())
 
     @property
     def stuck(self) -> list[int]:
@@ -105,7 +111,7 @@ class Worker:
         self.fleet = fleet
         self.recorder = recorder
         self._row = row
-        self._busy = row["busy"]  # a view, whose assignment is quick
+        self._busy, self._asked = row["busy"], row["asked"]  # views, which are quick to assign
 
     def beat(self) -> None:
         """Says that the event loop turns."""
@@ -116,10 +122,23 @@ class Worker:
         self._busy[0] = _now() if is_busy else 0.0
 
     def spare(self) -> int:
-        """How many CPU threads nobody else wants now: as many as there are workers, where all
-        others are idle; else its own."""
-        busy = np.count_nonzero(self.fleet.busy)
-        return len(self.fleet) if busy <= 1 else 1
+        """How many CPU threads nobody else wants now: as many as there are workers, where no more
+        than one request is there."""
+        return len(self.fleet) if self.fleet.asked <= 1 else 1
+
+    def connections(self, count: int) -> None:
+        """Says how many it has."""
+        self._row["connections"] = count
+
+    @property
+    def has_more_than_others(self) -> bool:
+        """Whether one that takes requests too has fewer connections."""
+        rows = self.fleet.rows
+        return bool((rows["ready"] & (rows["connections"] < self._row["connections"])).any())
+
+    def asks(self, count: int) -> None:
+        """Says that so many requests more have come, or fewer are left."""
+        self._asked[0] += count
 
     def ready(self, is_ready: bool) -> None:
         """Says whether requests are taken."""

@@ -18,8 +18,10 @@ from typing import Final
 
 import click
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from qkv import port
+from qkv.acceptor import Acceptor
 from qkv.app import create_app, new_fleet
 from qkv.engine import pick_device
 from qkv.fleet import Fleet, Worker
@@ -231,14 +233,26 @@ class _Server(uvicorn.Server):
         self._leash = leash
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])  # it listens nowhere itself: connections are brought to it
+        assert sockets is not None
+        (listening,) = sockets
+        connections = self.server_state.connections
+        self._acceptor = Acceptor(listening, self._worker, self._protocol, lambda: len(connections))
+        self._acceptor.open()
         asyncio.get_running_loop().add_reader(self._leash, self._orphaned)
         self._worker.ready(True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.ready(False)
         await asyncio.sleep(_GRACE_S)  # uvicorn closes what has sent nothing yet
+        self._acceptor.close()
         await super().shutdown(sockets)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = HttpToolsProtocol(
+            self.config, self.server_state, self.lifespan.state
+        )
+        return made
 
     def _orphaned(self) -> None:
         """The parent is gone: nobody would replace or stop this worker."""

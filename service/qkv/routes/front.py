@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.errors import Internal, QkvError
-from qkv.fleet import Fleet
+from qkv.fleet import Worker
 
 __all__ = ["Endpoint", "Front"]
 
@@ -29,7 +29,7 @@ class Front:
         app: the framework.
         endpoints: by path.
         refusal: what answers an error below a path.
-        fleet: says when the service ends; then the framework refuses.
+        worker: counts them, and says when the service ends; then the framework refuses.
     """
 
     def __init__(
@@ -37,15 +37,19 @@ class Front:
         app: ASGIApp,
         endpoints: Mapping[str, Endpoint],
         refusal: Callable[[QkvError, str], Response],
-        fleet: Fleet,
+        worker: Worker,
     ) -> None:
-        self._app, self._endpoints, self._refusal, self._fleet = app, endpoints, refusal, fleet
+        self._app, self._endpoints, self._refusal, self._worker = app, endpoints, refusal, worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and not self._is_draining():
             path = scope["path"]
             if (endpoint := self._endpoints.get(path)) is not None:
-                response = await self._answered(endpoint, Request(scope, receive, send), path)
+                self._worker.asks(1)
+                try:
+                    response = await self._answered(endpoint, Request(scope, receive, send), path)
+                finally:
+                    self._worker.asks(-1)
                 # by now it may: then its connection is not kept for another request
                 if self._is_draining():
                     response.raw_headers.append((b"connection", b"close"))
@@ -53,7 +57,7 @@ class Front:
         return await self._app(scope, receive, send)
 
     def _is_draining(self) -> bool:
-        return self._fleet.draining
+        return self._worker.fleet.draining
 
     async def _answered(self, endpoint: Endpoint, request: Request, path: str) -> Response:
         try:
