@@ -122,10 +122,10 @@ def test_threads_are_spare_while_one_request_is_there_and_no_other() -> None:
 def test_who_has_more_connections_than_another_that_takes_requests() -> None:
     fleet = Fleet(2)
     one, other = (fleet.worker(index) for index in range(2))
+    both = (one, other)
     one.connections(1)
-    assert not one.has_more_than_others  # the other takes none
+    assert [w.has_more_than_others for w in both] == [False, False]  # the other takes none
     other.ready(True)
-    assert one.has_more_than_others
-    assert not other.has_more_than_others
+    assert [w.has_more_than_others for w in both] == [True, False]
     other.connections(1)
-    assert not one.has_more_than_others
+    assert [w.has_more_than_others for w in both] == [False, False]
