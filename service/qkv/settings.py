@@ -46,7 +46,8 @@ class Settings(BaseSettings):
             ge=1,
             le=1024,
             description="CPU threads of one call, in each worker; some variants' last bits depend "
-            "on it.",
+            "on it. A large request that is alone takes as many as there are workers, where they "
+            "do not.",
         ),
     ] = 1
     max_batch: Annotated[
