@@ -217,6 +217,7 @@ def _work(settings: Settings, listening: socket.socket, worker: Worker, leash: i
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing here asks where a caller is
         timeout_graceful_shutdown=settings.drain_s,
     )
     server = _Server(config, worker, leash)
