@@ -363,7 +363,8 @@ def test_letters_that_no_tensor_binds() -> None:
         L = made.inputs.bound.sizes["L"]
         assert made.inputs.bound.sizes["R"] == rank
         assert made.answer_shape("map") == (1, 2, L, rank)
-        assert made.pairs == 2 * L * rank
+        drawn = 1 if "key_projection" in made.inputs.tensors else 2  # L is S here
+        assert made.pairs == 2 * L * rank + 32 * drawn * rank * L
         assert made.flops == 2 * 2 * rank * 8 * (L + L)
 
 
@@ -379,8 +380,10 @@ def test_what_does_not_fit_is_found_before_it_is_queued() -> None:
     with pytest.raises(InvalidContent, match="value_projection has N=9 where key_projection has"):
         job(*tensors, raw(torch.randn(3, 8)), raw(torch.randn(3, 9)))
     message = Message({"parameters": {"rank": 3}}, dict(zip(INPUTS, tensors, strict=True)))
-    with pytest.raises(TooLarge, match="would compute 24 scores"):
+    # 8 x 3 pairs, and two projections of 3 x 8 to draw
+    with pytest.raises(TooLarge, match=f"would compute {24 + 32 * 2 * 24} scores"):
         Job.of("linformer", message, LIMITS._replace(scores=23))
+    Job.of("linformer", message, LIMITS._replace(scores=24 + 32 * 2 * 24))
 
 
 @pytest.mark.parametrize(

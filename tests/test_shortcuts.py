@@ -197,6 +197,9 @@ def test_what_is_large_or_would_go_before_others_is_queued() -> None:
         loop = job_of({"value": drawn(0, (1, 1, 30000, 1))["value"]}, "mean",
                       parameters={"method": "loop"})  # fmt: skip
         assert not loop.is_small
+        long = {name: np.ones((2000, 1), np.float32) for name in NAMES}
+        for name in ("linear", "taylor", "efficient", "linformer"):  # numbers may make it quadratic
+            assert not job_of(long, name).is_small
         with engine.hold():
             assert engine.run_now(small) is None
             first = engine.submit(large)

@@ -202,8 +202,10 @@ class Engine:
         assert self._loop is not None
         now = _Waiting(job, self._loop.create_future(), _DEFAULT_PRIORITY)
         self._on_busy(True)
-        ((_, result),) = self._run([now])
-        self._on_busy(False)
+        try:
+            ((_, result),) = self._run([now])
+        finally:
+            self._on_busy(False)
         if isinstance(result, QkvError):
             raise result
         return result

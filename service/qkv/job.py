@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = ["Job", "Limits", "Run"]
 
 _SMALL_FLOPS: Final = 1 << 26  # about half a millisecond of one thread
 _SMALL_BYTES: Final = 1 << 21
+_SMALL_PAIRS: Final = 1 << 20
 
 
 class Run(Fields):
@@ -132,9 +134,12 @@ class Job:
     @cached_property
     def is_small(self) -> bool:
         """Whether it is done sooner than it would be handed to another thread and back, or nearly;
-        pairs count as they may be looked at one by one."""
+        and within some 50 ms where its numbers have every query meet every key, one by one."""
+        meetings = math.prod(self.inputs.bound.sizes.get(letter, 1) for letter in "BHLS")
         return (
-            self.flops + self.pairs < _SMALL_FLOPS and self.bytes_in + self.bytes_out < _SMALL_BYTES
+            self.flops < _SMALL_FLOPS
+            and self.bytes_in + self.bytes_out < _SMALL_BYTES
+            and max(self.pairs, meetings) < _SMALL_PAIRS
         )
 
     def again(self, tensors: Mapping[str, RawTensor]) -> Self:

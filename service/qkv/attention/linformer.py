@@ -45,6 +45,7 @@ REFUSES: Final[Mapping[str, str]] = {
 ORDINARY: Final = 1e4  # three such numbers, scale, D and S multiplied stay within float32's range
 
 _RANK = 256  # at most, where neither a projection nor a parameter says
+_DRAWN = 32  # pairs that a drawn number takes as long as, or longer
 _ELEMENTS = 1 << 22  # of a block of rows of the map, or of A
 _HELD = 1 << 26  # numbers held beside inputs and answer; drawing them takes about a second
 
@@ -65,8 +66,10 @@ def flops(sizes: Mapping[str, int]) -> int:
 
 
 def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
-    """Each query meets each of the R mixtures, however many keys there are."""
-    return sizes["B"] * sizes["H"] * sizes["L"] * sizes["R"]
+    """Each query meets each of the R mixtures, however many keys there are. To draw a number of a
+    projection takes as long as many a pair; with N one came, and maybe both."""
+    B, H, L, S, R = (sizes[letter] for letter in "BHLSR")
+    return B * H * L * R + _DRAWN * R * S * (1 if "N" in sizes else 2)
 
 
 def complete(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
