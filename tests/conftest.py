@@ -135,7 +135,7 @@ def serving(**settings: Any) -> Iterator[Server]:
     settings.setdefault("threads", 2)
     app = create_app(Settings(**settings))
     config = uvicorn.Config(
-        app.state.front, loop="uvloop", http="httptools", lifespan="on", log_config=None
+        app.state.front, loop="uvloop", http=app.state.protocol, lifespan="on", log_config=None
     )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -51,14 +51,15 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"errors", "gradient", "job", "models", "run", "tensors"},
     "routes": {
         "__version__", "catalogue", "conversion", "engine", "errors", "fields", "fleet",
-        "gradient", "job", "layers", "local", "message", "models", "picture",
+        "gradient", "job", "layers", "local", "message", "models", "picture", "run",
         "settings", "tensors", "wire",
     },
     "app": {
-        "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "routes",
-        "settings", "tensors", "wire",
+        "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "protocol",
+        "routes", "settings", "tensors", "wire",
     },
     "acceptor": {"fleet"},
+    "protocol": {"fleet", "routes"},
     "serve": {"acceptor", "app", "engine", "fleet", "port", "settings"},
     "ask": {
         "calls", "client", "errors", "files", "local", "message", "oneline", "wire",
@@ -104,7 +105,7 @@ def test_imports_run_downwards(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_foreign_imports_keep_their_place(path: Path) -> None:
     foreign = {name.split(".")[0] for name in imports(path)}
-    if room(path) not in ("routes", "app", "serve"):
+    if room(path) not in ("routes", "app", "protocol", "serve"):
         assert not foreign & WEB
     if room(path) in CLIENT_SIDE:
         assert "torch" not in foreign

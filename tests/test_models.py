@@ -265,7 +265,7 @@ def test_one_that_runs_gets_its_answer_whatever_its_deadline(
         return run(batch)
 
     monkeypatch.setattr(server.engine, "_run", late)
-    monkeypatch.setattr(server.engine, "run_now", lambda _: None)  # as if it were large
+    monkeypatch.setattr(server.engine, "runs_now", lambda _: False)  # as if it were large
     with connected(server.url) as client:
         ran = client.infer("softmax", sent(drawn()), timeout=10**9)
         assert passed.is_set()

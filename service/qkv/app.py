@@ -23,9 +23,11 @@ from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
 from qkv.job import Job, Limits
 from qkv.message import Message
+from qkv.protocol import Protocol
 from qkv.routes import attention, convert, gradients, infer, openapi, operations, v2, variants
 from qkv.routes.front import Endpoint, Front
 from qkv.routes.runs import Runs
+from qkv.routes.shortcuts import Shortcuts
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 from qkv.wire import json
@@ -41,7 +43,8 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     """The service as an ASGI application.
 
     `app.state.engine` is its engine; `app.state.front` is the same application with a shorter way
-    to what runs variants, and what a server should serve.
+    to what runs variants, and what a server should serve; `app.state.protocol` is how uvicorn
+    should speak to connections, with a shorter way still.
 
     Args:
         settings: None reads them from the environment.
@@ -86,7 +89,8 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     app.state.engine = engine
     app.state.settings = settings
     runs = Runs(engine, settings)
-    inference = infer.Infer(runs, worker.fleet.models, settings)
+    shortcuts = Shortcuts(runs)
+    inference = infer.Infer(runs, worker.fleet.models, settings, shortcuts)
     native = (attention.router(runs), gradients.router(runs))
     for router in (*native, infer.router(inference)):
         app.include_router(router)
@@ -100,6 +104,7 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     app.add_middleware(_Draining, fleet=worker.fleet)
     endpoints = _endpoints(native, inference)
     app.state.front = Front(app, endpoints, _refusal, worker)
+    app.state.protocol = partial(Protocol, worker=worker, shortcuts=shortcuts)
     _describe(app)
     return app
 

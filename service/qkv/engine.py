@@ -22,7 +22,7 @@ from qkv.errors import Internal, NotNow, QkvError, TooLate
 from qkv.gradient import GradientJob
 from qkv.job import Job
 from qkv.models import Recorder
-from qkv.run import Ran, run
+from qkv.run import Ran, Standing, run
 from qkv.tensors import RawTensor
 
 __all__ = ["GPU_BATCH", "Answer", "Engine", "pick_device"]
@@ -107,7 +107,7 @@ class Engine:
         spare: Callable[[], int] = lambda: 1,
         on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self.device = device
+        self.device, self._device_name = device, str(device)
         self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_BATCH)
         self._threads = threads
         self._max_queue_bytes = max_queue_bytes
@@ -183,22 +183,23 @@ class Engine:
             waiting.future.add_done_callback(lambda _: timer.cancel())
         return waiting.future
 
+    def runs_now(self, job: Job) -> bool:
+        """Whether such a job runs at once where nothing else runs or waits: on a CPU the way to the
+        device's thread and back takes longer than a small one."""
+        return job.is_small and not self._stack and self.device.type == "cpu"
+
     def run_now(self, job: Job) -> Answer | None:
-        """Runs a small job at once, on the loop itself: on a CPU the way to the device's thread and
-        back takes longer than such a job. None where it is no such job, or others run or wait.
+        """Runs a small job at once, on the loop itself. None where it is no such job, or others run
+        or wait.
 
         Raises:
             NotNow: the engine is stopping.
             QkvError: it failed.
         """
-        if self._stack or self.device.type != "cpu" or not job.is_small:
+        if not self.runs_now(job) or not self._is_free():
             return None
-        with self._changed:
-            if self._running or self._holds or any(self._orders.values()):
-                return None
-            if not self.ready:
-                raise NotNow("the service is stopping", retry_after=5)
-        # whatever submits jobs does so on this loop, so that none comes meanwhile
+        if not self.ready:
+            raise NotNow("the service is stopping", retry_after=5)
         assert self._loop is not None
         now = _Waiting(job, self._loop.create_future(), _DEFAULT_PRIORITY)
         self._on_busy(True)
@@ -209,6 +210,28 @@ class Engine:
         if isinstance(result, QkvError):
             raise result
         return result
+
+    def run_standing(self, standing: Standing) -> Answer | None:
+        """Runs a job that stands ready. None where others run or wait, the engine is stopping, or
+        it fails: then it should go the long way, which says why."""
+        if not self._is_free() or not self.ready:
+            return None
+        since = time.perf_counter()
+        self._on_busy(True)
+        try:
+            ran = standing.run()
+        except Exception:
+            return None
+        finally:
+            self._on_busy(False)
+        self._record([(standing.job, since)], [ran])
+        return self._answer(standing.job, since, ran)
+
+    def _is_free(self) -> bool:
+        """Whether nothing runs or waits; whatever submits jobs does so on the loop that asks, so
+        that none comes before it goes on."""
+        with self._changed:
+            return not (self._running or self._holds or any(self._orders.values()))
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -309,8 +332,8 @@ class Engine:
         except Exception as error:
             cause = error
         else:
-            self._record(batch, ran)
-            return [(w, self._answer(w, r)) for w, r in zip(batch, ran, strict=True)]
+            self._record([(w.job, w.since) for w in batch], ran)
+            return [(w, self._answer(w.job, w.since, r)) for w, r in zip(batch, ran, strict=True)]
         if len(batch) > 1:
             middle = len(batch) // 2
             return self._run(batch[:middle]) + self._run(batch[middle:])
@@ -318,36 +341,37 @@ class Engine:
         self._record_failure(batch[0])
         return [(batch[0], cause if isinstance(cause, QkvError) else _fault(cause))]
 
-    def _record(self, batch: list[_Waiting], ran: list[Ran]) -> None:
-        if self.recorder is None or isinstance(batch[0].job, GradientJob):
+    def _record(self, batch: list[tuple[Job, float]], ran: list[Ran]) -> None:
+        """Counts jobs that ran together, each with when it came."""
+        job = batch[0][0]
+        if self.recorder is None or isinstance(job, GradientJob):
             return  # it counts inferences
-        name, now = batch[0].job.variant.name, time.perf_counter()
-        # those that shared a call share its seconds: they count once for the batch
-        stages = [
-            sum(r.load_s / r.stacked for r in ran),
-            sum(r.compute_s / r.stacked for r in ran),
-            sum(r.split_s / r.stacked for r in ran),
-        ]
-        self.recorder.executed(name, len(batch), stages)
-        for waiting, r in zip(batch, ran, strict=True):
-            stages = [r.started - waiting.since, r.load_s, r.compute_s, r.split_s]
-            self.recorder.answered(name, now - waiting.since, stages)
+        name, now = job.variant.name, time.perf_counter()
+        load = compute = split = 0.0
+        for (_, since), r in zip(batch, ran, strict=True):
+            # those that shared a call share its seconds: they count once for the batch
+            load += r.load_s / r.stacked
+            compute += r.compute_s / r.stacked
+            split += r.split_s / r.stacked
+            stages = (now - since, r.started - since, r.load_s, r.compute_s, r.split_s)
+            self.recorder.answered(name, stages)
+        self.recorder.executed(name, len(batch), (load, compute, split))
 
     def _record_failure(self, waiting: _Waiting) -> None:
         if self.recorder is not None and not isinstance(waiting.job, GradientJob):
             name = waiting.job.variant.name
             self.recorder.failed(name, time.perf_counter() - waiting.since)
 
-    def _answer(self, waiting: _Waiting, ran: Ran) -> Answer:
-        job = waiting.job
+    def _answer(self, job: Job, since: float, ran: Ran) -> Answer:
         return Answer(
             ran.outputs,
             {
-                "queue_ms": (ran.started - waiting.since) * 1e3,
+                "queue_ms": (ran.started - since) * 1e3,
                 "transfer_ms": (ran.load_s + ran.split_s) * 1e3,
                 "compute_ms": ran.compute_s * 1e3,
+                "total_ms": (time.perf_counter() - since) * 1e3,
                 "batch_size": ran.batch_size,
-                "device": str(self.device),
+                "device": self._device_name,
                 "backend": ran.backend,
                 "flops": job.flops,
                 "bytes": job.bytes_in + job.bytes_out,

@@ -20,10 +20,11 @@ from qkv.layers.projections import ROLES
 from qkv.message import Message
 from qkv.tensors import RawTensor, nbytes
 
-__all__ = ["Job", "Limits", "Run"]
+__all__ = ["SMALL_BYTES", "Job", "Limits", "Run"]
 
 _SMALL_FLOPS: Final = 1 << 26  # about half a millisecond of one thread
-_SMALL_BYTES: Final = 1 << 21
+SMALL_BYTES: Final = 1 << 21
+"""Of a small job's tensors, in and out together: fewer."""
 _SMALL_PAIRS: Final = 1 << 20
 
 
@@ -138,7 +139,7 @@ class Job:
         meetings = math.prod(self.inputs.bound.sizes.get(letter, 1) for letter in "BHLS")
         return (
             self.flops < _SMALL_FLOPS
-            and self.bytes_in + self.bytes_out < _SMALL_BYTES
+            and self.bytes_in + self.bytes_out < SMALL_BYTES
             and max(self.pairs, meetings) < _SMALL_PAIRS
         )
 

@@ -20,6 +20,7 @@ __all__ = ["Models", "Recorder"]
 _DURATIONS: Final = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 _STAGES: Final = _DURATIONS[3:]
 _PLAIN: Final = 3  # last_inference, inference_count, execution_count
+_ANSWERED: Final = tuple(_PLAIN + 2 * i for i, name in enumerate(_DURATIONS) if name != "fail")
 _HEAD: Final = _PLAIN + 2 * len(_DURATIONS)
 _PER_SIZE: Final = 1 + len(_STAGES)  # a count and nanoseconds, for one batch size
 
@@ -101,31 +102,29 @@ class Recorder:
             size: how many ran together.
             stages: seconds of loading, computing and taking apart, of the whole batch.
         """
-        row, first = self._rows[name], _HEAD + _PER_SIZE * (size - 1)
+        row, at = self._rows[name], _HEAD + _PER_SIZE * (size - 1)
         with self._lock:
             row[2] += 1
-            row[first] += 1
-            for i, seconds in enumerate(stages, start=1):
-                row[first + i] += int(seconds * 1e9)
+            row[at] += 1
+            for seconds in stages:
+                at += 1
+                row[at] += int(seconds * 1e9)
 
-    def answered(self, name: str, total: float, stages: Sequence[float]) -> None:
+    def answered(self, name: str, stages: Sequence[float]) -> None:
         """A request was answered.
 
         Args:
             name: the model's.
-            total: seconds since it came.
-            stages: seconds of waiting, loading, computing and taking apart, of all that ran with
-                it in one call.
+            stages: seconds since it came, and of waiting, loading, computing and taking apart, of
+                all that ran with it in one call.
         """
         row = self._rows[name]
         with self._lock:
             row[0] = int(time.time() * 1e3)
             row[1] += 1
-            row[_PLAIN] += 1
-            row[_PLAIN + 1] += int(total * 1e9)
-            for i, seconds in enumerate(stages, start=2):
-                row[_PLAIN + 2 * i] += 1
-                row[_PLAIN + 2 * i + 1] += int(seconds * 1e9)
+            for at, seconds in zip(_ANSWERED, stages, strict=True):
+                row[at] += 1
+                row[at + 1] += int(seconds * 1e9)
 
     def failed(self, name: str, total: float) -> None:
         """A request was queued and not answered: it failed, or its time was up.

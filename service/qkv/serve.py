@@ -14,11 +14,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import click
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from qkv import port
 from qkv.acceptor import Acceptor
@@ -209,10 +208,11 @@ def _device_type(name: str) -> str:
 
 def _work(settings: Settings, listening: socket.socket, worker: Worker, leash: int) -> int:
     """A worker process, from fork to end."""
+    app = create_app(settings, worker)
     config = uvicorn.Config(
-        create_app(settings, worker).state.front,
+        app.state.front,
         loop="uvloop" if sys.platform != "win32" else "auto",
-        http="httptools",
+        http=app.state.protocol,
         lifespan="on",
         log_level="warning",
         access_log=False,
@@ -250,9 +250,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = HttpToolsProtocol(
-            self.config, self.server_state, self.lifespan.state
-        )
+        make: Any = self.config.http_protocol_class  # or whatever makes one
+        made: asyncio.Protocol = make(self.config, self.server_state, self.lifespan.state)
         return made
 
     def _orphaned(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,9 +13,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qkv.errors import Internal, QkvError
 from qkv.fleet import Worker
 
-__all__ = ["Endpoint", "Front"]
+__all__ = ["ACCEPTED", "Endpoint", "Front"]
 
 _log = logging.getLogger("qkv.app")
+
+ACCEPTED: Final = "qkv.accepted"
+"""In a scope's state: the request came before the service was told to end."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -42,7 +46,7 @@ class Front:
         self._app, self._endpoints, self._refusal, self._worker = app, endpoints, refusal, worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and not self._is_draining():
+        if scope["type"] == "http" and scope["method"] == "POST" and self._accepts(scope):
             path = scope["path"]
             if (endpoint := self._endpoints.get(path)) is not None:
                 self._worker.asks(1)
@@ -55,6 +59,9 @@ class Front:
                     response.raw_headers.append((b"connection", b"close"))
                 return await response(scope, receive, send)
         return await self._app(scope, receive, send)
+
+    def _accepts(self, scope: Scope) -> bool:
+        return not self._is_draining() or ACCEPTED in scope.get("state", ())
 
     def _is_draining(self) -> bool:
         return self._worker.fleet.draining

@@ -11,7 +11,7 @@ import numpy as np
 from qkv.job import Job
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = ["LONGEST_HEAD", "Prepared"]
+__all__ = ["LONGEST_HEAD", "Prepared", "Span", "spans"]
 
 _T = TypeVar("_T")
 
@@ -21,7 +21,7 @@ LONGEST_HEAD: Final = 4096
 _MOST: Final = 256  # heads that are kept, those that came last
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """Where in a body a tensor's bytes are, and what they are."""
 
     name: str
@@ -34,7 +34,7 @@ class _Span(NamedTuple):
 class _Known(NamedTuple, Generic[_T]):
     asked: _T
     job: Job
-    spans: tuple[_Span, ...]
+    spans: tuple[Span, ...]
     length: int
 
 
@@ -69,23 +69,23 @@ class Prepared(Generic[_T]):
             body: it was made of.
             asked: what else is to be known again; nothing of the body.
         """
-        spans = _spans(body, job)
-        if spans is None or job.inputs.layer is not None:
+        found = spans(body, job)
+        if found is None or job.inputs.layer is not None:
             return
         _ = job.is_small, job.bytes_out, job.arguments  # found of the shapes, once
-        self._known[key] = _Known(asked, job.again({}), spans, len(body))
+        self._known[key] = _Known(asked, job.again({}), found, len(body))
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
 
 
-def _spans(body: bytes | memoryview, job: Job) -> tuple[_Span, ...] | None:
+def spans(body: bytes | memoryview, job: Job) -> tuple[Span, ...] | None:
     """Where the job's tensors are; None where one is elsewhere, or its numbers are checked."""
     start = np.frombuffer(body, np.uint8).ctypes.data
-    spans = []
+    found = []
     for name, tensor in job.inputs.tensors.items():
         first = np.frombuffer(tensor.data, np.uint8).ctypes.data - start
         last = first + tensor.nbytes
         if tensor.dtype not in FLOATING or not 0 <= first <= last <= len(body):
             return None
-        spans.append(_Span(name, tensor.dtype, tensor.shape, first, last))
-    return tuple(spans)
+        found.append(Span(name, tensor.dtype, tensor.shape, first, last))
+    return tuple(found)

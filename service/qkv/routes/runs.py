@@ -14,6 +14,7 @@ from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.routes.body import Outgoing, elsewhere, read
+from qkv.run import Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 from qkv.wire import json
@@ -22,7 +23,8 @@ __all__ = ["Result", "Runs"]
 
 _EFFORT: Final = {"base64": 0.1}  # of writing a byte, beside numbers in lists
 
-_STAGES: Final = tuple((s, f"{s}_ms") for s in ("queue", "transfer", "compute", "total"))
+_STAGES: Final = ("queue", "transfer", "compute", "total")
+_SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
 
 
 class Result(NamedTuple):
@@ -44,10 +46,14 @@ class Result(NamedTuple):
         return sum(tensor.nbytes for tensor in self.outputs.values())
 
     @property
+    def server_timing(self) -> str:
+        """The timing as W3C's Server Timing has it, in milliseconds."""
+        return _SERVER_TIMING % self.timing
+
+    @property
     def headers(self) -> dict[str, str]:
-        """Server-Timing, as W3C's Server Timing defines it: milliseconds."""
-        stages = [f"{stage};dur={self.timing[key]:.4f}" for stage, key in _STAGES]
-        return {"Server-Timing": ", ".join(stages)}
+        """What an answer says of it in headers."""
+        return {"Server-Timing": self.server_timing}
 
 
 class Runs:
@@ -133,7 +139,18 @@ class Runs:
         if answer is None:
             future = self._engine.submit(job, priority=priority, wait_s=wait_s)
             answer = await _answered(request, future)
-        return Result(answer.outputs, _with_total(answer.timing, received), job.marks)
+        return _result(answer, received, job)
+
+    def runs_now(self, job: Job) -> bool:
+        """Whether such a job runs as soon as it is there, if nothing else does."""
+        return self._engine.runs_now(job)
+
+    def run_standing(self, standing: Standing, received: float) -> Result | None:
+        """Runs what stands ready, as `Engine.run_standing` does."""
+        answer = self._engine.run_standing(standing)
+        if answer is None:
+            return None
+        return _result(answer, received, standing.job)
 
 
 async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:
@@ -154,8 +171,7 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _with_total(timing: dict[str, Any], received: float) -> dict[str, Any]:
-    """The timing with `total_ms`, from the body's last byte to here, in its place."""
-    stages = {key: timing.get(key, 0.0) for _, key in _STAGES}
-    stages["total_ms"] = (time.perf_counter() - received) * 1e3
-    return stages | {name: value for name, value in timing.items() if name not in stages}
+def _result(answer: Answer, received: float, job: Job) -> Result:
+    """What came of a run whose request's last byte came at `received`."""
+    answer.timing["total_ms"] = (time.perf_counter() - received) * 1e3
+    return Result(answer.outputs, answer.timing, job.marks)

@@ -1,0 +1,347 @@
+"""The shortest way that a request may take ends where the others do, however its bytes come."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from conftest import PATIENCE, Server, running, until
+
+from qkv.catalogue import fixed_size, variants
+from qkv.engine import Engine
+from qkv.job import Job, Limits
+from qkv.message import Message
+from qkv.routes.shortcuts import Asked, Shortcuts
+from qkv.run import Standing, run
+from qkv.tensors import RawTensor
+from qkv.wire import v2
+
+Array = np.ndarray[Any, Any]
+
+PATH: Final = "/v2/models/softmax/infer"
+NAMES: Final = ("query", "key", "value")
+LINE: Final = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
+    """What has taken the shortest way."""
+    taken: list[Standing] = []
+    run_standing = Engine.run_standing
+
+    def counted(engine: Engine, standing: Standing) -> Any:
+        answer = run_standing(engine, standing)
+        if answer is not None:
+            taken.append(standing)
+        return answer
+
+    monkeypatch.setattr(Engine, "run_standing", counted)
+    return taken
+
+
+def drawn(seed: int, shape: tuple[int, ...] = (1, 2, 8, 16), dtype: Any = np.float32) -> Any:
+    random = np.random.default_rng(seed)
+    return {name: random.normal(size=shape).astype(dtype) for name in NAMES}
+
+
+def inputs_of(name: str, dtype: Any = np.float32) -> dict[str, Array]:
+    """What a variant needs, every axis of one size."""
+    random, inputs = np.random.default_rng(0), variants()[name].inputs.values()
+    return {
+        spec.name: random.normal(size=[fixed_size(x) or 8 for x in spec.letters]).astype(dtype)
+        for spec in inputs
+        if not spec.optional
+    }
+
+
+def body_of(arrays: dict[str, Array], outputs: tuple[str, ...] = ("output",), **fields: Any) -> Any:
+    """A body, and the bytes of its JSON."""
+    raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+    asked = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+    chunks, length = v2.encode(Message({"outputs": asked} | fields, raw), "inputs", set(raw))
+    return b"".join(chunks), length
+
+
+def request_of(body: bytes, length: int, path: str = PATH, *lines: str) -> bytes:
+    head = [
+        f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}",
+        f"{v2.LENGTH_HEADER}: {length}", *lines,
+    ]  # fmt: skip
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+class Caller:
+    """A plain connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._came = b""
+
+    def send(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self.socket.sendall(piece)
+
+    def answer(self) -> tuple[dict[str, str], Any, bytes]:
+        """Headers, JSON and the bytes behind it, of the next answer."""
+        while b"\r\n\r\n" not in self._came:
+            self._more()
+        head, self._came = self._came.split(b"\r\n\r\n", 1)
+        first, *lines = head.decode().split("\r\n")
+        assert first == "HTTP/1.1 200 OK", head + self._came
+        headers = dict(line.split(": ", 1) for line in lines)
+        while len(self._came) < int(headers["content-length"]):
+            self._more()
+        body, self._came = (
+            self._came[: (end := int(headers["content-length"]))],
+            self._came[end:],
+        )
+        length = int(headers["inference-header-content-length"])
+        return headers, json.loads(body[:length]), body[length:]
+
+    def _more(self) -> None:
+        more = self.socket.recv(1 << 20)
+        assert more, "the connection was closed"
+        self._came += more
+
+
+@contextmanager
+def calling(server: Server) -> Iterator[Caller]:
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        yield Caller(connection)
+
+
+def asked_of(server: Server) -> int:
+    """Requests that the service counts as not answered."""
+    return int(server.app.state.protocol.keywords["worker"].fleet.asked)
+
+
+@pytest.mark.parametrize("name", sorted(variants()))
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_the_answer_is_that_of_the_long_way(
+    server: Server, ran: list[Standing], name: str, dtype: str
+) -> None:
+    """Bytes, JSON but for the times, and headers."""
+    variant = variants()[name]
+    outputs = tuple(variant.outputs)
+    numpy = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    arrays = inputs_of(name, numpy)
+    assert all(array.nbytes % 64 == 0 for array in arrays.values())
+    body, length = body_of(arrays, outputs, id="7")
+    with calling(server) as caller:
+        answers = []
+        for _ in range(3):
+            caller.send(request_of(body, length, f"/v2/models/{name}/infer"))
+            answers.append(caller.answer())
+    assert len(ran) >= 2
+    for headers, said, data in answers:
+        assert data == answers[0][2]
+        assert set(headers) == set(answers[0][0])
+        times = said.pop("parameters")
+        assert {"queue_ms", "transfer_ms", "compute_ms", "total_ms"} < set(times)
+        assert times["total_ms"] >= times["compute_ms"] > 0
+        assert headers["server-timing"].startswith("queue;dur=")
+    assert answers[0][1] == answers[1][1] == answers[2][1]
+
+
+def test_other_numbers_have_their_own_answers(server: Server, ran: list[Standing]) -> None:
+    limits = Limits(answer=1 << 30, request=1 << 30)
+    with calling(server) as caller:
+        for seed in range(30):
+            arrays = drawn(seed)
+            caller.send(request_of(*body_of(arrays)))
+            tensors = {n: RawTensor.from_numpy(a) for n, a in arrays.items()}
+            job = Job.of("softmax", Message({"outputs": ["output"]}, tensors), limits)
+            (alone,) = run([job], torch.device("cpu"), False)
+            assert caller.answer()[2] == alone.outputs["output"].data
+    assert len(ran) >= 29
+
+
+def test_however_the_bytes_come(server: Server, ran: list[Standing]) -> None:
+    """Cut anywhere, and many requests at once, to several paths."""
+    requests = [
+        request_of(*body_of(drawn(seed)), f"/v2/models/{name}/infer")
+        for seed, name in enumerate(("softmax", "linear", "softmax", "efficient") * 3)
+    ]
+    with calling(server) as caller:
+        whole = []
+        for request in requests:
+            caller.send(request)
+            whole.append(caller.answer()[2])
+        ran.clear()
+        for size in (100, 999, 1400, 4000):
+            for request, expected in zip(requests, whole, strict=True):
+                caller.send(*(request[i : i + size] for i in range(0, len(request), size)))
+                assert caller.answer()[2] == expected
+        caller.send(b"".join(requests))
+        assert [caller.answer()[2] for _ in requests] == whole
+    assert len(ran) == len(requests) * 5
+    until(lambda: asked_of(server) == 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Connection: close", "Accept-Encoding: gzip", "Expect: 100-continue", "X-Anything: 1",
+        "Content-Encoding: identity", "Upgrade: websocket",
+    ],
+)  # fmt: skip
+def test_what_asks_for_more_takes_the_long_way(
+    server: Server, ran: list[Standing], line: str
+) -> None:
+    body, length = body_of(drawn(0))
+    for _ in range(3):
+        with socket.create_connection(server.address, PATIENCE) as connection:
+            connection.sendall(request_of(body, length, PATH, line))
+            answer = b""
+            while b" 200 OK" not in answer:
+                answer += (more := connection.recv(1 << 20))
+                assert more, answer
+    assert not ran
+
+
+def test_what_changes_no_answer_changes_no_way(server: Server, ran: list[Standing]) -> None:
+    request = [request_of(*body_of(drawn(0)), PATH, f"User-Agent: {i}") for i in range(4)]
+    with calling(server) as caller:
+        caller.send(request[0])
+        first = caller.answer()[2]
+        ran.clear()
+        caller.send(*request)
+        assert [caller.answer()[2] for _ in request] == [first] * 4
+    assert len(ran) == 4
+
+
+def test_when_the_device_is_busy_it_waits_its_turn(server: Server, ran: list[Standing]) -> None:
+    request = request_of(*body_of(drawn(0)))
+    with calling(server) as caller:
+        caller.send(request)
+        first = caller.answer()[2]
+        ran.clear()
+        with server.engine.hold():
+            caller.send(request)
+            server.await_waiting(1)
+        assert caller.answer()[2] == first
+    assert not ran
+
+
+def test_what_fails_there_is_told_so_by_the_long_way(
+    server: Server, ran: list[Standing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(*body_of(drawn(0)))
+    with calling(server) as caller:
+        caller.send(request)
+        first = caller.answer()[2]
+        ran.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Standing, "run", lambda _: 1 / 0)
+            caller.send(request)
+            assert caller.answer()[2] == first
+        assert not ran
+        caller.send(request)
+        assert caller.answer()[2] == first
+    assert len(ran) == 1
+
+
+def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> None:
+    server = serve()
+    request = request_of(*body_of(drawn(0)))
+    with calling(server) as caller:
+        caller.send(request, request)
+        assert caller.answer()[2] == caller.answer()[2]
+        assert server.http.post("/v2/repository/models/softmax/unload", json={}).status_code == 200
+        caller.send(request)
+        assert caller.socket.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+
+
+def test_who_leaves_in_the_middle_is_forgotten(server: Server, ran: list[Standing]) -> None:
+    request = request_of(*body_of(drawn(0)))
+    with calling(server) as caller:
+        caller.send(request)
+        caller.answer()
+    ran.clear()
+    for _ in range(20):
+        with calling(server) as caller:
+            caller.send(request[:-100])
+            until(lambda: asked_of(server) == 1)
+        until(lambda: asked_of(server) == 0)
+    assert not ran
+
+
+def test_a_body_that_comes_in_while_the_service_ends_is_answered() -> None:
+    request = request_of(*body_of(drawn(0)))
+    with running("serve", "--port", "0", "--workers", "1") as process:
+        url = httpx.URL(process.url)
+        assert url.port is not None
+        with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+            caller = Caller(connection)
+            caller.send(request, request)
+            first = caller.answer()[2]
+            assert caller.answer()[2] == first
+            caller.send(request[:-1000])
+            time.sleep(0.2)  # for these bytes to be read
+            process.popen.send_signal(signal.SIGTERM)
+            time.sleep(1)  # it has closed what is idle by now
+            caller.send(request[-1000:])
+            assert caller.answer()[2] == first
+        assert process.wait() == 0
+
+
+def test_answers_that_nobody_reads_are_not_heaped_up(server: Server, ran: list[Standing]) -> None:
+    """A caller that asks on without reading is not answered at once any more."""
+    shape = (1, 8, 64, 64)
+    request = request_of(*body_of(drawn(0, shape)))
+    size, many = 8 * 64 * 64 * 4, 200
+    with calling(server) as caller:
+        caller.send(request)
+        first = caller.answer()[2]
+        caller.socket.settimeout(0.5)
+        sent = 0
+        try:
+            for _ in range(many):
+                caller.send(request)
+                sent += 1
+        except TimeoutError:  # nobody reads us either: as it should be
+            pass
+        assert sent < many
+        heaped = len(ran) * size
+        assert heaped < 32 << 20
+    assert first
+    until(lambda: asked_of(server) == 0)
+
+
+def test_nothing_that_is_returned_lies_where_the_next_request_will() -> None:
+    limits = Limits(answer=1 << 30, request=1 << 30)
+    for name, variant in variants().items():
+        tensors = {n: RawTensor.from_numpy(a) for n, a in inputs_of(name).items()}
+        job = Job.of(name, Message({"outputs": list(variant.outputs)}, tensors), limits)
+        standing = Standing(job)
+        outputs = standing.run().outputs
+        before = {n: bytes(t.data) for n, t in outputs.items()}
+        for tensor in standing._tensors.values():
+            if tensor.is_floating_point():
+                tensor.fill_(7)
+        assert {n: bytes(t.data) for n, t in outputs.items()} == before
+
+
+def test_few_are_kept(server: Server) -> None:
+    """Of headers and of heads, however many come."""
+    shortcuts: Shortcuts = server.app.state.protocol.keywords["shortcuts"]
+    with calling(server) as caller:
+        for i in range(40):
+            caller.send(request_of(*body_of(drawn(0), id=f"{i:04}")))
+            caller.answer()
+        for i in range(300):
+            caller.send(request_of(*body_of(drawn(0)), PATH, f"Accept: a/{i}"))
+            caller.answer()
+    assert len(shortcuts._known) <= 256
+    assert all(len(known.plans) <= 16 for known in shortcuts._known.values())
+    assert not shortcuts.knows(Asked(b"/", ()))
