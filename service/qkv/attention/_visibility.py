@@ -78,14 +78,22 @@ class Visibility(NamedTuple):
     @property
     def is_causal_only(self) -> bool:
         """Nothing but what torch's `is_causal` means: aligned at the first query and key."""
-        others = (self.mask_BHLS, self.key_lengths_B, self.left, self.right)
-        return self.causal and all(o is None for o in others) and self.offsets == (0, 0)
+        return self.causal and self.offsets == (0, 0) and self._is_bare
 
     @property
     def is_all(self) -> bool:
         """Nothing is restricted or biased."""
-        others = (self.mask_BHLS, self.key_lengths_B, self.left, self.right)
-        return not self.causal and all(o is None for o in others)
+        return not self.causal and self._is_bare
+
+    @property
+    def _is_bare(self) -> bool:
+        """No masks, no padding, no window."""
+        return (
+            self.mask_BHLS is None
+            and self.key_lengths_B is None
+            and self.left is None
+            and self.right is None
+        )
 
     def without_padding(self, tensor_BGSX: Tensor) -> Tensor:
         """Keys or values with zeros for padding, whose NaN or inf would spread through sums."""

@@ -129,18 +129,22 @@ def attend(
             causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
             dropout=dropout, seed=seed, outputs=outputs,
         )  # fmt: skip
-    safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
     exact = score_dtype(query_BHLD.dtype)
-    compute = exact if safe else torch.float64
-    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, compute)
+    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
     plain = outputs <= {"output"} and softcap is None and not dropout
-    if plain and safe and _kernel_takes(query_BHLD, mask_BHLS, scale):
-        return Softmax(_fused(query_BHLD, key_BGSD, value_BGSE, visible, scale), backend="sdpa")
-    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
-    value = value_BGSE.to(compute)
+    if plain and _kernel_takes(query_BHLD, mask_BHLS, scale):
+        output = _fused(query_BHLD, key_BGSD, value_BGSE, visible, scale)
+        if output is not None:
+            return Softmax(output, backend="sdpa")
+        safe = False
+    else:
+        safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
+    value = value_BGSE
     if not safe:
+        visible = visible._replace(dtype=torch.float64)
         value = visible.without_padding(value)
-    return _explicit(scores, value, outputs, query_BHLD.dtype)
+    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
+    return _explicit(scores, value.to(visible.dtype), outputs, query_BHLD.dtype)
 
 
 def weights(
@@ -211,7 +215,7 @@ def _halved(
     output, weight, score = (
         None if a[0] is None else torch.cat(a, axis) for a in (outputs, weights, scores)
     )
-    return Softmax(output, weight, score, backends[0])
+    return Softmax(output, weight, score, backends[0] if len(set(backends)) == 1 else "explicit")
 
 
 def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:
@@ -229,10 +233,30 @@ def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) ->
 
 def _fused(
     query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, visible: Visibility, scale: float
+) -> Tensor | None:
+    """torch's fused kernel; None where anything overflowed or came that is not finite.
+
+    Scores are looked at first, since one that is -inf on its way leaves no trace. What a sum of
+    values comes to is seen in the output: what is inf or NaN once, stays so.
+    """
+    if not is_safe(query_BHLD, key_BGSD, None, scale):
+        return None
+    output = _kernel(query_BHLD, key_BGSD, value_BGSE, visible, scale)
+    finite = math.isfinite(output.sum(dtype=visible.dtype).item())
+    return output if finite else None
+
+
+def _kernel(
+    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, visible: Visibility, scale: float
 ) -> Tensor:
-    """torch's fused kernel, in one call where no bias or a small one is needed."""
+    """In one call where no bias or a small one is needed."""
     B, H, L, D = query_BHLD.shape
-    E = value_BGSE.shape[-1]
+    G, E = key_BGSD.shape[1], value_BGSE.shape[-1]
+    if D == E and scale > 0 and (visible.is_all or visible.is_causal_only):
+        return scaled_dot_product_attention(
+            query_BHLD, key_BGSD, value_BGSE,
+            is_causal=visible.causal, scale=scale, enable_gqa=H != G,
+        )  # fmt: skip
     if scale <= 0:  # the kernel scales after it has masked: -inf would turn to inf, or to NaN
         query_BHLD, scale = query_BHLD * (-1 if scale < 0 else 0), abs(scale) or 1.0
     # the kernel wants D = E; zeros change neither scores nor output, torch's own fallback for
@@ -244,13 +268,9 @@ def _fused(
     def kernel(rows: slice, keys: slice, bias: Tensor | None, is_causal: bool = False) -> Tensor:
         return scaled_dot_product_attention(
             query[:, :, rows], key[:, :, keys], value[:, :, keys], bias,
-            is_causal=is_causal, scale=scale, enable_gqa=H != key.shape[1],
+            is_causal=is_causal, scale=scale, enable_gqa=H != G,
         )[..., :E]  # fmt: skip
 
-    if visible.is_all and D == E:
-        return scaled_dot_product_attention(
-            query, key, value, scale=scale, enable_gqa=H != key.shape[1]
-        )
     every = slice(0, L)
     if visible.is_causal_only:
         return kernel(every, slice(0, visible.S), None, is_causal=True)
