@@ -490,6 +490,21 @@ def test_wrong_shapes_do_not_pass_the_annotations(variant: Variant) -> None:
 
 
 @every_dtype
+def test_the_kernel_runs_where_only_the_sum_of_its_output_is_large(dtype: torch.dtype) -> None:
+    """65,536 threes are more than float16 holds; an inf among the values is seen for what it is."""
+    query, key = (torch.randn(1, 8, 128, 64).to(dtype) for _ in "qk")
+    value = torch.full((1, 8, 128, 64), 3.0, dtype=dtype)
+    found = attend(query, key, value, outputs=OUTPUT)
+    assert found.backend == "sdpa"
+    assert_within(found.output, value.double(), 3 * 128 * torch.finfo(dtype).eps)
+    value[0, 3, 5, 7] = math.inf
+    found = attend(query, key, value, outputs=OUTPUT)
+    assert found.backend == "explicit"
+    assert found.output is not None
+    assert found.output.isinf().nonzero()[:, [1, 3]].unique(dim=0).tolist() == [[3, 7]]
+
+
+@every_dtype
 def test_one_key_returns_the_value_exactly(dtype: torch.dtype) -> None:
     query, key = torch.randn(2, 4, 5, 8).to(dtype), torch.randn(2, 2, 1, 8).to(dtype)
     value = torch.randn(2, 2, 1, 3).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from typing import Any, Final
 
@@ -25,8 +26,22 @@ PATH: Final = "/v1/attention/mean"
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
+def roundings(S: int, causal: bool = True, method: str = "cumsum") -> int:
+    """How often the scores' dtype rounds on the way to an average, at most.
+
+    Causal: a sum within a chunk, what came before it, the two together, the quotient. Not causal:
+    of a block's rows 16 are added up, then 16 such sums and so on, beside 3 others; the sum of
+    blocks, the quotient.
+    """
+    if method != "cumsum":
+        return 1
+    rows = min(S, mean._BLOCK)
+    levels = max(1, math.ceil(math.log(rows, 16)))
+    return 4 if causal else min(rows - 1, 16 * levels + 3) + 2
+
+
 def assert_right(value: Tensor, lengths: Tensor | None, **parameters: Any) -> None:
-    """The reference's numbers: sums in float64, then one rounding to the dtype."""
+    """The reference's numbers, but for few roundings of sums and one to the dtype."""
     found = mean.attend(value, lengths, **parameters, outputs=BOTH)
     truth = mean.reference(value, lengths, **parameters)
     assert found.output is not None
@@ -39,8 +54,10 @@ def assert_right(value: Tensor, lengths: Tensor | None, **parameters: Any) -> No
     info = torch.finfo(value.dtype)
     bound = info.eps / 2 * truth.output.abs() + info.smallest_normal * info.eps
     bound += (S + 2) * double.eps * mass
+    exact, ways = torch.finfo(found.weights.dtype), ("causal", "method")
+    own = {name: parameters[name] for name in ways if name in parameters}
+    bound += roundings(S, **own) * exact.eps / 2 * mass
     assert ((found.output.double() - truth.output).abs() <= bound).all()
-    exact = torch.finfo(found.weights.dtype)
     assert ((found.weights.double() - truth.weights).abs() <= exact.eps * truth.weights).all()
 
 
@@ -109,6 +126,35 @@ def test_the_largest_numbers_average_without_overflow(method: Any, dtype: torch.
     assert found.weights is None
     error = (found.output.double() / most - 1).abs().max()
     assert error <= 200 * torch.finfo(torch.float64).eps
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("S", [2, 31, 64, 700, 2500])
+def test_sums_that_pass_float32_on_their_way(S: int, causal: bool, normalize: bool) -> None:
+    """Two of four columns overflow in float32 and come back; the others keep their bits."""
+    largest = torch.finfo(torch.float32).max
+    value = torch.randn(1, 2, S, 4, generator=torch.Generator().manual_seed(S))
+    ordinary = value.clone()
+    value[:, 1, :, 0] = largest / 4
+    value[:, 1, S // 2 :, 0] *= -1.0
+    value[:, 0, :, 2] = (value[:, 0, :, 2] * 1e38).clamp(-largest, largest)
+    before, after = (
+        mean.attend(v, causal=causal, normalize=normalize, outputs=BOTH).output
+        for v in (ordinary, value)
+    )
+    assert before is not None
+    assert after is not None
+    truth = mean.reference(value, causal=causal, normalize=normalize)
+    assert truth.output is not None
+    assert truth.weights is not None
+    fits = truth.output.float().isfinite()
+    assert torch.equal(after.isfinite(), fits)
+    mass = truth.weights @ value.double().abs()
+    off = (after.double() - truth.output).abs()
+    bound = (roundings(S, causal) + 1) * torch.finfo(torch.float32).eps / 2 * mass
+    assert (off <= bound)[fits].all()
+    assert torch.equal(after[..., 1::2], before[..., 1::2])
 
 
 @pytest.mark.parametrize("method", METHODS)

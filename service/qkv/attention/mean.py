@@ -7,7 +7,7 @@ Cost: O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention._gradients import regrown, sized
+from qkv.attention._rows import padding_of, without
 from qkv.attention._scores import largest, score_dtype
 from qkv.attention._visibility import row_blocks
 
@@ -37,10 +38,10 @@ REFUSES: Final[Mapping[str, str]] = {
 }
 
 _BLOCK_ELEMENTS = 1 << 22  # of a block of rows of A
+_BLOCK = 4096  # rows whose sum may be float32's
 _CHUNK = 32  # rows that are added up one after the other
-_SEGMENT = 512  # rows of as many chunks as are added up side by side
-_SHORT = 128  # up to so many rows torch's own cumsum is as fast
-_CACHED = 1 << 17  # float64 numbers: what stays in the cache
+_SEGMENT = 512  # rows of as many chunks as are at work at a time
+_CACHED = 1 << 18  # numbers: what stays in the cache
 
 _Method = Literal["cumsum", "loop", "matmul", "softmax"]
 
@@ -95,28 +96,25 @@ def attend(
         causal, normalize, method: see their descriptions.
         outputs: which of "output" and "weights" to return.
     """
-    (B, H, S, _), device = value_BHSE.shape, value_BHSE.device
-    lengths_B = torch.full((B,), S, device=device) if key_lengths_B is None else key_lengths_B
     weights = None
     if "weights" in outputs:
+        (B, H, S, _), lengths_B = value_BHSE.shape, _lengths(value_BHSE, key_lengths_B)
         weights = value_BHSE.new_empty(B, H, S, S, dtype=score_dtype(value_BHSE.dtype))
         for rows in row_blocks(S, B * S, _BLOCK_ELEMENTS):
             weights[:, :, rows] = _weights(lengths_B, rows, S, causal, normalize, "matmul")
     if "output" not in outputs:
         return Mean(None, weights, method)
     if key_lengths_B is not None:
-        padding_BS = torch.arange(S, device=device) >= lengths_B[:, None]
-        value_BHSE = value_BHSE.masked_fill(padding_BS[:, None, :, None], 0.0)
-    own_B = key_lengths_B if method == "cumsum" else lengths_B
-    make = partial(_METHODS[method], lengths_B=own_B, causal=causal, normalize=normalize)
+        value_BHSE = without(padding_of(value_BHSE.shape[2], key_lengths_B), value_BHSE)
+    make = _METHODS[method]
     if normalize and value_BHSE.dtype == torch.float64:
-        most = largest(value_BHSE)
+        S, most = value_BHSE.shape[2], largest(value_BHSE)
         if most > 1e300 / S:
             # a sum on the way to an average must not overflow, nor an average that is rounded up
             room = 2.0 ** (S.bit_length() + 1)
-            made = make(value_BHSE / room).clamp(-most / room, most / room) * room
-            return Mean(made, weights, method)
-    return Mean(make(value_BHSE), weights, method)
+            made = make(value_BHSE / room, key_lengths_B, causal, normalize)
+            return Mean(made.clamp(-most / room, most / room) * room, weights, method)
+    return Mean(make(value_BHSE, key_lengths_B, causal, normalize), weights, method)
 
 
 def weights(
@@ -130,9 +128,17 @@ def weights(
 ) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
     """Rows `rows` of A, whatever method makes the output; the arguments are `attend`'s."""
     B, H, S, _ = value_BHSE.shape
-    lengths_B = torch.full((B,), S) if key_lengths_B is None else key_lengths_B
+    lengths_B = _lengths(value_BHSE, key_lengths_B)
     block_B1RS = _weights(lengths_B, rows, S, causal, normalize, "matmul")
     return block_B1RS.to(score_dtype(value_BHSE.dtype)).expand(B, H, -1, S).contiguous()
+
+
+def _lengths(value_BHSE: Tensor, key_lengths_B: Tensor | None) -> Tensor:
+    """How many values of each item are no padding, (B,)."""
+    if key_lengths_B is not None:
+        return key_lengths_B
+    B, _, S, _ = value_BHSE.shape
+    return torch.full((B,), S, device=value_BHSE.device)
 
 
 def _counts(lengths_B: Tensor, rows: slice, causal: bool) -> Tensor:
@@ -160,93 +166,88 @@ def _weights(
     return made if normalize else made * counts_B1R1
 
 
-# All sums are float64's, whatever came: one of 65,536 values is right to float32's last digit, and
-# does not overflow.
-
-
 def _cumsum(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normalize: bool) -> Tensor:
-    S, dtype = value_BHSE.shape[2], value_BHSE.dtype
-    if not causal:
-        sums = _total(value_BHSE)
-        if normalize:
-            sums /= S if lengths_B is None else lengths_B.clamp(min=1).view(-1, 1, 1, 1)
-        return sums.to(dtype).expand_as(value_BHSE).contiguous()
-    counts = None
-    if normalize:
-        counts = torch.arange(1, S + 1, dtype=torch.float64, device=value_BHSE.device)[:, None]
-        if lengths_B is not None:
-            counts = torch.minimum(counts, lengths_B.clamp(min=1).view(-1, 1, 1, 1))
-    if S <= _SHORT or value_BHSE.device.type != "cpu":
-        sums = value_BHSE.cumsum(2, dtype=torch.float64)
-        return (sums if counts is None else sums.div_(counts)).to(dtype)
-    return _running(value_BHSE, counts)
+    """Sums of few values in the scores' dtype, and sums of those in float64; what overflowed is
+    made anew, all in float64.
 
-
-def _total(value_BHSE: Tensor) -> Tensor:
-    """The sum of all rows, (B, H, 1, E); in segments, whose float64 numbers stay in the cache."""
-    S = value_BHSE.shape[2]
-    first, *others = row_blocks(S, 1, _SEGMENT if value_BHSE.device.type == "cpu" else S)
-    total = value_BHSE[:, :, first].sum(2, keepdim=True, dtype=torch.float64)
-    for rows in others:
-        total += value_BHSE[:, :, rows].sum(2, keepdim=True, dtype=torch.float64)
-    return total
-
-
-def _running(value_BHSE: Tensor, counts_S1: Tensor | None) -> Tensor:
-    """The sum up to each row, over the row's count (which may have axes B and 1 before it).
-
-    Three times as fast as torch's cumsum in float64, and as fast as that in float32: the rows of
-    many chunks are added up side by side, and the float64 numbers of a segment stay in the cache.
-    Where it is cut does not depend on B and H, so that neither do the bits.
+    What a float32 is off by is a few roundings of the sum of |v|: see `_total` and `_running`.
     """
-    (B, H, S, E), exact = value_BHSE.shape, torch.float64
-    made_BHSE, cut = torch.empty_like(value_BHSE), S - S % _CHUNK
+    S, dtype = value_BHSE.shape[2], value_BHSE.dtype
+    exact = score_dtype(dtype)
+    counts: Tensor | int = 1
+    if normalize and lengths_B is not None:
+        counts = _counts(lengths_B, slice(0, S if causal else 1), causal).clamp(min=1)
+    elif normalize and causal:
+        counts = torch.arange(1, S + 1, dtype=exact, device=value_BHSE.device)[:, None]
+    elif normalize:
+        counts = S
+    if value_BHSE.device.type != "cpu":
+        made = (_exactly(value_BHSE, causal) / counts).to(exact)
+    else:
+        made = _running(value_BHSE, exact) if causal else _total(value_BHSE, exact)
+        if normalize:
+            made /= counts
+        # what is inf or NaN once, stays so; each is asked alone only where one of them is
+        if exact == torch.float32 and not math.isfinite(made.sum().item()):
+            again = (_exactly(value_BHSE, causal) / counts).to(exact)
+            made = torch.where(made.isfinite(), made, again)
+    if dtype != exact:
+        made = made.to(dtype)
+    return made if causal else made.expand_as(value_BHSE).contiguous()
+
+
+def _exactly(value_BHSE: Tensor, causal: bool) -> Tensor:
+    """All sums in float64, which nothing narrower overflows."""
+    if causal:
+        return value_BHSE.cumsum(2, dtype=torch.float64)
+    return value_BHSE.sum(2, keepdim=True, dtype=torch.float64)
+
+
+def _total(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
+    """The sum of all rows, (B, H, 1, E).
+
+    torch adds up 16 rows, then 16 such sums, and so on: few roundings, but more with more rows.
+    """
+    S = value_BHSE.shape[2]
+    if S <= _BLOCK:
+        return value_BHSE.sum(2, keepdim=True, dtype=exact)
+    cut = S - S % _BLOCK
+    blocks = value_BHSE[:, :, :cut].unflatten(2, (-1, _BLOCK)).sum(3, dtype=exact)
+    sums: Tensor = blocks.sum(2, keepdim=True, dtype=torch.float64)
+    if cut < S:
+        sums += value_BHSE[:, :, cut:].sum(2, keepdim=True, dtype=exact)
+    return sums.to(exact)
+
+
+def _running(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
+    """The sum up to each row.
+
+    torch's cumsum of a chunk rounds each of its sums once (within, it is float64's), and what comes
+    before a chunk is a sum of such in float64. It is rounded and added, which is 3 roundings in
+    all. Faster than one cumsum over all rows, because it stays in the cache. Where it is cut does
+    not depend on B and H, so that neither do the bits.
+    """
+    B, H, S, E = value_BHSE.shape
+    cut = S - S % _CHUNK
+    made_BHSE = torch.empty_like(value_BHSE, dtype=exact, memory_format=torch.contiguous_format)
     value, made = value_BHSE.flatten(0, 1), made_BHSE.flatten(0, 1)
-    shares = None
-    if counts_S1 is not None:  # 1 / n is rounded, which shows in float64 only
-        shares = counts_S1 if value.dtype == exact else 1 / counts_S1
-        shares = shares.expand(B, H, S, 1).flatten(0, 1)
-    for own in row_blocks(B * H, _SEGMENT * E, _CACHED):
-        before = value.new_zeros(own.stop - own.start, 1, E, dtype=exact)
-        room = before.new_empty(len(before), _CHUNK, min(cut, _SEGMENT) // _CHUNK, E)
-        for rows in row_blocks(cut, 1, _SEGMENT):
-            sums = room[:, :, : (rows.stop - rows.start) // _CHUNK]
-            sums.copy_(_by_chunks(value[own, rows]))
-            before = _add_up(sums, before)
-            if shares is not None:
-                share = _by_chunks(shares[own, rows])
-                sums = sums.div_(share) if value.dtype == exact else sums.mul_(share)
-            _by_chunks(made[own, rows]).copy_(sums)
-        if cut < S:
-            sums = value[own, cut:].to(exact, copy=True)
-            sums[:, :1] += before
-            sums = sums.cumsum(1)
-            if shares is not None:
-                share = shares[own, cut:]
-                sums = sums.div_(share) if value.dtype == exact else sums.mul_(share)
-            made[own, cut:] = sums
+    for own in row_blocks(B * H, min(S, _SEGMENT) * E, _CACHED):
+        before = made.new_zeros(own.stop - own.start, 1, E, dtype=torch.float64)
+        for rows in [*row_blocks(cut, 1, _SEGMENT), slice(cut, S)]:
+            if rows.start == rows.stop:
+                continue
+            chunks = made[own, rows].unflatten(1, (-1, min(_CHUNK, rows.stop - rows.start)))
+            part = value[own, rows].unflatten(1, chunks.shape[1:3])
+            torch.cumsum(part, 2, dtype=exact, out=chunks)
+            totals = torch.cat([before, chunks[:, :, -1]], 1).cumsum(1)
+            chunks += totals[:, :-1, None].to(exact)
+            before = totals[:, -1:]
     return made_BHSE
 
 
-def _by_chunks(x_NSE: Tensor) -> Tensor:
-    """The first rows of all chunks, then all the second ones, ...: (N, _CHUNK, S / _CHUNK, E)."""
-    chunks: Tensor = x_NSE.unflatten(1, (-1, _CHUNK))
-    return chunks.transpose(1, 2)
-
-
-def _add_up(rows_NCSE: Tensor, before_N1E: Tensor) -> Tensor:
-    """Sums up to each row, in place, `before` in all of them; the last. C is `_CHUNK`."""
-    rows = rows_NCSE.unbind(1)
-    for above, row in itertools.pairwise(rows):
-        row += above
-    totals = torch.cat([before_N1E, rows[-1]], 1).cumsum(1)
-    rows_NCSE += totals[:, None, :-1]
-    return totals[:, -1:]
-
-
-def _loop(value_BHSE: Tensor, lengths_B: Tensor, causal: bool, normalize: bool) -> Tensor:
+def _loop(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normalize: bool) -> Tensor:
     output, S = torch.empty_like(value_BHSE), value_BHSE.shape[2]
-    value = value_BHSE.double()
+    value, lengths_B = value_BHSE.double(), _lengths(value_BHSE, lengths_B)
     counts_B1S1 = _counts(lengths_B, slice(0, S), causal).clamp(min=1)
     for i in range(S):
         row_BHE = value[:, :, : i + 1 if causal else S].sum(2)
@@ -255,10 +256,10 @@ def _loop(value_BHSE: Tensor, lengths_B: Tensor, causal: bool, normalize: bool) 
 
 
 def _product(
-    value_BHSE: Tensor, lengths_B: Tensor, causal: bool, normalize: bool, *, method: str
+    value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normalize: bool, *, method: str
 ) -> Tensor:
     output, (B, _, S, _) = torch.empty_like(value_BHSE), value_BHSE.shape
-    value = value_BHSE.double()
+    value, lengths_B = value_BHSE.double(), _lengths(value_BHSE, lengths_B)
     for rows in row_blocks(S, B * S, _BLOCK_ELEMENTS):
         block_B1RS = _weights(lengths_B, rows, S, causal, normalize, method)
         output[:, :, rows] = block_B1RS @ value
@@ -310,12 +311,10 @@ def backward(
 
     Whatever the method, it is one function: a sum that runs from the last row to the first.
     """
-    (B, _, S, _), device = value_BHSE.shape, value_BHSE.device
-    lengths_B = torch.full((B,), S, device=device) if key_lengths_B is None else key_lengths_B
+    S, lengths_B = value_BHSE.shape[2], _lengths(value_BHSE, key_lengths_B)
     grad, exponent = sized(grad_output_BHSE.double())
     if normalize:
         grad = grad / _counts(lengths_B, slice(0, S), causal).clamp(min=1)
     sums = grad.flip(2).cumsum(2).flip(2) if causal else grad.sum(2, keepdim=True)
-    padding_BS = torch.arange(S, device=device) >= lengths_B[:, None]
-    value = sums.expand_as(value_BHSE).masked_fill(padding_BS[:, None, :, None], 0.0)
+    value = without(padding_of(S, key_lengths_B), sums.expand_as(value_BHSE))
     return {"value": regrown(value, exponent)}
