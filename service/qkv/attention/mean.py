@@ -41,6 +41,7 @@ _BLOCK_ELEMENTS = 1 << 22  # of a block of rows of A
 _BLOCK = 4096  # rows whose sum may be float32's
 _CHUNK = 32  # rows that are added up one after the other
 _SEGMENT = 512  # rows of as many chunks as are at work at a time
+_SHORT = 128  # up to so many rows one cumsum is as fast
 _CACHED = 1 << 18  # numbers: what stays in the cache
 
 _Method = Literal["cumsum", "loop", "matmul", "softmax"]
@@ -228,6 +229,8 @@ def _running(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
     not depend on B and H, so that neither do the bits.
     """
     B, H, S, E = value_BHSE.shape
+    if S <= _SHORT:
+        return value_BHSE.cumsum(2, dtype=exact)
     cut = S - S % _CHUNK
     made_BHSE = torch.empty_like(value_BHSE, dtype=exact, memory_format=torch.contiguous_format)
     value, made = value_BHSE.flatten(0, 1), made_BHSE.flatten(0, 1)
