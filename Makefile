@@ -41,8 +41,8 @@ check: .venv/.installed ## lint, formatting, types
 docs: .venv/.installed ## write the pages made of the variants' files, pictures and all
 	@.venv/bin/python docs/make.py
 
-bench: .venv/.installed ## measure the service against the bare torch call
-	@.venv/bin/python bench/run.py $(ARGS)
+bench: .venv/.installed ## measure what the service costs, into docs/performance.md
+	@.venv/bin/python bench/run.py --write $(ARGS)
 
 accuracy: .venv/.installed ## measure every variant against its reference, into docs/accuracy.md
 	@.venv/bin/python bench/accuracy.py --write $(ARGS)

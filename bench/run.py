@@ -1,9 +1,8 @@
-"""The service against the bare torch call: what a request costs beside the attention itself.
+"""What the service costs: beside bare torch, with many clients, with weights, by size.
 
-One caller, one connection, bursts in turn (bare, service, bare, ...), so that a slow moment of the
-machine falls on both. Prints medians with their quartiles, and the ratio.
+Every answer is held against the right one.
 
-    python bench/run.py [--seconds 2]
+    python bench/run.py [--seconds 2] [--quick] [--write]
 """
 
 from __future__ import annotations
@@ -11,116 +10,181 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
-import httpx
-import numpy as np
+import explicit
 import torch
+from bodies import FORMATS, SHAPES, asked, tensors_of
+from load import PROCESSES, WARM_UP, load
+from run_page import (
+    BARE,
+    Bare,
+    Clients,
+    Connections,
+    Explicit,
+    Figures,
+    Size,
+    Weights,
+    tables,
+    write,
+)
+from service import Service, serving
 
 import qkv
-from qkv.message import Message
-from qkv.tensors import RawTensor
-from qkv.wire import json
+from qkv.serve import default_workers
 
-SHAPES = {"S": (1, 1, 64, 64), "M": (1, 8, 128, 64), "L": (1, 8, 1024, 64)}
-WARM_UP = 5
-BURSTS = 5
-REST_S = 0.3  # longer than OpenMP threads spin
-
-
-@contextmanager
-def serving() -> Iterator[str]:
-    """A service of its own process on a free port; its URL."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qkv", "serve", "--port", "0"], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        found = re.search(r"http://\S+", process.stderr.readline())
-        assert found is not None
-        yield found.group()
-    finally:
-        process.terminate()
-        process.wait()
+REST_S: Final = 0.3  # longer than OpenMP threads spin
+TEXT: Final = "JSON, lists"
+MOST_TEXT: Final = 16  # clients at L: 64 would hold 2 GiB of text
+SIZES: Final = tuple(4**n for n in range(5, 15))  # 1 KiB to 256 MiB
+WIDTH: Final = 32  # of the one query whose keys make a body large
 
 
-def in_turn(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each call, in short bursts in turn, `seconds` for each in all.
+class Plan(NamedTuple):
+    """What is measured; `seconds` is for each cell."""
 
-    Bursts with a rest between them, because the threads of the call before go on spinning for a
-    while and would be measured too.
-    """
-    for call in calls.values():
-        for _ in range(WARM_UP):
-            call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(BURSTS):
-        for name, call in calls.items():
+    seconds: float = 2.0
+    bursts: int = 5
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    clients: tuple[int, ...] = (1, 16, 64)
+    sizes: tuple[int, ...] = SIZES
+    connections: tuple[int, ...] = (1, 4, 16, 64, 256, 512)
+
+
+QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**5, 4**11), (1, 16))
+
+
+def bare(service: Service, plan: Plan) -> Iterator[Bare]:
+    """One caller, in short bursts in turn with the bare call, so that a slow moment of the machine
+    falls on all; a rest between them, because threads of the call before go on spinning."""
+    ways = {f"{BARE}, {n} thread{'s' * (n > 1)}": n for n in (1, default_workers())}
+    for shape in plan.shapes:
+        tensors = tensors_of(SHAPES[shape])
+        requests = {form: asked(service.address, form, tensors) for form in FORMATS}
+        times: dict[str, list[float]] = {who: [] for who in (*ways, *FORMATS)}
+        seconds = plan.seconds / plan.bursts
+        for _ in range(plan.bursts):
+            for who, threads in ways.items():
+                torch.set_num_threads(threads)
+                time.sleep(REST_S)
+                times[who] += _called(tensors, seconds)
             time.sleep(REST_S)
-            call()
-            end = time.perf_counter() + seconds / BURSTS
-            while (started := time.perf_counter()) < end:
-                call()
-                times[name].append((time.perf_counter() - started) * 1e3)
+            for form, request in requests.items():
+                answers = load(service.address, request, seconds).answers
+                times[form] += [answer.ms for answer in answers]
+        yield from (Bare(shape, who, values) for who, values in times.items())
+
+
+def _called(tensors: dict[str, torch.Tensor], seconds: float) -> list[float]:
+    """Milliseconds of each bare call, after a warm-up."""
+    (q, k, v), times = tensors.values(), []
+    with torch.inference_mode():
+        for _ in range(WARM_UP):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        end = time.perf_counter() + seconds
+        while (started := time.perf_counter()) < end:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            times.append((time.perf_counter() - started) * 1e3)
     return times
 
 
-def request(http: httpx.Client, tensors: dict[str, np.ndarray], encoding: str) -> Any:
-    """A call that posts the tensors and reads the answer's output back."""
-    fields = {"outputs": ["output"]}
-    raw = {name: RawTensor.from_numpy(t) for name, t in tensors.items()}
-    body = b"".join(json.encode(Message(fields, raw, encoding=encoding), "inputs"))
+def clients(service: Service, plan: Plan) -> Iterator[Clients]:
+    """All of them ask at the same time."""
+    for shape in plan.shapes:
+        for form in FORMATS:
+            request = asked(service.address, form, tensors_of(SHAPES[shape]))
+            for count in plan.clients:
+                if form == TEXT and shape == "L" and count > MOST_TEXT:
+                    continue
+                yield Clients(
+                    shape, form, count, load(service.address, request, plan.seconds, count)
+                )
 
-    def call() -> Message:
-        response = http.post(
-            "/v1/attention/softmax", content=body, headers={"Content-Type": json.MEDIA_TYPE}
-        )
-        response.raise_for_status()
-        return json.decode(response.content, "outputs")
 
-    return call
+def weights(service: Service, plan: Plan) -> Iterator[Weights | Explicit]:
+    """The whole weights at M, beside explicit attention in processes that do nothing else."""
+    cpus = default_workers()
+    for processes, threads in dict.fromkeys([(1, cpus), (cpus, 1)]):
+        rate = explicit.rate(SHAPES["M"], plan.seconds, processes, threads)
+        yield Explicit(processes, threads, rate)
+    for form in ("V2 binary", "safetensors"):
+        request = asked(service.address, form, tensors_of(SHAPES["M"]), weights=True)
+        for count in plan.clients:
+            yield Weights(form, count, load(service.address, request, plan.seconds, count))
+
+
+def connections(service: Service, plan: Plan) -> Iterator[Connections]:
+    """Open connections at S that ask one after the other, and then all at once."""
+    request = asked(service.address, "V2 binary", tensors_of(SHAPES["S"]))
+    for count in plan.connections:
+        with service.watched() as memory:
+            in_turn = load(service.address, request, plan.seconds, count, at_once=1)
+            at_once = load(service.address, request, plan.seconds, count)
+        yield Connections(count, in_turn, at_once, memory)
+
+
+def sizes(service: Service, plan: Plan) -> Iterator[Size]:
+    """One query of one head and as many keys as fit: the body grows, the answer does not, and the
+    attention reads each number once. The smallest comes again at the end."""
+    for size in (*plan.sizes, plan.sizes[0]):
+        tensors = tensors_of((1, 1, 1, WIDTH), keys_in(size))
+        request = asked(service.address, "V2 binary", tensors, size=size)
+        with service.watched() as memory:
+            came = load(service.address, request, plan.seconds)
+        yield Size(size, came, memory)
+
+
+def keys_in(size: int) -> int:
+    """How many keys and values in float32 fit, beside at most 1 KiB of JSON and query."""
+    return max(1, (size - 1024) // (2 * 4 * WIDTH))
+
+
+def measure(plan: Plan) -> Figures:
+    """All of it: the first three on one service, the others on a new one, so that the memory which
+    is left in it is theirs."""
+    with serving() as service:
+        costs, rates = list(bare(service, plan)), list(clients(service, plan))
+        kept = list(weights(service, plan))
+    with serving() as service:
+        _warm(service)
+        by_connections = list(connections(service, plan))
+        by_size = list(sizes(service, plan))
+    return Figures(costs, rates, kept, by_connections, by_size)
+
+
+def _warm(service: Service) -> None:
+    """Every worker has answered: what they load for their first answer is no growth."""
+    request = asked(service.address, "V2 binary", tensors_of(SHAPES["S"]))
+    load(service.address, request, 0.0, connections=4 * service.workers)
 
 
 def main() -> None:
-    """Measures, and prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="per row")
-    seconds = parser.parse_args().seconds
-    threads = len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    print(
-        f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {threads} CPUs; softmax, float32, output only, cpu; one caller; "
-        f"{WARM_UP} calls of warm-up"
+    """Measures and prints, and writes what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--seconds", type=float, help="per cell")
+    parser.add_argument("--quick", action="store_true", help="little of each, for a moment")
+    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    given = parser.parse_args()
+    plan = QUICK if given.quick else Plan()
+    plan = plan._replace(seconds=given.seconds or plan.seconds)
+    cpus = default_workers()
+    set_to = "".join(
+        f", {name}={os.environ[name]}" for name in sorted(os.environ) if name[:4] == "QKV_"
     )
-    print(f"{'shape':22}{'what':16}{'calls':>6}{'median ms':>11}{'quartiles':>18}{'x bare':>8}")
-    with serving() as url, httpx.Client(base_url=url, timeout=60) as http:
-        for label, shape in SHAPES.items():
-            q, k, v = (torch.randn(shape) for _ in range(3))
-            tensors = {"query": q.numpy(), "key": k.numpy(), "value": v.numpy()}
-            with torch.inference_mode():
-                calls: dict[str, Callable[[], Any]] = {
-                    "bare torch": lambda q=q, k=k, v=v: (  # type: ignore[misc]
-                        torch.nn.functional.scaled_dot_product_attention(q, k, v)
-                    ),
-                    "service, base64": request(http, tensors, "base64"),
-                    "service, lists": request(http, tensors, "lists"),
-                }
-                times = in_turn(calls, seconds)
-            bare = statistics.median(times["bare torch"])
-            for name, values in times.items():
-                low, median, high = statistics.quantiles(values, n=4)
-                print(
-                    f"{f'{label} {shape}':22}{name:16}{len(values):6}{median:11.3f}"
-                    f"{f'{low:.3f} - {high:.3f}':>18}{median / bare:8.1f}"
-                )
+    about = (
+        f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, {cpus} CPUs that service and callers share{set_to}; softmax, cpu, "
+        f"float32; S is {SHAPES['S']}, M {SHAPES['M']}, L {SHAPES['L']}; {plan.seconds:g} s a cell "
+        f"after {WARM_UP} requests of warm-up, from {PROCESSES} processes; every answer checked."
+    )
+    started = time.monotonic()
+    figures = measure(plan)
+    made = tables(about, figures)
+    print("\n\n".join(made.values()) + f"\n{time.monotonic() - started:.0f} s")
+    if given.write:
+        write(made)
 
 
 if __name__ == "__main__":
