@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     connections: tuple[int, ...] = (1, 4, 16, 64, 256, 512)
 
 
-QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**5, 4**11), (1, 16))
+QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,))
 
 
 def bare(service: Service, plan: Plan) -> Iterator[Bare]:
@@ -98,9 +98,8 @@ def clients(service: Service, plan: Plan) -> Iterator[Clients]:
             for count in plan.clients:
                 if form == TEXT and shape == "L" and count > MOST_TEXT:
                     continue
-                yield Clients(
-                    shape, form, count, load(service.address, request, plan.seconds, count)
-                )
+                came = load(service.address, request, plan.seconds, count)
+                yield Clients(shape, form, count, came, service.resident)
 
 
 def weights(service: Service, plan: Plan) -> Iterator[Weights | Explicit]:

@@ -27,12 +27,13 @@ class Bare(NamedTuple):
 
 
 class Clients(NamedTuple):
-    """Requests in one format from so many clients."""
+    """Requests in one format from so many clients, and the bytes that the service held after."""
 
     shape: str
     form: str
     callers: int
     load: Load
+    resident: int
 
 
 class Explicit(NamedTuple):
@@ -117,21 +118,24 @@ def _bare(rows: list[Bare]) -> str:
 
 def _clients(rows: list[Clients]) -> str:
     counts = sorted({row.callers for row in rows})
-    loads = {(row.shape, row.form, row.callers): row.load for row in rows}
     head = ["", ""]
     for count in counts:
         each = f"{count} client{'s' * (count > 1)}"
         head += [f"{each}, requests/s", "p50 / p99, ms"]
-    cells = []
+    cells, over = [], []
     for shape, form in dict.fromkeys((row.shape, row.form) for row in rows):
+        own = {row.callers: row for row in rows if (row.shape, row.form) == (shape, form)}
         cells.append([shape, form])
         for count in counts:
-            came = loads.get((shape, form, count))
+            came = own[count].load if count in own else None
             cells[-1] += [digits(came.rate), _percentiles(came.answers)] if came else ["", ""]
-    alone = {key: _p(load.answers) for key, load in loads.items() if key[2] == 1}
-    over = [f"{key[0]} in {key[1]}" for key, (p50, p99) in alone.items() if p99 > 2 * p50 + 1]
+        cells[-1].append(_mebibytes(list(own.values())[-1].resident))
+        p50, p99 = _p(own[1].load.answers)
+        if p99 > 2 * p50 + 1:
+            over.append(f"{shape} in {form}")
     said = f"not in {', '.join(over)}" if over else "everywhere"
-    return f"{table(head, cells, 2)}\n\nWith one client p99 is at most twice p50 plus 1 ms: {said}."
+    made = table([*head, "resident after, MiB"], cells, labels=2)
+    return f"{made}\n\nWith one client p99 is at most twice p50 plus 1 ms: {said}."
 
 
 def _weights(rows: list[Weights | Explicit]) -> str:
@@ -228,7 +232,11 @@ def _percentiles(answers: list[Answer]) -> str:
 
 
 def _resident(memory: Memory) -> list[str]:
-    return [f"{held / 2**20:,.0f}" for held in (memory.before, memory.most, memory.after)]
+    return [_mebibytes(held) for held in (memory.before, memory.most, memory.after)]
+
+
+def _mebibytes(held: int) -> str:
+    return f"{held / 2**20:,.0f}"
 
 
 def _size(size: int) -> str:

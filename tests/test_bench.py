@@ -104,8 +104,8 @@ def figures(slowest: float, rate: float) -> Figures:
             Bare("S", "bare torch, 4 threads", [9.0, 9.0]),
             Bare("S", "V2 binary", [3.0, 3.0]),
         ],
-        [Clients("S", "V2 binary", count, came) for count in (1, 16)]
-        + [Clients("L", "JSON, lists", 1, came)],
+        [Clients("S", "V2 binary", callers, came, callers << 20) for callers in (1, 16)]
+        + [Clients("L", "JSON, lists", 1, came, 900 << 20)],
         [Explicit(1, 4, rate), Explicit(4, 1, rate / 2), Weights("V2 binary", 16, came)],
         [Connections(512, answers(2.0, 2.0, 2.0), came, memory)],
         [Size(size, came, memory) for size in (1 << 10, 1 << 28, 1 << 10)],
@@ -119,8 +119,8 @@ def test_the_tables_have_all_there_is() -> None:
     assert "| bare torch, 1 thread | 1.00 (1.00–1.00) | 1.00 |" in text
     assert "| bare torch, 4 threads | 9.00 (9.00–9.00) | 9.00 |" in text
     assert "| V2 binary | 3.00 (3.00–3.00) | 3.00 |" in text
-    assert "| S | V2 binary | 1,234 | 2.00 / 3.96 | 1,234 | 2.00 / 3.96 |" in text
-    assert "| L | JSON, lists | 1,234 | 2.00 / 3.96 |  |  |" in text
+    assert "| S | V2 binary | 1,234 | 2.00 / 3.96 | 1,234 | 2.00 / 3.96 | 16 |" in text
+    assert "| L | JSON, lists | 1,234 | 2.00 / 3.96 |  |  | 900 |" in text
     assert "plus 1 ms: everywhere." in text
     assert "| explicit, 4 × 1 threads |  | 1,000 | 0.50 |" in text
     assert "| V2 binary | 16 | 1,234 | 0.62 | 2.00 | 0.500 | 0.300 | 0.200 | 1.00 |" in text
