@@ -91,14 +91,15 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> _State:
-        return cls(key.mT @ value, key.sum(-2, keepdim=True), value.sum(-2, keepdim=True))
+        products = (value.mT @ key).mT  # the faster way round
+        return cls(products, key.sum(-2, keepdim=True), value.sum(-2, keepdim=True))
 
 
 def _all(query: _Rows, counts_B11L1: Tensor, state: _State) -> tuple[Tensor, Tensor]:
     """The averages over the keys of a state, of (B, G, K, L) queries; and their divisors."""
-    products, keys, values = (part[:, :, None] for part in state)
-    total = torch.linalg.vecdot(query.x_D, keys).unsqueeze(-1).div_(query.norm_1).add_(counts_B11L1)
-    share = 1 / _divisor(total)
+    products, keys, values = (part.unsqueeze(2) for part in state)
+    total = (query.x_D @ keys.mT).div_(query.norm_1).add_(counts_B11L1)
+    share = _divisor(total).reciprocal_()
     # the products are divided by the norms last: once, in place
     output = (query.x_D @ products).mul_(share / query.norm_1).addcmul_(values, share)
     return output, total

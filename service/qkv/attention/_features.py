@@ -10,13 +10,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Phi", "back_sums", "products", "sums"]
+__all__ = ["Phi", "State", "back_sums", "products", "shared", "sums"]
 
 _CHUNK = 64  # queries whose scores are made, where they see no key past their own
 _ROWS = 1024  # keys that are summed in the dtype they come in, and no more
 _ELEMENTS = 1 << 18  # of what is made at a time: small enough to stay in a cache
+_SHARED = 1 << 19  # the same where all queries see all keys
 
 Phi = Callable[[Tensor], Tensor]
+
+
+class State(NamedTuple):
+    """What queries share of some keys: sum_j v_j g_j, the faster way round, and sum_j g_j."""
+
+    values_BGEF: Tensor
+    ones_BG1F: Tensor
+
+    @classmethod
+    def of(cls, key_BGSF: Tensor, value_BGSE: Tensor, phi: Phi | None) -> State:
+        """Of all these keys, which phi makes features of; a few heads and rows at a time."""
+        (B, G, S, F), E = key_BGSF.shape, value_BGSE.shape[3]
+        at_once = _at_once(_SHARED, min(_ROWS, S), F, E)
+        heads = _cut(0, at_once, key_BGSF.flatten(0, 1), value_BGSE.flatten(0, 1))
+        parts = [_state(key, value, phi) for key, value in heads]
+        whole = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*parts, strict=True))
+        return cls(*(x.unflatten(0, (B, G)) for x in whole))
 
 
 def sums(
@@ -37,6 +55,9 @@ def sums(
             key past its own; None: it sees all.
         phi: makes the features of what came in their place, row by row.
     """
+    if offsets is None:
+        output, total = shared(query_BGKLF, State.of(key_BGSF, value_BGSE, phi), phi)
+        return output, total
     total = query_BGKLF.new_empty(*query_BGKLF.shape[:-1], 1)
     return _filled(query_BGKLF, key_BGSF, value_BGSE, total, offsets, phi, phi), total
 
@@ -49,7 +70,31 @@ def products(
     query_phi: Phi | None = None,
 ) -> Tensor:
     """The first of the `sums` alone; query_phi makes features of queries only."""
+    if offsets is None:
+        state = State.of(key_BGSF, value_BGSE, None)
+        return shared(query_BGKLF, (state.values_BGEF,), query_phi)[0]
     return _filled(query_BGKLF, key_BGSF, value_BGSE, None, offsets, query_phi, None)
+
+
+def shared(query_BGKLF: Tensor, states_BGXF: tuple[Tensor, ...], phi: Phi | None) -> list[Tensor]:
+    """Queries times each of what all of them share, (B, G, K, L, X); a few heads and rows
+    at a time.
+
+    Args:
+        query_BGKLF: as in `sums`; phi makes features of them.
+        states_BGXF: of a `State`, or made of it.
+    """
+    B, G, K, L, F = query_BGKLF.shape
+    query = query_BGKLF.flatten(2, 3).flatten(0, 1)
+    states = [x.flatten(0, 1).mT.to(query.dtype) for x in states_BGXF]
+    made = [query.new_empty(B * G, K * L, x.shape[2]) for x in states]
+    at_once = _at_once(_SHARED, min(_ROWS, K * L), F, made[0].shape[2])
+    for heads in _cut(0, at_once, query, *made, *states):
+        for rows, *into in _cut(1, _ROWS, *heads[: 1 + len(made)]):
+            features = rows if phi is None else phi(rows)
+            for out, state in zip(into, heads[1 + len(made) :], strict=True):
+                torch.bmm(features, state, out=out)
+    return [x.view(B, G, K, L, -1) for x in made]
 
 
 def back_sums(
@@ -76,7 +121,7 @@ def _filled(
     key_BGSF: Tensor,
     value_BGSE: Tensor,
     total_BGKL1: Tensor | None,
-    offsets: list[int] | None,
+    offsets: list[int],
     query_phi: Phi | None,
     key_phi: Phi | None,
 ) -> Tensor:
@@ -88,27 +133,36 @@ def _filled(
         x.flatten(0, 1) for x in (query_BGKLF, key_BGSF, value_BGSE, output)
     )
     total = None if total_BGKL1 is None else total_BGKL1.flatten(0, 1)
-    rows = min(_ROWS if offsets is None else _CHUNK, max(L, S))
-    at_once = max(1, _ELEMENTS // max(1, rows * max(F, E)))
+    at_once = _at_once(_ELEMENTS, min(_CHUNK, max(L, S)), F, E)
     for run, offset in _runs(B, offsets):
         for some in _blocks(slice(run.start * G, run.stop * G), at_once):
             heads = _Heads(
                 query[some], key[some], value[some], filled[some],
                 None if total is None else total[some], query_phi, key_phi,
             )  # fmt: skip
-            if offset is None:
-                heads.fill()
-            else:
-                heads.fill_causal(offset)
+            heads.fill(offset)
     return output
 
 
-def _runs(B: int, offsets: list[int] | None) -> Iterator[tuple[slice, int | None]]:
-    """Items that have one offset, or none."""
-    if offsets is None or len(set(offsets)) == 1:
-        yield slice(0, B), offsets[0] if offsets else None
+def _at_once(elements: int, rows: int, F: int, E: int) -> int:
+    """How many heads, of so many rows each, are so many elements."""
+    return max(1, elements // max(1, rows * max(F, E)))
+
+
+def _runs(B: int, offsets: list[int]) -> Iterator[tuple[slice, int]]:
+    """Items that have one offset."""
+    if len(set(offsets)) == 1:
+        yield slice(0, B), offsets[0]
     else:
         yield from ((slice(b, b + 1), offset) for b, offset in enumerate(offsets))
+
+
+def _cut(axis: int, size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same parts of all, of this size at most."""
+    if tensors[0].shape[axis] <= size:
+        yield tensors
+    else:
+        yield from zip(*(x.split(size, axis) for x in tensors), strict=True)
 
 
 def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
@@ -116,11 +170,18 @@ def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
     return (slice(start, min(start + at_once, rows.stop)) for start in starts)
 
 
-class _State(NamedTuple):
-    """What queries share of some keys: sum_j g_j v_j and sum_j g_j, as a row."""
-
-    values_nFE: Tensor
-    ones_n1F: Tensor
+def _state(key_nSF: Tensor, value_nSE: Tensor, phi: Phi | None) -> tuple[Tensor, Tensor]:
+    """The `State` of n heads: beyond the first _ROWS keys in float64, because a long sum in float32
+    would lose a digit or two."""
+    state: tuple[Tensor, Tensor] | None = None
+    for key, value in _cut(1, _ROWS, key_nSF, value_nSE):
+        key = key if phi is None else phi(key)
+        part = torch.bmm(value.mT, key), key.sum(1, keepdim=True)
+        if state is not None:
+            part = state[0].double().add_(part[0]), state[1].double().add_(part[1])
+        state = part
+    assert state is not None
+    return state
 
 
 class _Heads(NamedTuple):
@@ -142,29 +203,7 @@ class _Heads(NamedTuple):
         key = self.key_nSF[:, rows]
         return key if self.key_phi is None else self.key_phi(key)
 
-    def state(self, keys: slice) -> _State:
-        """Of these keys: beyond the first _ROWS of them in float64, because a long sum in float32
-        would lose a digit or two."""
-        first, *others = _blocks(keys, _ROWS) if keys.stop > 0 else [keys]
-        state = self._part(first)
-        for rows in others:
-            both = zip(state, self._part(rows), strict=True)
-            state = _State(*(x.double().add_(part) for x, part in both))
-        return state
-
-    def _part(self, rows: slice) -> _State:
-        if rows.stop <= 0:
-            (n, _, F), E = self.key_nSF.shape, self.value_nSE.shape[2]
-            return _State(self.value_nSE.new_zeros(n, F, E), self.value_nSE.new_zeros(n, 1, F))
-        key = self.key(rows)
-        return _State(torch.bmm(key.mT, self.value_nSE[:, rows]), key.sum(1, keepdim=True))
-
-    def fill(self) -> None:
-        """The sums of queries that see all keys."""
-        every = slice(0, self.output_nKLE.shape[2])
-        self._share(self.state(slice(0, self.key_nSF.shape[1])), every)
-
-    def _share(self, state: _State, rows: slice) -> None:
+    def _share(self, state: tuple[Tensor, Tensor], rows: slice) -> None:
         """The sums of queries that see what is in the state, and no more."""
         values, ones = (x.to(self.output_nKLE.dtype) for x in state)
         for block, k in product(_blocks(rows, _ROWS), range(self.output_nKLE.shape[1])):
@@ -173,7 +212,7 @@ class _Heads(NamedTuple):
             if self.total_nKL1 is not None:
                 torch.bmm(query, ones.mT, out=self.total_nKL1[:, k, block])
 
-    def fill_causal(self, offset: int) -> None:
+    def fill(self, offset: int) -> None:
         """The sums where query i sees the keys up to i + offset."""
         (n, _, L, E), (S, F) = self.output_nKLE.shape, self.key_nSF.shape[1:]
         first = min(L, max(0, -offset))  # those before it see nothing
@@ -182,8 +221,9 @@ class _Heads(NamedTuple):
             self.output_nKLE[:, :, :first] = 0.0
             if self.total_nKL1 is not None:
                 self.total_nKL1[:, :, :first] = 0.0
-        before = slice(0, min(S, first + offset))
-        state = _State(*(x.double() for x in self.state(before)))
+        before = slice(0, max(0, min(S, first + offset)))
+        values, ones = _state(self.key_nSF[:, before], self.value_nSE[:, before], self.key_phi)
+        state = values.mT.double(), ones.double()
         if first < every:
             chunk = min(_CHUNK, every - first)
             per_chunk = max(1, n * max(chunk * max(F, E), F * E))
@@ -192,7 +232,9 @@ class _Heads(NamedTuple):
         if every < L:
             self._share(state, slice(every, L))
 
-    def _fill_chunks(self, state: _State, rows: slice, offset: int, chunk: int) -> None:
+    def _fill_chunks(
+        self, state: tuple[Tensor, Tensor], rows: slice, offset: int, chunk: int
+    ) -> None:
         """The sums of a run of chunks; the state becomes that after it.
 
         Within a chunk the scores are a small triangle, and what came before it is a sum that all
@@ -200,9 +242,9 @@ class _Heads(NamedTuple):
         """
         keys = slice(rows.start + offset, rows.stop + offset)
         key, value = _chunked(self.key(keys), chunk), _chunked(self.value_nSE[:, keys], chunk)
-        values = _before(state.values_nFE, torch.bmm(key.mT, value))
+        values = _before(state[0], torch.bmm(key.mT, value))
         if self.total_nKL1 is not None:
-            ones = _before(state.ones_n1F, key.sum(1, keepdim=True))
+            ones = _before(state[1], key.sum(1, keepdim=True))
         for k in range(self.output_nKLE.shape[1]):
             query = _chunked(self.query(k, rows), chunk)
             scores = torch.bmm(query, key.mT).tril_()

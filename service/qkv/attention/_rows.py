@@ -40,11 +40,12 @@ def padding_of(S: int, key_lengths_B: Tensor | None) -> Tensor | None:
     return torch.arange(S, device=key_lengths_B.device) >= key_lengths_B[:, None]
 
 
-def without(padding_BS: Tensor | None, tensor_BGSX: Tensor) -> Tensor:
-    """Keys or values with zeros for padding, whose NaN or inf would spread through sums."""
+def without(padding_BS: Tensor | None, tensor_BGSX: Tensor, instead: float = 0.0) -> Tensor:
+    """Keys or values with zeros for padding, whose NaN or inf would spread through sums; or -inf
+    instead, of which e^x is 0."""
     if padding_BS is None:
         return tensor_BGSX
-    return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], 0.0)
+    return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], instead)
 
 
 def offsets_of(

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
+from qkv.attention._channels import averages
 from qkv.attention._features import Phi, back_sums, products, sums
 from qkv.attention._gradients import by_heads, regrown, sized
 from qkv.attention._rows import Causal, QueryOffset, hide, offsets_of, padding_of, without
@@ -145,11 +146,12 @@ def attend(
         outputs: which of "output" and "weights" to return.
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
-        output = _output(made, without(padding_of(S, key_lengths_B), value_BGSE)).to(dtype)
+        make = _carefully if causal or dtype == torch.float64 else _quickly
+        output = make(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
     if "weights" in outputs:
+        made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
         weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = made.block(rows).flatten(1, 2)
@@ -168,6 +170,45 @@ def weights(
     """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
     made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     return made.block(rows).flatten(1, 2).to(score_dtype(query_BHLD.dtype))
+
+
+def _quickly(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> Tensor:
+    """The output in float32 where every query sees every key, but `_carefully` for the items that
+    this is too narrow for. Each is judged by itself: its bits do not depend on its neighbours."""
+    padding = padding_of(key_BGSD.shape[2], key_lengths_B)
+    query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).float()
+    made, fits = averages(query, key_BGSD.float(), value_BGSE.float(), padding)
+    if made is None:
+        return _carefully(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
+    output = made.flatten(1, 2).to(query_BHLD.dtype)
+    for b, fit in enumerate(fits):
+        if not fit:
+            own = slice(b, b + 1)
+            lengths = None if key_lengths_B is None else key_lengths_B[own]
+            items = (query_BHLD[own], key_BGSD[own], value_BGSE[own], lengths)
+            output[own] = _carefully(*items, causal, query_offset)
+    return output
+
+
+def _carefully(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    key_lengths_B: Tensor | None,
+    causal: bool,
+    query_offset: int | Literal["end"],
+) -> Tensor:
+    """The output, whatever came."""
+    made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    value = without(padding_of(key_BGSD.shape[2], key_lengths_B), value_BGSE)
+    return _output(made, value).to(query_BHLD.dtype)
 
 
 def _made(

@@ -206,7 +206,7 @@ def _quickly(
         counts_BL,
         offsets,
     )
-    spare = total[..., 0] - _NARROW * counts_BL[:, None, None]
+    spare = torch.sub(total.squeeze(-1), counts_BL[:, None, None], alpha=_NARROW)
     if spare.amin().item() >= 0 and isfinite(output.sum().item()):  # then all its terms are
         return output.flatten(1, 2).to(dtype)
     fits_B = (spare >= 0).flatten(1).all(1) & output.isfinite().flatten(1).all(1)
