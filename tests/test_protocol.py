@@ -166,6 +166,47 @@ def test_other_numbers_have_their_own_answers(server: Server, ran: list[Standing
     assert len(ran) >= 29
 
 
+def wild(random: Any, shape: tuple[int, ...], size: float) -> Array:
+    """Numbers of that size, some of them far from ordinary."""
+    array = random.normal(size=shape).astype(np.float32) * np.float32(size)
+    if size > 1:
+        array.flat[random.integers(array.size)] = random.choice([3e38, -3e38, np.nan, np.inf, 2e19])
+    return np.asarray(array)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_is_decided_once_has_the_bits_of_what_is_decided_each_time(dtype: str) -> None:
+    """Heads, groups, parameters; and numbers for which it is to be decided anew."""
+    random, limits = np.random.default_rng(0), Limits(answer=1 << 30, request=1 << 30)
+    backends = []
+    for turn in range(200):
+        G, K, L, S, D = (int(random.choice([1, 2, 3, 7, 16, 33])) for _ in range(5))
+        E = D if random.random() < 0.8 else D + 1
+        shapes = (1, G * K, L, D), (1, G, S, D), (1, G, S, E)
+        size = random.choice([1e-30, 1.0, 1.0, 1.0, 1e5])
+        arrays = [wild(random, shape, size).astype(dtype) for shape in shapes]
+        given = [
+            {"causal": bool(random.random() < 0.5)}, {"scale": float(random.choice([0.3, -1, 0]))},
+            {"window": [1, None]}, {"softcap": 3.0}, {"query_offset": 1, "causal": True}, {},
+            {"query_offset": "end", "causal": True},
+        ]  # fmt: skip
+        buffer = memoryview(bytearray(b"".join(array.tobytes() for array in arrays)))
+        tensors, at = {}, 0
+        for name, array in zip(NAMES, arrays, strict=True):
+            view = buffer[at : (at := at + array.nbytes)]
+            tensors[name] = RawTensor(dtype, array.shape, view)
+        fields = {"outputs": ["output"], "parameters": given[turn % len(given)]}
+        job = Job.of("softmax", Message(fields, tensors), limits)
+        (alone,) = run([job], torch.device("cpu"), False)
+        ready = Standing(job, buffer)
+        for _ in range(2):
+            again = ready.run()
+            assert again.backend == alone.backend
+            assert again.outputs["output"].data == alone.outputs["output"].data
+        backends.append((ready._decided is not None, alone.backend))
+    assert {(True, "sdpa"), (True, "explicit"), (False, "sdpa"), (False, "explicit")} == {*backends}
+
+
 def test_however_the_bytes_come(server: Server, ran: list[Standing]) -> None:
     """Cut anywhere, and many requests at once, to several paths."""
     requests = [

@@ -117,6 +117,17 @@ class Variant:
         own = getattr(self.module, "fused", None)
         return own is not None and bool(own(sizes, parameters, outputs))
 
+    def decided(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        parameters: pydantic.BaseModel,
+        outputs: frozenset[str],
+    ) -> Callable[..., Any] | None:
+        """`attend` for inputs of these shapes and ordinary numbers, all else decided: takes the
+        inputs by name. None where a file's `decided` has none, or a file has no `decided`."""
+        own = getattr(self.module, "decided", None)
+        return None if own is None else own(shapes, parameters, outputs)
+
     def pairs(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
         """How many pairs of a query and a key are looked at one by one, from the sizes of each
         letter: what a file's `pairs` says; else as many as there are scores, where it has them."""

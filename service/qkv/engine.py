@@ -217,13 +217,10 @@ class Engine:
         if not self._is_free() or not self.ready:
             return None
         since = time.perf_counter()
-        self._on_busy(True)
         try:
             ran = standing.run()
         except Exception:
             return None
-        finally:
-            self._on_busy(False)
         self._record([(standing.job, since)], [ran])
         return self._answer(standing.job, since, ran)
 
@@ -231,7 +228,7 @@ class Engine:
         """Whether nothing runs or waits; whatever submits jobs does so on the loop that asks, so
         that none comes before it goes on."""
         with self._changed:
-            return not (self._running or self._holds or any(self._orders.values()))
+            return not (self._running or self._holds or self._groups)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -100,7 +100,7 @@ class Job:
         """Its items, the size of B."""
         return self.inputs.bound.sizes.get("B", 1)
 
-    @property
+    @cached_property
     def bytes_in(self) -> int:
         """Bytes of all tensors that came."""
         return self.inputs.nbytes

@@ -80,31 +80,41 @@ class Standing:
 
     Args:
         job: without a layer; the bytes of its tensors are aligned, and may be written.
+        buffer: where its tensors' bytes lie, and nothing else does; None: they are not together.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, buffer: memoryview | None = None) -> None:
         self.job = job
         cpu = torch.device("cpu")
         self._tensors = {n: _gather([job], n, cpu) for n in job.inputs.tensors}
-        self._inputs = {t.untyped_storage().data_ptr() for t in self._tensors.values()}
+        places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors.values()]
+        self._first, self._last = min(p for p, _ in places), max(p for _, p in places)
+        self._decided = None
+        if buffer is not None and job.inputs.dtype in ("float32", "float64"):
+            self._row = torch.frombuffer(buffer, dtype=_TORCH[job.inputs.dtype])
+            self._decided = job.variant.decided(job.inputs.shapes, job.parameters, job.outputs)
+        self._most = job.variant.ordinary**2  # each number's square is below
 
     def run(self) -> Ran:
         """Runs it on the calling thread. What is returned shares no memory with its tensors."""
         started = time.perf_counter()
         torch.set_num_threads(1)
-        with torch.inference_mode():
-            passed = through(self.job, self._tensors, {}, None)
+        # their sum is above each of them, and inf or NaN where a number is
+        if self._decided is not None and torch.dot(self._row, self._row).item() < self._most:
+            result = self._decided(**self._tensors)
+            made, backend = {n: getattr(result, n) for n in self.job.outputs}, result.backend
+        else:
+            with torch.inference_mode():
+                made, backend = through(self.job, self._tensors, {}, None)
         computed = time.perf_counter()
         answers = {}
-        for name, tensor in passed.tensors.items():
+        for name, tensor in made.items():
             dense = tensor.contiguous()
-            if dense.untyped_storage().data_ptr() in self._inputs:
+            if self._first <= dense.data_ptr() < self._last:
                 dense = dense.clone()
             answers[name] = _raw(dense, *self.job.answers[name])
-        ended = time.perf_counter()
-        return Ran(
-            answers, started, 0.0, computed - started, ended - computed, 1, 1, passed.backend
-        )
+        times = (0.0, computed - started, time.perf_counter() - computed)
+        return Ran(answers, started, *times, 1, 1, backend)
 
 
 def _run_alone(job: Job, device: torch.device, batch_size: int, threads: int, spare: int) -> Ran:

@@ -147,6 +147,31 @@ def attend(
     return _explicit(scores, value.to(visible.dtype), outputs, query_BHLD.dtype)
 
 
+def decided(
+    shapes: Mapping[str, tuple[int, ...]], parameters: Any, outputs: frozenset[str]
+) -> Callable[..., Softmax] | None:
+    """What `attend` comes to for inputs of these shapes and numbers below 1e9: the bare kernel;
+    None where it may be more than that."""
+    if set(shapes) != {"query", "key", "value"} or outputs != {"output"}:
+        return None
+    (B, H, _, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
+    scale = D**-0.5 if parameters.scale is None else parameters.scale
+    more = ("softcap", "window", "dropout", "query_offset")
+    if D != E or scale < 1e-30 or B * H * S > _BIAS_ELEMENTS:
+        return None
+    if any(getattr(parameters, name) for name in more):
+        return None
+    causal, grouped = parameters.causal, H != G
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
+        made = scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        return Softmax(made, backend="sdpa")
+
+    return run
+
+
 def weights(
     query_BHLD: Float[Tensor, "B H L D"],
     key_BGSD: Float[Tensor, "B G S D"],

@@ -141,7 +141,9 @@ class Shortcuts:
             )
             for span in found
         }
-        known.plans[head] = _Plan(Standing(job.again(tensors)), is_open, written)
+        together = sum(span.last - span.first for span in found) == len(body) - len(head)
+        whole = self._room[LONGEST_HEAD : offset + len(body)] if together else None
+        known.plans[head] = _Plan(Standing(job.again(tensors), whole), is_open, written)
         if len(known.plans) > _MOST_HEADS:
             known.plans.popitem(last=False)
         if len(self._known) > _MOST:
