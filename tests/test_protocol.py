@@ -303,6 +303,36 @@ def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> Non
         assert caller.socket.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
 
 
+def test_large_bodies_come_whole_however_they_come(server: Server, ran: list[Standing]) -> None:
+    """One after the other, many at once, in pieces, and with small ones between them."""
+    large = [request_of(*body_of(drawn(seed, (1, 8, 256, 64)))) for seed in range(3)]
+    small = [request_of(*body_of(drawn(seed))) for seed in range(3)]
+    requests = [one for pair in zip(large, small, strict=True) for one in pair]
+    expect = request_of(*body_of(drawn(0, (1, 8, 256, 64))), PATH, "Expect: 100-continue")
+    with calling(server) as caller:
+        whole = []
+        for request in requests:
+            caller.send(request)
+            whole.append(caller.answer()[2])
+        assert len(set(whole)) == 6
+        caller.send(b"".join(requests))
+        assert [caller.answer()[2] for _ in requests] == whole
+        together = b"".join(requests)
+        for size in (7_001, 65_537, 300_000):
+            caller.send(*(together[i : i + size] for i in range(0, len(together), size)))
+            assert [caller.answer()[2] for _ in requests] == whole
+        end = expect.index(b"\r\n\r\n") + 4
+        caller.send(expect[:end])
+        assert caller.socket.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        caller.send(expect[end:])
+        assert caller.answer()[2] == whole[0]
+    for size in (1000, 100_000, 1_000_000):
+        with calling(server) as caller:
+            caller.send(large[0][:size])
+            until(lambda: asked_of(server) == 1)
+        until(lambda: asked_of(server) == 0)
+
+
 def test_who_leaves_in_the_middle_is_forgotten(server: Server, ran: list[Standing]) -> None:
     request = request_of(*body_of(drawn(0)))
     with calling(server) as caller:

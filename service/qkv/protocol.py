@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from qkv.fleet import Worker
+from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
 from qkv.routes.shortcuts import Asked, Reply, Shortcuts
 
 __all__ = ["Protocol"]
+
+
+class _Filling(NamedTuple):
+    """What is still to be filled of a body's buffer, and who waits for it."""
+
+    buffer: memoryview
+    done: asyncio.Future[bool]
 
 
 class Protocol(HttpToolsProtocol):
@@ -43,6 +56,7 @@ class Protocol(HttpToolsProtocol):
         self._worker, self._shortcuts = worker, shortcuts
         self._asked: Asked | None = None  # what came in short
         self._chunks: list[bytes] = []
+        self._filling: _Filling | None = None
 
     def on_headers_complete(self) -> None:
         if self._is_free() and self.parser.get_method() == b"POST":
@@ -51,11 +65,13 @@ class Protocol(HttpToolsProtocol):
                 self._asked = asked
                 self._worker.asks(1)
                 return
-        super().on_headers_complete()
+        self._start()
 
     def on_body(self, body: bytes) -> None:
         if self._asked is not None:
             self._chunks.append(body)
+        elif self._filling is not None:
+            self._fill(body)
         else:
             super().on_body(body)
 
@@ -73,6 +89,8 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._asked is not None:
             self._forget()
+        if self._filling is not None:
+            self._filled(False)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -87,11 +105,42 @@ class Protocol(HttpToolsProtocol):
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle and not self.flow.write_paused and not self._worker.fleet.draining
 
+    def _start(self) -> None:
+        """uvicorn's own way, with a shorter one for the body."""
+        super().on_headers_complete()
+        self.scope["state"][REST] = partial(self._rest, self.cycle)
+
+    def _rest(self, cycle: RequestResponseCycle, buffer: memoryview) -> asyncio.Future[bool]:
+        """A `Rest` of the request that a cycle answers."""
+        self._filling = _Filling(buffer, self.loop.create_future())
+        filling, came = self._filling, cycle.body
+        cycle.body = bytearray()
+        if cycle.disconnected:
+            self._filled(False)
+        else:
+            self._fill(came)
+            self.flow.resume_reading()
+        return filling.done
+
+    def _fill(self, piece: bytes | bytearray) -> None:
+        assert self._filling is not None
+        buffer = self._filling.buffer
+        buffer[: len(piece)] = piece
+        self._filling = self._filling._replace(buffer=buffer[len(piece) :])
+        if len(piece) == len(buffer):
+            self._filled(True)
+
+    def _filled(self, is_whole: bool) -> None:
+        assert self._filling is not None
+        if not self._filling.done.done():
+            self._filling.done.set_result(is_whole)
+        self._filling = None
+
     def _take_long_way(self) -> None:
         chunks = self._chunks
         self._forget()
         self.scope["state"][ACCEPTED] = True
-        super().on_headers_complete()
+        self._start()
         for chunk in chunks:
             super().on_body(chunk)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,10 +17,17 @@ from qkv.errors import Left, TooLarge, Unparseable, UnsupportedMediaType
 from qkv.message import Message
 from qkv.wire import Codec, for_accept, for_content_type
 
-__all__ = ["Outgoing", "Received", "body", "elsewhere", "read"]
+__all__ = ["REST", "Outgoing", "Received", "Rest", "body", "elsewhere", "read"]
 
 _T = TypeVar("_T")
 Chunk = bytes | memoryview
+
+REST: Final = "qkv.rest"
+"""In a scope's state: a `Rest`, where the server has one."""
+
+Rest = Callable[[memoryview], Awaitable[bool]]
+"""Fills a buffer with all that is left of a body of a declared length, as it comes in: each piece
+is copied once, and no task is woken for it. False: the caller left."""
 
 _LARGE: Final = 1 << 18  # bytes; more is not parsed or written on the event loop
 _ALIGNMENT: Final = 64
@@ -123,6 +130,11 @@ async def body(
     buffer = _aligned(int(declared), at)
     buffer[: len(head)] = head
     filled = len(head)
+    rest: Rest | None = request.scope.get("state", {}).get(REST)
+    if rest is not None and filled < len(buffer):
+        if not await rest(buffer[filled:]):
+            raise Left("the caller left before its body had come")
+        return buffer
     async for chunk in stream:
         buffer[filled : filled + len(chunk)] = chunk
         filled += len(chunk)
