@@ -320,13 +320,21 @@ def _explicit(
     """Plain products, a block of rows at a time; whole matrices only where they are asked for."""
     B, G, K, L, _ = scores.query_BGKLD.shape
     H, S, E = G * K, scores.visible.S, value_BGSE.shape[-1]
-    exact = score_dtype(dtype)
+    exact, blocks = score_dtype(dtype), row_blocks(L, B * H * S, _SCORE_ELEMENTS)
+    if len(blocks) == 1:
+        block = scores.block(blocks[0])
+        if block.keys == slice(0, S):
+            return Softmax(
+                _averaged(scores, block, value_BGSE).to(dtype) if "output" in outputs else None,
+                block.weights.to(exact) if "weights" in outputs else None,
+                block.scores.to(exact) if "scores" in outputs else None,
+            )
     output = value_BGSE.new_zeros(B, H, L, E, dtype=dtype) if "output" in outputs else None
     weights = value_BGSE.new_zeros(B, H, L, S, dtype=exact) if "weights" in outputs else None
     logits = (
         value_BGSE.new_full((B, H, L, S), -torch.inf, dtype=exact) if "scores" in outputs else None
     )
-    for rows in row_blocks(L, B * H * S, _SCORE_ELEMENTS):
+    for rows in blocks:
         block = scores.block(rows)
         if output is not None:
             output[:, :, rows] = _averaged(scores, block, value_BGSE)
