@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
@@ -18,28 +18,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from qkv import __version__, catalogue
+from qkv.arena import Arena
+from qkv.device_process import DeviceProcess
 from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
-from qkv.job import Job, Limits
-from qkv.message import Message
 from qkv.protocol import Protocol
+from qkv.remote import Remote
 from qkv.routes import attention, convert, gradients, infer, openapi, operations, v2, variants
 from qkv.routes.front import Endpoint, Front
-from qkv.routes.runs import Runs
+from qkv.routes.runs import Runs, limits_of
 from qkv.routes.shortcuts import Shortcuts
 from qkv.settings import Settings
-from qkv.tensors import RawTensor
+from qkv.warmup import warm_up
 from qkv.wire import json
 
-__all__ = ["create_app", "new_fleet"]
+__all__ = ["create_app", "new_device_process", "new_fleet"]
 
 _log = logging.getLogger("qkv.app")
 
-_PULSE_S: Final = 0.25
 
-
-def create_app(settings: Settings | None = None, worker: Worker | None = None) -> FastAPI:
+def create_app(
+    settings: Settings | None = None, worker: Worker | None = None, remote: Remote | None = None
+) -> FastAPI:
     """The service as an ASGI application.
 
     `app.state.engine` is its engine; `app.state.front` is the same application with a shorter way
@@ -49,27 +50,24 @@ def create_app(settings: Settings | None = None, worker: Worker | None = None) -
     Args:
         settings: None reads them from the environment.
         worker: what this process is in its fleet; None: alone.
+        remote: what has another process run jobs; None: an engine of its own runs them.
     """
     settings = settings or Settings()
     if worker is None:
         worker = new_fleet(settings, 1).worker(0)
         worker.ready(True)
-    engine = Engine(
-        pick_device(settings.device),
-        max_batch=settings.max_batch,
-        threads=settings.threads,
-        max_queue_bytes=settings.max_queue_bytes,
-        spare=worker.spare,
-        on_busy=worker.busy,
-    )
+    engine = remote or _new_engine(settings, worker)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
-        pulse = asyncio.create_task(_pulse(worker))
+        pulse = asyncio.create_task(worker.pulse())
         try:
-            await _warm_up(engine)
-            engine.recorder = worker.recorder  # from here on it is for callers
+            if isinstance(engine, Remote):
+                await engine.until_ready()
+            else:
+                await warm_up(engine)
+                engine.recorder = worker.recorder  # from here on it is for callers
             yield
         finally:
             await engine.stop()
@@ -118,14 +116,44 @@ def _endpoints(native: Iterable[APIRouter], inference: infer.Infer) -> dict[str,
     return found
 
 
-def new_fleet(settings: Settings, workers: int) -> Fleet:
-    """What so many workers share, made before they are forked."""
+def _new_engine(settings: Settings, worker: Worker) -> Engine:
+    """An engine in this process.
+
+    Raises:
+        ValueError: its device is not there.
+    """
+    return Engine(
+        pick_device(settings.device),
+        max_batch=settings.max_batch,
+        threads=settings.threads,
+        max_queue_bytes=settings.max_queue_bytes,
+        spare=worker.spare,
+        on_busy=worker.busy,
+    )
+
+
+def new_device_process(
+    settings: Settings, worker: Worker, arena: Arena, mailbox: socket.socket, leash: int
+) -> DeviceProcess:
+    """The process that has the device for all workers: its engine is the only one.
+
+    Raises:
+        ValueError: its device is not there.
+    """
+    engine = _new_engine(settings, worker)
+    return DeviceProcess(engine, worker, arena, limits_of(settings), mailbox, leash)
+
+
+def new_fleet(settings: Settings, workers: int, *, device_process: bool = False) -> Fleet:
+    """What so many workers share, and the process that has their device where there is one; made
+    before any is forked."""
     return Fleet(
         workers,
         settings.stuck_s,
         settings.stuck_device_s,
         models=tuple(catalogue.variants()),
         most_together=settings.max_batch or GPU_BATCH,
+        device_process=device_process,
     )
 
 
@@ -152,33 +180,6 @@ class _Draining:
             refusal = _refusal(NotNow("the service is stopping", retry_after=5), scope["path"])
             return await refusal(scope, receive, closing)
         return await self._app(scope, receive, closing)
-
-
-async def _pulse(worker: Worker) -> None:
-    """Shows that the event loop turns."""
-    while True:
-        worker.beat()
-        await asyncio.sleep(_PULSE_S)
-
-
-async def _warm_up(engine: Engine) -> None:
-    """Runs each variant once, the smallest request there is: a first call costs torch some 30 ms,
-    which nobody's timing should show."""
-    limits = Limits(answer=1 << 20, request=1 << 20)
-    for name, variant in catalogue.variants().items():
-        tensors = {
-            i.name: RawTensor.from_numpy(
-                np.zeros([catalogue.fixed_size(x) or 2 for x in i.letters], np.float32)
-            )
-            for i in variant.inputs.values()
-            if not i.optional
-        }
-        for outputs in (["output"], list(variant.outputs)):
-            job = Job.of(name, Message({"outputs": outputs}, tensors), limits)
-            try:
-                await engine.submit(job)
-            except QkvError:
-                _log.exception("warming %s up failed", name)
 
 
 def _describe(app: FastAPI) -> None:

@@ -150,7 +150,12 @@ class Engine:
         return self.alive and not self._closing
 
     def submit(
-        self, job: Job, *, priority: int = 0, wait_s: float | None = None
+        self,
+        job: Job,
+        *,
+        priority: int = 0,
+        wait_s: float | None = None,
+        since: float | None = None,
     ) -> asyncio.Future[Answer]:
         """Queues a job; its answer is the future's result. Cancelling the future drops it.
 
@@ -158,13 +163,16 @@ class Engine:
             job: what to run.
             priority: 1 goes before all others, 3 after; anything else is like everybody, 2.
             wait_s: seconds that it may wait for the device; then the future fails with TooLate.
+            since: from when on it waits, by `time.perf_counter`; None: now.
 
         Raises:
             NotNow: too much waits already, or the engine is stopping.
         """
         assert self._loop is not None
         priority = priority if priority in _PRIORITIES else _DEFAULT_PRIORITY
-        waiting = _Waiting(job, self._loop.create_future(), priority)
+        now = time.perf_counter()
+        since = now if since is None else since
+        waiting = _Waiting(job, self._loop.create_future(), priority, since)
         with self._changed:
             if not self.ready:
                 raise NotNow("the service is stopping", retry_after=5)
@@ -179,7 +187,8 @@ class Engine:
             self._changed.notify()
         waiting.future.add_done_callback(lambda future: self._left(waiting, future))
         if wait_s is not None:
-            timer = self._loop.call_later(wait_s, self._expire, waiting, wait_s)
+            left_s = wait_s - (now - since)
+            timer = self._loop.call_later(left_s, self._expire, waiting, wait_s)
             waiting.future.add_done_callback(lambda _: timer.cancel())
         return waiting.future
 

@@ -1,11 +1,12 @@
-"""What is one over all worker processes: a small block of memory that they share.
+"""What is one over all processes of the service: a small block of memory that they share.
 
-Each worker writes its own row and reads all; the parent reads all and says when to drain. A single
+Each process writes its own row and reads all; the parent reads all and says when to drain. A single
 process is a fleet of one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ _ROW: Final = np.dtype(
         ("ready", "?"),  # whether it takes requests
     ]
 )
+_PULSE_S: Final = 0.25
 # CLOCK_MONOTONIC is one clock for every process of a machine
 _now = time.monotonic
 
@@ -39,6 +41,8 @@ class Fleet:
         stuck_device_s: seconds after which a device that runs one batch counts as stuck.
         models: the names of what they all serve.
         most_together: the most requests that may run as one batch.
+        device_process: whether one process more runs what the workers are asked for. It has the
+            last row.
 
     Attributes:
         models: what is known of each of them.
@@ -51,19 +55,31 @@ class Fleet:
         stuck_device_s: float = 600.0,
         models: Sequence[str] = (),
         most_together: int = 1,
+        device_process: bool = False,
     ) -> None:
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
-        self.models = Models(models, workers, most_together)
-        block = mmap.mmap(-1, _ROW.itemsize * workers + 1)  # anonymous, shared with forks
-        self._rows = np.frombuffer(block, _ROW, workers)
-        self._draining = np.frombuffer(block, "?", 1, _ROW.itemsize * workers)
+        self._workers, rows = workers, workers + device_process
+        self.models = Models(models, rows, most_together)
+        block = mmap.mmap(-1, _ROW.itemsize * rows + 1)  # anonymous, shared with forks
+        self._rows = np.frombuffer(block, _ROW, rows)
+        self._draining = np.frombuffer(block, "?", 1, _ROW.itemsize * rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """How many workers there are."""
+        return self._workers
+
+    @property
+    def processes(self) -> range:
+        """The indices of all that have a row, the device process last."""
+        return range(len(self._rows))
+
+    def has_ended(self, index: int) -> None:
+        """Forgets what a process that is no more has said of itself."""
+        self._rows[index] = (0, 0, 0, 0, False)
 
     def worker(self, index: int) -> Worker:
-        """A worker's own row, as fresh as when nothing ran in it."""
-        self._rows[index] = (0, 0, 0, 0, False)
+        """A process's own row, as fresh as when nothing ran in it."""
+        self.has_ended(index)
         return Worker(self, self._rows[index : index + 1], self.models.recorder(index))
 
     @property
@@ -77,13 +93,13 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether every worker takes requests."""
+        """Whether every worker takes requests, and the device process jobs."""
         return bool(self._rows["ready"].all()) and not self.draining
 
     @property
     def rows(self) -> np.ndarray:
         """What each worker says of itself."""
-        return self._rows
+        return self._rows[: self._workers]
 
     @property
     def asked(self) -> int:
@@ -92,7 +108,7 @@ class Fleet:
 
     @property
     def stuck(self) -> list[int]:
-        """The workers whose event loop or device has been silent for too long."""
+        """The processes whose event loop or device has been silent for too long."""
         now, beat, busy = _now(), self._rows["beat"], self._rows["busy"]
         silent = (beat > 0) & (now - beat > self._stuck_s)
         silent |= (busy > 0) & (now - busy > self._stuck_device_s)
@@ -112,6 +128,12 @@ class Worker:
         self.recorder = recorder
         self._row = row
         self._busy, self._asked = row["busy"], row["asked"]  # views, which are quick to assign
+
+    async def pulse(self) -> None:
+        """Shows that the event loop turns, for ever."""
+        while True:
+            self.beat()
+            await asyncio.sleep(_PULSE_S)
 
     def beat(self) -> None:
         """Says that the event loop turns."""

@@ -1,6 +1,7 @@
-"""The service as processes: a parent that owns the socket, and workers that answer on it.
+"""The service as processes: a parent that owns the socket, workers that answer on it, and maybe one
+process that has the device for all of them.
 
-The parent forks the workers, replaces one that dies, and drains them when it is told to stop. It
+The parent forks the others, replaces one that dies, and drains them when it is told to stop. It
 has torch imported and nothing started, so that a fork is a worker within a fraction of a second.
 """
 
@@ -17,13 +18,18 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import click
+import torch
 import uvicorn
+import uvloop
 
 from qkv import port
 from qkv.acceptor import Acceptor
-from qkv.app import create_app, new_fleet
+from qkv.app import create_app, new_device_process, new_fleet
+from qkv.arena import Arena
 from qkv.engine import pick_device
+from qkv.exchange import Exchange
 from qkv.fleet import Fleet, Worker
+from qkv.remote import Remote
 from qkv.settings import Settings
 
 __all__ = ["default_workers", "serve"]
@@ -48,8 +54,12 @@ def serve(settings: Settings) -> int:
     listening = port.listen(settings.host, settings.port)
     device = _device_type(settings.device)
     workers = settings.workers or (1 if device == "cuda" else default_workers())
-    fleet = new_fleet(settings, workers)
-    return _Parent(settings, listening, fleet, device).run()
+    is_apart = settings.device_process == "one" or (
+        settings.device_process == "auto" and device == "cuda" and workers > 1
+    )
+    fleet = new_fleet(settings, workers, device_process=is_apart)
+    arena = _new_arena(workers, settings.max_queue_bytes) if is_apart else None
+    return _Parent(settings, listening, fleet, device, arena).run()
 
 
 def default_workers() -> int:
@@ -62,18 +72,35 @@ def default_workers() -> int:
     return allowed
 
 
+def _new_arena(regions: int, size: int) -> Arena:
+    try:
+        return Arena(regions, size)
+    except OSError as error:
+        raise click.ClickException(
+            f"{regions} times QKV_MAX_QUEUE_BYTES of memory to share cannot be had: "
+            f"{error.strerror}"
+        ) from None
+
+
 class _Parent:
-    """Starts, watches and replaces the workers."""
+    """Starts, watches and replaces the workers, and the device process where there is an arena."""
 
     def __init__(
-        self, settings: Settings, listening: socket.socket, fleet: Fleet, device: str
+        self,
+        settings: Settings,
+        listening: socket.socket,
+        fleet: Fleet,
+        device: str,
+        arena: Arena | None,
     ) -> None:
         self._settings = settings
         self._listening = listening
         self._fleet = fleet
         self._device = device
-        self._pids: dict[int, int] = {}  # by process id, the worker's index
-        self._started: list[float] = [0.0] * len(fleet)
+        self._arena = arena
+        self._exchange = None if arena is None else Exchange(len(fleet))
+        self._pids: dict[int, int] = {}  # by process id, its index in the fleet
+        self._started: list[float] = [0.0] * len(fleet.processes)
         self._signals = 0
         # nobody writes: workers read its end when the parent is gone
         self._leash = os.pipe()
@@ -82,7 +109,7 @@ class _Parent:
         """Serves; returns the exit status."""
         for s in _STOP:
             signal.signal(s, self._signalled)
-        for index in range(len(self._fleet)):
+        for index in reversed(self._fleet.processes):  # workers wait for the device process
             self._start(index)
         announced = False
         while not self._signals:
@@ -93,7 +120,7 @@ class _Parent:
                 if not announced:
                     return self._give_up()
                 self._restart(index)
-            if len(self._fleet.stuck) == len(self._fleet):
+            if set(range(len(self._fleet))) <= set(self._fleet.stuck):
                 port.refuse(self._listening, "every worker hangs")
             time.sleep(_TURN_S)
         return self._drain()
@@ -106,6 +133,7 @@ class _Parent:
 
     def _start(self, index: int) -> None:
         worker = self._fleet.worker(index)
+        mailbox = self._exchange.mailbox(index) if self._exchange else None
         self._started[index] = time.monotonic()
         # a signal to a worker that is just born must end it, not run this process's handler in it
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
@@ -113,6 +141,9 @@ class _Parent:
         if pid:
             self._pids[pid] = index
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+            if self._exchange is not None and mailbox is not None:
+                mailbox.close()
+                self._exchange.introduce(index)
             return
         status = 1
         try:
@@ -120,20 +151,37 @@ class _Parent:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
             os.close(self._leash[1])
-            status = _work(self._settings, self._listening, worker, self._leash[0])
+            status = self._be(index, worker, mailbox)
         finally:
             os._exit(status)
+
+    def _be(self, index: int, worker: Worker, mailbox: socket.socket | None) -> int:
+        """What a process does that was forked, to its end."""
+        settings, leash = self._settings, self._leash[0]
+        if self._arena is None or self._exchange is None or mailbox is None:
+            return _work(settings, self._listening, worker, None, leash)
+        self._exchange.close()
+        if index == len(self._fleet):
+            self._listening.close()
+            made = new_device_process(settings, worker, self._arena, mailbox, leash)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(made.run())
+            return 0
+        region, device = self._arena.region(index), torch.device(self._device)
+        remote = Remote(device, region, mailbox, self._fleet)
+        return _work(settings, self._listening, worker, remote, leash)
 
     def _restart(self, index: int) -> None:
         """Starts a worker anew; one that dies at once, again and again, only once a second."""
         lived = time.monotonic() - self._started[index]
-        click.echo(f"worker {index} ended after {lived:.1f} s; starting another", err=True)
+        name = f"worker {index}" if index < len(self._fleet) else "the device process"
+        click.echo(f"{name} ended after {lived:.1f} s; starting another", err=True)
         if lived < 1:
             time.sleep(1 - lived)
         self._start(index)
 
     def _reap(self) -> list[int]:
-        """The workers that have ended."""
+        """The processes that have ended."""
         ended = []
         while self._pids:
             try:
@@ -144,6 +192,7 @@ class _Parent:
                 break
             if pid in self._pids:
                 ended.append(self._pids.pop(pid))
+                self._fleet.has_ended(ended[-1])
         return ended
 
     def _drain(self) -> int:
@@ -160,13 +209,16 @@ class _Parent:
             self._reap()
             time.sleep(_TURN_S)
         port.refuse(self._listening, "the service is stopping")  # what no worker took
-        for pid in self._pids:
-            os.kill(pid, signal.SIGTERM)
         self._listening.close()
         end = time.monotonic() + self._settings.drain_s + 2 * _GRACE_S
-        while self._pids and time.monotonic() < end:
-            self._reap()
-            time.sleep(_TURN_S)
+        workers = range(len(self._fleet))
+        for some in (workers, self._fleet.processes):  # who runs jobs ends after who asks for them
+            for pid, index in self._pids.items():
+                if index in some:
+                    os.kill(pid, signal.SIGTERM)
+            while set(self._pids.values()) & set(some) and time.monotonic() < end:
+                self._reap()
+                time.sleep(_TURN_S)
         late = len(self._pids)
         self._kill()
         return 1 if late else 0
@@ -206,9 +258,15 @@ def _device_type(name: str) -> str:
     return found
 
 
-def _work(settings: Settings, listening: socket.socket, worker: Worker, leash: int) -> int:
+def _work(
+    settings: Settings,
+    listening: socket.socket,
+    worker: Worker,
+    remote: Remote | None,
+    leash: int,
+) -> int:
     """A worker process, from fork to end."""
-    app = create_app(settings, worker)
+    app = create_app(settings, worker, remote)
     config = uvicorn.Config(
         app.state.front,
         loop="uvloop" if sys.platform != "win32" else "auto",

@@ -40,6 +40,14 @@ class Settings(BaseSettings):
             "cgroup quota allow, on a GPU 1.",
         ),
     ] = 0
+    device_process: Annotated[
+        Literal["auto", "each", "one"],
+        Field(
+            description="Who has the device: each worker for itself, or one process more for all "
+            "of them, which then speak HTTP and nothing else; auto: one for several workers on a "
+            "GPU, else each."
+        ),
+    ] = "auto"
     threads: Annotated[
         int,
         Field(

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 from qkv import __version__
 from qkv.engine import Engine
 from qkv.fleet import Fleet
+from qkv.remote import Remote
 
 __all__ = ["INDEX", "router"]
 
@@ -21,7 +22,7 @@ INDEX: Final = {
 }
 
 
-def router(engine: Engine, fleet: Fleet) -> APIRouter:
+def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["operations"])
 

@@ -13,13 +13,14 @@ from qkv.engine import Answer, Engine
 from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
+from qkv.remote import Remote
 from qkv.routes.body import Outgoing, elsewhere, read
 from qkv.run import Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 from qkv.wire import json
 
-__all__ = ["Result", "Runs"]
+__all__ = ["Result", "Runs", "limits_of"]
 
 _EFFORT: Final = {"base64": 0.1}  # of writing a byte, beside numbers in lists
 
@@ -67,14 +68,10 @@ class Runs:
         limits: what each may ask for.
     """
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine | Remote, settings: Settings) -> None:
         self._engine = engine
         self._max_body_bytes = settings.max_body_bytes
-        self.limits = Limits(
-            answer=settings.max_answer_bytes,
-            request=settings.max_queue_bytes,
-            scores=settings.max_scores,
-        )
+        self.limits = limits_of(settings)
 
     def endpoint(
         self, kind: type[Job], variant: str, group: str
@@ -151,6 +148,15 @@ class Runs:
         if answer is None:
             return None
         return _result(answer, received, standing.job)
+
+
+def limits_of(settings: Settings) -> Limits:
+    """What each request may ask for."""
+    return Limits(
+        answer=settings.max_answer_bytes,
+        request=settings.max_queue_bytes,
+        scores=settings.max_scores,
+    )
 
 
 async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:

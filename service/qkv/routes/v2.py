@@ -18,6 +18,7 @@ from qkv.engine import Engine
 from qkv.errors import InvalidContent, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet
 from qkv.models import Models
+from qkv.remote import Remote
 from qkv.routes.body import body
 from qkv.wire import json
 from qkv.wire.v2 import DATATYPES
@@ -70,7 +71,7 @@ def new_router() -> APIRouter:
     )
 
 
-def router(engine: Engine, fleet: Fleet) -> APIRouter:
+def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
     """The routes."""
     routes = new_router()
     _add_server(routes, engine, fleet)
@@ -79,7 +80,7 @@ def router(engine: Engine, fleet: Fleet) -> APIRouter:
     return routes
 
 
-def _add_server(routes: APIRouter, engine: Engine, fleet: Fleet) -> None:
+def _add_server(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> None:
     @routes.get("/v2", summary="What serves, and which extensions it has.")
     @routes.get("/v2/", include_in_schema=False)
     async def server() -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _add_server(routes: APIRouter, engine: Engine, fleet: Fleet) -> None:
         }  # the specification has the one, KServe the other
 
 
-def _add_models(routes: APIRouter, engine: Engine, fleet: Fleet) -> None:
+def _add_models(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> None:
     models = fleet.models
 
     @routes.get("/v2/models", summary="The models that answer.")
@@ -274,7 +275,7 @@ def default_output(variant: Variant) -> str:
     return "output" if "output" in variant.outputs else next(iter(variant.outputs))
 
 
-def _config(variant: Variant, engine: Engine, workers: int) -> dict[str, Any]:
+def _config(variant: Variant, engine: Engine | Remote, workers: int) -> dict[str, Any]:
     """ModelConfig, as Triton's model_config.proto defines it. max_batch_size is 0: B is an axis
     like any other, and batches form of requests, not of their items."""
 
