@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from cases import random_case, refused
-from conftest import PATIENCE, Process, until
+from conftest import PATIENCE, Process, running, until
 from test_serve import Asked, address, alive, ask, big, children, looping
 
 import qkv
@@ -66,7 +67,9 @@ def drawn(seed: int, length: int = 64, heads: int = 4) -> dict[str, Any]:
 
 
 def body(length: int, heads: int = 4) -> bytes:
-    return qkv.calls.build_attend("softmax", None, ["output"], "none", drawn(0, length, heads)).content
+    return qkv.calls.build_attend(
+        "softmax", None, ["output"], "none", drawn(0, length, heads)
+    ).content
 
 
 def statistics(fleet: Process) -> dict[str, Any]:
@@ -110,8 +113,6 @@ def test_answers_are_those_of_a_plain_service(
 
 @pytest.fixture(scope="module")
 def shared(_settings_of_the_tests_only: None) -> Any:
-    from conftest import running
-
     with running("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one") as ran:
         assert ran.url
         yield ran
@@ -126,7 +127,8 @@ def test_whatever_softmax_takes_has_the_same_answer(process: Process, shared: Pr
                 client.post(p.url + PATH, content=content, headers=JSON) for p in (shared, process)
             )
             assert outputs(one) == outputs(other)
-        for document in ({"inputs": {}}, {"inputs": {"query": [[1]]}, "nope": 1}):
+        wrong: list[Any] = [{"inputs": {}}, {"inputs": {"query": [[1]]}, "nope": 1}]
+        for document in wrong:
             one, other = (client.post(p.url + PATH, json=document) for p in (shared, process))
             assert refused(one) == refused(other)
 
@@ -179,8 +181,7 @@ def test_a_killed_device_process_is_replaced_and_nothing_wrong_is_answered(fleet
             until(lambda count=count: len(seen) > count + 200)  # type: ignore[misc]
             victim = device_process(fleet)
             os.kill(victim, signal.SIGKILL)
-            until(lambda: ask(fleet.url, "/readyz") == 503)
-            assert ask(fleet.url, "/livez") == 200
+            until(lambda victim=victim: victim not in children(fleet.popen.pid))  # type: ignore[misc]
             until(lambda: ask(fleet.url, "/readyz") == 200)
             assert device_process(fleet) != victim
             time.sleep(1.1)
@@ -191,6 +192,18 @@ def test_a_killed_device_process_is_replaced_and_nothing_wrong_is_answered(fleet
     assert set(seen) == {"right", "NotNow"}
     assert len(children(fleet.popen.pid)) == WORKERS + 1
     assert fleet.end() == 0
+
+
+def test_it_is_not_ready_while_the_device_process_starts_again(fleet: Process) -> None:
+    time.sleep(1.1)
+    with httpx.Client(base_url=fleet.url, timeout=PATIENCE) as client:
+        assert client.get("/readyz").status_code == 200
+        os.kill(device_process(fleet), signal.SIGKILL)
+        until(lambda: client.get("/readyz").status_code == 503)
+        assert client.get("/livez").status_code == 200
+        assert client.post(PATH, content=body(4), headers=SAFETENSORS).status_code == 503
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert client.post(PATH, content=body(4), headers=SAFETENSORS).status_code == 200
 
 
 def test_clients_that_retry_see_nothing_of_it(fleet: Process) -> None:
@@ -204,9 +217,12 @@ def test_clients_that_retry_see_nothing_of_it(fleet: Process) -> None:
     time.sleep(1.1)
     with looping(4, once) as seen:
         until(lambda: len(seen) > 50)
-        os.kill(device_process(fleet), signal.SIGKILL)
-        until(lambda: ask(fleet.url, "/readyz") == 503)
+        victim = device_process(fleet)
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: victim not in children(fleet.popen.pid))
         until(lambda: ask(fleet.url, "/readyz") == 200)
+        count = len(seen)
+        until(lambda: len(seen) > count + 50)
     assert all(seen)
     for client in clients:
         client.close()
@@ -237,9 +253,8 @@ def test_a_killed_worker_gives_back_what_it_had(start: Start) -> None:
 
 
 def test_leavers_are_not_run(fleet: Process) -> None:
-    host, port = address(fleet)
     before = statistics(fleet)["inference_count"]
-    slow = big(8192, 8)
+    slow = big(16384, 16)
     with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=PATIENCE) as client:
         busy = pool.submit(client.post, fleet.url + PATH, content=slow, headers=SAFETENSORS)
         time.sleep(0.5)
@@ -352,8 +367,6 @@ def test_sigterm_under_load_resets_none(fleet: Process) -> None:
     seen = list[int | OSError]()
 
     def keep_asking(index: int) -> None:
-        import socket
-
         with socket.create_connection((host, port), PATIENCE) as connection:
             while True:
                 asked = Asked(connection, bodies[index % len(bodies)], SAFETENSORS)
@@ -374,9 +387,7 @@ def test_sigterm_under_load_resets_none(fleet: Process) -> None:
 
 def test_sigterm_before_it_is_ready_ends_it_well(command: Start) -> None:
     for patience in (0.0, 0.2):
-        started = command(
-            "serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one"
-        )
+        started = command("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one")
         until(lambda started=started: len(children(started.popen.pid)) == 3)  # type: ignore[misc]
         time.sleep(patience)
         assert started.end() == 0

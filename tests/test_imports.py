@@ -49,18 +49,31 @@ ALLOWED: dict[str, set[str]] = {
     "heatmap": set(),
     "picture": {"catalogue", "heatmap", "local", "message", "tensors"},
     "engine": {"errors", "gradient", "job", "models", "run", "tensors"},
+    "arena": {"errors"},
+    "channel": set(),
+    "exchange": set(),
+    "parcel": {"arena", "gradient", "job", "layers", "message", "tensors"},
+    "remote": {
+        "arena", "channel", "engine", "errors", "exchange", "fleet", "job", "parcel", "tensors",
+    },
+    "warmup": {"catalogue", "engine", "errors", "job", "message", "tensors"},
+    "device_process": {
+        "arena", "channel", "engine", "errors", "exchange", "fleet", "job", "parcel", "warmup",
+    },
     "routes": {
         "__version__", "catalogue", "conversion", "engine", "errors", "fields", "fleet",
-        "gradient", "job", "layers", "local", "message", "models", "picture", "run",
+        "gradient", "job", "layers", "local", "message", "models", "picture", "remote", "run",
         "settings", "tensors", "wire",
     },
     "app": {
-        "__version__", "catalogue", "engine", "errors", "fleet", "job", "message", "protocol",
-        "routes", "settings", "tensors", "wire",
+        "__version__", "arena", "catalogue", "device_process", "engine", "errors", "fleet",
+        "protocol", "remote", "routes", "settings", "warmup", "wire",
     },
     "acceptor": {"fleet"},
     "protocol": {"fleet", "routes"},
-    "serve": {"acceptor", "app", "engine", "fleet", "port", "settings"},
+    "serve": {
+        "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",
+    },
     "ask": {
         "calls", "client", "errors", "files", "local", "message", "oneline", "wire",
     },
