@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -176,11 +176,8 @@ class _Caller:
             return
         try:
             self._ask(request, Asked.unpack(what))
-        except QkvError as error:
-            self._fail(request, error)
-        except Exception:
-            _log.exception("a job could not be taken")
-            self._fail(request, Internal("the computation failed"))
+        except Exception as error:
+            self._say(request, *_fault(error))
 
     def _ask(self, request: int, asked: Asked) -> None:
         inputs = self._arena.bytes(self._index, asked.inputs, asked.inputs_size)
@@ -195,43 +192,36 @@ class _Caller:
         held = self._held.get(request)
         if held is None or held.future is not future or future.cancelled():
             return
-        error = future.exception()
-        if error is not None:
-            del self._held[request]
-            known = error if isinstance(error, QkvError) else Internal("the computation failed")
-            self._fail(request, known)
-        elif held.asked.answer_size <= _LARGE:
-            self._write(held)
-            self._answer(request, held)
-        else:
-            task = asyncio.create_task(self._answer_large(request, held))
+        if future.exception() is None and held.asked.answer_size > _LARGE:
+            task = asyncio.create_task(self._reply_large(request, held))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
+        else:
+            del self._held[request]
+            self._say(request, *self._reply(held))
 
-    async def _answer_large(self, request: int, held: _Held) -> None:
-        await asyncio.to_thread(self._write, held)
+    async def _reply_large(self, request: int, held: _Held) -> None:
+        reply = await asyncio.to_thread(self._reply, held)
         if self._held.get(request) is held:  # else its worker has ended meanwhile
-            self._answer(request, held)
+            del self._held[request]
+            self._say(request, *reply)
 
-    def _write(self, held: _Held) -> None:
-        """Copies an answer to where its worker looks for it."""
-        asked, tensors = held.asked, held.future.result().outputs.values()
-        room = self._arena.bytes(self._index, asked.answer, asked.answer_size)
-        for place, tensor in zip(parcel.laid_out(t.nbytes for t in tensors), tensors, strict=True):
-            room[place] = np.frombuffer(tensor.data, np.uint8)
+    def _reply(self, held: _Held) -> tuple[Kind, bytes]:
+        """What the worker is told, once the answer is copied to where it looks for it."""
+        try:
+            answer, asked = held.future.result(), held.asked
+            tensors = answer.outputs.values()
+            room = self._arena.bytes(self._index, asked.answer, asked.answer_size)
+            places = parcel.laid_out(t.nbytes for t in tensors)
+            for place, tensor in zip(places, tensors, strict=True):
+                room[place] = np.frombuffer(tensor.data, np.uint8)
+            return Kind.ANSWER, orjson.dumps([list(answer.outputs), answer.timing])
+        except Exception as error:
+            return _fault(error)
 
-    def _answer(self, request: int, held: _Held) -> None:
-        del self._held[request]
-        answer = held.future.result()
-        self._say(Kind.ANSWER, request, [list(answer.outputs), answer.timing])
-
-    def _fail(self, request: int, error: QkvError) -> None:
-        retry_after = error.retry_after if isinstance(error, NotNow) else 1
-        self._say(Kind.FAULT, request, [error.status, error.problem(), retry_after])
-
-    def _say(self, kind: Kind, request: int, what: Any) -> None:
+    def _say(self, request: int, kind: Kind, what: bytes) -> None:
         if self._channel is not None:
-            self._channel.send(kind, request, orjson.dumps(what))
+            self._channel.send(kind, request, what)
 
     def _let_go(self, request: int) -> None:
         """Waits for the device to have done with a job that nobody waits for."""
@@ -258,3 +248,12 @@ class _Caller:
                 held.future.cancel()
                 self._let_go(request)
             self._on_lost()
+
+
+def _fault(error: Exception) -> tuple[Kind, bytes]:
+    """What a worker is told of a failure; what is ours to fix is logged."""
+    if not isinstance(error, QkvError):
+        _log.error("a job could not be taken, or not be answered", exc_info=error)
+        error = Internal("the computation failed")
+    retry_after = error.retry_after if isinstance(error, NotNow) else 1
+    return Kind.FAULT, orjson.dumps([error.status, error.problem(), retry_after])

@@ -139,8 +139,12 @@ class Remote:
         return waiting.future
 
     async def _send_large(self, request: int, waiting: _Waiting) -> None:
-        await asyncio.to_thread(parcel.write, waiting.job, waiting.inputs.bytes)
-        if waiting.future.done():  # its caller has left, or the device process has ended
+        try:
+            await asyncio.to_thread(parcel.write, waiting.job, waiting.inputs.bytes)
+        except Exception as error:  # ours to fix; its caller must not wait for ever
+            if not waiting.future.done():
+                waiting.future.set_exception(error)
+        if waiting.future.done():  # or its caller has left, or the device process has ended
             self._waiting.pop(request, None)
         else:
             self._send(request, waiting)
