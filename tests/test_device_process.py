@@ -89,6 +89,8 @@ def test_it_is_one_process_more_and_only_where_asked_for(start: Start) -> None:
     assert len(children(fleet.popen.pid)) == WORKERS + 1
     assert device_process(fleet) in children(fleet.popen.pid)
     assert [ask(fleet.url, p) for p in ("/readyz", "/livez")] == [200, 200]
+    config = httpx.get(f"{fleet.url}/v2/models/softmax/config").json()
+    assert config["instance_group"][0]["count"] == 1
     for choice in ("auto", "each"):
         assert len(children(start(2, QKV_DEVICE_PROCESS=choice).popen.pid)) == 2
     assert fleet.end() == 0

@@ -150,7 +150,8 @@ def _add_models(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> Non
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> dict[str, Any]:
-        return _config(find_loaded(models, model, version), engine, len(fleet))
+        instances = 1 if isinstance(engine, Remote) else len(fleet)
+        return _config(find_loaded(models, model, version), engine, instances)
 
     @routes.get(
         "/v2/models/{model}/stats",
@@ -275,7 +276,7 @@ def default_output(variant: Variant) -> str:
     return "output" if "output" in variant.outputs else next(iter(variant.outputs))
 
 
-def _config(variant: Variant, engine: Engine | Remote, workers: int) -> dict[str, Any]:
+def _config(variant: Variant, engine: Engine | Remote, instances: int) -> dict[str, Any]:
     """ModelConfig, as Triton's model_config.proto defines it. max_batch_size is 0: B is an axis
     like any other, and batches form of requests, not of their items."""
 
@@ -299,7 +300,7 @@ def _config(variant: Variant, engine: Engine | Remote, workers: int) -> dict[str
             for i in variant.inputs.values()
         ],
         "output": [tensor(o, "FP32") for o in variant.outputs.values()],
-        "instance_group": [{"name": variant.name, "kind": kind, "count": workers}],
+        "instance_group": [{"name": variant.name, "kind": kind, "count": instances}],
         "parameters": {  # pydantic's writer: a bound may be past 64 bits
             name: {"string_value": to_json(about).decode()} for name, about in schema.items()
         },
