@@ -54,7 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "exchange": set(),
     "parcel": {"arena", "gradient", "job", "layers", "message", "tensors"},
     "remote": {
-        "arena", "channel", "engine", "errors", "exchange", "fleet", "job", "parcel", "tensors",
+        "arena", "channel", "engine", "errors", "exchange", "fleet", "job", "parcel", "run",
+        "tensors",
     },
     "warmup": {"catalogue", "engine", "errors", "job", "message", "tensors"},
     "device_process": {

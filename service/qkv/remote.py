@@ -26,6 +26,7 @@ from qkv.errors import NotNow, from_problem
 from qkv.exchange import receive
 from qkv.fleet import Fleet
 from qkv.job import Job
+from qkv.run import Standing
 from qkv.tensors import RawTensor
 
 __all__ = ["Remote"]
@@ -105,6 +106,14 @@ class Remote:
     def ready(self) -> bool:
         """Whether jobs are taken."""
         return self._is_ready.is_set() and not self._closing
+
+    def runs_now(self, _job: Job) -> bool:
+        """No job runs in this process."""
+        return False
+
+    def run_standing(self, _standing: Standing) -> Answer | None:
+        """None does."""
+        return None
 
     def run_now(self, _job: Job) -> Answer | None:
         """None: it has no device."""
