@@ -56,6 +56,7 @@ class Protocol(HttpToolsProtocol):
         self._worker, self._shortcuts = worker, shortcuts
         self._asked: Asked | None = None  # what came in short
         self._chunks: list[bytes] = []
+        self._is_whole = False
         self._filling: _Filling | None = None
 
     def on_headers_complete(self) -> None:
@@ -76,15 +77,32 @@ class Protocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._asked is not None:
-            ends = self._worker.fleet.draining  # then more is to be said than the answer
-            reply = None if ends else self._shortcuts.answer(self._asked, self._chunks)
-            if reply is not None:
-                self._forget()
-                self._write(reply)
-                return
+        if self._asked is None:
+            super().on_message_complete()
+            return
+        self._is_whole = True
+        if len(self._chunks) == 1 and len(self.connections) > 1:
+            # of small bodies, those that others have sent meanwhile are read first, and all are run
+            # then: torch's code and the network's drive each other out of the CPU's caches
+            self.loop.call_soon(self._answer)
+        else:
+            self._answer()
+
+    def on_message_begin(self) -> None:
+        self._answer()  # one after the other, in their order
+        super().on_message_begin()
+
+    def _answer(self) -> None:
+        """Answers what came in short and whole, if it has not been."""
+        if self._asked is None or not self._is_whole:
+            return
+        ends = self._worker.fleet.draining  # then more is to be said than the answer
+        reply = None if ends else self._shortcuts.answer(self._asked, self._chunks)
+        if reply is None:
             self._take_long_way()
-        super().on_message_complete()
+        else:
+            self._forget()
+            self._write(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._asked is not None:
@@ -137,15 +155,17 @@ class Protocol(HttpToolsProtocol):
         self._filling = None
 
     def _take_long_way(self) -> None:
-        chunks = self._chunks
+        chunks, is_whole = self._chunks, self._is_whole
         self._forget()
         self.scope["state"][ACCEPTED] = True
         self._start()
         for chunk in chunks:
             super().on_body(chunk)
+        if is_whole:
+            super().on_message_complete()
 
     def _forget(self) -> None:
-        self._asked, self._chunks = None, []
+        self._asked, self._chunks, self._is_whole = None, [], False
         self._worker.asks(-1)
 
     def _write(self, reply: Reply) -> None:
