@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from library import LIBRARY
 from plain import PLAIN
 from speed_page import write
 from torch import Tensor
@@ -50,7 +51,8 @@ def tensors_of(variant: Variant, N: int, device: torch.device) -> dict[str, Tens
 
 
 def contenders(N: int, causal: bool, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Calls by variant and "ours" or "plain"; softmax's plain form is torch's own attention."""
+    """Calls by variant and "ours", "plain" or "library"; softmax's plain form is torch's own
+    attention, and no library's form is causal."""
     calls: dict[tuple[str, str], Call] = {}
     for name, variant in variants().items():
         takes = "causal" in variant.parameters.model_fields
@@ -61,6 +63,8 @@ def contenders(N: int, causal: bool, device: torch.device) -> dict[tuple[str, st
         calls[name, "ours"] = _bound(variant.attend, tensors, options | {"outputs": OUTPUT})
         if name in PLAIN:
             calls[name, "plain"] = _bound(PLAIN[name], _plainly(variant, tensors), options)
+        if name in LIBRARY and not causal:
+            calls[name, "library"] = _bound(LIBRARY[name], _plainly(variant, tensors))
     return calls
 
 
@@ -76,7 +80,7 @@ def _bound(function: Callable[..., Any], *given: dict[str, Any]) -> Call:
 
 
 def check(device: torch.device, N: int = QUICK[0]) -> None:
-    """Both contenders give the reference's answer, to the roundings of float32."""
+    """All contenders give the reference's answer, to the roundings of float32."""
     for name, variant in variants().items():
         takes = "causal" in variant.parameters.model_fields
         for causal in (False, True) if takes else (False,):
@@ -87,6 +91,8 @@ def check(device: torch.device, N: int = QUICK[0]) -> None:
             found = {"ours": variant.attend(**tensors, **options, outputs=OUTPUT).output}
             if name in PLAIN:
                 found["plain"] = PLAIN[name](**_plainly(variant, tensors), **options)
+            if name in LIBRARY and not causal:
+                found["library"] = LIBRARY[name](**_plainly(variant, tensors))
             roundings = 8 + 2 * SIZES["D"] + max(N, SIZES["I"])
             bound = roundings * torch.finfo(torch.float32).eps * float(truth.abs().max())
             for who, output in found.items():

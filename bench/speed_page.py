@@ -16,6 +16,8 @@ PAGE: Final = Path(__file__).parent.parent / "docs/speed.md"
 MARK: Final = "<!-- what follows is written by make speed -->\n"
 REFERENCE: Final = ("softmax", "plain")  # torch's own attention, which all are held against
 
+_LABELS: Final = {"ours": "", "plain": "plain torch", "library": "what libraries write"}
+
 # Okabe and Ito's, told apart by eyes of all kinds; orange is darker, yellow left out: too light
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000")
 _INK, _FAINT, _CARD = "#333333", "#dddbd5", "#fcfbf8"
@@ -41,18 +43,23 @@ def tables(rows: Rows) -> str:
         lines += ["Milliseconds: median (quartiles).", ""]
         lines += _head("", lengths)
         for name in names:
-            for who, label in (("ours", f"`{name}`"), ("plain", "plain torch")):
+            for who, label in _LABELS.items():
                 if name == REFERENCE[0] and who == REFERENCE[1]:
                     label = "torch SDPA"
+                label = f"`{name}`" if who == "ours" else label
                 cells = [_times(own.get((name, who, N))) for N in lengths]
                 lines.append(_row(label, cells)) if any(cells) else None
-        lines += ["", "Ours over plain torch, of each round: median (quartiles).", ""]
-        lines += _head("", lengths)
-        for name in names:
-            cells = [
-                _ratio(own.get((name, "ours", N)), own.get((name, "plain", N))) for N in lengths
-            ]
-            lines.append(_row(f"`{name}`", cells))
+        for other, label in list(_LABELS.items())[1:]:
+            if not any(who == other for _, who, _ in own):
+                continue
+            lines += ["", f"Ours over {label}, of each round: median (quartiles).", ""]
+            lines += _head("", lengths)
+            for name in names:
+                cells = [
+                    _ratio(own.get((name, "ours", N)), own.get((name, other, N))) for N in lengths
+                ]
+                if any(cells) or other == "plain":
+                    lines.append(_row(f"`{name}`", cells))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
