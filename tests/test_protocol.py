@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import httpx
 import ml_dtypes
 import numpy as np
+import pybase64
 import pytest
 import torch
 from conftest import PATIENCE, Server, running, until
 
+from qkv import wire
 from qkv.catalogue import fixed_size, variants
 from qkv.engine import Engine
 from qkv.job import Job, Limits
@@ -54,11 +57,11 @@ def drawn(seed: int, shape: tuple[int, ...] = (1, 2, 8, 16), dtype: Any = np.flo
     return {name: random.normal(size=shape).astype(dtype) for name in NAMES}
 
 
-def inputs_of(name: str, dtype: Any = np.float32) -> dict[str, Array]:
+def inputs_of(name: str, dtype: Any = np.float32, size: int = 8) -> dict[str, Array]:
     """What a variant needs, every axis of one size."""
     random, inputs = np.random.default_rng(0), variants()[name].inputs.values()
     return {
-        spec.name: random.normal(size=[fixed_size(x) or 8 for x in spec.letters]).astype(dtype)
+        spec.name: random.normal(size=[fixed_size(x) or size for x in spec.letters]).astype(dtype)
         for spec in inputs
         if not spec.optional
     }
@@ -107,6 +110,27 @@ class Caller:
         )
         length = int(headers["inference-header-content-length"])
         return headers, json.loads(body[:length]), body[length:]
+
+    def status(self) -> int:
+        """That of the next answer, which stays."""
+        while b"\r\n\r\n" not in self._came:
+            self._more()
+        return int(self._came.split()[1])
+
+    def body(self) -> bytes:
+        """That of the next answer, which is good."""
+        assert self.status() == 200, self._came
+        return self.rest()
+
+    def rest(self) -> bytes:
+        """That of the next answer, whatever it is."""
+        self.status()
+        head, self._came = self._came.split(b"\r\n\r\n", 1)
+        length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+        while len(self._came) < length:
+            self._more()
+        body, self._came = self._came[:length], self._came[length:]
+        return body
 
     def _more(self) -> None:
         more = self.socket.recv(1 << 20)
@@ -205,6 +229,81 @@ def test_what_is_decided_once_has_the_bits_of_what_is_decided_each_time(dtype: s
             assert again.outputs["output"].data == alone.outputs["output"].data
         backends.append((ready._decided is not None, alone.backend))
     assert {(True, "sdpa"), (True, "explicit"), (False, "sdpa"), (False, "explicit")} == {*backends}
+
+
+def native_of(
+    codec: Any, tensors: Mapping[str, RawTensor], path: str, *lines: str, **fields: Any
+) -> bytes:
+    """A request of the native API."""
+    message = Message(fields, dict(tensors), encoding="base64")
+    body = b"".join(codec.encode(message, "inputs"))
+    head = [f"POST {path} HTTP/1.1", "Host: here", f"Content-Type: {codec.MEDIA_TYPE}",
+            f"Content-Length: {len(body)}", *lines]  # fmt: skip
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+@pytest.mark.parametrize("codec", [wire.json, wire.safetensors], ids=["base64", "safetensors"])
+@pytest.mark.parametrize("kind", ["attention", "gradients"])
+@pytest.mark.parametrize("name", sorted(variants()))
+def test_the_native_api_has_it_too(
+    server: Server, ran: list[Standing], codec: Any, kind: str, name: str
+) -> None:
+    """In base64 of any size, as bytes where all are aligned; two tensors may be the same."""
+    variant, random = variants()[name], np.random.default_rng(0)
+    size = 3 if codec is wire.json else 4
+    group = "outputs" if kind == "attention" else "gradients"
+    with calling(server) as caller:
+        for turn in range(4):
+            arrays = {
+                n: np.asarray(random.normal(size=a.shape) if turn else np.ones(a.shape), "f4")
+                for n, a in inputs_of(name, size=size).items()
+            }
+            raw = {n: RawTensor.from_numpy(a) for n, a in arrays.items()}
+            fields: dict[str, Any] = {}
+            if kind == "attention":
+                fields = {"outputs": list(variant.outputs)}
+            else:
+                job = Job.of(name, Message({"outputs": ["output"]}, raw), Limits(1 << 30, 1 << 30))
+                shape = job.answer_shape("output")
+                raw["grad_output"] = RawTensor.from_numpy(random.normal(size=shape).astype("f4"))
+            caller.send(native_of(codec, raw, f"/v1/{kind}/{name}", **fields))
+            answer = codec.decode(caller.body(), group)
+            caller.send(native_of(codec, raw, f"/v1/{kind}/{name}", "X-Long: way", **fields))
+            expected = codec.decode(caller.body(), group)
+            assert answer.tensors.keys() == expected.tensors.keys() != set()
+            for n, tensor in answer.tensors.items():
+                assert tensor.dtype == expected.tensors[n].dtype
+                assert tensor.shape == expected.tensors[n].shape
+                assert tensor.data == expected.tensors[n].data
+            assert list(answer.fields) == list(expected.fields)
+    assert len(ran) == 3
+
+
+def test_base64_that_is_none_is_told_so_whatever_came_before(
+    server: Server, ran: list[Standing]
+) -> None:
+    """A string that ends early, an escape, padding in the middle, letters that are none."""
+    raw = {n: RawTensor.from_numpy(a) for n, a in drawn(0, (1, 1, 5, 3)).items()}
+    request = native_of(wire.json, raw, "/v1/attention/softmax", outputs=["output"])
+    text = pybase64.b64encode(raw["key"].data)
+    with calling(server) as caller:
+        for _ in range(3):
+            caller.send(request)
+            caller.body()
+        assert len(ran) == 2
+        for wrong in (b'","a":"', b"\\u0041", b"A=AA", b"\xff\xff", b"    ", b"\n\n\n\n", b"$"):
+            broken = request.replace(text, wrong + text[len(wrong) :])
+            assert len(broken) == len(request)
+            assert broken != request
+            http = server.http.post(
+                "/v1/attention/softmax", content=broken.split(b"\r\n\r\n", 1)[1],
+                headers={"Content-Type": "application/json"},
+            )  # fmt: skip
+            caller.send(broken)
+            assert caller.status() == http.status_code
+            assert json.loads(caller.rest()).keys() == http.json().keys()
+        caller.send(request)
+        caller.body()
 
 
 def test_however_the_bytes_come(server: Server, ran: list[Standing]) -> None:

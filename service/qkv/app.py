@@ -27,6 +27,7 @@ from qkv.protocol import Protocol
 from qkv.remote import Remote
 from qkv.routes import attention, convert, gradients, infer, openapi, operations, v2, variants
 from qkv.routes.front import Endpoint, Front
+from qkv.routes.native import Native
 from qkv.routes.runs import Runs, limits_of
 from qkv.routes.shortcuts import Shortcuts
 from qkv.settings import Settings
@@ -89,7 +90,8 @@ def create_app(
     runs = Runs(engine, settings)
     shortcuts = Shortcuts(runs)
     inference = infer.Infer(runs, worker.fleet.models, settings, shortcuts)
-    native = (attention.router(runs), gradients.router(runs))
+    made = Native(runs, shortcuts, settings)
+    native = (attention.router(made), gradients.router(made))
     for router in (*native, infer.router(inference)):
         app.include_router(router)
     app.include_router(convert.router(settings))

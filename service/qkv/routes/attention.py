@@ -6,18 +6,18 @@ from fastapi import APIRouter, Request, Response
 
 from qkv import catalogue
 from qkv.job import Job
-from qkv.routes.runs import Runs
+from qkv.routes.native import Native
 
 __all__ = ["router"]
 
 
-def router(runs: Runs) -> APIRouter:
+def router(native: Native) -> APIRouter:
     """The routes, one per variant, so that each has its own schema."""
     routes = APIRouter(tags=["attention"])
     for variant in catalogue.variants().values():
         routes.add_api_route(
             f"/v1/attention/{variant.name}",
-            runs.endpoint(Job, variant.name, "outputs"),
+            native.endpoint(Job, variant.name, "outputs"),
             methods=["POST"],
             operation_id=f"attend_{variant.name}",
             summary=variant.summary,

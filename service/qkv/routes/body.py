@@ -36,10 +36,20 @@ _EITHER_FORM: Final = zlib.MAX_WBITS | 32  # gzip's, or zlib's, which HTTP calls
 
 
 class Received(NamedTuple):
-    """A message, when its last byte came by `time.perf_counter`, and how to answer it."""
+    """A request.
+
+    Attributes:
+        message: what it says.
+        at: when its last byte came, by `time.perf_counter`.
+        body: it came in this, unpacked,
+        codec: by this.
+        answer_in: how to answer it.
+    """
 
     message: Message
     at: float
+    body: bytes | memoryview
+    codec: Codec
     answer_in: Codec
 
 
@@ -57,7 +67,7 @@ async def read(request: Request, group: str, limit: int) -> Received:
     whole = await body(request, limit, codec.aligned_at)
     at = time.perf_counter()
     message = await elsewhere(len(whole), lambda: codec.decode(whole, group))
-    return Received(message, at, answer_in)
+    return Received(message, at, whole, codec, answer_in)
 
 
 async def elsewhere(size: int, work: Callable[[], _T]) -> _T:

@@ -7,19 +7,19 @@ from fastapi import APIRouter, Request, Response
 from qkv import catalogue
 from qkv.gradient import GradientJob
 from qkv.message import Message
-from qkv.routes.runs import Runs
+from qkv.routes.native import Native
 
 __all__ = ["router"]
 
 
-def router(runs: Runs) -> APIRouter:
+def router(native: Native) -> APIRouter:
     """The routes, one per variant that has gradients."""
     routes = APIRouter(tags=["gradients"])
     for variant in catalogue.variants().values():
         if variant.backward is not None:
             routes.add_api_route(
                 f"/v1/gradients/{variant.name}",
-                runs.endpoint(GradientJob, variant.name, "gradients"),
+                native.endpoint(GradientJob, variant.name, "gradients"),
                 methods=["POST"],
                 operation_id=f"gradients_{variant.name}",
                 summary=f"The gradients of {variant.name}.",
@@ -29,7 +29,7 @@ def router(runs: Runs) -> APIRouter:
 
     @routes.post("/v1/gradients/{variant}", include_in_schema=False)
     async def unknown(request: Request) -> Response:
-        GradientJob.of(request.path_params["variant"], Message(), runs.limits)  # raises
+        GradientJob.of(request.path_params["variant"], Message(), native.runs.limits)  # raises
         raise AssertionError
 
     return routes

@@ -17,6 +17,7 @@ from qkv.fields import invalid_field
 from qkv.job import Job
 from qkv.message import Message
 from qkv.models import Models
+from qkv.routes.bodies import behind
 from qkv.routes.body import Outgoing, body, elsewhere
 from qkv.routes.prepared import LONGEST_HEAD, Prepared
 from qkv.routes.runs import Result, Runs
@@ -120,14 +121,13 @@ class Infer:
         )
         packing = _packing(request.headers.get("accept-encoding", ""))
         is_quick = packing is None and asked.binary.issuperset(asked.outputs)
-        if is_quick and length is not None and length <= LONGEST_HEAD:
+        if is_quick and length is not None and self._shortcuts.may_keep(job):
             self._shortcuts.keep(
                 Asked.of(request.scope["raw_path"], request.scope["headers"]),
-                bytes(whole[:length]),
-                whole,
+                behind(length, whole, job),
                 job,
-                lambda: self._models.is_loaded(model),
                 _repeated(model, asked, ran),
+                lambda: self._models.is_loaded(model),
             )
         size = 0 if is_quick else ran.nbytes
         return await elsewhere(size, lambda: _answer(model, asked, ran, packing))

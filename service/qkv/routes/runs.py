@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
 
-from fastapi import Request, Response
+from fastapi import Request
 
 from qkv.engine import Answer, Engine
 from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.remote import Remote
-from qkv.routes.body import Outgoing, elsewhere, read
+from qkv.routes.body import elsewhere
 from qkv.run import Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
-from qkv.wire import json
 
 __all__ = ["Result", "Runs", "limits_of"]
-
-_EFFORT: Final = {"base64": 0.1}  # of writing a byte, beside numbers in lists
 
 _STAGES: Final = ("queue", "transfer", "compute", "total")
 _SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
@@ -70,30 +66,7 @@ class Runs:
 
     def __init__(self, engine: Engine | Remote, settings: Settings) -> None:
         self._engine = engine
-        self._max_body_bytes = settings.max_body_bytes
         self.limits = limits_of(settings)
-
-    def endpoint(
-        self, kind: type[Job], variant: str, group: str
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """What answers a request of the native API: the tensors that a kind of job makes, which
-        stand under `group`."""
-
-        async def answer(request: Request) -> Response:
-            received = await read(request, "inputs", self._max_body_bytes)
-            job = await self.job(variant, received.message, kind)
-            ran = await self.run(request, received.at, job)
-            message = Message(
-                {"variant": variant, group: None, **ran.marks, "timing": ran.timing},
-                ran.outputs,
-                encoding=received.message.encoding or "base64",
-            )
-            codec = received.answer_in
-            size = ran.nbytes * _EFFORT.get(message.encoding or "", 1.0) if codec is json else 0
-            chunks = await elsewhere(int(size), lambda: codec.encode(message, group))
-            return Outgoing(chunks, codec.MEDIA_TYPE, ran.headers)
-
-        return answer
 
     async def job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
         """Checks what is asked for.

@@ -7,12 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from qkv.job import SMALL_BYTES, Job
-from qkv.routes.prepared import LONGEST_HEAD, spans
+from qkv.job import Job
+from qkv.routes.bodies import Laid, Layout, Room
 from qkv.routes.runs import Result, Runs
-from qkv.run import ALIGNMENT, Standing
+from qkv.run import Standing
 from qkv.tensors import RawTensor
 
 __all__ = ["Asked", "Header", "Reply", "Shortcuts"]
@@ -65,29 +63,26 @@ class _Plan(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What came behind one url and its headers: bytes of their head, and plans by it."""
+    """How bodies behind one url and its headers are told apart, and plans by their words."""
 
-    length: int
+    layout: Layout
     plans: OrderedDict[bytes, _Plan]
 
 
 class Shortcuts:
     """Answers what only differs in numbers from what was answered before.
 
-    A body of one head lies where the last one lay, and its tensors stand there already: nothing is
-    parsed, checked or placed anew. Jobs are those that the engine runs at once. To be used on the
-    event loop alone.
+    The tensors of such a body are laid where the last ones lay, and stand there already: nothing
+    is parsed, checked or placed anew. Jobs are those that the engine runs at once. To be used on
+    the event loop alone.
 
     Args:
         runs: what runs them.
     """
 
     def __init__(self, runs: Runs) -> None:
-        self._runs = runs
+        self._runs, self._room = runs, Room()
         self._known: OrderedDict[Asked, _Known] = OrderedDict()
-        room = np.empty(LONGEST_HEAD + SMALL_BYTES + ALIGNMENT, np.uint8)
-        start = -(room.ctypes.data + LONGEST_HEAD) % ALIGNMENT
-        self._room = room[start:].data  # what lies behind a head begins at LONGEST_HEAD
 
     def knows(self, asked: Asked) -> bool:
         """Whether such a request came before; only then may it be asked for an answer."""
@@ -97,13 +92,8 @@ class Shortcuts:
         """The answer to a body; None where it has to go the long way."""
         received = time.perf_counter()
         known = self._known.get(asked)
-        if known is None:
-            return None
-        end = start = LONGEST_HEAD - known.length
-        for chunk in chunks:
-            end, before = end + len(chunk), end
-            self._room[before:end] = chunk
-        plan = known.plans.get(bytes(self._room[start:LONGEST_HEAD]))
+        words = known and known.layout.lay(chunks, self._room)
+        plan = known.plans.get(words) if known and words else None
         if plan is None or not plan.is_open():
             return None
         ran = self._runs.run_standing(plan.standing, received)
@@ -112,39 +102,40 @@ class Shortcuts:
     def keep(
         self,
         asked: Asked,
-        head: bytes,
-        body: bytes | memoryview,
+        laid: Laid | None,
         job: Job,
-        is_open: Callable[[], bool],
         written: Callable[[Result], Reply],
+        is_open: Callable[[], bool] = lambda: True,
     ) -> None:
         """Keeps how a request was answered, if the next like it can be answered at once.
 
         Args:
             asked: what it said before its body.
-            head: the first bytes of its body, which say all but the tensors' bytes.
-            body: all of it.
-            job: what it asked for, its tensors views of the body.
-            is_open: whether it may be answered at all, now.
+            laid: how its body was told apart; None: it was not.
+            job: what it asked for.
             written: makes an answer of a run.
+            is_open: whether it may be answered at all, now.
         """
-        if not asked.is_plain or not self._runs.runs_now(job) or job.inputs.layer is not None:
+        if laid is None or not asked.is_plain or not self.may_keep(job):
             return
-        found = spans(body, job)
-        if found is None or any((span.first - len(head)) % ALIGNMENT for span in found):
-            return
-        known = self._known.setdefault(asked, _Known(len(head), OrderedDict()))
-        offset = LONGEST_HEAD - len(head)
+        known = self._known.get(asked)
+        if known is None or known.layout != laid.layout:
+            known = self._known[asked] = _Known(laid.layout, OrderedDict())
+        inputs, room = job.inputs.tensors, self._room.data
         tensors = {
-            span.name: RawTensor(
-                span.dtype, span.shape, self._room[offset + span.first : offset + span.last]
-            )
-            for span in found
+            name: RawTensor(inputs[name].dtype, inputs[name].shape, room[first:last])
+            for name, (first, last) in laid.places.items()
         }
-        together = sum(span.last - span.first for span in found) == len(body) - len(head)
-        whole = self._room[LONGEST_HEAD : offset + len(body)] if together else None
-        known.plans[head] = _Plan(Standing(job.again(tensors), whole), is_open, written)
+        first = min(first for first, _ in laid.places.values())
+        last = max(last for _, last in laid.places.values())
+        together = sum(tensor.nbytes for tensor in tensors.values()) == last - first
+        standing = Standing(job.again(tensors), room[first:last] if together else None)
+        known.plans[laid.words] = _Plan(standing, is_open, written)
         if len(known.plans) > _MOST_HEADS:
             known.plans.popitem(last=False)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
+
+    def may_keep(self, job: Job) -> bool:
+        """Whether such a job can be answered at once when it comes again."""
+        return job.inputs.layer is None and self._runs.runs_now(job)
