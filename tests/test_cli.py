@@ -116,6 +116,7 @@ def refuses(host: str, port: int) -> bool:
         ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
         (("--port", "0"), {"QKV_COLOUR": "red"}, ["QKV_COLOUR", "QKV_HOST", "QKV_STUCK_S"]),
         (("--port", "-1"), {"QKV_URL": "http://127.0.0.1"}, ["port", "-1"]),  # the client's
+        (("--port", "-1"), {"QKV_API_KEY": "a"}, ["port", "-1"]),
     ],
 )
 def test_a_bad_setting_is_one_line(

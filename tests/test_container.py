@@ -94,8 +94,14 @@ def test_the_gpu_profile_reserves_one_gpu() -> None:
     (name,) = (name for name, service in SERVICES.items() if service.get("profiles") == ["gpu"])
     (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
-    assert SERVICES[name]["environment"] == {"QKV_DEVICE": "cuda"}
+    assert SERVICES[name]["environment"]["QKV_DEVICE"] == "cuda"
     assert f"docker compose --profile gpu up {name}" in README
+
+
+@every_service
+def test_every_service_takes_keys_where_some_are_set(name: str) -> None:
+    passed = SERVICES[name]["environment"]
+    assert passed.items() >= {"QKV_API_KEYS": None, "QKV_CORS_ORIGINS": None}.items()
 
 
 @every_service

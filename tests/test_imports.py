@@ -67,11 +67,12 @@ ALLOWED: dict[str, set[str]] = {
         "settings", "tensors", "wire",
     },
     "app": {
-        "__version__", "arena", "catalogue", "device_process", "engine", "errors", "fleet",
-        "protocol", "remote", "routes", "settings", "warmup", "wire",
+        "__version__", "arena", "catalogue", "connection", "device_process", "engine", "errors",
+        "fleet", "protocol", "remote", "routes", "settings", "warmup", "wire",
     },
     "acceptor": {"fleet"},
-    "protocol": {"fleet", "routes"},
+    "connection": {"errors"},
+    "protocol": {"connection", "errors", "fleet", "routes"},
     "serve": {
         "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",
     },
@@ -119,7 +120,7 @@ def test_imports_run_downwards(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_foreign_imports_keep_their_place(path: Path) -> None:
     foreign = {name.split(".")[0] for name in imports(path)}
-    if room(path) not in ("routes", "app", "protocol", "serve"):
+    if room(path) not in ("routes", "app", "connection", "protocol", "serve"):
         assert not foreign & WEB
     if room(path) in CLIENT_SIDE:
         assert "torch" not in foreign

@@ -14,11 +14,13 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from qkv import __version__, catalogue
 from qkv.arena import Arena
+from qkv.connection import Watch
 from qkv.device_process import DeviceProcess
 from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
@@ -27,6 +29,7 @@ from qkv.protocol import Protocol
 from qkv.remote import Remote
 from qkv.routes import attention, convert, gradients, infer, openapi, operations, v2, variants
 from qkv.routes.front import Endpoint, Front
+from qkv.routes.guard import Guard, Keys
 from qkv.routes.native import Native
 from qkv.routes.runs import Runs, limits_of
 from qkv.routes.shortcuts import Shortcuts
@@ -101,12 +104,42 @@ def create_app(
     app.add_exception_handler(QkvError, _known)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unknown)
+    app.add_middleware(_Heads)
     app.add_middleware(_Draining, fleet=worker.fleet)
     endpoints = _endpoints(native, inference)
-    app.state.front = Front(app, endpoints, _refusal, worker)
-    app.state.protocol = partial(Protocol, worker=worker, shortcuts=shortcuts)
-    _describe(app)
+    front: ASGIApp = Front(app, endpoints, _refusal, worker)
+    keys = Keys(settings.keys) if settings.keys else None
+    if keys is not None:
+        app.add_middleware(Guard, keys=keys, refusal=_refusal)  # for who serves it without `front`
+        front = Guard(front, keys, _refusal)
+    app.state.front = _opened(front, settings.origins)
+    app.state.protocol = partial(
+        Protocol,
+        watch=Watch(settings.read_timeout_s),
+        refusal=_refusal,
+        worker=worker,
+        shortcuts=shortcuts,
+        keys=keys,
+    )
+    _describe(app, is_guarded=keys is not None)
     return app
+
+
+def _opened(app: ASGIApp, origins: list[str]) -> ASGIApp:
+    """An application that the pages of these origins may ask.
+
+    Outside of all else: browsers ask without a key whether they may ask with one. What is answered
+    without ASGI was never asked by a page, for those say `Origin`, which is not plain.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        expose_headers=("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing"),
+    )
 
 
 def _endpoints(native: Iterable[APIRouter], inference: infer.Infer) -> dict[str, Endpoint]:
@@ -159,6 +192,19 @@ def new_fleet(settings: Settings, workers: int, *, device_process: bool = False)
     )
 
 
+class _Heads:
+    """Whatever answers GET answers HEAD, whose answer the server leaves the body out of; pure
+    ASGI."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        return await self._app(scope, receive, send)
+
+
 class _Draining:
     """Refuses what comes once the service ends, and asks callers to close; pure ASGI.
 
@@ -184,14 +230,14 @@ class _Draining:
         return await self._app(scope, receive, closing)
 
 
-def _describe(app: FastAPI) -> None:
+def _describe(app: FastAPI, is_guarded: bool) -> None:
     """Has the OpenAPI document say what FastAPI cannot know."""
     openapi.prepare()
     made = app.openapi
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
-            openapi.complete(made())
+            openapi.complete(made(), is_guarded)
         assert app.openapi_schema is not None
         return app.openapi_schema
 
@@ -219,7 +265,8 @@ async def _http(request: Request, error: Exception) -> Response:
     """What the router itself refuses: an unknown path, or a method that a path does not have."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "")
+        allowed = set((error.headers or {}).get("Allow", "").split(", "))
+        allow = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
         fault: QkvError = MethodNotAllowed(f"{request.method} is not allowed here", allow=allow)
     else:
         fault = NotFound(f"no {request.url.path[:200]} here; /docs says what there is")

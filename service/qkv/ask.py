@@ -41,6 +41,13 @@ _URL: Final = click.option(
     metavar="URL",
     help="The service to ask.",
 )
+_KEY: Final = click.option(
+    "--api-key",
+    envvar="QKV_API_KEY",
+    show_envvar=True,
+    metavar="KEY",
+    help="One of the service's keys.  Other users see it in a list of processes: better set it.",
+)
 _LOCAL: Final = click.option(
     "--local", is_flag=True, help="Ask no service: run here, on the CPU.  Needs qkv[server]."
 )
@@ -61,8 +68,9 @@ _HEADS: Final = click.option("--heads", type=int, help="The heads of the file's 
 @click.command(short_help="List the variants, or describe one.")
 @click.argument("name", required=False)
 @_URL
+@_KEY
 @_LOCAL
-def variants(name: str | None, url: str, local: bool) -> None:
+def variants(name: str | None, url: str, api_key: str | None, local: bool) -> None:
     """List the variants, or describe the one called NAME."""
     with one_line_errors():
         if local:
@@ -70,7 +78,7 @@ def variants(name: str | None, url: str, local: bool) -> None:
 
             catalogue = ask()
         else:
-            catalogue = _send(url, build_variants())
+            catalogue = _send(url, api_key, build_variants())
     if name is None:
         width = max(len(v["variant"]) for v in catalogue)
         for v in catalogue:
@@ -102,6 +110,7 @@ def variants(name: str | None, url: str, local: bool) -> None:
 @_LAYOUT
 @_HEADS
 @_URL
+@_KEY
 @_LOCAL
 def attend(
     variant: str,
@@ -137,6 +146,7 @@ def attend(
 @_LAYOUT
 @_HEADS
 @_URL
+@_KEY
 @_LOCAL
 def gradients(variant: str, source: Path, target: Path, **how: Any) -> None:
     """Write the gradients of VARIANT at the tensors in the file SOURCE.
@@ -163,6 +173,7 @@ def _pass(
     layout: str | None,
     heads: int | None,
     url: str,
+    api_key: str | None,
     local: bool,
 ) -> None:
     """Sends a file forward or backward through a variant, and writes what is made."""
@@ -178,7 +189,7 @@ def _pass(
             run = here.attend if group == "outputs" else here.gradients
             answer = run(variant, message)
         else:
-            answer = _send(url, build_message(path, message, "inputs", group))
+            answer = _send(url, api_key, build_message(path, message, "inputs", group))
         files.write(target, replace(answer, encoding=message.encoding), group)
     _report(answer, target)
     timing = answer.fields["timing"]
@@ -200,6 +211,7 @@ def _pass(
     "form with a column of ones.  [default: refuse]",
 )
 @_URL
+@_KEY
 @_LOCAL
 def convert(
     source: Path,
@@ -209,6 +221,7 @@ def convert(
     heads: int | None,
     bias: str | None,
     url: str,
+    api_key: str | None,
     local: bool,
 ) -> None:
     """Take the layer's weights in the file SOURCE from one layout to another.
@@ -229,7 +242,9 @@ def convert(
 
             answer = convert_message(message)
         else:
-            answer = _send(url, build_message("/v1/convert", message, "tensors", "tensors"))
+            answer = _send(
+                url, api_key, build_message("/v1/convert", message, "tensors", "tensors")
+            )
         # lists keep no dtype, and are float32 when they are read again
         exact = all(tensor.dtype == "float32" for tensor in answer.tensors.values())
         encoding = "lists" if exact and message.encoding == "lists" else "base64"
@@ -242,9 +257,9 @@ def convert(
     )
 
 
-def _send(url: str, call: Call[_T]) -> _T:
+def _send(url: str, api_key: str | None, call: Call[_T]) -> _T:
     try:
-        with Client(url) as client:
+        with Client(url, api_key=api_key) as client:
             return client.send(call)
     # the last two: what httpx makes of a URL, or of a proxy in the environment, that is none
     except (httpx.RequestError, httpx.InvalidURL, ValueError, ImportError) as error:

@@ -71,8 +71,9 @@ def _settings(flags: dict[str, Any]) -> Any:
     except pydantic.ValidationError as error:
         fault = error.errors(include_url=False)[0]
         name = str(fault["loc"][0])
+        came = "no list of keys" if name == "api_keys" else repr(fault["input"])  # keys stay secret
         raise click.ClickException(
-            f"setting {name} (QKV_{name.upper()}) is {fault['input']!r}: {fault['msg']}"
+            f"setting {name} (QKV_{name.upper()}) is {came}: {fault['msg']}"
         ) from None
     except ValueError as error:
         raise click.ClickException(str(error)) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -38,6 +39,7 @@ class Client:
 
     Args:
         url: of the service.
+        api_key: one of its keys, where it has some.
         timeout: seconds for each step of a call (connect, write, read); None: no limit.
         retries: how often a call is sent again that was refused with Retry-After, or whose
             connection was refused or broke.
@@ -49,10 +51,13 @@ class Client:
         url: str = _URL,
         *,
         timeout: float | None = 60.0,
+        api_key: str | None = None,
         retries: int = 3,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._http = httpx.Client(base_url=url, timeout=timeout, transport=transport)
+        self._http = httpx.Client(
+            base_url=url, headers=_key_header(api_key), timeout=timeout, transport=transport
+        )
         self._retries = retries
 
     def attend(
@@ -171,10 +176,13 @@ class AsyncClient:
         url: str = _URL,
         *,
         timeout: float | None = 60.0,
+        api_key: str | None = None,
         retries: int = 3,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=timeout, transport=transport)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=_key_header(api_key), timeout=timeout, transport=transport
+        )
         self._retries = retries
 
     async def attend(
@@ -249,6 +257,14 @@ class AsyncClient:
                 wait = _backoff(attempt)
             await asyncio.sleep(wait)
         raise AssertionError
+
+
+def _key_header(api_key: str | None) -> dict[str, str]:
+    if api_key is None:
+        return {}
+    if not re.fullmatch(r"[!-~]+", api_key):  # or an error of a library below would show it
+        raise ValueError("api_key has characters that no key has, or none at all")
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 def _wait(response: httpx.Response) -> float | None:

@@ -17,6 +17,9 @@ __all__ = [
     "QkvError",
     "TooLarge",
     "TooLate",
+    "TooLong",
+    "TooSlow",
+    "Unauthorized",
     "Unparseable",
     "UnsupportedMediaType",
     "from_problem",
@@ -69,6 +72,26 @@ class Unparseable(QkvError):
     title = "The request cannot be parsed"
 
 
+class Unauthorized(QkvError):
+    """It came without one of the service's keys."""
+
+    status = 401
+    name = "unauthorized"
+    title = "Unauthorized"
+
+    def __init__(
+        self,
+        detail: str = "this needs a key: send Authorization: Bearer and one of the service's keys",
+        *,
+        pointer: str | None = None,
+    ) -> None:
+        super().__init__(detail, pointer=pointer)
+
+    def headers(self) -> dict[str, str]:
+        """RFC 6750, section 3."""
+        return {"WWW-Authenticate": 'Bearer realm="qkv"'}
+
+
 class NotFound(QkvError):
     """No such variant, layer or path."""
 
@@ -101,6 +124,14 @@ class NotAcceptable(QkvError):
     title = "Not acceptable"
 
 
+class TooSlow(QkvError):
+    """It did not come in the time that the service waits for the next part of it."""
+
+    status = 408
+    name = "too-slow"
+    title = "Too slow"
+
+
 class TooLarge(QkvError):
     """It can never fit the limits of this service."""
 
@@ -123,6 +154,14 @@ class InvalidContent(QkvError):
     status = 422
     name = "invalid-content"
     title = "Invalid content"
+
+
+class TooLong(QkvError):
+    """What stands before the body is too long."""
+
+    status = 431
+    name = "too-long"
+    title = "Request header fields too large"
 
 
 class Internal(QkvError):

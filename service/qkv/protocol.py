@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from qkv.connection import BODY, NOTHING, Connection, Watch
+from qkv.errors import QkvError
 from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
+from qkv.routes.guard import Keys
 from qkv.routes.shortcuts import Asked, Reply, Shortcuts
 
 __all__ = ["Protocol"]
@@ -29,7 +30,7 @@ class _Filling(NamedTuple):
     done: asyncio.Future[bool]
 
 
-class Protocol(HttpToolsProtocol):
+class Protocol(Connection):
     """One connection.
 
     A request that the shortcuts know is kept from uvicorn until its last byte is there. They
@@ -38,8 +39,10 @@ class Protocol(HttpToolsProtocol):
 
     Args:
         config, server_state, app_state, _loop: as uvicorn's protocols take them.
+        watch, refusal: as `Connection` takes them.
         worker: counts requests, and says when the service ends; then there are no short ways.
         shortcuts: what can be answered at once.
+        keys: who has none of them goes the long way, which refuses; None: all are let in.
     """
 
     def __init__(
@@ -49,26 +52,36 @@ class Protocol(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
+        watch: Watch,
+        refusal: Callable[[QkvError, str], Response],
         worker: Worker,
         shortcuts: Shortcuts,
+        keys: Keys | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._worker, self._shortcuts = worker, shortcuts
+        super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
+        self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
         self._asked: Asked | None = None  # what came in short
         self._chunks: list[bytes] = []
         self._is_whole = False
         self._filling: _Filling | None = None
 
     def on_headers_complete(self) -> None:
+        if not self.check_head():
+            return
         if self._is_free() and self.parser.get_method() == b"POST":
             asked = Asked.of(self.url, self.headers)
-            if self._shortcuts.knows(asked) and self.parser.get_http_version() == "1.1":
-                self._asked = asked
+            if (
+                self._shortcuts.knows(asked)
+                and self.parser.get_http_version() == "1.1"
+                and (self._keys is None or self._keys.admit(self.headers))
+            ):
+                self._asked, self._reads = asked, BODY
                 self._worker.asks(1)
                 return
         self._start()
 
     def on_body(self, body: bytes) -> None:
+        self._framing -= len(body)
         if self._asked is not None:
             self._chunks.append(body)
         elif self._filling is not None:
@@ -80,7 +93,7 @@ class Protocol(HttpToolsProtocol):
         if self._asked is None:
             super().on_message_complete()
             return
-        self._is_whole = True
+        self._is_whole, self._reads = True, NOTHING
         if len(self._chunks) == 1 and len(self.connections) > 1:
             # of small bodies, those that others have sent meanwhile are read first, and all are run
             # then: torch's code and the network's drive each other out of the CPU's caches
@@ -110,6 +123,13 @@ class Protocol(HttpToolsProtocol):
         if self._filling is not None:
             self._filled(False)
         super().connection_lost(exc)
+
+    def part(self, error: QkvError) -> None:
+        """What came in short is due as well, or what is refused."""
+        self._answer()
+        if self._asked is not None:
+            self._take_long_way()
+        super().part(error)
 
     def shutdown(self) -> None:
         """uvicorn would close a connection whose request it does not know."""

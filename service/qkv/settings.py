@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 __all__ = ["Settings", "refuse_unknown"]
 
 _PREFIX: Final = "QKV_"
-_OTHERS: Final = {"QKV_URL"}  # the asking commands' own
+_OTHERS: Final = {"QKV_URL", "QKV_API_KEY"}  # the asking commands' own
+
+_KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, section 11.2
+_ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
 _MiB = 1 << 20
 _GiB = 1 << 30
@@ -27,6 +31,21 @@ class Settings(BaseSettings):
     port: Annotated[
         int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     ] = 8000
+    api_keys: Annotated[
+        SecretStr | None,
+        Field(
+            description="Keys, with commas between them; who sends none of them as `Authorization: "
+            "Bearer` is refused, but on /livez, /readyz and /v2/health/*. None: whoever comes is "
+            "let in."
+        ),
+    ] = None
+    cors_origins: Annotated[
+        str | None,
+        Field(
+            description="Origins whose pages may ask from a browser, with commas between them, or "
+            "`*`; None: none may."
+        ),
+    ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Field(description="Where attention runs; auto: a CUDA device where there is one."),
@@ -80,6 +99,14 @@ class Settings(BaseSettings):
     max_queue_bytes: Annotated[
         int, Field(ge=1, description="Tensor bytes that may wait; more is 503.")
     ] = 4 * _GiB
+    read_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="Seconds that the head of a request may take to come, and each 64 KiB of "
+            "its body; more is 408.",
+        ),
+    ] = 30.0
     drain_s: Annotated[
         int,
         Field(ge=0, description="Seconds that accepted requests have left when the service stops."),
@@ -90,6 +117,34 @@ class Settings(BaseSettings):
     stuck_device_s: Annotated[
         float, Field(gt=0, description="Seconds after which a device in one batch is stuck.")
     ] = 600.0
+
+    @field_validator("api_keys")
+    @classmethod
+    def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not all(map(_KEY.fullmatch, _listed(value.get_secret_value()))):
+            raise ValueError("a key is letters, digits and ._~+/- with = at its end, and not empty")
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: str | None) -> str | None:
+        if value is not None and not all(map(_ORIGIN.fullmatch, _listed(value))):
+            raise ValueError("an origin is https://host or https://host:port in small letters")
+        return value
+
+    @property
+    def keys(self) -> list[str]:
+        """The API keys; none: whoever comes is let in."""
+        return [] if self.api_keys is None else _listed(self.api_keys.get_secret_value())
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins whose pages may ask."""
+        return [] if self.cors_origins is None else _listed(self.cors_origins)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 def refuse_unknown(environment: Iterable[str]) -> None:

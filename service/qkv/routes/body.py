@@ -117,7 +117,8 @@ async def body(
         Unparseable: it is packed and cannot be unpacked.
         Left: the caller left before all had come.
     """
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    codings = request.headers.getlist("content-encoding") or ["identity"]
+    coding = ", ".join(codings).strip().lower()  # one line, or as if it were one
     if coding not in ("identity", "gzip", "deflate"):
         raise UnsupportedMediaType(
             f"Content-Encoding {coding!r:.60} is not read here; send gzip, deflate, or neither"

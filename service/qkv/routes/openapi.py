@@ -10,6 +10,7 @@ from qkv import catalogue, errors, picture
 from qkv.catalogue import Variant
 from qkv.routes import examples, openapi_v2, schemas
 from qkv.routes.examples import Pairs
+from qkv.routes.guard import OPEN
 from qkv.routes.operations import INDEX
 from qkv.routes.variants import PICTURE_TYPE, entry
 from qkv.wire import json, safetensors
@@ -48,6 +49,7 @@ TAGS: Final = [
     {"name": "operations", "description": "For what runs the service."},
 ]
 
+_KEY: Final = "One of the keys in `QKV_API_KEYS`; where none is set, nobody needs one."
 _FILE: Final = {"type": "string", "format": "binary"}
 _FAULTS: Final = (400, 404, 406, 413, 415, 422, 500, 503)
 
@@ -64,14 +66,34 @@ def prepare() -> None:
         picture.draw(variant)
 
 
-def complete(document: dict[str, Any]) -> None:
+def complete(document: dict[str, Any], is_guarded: bool) -> None:
     """Says of every operation what it takes and gives, in place of what FastAPI makes of it:
     FastAPI drops a default of null, writes whole bounds as floats, and knows no such bodies."""
     operations = _operations()
     for path, methods in document["paths"].items():
         for operation in methods.values():
             operation |= operations[path]  # in place
-    document["components"] = {"schemas": schemas.COMPONENTS | openapi_v2.COMPONENTS}
+    document["components"] = {
+        "schemas": schemas.COMPONENTS | openapi_v2.COMPONENTS,
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
+    }
+    if is_guarded:
+        _guard(document)
+
+
+def _guard(document: dict[str, Any]) -> None:
+    """Says of every operation but the open ones that it needs a key."""
+    document["security"] = [{"key": []}]
+    (refused,) = _problems(faults=[errors.Unauthorized()]).values()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            if path in OPEN:
+                operation["security"] = []
+                continue
+            said = openapi_v2.unauthorized() if path.startswith("/v2") else refused
+            headers = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
+            every = operation["responses"] | {"401": said | {"headers": headers}}
+            operation["responses"] = dict(sorted(every.items()))
 
 
 def _operations() -> dict[str, dict[str, Any]]:

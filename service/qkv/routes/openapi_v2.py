@@ -228,5 +228,10 @@ def _answers(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
     return {"responses": {"200": _said("What was asked for.", schema)} | faults}
 
 
+def unauthorized() -> dict[str, Any]:
+    """What says that a request had no key."""
+    return _said("It came without one of the service's keys.", ref("V2Error"))
+
+
 def _said(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {json.MEDIA_TYPE: {"schema": schema}}}

@@ -30,22 +30,18 @@ def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
     async def index() -> dict[str, str]:
         return INDEX
 
-    @routes.head("/livez", include_in_schema=False)
     @routes.get(
         "/livez",
         operation_id="livez",
         summary="Whether every worker lives: none is stuck.",
-        description="HEAD too.",
     )
     async def livez(response: Response) -> dict[str, str]:
         return _status(response, engine.alive and not fleet.stuck)
 
-    @routes.head("/readyz", include_in_schema=False)
     @routes.get(
         "/readyz",
         operation_id="readyz",
         summary="Whether every worker takes requests.",
-        description="HEAD too.",
     )
     async def readyz(response: Response) -> dict[str, str]:
         return _status(response, engine.ready and fleet.ready)

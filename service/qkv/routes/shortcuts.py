@@ -20,7 +20,12 @@ Chunk = bytes | memoryview
 
 _MOST: Final = 256  # kept, those that came last: what is said before bodies,
 _MOST_HEADS: Final = 16  # and heads of bodies behind each of them
-_IDLE: Final = frozenset((b"host", b"user-agent", b"traceparent", b"tracestate", b"x-request-id"))
+_IDLE: Final = frozenset(  # a key was looked at before
+    (
+        *(b"authorization", b"host", b"user-agent", b"traceparent", b"tracestate"),
+        b"x-request-id",
+    )
+)
 _PLAIN: Final = frozenset(
     (
         *(b"accept", b"accept-encoding", b"accept-language", b"content-length", b"content-type"),

@@ -1,0 +1,280 @@
+"""A connection as uvicorn has it, bounded in what a stranger may send on it and in what time.
+
+What is wrong is said in the protocol's own form, behind the answers that are still due, and ends
+the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import httptools
+import uvicorn
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from qkv.errors import Internal, QkvError, TooLarge, TooLong, TooSlow, Unparseable
+
+__all__ = ["BODY", "NOTHING", "Connection", "Watch"]
+
+_log = logging.getLogger("qkv.connection")
+
+_MOST_HEADERS: Final = 100
+_MOST_HEAD: Final = 1 << 16  # bytes of a url and of names and values of headers
+_MOST_FRAMING: Final = 1 << 20  # bytes of a message that are no body: its head, lines of chunks
+_MOST_IGNORED: Final = 1 << 28  # bytes of a body that come after its answer
+_LEAST_BITS: Final = 16  # of a body, 1 << 16 bytes at least have to come before patience ends
+_LINGER_S: Final = 2.0  # a caller that still sends when its connection is closed sees no answer
+
+HEAD, BODY, NOTHING = range(3)  # what is being read
+
+
+class Watch:
+    """Ends connections on which what is to be read comes too slowly.
+
+    It looks at all of them now and then, so that a request costs it nothing, and counts how often
+    it looked, not seconds: a process that was held up for long finds nobody late.
+
+    Args:
+        patience_s: seconds that a head may take, and each part of a body.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._period = min(1.0, patience_s / 4)
+        self.patience = math.ceil(patience_s / self._period)
+        self.linger = math.ceil(_LINGER_S / self._period)
+        self._open: set[Connection] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, connection: Connection) -> None:
+        """From now on it looks at this one too."""
+        self._open.add(connection)
+        if self._timer is None:
+            self._wait(connection.loop)
+
+    def remove(self, connection: Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(self._period, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        for connection in list(self._open):
+            connection.look()
+        if self._open:
+            self._wait(loop)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection.
+
+    Args:
+        config, server_state, app_state, _loop: as uvicorn's protocols take them.
+        watch: sees to it that what is read comes in time.
+        refusal: what answers an error below a path.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        watch: Watch,
+        refusal: Callable[[QkvError, str], Response],
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._watch, self._refusal = watch, refusal
+        self.url = b""
+        self._reads = HEAD
+        self._piece = self._framing = self._received = self._ignored = 0
+        self._is_upgrade = False
+        self._farewell: bytes | None = None  # what ends the connection, once there is something
+        self._has_left = False
+        self._seen: tuple[Any, int] | None = None
+        self._looks = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """uvicorn's own, but for what it does with errors and upgrades."""
+        if self._farewell is not None:
+            return
+        self._unset_keepalive_if_required()
+        self._piece = len(data)
+        self._framing += self._piece
+        self._received += self._piece
+        again = None
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            again = self._head_without_upgrade() + data[upgrade.args[0] :]
+        except httptools.HttpParserError as error:
+            self.part(self._meant(error))
+        else:
+            if self._framing > _MOST_FRAMING:
+                what = f"more than {_MOST_FRAMING} bytes"
+                if self._reads == HEAD:
+                    self.part(TooLong(f"the request's head has {what}"))
+                else:
+                    self.part(TooLarge(f"of the request, {what} are no body; send larger chunks"))
+        if again is not None:
+            self.data_received(again)
+
+    def on_message_begin(self) -> None:
+        self._reads, self._framing = HEAD, self._piece  # at most
+        super().on_message_begin()
+
+    def check_head(self) -> bool:
+        """Whether the request whose head has come is to be answered; if it is not, it wants to go
+        over to another protocol, and comes again without that.
+
+        Raises:
+            TooLong, Unparseable: it is refused; the parser stops.
+        """
+        names = [name for name, _ in self.headers]
+        if len(names) > _MOST_HEADERS:
+            raise TooLong(f"the request has {len(names)} headers; at most {_MOST_HEADERS} are read")
+        if self._framing > _MOST_HEAD:
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > _MOST_HEAD:
+                raise TooLong(f"the request's head has {size} bytes; at most {_MOST_HEAD} are read")
+        hosts = names.count(b"host")
+        if hosts != 1 and (hosts or self.parser.get_http_version() == "1.1"):
+            raise Unparseable(f"the request has {hosts} Host headers; it must have one")
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise Unparseable("CONNECT asks for a proxy, and this is none")
+            self._is_upgrade = True
+            return False
+        return True
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._reads, self._ignored = BODY, 0
+        self.headers = []  # what comes as headers from now on stands behind a body, and is not read
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._ignored += len(body)
+            if self._ignored > _MOST_IGNORED:
+                self.transport.close()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_upgrade:
+            self._reads = NOTHING
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if self._farewell is not None and is_last:
+            self._leave()
+
+    def shutdown(self) -> None:
+        if self._has_left:
+            self.transport.close()
+        super().shutdown()
+
+    def look(self) -> None:
+        """Ends it where it is late; called every now and then."""
+        seen = (self.scope, self._received >> _LEAST_BITS if self._reads == BODY else 0)
+        before, self._seen = self._seen, seen
+        if self._has_left:
+            self._looks += 1
+            if self._looks >= self._watch.linger:
+                self.transport.close()
+        elif before is None or before[0] is not seen[0] or before[1] != seen[1]:
+            self._looks = 0
+        elif self._is_awaited():
+            self._looks += 1
+            if self._looks >= self._watch.patience:
+                self._looks = 0
+                if self.scope is None or self._reads == NOTHING:
+                    self.transport.close()  # nothing has come that could be answered
+                    return
+                self.part(TooSlow("the rest of the request did not come in time"))
+        else:
+            self._looks = 0
+
+    def _is_awaited(self) -> bool:
+        """Whether it is for the caller to send something, and nobody else measures the time."""
+        if self.flow.read_paused or self._farewell is not None:
+            return False
+        if self._reads != NOTHING:
+            return True
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle and self.timeout_keep_alive_task is None
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head that has come, as if it asked for no other protocol; a parser stops where
+        another begins, so that it needs one of its own."""
+        self._is_upgrade = False
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        kept = [h for h in self.headers if h[0] not in (b"upgrade", b"connection")]
+        named = b",".join(value for name, value in self.headers if name == b"connection")
+        if b"close" in [token.strip().lower() for token in named.split(b",")]:
+            kept.append((b"connection", b"close"))
+        lines = b"".join([b"%b: %b\r\n" % header for header in kept])
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version.encode(), lines)
+
+    def _meant(self, error: httptools.HttpParserError) -> QkvError:
+        """What is wrong where the parser stopped."""
+        cause = error.__context__
+        if isinstance(cause, QkvError):
+            return cause
+        if cause is None or isinstance(cause, httptools.HttpParserError | UnicodeError):
+            return Unparseable("this is no request of HTTP/1.1")
+        _log.error("a connection failed", exc_info=cause)
+        return Internal("this is a fault of the service, and is logged")
+
+    def part(self, error: QkvError) -> None:
+        """Ends the connection with an error, behind the answers that are due."""
+        self._farewell, cycle = self._written(error), self.cycle
+        if self._reads == BODY and self.pipeline:
+            self.pipeline.popleft()  # the last one, whose body will not come: it has not begun
+        elif self._reads == BODY:
+            if cycle.response_started:
+                self.transport.close()
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self._leave()
+            return
+        if cycle is None or cycle.response_complete:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Says the last word, and closes as soon as the caller has read it, or soon."""
+        assert self._farewell is not None
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            self._has_left, self._looks = True, 0
+            self.flow.resume_reading()  # so that nothing unread resets what is said
+            self.transport.write(self._farewell)
+            self.transport.write_eof()
+
+    def _written(self, error: QkvError) -> bytes:
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        answer = self._refusal(error, path)
+        headers = [*self.server_state.default_headers, *answer.raw_headers]
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        status = STATUS_LINE[answer.status_code]
+        return b"%b%bconnection: close\r\n\r\n%b" % (status, lines, bytes(answer.body))

@@ -1,0 +1,315 @@
+"""What a stranger may send on a connection is bounded, in size and in time, and what is wrong is
+said behind the answers that are due."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+from conftest import PATIENCE, Server, serving, until
+from test_protocol import PATH, body_of, drawn, request_of
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: here\r\n\r\n"
+SQUARE: Final = [[1, 0], [0, 1]]
+BODY: Final = json.dumps({"inputs": dict.fromkeys(("query", "key", "value"), SQUARE)}).encode()
+RUN: Final = (
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Server]:
+    """A service that does not wait for long."""
+    with serving(read_timeout_s=0.8) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        yield connection
+
+
+def answers(connection: socket.socket) -> list[tuple[int, dict[str, str], bytes]]:
+    """All that come until the other side has said its last word."""
+    came = b""
+    while more := connection.recv(1 << 20):
+        came += more
+    found = []
+    while came:
+        head, _, came = came.partition(b"\r\n\r\n")
+        first, *lines = head.decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        size = int(headers["content-length"])
+        found.append((int(first.split()[1]), headers, came[:size]))
+        came = came[size:]
+    return found
+
+
+def only(connection: socket.socket, status: int) -> dict[str, Any]:
+    """The problem that is all that is said, before the connection ends."""
+    ((found, headers, body),) = answers(connection)
+    assert found == status, body
+    assert headers["connection"] == "close"
+    said: dict[str, Any] = json.loads(body)
+    return said
+
+
+def lines_of(count: int, size: int = 10) -> bytes:
+    return b"".join(b"X-%d: %b\r\n" % (i, b"v" * size) for i in range(count))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [lines_of(101), lines_of(90, 800), b"X: " + b"v" * 70_000 + b"\r\n", lines_of(100_000)],
+)
+@pytest.mark.parametrize("start", [b"GET /livez", b"POST /v1/convert", b"POST " + PATH.encode()])
+def test_a_head_that_is_too_long(server: Server, start: bytes, lines: bytes) -> None:
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(start + b" HTTP/1.1\r\nHost: here\r\n" + lines + b"\r\n")
+        said = only(connection, 431)
+    assert ("error" in said) is start.endswith(b"infer")
+    assert server.http.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET /livez HTTP/1.1\r\nHost: here\r\nX: "])
+def test_a_head_that_never_ends(server: Server, start: bytes) -> None:
+    """Neither a url nor a single header is kept beyond a MiB."""
+    with connected(server) as connection:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(start)
+            for _ in range(400):
+                sent += connection.send(b"a" * 10_000)
+                time.sleep(0.0005)
+        assert only(connection, 431)
+    assert sent > 1 << 20
+
+
+def test_a_hundred_headers_are_read(server: Server) -> None:
+    with connected(server) as connection:
+        lines = lines_of(98, 600)
+        connection.sendall(LIVE[:-2] + lines + b"Connection: close\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200]
+
+
+CHUNKED: Final = (
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+def test_chunks_of_one_byte_come_to_an_end(server: Server) -> None:
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(CHUNKED + b"1\r\n \r\n" * 400_000)
+        assert "chunks" in only(connection, 413)["detail"]
+
+
+@pytest.mark.parametrize("last", [b"5;x=" + b"a" * 2_000_000, b"0\r\n" + lines_of(100_000)])
+def test_what_stands_around_chunks_comes_to_an_end(server: Server, last: bytes) -> None:
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(CHUNKED + b"%x\r\n" % len(BODY) + BODY + b"\r\n" + last)
+        assert answers(connection)[-1][0] == 413
+
+
+@pytest.mark.parametrize(
+    ("trailers", "status"),
+    [(b"", 200), (b"Content-Encoding: br\r\nHost: b\r\n", 200), (b"Content-Length: 3\r\n", 400)],
+)
+def test_a_few_chunks_are_a_body(server: Server, trailers: bytes, status: int) -> None:
+    """What stands behind them as a header is none."""
+    pieces = [BODY[i : i + 3] for i in range(0, len(BODY), 3)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    with connected(server) as connection:
+        connection.sendall(CHUNKED + chunks + b"0\r\n" + trailers + b"\r\n" + b"rubbish\r\n\r\n")
+        found = [status for status, *_ in answers(connection)]
+    assert found == ([200, 400] if status == 200 else [400])
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: a\r\nHost: b\r\n"])
+@pytest.mark.parametrize("start", [b"GET /livez", b"POST " + PATH.encode()])
+def test_there_is_one_host(server: Server, start: bytes, hosts: bytes) -> None:
+    with connected(server) as connection:
+        connection.sendall(start + b" HTTP/1.1\r\n" + hosts + b"\r\n")
+        assert only(connection, 400)
+
+
+def test_there_is_one_host_on_the_shortest_way(server: Server) -> None:
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    with connected(server) as connection:
+        connection.sendall(request * 3 + request.replace(b"Host: here\r\n", b""))
+        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+
+
+def test_http_1_0_needs_none(server: Server) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200]
+
+
+RUBBISH: Final = (
+    b"rubbish\r\n\r\n",
+    b"\x16\x03\x01\x02",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_rubbish_is_answered_behind_what_is_due(server: Server, rubbish: bytes, count: int) -> None:
+    infer = request_of(*body_of(drawn(0)))
+    for request in (LIVE, RUN + BODY, infer, infer + LIVE + RUN + BODY):
+        each = 3 if request.startswith(infer + b"GET") else 1
+        with connected(server) as connection:
+            connection.sendall(request * count + rubbish)
+            statuses = [status for status, *_ in answers(connection)]
+        assert statuses == [200] * (each * count) + [400]
+
+
+@pytest.mark.parametrize("wait", [0, 0.2])
+def test_a_body_that_breaks_off(server: Server, wait: float) -> None:
+    """Its own request is refused, those before it are answered."""
+    with connected(server) as connection:
+        connection.sendall((RUN + BODY) * 3 + CHUNKED + b"5\r\n12345\r\n")
+        time.sleep(wait)
+        connection.sendall(b"rubbish")
+        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
+def test_no_other_protocol_is_spoken(server: Server, protocol: bytes) -> None:
+    """And nothing of what came is lost."""
+    lines = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAM\r\n" % protocol
+    )
+    run = RUN[:-2] + lines + b"\r\n" + BODY
+    for request in (run, LIVE[:-2] + lines + b"\r\n"):
+        with connected(server) as connection:
+            connection.sendall(request * 2 + LIVE + b"rubbish\r\n\r\n")
+            assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+    with connected(server) as connection:
+        for i in range(0, len(run), 7):
+            connection.sendall(run[i : i + 7])
+        close = lines.replace(b"Upgrade,", b"Upgrade, close,")
+        connection.sendall(LIVE[:-2] + close + b"\r\n")
+        assert [status for status, *_ in answers(connection)] == [200, 200]
+
+
+def test_connect_is_refused(server: Server) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"CONNECT there:443 HTTP/1.1\r\nHost: there:443\r\n\r\n")
+        assert only(connection, 400)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"\r\n", b"G", LIVE[:-2], RUN, RUN + BODY[:10], CHUNKED + b"5\r\n1", LIVE + b"\r\n"],
+)
+def test_who_falls_silent_is_not_waited_for(hasty: Server, sent: bytes) -> None:
+    with connected(hasty) as connection:
+        connection.sendall(sent)
+        begun = time.monotonic()
+        statuses = [status for status, *_ in answers(connection)]
+        assert time.monotonic() - begun > 0.5
+    expected = {b"": [], b"\r\n": [], LIVE + b"\r\n": [200]}
+    assert statuses == expected.get(sent, [408])
+
+
+@pytest.mark.parametrize(
+    "head", [LIVE[:-2] + b"X: ", RUN.replace(b"Length: ", b"Length: 9"), CHUNKED]
+)
+def test_who_trickles_is_not_waited_for(hasty: Server, head: bytes) -> None:
+    piece = b"1\r\n \r\n" if head is CHUNKED else b" "
+    with connected(hasty) as connection:
+        connection.settimeout(0.05)
+        connection.sendall(head)
+        begun, came = time.monotonic(), b""
+        while not came:
+            assert time.monotonic() - begun < PATIENCE
+            with contextlib.suppress(TimeoutError):
+                came = connection.recv(100)
+            with contextlib.suppress(ConnectionError):
+                connection.send(piece)
+    assert came.startswith(b"HTTP/1.1 408 ")
+
+
+def test_the_shortest_way_waits_no_longer(hasty: Server) -> None:
+    worker = hasty.app.state.protocol.keywords["worker"]
+    request = request_of(*body_of(drawn(0)))
+    with connected(hasty) as connection:
+        connection.sendall(request * 3 + request[:-100])
+        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 408]
+    until(lambda: worker.fleet.asked == 0)
+
+
+def test_who_is_only_slow_is_answered(hasty: Server) -> None:
+    """A body that takes longer than a head may, each part of it in time."""
+    array = drawn(0, (1, 4, 256, 128))
+    body, length = body_of(array)
+    request = request_of(body, length)
+    with connected(hasty) as connection:
+        for i in range(0, len(request), 100_000):
+            connection.sendall(request[i : i + 100_000])
+            time.sleep(0.15)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_waits_for_the_device_is_not_late(hasty: Server) -> None:
+    with connected(hasty) as connection, hasty.engine.hold():
+        connection.sendall(RUN + BODY)
+        hasty.await_waiting(1)
+        time.sleep(2)
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            connection.recv(1)
+    with connected(hasty) as connection:
+        connection.sendall(RUN + BODY + b"rubbish\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200, 400]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/livez", "/docs", "/openapi.json", "/v1/variants", "/v2", "/v2/health/live"]
+)
+def test_what_answers_get_answers_head(server: Server, path: str) -> None:
+    head, got = server.http.head(path), server.http.get(path)
+    assert head.status_code == got.status_code == 200
+    assert not head.content
+    assert head.headers["content-length"] == str(len(got.content))
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert server.http.get(path).status_code == 200  # nothing of a body is left on the way
+    assert server.http.put(path).headers["allow"] == "GET, HEAD"
+
+
+def test_a_second_line_of_content_encoding_counts(server: Server) -> None:
+    for codings in (["gzip", "br"], ["identity", "gzip"], ["br", "gzip"]):
+        headers = [("Content-Encoding", coding) for coding in codings]
+        answer = server.http.post("/v1/attention/softmax", content=BODY, headers=headers)
+        assert answer.status_code == 415
+
+
+def test_what_comes_after_its_answer_comes_to_an_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.connection._MOST_IGNORED", 1 << 20)
+    head = b"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 999999999999\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"a" * 100_000_000)
+    small = serving(max_body_bytes=1000)
+    with small as server, connected(server) as connection:
+        connection.sendall(RUN.replace(b"%d" % len(BODY), b"2000") + b"a" * 2000 + LIVE)
+        connection.sendall(b"rubbish\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [413, 200, 400]
