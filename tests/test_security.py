@@ -288,3 +288,14 @@ def test_no_page_may_ask_where_none_is_named(server: Server) -> None:
         asked = server.http.post(path, headers={"Origin": "https://pages.example"})
         for answer in (may, asked):
             assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_every_worker_of_a_running_service_is_guarded(command: Callable[..., Process]) -> None:
+    served = command("serve", "--port", "0", "--workers", "2", QKV_API_KEYS=",".join(KEYS))
+    for _ in range(8):  # on connections of their own
+        unauthorized(httpx.get(f"{served.url}/v1/variants", timeout=PATIENCE))
+        assert httpx.get(f"{served.url}/readyz", timeout=PATIENCE).status_code == 200
+        answer = httpx.get(f"{served.url}/v1/variants", headers=bearer(KEYS[1]), timeout=PATIENCE)
+        assert answer.status_code == 200
+    assert served.end() == 0
+    assert not any(key in line for line in served.lines for key in KEYS)
