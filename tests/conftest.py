@@ -72,16 +72,23 @@ class Server:
 class Process:
     """A running `qkv` command.
 
+    Args:
+        arguments: of the command.
+        environment: beside this process's own.
+        stdout: where its standard output goes.
+
     Attributes:
         popen: the process.
         lines: what it has written on stderr, without line ends.
     """
 
-    def __init__(self, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: tuple[str, ...], environment: dict[str, str], stdout: Any = None
+    ) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "qkv", *arguments],
             env=os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if stdout is None else stdout,
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -27,10 +27,22 @@ from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
 from qkv.protocol import Protocol
 from qkv.remote import Remote
-from qkv.routes import attention, convert, gradients, infer, openapi, operations, v2, variants
+from qkv.request_log import RequestLog
+from qkv.routes import (
+    attention,
+    convert,
+    gradients,
+    infer,
+    metrics,
+    openapi,
+    operations,
+    v2,
+    variants,
+)
 from qkv.routes.front import Endpoint, Front
 from qkv.routes.guard import Guard, Keys
 from qkv.routes.native import Native
+from qkv.routes.observed import Observed, Observer, fails, request_id
 from qkv.routes.runs import Runs, limits_of
 from qkv.routes.shortcuts import Shortcuts
 from qkv.settings import Settings
@@ -61,11 +73,14 @@ def create_app(
         worker = new_fleet(settings, 1).worker(0)
         worker.ready(True)
     engine = remote or _new_engine(settings, worker)
+    log = RequestLog(1, worker.meter.dropped) if settings.request_log == "json" else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
-        pulse = asyncio.create_task(worker.pulse())
+        pulse = asyncio.create_task(worker.pulse(engine.load))
+        if log is not None:
+            log.start()
         try:
             if isinstance(engine, Remote):
                 await engine.until_ready()
@@ -76,6 +91,8 @@ def create_app(
         finally:
             await engine.stop()
             pulse.cancel()
+            if log is not None:
+                await log.stop()
 
     app = FastAPIOffline(  # its pages from its own files, none from another host
         redoc_url=None,
@@ -90,7 +107,7 @@ def create_app(
     )
     app.state.engine = engine
     app.state.settings = settings
-    runs = Runs(engine, settings)
+    runs = Runs(engine, settings, worker.meter)
     shortcuts = Shortcuts(runs)
     inference = infer.Infer(runs, worker.fleet.models, settings, shortcuts)
     made = Native(runs, shortcuts, settings)
@@ -100,6 +117,7 @@ def create_app(
     app.include_router(convert.router(settings))
     app.include_router(variants.router())
     app.include_router(operations.router(engine, worker.fleet))
+    app.include_router(metrics.router(worker.fleet, str(engine.device)))
     app.include_router(v2.router(engine, worker.fleet))
     app.add_exception_handler(QkvError, _known)
     app.add_exception_handler(HTTPException, _http)
@@ -112,7 +130,8 @@ def create_app(
     if keys is not None:
         app.add_middleware(Guard, keys=keys, refusal=_refusal)  # for who serves it without `front`
         front = Guard(front, keys, _refusal)
-    app.state.front = _opened(front, settings.origins)
+    observer = Observer(worker.meter, log)
+    app.state.front = Observed(_opened(front, settings.origins), observer)
     app.state.protocol = partial(
         Protocol,
         watch=Watch(settings.read_timeout_s),
@@ -120,6 +139,7 @@ def create_app(
         worker=worker,
         shortcuts=shortcuts,
         keys=keys,
+        observer=observer,
     )
     _describe(app, is_guarded=keys is not None)
     return app
@@ -251,6 +271,7 @@ async def _known(request: Request, error: Exception) -> Response:
 
 def _refusal(error: QkvError, path: str) -> Response:
     """An error as the protocol of the path writes it."""
+    fails(error)
     if path == "/v2" or path.startswith("/v2/"):
         return v2.refusal(error)
     return Response(
@@ -274,5 +295,5 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    _log.error("a request to %s failed", request.url.path, exc_info=error)
+    _log.error("a request to %s failed (%s)", request.url.path, request_id(), exc_info=error)
     return await _known(request, Internal("this is a fault of the service, and is logged"))

@@ -71,7 +71,7 @@ class DeviceProcess:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_ending.set)
         self._engine.start()
-        pulse = asyncio.create_task(self._worker.pulse())
+        pulse = asyncio.create_task(self._worker.pulse(self._engine.load))
         await warm_up(self._engine)
         self._engine.recorder = self._worker.recorder
         loop.add_reader(self._leash, self._orphaned)

@@ -21,6 +21,7 @@ import torch
 from qkv.errors import Internal, NotNow, QkvError, TooLate
 from qkv.gradient import GradientJob
 from qkv.job import Job
+from qkv.metrics import Load
 from qkv.models import Recorder
 from qkv.run import Ran, Standing, run
 from qkv.tensors import RawTensor
@@ -148,6 +149,19 @@ class Engine:
     def ready(self) -> bool:
         """Whether jobs are taken."""
         return self.alive and not self._closing
+
+    def load(self) -> Load:
+        """What waits, and what this process has of the device's memory."""
+        waiting = sum(map(len, self._orders.values()))
+        if self.device.type != "cuda" or not torch.cuda.is_initialized():
+            return Load(waiting, self._bytes)
+        return Load(
+            waiting,
+            self._bytes,
+            torch.cuda.memory_allocated(self.device),
+            torch.cuda.memory_reserved(self.device),
+            torch.cuda.get_device_properties(self.device).total_memory,
+        )
 
     def submit(
         self,

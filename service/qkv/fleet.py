@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
+from qkv.metrics import Load, Meter, Metrics
 from qkv.models import Models, Recorder
 
 __all__ = ["Fleet", "Worker"]
@@ -25,6 +26,7 @@ _ROW: Final = np.dtype(
         ("asked", "i8"),  # requests to run something that are not answered yet
         ("connections", "i8"),  # that it has accepted and that are open
         ("ready", "?"),  # whether it takes requests
+        ("load", [(name, "i8") for name in Load._fields]),  # as of its last beat
     ]
 )
 _PULSE_S: Final = 0.25
@@ -46,6 +48,7 @@ class Fleet:
 
     Attributes:
         models: what is known of each of them.
+        metrics: what all processes have counted.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Fleet:
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
         self._workers, rows = workers, workers + device_process
         self.models = Models(models, rows, most_together)
+        self.metrics = Metrics(models, rows)
         block = mmap.mmap(-1, _ROW.itemsize * rows + 1)  # anonymous, shared with forks
         self._rows = np.frombuffer(block, _ROW, rows)
         self._draining = np.frombuffer(block, "?", 1, _ROW.itemsize * rows)
@@ -75,12 +79,13 @@ class Fleet:
 
     def has_ended(self, index: int) -> None:
         """Forgets what a process that is no more has said of itself."""
-        self._rows[index] = (0, 0, 0, 0, False)
+        self._rows[index] = np.zeros((), _ROW)
 
     def worker(self, index: int) -> Worker:
         """A process's own row, as fresh as when nothing ran in it."""
         self.has_ended(index)
-        return Worker(self, self._rows[index : index + 1], self.models.recorder(index))
+        row, meter = self._rows[index : index + 1], self.metrics.meter(index)
+        return Worker(self, row, self.models.recorder(index), meter)
 
     @property
     def draining(self) -> bool:
@@ -107,6 +112,13 @@ class Fleet:
         return int(self._rows["asked"].sum())
 
     @property
+    def load(self) -> Load:
+        """What waits for devices, and what all processes have of their memory."""
+        loads = self._rows["load"]
+        totals = [int(loads[name].sum()) for name in Load._fields]
+        return Load(*totals)._replace(memory=int(loads["memory"].max()))
+
+    @property
     def stuck(self) -> list[int]:
         """The processes whose event loop or device has been silent for too long."""
         now, beat, busy = _now(), self._rows["beat"], self._rows["busy"]
@@ -120,19 +132,21 @@ class Worker:
 
     Attributes:
         fleet: all of them.
-        recorder: counts what becomes of this worker's requests.
+        recorder: counts what becomes of this worker's jobs.
+        meter: counts its requests.
     """
 
-    def __init__(self, fleet: Fleet, row: np.ndarray, recorder: Recorder) -> None:
+    def __init__(self, fleet: Fleet, row: np.ndarray, recorder: Recorder, meter: Meter) -> None:
         self.fleet = fleet
-        self.recorder = recorder
+        self.recorder, self.meter = recorder, meter
         self._row = row
         self._busy, self._asked = row["busy"], row["asked"]  # views, which are quick to assign
 
-    async def pulse(self) -> None:
-        """Shows that the event loop turns, for ever."""
+    async def pulse(self, load: Callable[[], Load] = Load) -> None:
+        """Shows that the event loop turns, for ever, and what its device has to do."""
         while True:
             self.beat()
+            self._row["load"] = load()
             await asyncio.sleep(_PULSE_S)
 
     def beat(self) -> None:

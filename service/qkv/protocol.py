@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
 from qkv.routes.guard import Keys
+from qkv.routes.observed import Observer
 from qkv.routes.shortcuts import Asked, Reply, Shortcuts
 
 __all__ = ["Protocol"]
@@ -43,6 +45,7 @@ class Protocol(Connection):
         worker: counts requests, and says when the service ends; then there are no short ways.
         shortcuts: what can be answered at once.
         keys: who has none of them goes the long way, which refuses; None: all are let in.
+        observer: sees what they answer, and all bodies that come.
     """
 
     def __init__(
@@ -56,13 +59,16 @@ class Protocol(Connection):
         refusal: Callable[[QkvError, str], Response],
         worker: Worker,
         shortcuts: Shortcuts,
+        observer: Observer,
         keys: Keys | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
         self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
+        self._observer = observer
         self._asked: Asked | None = None  # what came in short
         self._chunks: list[bytes] = []
         self._is_whole = False
+        self._since = 0.0
         self._filling: _Filling | None = None
 
     def on_headers_complete(self) -> None:
@@ -76,12 +82,14 @@ class Protocol(Connection):
                 and (self._keys is None or self._keys.admit(self.headers))
             ):
                 self._asked, self._reads = asked, BODY
+                self._since = time.perf_counter()
                 self._worker.asks(1)
                 return
         self._start()
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)
+        self._observer.received(len(body))
         if self._asked is not None:
             self._chunks.append(body)
         elif self._filling is not None:
@@ -192,8 +200,8 @@ class Protocol(Connection):
         defaults = b"".join(
             [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
         )
-        length = b"content-length: %d\r\n\r\n" % sum(map(len, reply.body))
-        self.transport.write(
-            b"".join((STATUS_LINE[200], defaults, reply.lines, length, *reply.body))
-        )
+        size, id = sum(map(len, reply.body)), self._observer.id_of(self.headers)
+        last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
+        self.transport.write(b"".join((STATUS_LINE[200], defaults, reply.lines, last, *reply.body)))
+        self._observer.answered_at_once(self.url, self.headers, id, self._since, reply, size)
         self.on_response_complete()

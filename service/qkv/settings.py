@@ -107,6 +107,10 @@ class Settings(BaseSettings):
             "its body; more is 408.",
         ),
     ] = 30.0
+    request_log: Annotated[
+        Literal["off", "json"],
+        Field(description="json: a line of JSON for each request, on standard output."),
+    ] = "off"
     drain_s: Annotated[
         int,
         Field(ge=0, description="Seconds that accepted requests have left when the service stops."),

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.errors import Internal, QkvError
 from qkv.fleet import Worker
+from qkv.routes.observed import request_id
 
 __all__ = ["ACCEPTED", "Endpoint", "Front"]
 
@@ -72,6 +73,6 @@ class Front:
         except QkvError as error:
             return self._refusal(error, path)
         except Exception as error:
-            _log.error("a request to %s failed", path, exc_info=error)
+            _log.error("a request to %s failed (%s)", path, request_id(), exc_info=error)
             fault = Internal("this is a fault of the service, and is logged")
             return self._refusal(fault, path)

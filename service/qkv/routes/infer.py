@@ -256,7 +256,7 @@ def _repeated(model: str, asked: _Asked, like: Result) -> Callable[[Result], Rep
     def reply(ran: Result) -> Reply:
         text = b'%b"parameters":%b%b' % (before, json.dump(ran.timing), after)
         data = [ran.outputs[name].data for name in asked.outputs]
-        return Reply(_LINES % (len(text), ran.server_timing.encode()), [text, *data])
+        return Reply(_LINES % (len(text), ran.server_timing.encode()), [text, *data], model)
 
     return reply
 

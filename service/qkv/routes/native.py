@@ -53,7 +53,7 @@ class Native:
             def reply(ran: Result) -> Reply:
                 headers = {"content-type": codec.MEDIA_TYPE, "server-timing": ran.server_timing}
                 lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-                return Reply(lines.encode(), codec.encode(message(ran), group))
+                return Reply(lines.encode(), codec.encode(message(ran), group), variant)
 
             if self._shortcuts.may_keep(job) and (codec is not json or encoding == "base64"):
                 asked = Asked.of(request.scope["raw_path"], request.scope["headers"])

@@ -11,6 +11,7 @@ from qkv.catalogue import Variant
 from qkv.routes import examples, openapi_v2, schemas
 from qkv.routes.examples import Pairs
 from qkv.routes.guard import OPEN
+from qkv.routes.metrics import TEXT_TYPE
 from qkv.routes.operations import INDEX
 from qkv.routes.variants import PICTURE_TYPE, entry
 from qkv.wire import json, safetensors
@@ -33,6 +34,9 @@ from the answer.
 what was expected, `pointer` where. What comes with `Retry-After` may be sent again. Beside those
 listed, a path that does not exist is 404, and a method that a path does not have is 405 with
 `Allow`.
+
+**Ids**: every answer has an `X-Request-ID`: that of the request, where it is at most 128 letters,
+digits and `._:=+/-`, or else a new one.
 """
 
 TAGS: Final = [
@@ -121,6 +125,7 @@ def _operations() -> dict[str, dict[str, Any]]:
         "/v1/variants/{variant}/picture": {"parameters": [one]} | _picture(unknown),
         "/": _plain("Where to go.", index, INDEX),
         **dict.fromkeys(("/livez", "/readyz"), _status()),
+        "/metrics": _metrics(),
         **openapi_v2.operations(),
     }
 
@@ -203,6 +208,12 @@ def _picture(unknown: errors.NotFound) -> dict[str, Any]:
     same = {"description": "It is the one that came before.", "headers": {"ETag": tag}}
     answers = {"200": good, "304": same} | _problems(500, 503, faults=[unknown])
     return {"responses": answers}
+
+
+def _metrics() -> dict[str, Any]:
+    content = {TEXT_TYPE: {"schema": {"type": "string"}}}
+    good = {"description": "The text format 0.0.4 of Prometheus.", "content": content}
+    return {"responses": {"200": good} | _problems(500, 503)}
 
 
 def _status() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from qkv.engine import Answer, Engine
 from qkv.errors import Left
 from qkv.job import Job, Limits
 from qkv.message import Message
+from qkv.metrics import Meter
 from qkv.remote import Remote
 from qkv.routes.body import elsewhere
 from qkv.run import Standing
@@ -59,13 +60,14 @@ class Runs:
     Args:
         engine: what runs them.
         settings: their limits.
+        meter: counts what they took.
 
     Attributes:
         limits: what each may ask for.
     """
 
-    def __init__(self, engine: Engine | Remote, settings: Settings) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine | Remote, settings: Settings, meter: Meter) -> None:
+        self._engine, self._meter = engine, meter
         self.limits = limits_of(settings)
 
     async def job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
@@ -109,7 +111,7 @@ class Runs:
         if answer is None:
             future = self._engine.submit(job, priority=priority, wait_s=wait_s)
             answer = await _answered(request, future)
-        return _result(answer, received, job)
+        return self._result(answer, received, job)
 
     def runs_now(self, job: Job) -> bool:
         """Whether such a job runs as soon as it is there, if nothing else does."""
@@ -120,7 +122,14 @@ class Runs:
         answer = self._engine.run_standing(standing)
         if answer is None:
             return None
-        return _result(answer, received, standing.job)
+        return self._result(answer, received, standing.job)
+
+    def _result(self, answer: Answer, received: float, job: Job) -> Result:
+        """What came of a run whose request's last byte came at `received`."""
+        timing = answer.timing
+        timing["total_ms"] = (time.perf_counter() - received) * 1e3
+        self._meter.ran(job.variant.name, timing["queue_ms"] / 1e3, timing["compute_ms"] / 1e3)
+        return Result(answer.outputs, timing, job.marks)
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -148,9 +157,3 @@ async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _result(answer: Answer, received: float, job: Job) -> Result:
-    """What came of a run whose request's last byte came at `received`."""
-    answer.timing["total_ms"] = (time.perf_counter() - received) * 1e3
-    return Result(answer.outputs, answer.timing, job.marks)

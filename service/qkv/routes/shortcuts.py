@@ -54,11 +54,12 @@ class Asked(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer of status 200: lines of headers, each with its end, but for Content-Length; and
-    the body."""
+    """An answer of status 200: lines of headers, each with its end, but for Content-Length; the
+    body; and the variant that gave it."""
 
     lines: bytes
     body: list[Chunk]
+    variant: str
 
 
 class _Plan(NamedTuple):

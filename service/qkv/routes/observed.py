@@ -1,0 +1,179 @@
+"""What is seen of every request, whichever way it takes: an id, counts, and maybe a line of log."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Iterable
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qkv.errors import QkvError
+from qkv.metrics import OTHER, UNKNOWN, Meter
+from qkv.request_log import RequestLog
+from qkv.routes.shortcuts import Header, Reply
+
+__all__ = ["Observed", "Observer", "fails", "request_id"]
+
+_ID: Final = b"x-request-id"
+_IS_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
+_TRACE: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_STAGE: Final = re.compile(rb"(queue|transfer|compute);dur=([0-9.]+)")
+_RUN: Final = re.compile(
+    r"/v1/(?:attention|gradients)/([^/]*)|/v2/models/([^/]*)(?:/versions/[^/]*)?/infer"
+)
+_LONGEST_PATH: Final = 512  # characters that a line has of it: lines have a bound
+_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
+
+
+class _Seen:
+    """What is known of a request on its way."""
+
+    def __init__(self, id: bytes) -> None:
+        self.id = id
+        self.since = time.perf_counter()
+        self.status = 0
+        self.sent = 0
+        self.headers: Iterable[Header] = ()
+        self.problem: str | None = None
+
+
+_seen: ContextVar[_Seen | None] = ContextVar("qkv.seen", default=None)
+
+
+def fails(error: QkvError) -> None:
+    """Says what becomes of the request that is being answered: a status does not always tell."""
+    if (seen := _seen.get()) is not None:
+        seen.problem = error.name
+
+
+def request_id() -> str:
+    """The id of the request that is being answered."""
+    seen = _seen.get()
+    return "?" if seen is None else seen.id.decode()
+
+
+class Observer:
+    """Ids, counts and log of one process's requests.
+
+    Args:
+        meter: counts them.
+        log: has a line of each; None: there is none.
+    """
+
+    def __init__(self, meter: Meter, log: RequestLog | None = None) -> None:
+        self._meter, self._log = meter, log
+        self._prefix = os.urandom(8).hex().encode()
+        self._numbers = itertools.count(1)
+        self.received = meter.received
+
+    def id_of(self, headers: Iterable[Header]) -> bytes:
+        """The id that a request has, or a new one where it has none, or none that may be echoed."""
+        for name, value in headers:
+            if name == _ID and _IS_ID(value):
+                return value
+        return b"%b%08x" % (self._prefix, next(self._numbers))
+
+    def answered_at_once(
+        self,
+        url: bytes,
+        headers: Iterable[Header],
+        id: bytes,
+        since: float,
+        reply: Reply,
+        sent: int,
+    ) -> None:
+        """A shortcut has answered a request that came at `since`, with a body of so many bytes."""
+        seconds = time.perf_counter() - since
+        self._meter.answered(reply.variant, "ok", seconds, sent)
+        if self._log is not None:
+            path = url.partition(b"?")[0].decode("ascii", "replace")
+            line = _line(headers, id, "POST", path, reply.variant, 200, "ok", seconds, sent)
+            self._log.add(line | _stages(reply.lines))
+
+    def ended(self, scope: Scope, seen: _Seen) -> None:
+        """A request has gone the long way, to its end."""
+        seconds = time.perf_counter() - seen.since
+        place = self._place(scope["method"], scope["path"])
+        outcome = seen.problem
+        if outcome is None:
+            outcome = "ok" if 200 <= seen.status < 400 else _NAMES.get(seen.status, "internal")
+        self._meter.answered(place, outcome, seconds, seen.sent)
+        if self._log is not None:
+            name = None if place == OTHER else place
+            how = (name, seen.status, outcome, seconds, seen.sent)
+            line = _line(scope["headers"], seen.id, scope["method"], scope["path"], *how)
+            timing = next((v for n, v in seen.headers if n == b"server-timing"), b"")
+            self._log.add(line | _stages(timing))
+
+    def _place(self, method: str, path: str) -> str:
+        """Which variant a request is for, as far as there are such."""
+        if method != "POST" or (match := _RUN.fullmatch(path)) is None:
+            return OTHER
+        name: str = match[1] or match[2] or ""
+        return name if self._meter.has(name) else UNKNOWN
+
+
+class Observed:
+    """An application of whose requests nothing goes unseen; pure ASGI."""
+
+    def __init__(self, app: ASGIApp, observer: Observer) -> None:
+        self._app, self._observer = app, observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        seen = _Seen(self._observer.id_of(scope["headers"]))
+        _seen.set(seen)  # each request has a task, and with it a context, of its own
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen.status, seen.headers = message["status"], message["headers"]
+                message["headers"] = [*seen.headers, (_ID, seen.id)]
+            elif message["type"] == "http.response.body":
+                seen.sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            self._observer.ended(scope, seen)
+
+
+def _line(
+    headers: Iterable[Header],
+    id: bytes,
+    method: str,
+    path: str,
+    variant: str | None,
+    status: int,
+    outcome: str,
+    seconds: float,
+    sent: int,
+) -> dict[str, Any]:
+    said = dict(headers)
+    declared = said.get(b"content-length", b"")
+    trace = _TRACE.fullmatch(said.get(b"traceparent", b""))
+    return {
+        "time": datetime.now(UTC),
+        "request_id": id.decode(),
+        **({} if trace is None else {"trace_id": trace[1].decode()}),
+        "method": method,
+        "path": path[:_LONGEST_PATH],
+        "variant": variant,
+        "status": status,
+        "outcome": outcome,
+        "bytes_in": int(declared) if declared.isdigit() else None,
+        "bytes_out": sent,
+        "duration_ms": round(seconds * 1e3, 4),
+    }
+
+
+def _stages(timing: bytes) -> dict[str, float]:
+    """The times of a run, by what its Server-Timing says."""
+    return {f"{name.decode()}_ms": float(took) for name, took in _STAGE.findall(timing)}
