@@ -7,7 +7,7 @@ PYTHON ?= python3
 PORT ?=
 # Not ?=: some shells export HOST as the machine's name, and who serves to the network should say so.
 HOST =
-# More for the command behind `serve`, `test`, `bench`, `accuracy` or `speed`: make test ARGS="-k softmax"
+# More for the command behind most of these: make test ARGS="-k softmax"
 ARGS =
 IMAGE ?= qkv
 # TORCH_INDEX: a package index to take torch from, where its default build is not the one wanted (on Linux
@@ -21,7 +21,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check docs bench accuracy speed image clean again
+.PHONY: help serve test check docs bench accuracy speed soak fuzz image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -49,6 +49,12 @@ accuracy: .venv/.installed ## measure every variant against its reference, into 
 
 speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)
+
+soak: .venv/.installed ## ask a service for 20 minutes and look at every answer (ARGS="--minutes 60")
+	@.venv/bin/python bench/soak.py $(ARGS)
+
+fuzz: .venv/.installed ## feed changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
+	@.venv/bin/python tests/fuzz.py $(ARGS)
 
 image: ## build the container image with docker
 	docker build --build-arg TORCH_INDEX --tag "$(IMAGE)" .

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Final
 
 _EVERY_S: Final = 0.25  # adding up costs a few milliseconds of a CPU for each process
 _SETTLED_S: Final = 0.5  # after the last answer, for buffers to be given back
+_LINES: Final = 20
 
 
 @dataclass
@@ -40,11 +42,13 @@ class Service:
         address: host and port.
         pid: the parent's.
         workers: how many.
+        said: the last lines of what it wrote on stderr.
     """
 
     address: tuple[str, int]
     pid: int
     workers: int
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
 
     @property
     def resident(self) -> int:
@@ -72,11 +76,11 @@ class Service:
 
 
 @contextmanager
-def serving() -> Iterator[Service]:
-    """A service on a free port, on the CPU; otherwise as QKV_ variables set it."""
+def serving(**settings: str) -> Iterator[Service]:
+    """A service on a free port, on the CPU; otherwise as QKV_ variables, or these, set it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "qkv", "serve", "--port", "0"],
-        env=os.environ | {"QKV_DEVICE": "cpu"},
+        env=os.environ | {"QKV_DEVICE": "cpu"} | settings,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -85,10 +89,19 @@ def serving() -> Iterator[Service]:
         line = process.stderr.readline()
         found = re.search(r"http://(\S+):(\d+) \(\w+, (\d+) worker", line)
         assert found is not None, line + process.stderr.read()
-        yield Service((found[1], int(found[2])), process.pid, int(found[3]))
+        service = Service((found[1], int(found[2])), process.pid, int(found[3]))
+        # a pipe that nobody reads would fill, and hold up whoever writes to it
+        reading = threading.Thread(target=service.said.extend, args=(process.stderr,))
+        reading.start()
+        try:
+            yield service
+        finally:
+            process.terminate()
+            reading.join()
     finally:
         process.terminate()
-        process.communicate()
+        process.wait()
+        process.stderr.close()
 
 
 def _family(pid: int) -> list[int]:
