@@ -17,6 +17,9 @@ _log = logging.getLogger("qkv.serve")
 
 _TURN_S: Final = 0.002  # that a connection is left to workers that have fewer
 _REST_S: Final = 0.5  # after accepting has failed, because there are no more file descriptors
+# A machine that vanishes says no goodbye, and would hold its place for ever: after a minute without
+# a word it is asked, six times at most, whether it is still there.
+_PROBES: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Acceptor:
@@ -85,9 +88,17 @@ class Acceptor:
             return
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_options(connection)
         made = self._loop.connect_accepted_socket(self._protocol, connection)
         task = self._loop.create_task(made)
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
         self._worker.connections(self._connections() + len(self._connecting))
+
+
+def _set_options(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all three
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

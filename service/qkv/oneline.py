@@ -27,8 +27,13 @@ class Commands(click.Group):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _one_line_usage():
-            return super().invoke(ctx)
+        try:
+            with _one_line_usage():
+                return super().invoke(ctx)
+        except BrokenPipeError:  # who read it has read enough; click ends without a word
+            raise
+        except OSError as error:  # such as a full disk that stdout goes to
+            raise click.ClickException(_line(error.strerror or str(error))) from None
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class _Parent:
         """Starts a worker anew; one that dies at once, again and again, only once a second."""
         lived = time.monotonic() - self._started[index]
         name = f"worker {index}" if index < len(self._fleet) else "the device process"
-        click.echo(f"{name} ended after {lived:.1f} s; starting another", err=True)
+        _say(f"{name} ended after {lived:.1f} s; starting another")
         if lived < 1:
             time.sleep(1 - lived)
         self._start(index)
@@ -224,7 +224,7 @@ class _Parent:
         return 1 if late else 0
 
     def _give_up(self) -> int:
-        click.echo("a worker ended before it was ready; giving up", err=True)
+        _say("a worker ended before it was ready; giving up")
         self._kill()
         return 1
 
@@ -238,7 +238,13 @@ class _Parent:
         host = f"[{host}]" if ":" in host else host
         workers = f"{len(self._fleet)} worker{'s' if len(self._fleet) > 1 else ''}"
         url = f"http://{host}:{port}"
-        click.echo(_TRY.format(url=url, device=self._device, workers=workers), err=True)
+        _say(_TRY.format(url=url, device=self._device, workers=workers))
+
+
+def _say(text: str) -> None:
+    """Writes to stderr. Who read it may be gone, or the disk full: that ends no service."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _device_type(name: str) -> str:
