@@ -24,7 +24,11 @@ _DATA: Final = {
 }
 _SHAPE: Final = {"type": "array", "maxItems": 8, "items": _COUNT}
 _SIZE: Final = closed({"binary_data_size": _COUNT})
-_ANY: Final = {"type": "array", "items": {"const": -1}, "description": "-1: any size."}
+_SIZES: Final = {
+    "type": "array",
+    "items": {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]},
+    "description": "-1: any size.",
+}
 _AXES: Final = {"type": "array", "items": _TEXT, "description": "One letter per axis."}
 _STAGE: Final = closed({"count": _COUNT, "ns": _COUNT})
 _STAGES: Final = ("compute_input", "compute_infer", "compute_output")
@@ -190,7 +194,7 @@ def _infer() -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    tensor = {"name": _TEXT, "datatype": _DATATYPE, "shape": _ANY}
+    tensor = {"name": _TEXT, "datatype": _DATATYPE, "shape": _SIZES}
     datatypes = {"type": "array", "items": _DATATYPE}
     taken = closed({"datatypes": datatypes, "axes": _AXES, "optional": _FLAG})
     given = closed({"axes": _AXES, "on_request": _FLAG})

@@ -227,15 +227,18 @@ async def _fields(request: Request, *known: str) -> dict[str, Any]:
 
 
 async def _refuse_parameters(request: Request, *known: str) -> None:
-    """Parameters would change what is loaded: no configuration and no file is taken."""
+    """Parameters would change what is loaded: no configuration and no file is taken. Those that
+    are known are flags."""
     parameters = (await _fields(request, "parameters")).get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidContent("parameters must be an object")
-    for name in parameters or {}:
+    for name, value in (parameters or {}).items():
         if name not in known:
             raise InvalidContent(
                 f"parameter {name!r:.60} is not taken: every model is as its file says"
             )
+        if not isinstance(value, bool):
+            raise InvalidContent(f"parameter {name!r} must be true or false")
 
 
 def _metadata(variant: Variant) -> dict[str, Any]:
