@@ -1,0 +1,38 @@
+"""A moment of tests/fuzz.py: every decoder takes whatever random changes make of valid bodies."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import fuzz
+import pytest
+from fuzz import TARGETS, run_random
+from test_fuzz import VALID
+
+SECONDS = 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_changed_bodies_for_a_moment(name: str) -> None:
+    assert run_random(name, SECONDS) > 10
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_valid_passes(name: str) -> None:
+    target, valid = TARGETS[name]
+    for body in valid:
+        target(VALID[body])
+
+
+def test_a_fault_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def target(data: bytes) -> None:
+        assert data.count(b"[") < 30, "too many"
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(fuzz.TARGETS, "json", (target, ["lists"]))
+    with pytest.raises(AssertionError, match="too many"):
+        run_random("json", 30.0)
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_bytes().count(b"[") >= 30
