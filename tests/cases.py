@@ -43,6 +43,7 @@ PROBLEMS: Final = {
     415: "unsupported-media-type",
     422: "invalid-content",
     503: "not-now",
+    504: "too-late",
 }
 
 

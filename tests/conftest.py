@@ -62,7 +62,7 @@ class Server:
     def waiting(self) -> int:
         """How many jobs wait for the device."""
         with self.engine._changed:
-            return sum(len(order) for order in self.engine._orders.values())
+            return len(self.engine._queue)
 
     def await_waiting(self, count: int) -> None:
         """Returns once that many jobs wait."""
@@ -83,10 +83,14 @@ class Process:
     """
 
     def __init__(
-        self, arguments: tuple[str, ...], environment: dict[str, str], stdout: Any = None
+        self,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        stdout: Any = None,
+        module: str = "qkv",
     ) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "qkv", *arguments],
+            [sys.executable, "-m", module, *arguments],
             env=os.environ | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment,
             stdout=subprocess.DEVNULL if stdout is None else stdout,
             stderr=subprocess.PIPE,
@@ -161,9 +165,9 @@ def serving(**settings: Any) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def running(*arguments: str, **environment: str) -> Iterator[Process]:
+def running(*arguments: str, module: str = "qkv", **environment: str) -> Iterator[Process]:
     """Runs `qkv` with these arguments, and settings in the environment."""
-    process = Process(arguments, environment)
+    process = Process(arguments, environment, module)
     try:
         yield process
     finally:

@@ -48,11 +48,11 @@ def same(one: Message, other: Message) -> None:
             assert tensor.shape == second[name].shape
             assert tensor.dtype == second[name].dtype or tensor.literal
             # numpy does not see that bfloat16's NaN is one; whole numbers stay whole
-            wide = [
+            wide, again = (
                 x.numpy().astype("f8") if x.dtype == "bfloat16" else x.numpy()
                 for x in (tensor, second[name])
-            ]
-            np.testing.assert_array_equal(*wide)
+            )
+            np.testing.assert_array_equal(wide, again)
 
 
 def decoded(name: str, data: bytes) -> None:

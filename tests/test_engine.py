@@ -22,10 +22,11 @@ from torch import Tensor
 import qkv.engine
 from qkv.arrays import to_raw
 from qkv.attention import softmax
-from qkv.engine import Answer, Engine
-from qkv.errors import Internal, InvalidContent, NotNow
+from qkv.engine import ANY_LOAD, Answer, Engine
+from qkv.errors import Internal, InvalidContent, NotNow, QkvError, TooLarge
 from qkv.job import Job, Limits
 from qkv.message import Message
+from qkv.queue import Load
 from qkv.run import Ran, run
 from qkv.tensors import RawTensor
 
@@ -587,17 +588,55 @@ def test_the_thread_survives_what_no_batch_explains(monkeypatch: pytest.MonkeyPa
     with_engine(test)
 
 
-def test_out_of_memory_as_torch_says_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain RuntimeError of the allocator is no fault of ours, and may pass: not now."""
+def test_where_the_queue_itself_fails_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> list[Any]:
+        raise RuntimeError("marked")
+
+    async def test(engine: Engine) -> None:
+        with engine.hold():
+            futures = [engine.submit(plain(seed, length=3 + seed)) for seed in range(3)]
+            monkeypatch.setattr(engine._queue, "take", failing)
+        answers = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(a) for a in answers] == [Internal] * 3
+        await engine.broken.wait()
+        assert (engine.ready, engine.alive) == (False, True)
+        with pytest.raises(NotNow):
+            engine.submit(plain(1))
+
+    with_engine(test)
+
+
+def refuse(words: str) -> None:
+    raise RuntimeError(words)
+
+
+@pytest.mark.parametrize(
+    ("allocate", "expected"),
+    [
+        (lambda: torch.empty(1 << 60, dtype=torch.uint8), TooLarge),
+        (lambda: np.empty(1 << 60, np.uint8), TooLarge),
+        (lambda: refuse("DefaultCPUAllocator: can't allocate memory: 64 bytes"), NotNow),
+    ],
+    ids=["torch", "numpy", "not now"],
+)
+def test_out_of_memory_as_it_is_said_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    allocate: Callable[[], object],
+    expected: type[QkvError],
+) -> None:
+    """A plain RuntimeError of the allocator is no fault of ours, and may pass: not now. What is
+    more than the machine has never will."""
 
     def greedy(jobs: Sequence[Job], *how: Any) -> list[Ran]:
-        torch.empty(1 << 60, dtype=torch.uint8)
+        allocate()
         raise AssertionError
 
     monkeypatch.setattr(qkv.engine, "run", greedy)
 
     async def test(engine: Engine) -> None:
-        with pytest.raises(NotNow, match="memory"):
+        with pytest.raises(expected, match="memory"):
             await engine.submit(plain(1))
 
     with_engine(test)
@@ -623,9 +662,9 @@ def test_only_so_many_bytes_may_wait() -> None:
                     engine.submit(plain(5))
             answers = await asyncio.gather(*futures, return_exceptions=True)
             assert [type(a) for a in answers].count(Answer) == 3
-        assert engine._bytes == 0
+        assert engine._queue.waits == Load()
 
-    with_engine(test, max_queue_bytes=3 * size)
+    with_engine(test, most=ANY_LOAD._replace(bytes=3 * size))
 
 
 def test_one_that_is_larger_than_the_queue_may_wait_alone() -> None:
@@ -636,7 +675,7 @@ def test_one_that_is_larger_than_the_queue_may_wait_alone() -> None:
                 engine.submit(plain(2))
         await future
 
-    with_engine(test, max_queue_bytes=1)
+    with_engine(test, most=ANY_LOAD._replace(bytes=1))
 
 
 def test_stopping_answers_those_who_wait() -> None:

@@ -236,9 +236,9 @@ def test_who_leaves_as_the_time_is_up_is_not_counted(
 
     async def leave() -> None:
         future = engine.submit(job, wait_s=PATIENCE)
-        (waiting,) = engine._orders[2]
+        (waiting,) = engine._queue._orders[2]
         future.cancel()
-        engine._expire(waiting, 0.001)  # before the loop has told of the cancelling
+        engine._expire(waiting)  # before the loop has told of the cancelling
 
     assert engine._loop is not None
     with engine.hold():
@@ -259,7 +259,7 @@ def test_one_that_runs_gets_its_answer_whatever_its_deadline(
         """Its time is up now that its turn has come."""
         loop = server.engine._loop
         assert loop is not None
-        loop.call_soon_threadsafe(server.engine._expire, batch[0], 0.001)
+        loop.call_soon_threadsafe(server.engine._expire, batch[0])
         loop.call_soon_threadsafe(passed.set)
         assert passed.wait(PATIENCE)
         return run(batch)

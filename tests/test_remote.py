@@ -108,7 +108,7 @@ async def until(happened: Callable[[], bool]) -> None:
 
 def waiting(engine: Engine) -> int:
     with engine._changed:
-        return sum(map(len, engine._orders.values()))
+        return len(engine._queue)
 
 
 async def is_whole(remote: Remote, arena: Arena) -> None:

@@ -26,6 +26,7 @@ from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
 from qkv.protocol import Protocol
+from qkv.queue import Load
 from qkv.remote import Remote
 from qkv.request_log import RequestLog
 from qkv.routes import (
@@ -49,7 +50,7 @@ from qkv.settings import Settings
 from qkv.warmup import warm_up
 from qkv.wire import json
 
-__all__ = ["create_app", "new_device_process", "new_fleet"]
+__all__ = ["create_app", "most_of", "new_device_process", "new_fleet"]
 
 _log = logging.getLogger("qkv.app")
 
@@ -78,9 +79,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
-        pulse = asyncio.create_task(worker.pulse(engine.load))
+        pulse = asyncio.create_task(worker.pulse(engine.usage))
         if log is not None:
             log.start()
+        watch = asyncio.create_task(_watch(engine, worker))
         try:
             if isinstance(engine, Remote):
                 await engine.until_ready()
@@ -93,6 +95,7 @@ def create_app(
             pulse.cancel()
             if log is not None:
                 await log.stop()
+            watch.cancel()
 
     app = FastAPIOffline(  # its pages from its own files, none from another host
         redoc_url=None,
@@ -162,6 +165,12 @@ def _opened(app: ASGIApp, origins: list[str]) -> ASGIApp:
     )
 
 
+async def _watch(engine: Engine | Remote, worker: Worker) -> None:
+    """Says that this process takes no requests any more, should its device fail for good."""
+    await engine.broken.wait()
+    worker.ready(False)
+
+
 def _endpoints(native: Iterable[APIRouter], inference: infer.Infer) -> dict[str, Endpoint]:
     """What runs variants, by path."""
     routes = [route for router in native for route in router.routes]
@@ -181,10 +190,15 @@ def _new_engine(settings: Settings, worker: Worker) -> Engine:
         pick_device(settings.device),
         max_batch=settings.max_batch,
         threads=settings.threads,
-        max_queue_bytes=settings.max_queue_bytes,
+        most=most_of(settings),
         spare=worker.spare,
         on_busy=worker.busy,
     )
+
+
+def most_of(settings: Settings) -> Load:
+    """What may wait in one process."""
+    return Load(settings.max_queue, settings.max_queue_bytes, settings.max_queue_flops)
 
 
 def new_device_process(

@@ -20,11 +20,12 @@ import orjson
 from qkv import parcel
 from qkv.arena import Arena
 from qkv.channel import Asked, Channel, Kind
-from qkv.engine import Answer, Engine
+from qkv.engine import Engine
 from qkv.errors import Internal, NotNow, QkvError
 from qkv.exchange import receive
 from qkv.fleet import Worker
 from qkv.job import Limits
+from qkv.queue import Answer
 from qkv.warmup import warm_up
 
 __all__ = ["DeviceProcess"]
@@ -66,12 +67,17 @@ class DeviceProcess:
         self._is_ending = asyncio.Event()
         self._is_orphan = False
 
-    async def run(self) -> None:
-        """Runs jobs until SIGTERM, or until parent and workers are gone; answers what it took."""
+    async def run(self) -> bool:
+        """Runs jobs until SIGTERM, or until parent and workers are gone; answers what it took.
+
+        Returns:
+            Whether the device works; where it failed for good, this ends by itself.
+        """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_ending.set)
         self._engine.start()
-        pulse = asyncio.create_task(self._worker.pulse(self._engine.load))
+        pulse = asyncio.create_task(self._worker.pulse(self._engine.usage))
+        watch = asyncio.create_task(self._watch())
         await warm_up(self._engine)
         self._engine.recorder = self._worker.recorder
         loop.add_reader(self._leash, self._orphaned)
@@ -83,6 +89,12 @@ class DeviceProcess:
         for caller in self._callers:
             await caller.close()
         pulse.cancel()
+        watch.cancel()
+        return not self._engine.broken.is_set()
+
+    async def _watch(self) -> None:
+        await self._engine.broken.wait()
+        self._is_ending.set()
 
     def _letter(self) -> None:
         """A worker has started."""

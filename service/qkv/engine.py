@@ -10,63 +10,33 @@ import asyncio
 import logging
 import threading
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from qkv.door import Door
 from qkv.errors import Internal, NotNow, QkvError, TooLate
+from qkv.faults import Budget, is_out_of_memory, is_sticky, make_room, told
 from qkv.gradient import GradientJob
 from qkv.job import Job
-from qkv.metrics import Load
+from qkv.metrics import Usage
 from qkv.models import Recorder
+from qkv.queue import DEFAULT_PRIORITY, PRIORITIES, Answer, Load, Queue, Waiting
 from qkv.run import Ran, Standing, run
-from qkv.tensors import RawTensor
 
-__all__ = ["GPU_BATCH", "Answer", "Engine", "pick_device"]
+__all__ = ["ANY_LOAD", "GPU_BATCH", "Answer", "Engine", "pick_device"]
 
 _log = logging.getLogger("qkv.engine")
 
 _BATCH_BYTES: Final = 1 << 30  # tensors in and out that run together, beyond the first job
 GPU_BATCH: Final = 64
 """Most requests that run together on a GPU, unless a setting says otherwise."""
+ANY_LOAD: Final = Load(1024, 4 << 30, 1 << 50)
+"""What may wait, unless settings say otherwise."""
 
-_PRIORITIES: Final = (1, 2, 3)  # first, as everybody, last
-_DEFAULT_PRIORITY: Final = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Outputs by name, and the timing, all of it measured but `flops` and `bytes`."""
-
-    outputs: dict[str, RawTensor]
-    timing: dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    job: Job
-    future: asyncio.Future[Answer]
-    priority: int
-    since: float = field(default_factory=time.perf_counter)
-
-    @property
-    def key(self) -> Hashable:
-        return self.priority, self.job.key
-
-    @property
-    def bytes(self) -> int:
-        return self.job.bytes_in + self.job.bytes_out
-
-
-def _fault(error: Exception) -> QkvError:
-    """What a caller is told of a failure; torch on a CPU says out of memory in words only."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate" in str(error):
-        return NotNow("out of memory on the device")
-    return Internal("the computation failed")
+_AFTER_FAULT_S: Final = 5  # until another process is there, and some more
 
 
 def pick_device(name: str) -> torch.device:
@@ -88,13 +58,15 @@ class Engine:
         device: where they run.
         max_batch: most jobs that run together; 0: 1 on a CPU, 64 on a GPU.
         threads: CPU threads of one call.
-        max_queue_bytes: tensor bytes, in and out, that may wait.
+        most: what may wait.
         stack: whether a group runs as one call; None: on a GPU only (see `run.run`).
         spare: says how many CPU threads nobody else wants now.
         on_busy: told when a batch starts and when it is done, from the device thread.
 
     Attributes:
         recorder: counts what becomes of jobs, once there is one.
+        door: lets requests in whose bodies come in.
+        broken: set once nothing will run in this process any more.
     """
 
     def __init__(
@@ -103,7 +75,7 @@ class Engine:
         *,
         max_batch: int = 0,
         threads: int = 1,
-        max_queue_bytes: int = 4 << 30,
+        most: Load = ANY_LOAD,
         stack: bool | None = None,
         spare: Callable[[], int] = lambda: 1,
         on_busy: Callable[[bool], None] = lambda _: None,
@@ -111,16 +83,14 @@ class Engine:
         self.device, self._device_name = device, str(device)
         self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_BATCH)
         self._threads = threads
-        self._max_queue_bytes = max_queue_bytes
         self._stack = device.type != "cpu" if stack is None else stack
         self._spare = spare
         self._on_busy = on_busy
         self.recorder: Recorder | None = None
-        self._groups: dict[Hashable, deque[_Waiting]] = defaultdict(deque)
-        self._orders: dict[int, OrderedDict[_Waiting, None]] = {
-            priority: OrderedDict() for priority in _PRIORITIES
-        }
-        self._bytes = 0
+        self._queue = Queue(most)
+        self.door = Door(most, lambda: self._queue.waits, self._queue.rate.retry_after)
+        self.broken = asyncio.Event()
+        self._budget = Budget(_BATCH_BYTES)
         self._holds = 0
         self._running = False
         self._closing = False
@@ -148,16 +118,16 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether jobs are taken."""
-        return self.alive and not self._closing
+        return self.alive and not self._closing and not self.broken.is_set()
 
-    def load(self) -> Load:
+    def usage(self) -> Usage:
         """What waits, and what this process has of the device's memory."""
-        waiting = sum(map(len, self._orders.values()))
+        waits = self._queue.waits
         if self.device.type != "cuda" or not torch.cuda.is_initialized():
-            return Load(waiting, self._bytes)
-        return Load(
-            waiting,
-            self._bytes,
+            return Usage(waits.requests, waits.bytes)
+        return Usage(
+            waits.requests,
+            waits.bytes,
             torch.cuda.memory_allocated(self.device),
             torch.cuda.memory_reserved(self.device),
             torch.cuda.get_device_properties(self.device).total_memory,
@@ -181,28 +151,24 @@ class Engine:
 
         Raises:
             NotNow: too much waits already, or the engine is stopping.
+            TooLate: its time is up already.
         """
         assert self._loop is not None
-        priority = priority if priority in _PRIORITIES else _DEFAULT_PRIORITY
+        priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
         now = time.perf_counter()
         since = now if since is None else since
-        waiting = _Waiting(job, self._loop.create_future(), priority, since)
+        until = None if wait_s is None else since + wait_s
+        waiting = Waiting(job, self._loop.create_future(), priority, since, until)
+        if waiting.is_late:
+            raise self._too_late(waiting)
         with self._changed:
             if not self.ready:
-                raise NotNow("the service is stopping", retry_after=5)
-            if self._bytes and self._bytes + waiting.bytes > self._max_queue_bytes:
-                raise NotNow(
-                    f"{self._bytes} bytes of tensors wait already; at most "
-                    f"{self._max_queue_bytes} may"
-                )
-            self._groups[waiting.key].append(waiting)
-            self._bytes += waiting.bytes
-            self._orders[priority][waiting] = None
+                raise self._unready()
+            self._queue.put(waiting)
             self._changed.notify()
         waiting.future.add_done_callback(lambda future: self._left(waiting, future))
-        if wait_s is not None:
-            left_s = wait_s - (now - since)
-            timer = self._loop.call_later(left_s, self._expire, waiting, wait_s)
+        if until is not None:
+            timer = self._loop.call_later(until - now, self._expire, waiting)
             waiting.future.add_done_callback(lambda _: timer.cancel())
         return waiting.future
 
@@ -222,9 +188,9 @@ class Engine:
         if not self.runs_now(job) or not self._is_free():
             return None
         if not self.ready:
-            raise NotNow("the service is stopping", retry_after=5)
+            raise self._unready()
         assert self._loop is not None
-        now = _Waiting(job, self._loop.create_future(), _DEFAULT_PRIORITY)
+        now = Waiting(job, self._loop.create_future())
         self._on_busy(True)
         try:
             ((_, result),) = self._run([now])
@@ -251,7 +217,7 @@ class Engine:
         """Whether nothing runs or waits; whatever submits jobs does so on the loop that asks, so
         that none comes before it goes on."""
         with self._changed:
-            return not (self._running or self._holds or self._groups)
+            return not (self._running or self._holds or self._queue.waits.requests)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -265,101 +231,117 @@ class Engine:
                 self._holds -= 1
                 self._changed.notify()
 
-    def _left(self, waiting: _Waiting, future: asyncio.Future[Answer]) -> None:
+    def _left(self, waiting: Waiting, future: asyncio.Future[Answer]) -> None:
         """Frees the place of a caller that leaves before its turn."""
         if future.cancelled():
             self._drop(waiting)
 
-    def _expire(self, waiting: _Waiting, wait_s: float) -> None:
+    def _expire(self, waiting: Waiting) -> None:
         """Tells a caller whose turn has not come in time; one whose job runs gets its answer."""
         if self._drop(waiting) and not waiting.future.done():  # its caller may just have left
-            self._record_failure(waiting)
-            waiting.future.set_exception(
-                TooLate(f"the device was not free within {wait_s * 1e3:g} ms")
-            )
+            waiting.future.set_exception(self._too_late(waiting))
 
-    def _drop(self, waiting: _Waiting) -> bool:
+    def _too_late(self, waiting: Waiting) -> TooLate:
+        self._record_failure(waiting)
+        assert waiting.until is not None
+        wait_ms = (waiting.until - waiting.since) * 1e3
+        return TooLate(f"the device was not free within {wait_ms:g} ms")
+
+    def _unready(self) -> NotNow:
+        if self.broken.is_set():
+            return NotNow("the device has failed", retry_after=_AFTER_FAULT_S)
+        return NotNow("the service is stopping", retry_after=5)
+
+    def _drop(self, waiting: Waiting) -> bool:
         """Takes a job out of the queue; false where its turn has come already."""
         with self._changed:
-            if waiting not in self._orders[waiting.priority]:
-                return False
-            group = self._groups[waiting.key]
-            group.remove(waiting)
-            if not group:
-                del self._groups[waiting.key]
-            self._forget(waiting)
-            return True
-
-    def _forget(self, waiting: _Waiting) -> None:
-        del self._orders[waiting.priority][waiting]
-        self._bytes -= waiting.bytes
+            return self._queue.drop(waiting)
 
     def _work(self) -> None:
-        while batch := self._take():
+        while True:
             try:
-                self._on_busy(True)
-                results = self._run(batch)
-                self._on_busy(False)
-                self._resolve(results)
+                if not self._turn():
+                    return
             except Exception:  # nothing may end this loop; what is ours to fix is logged
                 _log.exception("the engine failed")
-                self._resolve([(w, Internal("the engine failed")) for w in batch])
-            batch, results = [], []  # no tensor is kept while this thread waits for the next
+                self._break(Internal("the engine failed"))
 
-    def _take(self) -> list[_Waiting]:
+    def _turn(self) -> bool:
+        """Runs the next batch; false where there is none, and none will be."""
+        if not (batch := self._take()):
+            return False
+        try:
+            self._resolve(self._run_in_time(batch))
+        except Exception:
+            _log.exception("the engine failed")
+            self._resolve([(w, Internal("the engine failed")) for w in batch])
+        return True
+
+    def _run_in_time(self, batch: list[Waiting]) -> list[tuple[Waiting, Answer | QkvError]]:
+        """Runs those of a batch whose time is not up; a busy loop may not have said so yet."""
+        late = [w for w in batch if w.is_late]
+        rest = [w for w in batch if w not in late] if late else batch
+        results: list[tuple[Waiting, Answer | QkvError]] = [(w, self._too_late(w)) for w in late]
+        if rest:
+            started = time.perf_counter()
+            self._on_busy(True)
+            try:
+                results += self._run(rest)
+            finally:
+                self._on_busy(False)
+            self._queue.rate.add(Load.of(rest), time.perf_counter() - started)
+        return results
+
+    def _take(self) -> list[Waiting]:
         """The oldest group, up to the budget, without those whose caller has gone; empty when
         the engine stops and nothing waits."""
         with self._changed:
             while True:
-                oldest = self._oldest()
+                oldest = self._queue.oldest()
                 self._running = False
                 if oldest is not None and not self._holds:
-                    if not oldest.future.cancelled():
-                        self._running = True
-                        return self._group(oldest)
-                    self._drop(oldest)
-                    continue
+                    self._running = True
+                    return self._queue.take(oldest, self._max_batch, self._budget.bytes)
                 if self._closing and oldest is None:
                     return []
                 self._changed.wait()
 
-    def _oldest(self) -> _Waiting | None:
-        """Who has waited longest, of those with the first priority there is."""
-        return next((next(iter(order)) for order in self._orders.values() if order), None)
+    def _break(self, told: QkvError) -> None:
+        """Gives up: whoever waits is told, and whoever looks after this process is to end it."""
+        with self._changed:
+            lost = self._queue.clear()
+        self._resolve([(waiting, told) for waiting in lost])
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: it ends already
+            self._loop.call_soon_threadsafe(self.broken.set)
 
-    def _group(self, oldest: _Waiting) -> list[_Waiting]:
-        """The jobs that run with the oldest; those whose callers leave meanwhile run for nobody."""
-        group, total = self._groups[oldest.key], 0
-        batch: list[_Waiting] = []
-        while group and len(batch) < self._max_batch:
-            total += group[0].bytes
-            if batch and total > _BATCH_BYTES:
-                break
-            waiting = group.popleft()
-            if waiting is oldest or not waiting.future.cancelled():
-                batch.append(waiting)
-            self._forget(waiting)
-        if not group:
-            del self._groups[oldest.key]
-        return batch
-
-    def _run(self, batch: list[_Waiting]) -> list[tuple[_Waiting, Answer | QkvError]]:
+    def _run(self, batch: list[Waiting]) -> list[tuple[Waiting, Answer | QkvError]]:
         """Runs a batch; a failing one is halved until the culprit fails alone."""
+        size = sum(w.bytes for w in batch)
         try:
             jobs = [w.job for w in batch]
-            spare = 1 if self._bytes or jobs[0].is_small else self._spare()
+            spare = 1 if self._queue.waits.bytes or jobs[0].is_small else self._spare()
             ran = run(jobs, self.device, self._stack, self._threads, spare)
         except Exception as error:
             cause = error
         else:
+            self._budget.recover(size)
             self._record([(w.job, w.since) for w in batch], ran)
             return [(w, self._answer(w.job, w.since, r)) for w, r in zip(batch, ran, strict=True)]
+        if is_sticky(cause, self.device):
+            _log.critical("the device has failed, and this process with it", exc_info=cause)
+            failed = NotNow("the device has failed", retry_after=_AFTER_FAULT_S)
+            self._break(failed)
+            return [(w, failed) for w in batch]
+        if is_out_of_memory(cause):
+            self._budget.lower(size)
+            make_room(cause, self.device)
         if len(batch) > 1:
             middle = len(batch) // 2
             return self._run(batch[:middle]) + self._run(batch[middle:])
         _log.error("a job of %s failed", batch[0].job.variant.name, exc_info=cause)
         self._record_failure(batch[0])
-        return [(batch[0], cause if isinstance(cause, QkvError) else _fault(cause))]
+        return [(batch[0], told(cause, self.device))]
 
     def _record(self, batch: list[tuple[Job, float]], ran: list[Ran]) -> None:
         """Counts jobs that ran together, each with when it came."""
@@ -377,7 +359,7 @@ class Engine:
             self.recorder.answered(name, stages)
         self.recorder.executed(name, len(batch), (load, compute, split))
 
-    def _record_failure(self, waiting: _Waiting) -> None:
+    def _record_failure(self, waiting: Waiting) -> None:
         if self.recorder is not None and not isinstance(waiting.job, GradientJob):
             name = waiting.job.variant.name
             self.recorder.failed(name, time.perf_counter() - waiting.since)
@@ -398,7 +380,7 @@ class Engine:
             },
         )
 
-    def _resolve(self, results: list[tuple[_Waiting, Answer | QkvError]]) -> None:
+    def _resolve(self, results: list[tuple[Waiting, Answer | QkvError]]) -> None:
         """Hands a batch's results to the loop in one call."""
 
         def settle() -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from qkv.metrics import Load, Meter, Metrics
+from qkv.metrics import Meter, Metrics, Usage
 from qkv.models import Models, Recorder
 
 __all__ = ["Fleet", "Worker"]
@@ -26,7 +26,7 @@ _ROW: Final = np.dtype(
         ("asked", "i8"),  # requests to run something that are not answered yet
         ("connections", "i8"),  # that it has accepted and that are open
         ("ready", "?"),  # whether it takes requests
-        ("load", [(name, "i8") for name in Load._fields]),  # as of its last beat
+        ("load", [(name, "i8") for name in Usage._fields]),  # as of its last beat
     ]
 )
 _PULSE_S: Final = 0.25
@@ -112,11 +112,11 @@ class Fleet:
         return int(self._rows["asked"].sum())
 
     @property
-    def load(self) -> Load:
+    def usage(self) -> Usage:
         """What waits for devices, and what all processes have of their memory."""
         loads = self._rows["load"]
-        totals = [int(loads[name].sum()) for name in Load._fields]
-        return Load(*totals)._replace(memory=int(loads["memory"].max()))
+        totals = [int(loads[name].sum()) for name in Usage._fields]
+        return Usage(*totals)._replace(memory=int(loads["memory"].max()))
 
     @property
     def stuck(self) -> list[int]:
@@ -142,7 +142,7 @@ class Worker:
         self._row = row
         self._busy, self._asked = row["busy"], row["asked"]  # views, which are quick to assign
 
-    async def pulse(self, load: Callable[[], Load] = Load) -> None:
+    async def pulse(self, load: Callable[[], Usage] = Usage) -> None:
         """Shows that the event loop turns, for ever, and what its device has to do."""
         while True:
             self.beat()

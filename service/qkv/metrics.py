@@ -16,7 +16,7 @@ import numpy as np
 
 from qkv.errors import QkvError
 
-__all__ = ["BUCKETS", "OTHER", "OUTCOMES", "TIMES", "UNKNOWN", "Load", "Meter", "Metrics"]
+__all__ = ["BUCKETS", "OTHER", "OUTCOMES", "TIMES", "UNKNOWN", "Meter", "Metrics", "Usage"]
 
 BUCKETS: Final = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -38,7 +38,7 @@ OTHER: Final = "other"
 _TOTALS: Final = ("request_body_bytes", "response_body_bytes", "log_lines_dropped")
 
 
-class Load(NamedTuple):
+class Usage(NamedTuple):
     """What waits for a process's device, and the bytes of memory that it has of it."""
 
     waiting: int = 0

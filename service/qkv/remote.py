@@ -21,12 +21,14 @@ import torch
 from qkv import parcel
 from qkv.arena import Block, Region
 from qkv.channel import Asked, Channel, Kind
-from qkv.engine import Answer
+from qkv.door import Door
+from qkv.engine import ANY_LOAD
 from qkv.errors import NotNow, from_problem
 from qkv.exchange import receive
 from qkv.fleet import Fleet
 from qkv.job import Job
-from qkv.metrics import Load
+from qkv.metrics import Usage
+from qkv.queue import Answer, Load, Rate
 from qkv.run import Standing
 from qkv.tensors import RawTensor
 
@@ -47,6 +49,11 @@ class _Waiting:
     since: float = field(default_factory=time.perf_counter)
     is_sent: bool = False
 
+    @property
+    def load(self) -> Load:
+        """What it asks for."""
+        return Load(1, self.inputs.bytes.nbytes + self.answer.bytes.nbytes, self.job.flops)
+
 
 class Remote:
     """Has jobs run by the device process.
@@ -60,10 +67,20 @@ class Remote:
         region: where tensors go.
         mailbox: brings one end of a pair of sockets whenever the device process starts.
         fleet: says when the service ends.
+        most: what may be asked for and not answered.
+
+    Attributes:
+        door: lets requests in whose bodies come in.
+        broken: never set: the device is not here.
     """
 
     def __init__(
-        self, device: torch.device, region: Region, mailbox: socket.socket, fleet: Fleet
+        self,
+        device: torch.device,
+        region: Region,
+        mailbox: socket.socket,
+        fleet: Fleet,
+        most: Load = ANY_LOAD,
     ) -> None:
         self.device = device
         self._region = region
@@ -71,6 +88,11 @@ class Remote:
         self._fleet = fleet
         self._ids = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}
+        self._load = Load()
+        self._rate = Rate()
+        self._answered = 0.0  # when the last was, by time.perf_counter
+        self.door = Door(most, lambda: self._load, self._rate.retry_after)
+        self.broken = asyncio.Event()
         self._copying: set[asyncio.Task[None]] = set()
         self._channel: Channel | None = None
         self._is_ready = asyncio.Event()
@@ -108,9 +130,9 @@ class Remote:
         """Whether jobs are taken."""
         return self._is_ready.is_set() and not self._closing
 
-    def load(self) -> Load:
+    def usage(self) -> Usage:
         """Nothing waits here: what does, the device process counts."""
-        return Load()
+        return Usage()
 
     def runs_now(self, _job: Job) -> bool:
         """No job runs in this process."""
@@ -137,12 +159,17 @@ class Remote:
             raise NotNow("the service is stopping", retry_after=5)
         if not self._is_ready.is_set():
             raise NotNow("the process that runs attention starts again")
-        inputs = self._region.take(parcel.room_for(parcel.sizes_in(job)))
-        answer = self._region.take(parcel.room_for(parcel.sizes_out(job)))
+        try:
+            inputs = self._region.take(parcel.room_for(parcel.sizes_in(job)))
+            answer = self._region.take(parcel.room_for(parcel.sizes_out(job)))
+        except NotNow as full:
+            full.retry_after = self._rate.retry_after(self._load)
+            raise
         waiting = _Waiting(job, self._loop.create_future(), inputs, answer, priority, wait_s)
         request = next(self._ids)
         self._waiting[request] = waiting
-        waiting.future.add_done_callback(partial(self._left, request))
+        self._load = self._load.plus(waiting.load)
+        waiting.future.add_done_callback(partial(self._left, request, waiting.load))
         if inputs.bytes.nbytes <= _LARGE:
             parcel.write(job, inputs.bytes)
             self._send(request, waiting)
@@ -179,8 +206,9 @@ class Remote:
         waiting.is_sent = True
         self._channel.send(Kind.ASK, request, asked.pack())
 
-    def _left(self, request: int, future: asyncio.Future[Answer]) -> None:
+    def _left(self, request: int, load: Load, future: asyncio.Future[Answer]) -> None:
         """Tells the device process of a caller that has left; only it knows when it is done."""
+        self._load = self._load.minus(load)
         waiting = self._waiting.get(request)
         if waiting is not None and future.cancelled() and waiting.is_sent:
             assert self._channel is not None
@@ -195,6 +223,9 @@ class Remote:
         if waiting.future.done():  # its caller has left
             return
         if kind == Kind.ANSWER:
+            now = time.perf_counter()
+            self._rate.add(waiting.load, now - max(waiting.since, self._answered))
+            self._answered = now
             names, timing = orjson.loads(what)
             waiting.future.set_result(Answer(_outputs(waiting, names), timing))
         else:

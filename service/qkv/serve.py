@@ -24,7 +24,7 @@ import uvloop
 
 from qkv import port
 from qkv.acceptor import Acceptor
-from qkv.app import create_app, new_device_process, new_fleet
+from qkv.app import create_app, most_of, new_device_process, new_fleet
 from qkv.arena import Arena
 from qkv.engine import pick_device
 from qkv.exchange import Exchange
@@ -165,10 +165,10 @@ class _Parent:
             self._listening.close()
             made = new_device_process(settings, worker, self._arena, mailbox, leash)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(made.run())
-            return 0
+                is_whole = runner.run(made.run())
+            return 0 if is_whole else 1
         region, device = self._arena.region(index), torch.device(self._device)
-        remote = Remote(device, region, mailbox, self._fleet)
+        remote = Remote(device, region, mailbox, self._fleet, most_of(settings))
         return _work(settings, self._listening, worker, remote, leash)
 
     def _restart(self, index: int) -> None:
@@ -284,18 +284,22 @@ def _work(
         proxy_headers=False,  # nothing here asks where a caller is
         timeout_graceful_shutdown=settings.drain_s,
     )
-    server = _Server(config, worker, leash)
+    broken: asyncio.Event = app.state.engine.broken
+    server = _Server(config, worker, leash, broken)
     server.run(sockets=[listening])
-    return 0 if server.started else 1
+    return 0 if server.started and not broken.is_set() else 1
 
 
 class _Server(uvicorn.Server):
     """uvicorn in a worker: says that it is ready, and refuses for a moment before it closes."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, leash: int) -> None:
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, leash: int, broken: asyncio.Event
+    ) -> None:
         super().__init__(config)
         self._worker = worker
         self._leash = leash
+        self._broken = broken
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])  # it listens nowhere itself: connections are brought to it
@@ -306,6 +310,10 @@ class _Server(uvicorn.Server):
         self._acceptor.open()
         asyncio.get_running_loop().add_reader(self._leash, self._orphaned)
         self._worker.ready(True)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: as uvicorn has it, or because the device has failed for good."""
+        return self._broken.is_set() or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.ready(False)

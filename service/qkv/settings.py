@@ -96,6 +96,14 @@ class Settings(BaseSettings):
         int,
         Field(ge=1, description="Most scores (B H L S) that one request may compute; more is 413."),
     ] = 1 << 36
+    max_queue: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Requests that may wait, or whose bodies come in, in each process; more is "
+            "503.",
+        ),
+    ] = 1024
     max_queue_bytes: Annotated[
         int, Field(ge=1, description="Tensor bytes that may wait; more is 503.")
     ] = 4 * _GiB
@@ -111,6 +119,13 @@ class Settings(BaseSettings):
         Literal["off", "json"],
         Field(description="json: a line of JSON for each request, on standard output."),
     ] = "off"
+    max_queue_flops: Annotated[
+        int, Field(ge=1, description="Floating-point operations that may wait; more is 503.")
+    ] = 1 << 50
+    request_timeout_s: Annotated[
+        float,
+        Field(ge=0, description="Seconds that a request may wait for its turn; 0: any number."),
+    ] = 0.0
     drain_s: Annotated[
         int,
         Field(ge=0, description="Seconds that accepted requests have left when the service stops."),

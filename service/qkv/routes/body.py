@@ -6,6 +6,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from qkv.errors import Left, TooLarge, Unparseable, UnsupportedMediaType
 from qkv.message import Message
 from qkv.wire import Codec, for_accept, for_content_type
 
-__all__ = ["REST", "Outgoing", "Received", "Rest", "body", "elsewhere", "read"]
+__all__ = ["REST", "Outgoing", "Received", "Rest", "body", "discard", "elsewhere", "read"]
 
 _T = TypeVar("_T")
 Chunk = bytes | memoryview
@@ -32,6 +33,8 @@ is copied once, and no task is woken for it. False: the caller left."""
 _LARGE: Final = 1 << 18  # bytes; more is not parsed or written on the event loop
 _ALIGNMENT: Final = 64
 _PIECE: Final = 1 << 20  # bytes; packed bodies are fed and unpacked in such pieces
+_DISCARDED: Final = 64 << 20  # bytes of a body that is refused, and
+_DISCARDING_S: Final = 10.0  # seconds, until its caller is answered nevertheless
 _EITHER_FORM: Final = zlib.MAX_WBITS | 32  # gzip's, or zlib's, which HTTP calls deflate
 
 
@@ -53,8 +56,10 @@ class Received(NamedTuple):
     answer_in: Codec
 
 
-async def read(request: Request, group: str, limit: int) -> Received:
-    """Reads and decodes a body whose tensors stand under `group`.
+async def read(
+    request: Request, group: str, limit: int, grow: Callable[[int], None] = lambda _: None
+) -> Received:
+    """Reads and decodes a body whose tensors stand under `group`; `grow` as `body` takes it.
 
     Raises:
         UnsupportedMediaType: no codec for its Content-Type, or none for its Content-Encoding.
@@ -64,7 +69,7 @@ async def read(request: Request, group: str, limit: int) -> Received:
     """
     codec = for_content_type(request.headers.get("content-type"))
     answer_in = for_accept(", ".join(request.headers.getlist("accept")), codec)
-    whole = await body(request, limit, codec.aligned_at)
+    whole = await body(request, limit, codec.aligned_at, grow)
     at = time.perf_counter()
     message = await elsewhere(len(whole), lambda: codec.decode(whole, group))
     return Received(message, at, whole, codec, answer_in)
@@ -100,8 +105,26 @@ class Outgoing(Response):
         await send({"type": "http.response.body", "body": last})
 
 
+async def discard(request: Request) -> None:
+    """Reads what a caller sends who will be refused, for a while, and keeps none of it. One who
+    asks before sending it is told at once, and so is one who would send a lot."""
+    headers = request.headers
+    if "expect" in headers or int(headers.get("content-length", 0)) > _DISCARDED:
+        return
+    size, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARDING_S):
+            while more and size <= _DISCARDED:
+                message = await request.receive()
+                more = message.get("more_body", False)
+                size += len(message.get("body", b""))
+
+
 async def body(
-    request: Request, limit: int, aligned_at: Callable[[bytes], int | None]
+    request: Request,
+    limit: int,
+    aligned_at: Callable[[bytes], int | None],
+    grow: Callable[[int], None] = lambda _: None,
 ) -> bytes | memoryview:
     """The body, unpacked where it came packed.
 
@@ -110,6 +133,7 @@ async def body(
         limit: most bytes, as they come and unpacked.
         aligned_at: says of the first 8 bytes which byte should lie at an aligned address; None
             where it does not matter and `bytes` are wanted.
+        grow: told of bytes that have come without having been declared, or were unpacked.
 
     Raises:
         UnsupportedMediaType: it is packed in a way that is not read here.
@@ -126,10 +150,12 @@ async def body(
     declared = request.headers.get("content-length")
     if declared is not None and int(declared) > limit:  # the server has seen that it is a number
         raise TooLarge(f"the body has {declared} bytes; at most {limit} are read", limit=limit)
-    stream = _chunks(request.receive, limit)
+    stream = _chunks(request.receive, limit, grow if declared is None else None)
     if coding != "identity":
         packed = b"".join([chunk async for chunk in stream])
-        return await asyncio.to_thread(lambda: _placed(_unpacked(packed, limit), aligned_at))
+        whole = await asyncio.to_thread(lambda: _placed(_unpacked(packed, limit), aligned_at))
+        grow(len(whole))
+        return whole
     head = b""
     async for chunk in stream:
         head += chunk
@@ -152,7 +178,9 @@ async def body(
     return buffer[:filled]
 
 
-async def _chunks(receive: Receive, limit: int) -> AsyncIterator[bytes]:
+async def _chunks(
+    receive: Receive, limit: int, grow: Callable[[int], None] | None
+) -> AsyncIterator[bytes]:
     size, more = 0, True
     while more:
         message = await receive()
@@ -162,6 +190,8 @@ async def _chunks(receive: Receive, limit: int) -> AsyncIterator[bytes]:
         size += len(chunk)
         if size > limit:
             raise TooLarge(f"the body has more than {limit} bytes", limit=limit)
+        if grow is not None:
+            grow(len(chunk))
         if chunk:
             yield chunk
 

@@ -52,6 +52,7 @@ PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
     ),
     errors.Internal("this is a fault of the service, and is logged"),
     errors.NotNow("the service is stopping", retry_after=5),
+    errors.TooLate("the device was not free within 2500 ms"),
 )
 """One of each kind, in the service's own words."""
 

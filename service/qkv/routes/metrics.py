@@ -142,7 +142,7 @@ def _add_runs(page: _Page, fleet: Fleet) -> None:
 
 
 def _add_gauges(page: _Page, fleet: Fleet) -> None:
-    rows, load = fleet.rows, fleet.load
+    rows, load = fleet.rows, fleet.usage
     for name, says, value in (
         ("requests_in_progress", "Requests to run a variant that are not answered.", fleet.asked),
         ("queue_depth", "Requests that wait for the device.", load.waiting),

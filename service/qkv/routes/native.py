@@ -41,8 +41,9 @@ class Native:
         `group`."""
 
         async def answer(request: Request) -> Response:
-            received = await read(request, "inputs", self._max_body_bytes)
-            job = await self.runs.job(variant, received.message, kind)
+            with await self.runs.enter(request) as place:
+                received = await read(request, "inputs", self._max_body_bytes, place.grow)
+                job = await self.runs.job(variant, received.message, kind)
             ran = await self.runs.run(request, received.at, job)
             codec, encoding = received.answer_in, received.message.encoding or "base64"
 

@@ -171,8 +171,10 @@ def _run(
         1,
     )
     return {
+        "parameters": [schemas.TIMEOUT],
         "requestBody": {"required": True} | body,
-        "responses": {"200": good | {"headers": {"Server-Timing": timing}}} | _problems(*_FAULTS),
+        "responses": {"200": good | {"headers": {"Server-Timing": timing}}}
+        | _problems(*_FAULTS, 504),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from qkv import catalogue
 from qkv.routes import examples
-from qkv.routes.schemas import closed, ref
+from qkv.routes.schemas import TIMEOUT, closed, ref
 from qkv.routes.v2 import VERSION
 from qkv.wire import json
 from qkv.wire.v2 import DATATYPES, LENGTH_HEADER
@@ -189,7 +189,7 @@ def _infer() -> dict[str, Any]:
     operation["responses"] = {"200": good} | {
         status: said for status, said in operation["responses"].items() if status != "200"
     }
-    operation["parameters"].append(header)
+    operation["parameters"] += [header, TIMEOUT]
     return operation | {"requestBody": {"required": True, "content": body}}
 
 

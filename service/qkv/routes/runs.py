@@ -8,18 +8,26 @@ from typing import Any, Final, NamedTuple
 
 from fastapi import Request
 
-from qkv.engine import Answer, Engine
-from qkv.errors import Left
+from qkv.door import Place
+from qkv.engine import Engine
+from qkv.errors import Left, NotNow, TooLate, Unparseable, shown
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.metrics import Meter
+from qkv.queue import Answer
 from qkv.remote import Remote
-from qkv.routes.body import elsewhere
+from qkv.routes.body import discard, elsewhere
 from qkv.run import Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 
-__all__ = ["Result", "Runs", "limits_of"]
+__all__ = ["TIMEOUT_HEADER", "Result", "Runs", "limits_of"]
+
+TIMEOUT_HEADER: Final = "X-Request-Timeout"
+"""Seconds that a request may wait for its turn. HTTP has no field for it, and gRPC's grpc-timeout
+is for gRPC; by this name it goes through gateways that know it, beside X-Request-ID."""
+
+_LONGEST_S: Final = 1e9
 
 _STAGES: Final = ("queue", "transfer", "compute", "total")
 _SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
@@ -68,7 +76,24 @@ class Runs:
 
     def __init__(self, engine: Engine | Remote, settings: Settings, meter: Meter) -> None:
         self._engine, self._meter = engine, meter
+        self._max_body_bytes = settings.max_body_bytes
+        self._timeout_s = settings.request_timeout_s or None
         self.limits = limits_of(settings)
+
+    async def enter(self, request: Request) -> Place:
+        """Room for a request, before its body is read.
+
+        Raises:
+            NotNow: there is none; what has been sent by then is read and thrown away, so that its
+                caller reads an answer and not that the connection broke.
+        """
+        declared = int(request.headers.get("content-length", 0))
+        try:
+            # one that is too long is refused for that, whatever waits
+            return self._engine.door.enter(declared if declared <= self._max_body_bytes else 0)
+        except NotNow:
+            await discard(request)
+            raise
 
     async def job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
         """Checks what is asked for.
@@ -102,15 +127,24 @@ class Runs:
             received: when its last byte came, by `time.perf_counter`.
             job: what to run.
             priority: as `Engine.submit` takes it.
-            wait_s: as `Engine.submit` takes it.
+            wait_s: seconds from `received` on that it may wait for its turn; what its header and
+                the settings say holds too.
 
         Raises:
             QkvError: from the engine; Left where the caller has left.
         """
-        answer = self._engine.run_now(job)
+        wait_s = _shortest(wait_s, self._timeout_s, _timeout_of(request))
+        left_s = None
+        if wait_s is not None:
+            left_s = max(0.0, wait_s - (time.perf_counter() - received))
+        answer = None if left_s == 0 else self._engine.run_now(job)
         if answer is None:
-            future = self._engine.submit(job, priority=priority, wait_s=wait_s)
-            answer = await _answered(request, future)
+            try:
+                future = self._engine.submit(job, priority=priority, wait_s=left_s)
+                answer = await _answered(request, future)
+            except TooLate:
+                assert wait_s is not None
+                raise TooLate(f"the device was not free within {wait_s * 1e3:g} ms") from None
         return self._result(answer, received, job)
 
     def runs_now(self, job: Job) -> bool:
@@ -139,6 +173,23 @@ def limits_of(settings: Settings) -> Limits:
         request=settings.max_queue_bytes,
         scores=settings.max_scores,
     )
+
+
+def _timeout_of(request: Request) -> float | None:
+    """Seconds that a request says it may wait."""
+    if (said := request.headers.get(TIMEOUT_HEADER)) is None:
+        return None
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_S:  # NaN is not either
+        raise Unparseable(f"{TIMEOUT_HEADER} came as {shown(said)}; it must be seconds, above 0")
+    return seconds
+
+
+def _shortest(*seconds: float | None) -> float | None:
+    return min((s for s in seconds if s is not None), default=None)
 
 
 async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:

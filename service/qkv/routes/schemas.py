@@ -14,10 +14,12 @@ from qkv.gradient import GRAD_OUTPUT
 from qkv.job import Run
 from qkv.layers.layouts import LAYOUTS, Layout
 from qkv.layers.projections import ROLES, SPELLINGS
+from qkv.routes.runs import TIMEOUT_HEADER
 from qkv.tensors import DTYPES, FLOATING
 
 __all__ = [
     "COMPONENTS",
+    "TIMEOUT",
     "answer",
     "closed",
     "conversion",
@@ -349,3 +351,12 @@ COMPONENTS: Final[dict[str, Schema]] = {
     "Variant": _catalogue_entry(),
 }
 """What the schemas refer to, by name."""
+
+TIMEOUT: Final = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Seconds that it may wait for its turn; past them it never runs.",
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000},
+}
+"""The parameter of whatever is run."""
