@@ -167,7 +167,7 @@ def serving(**settings: Any) -> Iterator[Server]:
 @contextlib.contextmanager
 def running(*arguments: str, module: str = "qkv", **environment: str) -> Iterator[Process]:
     """Runs `qkv` with these arguments, and settings in the environment."""
-    process = Process(arguments, environment, module)
+    process = Process(arguments, environment, module=module)
     try:
         yield process
     finally:
