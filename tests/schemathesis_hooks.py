@@ -5,6 +5,7 @@ SCHEMATHESIS_HOOKS=schemathesis_hooks schemathesis run <url>/openapi.json
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any, Final
 
@@ -33,17 +34,24 @@ def _takes_tensors(path: str) -> bool:
     )
 
 
+def _is_number(said: Any) -> bool:
+    try:
+        return 0 < float(said) < math.inf
+    except (TypeError, ValueError):
+        return False
+
+
 @schemathesis.hook
 def map_case(context: schemathesis.HookContext, case: Case) -> Case:
     """A body that fits the schema becomes one whose tensors also fit each other. One that was made
     not to fit the schema stays."""
     if case.meta is None or not _takes_tensors(case.operation.path):
         return case
-    if not case.meta.is_negative_at(ParameterLocation.HEADER):
+    if str(case.headers.get(LENGTH_HEADER, "")).isdigit():
         # it is the JSON's length, which is known where the body is written
-        case.headers.pop(LENGTH_HEADER, None)
-        if _DEADLINE in case.headers:  # any is good, but 504 is no fault where time is up
-            case.headers[_DEADLINE] = "60"
+        del case.headers[LENGTH_HEADER]
+    if _is_number(case.headers.get(_DEADLINE)):  # 504 is no fault where time is up
+        case.headers[_DEADLINE] = "60"
     is_good = not case.meta.is_negative_at(ParameterLocation.BODY)
     if is_good and case.media_type == json.MEDIA_TYPE and isinstance(case.body, dict):
         case.body = _fitting(case).document(case.body)

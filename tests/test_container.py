@@ -100,7 +100,7 @@ def test_the_gpu_profile_reserves_one_gpu() -> None:
     assert f"docker compose --profile gpu up {name}" in README
 
 
-@every_service
+@each_of_ours
 def test_every_service_takes_keys_where_some_are_set(name: str) -> None:
     passed = SERVICES[name]["environment"]
     assert passed.items() >= {"QKV_API_KEYS": None, "QKV_CORS_ORIGINS": None}.items()
