@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,31 +137,43 @@ def test_whatever_softmax_takes_has_the_same_answer(process: Process, shared: Pr
 
 
 def test_batches_form_across_workers(start: Start) -> None:
-    """While the device process is stopped, more wait than any one worker has connections."""
+    """While the device process is stopped, more wait than any one worker has connections. What has
+    come from one of them may run before it has read the others': then once more."""
     fleet = start(QKV_MAX_BATCH="16")
     arrays = [drawn(seed) for seed in range(12)]
-    clients = [qkv.Client(fleet.url) for _ in arrays]
-    wanted = [
-        c.attend("softmax", **a).output for c, a in zip(clients, arrays, strict=True)
-    ]  # each has its connection now
-    before = statistics(fleet)
-    device = device_process(fleet)
-    os.kill(device, signal.SIGSTOP)
-    with ThreadPoolExecutor(len(arrays)) as pool:
-        runs = [pool.submit(c.attend, "softmax", **a) for c, a in zip(clients, arrays, strict=True)]
-        time.sleep(1)
-        assert not any(run.done() for run in runs)
-        os.kill(device, signal.SIGCONT)
-        found = [run.result(PATIENCE) for run in runs]
-    for run, output in zip(found, wanted, strict=True):
-        assert (run.output == output).all()
-    assert max(run.timing["batch_size"] for run in found) > len(arrays) / WORKERS + 1
-    assert min(run.timing["queue_ms"] for run in found) > 100
-    after = statistics(fleet)
-    assert after["inference_count"] - before["inference_count"] == 12
-    assert after["execution_count"] - before["execution_count"] < 12
-    for client in clients:
-        client.close()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(qkv.Client(fleet.url)) for _ in arrays]
+        wanted = [
+            c.attend("softmax", **a).output for c, a in zip(clients, arrays, strict=True)
+        ]  # each has its connection now
+        pool = stack.enter_context(ThreadPoolExecutor(len(arrays)))
+        largest = 0
+
+        def stopped() -> None:
+            nonlocal largest
+            before = statistics(fleet)
+            device = device_process(fleet)
+            os.kill(device, signal.SIGSTOP)
+            runs = [
+                pool.submit(c.attend, "softmax", **a) for c, a in zip(clients, arrays, strict=True)
+            ]
+            time.sleep(1)
+            assert not any(run.done() for run in runs)
+            os.kill(device, signal.SIGCONT)
+            found = [run.result(PATIENCE) for run in runs]
+            for run, output in zip(found, wanted, strict=True):
+                assert (run.output == output).all()
+            largest = max(run.timing["batch_size"] for run in found)
+            assert min(run.timing["queue_ms"] for run in found) > 100
+            after = statistics(fleet)
+            assert after["inference_count"] - before["inference_count"] == 12
+            assert after["execution_count"] - before["execution_count"] < 12
+
+        for _ in range(10):
+            stopped()
+            if largest > len(arrays) / WORKERS + 1:
+                return
+        raise AssertionError(f"no batch of more than {largest}")
 
 
 def test_a_killed_device_process_is_replaced_and_nothing_wrong_is_answered(fleet: Process) -> None:
