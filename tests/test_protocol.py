@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import httpx
@@ -389,6 +389,26 @@ def test_what_fails_there_is_told_so_by_the_long_way(
         caller.send(request)
         assert caller.answer()[2] == first
     assert len(ran) == 1
+
+
+def test_what_cannot_be_written_there_is_answered_all_the_same(
+    server: Server, ran: list[Standing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a lone connection, and where others are open and it is answered a moment later."""
+    request = request_of(*body_of(drawn(0)))
+    for others in (0, 2):
+        with ExitStack() as stack:
+            callers = [stack.enter_context(calling(server)) for _ in range(1 + others)]
+            caller = callers[0]
+            caller.send(request)
+            first = caller.answer()[2]
+            with monkeypatch.context() as patch:
+                patch.setattr(Shortcuts, "answer", lambda *_: 1 / 0)
+                caller.send(request)
+                assert caller.answer()[2] == first
+            caller.send(request)
+            assert caller.answer()[2] == first
+    until(lambda: asked_of(server) == 0)
 
 
 def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,8 @@ from qkv.routes.observed import Observer
 from qkv.routes.shortcuts import Asked, Reply, Shortcuts
 
 __all__ = ["Protocol"]
+
+_log = logging.getLogger("qkv.protocol")
 
 
 class _Filling(NamedTuple):
@@ -117,8 +120,12 @@ class Protocol(Connection):
         """Answers what came in short and whole, if it has not been."""
         if self._asked is None or not self._is_whole:
             return
-        ends = self._worker.fleet.draining  # then more is to be said than the answer
-        reply = None if ends else self._shortcuts.answer(self._asked, self._chunks)
+        reply = None
+        if not self._worker.fleet.draining:  # then more is to be said than the answer
+            try:
+                reply = self._shortcuts.answer(self._asked, self._chunks)
+            except Exception:  # the long way says it to the caller
+                _log.exception("a shortcut failed")
         if reply is None:
             self._take_long_way()
         else:

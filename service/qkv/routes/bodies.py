@@ -108,16 +108,16 @@ def behind(length: int, body: bytes | memoryview, job: Job) -> Laid | None:
 
 def within(body: bytes, job: Job) -> Laid | None:
     """A body that has every tensor in base64, in the order of the job's; None where it has not."""
-    cuts, places, end, start = [], {}, 0, Room.START
+    cuts, places, words, end, start = [], {}, b"", 0, Room.START
     for name, tensor in job.inputs.tensors.items():
         text = pybase64.b64encode(tensor.data)
         first = body.find(b'"%b"' % text, end) + 1
         if not first or not text or tensor.dtype not in FLOATING:
             return None
+        words += body[end:first]
         end, stop = first + len(text), start + tensor.nbytes
         cuts.append((first, end, start, stop))
         places[name] = (start, stop)
         start = stop + -stop % ALIGNMENT
-    layout = _Within(tuple(cuts))
-    words = layout.lay([body], Room())
-    return None if words is None or len(words) > LONGEST_HEAD else Laid(layout, words, places)
+    words += body[end:]
+    return None if len(words) > LONGEST_HEAD else Laid(_Within(tuple(cuts)), words, places)
