@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import socket
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -391,8 +391,9 @@ def test_what_fails_there_is_told_so_by_the_long_way(
     assert len(ran) == 1
 
 
-def test_what_cannot_be_written_there_is_answered_all_the_same(
-    server: Server, ran: list[Standing], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["run", "reply"])
+def test_what_fails_there_is_answered_all_the_same(
+    server: Server, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """On a lone connection, and where others are open and it is answered a moment later."""
     request = request_of(*body_of(drawn(0)))
@@ -403,12 +404,44 @@ def test_what_cannot_be_written_there_is_answered_all_the_same(
             caller.send(request)
             first = caller.answer()[2]
             with monkeypatch.context() as patch:
-                patch.setattr(Shortcuts, "answer", lambda *_: 1 / 0)
+                patch.setattr(Shortcuts, step, lambda *_: 1 / 0)
                 caller.send(request)
                 assert caller.answer()[2] == first
             caller.send(request)
             assert caller.answer()[2] == first
     until(lambda: asked_of(server) == 0)
+
+
+def test_what_is_read_together_runs_together_and_is_answered_then(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its own numbers, though they lie in the same place one after the other."""
+    steps: list[str] = []
+    for step in ("run", "reply"):
+        method = getattr(Shortcuts, step)
+
+        def noted(*args: Any, step: str = step, method: Any = method) -> Any:
+            steps.append(step)
+            return method(*args)
+
+        monkeypatch.setattr(Shortcuts, step, noted)
+    requests = [request_of(*body_of(drawn(seed))) for seed in range(6)]
+    with ExitStack() as stack:
+        callers = [stack.enter_context(calling(server)) for _ in requests]
+        alone = []
+        for caller, request in zip(callers, requests, strict=True):
+            caller.send(request)
+            alone.append(caller.answer()[2])
+        steps.clear()
+        assert server.engine._loop is not None
+        held, sent = threading.Event(), threading.Event()
+        server.engine._loop.call_soon_threadsafe(lambda: (held.set(), sent.wait(PATIENCE)))
+        assert held.wait(PATIENCE)
+        for caller, request in zip(callers, requests, strict=True):
+            caller.send(request)
+        sent.set()
+        assert [caller.answer()[2] for caller in callers] == alone
+    assert steps == ["run"] * len(requests) + ["reply"] * len(requests)
 
 
 def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> None:

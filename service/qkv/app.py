@@ -25,7 +25,7 @@ from qkv.device_process import DeviceProcess
 from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
-from qkv.protocol import Protocol
+from qkv.protocol import Protocol, Round
 from qkv.queue import Load
 from qkv.remote import Remote
 from qkv.request_log import RequestLog
@@ -141,6 +141,7 @@ def create_app(
         refusal=_refusal,
         worker=worker,
         shortcuts=shortcuts,
+        round=Round(),
         keys=keys,
         observer=observer,
     )

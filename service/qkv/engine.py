@@ -200,18 +200,21 @@ class Engine:
             raise result
         return result
 
-    def run_standing(self, standing: Standing) -> Answer | None:
-        """Runs a job that stands ready. None where others run or wait, the engine is stopping, or
-        it fails: then it should go the long way, which says why."""
+    def run_standing(self, standing: Standing) -> Ran | None:
+        """Runs a job that stands ready; `answer_of` makes its answer. None where others run or
+        wait, the engine is stopping, or it fails: then it should go the long way, which says why.
+        """
         if not self._is_free() or not self.ready:
             return None
-        since = time.perf_counter()
         try:
-            ran = standing.run()
+            return standing.run()
         except Exception:
             return None
-        self._record([(standing.job, since)], [ran])
-        return self._answer(standing.job, since, ran)
+
+    def answer_of(self, standing: Standing, ran: Ran) -> Answer:
+        """Counts a run of what stood ready, and makes its answer."""
+        self._record([(standing.job, ran.started)], [ran])
+        return self._answer(standing.job, ran.started, ran)
 
     def _is_free(self) -> bool:
         """Whether nothing runs or waits; whatever submits jobs does so on the loop that asks, so

@@ -21,9 +21,9 @@ from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
 from qkv.routes.guard import Keys
 from qkv.routes.observed import Observer
-from qkv.routes.shortcuts import Asked, Reply, Shortcuts
+from qkv.routes.shortcuts import Asked, Done, Reply, Shortcuts
 
-__all__ = ["Protocol"]
+__all__ = ["Protocol", "Round"]
 
 _log = logging.getLogger("qkv.protocol")
 
@@ -33,6 +33,27 @@ class _Filling(NamedTuple):
 
     buffer: memoryview
     done: asyncio.Future[bool]
+
+
+class Round:
+    """Requests that the event loop read in one look at the network: all are run, and then all are
+    answered. torch's code, the network's and ours drive one another out of the CPU's caches."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Protocol] = []
+
+    def add(self, connection: Protocol) -> None:
+        """One more, whose request is whole."""
+        if not self._waiting:
+            connection.loop.call_soon(self._go)
+        self._waiting.append(connection)
+
+    def _go(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for connection in waiting:
+            connection.run()
+        for connection in waiting:
+            connection.answer()
 
 
 class Protocol(Connection):
@@ -47,6 +68,7 @@ class Protocol(Connection):
         watch, refusal: as `Connection` takes them.
         worker: counts requests, and says when the service ends; then there are no short ways.
         shortcuts: what can be answered at once.
+        round: of all connections of this process.
         keys: who has none of them goes the long way, which refuses; None: all are let in.
         observer: sees what they answer, and all bodies that come.
     """
@@ -62,15 +84,18 @@ class Protocol(Connection):
         refusal: Callable[[QkvError, str], Response],
         worker: Worker,
         shortcuts: Shortcuts,
+        round: Round,
         observer: Observer,
         keys: Keys | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
         self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
-        self._observer = observer
+        self._observer, self._round = observer, round
         self._asked: Asked | None = None  # what came in short
         self._chunks: list[bytes] = []
         self._is_whole = False
+        self._has_run = False
+        self._done: Done | None = None
         self._since = 0.0
         self._filling: _Filling | None = None
 
@@ -106,25 +131,36 @@ class Protocol(Connection):
             return
         self._is_whole, self._reads = True, NOTHING
         if len(self._chunks) == 1 and len(self.connections) > 1:
-            # of small bodies, those that others have sent meanwhile are read first, and all are run
-            # then: torch's code and the network's drive each other out of the CPU's caches
-            self.loop.call_soon(self._answer)
+            self._round.add(self)  # of small bodies, those that others have sent are read first
         else:
-            self._answer()
+            self.answer()
 
     def on_message_begin(self) -> None:
-        self._answer()  # one after the other, in their order
+        self.answer()  # one after the other, in their order
         super().on_message_begin()
 
-    def _answer(self) -> None:
+    def run(self) -> None:
+        """Runs what came in short and whole, once, if it can be answered at once."""
+        if self._asked is None or not self._is_whole or self._has_run:
+            return
+        self._has_run = True
+        if self._worker.fleet.draining:  # then more is to be said than the answer
+            return
+        try:
+            self._done = self._shortcuts.run(self._asked, self._chunks)
+        except Exception:  # the long way says it to the caller
+            _log.exception("a shortcut failed")
+
+    def answer(self) -> None:
         """Answers what came in short and whole, if it has not been."""
-        if self._asked is None or not self._is_whole:
+        self.run()
+        if not self._has_run:
             return
         reply = None
-        if not self._worker.fleet.draining:  # then more is to be said than the answer
+        if self._done is not None:
             try:
-                reply = self._shortcuts.answer(self._asked, self._chunks)
-            except Exception:  # the long way says it to the caller
+                reply = self._shortcuts.reply(self._done)
+            except Exception:
                 _log.exception("a shortcut failed")
         if reply is None:
             self._take_long_way()
@@ -141,7 +177,7 @@ class Protocol(Connection):
 
     def part(self, error: QkvError) -> None:
         """What came in short is due as well, or what is refused."""
-        self._answer()
+        self.answer()
         if self._asked is not None:
             self._take_long_way()
         super().part(error)
@@ -200,7 +236,8 @@ class Protocol(Connection):
             super().on_message_complete()
 
     def _forget(self) -> None:
-        self._asked, self._chunks, self._is_whole = None, [], False
+        self._asked, self._chunks, self._done = None, [], None
+        self._is_whole = self._has_run = False
         self._worker.asks(-1)
 
     def _write(self, reply: Reply) -> None:

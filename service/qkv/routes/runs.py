@@ -17,7 +17,7 @@ from qkv.metrics import Meter
 from qkv.queue import Answer
 from qkv.remote import Remote
 from qkv.routes.body import discard, elsewhere
-from qkv.run import Standing
+from qkv.run import Ran, Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 
@@ -151,12 +151,13 @@ class Runs:
         """Whether such a job runs as soon as it is there, if nothing else does."""
         return self._engine.runs_now(job)
 
-    def run_standing(self, standing: Standing, received: float) -> Result | None:
+    def run_standing(self, standing: Standing) -> Ran | None:
         """Runs what stands ready, as `Engine.run_standing` does."""
-        answer = self._engine.run_standing(standing)
-        if answer is None:
-            return None
-        return self._result(answer, received, standing.job)
+        return self._engine.run_standing(standing)
+
+    def result_of(self, standing: Standing, ran: Ran, received: float) -> Result:
+        """What came of it."""
+        return self._result(self._engine.answer_of(standing, ran), received, standing.job)
 
     def _result(self, answer: Answer, received: float, job: Job) -> Result:
         """What came of a run whose request's last byte came at `received`."""

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 from qkv.job import Job
 from qkv.routes.bodies import Laid, Layout, Room
 from qkv.routes.runs import Result, Runs
-from qkv.run import Standing
+from qkv.run import Ran, Standing
 from qkv.tensors import RawTensor
 
-__all__ = ["Asked", "Header", "Reply", "Shortcuts"]
+__all__ = ["Asked", "Done", "Header", "Reply", "Shortcuts"]
 
 Header = tuple[bytes, bytes]
 Chunk = bytes | memoryview
@@ -68,6 +68,14 @@ class _Plan(NamedTuple):
     written: Callable[[Result], Reply]
 
 
+class Done(NamedTuple):
+    """What has run, and when its last byte was seen."""
+
+    plan: _Plan
+    ran: Ran
+    received: float
+
+
 class _Known(NamedTuple):
     """How bodies behind one url and its headers are told apart, and plans by their words."""
 
@@ -94,16 +102,21 @@ class Shortcuts:
         """Whether such a request came before; only then may it be asked for an answer."""
         return asked in self._known
 
-    def answer(self, asked: Asked, chunks: Sequence[bytes]) -> Reply | None:
-        """The answer to a body; None where it has to go the long way."""
+    def run(self, asked: Asked, chunks: Sequence[bytes]) -> Done | None:
+        """Runs what a body asks for; None where it has to go the long way."""
         received = time.perf_counter()
         known = self._known.get(asked)
         words = known and known.layout.lay(chunks, self._room)
         plan = known.plans.get(words) if known and words else None
         if plan is None or not plan.is_open():
             return None
-        ran = self._runs.run_standing(plan.standing, received)
-        return None if ran is None else plan.written(ran)
+        ran = self._runs.run_standing(plan.standing)
+        return None if ran is None else Done(plan, ran, received)
+
+    def reply(self, done: Done) -> Reply:
+        """The answer to what was run."""
+        plan, ran, received = done
+        return plan.written(self._runs.result_of(plan.standing, ran, received))
 
     def keep(
         self,
