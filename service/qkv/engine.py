@@ -351,16 +351,15 @@ class Engine:
         job = batch[0][0]
         if self.recorder is None or isinstance(job, GradientJob):
             return  # it counts inferences
-        name, now = job.variant.name, time.perf_counter()
-        load = compute = split = 0.0
+        now, load, compute, split = time.perf_counter(), 0.0, 0.0, 0.0
+        requests = []
         for (_, since), r in zip(batch, ran, strict=True):
             # those that shared a call share its seconds: they count once for the batch
             load += r.load_s / r.stacked
             compute += r.compute_s / r.stacked
             split += r.split_s / r.stacked
-            stages = (now - since, r.started - since, r.load_s, r.compute_s, r.split_s)
-            self.recorder.answered(name, stages)
-        self.recorder.executed(name, len(batch), (load, compute, split))
+            requests.append((now - since, r.started - since, r.load_s, r.compute_s, r.split_s))
+        self.recorder.ran(job.variant.name, requests, (load, compute, split))
 
     def _record_failure(self, waiting: Waiting) -> None:
         if self.recorder is not None and not isinstance(waiting.job, GradientJob):

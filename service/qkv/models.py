@@ -19,9 +19,8 @@ __all__ = ["Models", "Recorder"]
 # Triton's names, in docs/protocol/extension_statistics.md; of each a count and nanoseconds
 _DURATIONS: Final = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
 _STAGES: Final = _DURATIONS[3:]
-_PLAIN: Final = 3  # last_inference, inference_count, execution_count
-_ANSWERED: Final = tuple(_PLAIN + 2 * i for i, name in enumerate(_DURATIONS) if name != "fail")
-_HEAD: Final = _PLAIN + 2 * len(_DURATIONS)
+_PLAIN: Final = 4  # last_inference, inference_count, execution_count, and how many failed
+_HEAD: Final = _PLAIN + len(_DURATIONS)
 _PER_SIZE: Final = 1 + len(_STAGES)  # a count and nanoseconds, for one batch size
 
 
@@ -72,8 +71,8 @@ class Models:
             "inference_count": total[1],
             "execution_count": total[2],
             "inference_stats": {
-                stage: {"count": total[_PLAIN + 2 * i], "ns": total[_PLAIN + 2 * i + 1]}
-                for i, stage in enumerate(_DURATIONS)
+                stage: {"count": total[3 if stage == "fail" else 1], "ns": ns}
+                for stage, ns in zip(_DURATIONS, total[_PLAIN:_HEAD], strict=True)
             },
             "batch_stats": [
                 {"batch_size": size}
@@ -94,37 +93,33 @@ class Recorder:
         self._rows = {name: memoryview(counts[place]) for name, place in places.items()}
         self._lock = threading.Lock()
 
-    def executed(self, name: str, size: int, stages: Sequence[float]) -> None:
-        """A batch of that many requests ran.
+    def ran(
+        self, name: str, requests: Sequence[Sequence[float]], together: Sequence[float]
+    ) -> None:
+        """A batch ran.
 
         Args:
             name: the model's.
-            size: how many ran together.
-            stages: seconds of loading, computing and taking apart, of the whole batch.
+            requests: of each the seconds since it came, and of waiting, loading, computing and
+                taking apart, of all that ran with it in one call.
+            together: seconds of loading, computing and taking apart, of the whole batch.
         """
-        row, at = self._rows[name], _HEAD + _PER_SIZE * (size - 1)
-        with self._lock:
-            row[2] += 1
-            row[at] += 1
-            for seconds in stages:
-                at += 1
-                row[at] += int(seconds * 1e9)
-
-    def answered(self, name: str, stages: Sequence[float]) -> None:
-        """A request was answered.
-
-        Args:
-            name: the model's.
-            stages: seconds since it came, and of waiting, loading, computing and taking apart, of
-                all that ran with it in one call.
-        """
-        row = self._rows[name]
+        row, at = self._rows[name], _HEAD + _PER_SIZE * (len(requests) - 1)
         with self._lock:
             row[0] = int(time.time() * 1e3)
-            row[1] += 1
-            for at, seconds in zip(_ANSWERED, stages, strict=True):
-                row[at] += 1
-                row[at + 1] += int(seconds * 1e9)
+            row[1] += len(requests)
+            row[2] += 1
+            for total, queue, load, compute, split in requests:
+                row[_PLAIN] += int(total * 1e9)
+                row[_PLAIN + 2] += int(queue * 1e9)
+                row[_PLAIN + 3] += int(load * 1e9)
+                row[_PLAIN + 4] += int(compute * 1e9)
+                row[_PLAIN + 5] += int(split * 1e9)
+            load, compute, split = together
+            row[at] += 1
+            row[at + 1] += int(load * 1e9)
+            row[at + 2] += int(compute * 1e9)
+            row[at + 3] += int(split * 1e9)
 
     def failed(self, name: str, total: float) -> None:
         """A request was queued and not answered: it failed, or its time was up.
@@ -135,5 +130,5 @@ class Recorder:
         """
         row = self._rows[name]
         with self._lock:
-            row[_PLAIN + 2] += 1
-            row[_PLAIN + 3] += int(total * 1e9)
+            row[3] += 1
+            row[_PLAIN + 1] += int(total * 1e9)
