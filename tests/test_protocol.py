@@ -436,7 +436,8 @@ def test_what_is_read_together_runs_together_and_is_answered_then(
         steps.clear()
         assert server.engine._loop is not None
         held, sent = threading.Event(), threading.Event()
-        server.engine._loop.call_soon_threadsafe(lambda: (held.set(), sent.wait(PATIENCE)))
+        server.engine._loop.call_soon_threadsafe(held.set)
+        server.engine._loop.call_soon_threadsafe(sent.wait, PATIENCE)
         assert held.wait(PATIENCE)
         for caller, request in zip(callers, requests, strict=True):
             caller.send(request)
