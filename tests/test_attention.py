@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import subprocess
 import sys
@@ -32,7 +31,7 @@ OUTPUT: Final = frozenset({"output"})
 _checked: Final = jaxtyped(typechecker=beartype)
 # every call of these is checked against the shapes and dtypes that the signature promises
 attend: Final = typing.cast("Callable[..., softmax.Softmax]", _checked(softmax.attend))
-weights: Final = typing.cast("Callable[..., Tensor]", _checked(softmax.weights))
+weights: Final = typing.cast("Callable[..., Callable[[slice], Tensor]]", _checked(softmax.weights))
 
 every_variant = pytest.mark.parametrize("variant", variants().values(), ids=lambda v: v.name)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -292,7 +291,7 @@ def assert_agrees_with_reference(request: Request) -> None:
 
     start = request.seed % request.L
     rows = slice(start, start + 1 + request.seed % (request.L - start))
-    part = weights(query, key, mask, lengths, **request.parameters, rows=rows)
+    part = weights(query, key, mask, lengths, **request.parameters)(rows)
     assert part.dtype == exact
     assert_within(part, truth.weights[:, :, rows], bound.weights[:, :, rows])
 
@@ -453,12 +452,11 @@ def test_weights_by_blocks_of_rows(variant: Variant, dtype: torch.dtype) -> None
     sizes, tensors = request_for(variant, dtype)
     values = frozenset({"value"} & variant.outputs.keys())  # where they are made, not sent
     answer = variant.attend(**tensors, outputs=values | {"output", "weights"})
-    taken = inspect.signature(variant.module.weights).parameters
-    given = {name: tensor for name, tensor in tensors.items() if name in taken}
     eps, letters = torch.finfo(exact_dtype(dtype)).eps, variant.outputs["weights"].letters
     R, S, width = sizes[letters[-2]], sizes[letters[-1]], sizes["D"]
     parts = [slice(0, 1), slice(1, R - 1), slice(R - 1, R)]
-    blocks = [variant.module.weights(**given, rows=rows) for rows in parts]
+    rows_of = variant.rows_of(tensors)
+    blocks = [rows_of(rows) for rows in parts]
     A = answer.weights.double()
     if values:
         value = answer.value.double()
@@ -933,7 +931,7 @@ def test_stacked_requests_drop_what_they_drop_alone(dtype: torch.dtype) -> None:
     stacked = [torch.cat(parts) for parts in zip(*requests, strict=True)]
     parameters = {"dropout": 0.3, "seed": 7, "causal": True}
     together = attend(*stacked, **parameters, outputs=ALL, place_BH=places)
-    by_rows = weights(*stacked[:2], **parameters, place_BH=places, rows=slice(2, 5))
+    by_rows = weights(*stacked[:2], **parameters, place_BH=places)(slice(2, 5))
     assert together.weights is not None
     first = 0
     for request, b in zip(requests, batches, strict=True):

@@ -108,7 +108,7 @@ def assert_right(tensors: tuple[Tensor | None, ...], **parameters: Any) -> None:
     assert alone.map is None
     start = L // 2 if (L := query.shape[2]) > 1 else 0
     taken = (*tensors[:2], *tensors[3:])
-    rows = linformer.weights(*taken, rows=slice(start, L), **parameters)  # type: ignore[arg-type]
+    rows = linformer.weights(*taken, **parameters)(slice(start, L))  # type: ignore[arg-type]
     for name, tensor, at in (
         *((name, getattr(found, name), 0) for name in ALL),
         ("output", alone.output, 0),

@@ -27,7 +27,7 @@ Cost: O(S E) time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Final, NamedTuple
 
 import torch
@@ -78,13 +78,16 @@ def weights(
     query_BHLD: Float[Tensor, "B H L D"],
     key_BGSD: Float[Tensor, "B G S D"],
     *,
-    rows: slice,
     gain: float = 1.0,
-) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-    """Rows of A."""
-    (B, H, _, _), S = query_BHLD[:, :, rows].shape, key_BGSD.shape[2]
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A: from a slice of L to (B, H, R, S)."""
+    (B, H, _, _), S = query_BHLD.shape, key_BGSD.shape[2]
     exact = torch.float64 if query_BHLD.dtype == torch.float64 else torch.float32
-    return torch.full((B, H, rows.stop - rows.start, S), gain / S, dtype=exact)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+        return torch.full((B, H, rows.stop - rows.start, S), gain / S, dtype=exact)
+
+    return rows_of
 
 
 def reference(

@@ -80,6 +80,19 @@ class Variant:
         attend: Callable[..., Any] = self.module.attend
         return attend
 
+    def rows_of(self, arguments: Mapping[str, Any]) -> Callable[[slice], Tensor]:
+        """What makes blocks of rows of the attention matrix, as the file's `weights` has it.
+
+        Args:
+            arguments: tensors and parameters as `attend` takes them; those that the matrix does not
+                depend on are let be.
+        """
+        taken = inspect.signature(self.module.weights).parameters
+        made: Callable[[slice], Tensor] = self.module.weights(
+            **{name: value for name, value in arguments.items() if name in taken}
+        )
+        return made
+
     @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
         """The gradients of sum(grad_output * output), by the names of the inputs; None where the

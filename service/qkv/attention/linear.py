@@ -7,7 +7,7 @@ Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -156,16 +156,21 @@ def weights(
     key_BGSD: Float[Tensor, "B G S D"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    rows: slice,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
     normalize: bool = True,
-) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-    """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A: from a slice of L to (B, H, R, S), in memory O(R S). The
+    arguments are `attend`'s."""
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     features = _Features.of(query_BHLD, key_BGSD, padding_of(S, key_lengths_B)).made()
     offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
-    return _block(features, rows, offsets, normalize).to(score_dtype(query_BHLD.dtype))
+    exact = score_dtype(query_BHLD.dtype)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+        return _block(features, rows, offsets, normalize).to(exact)
+
+    return rows_of
 
 
 def _is_ordinary(x: Tensor) -> bool:

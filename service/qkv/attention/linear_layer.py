@@ -7,7 +7,7 @@ Cost: O(B I O) time; memory O(B O), and O(B I O) where the values are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Final, NamedTuple
 
@@ -129,11 +129,15 @@ def attend(
 
 def weights(
     x_BI: Float[Tensor, "B I"],
-    *,
-    rows: slice,
-) -> Float32[Tensor, "R I"] | Float64[Tensor, "R I"]:
-    """Rows `rows` of A: an item of the batch is one row, so they are items."""
-    return _Shares.of(x_BI[rows]).weights().to(score_dtype(x_BI.dtype))
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A, from a slice of B to (R, I): an item of the batch is one row,
+    and shares nothing with others."""
+    exact = score_dtype(x_BI.dtype)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "R I"] | Float64[Tensor, "R I"]:
+        return _Shares.of(x_BI[rows]).weights().to(exact)
+
+    return rows_of
 
 
 def _product(x_BI: Tensor, weight_OI: Tensor, exact: torch.dtype) -> Tensor:

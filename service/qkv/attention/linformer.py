@@ -9,7 +9,7 @@ asked for, O(L S) where the weights are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
@@ -176,19 +176,23 @@ def weights(
     value_projection_RN: Float[Tensor, "R N"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    rows: slice,
     scale: float | None = None,
     rank: int | None = None,
     seed: int = 0,
-) -> Float32[Tensor, "B H rows S"] | Float64[Tensor, "B H rows S"]:
-    """Rows `rows` of A, in memory O((rows + R) S); the arguments are `attend`'s."""
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A: from a slice of L to (B, H, rows, S), in memory O(rows S)
+    beside the projections. The arguments are `attend`'s."""
     padding = padding_of(key_BGSD.shape[2], key_lengths_B)
-    key, query = without(padding, key_BGSD), query_BHLD[:, :, rows]
+    key, exact = without(padding, key_BGSD), score_dtype(query_BHLD.dtype)
     E_RS, F_RS = _projections(key, key_projection_RN, value_projection_RN, rank, seed)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    path = Path.of(query, key, None, E_RS, F_RS, scale)
-    part = path.scores(query, key, E_RS, scale).block(slice(0, query.shape[2])).weights
-    return path.weights(part, F_RS, padding).to(score_dtype(query.dtype))
+    scale = query_BHLD.shape[-1] ** -0.5 if scale is None else scale
+    path = Path.of(query_BHLD, key, None, E_RS, F_RS, scale)
+    scores, F_RS = path.scores(query_BHLD, key, E_RS, scale), F_RS.to(path.dtype)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "B H rows S"] | Float64[Tensor, "B H rows S"]:
+        return path.weights(scores.block(rows).weights, F_RS, padding).to(exact)
+
+    return rows_of
 
 
 def _projections(

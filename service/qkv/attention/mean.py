@@ -122,16 +122,21 @@ def weights(
     value_BHSE: Float[Tensor, "B H S E"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    rows: slice,
     causal: bool = True,
     normalize: bool = True,
     method: str = "cumsum",
-) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-    """Rows `rows` of A, whatever method makes the output; the arguments are `attend`'s."""
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A, whatever method makes the output: from a slice of S to
+    (B, H, R, S), in memory O(R S). The arguments are `attend`'s."""
     B, H, S, _ = value_BHSE.shape
     lengths_B = _lengths(value_BHSE, key_lengths_B)
-    block_B1RS = _weights(lengths_B, rows, S, causal, normalize, "matmul")
-    return block_B1RS.to(score_dtype(value_BHSE.dtype)).expand(B, H, -1, S).contiguous()
+    exact = score_dtype(value_BHSE.dtype)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+        block_B1RS = _weights(lengths_B, rows, S, causal, normalize, "matmul").to(exact)
+        return block_B1RS.expand(B, H, -1, S).contiguous()
+
+    return rows_of
 
 
 def _lengths(value_BHSE: Tensor, key_lengths_B: Tensor | None) -> Tensor:

@@ -178,7 +178,6 @@ def weights(
     mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    rows: slice,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
     scale: float | None = None,
@@ -187,11 +186,9 @@ def weights(
     dropout: float = 0.0,
     seed: int = 0,
     place_BH: Int64[Tensor, "B H"] | None = None,
-) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-    """Rows `rows` of A as `attend` answers them, in memory O(R S); the arguments are `attend`'s.
-
-    The query is whole, so that each row keeps its position; only the block's rows are read.
-    """
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A, after dropout: from a slice of L to (B, H, R, S), in memory
+    O(R S). The arguments are `attend`'s."""
     L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
     scale = D**-0.5 if scale is None else scale
     safe = is_safe(query_BHLD, key_BGSD, None, scale)
@@ -200,12 +197,17 @@ def weights(
         L, S, mask_BHLS, key_lengths_B, causal, query_offset, window,
         exact if safe else torch.float64,
     )  # fmt: skip
-    block = Scores.of(
-        query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe
-    ).block(rows)
-    whole_BHRS = block.weights.new_zeros(*block.weights.shape[:-1], S, dtype=exact)
-    whole_BHRS[..., block.keys] = block.weights
-    return whole_BHRS
+    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+        block = scores.block(rows)
+        if block.keys == slice(0, S):
+            return block.weights.to(exact)
+        whole_BHRS = block.weights.new_zeros(*block.weights.shape[:-1], S, dtype=exact)
+        whole_BHRS[..., block.keys] = block.weights
+        return whole_BHRS
+
+    return rows_of
 
 
 def _halved(

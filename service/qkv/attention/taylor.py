@@ -8,7 +8,7 @@ keys all but oppose the query are O(S D) each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import isfinite
 from typing import Final, Literal, NamedTuple
@@ -172,13 +172,18 @@ def weights(
     key_BGSD: Float[Tensor, "B G S D"],
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    rows: slice,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
-) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-    """Rows `rows` of A, in memory O(R S); the arguments are `attend`'s."""
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A: from a slice of L to (B, H, R, S), in memory O(R S). The
+    arguments are `attend`'s."""
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
-    return _block(features, rows).to(score_dtype(query_BHLD.dtype))
+    exact = score_dtype(query_BHLD.dtype)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+        return _block(features, rows).to(exact)
+
+    return rows_of
 
 
 def _quickly(
