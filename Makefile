@@ -10,6 +10,7 @@ HOST =
 # More for the command behind most of these: make test ARGS="-k softmax"
 ARGS =
 IMAGE ?= qkv
+PIP_AUDIT = pip-audit==2.10.1
 # TORCH_INDEX: a package index to take torch from, where its default build is not the one wanted (on Linux
 # that one brings CUDA). Given on the command line or in the environment, it reaches the recipes as it is.
 
@@ -21,7 +22,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check docs bench accuracy speed soak fuzz image clean again
+.PHONY: help serve test check docs bench accuracy speed soak fuzz audit image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -56,11 +57,18 @@ soak: .venv/.installed ## ask a service for 20 minutes and look at every answer 
 fuzz: .venv/.installed ## feed changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
 	@.venv/bin/python tests/fuzz.py $(ARGS)
 
+# In an environment of its own, for it brings two dozen packages that nothing else needs. --strict: what the
+# advisory service does not answer for is a failure; without it, pip-audit calls that nothing known.
+audit: ## ask for known advisories about what constraints.txt pins (ARGS="-s osv" asks elsewhere)
+	@test -x .audit/bin/pip-audit || { $(PYTHON) -m venv --clear .audit && \
+		.audit/bin/python -m pip -qq install -c constraints.txt $(PIP_AUDIT); }
+	@.audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt $(ARGS)
+
 image: ## build the container image with docker
 	docker build --build-arg TORCH_INDEX --tag "$(IMAGE)" .
 
 clean: ## remove the environment and everything else that is made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find service tests docs bench -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp goes first and comes back last, so that an environment left half made is made anew from nothing.
