@@ -251,6 +251,10 @@ class Connection(HttpToolsProtocol):
         if self._reads == BODY and self.pipeline:
             self.pipeline.popleft()  # the last one, whose body will not come: it has not begun
         elif self._reads == BODY:
+            if cycle.response_complete:
+                self._farewell = b""  # it is said already
+                self._leave()
+                return
             if cycle.response_started:
                 self.transport.close()
                 return

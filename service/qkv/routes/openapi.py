@@ -56,6 +56,14 @@ TAGS: Final = [
 _KEY: Final = "One of the keys in `QKV_API_KEYS`; where none is set, nobody needs one."
 _FILE: Final = {"type": "string", "format": "binary"}
 _FAULTS: Final = (400, 404, 406, 413, 415, 422, 500, 503)
+_OF_CONNECTION: Final = (
+    errors.Unparseable("this is no request of HTTP/1.1"),
+    errors.TooSlow("the rest of the request did not come in time"),
+    errors.TooLong("the request has 101 headers; at most 100 are read"),
+)
+_OF_BODY: Final = errors.TooLarge(
+    "of the request, more than 1048576 bytes are no body; send larger chunks"
+)
 
 
 def prepare() -> None:
@@ -75,14 +83,25 @@ def complete(document: dict[str, Any], is_guarded: bool) -> None:
     FastAPI drops a default of null, writes whole bounds as floats, and knows no such bodies."""
     operations = _operations()
     for path, methods in document["paths"].items():
-        for operation in methods.values():
+        for method, operation in methods.items():
             operation |= operations[path]  # in place
+            refused = _refused(path, reads_body=method == "post")
+            operation["responses"] = dict(sorted((refused | operation["responses"]).items()))
     document["components"] = {
         "schemas": schemas.COMPONENTS | openapi_v2.COMPONENTS,
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
     }
     if is_guarded:
         _guard(document)
+
+
+def _refused(path: str, reads_body: bool) -> dict[str, Any]:
+    """What a connection refuses whatever is asked for. What reads no body has answered before too
+    much stands around one."""
+    faults = [*_OF_CONNECTION, *([_OF_BODY] if reads_body else [])]
+    if path.startswith("/v2"):
+        return openapi_v2.faults(*(fault.status for fault in faults))
+    return _problems(faults=faults)
 
 
 def _guard(document: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from qkv.routes.v2 import VERSION
 from qkv.wire import json
 from qkv.wire.v2 import DATATYPES, LENGTH_HEADER
 
-__all__ = ["COMPONENTS", "operations"]
+__all__ = ["COMPONENTS", "faults", "operations", "unauthorized"]
 
 _TEXT: Final = {"type": "string"}
 _FLAG: Final = {"type": "boolean"}
@@ -36,7 +36,9 @@ _STAGES: Final = ("compute_input", "compute_infer", "compute_output")
 _WHAT: Final = {
     400: "Something is wrong with the request.",
     404: "No such model or version, or it is unloaded.",
+    408: "It did not come in time.",
     413: "It can never fit the limits.",
+    431: "What stands before the body is too long.",
     500: "A fault of the service, which is logged.",
     503: "Not now, or its time was up.",
 }
@@ -151,9 +153,10 @@ def operations() -> dict[str, dict[str, Any]]:
     }
     for path, schema in (("/v2/health/live", flags), ("/v2/health/ready", both)):
         found[path]["responses"]["503"] = _said("No.", schema)
+    unloaded = closed({"error": _TEXT, "name": _TEXT, "ready": {"const": False}})
     found["/v2/models/{model}/ready"]["responses"]["400"] = _said(
-        "The model is unloaded.",
-        closed({"error": _TEXT, "name": _TEXT, "ready": {"const": False}}),
+        "The model is unloaded, or something is wrong with the request.",
+        {"anyOf": [unloaded, ref("V2Error")]},
     )
     for verb in ("load", "unload"):
         parameters = closed({"unload_dependents": _FLAG} if verb == "unload" else {}, ())
@@ -225,11 +228,16 @@ def _takes(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _answers(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
     """An operation that answers in JSON; its faults are those with these statuses."""
-    faults = {str(status): _said(_WHAT[status], ref("V2Error")) for status in sorted(statuses)}
-    if "503" in faults:
+    return {"responses": {"200": _said("What was asked for.", schema)} | faults(*statuses)}
+
+
+def faults(*statuses: int) -> dict[str, Any]:
+    """The faults with these statuses."""
+    found = {str(status): _said(_WHAT[status], ref("V2Error")) for status in sorted(statuses)}
+    if "503" in found:
         wait = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
-        faults["503"]["headers"] = {"Retry-After": wait}
-    return {"responses": {"200": _said("What was asked for.", schema)} | faults}
+        found["503"]["headers"] = {"Retry-After": wait}
+    return found
 
 
 def unauthorized() -> dict[str, Any]:
