@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,10 +35,18 @@ from qkv.wire import json, safetensors, v2
 _LONGEST: Final = 1 << 14
 _GUIDED: Final = ("wire.lists", "wire.json", "wire.safetensors", "wire.v2", "routes.body")
 _WRITERS: Final[dict[str, Callable[[Message], bytes]]] = {
-    "json": lambda m: b"".join(json.encode(m, "inputs")),
+    "json": lambda m: b"".join(json.encode(_faithful(m), "inputs")),
     "safetensors": lambda m: b"".join(safetensors.encode(m, "inputs")),
     "v2 in JSON": lambda m: b"".join(v2.encode(m, "inputs", ())[0]),
 }
+
+
+def _faithful(message: Message) -> Message:
+    """The message, not to be written as lists where these would not say all: what came in base64
+    has a dtype, which they have not."""
+    tensors = (*message.tensors.values(), *message.layer.values())
+    is_literal = all(tensor.literal for tensor in tensors)
+    return message if is_literal else replace(message, encoding="base64")
 
 
 def same(one: Message, other: Message) -> None:
@@ -194,6 +204,7 @@ def _fuzz(name: str, seconds: float, is_random: bool) -> None:
         import atheris
     except ModuleNotFoundError:
         atheris = None
+    tracemalloc.start()
     if atheris is None or is_random:
         count = run_random(name, seconds, time.time_ns())
         print(f"{name}: {count:,} changed bodies in {seconds:.0f} s, no fault", flush=True)

@@ -26,6 +26,14 @@ def test_what_is_valid_passes(name: str) -> None:
         target(VALID[body])
 
 
+def test_what_came_in_base64_and_is_to_be_answered_in_lists_passes() -> None:
+    """Lists have no dtype: to be the same again, it is written as it came."""
+    body = VALID["base64"]
+    for encoding in (b"lists", b"base64"):
+        asked = body.replace(b'"encoding":"base64"', b'"encoding":"%b"' % encoding)
+        TARGETS["json"][0](asked)
+
+
 def test_a_fault_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def target(data: bytes) -> None:
         assert data.count(b"[") < 30, "too many"
