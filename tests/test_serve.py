@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -418,6 +420,25 @@ def test_the_number_of_workers_changes_no_bits(fleet: Process) -> None:
             with ThreadPoolExecutor(8) as pool:
                 answers.append(list(pool.map(outputs, bodies)))
     assert answers[0] == answers[1]
+
+
+def test_what_is_there_before_the_fork_is_never_looked_through_for_garbage() -> None:
+    """By no worker: it would stop for a fifth of a second, and copy what it shares."""
+    code = """if True:
+        import gc, os
+        from qkv import serve, settings
+        def work(*_):
+            os.write(1, b"%d %d" % (gc.get_freeze_count(), len(gc.get_objects())))
+            return 1
+        serve._work = work
+        serve.serve(settings.Settings(port=0, workers=1))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=PATIENCE, check=False
+    )
+    frozen, left = map(int, done.stdout.split())
+    assert frozen > 100_000  # torch's, most of them
+    assert left < 1000
 
 
 def sockets_of(pid: int) -> set[str]:
