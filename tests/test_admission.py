@@ -22,12 +22,17 @@ import torch
 from cases import refused
 from conftest import PATIENCE, Process, Server, until
 from test_device_process import device_process
+from test_protocol import asked_of, body_of, calling, drawn, request_of
 from test_serve import address, ask, big, children
 
 import qkv
 import qkv.engine
 import qkv.faults
+from qkv.conversion import convert_message
+from qkv.door import Place
 from qkv.job import Job
+from qkv.message import Message
+from qkv.queue import Load
 from qkv.run import Ran, run
 
 PATH: Final = "/v1/attention/softmax"
@@ -183,6 +188,86 @@ def test_flops_that_wait_are_bounded(serve: Serve) -> None:
         assert "floating-point operations wait already" in problem["detail"]
         pool.submit(post, server.url, body(rows=2))
         server.await_waiting(2)
+
+
+def test_conversions_count_while_they_come_in_and_until_they_are_answered(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(max_queue=2)
+    converting, leave = threading.Event(), threading.Event()
+
+    def slow(message: Message) -> Message:
+        converting.set()
+        assert leave.wait(PATIENCE)
+        return convert_message(message)
+
+    monkeypatch.setattr("qkv.routes.convert.convert_message", slow)
+    layer = {name: [[1, 0], [0, 1]] for name in ("W_query", "W_key", "W_value")}
+    content = json.dumps({"from": "v1", "to": "v2", "tensors": layer}).encode()
+
+    def asked() -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/convert", content=content, timeout=PATIENCE)
+
+    with ThreadPoolExecutor(1) as pool, connected(server) as coming:
+        running = pool.submit(asked)
+        assert converting.wait(PATIENCE)
+        assert server.engine.door.comes.requests == 1
+        assert server.engine.door.comes.bytes > len(content)
+        head = "POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n"
+        coming.sendall(head.encode())
+        until(lambda: server.engine.door.comes.requests == 2)
+        for response in (asked(), post(server.url, body())):
+            assert "2 requests wait already" in refused(response, 503)["detail"]
+            assert response.headers["retry-after"] == "1"
+        leave.set()
+        assert running.result(PATIENCE).is_success
+        until(lambda: server.engine.door.comes.requests == 1)
+        assert asked().is_success
+    until(lambda: server.engine.door.comes == Load())
+
+
+def test_bodies_on_the_shortest_way_count_where_they_are_waited_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that come with their head are answered at once: nothing is counted for them."""
+    server = serve(max_queue=1)
+    door, request = server.engine.door, request_of(*body_of(drawn(0)))
+    entered: list[int] = []
+    enter = door.enter
+
+    def counted(size: int) -> Place:
+        entered.append(size)
+        return enter(size)
+
+    monkeypatch.setattr(door, "enter", counted)
+    with calling(server) as slow, calling(server) as other:
+        for _ in range(4):
+            other.send(request)
+            other.answer()
+        assert len(entered) == 1  # the first, which took the long way
+        entered.clear()
+        slow.send(request[:-100])
+        until(lambda: door.comes.requests == 1)
+        size = len(request.partition(b"\r\n\r\n")[2])
+        assert entered == [size]
+        assert door.comes.bytes == size
+        slow.send(request[-100:-50])
+        other.send(request)  # it is there as a whole, and waits for nothing
+        other.answer()
+        assert entered == [size]
+        other.send(request[:-100])
+        until(lambda: len(entered) == 3)  # refused here, and then on the long way
+        other.send(request[-100:])
+        assert other.status() == 503
+        other.rest()
+        assert door.comes.requests == 1
+        slow.send(request[-50:])
+        slow.answer()
+        until(lambda: door.comes == Load())
+        slow.send(request[:-100])
+        until(lambda: door.comes.requests == 1)
+    until(lambda: door.comes == Load())  # it left in the midst of it
+    assert asked_of(server) == 0
 
 
 # ---------------------------------------------------------------- deadlines

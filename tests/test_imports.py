@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "acceptor": {"fleet"},
     "connection": {"errors"},
-    "protocol": {"connection", "errors", "fleet", "routes"},
+    "protocol": {"connection", "door", "errors", "fleet", "routes"},
     "serve": {
         "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",
     },

@@ -117,7 +117,7 @@ def create_app(
     native = (attention.router(made), gradients.router(made))
     for router in (*native, infer.router(inference)):
         app.include_router(router)
-    app.include_router(convert.router(settings))
+    app.include_router(convert.router(runs, settings))
     app.include_router(variants.router())
     app.include_router(operations.router(engine, worker.fleet))
     app.include_router(metrics.router(worker.fleet, str(engine.device)))
@@ -142,6 +142,7 @@ def create_app(
         worker=worker,
         shortcuts=shortcuts,
         round=Round(),
+        door=engine.door,
         keys=keys,
         observer=observer,
     )

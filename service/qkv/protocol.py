@@ -15,7 +15,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from uvicorn.server import ServerState
 
 from qkv.connection import BODY, NOTHING, Connection, Watch
-from qkv.errors import QkvError
+from qkv.door import Door, Place
+from qkv.errors import NotNow, QkvError
 from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
@@ -69,6 +70,7 @@ class Protocol(Connection):
         worker: counts requests, and says when the service ends; then there are no short ways.
         shortcuts: what can be answered at once.
         round: of all connections of this process.
+        door: lets in what they are asked, where it does not come with its head.
         keys: who has none of them goes the long way, which refuses; None: all are let in.
         observer: sees what they answer, and all bodies that come.
     """
@@ -85,19 +87,31 @@ class Protocol(Connection):
         worker: Worker,
         shortcuts: Shortcuts,
         round: Round,
+        door: Door,
         observer: Observer,
         keys: Keys | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
         self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
-        self._observer, self._round = observer, round
+        self._observer, self._round, self._door = observer, round, door
         self._asked: Asked | None = None  # what came in short
         self._chunks: list[bytes] = []
+        self._place: Place | None = None
         self._is_whole = False
         self._has_run = False
         self._done: Done | None = None
         self._since = 0.0
         self._filling: _Filling | None = None
+
+    def data_received(self, data: bytes) -> None:
+        """A small body mostly comes with its head, and is gone by now or when this turn of the loop
+        ends: only one that is waited for is counted, as those are that go the long way."""
+        super().data_received(data)
+        if self._asked is not None and not self._is_whole and self._place is None:
+            try:
+                self._place = self._door.enter(self._asked.size)
+            except NotNow:
+                self._take_long_way()  # it is refused there
 
     def on_headers_complete(self) -> None:
         if not self.check_head():
@@ -238,6 +252,9 @@ class Protocol(Connection):
     def _forget(self) -> None:
         self._asked, self._chunks, self._done = None, [], None
         self._is_whole = self._has_run = False
+        if self._place is not None:
+            self._place.leave()
+            self._place = None
         self._worker.asks(-1)
 
     def _write(self, reply: Reply) -> None:

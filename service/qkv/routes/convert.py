@@ -8,13 +8,14 @@ from fastapi import APIRouter, Request, Response
 
 from qkv.conversion import convert_message
 from qkv.routes.body import Outgoing, read
+from qkv.routes.runs import Runs
 from qkv.settings import Settings
 
 __all__ = ["router"]
 
 
-def router(settings: Settings) -> APIRouter:
-    """The route."""
+def router(runs: Runs, settings: Settings) -> APIRouter:
+    """The route; `runs` says whether there is room."""
     routes = APIRouter(tags=["layers"])
 
     @routes.post(
@@ -26,9 +27,13 @@ def router(settings: Settings) -> APIRouter:
         "maybe `W_query.bias`.",
     )
     async def convert_weights(request: Request) -> Response:
-        received = await read(request, "tensors", settings.max_body_bytes)
-        message = await asyncio.to_thread(convert_message, received.message)
-        codec = received.answer_in
-        return Outgoing(codec.encode(message, "tensors"), codec.MEDIA_TYPE)
+        with await runs.enter(request) as place:
+            received = await read(request, "tensors", settings.max_body_bytes, place.grow)
+            place.grow(sum(tensor.nbytes for tensor in received.message.tensors.values()))  # again
+            codec = received.answer_in
+            chunks = await asyncio.to_thread(
+                lambda: codec.encode(convert_message(received.message), "tensors")
+            )
+        return Outgoing(chunks, codec.MEDIA_TYPE)
 
     return routes

@@ -52,6 +52,11 @@ class Asked(NamedTuple):
         names = [name for name, _ in self.headers]
         return _PLAIN.issuperset(names) and names.count(b"content-length") == 1
 
+    @property
+    def size(self) -> int:
+        """Bytes of the body, which is plain."""
+        return int(dict(self.headers)[b"content-length"])
+
 
 class Reply(NamedTuple):
     """An answer of status 200: lines of headers, each with its end, but for Content-Length; the
