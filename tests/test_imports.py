@@ -76,12 +76,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "app": {
         "__version__", "arena", "catalogue", "connection", "device_process", "engine", "errors",
-        "fleet", "protocol", "queue", "remote", "request_log", "routes", "settings", "warmup",
-        "wire",
+        "fleet", "protocol", "queue", "remote", "request_log", "routes", "settings", "short",
+        "warmup", "wire",
     },
     "acceptor": {"fleet"},
     "connection": {"errors"},
-    "protocol": {"connection", "door", "errors", "fleet", "routes"},
+    "protocol": {"connection", "door", "errors", "fleet", "routes", "short"},
+    "short": {"door", "routes"},
     "serve": {
         "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",
     },

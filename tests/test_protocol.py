@@ -25,8 +25,10 @@ from qkv.catalogue import fixed_size, variants
 from qkv.engine import Engine
 from qkv.job import Job, Limits
 from qkv.message import Message
+from qkv.protocol import Protocol
 from qkv.routes.shortcuts import Asked, Shortcuts
 from qkv.run import Standing, run
+from qkv.short import Head
 from qkv.tensors import RawTensor
 from qkv.wire import v2
 
@@ -444,6 +446,109 @@ def test_what_is_read_together_runs_together_and_is_answered_then(
         sent.set()
         assert [caller.answer()[2] for caller in callers] == alone
     assert steps == ["run"] * len(requests) + ["reply"] * len(requests)
+
+
+@pytest.fixture
+def unparsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Requests that no parser has seen."""
+    taken: list[bytes] = []
+    take = Protocol._take_again
+
+    def noted(connection: Protocol, head: Head, data: bytes) -> None:
+        taken.append(data)
+        take(connection, head, data)
+
+    monkeypatch.setattr(Protocol, "_take_again", noted)
+    return taken
+
+
+def test_a_head_that_came_before_is_not_parsed_again(server: Server, unparsed: list[bytes]) -> None:
+    """But its numbers are others, and so is every other head."""
+    bodies = [body_of(drawn(seed)) for seed in range(8)]
+    with calling(server) as caller:
+        answers = []
+        for body, length in bodies:
+            caller.send(request_of(body, length, PATH, "X-Request-ID: mine"))
+            answers.append(caller.answer())
+        came = len(unparsed)
+        assert came >= len(bodies) - 3
+        for (body, length), (_, _, data) in zip(bodies, answers, strict=True):
+            caller.send(request_of(body, length, PATH, f"X-Request-ID: {length}{data[:1].hex()}"))
+            headers, _, again = caller.answer()
+            assert again == data
+            assert headers["x-request-id"] == f"{length}{data[:1].hex()}"
+    assert all(headers["x-request-id"] == "mine" for headers, *_ in answers)
+    causal, length = body_of(drawn(0), parameters={"causal": True})
+    assert len({data for *_, data in answers}) == len(bodies)
+    with calling(server) as caller:
+        for _ in range(4):  # two kinds of body behind one connection, in turn
+            caller.send(request_of(*bodies[0]))
+            assert caller.answer()[2] == answers[0][2]
+            caller.send(request_of(causal, length))
+            assert caller.answer()[2] != answers[0][2]
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_what_follows_a_head_that_came_before_is_read_as_ever(
+    server: Server, unparsed: list[bytes], others: int
+) -> None:
+    """Cut anywhere, two at once, behind other requests, with garbage behind it."""
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    with ExitStack() as stack:
+        caller, *_ = [stack.enter_context(calling(server)) for _ in range(1 + others)]
+        caller.send(request)
+        first = caller.answer()[2]
+        for _ in range(3):
+            caller.send(request)
+            assert caller.answer()[2] == first
+        assert unparsed
+        for cut in (1, 20, len(request) - len(body), len(request) - 1):
+            caller.send(request[:cut])
+            time.sleep(0.02)
+            caller.send(request[cut:])
+            assert caller.answer()[2] == first
+        caller.send(request + request + request[:40])
+        assert caller.answer()[2] == caller.answer()[2] == first
+        caller.send(request[40:])
+        assert caller.answer()[2] == first
+        caller.send(b"GET /livez HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert caller.body()
+        taken = len(unparsed)
+        caller.send(request)
+        assert caller.answer()[2] == first
+        assert len(unparsed) == taken + 1
+        caller.send(request + b"\0\0")  # its answer is due all the same
+        assert caller.answer()[2] == first
+        assert caller.status() == 400
+
+
+@pytest.mark.parametrize("step", ["run", "reply"])
+@pytest.mark.parametrize("others", [0, 2])
+def test_what_was_not_parsed_can_go_the_long_way(
+    server: Server,
+    unparsed: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    others: int,
+) -> None:
+    request = request_of(*body_of(drawn(0)))
+    received = server.app.state.protocol.keywords["observer"]._meter._totals
+    with ExitStack() as stack:
+        caller, *_ = [stack.enter_context(calling(server)) for _ in range(1 + others)]
+        for _ in range(3):
+            caller.send(request)
+            first = caller.answer()[2]
+        before, taken = received[0], len(unparsed)
+        with monkeypatch.context() as patch:
+            patch.setattr(Shortcuts, step, lambda *_: None if step == "run" else 1 / 0)
+            caller.send(request)
+            assert caller.answer()[2] == first
+        assert len(unparsed) == taken + 1
+        assert received[0] - before == len(body_of(drawn(0))[0])  # each byte is counted once
+        caller.send(request)
+        assert caller.answer()[2] == first
+    until(lambda: asked_of(server) == 0)
 
 
 def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> None:

@@ -25,7 +25,7 @@ from qkv.device_process import DeviceProcess
 from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
-from qkv.protocol import Protocol, Round
+from qkv.protocol import Protocol
 from qkv.queue import Load
 from qkv.remote import Remote
 from qkv.request_log import RequestLog
@@ -47,6 +47,7 @@ from qkv.routes.observed import Observed, Observer, fails, request_id
 from qkv.routes.runs import Runs, limits_of
 from qkv.routes.shortcuts import Shortcuts
 from qkv.settings import Settings
+from qkv.short import Round
 from qkv.warmup import warm_up
 from qkv.wire import json
 

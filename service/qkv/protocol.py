@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,16 +14,17 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from uvicorn.server import ServerState
 
 from qkv.connection import BODY, NOTHING, Connection, Watch
-from qkv.door import Door, Place
+from qkv.door import Door
 from qkv.errors import NotNow, QkvError
 from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
 from qkv.routes.guard import Keys
 from qkv.routes.observed import Observer
-from qkv.routes.shortcuts import Asked, Done, Reply, Shortcuts
+from qkv.routes.shortcuts import Asked, Reply, Shortcuts
+from qkv.short import Head, Round, Short
 
-__all__ = ["Protocol", "Round"]
+__all__ = ["Protocol"]
 
 _log = logging.getLogger("qkv.protocol")
 
@@ -34,27 +34,6 @@ class _Filling(NamedTuple):
 
     buffer: memoryview
     done: asyncio.Future[bool]
-
-
-class Round:
-    """Requests that the event loop read in one look at the network: all are run, and then all are
-    answered. torch's code, the network's and ours drive one another out of the CPU's caches."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Protocol] = []
-
-    def add(self, connection: Protocol) -> None:
-        """One more, whose request is whole."""
-        if not self._waiting:
-            connection.loop.call_soon(self._go)
-        self._waiting.append(connection)
-
-    def _go(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for connection in waiting:
-            connection.run()
-        for connection in waiting:
-            connection.answer()
 
 
 class Protocol(Connection):
@@ -94,58 +73,97 @@ class Protocol(Connection):
         super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
         self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
         self._observer, self._round, self._door = observer, round, door
-        self._asked: Asked | None = None  # what came in short
-        self._chunks: list[bytes] = []
-        self._place: Place | None = None
-        self._is_whole = False
-        self._has_run = False
-        self._done: Done | None = None
-        self._since = 0.0
+        self._short: Short | None = None
         self._filling: _Filling | None = None
+        self._piece_of: bytes | None = None  # what is parsed, where a request begins with it
+        self._head: Head | None = None
+        self._is_long = False  # what is parsed goes the long way
 
     def data_received(self, data: bytes) -> None:
-        """A small body mostly comes with its head, and is gone by now or when this turn of the loop
-        ends: only one that is waited for is counted, as those are that go the long way."""
+        """A request that begins with the very bytes of the last one's head needs no parser.
+
+        A small body mostly comes with its head, and is gone by now or when this turn of the loop
+        ends: only one that is waited for is counted, as those are that go the long way.
+        """
+        if (head := self._head) is not None and self._comes_again(head, data):
+            self._take_again(head, data)
+            return
+        if self._short is not None and self._short.unparsed is not None:
+            self.answer()  # before a parser goes on
+        self._piece_of = data if self._reads == NOTHING else None
         super().data_received(data)
-        if self._asked is not None and not self._is_whole and self._place is None:
+        self._piece_of = None
+        short = self._short
+        if short is not None and not short.is_whole and short.place is None:
             try:
-                self._place = self._door.enter(self._asked.size)
+                short.place = self._door.enter(short.asked.size)
             except NotNow:
                 self._take_long_way()  # it is refused there
+
+    def _comes_again(self, head: Head, data: bytes) -> bool:
+        """Whether this is a request behind a head that came before, and nothing is in its way."""
+        return (
+            len(data) == head.length
+            and data.startswith(head.text)
+            and self._reads == NOTHING
+            and self._short is None
+            and self._farewell is None
+            and self._is_free()
+            and self._shortcuts.knows(head.asked)
+        )
+
+    def _take_again(self, head: Head, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self.url, self.headers = head.asked.url, head.headers
+        self._short = Short(head.asked, data)
+        self._worker.asks(1)
+        body = memoryview(data)[len(head.text) :]
+        self._short.chunks.append(body)
+        self._observer.received(len(body))
+        self._complete(self._short)
 
     def on_headers_complete(self) -> None:
         if not self.check_head():
             return
-        if self._is_free() and self.parser.get_method() == b"POST":
+        if not self._is_long and self._is_free() and self.parser.get_method() == b"POST":
             asked = Asked.of(self.url, self.headers)
             if (
                 self._shortcuts.knows(asked)
                 and self.parser.get_http_version() == "1.1"
                 and (self._keys is None or self._keys.admit(self.headers))
             ):
-                self._asked, self._reads = asked, BODY
-                self._since = time.perf_counter()
+                self._short, self._reads = Short(asked), BODY
                 self._worker.asks(1)
                 return
         self._start()
 
     def on_body(self, body: bytes) -> None:
         self._framing -= len(body)
-        self._observer.received(len(body))
-        if self._asked is not None:
-            self._chunks.append(body)
+        if not self._is_long:
+            self._observer.received(len(body))
+        if self._short is not None:
+            self._short.chunks.append(body)
         elif self._filling is not None:
             self._fill(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._asked is None:
+        if self._short is None:
             super().on_message_complete()
             return
-        self._is_whole, self._reads = True, NOTHING
-        if len(self._chunks) == 1 and len(self.connections) > 1:
-            self._round.add(self)  # of small bodies, those that others have sent are read first
+        self._reads = NOTHING
+        if self._piece_of is not None:
+            self._head = Head.of(self._piece_of, self._short, self.headers) or self._head
+        self._complete(self._short)
+
+    def _complete(self, short: Short) -> None:
+        """All of it is there."""
+        short.is_whole = True
+        if len(short.chunks) == 1 and len(self.connections) > 1:
+            self._round.add(
+                self, self.loop
+            )  # of small bodies, those that others have sent are read first
         else:
             self.answer()
 
@@ -155,36 +173,38 @@ class Protocol(Connection):
 
     def run(self) -> None:
         """Runs what came in short and whole, once, if it can be answered at once."""
-        if self._asked is None or not self._is_whole or self._has_run:
+        short = self._short
+        if short is None or not short.is_whole or short.has_run:
             return
-        self._has_run = True
+        short.has_run = True
         if self._worker.fleet.draining:  # then more is to be said than the answer
             return
         try:
-            self._done = self._shortcuts.run(self._asked, self._chunks)
+            short.done = self._shortcuts.run(short.asked, short.chunks)
         except Exception:  # the long way says it to the caller
             _log.exception("a shortcut failed")
 
     def answer(self) -> None:
         """Answers what came in short and whole, if it has not been."""
         self.run()
-        if not self._has_run:
+        short = self._short
+        if short is None or not short.has_run:
             return
         reply = None
-        if self._done is not None:
+        if short.done is not None:
             try:
-                reply = self._shortcuts.reply(self._done)
+                reply = self._shortcuts.reply(short.done)
             except Exception:
                 _log.exception("a shortcut failed")
         if reply is None:
             self._take_long_way()
         else:
-            self._forget()
-            self._write(reply)
+            self._forget(short)
+            self._write(reply, short.since)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._asked is not None:
-            self._forget()
+        if self._short is not None:
+            self._forget(self._short)
         if self._filling is not None:
             self._filled(False)
         super().connection_lost(exc)
@@ -192,14 +212,12 @@ class Protocol(Connection):
     def part(self, error: QkvError) -> None:
         """What came in short is due as well, or what is refused."""
         self.answer()
-        if self._asked is not None:
-            self._take_long_way()
+        self._take_long_way()
         super().part(error)
 
     def shutdown(self) -> None:
         """uvicorn would close a connection whose request it does not know."""
-        if self._asked is not None:
-            self._take_long_way()
+        self._take_long_way()
         super().shutdown()
 
     def _is_free(self) -> bool:
@@ -212,6 +230,8 @@ class Protocol(Connection):
         """uvicorn's own way, with a shorter one for the body."""
         super().on_headers_complete()
         self.scope["state"][REST] = partial(self._rest, self.cycle)
+        if self._is_long:
+            self.scope["state"][ACCEPTED] = True
 
     def _rest(self, cycle: RequestResponseCycle, buffer: memoryview) -> asyncio.Future[bool]:
         """A `Rest` of the request that a cycle answers."""
@@ -240,29 +260,33 @@ class Protocol(Connection):
         self._filling = None
 
     def _take_long_way(self) -> None:
-        chunks, is_whole = self._chunks, self._is_whole
-        self._forget()
-        self.scope["state"][ACCEPTED] = True
-        self._start()
-        for chunk in chunks:
-            super().on_body(chunk)
-        if is_whole:
-            super().on_message_complete()
+        """Gives what came in short, if anything did, to uvicorn."""
+        if (short := self._short) is None:
+            return
+        self._forget(short)
+        self._is_long = True
+        if short.unparsed is not None:
+            super().data_received(short.unparsed)
+        else:
+            self._start()
+            for chunk in short.chunks:
+                super().on_body(bytes(chunk))
+            if short.is_whole:
+                super().on_message_complete()
+        self._is_long = False
 
-    def _forget(self) -> None:
-        self._asked, self._chunks, self._done = None, [], None
-        self._is_whole = self._has_run = False
-        if self._place is not None:
-            self._place.leave()
-            self._place = None
+    def _forget(self, short: Short) -> None:
+        self._short = None
+        if short.place is not None:
+            short.place.leave()
         self._worker.asks(-1)
 
-    def _write(self, reply: Reply) -> None:
+    def _write(self, reply: Reply, since: float) -> None:
         defaults = b"".join(
             [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
         )
         size, id = sum(map(len, reply.body)), self._observer.id_of(self.headers)
         last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
         self.transport.write(b"".join((STATUS_LINE[200], defaults, reply.lines, last, *reply.body)))
-        self._observer.answered_at_once(self.url, self.headers, id, self._since, reply, size)
+        self._observer.answered_at_once(self.url, self.headers, id, since, reply, size)
         self.on_response_complete()

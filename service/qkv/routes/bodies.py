@@ -13,7 +13,9 @@ from qkv.routes.prepared import LONGEST_HEAD, spans
 from qkv.run import ALIGNMENT
 from qkv.tensors import FLOATING
 
-__all__ = ["Laid", "Layout", "Places", "Room", "behind", "within"]
+__all__ = ["Chunk", "Laid", "Layout", "Places", "Room", "behind", "within"]
+
+Chunk = bytes | memoryview
 
 Places = Mapping[str, tuple[int, int]]
 """First and last byte of each tensor in a room."""
@@ -36,7 +38,7 @@ class Room:
 class Layout(Protocol):
     """How a body is told apart into words and tensors; equal ones do it alike."""
 
-    def lay(self, chunks: Sequence[bytes], room: Room) -> bytes | None:
+    def lay(self, chunks: Sequence[Chunk], room: Room) -> bytes | None:
         """Lays a body's tensors where they belong, and returns its words; None where it is another
         kind of body."""
 
@@ -60,7 +62,7 @@ class _Behind(NamedTuple):
 
     length: int
 
-    def lay(self, chunks: Sequence[bytes], room: Room) -> bytes:
+    def lay(self, chunks: Sequence[Chunk], room: Room) -> bytes:
         end = start = Room.START - self.length
         for chunk in chunks:
             end, before = end + len(chunk), end
@@ -77,7 +79,7 @@ class _Within(NamedTuple):
 
     cuts: tuple[tuple[int, int, int, int], ...]
 
-    def lay(self, chunks: Sequence[bytes], room: Room) -> bytes | None:
+    def lay(self, chunks: Sequence[Chunk], room: Room) -> bytes | None:
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         view, words, end = memoryview(body), [], 0
         for first, last, start, stop in self.cuts:

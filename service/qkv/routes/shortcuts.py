@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from qkv.job import Job
-from qkv.routes.bodies import Laid, Layout, Room
+from qkv.routes.bodies import Chunk, Laid, Layout, Room
 from qkv.routes.runs import Result, Runs
 from qkv.run import Ran, Standing
 from qkv.tensors import RawTensor
@@ -16,7 +16,6 @@ from qkv.tensors import RawTensor
 __all__ = ["Asked", "Done", "Header", "Reply", "Shortcuts"]
 
 Header = tuple[bytes, bytes]
-Chunk = bytes | memoryview
 
 _MOST: Final = 256  # kept, those that came last: what is said before bodies,
 _MOST_HEADS: Final = 16  # and heads of bodies behind each of them
@@ -107,7 +106,7 @@ class Shortcuts:
         """Whether such a request came before; only then may it be asked for an answer."""
         return asked in self._known
 
-    def run(self, asked: Asked, chunks: Sequence[bytes]) -> Done | None:
+    def run(self, asked: Asked, chunks: Sequence[Chunk]) -> Done | None:
         """Runs what a body asks for; None where it has to go the long way."""
         received = time.perf_counter()
         known = self._known.get(asked)

@@ -1,0 +1,95 @@
+"""What takes the shortest way: a request that is told by its first bytes, until it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final, NamedTuple, Protocol
+
+from qkv.door import Place
+from qkv.routes.shortcuts import Asked, Done, Header
+
+__all__ = ["Head", "Round", "Short"]
+
+_LONGEST: Final = 4096  # bytes of a head that is kept, for each connection
+
+
+class Short:
+    """A request whose head the shortcuts know, until it is answered or goes the long way.
+
+    Attributes:
+        asked: what it says before its body.
+        chunks: of its body.
+        since: when it came, by `time.perf_counter`.
+        unparsed: all of it, where no parser has seen it.
+        is_whole: its last byte is there.
+        has_run: it has been run, or cannot be.
+        done: what came of it.
+        place: where it is counted, if it is waited for.
+    """
+
+    __slots__ = (
+        "asked", "chunks", "done", "has_run", "is_whole", "place", "since", "unparsed",
+    )  # fmt: skip
+
+    def __init__(self, asked: Asked, unparsed: bytes | None = None) -> None:
+        self.asked, self.unparsed = asked, unparsed
+        self.chunks: list[bytes | memoryview] = []
+        self.since = time.perf_counter()
+        self.is_whole = self.has_run = False
+        self.done: Done | None = None
+        self.place: Place | None = None
+
+
+class Head(NamedTuple):
+    """What came before a body, byte for byte, and what a parser found in it.
+
+    Attributes:
+        text: its bytes.
+        length: of the whole request.
+        headers: all of them.
+    """
+
+    text: bytes
+    length: int
+    asked: Asked
+    headers: list[Header]
+
+    @classmethod
+    def of(cls, data: bytes, short: Short, headers: list[Header]) -> Head | None:
+        """What a request began with; None where more or less than it came, or it is long."""
+        length = data.find(b"\r\n\r\n", 0, _LONGEST) + 4
+        if length < 4 or len(short.chunks) != 1 or length + len(short.chunks[0]) != len(data):
+            return None
+        return cls(data[:length], len(data), short.asked, headers)
+
+
+class Answering(Protocol):
+    """A connection whose request is whole."""
+
+    def run(self) -> None:
+        """Runs what came, if it has not been."""
+
+    def answer(self) -> None:
+        """Answers it, if it has not been."""
+
+
+class Round:
+    """Requests that the event loop read in one look at the network: all are run, and then all are
+    answered. torch's code, the network's and ours drive one another out of the CPU's caches."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Answering] = []
+
+    def add(self, connection: Answering, loop: asyncio.AbstractEventLoop) -> None:
+        """One more, whose request is whole."""
+        if not self._waiting:
+            loop.call_soon(self._go)
+        self._waiting.append(connection)
+
+    def _go(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for connection in waiting:
+            connection.run()
+        for connection in waiting:
+            connection.answer()
