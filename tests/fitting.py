@@ -109,6 +109,8 @@ class Fitting:
             fields["parameters"] = dict(given["parameters"])
             if any(name.endswith("_projection") for name in arrays):
                 fields["parameters"].pop("rank", None)  # it is the projection's
+        if "weights" in fields:
+            fields["weights"] = self._form_of_weights(variant, arrays, fields["weights"])
         shape = self._output(variant, arrays)
         # lists become what `dtype` says; bytes are float32, which then need not be said
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
@@ -119,12 +121,31 @@ class Fitting:
             arrays["grad_output"] = self._numbers(shape)
         return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}
 
+    def _form_of_weights(self, variant: Variant, arrays: Mapping[str, Array], given: Any) -> Any:
+        """The form given, with rows and keys that there are."""
+        if not isinstance(given, dict):
+            return given
+        rows, keys = arrays[next(iter(arrays))].shape[-2], self._sizes(variant, arrays)
+        most = keys[variant.outputs["weights"].letters[-1]]
+        return {
+            name: [row % rows for row in asked]
+            if name == "rows"
+            else min(asked, most)
+            if name == "top_k"
+            else asked
+            for name, asked in given.items()
+        }
+
     def _output(self, variant: Variant, arrays: Mapping[str, Array]) -> list[int]:
+        sizes = self._sizes(variant, arrays)
+        return [fixed_size(x) or sizes[x] for x in variant.outputs["output"].letters]
+
+    def _sizes(self, variant: Variant, arrays: Mapping[str, Array]) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for name, array in arrays.items():
             if not variant.inputs[name].broadcasts:
                 sizes |= dict(zip(variant.inputs[name].letters, array.shape, strict=True))
-        return [fixed_size(x) or sizes[x] for x in variant.outputs["output"].letters]
+        return sizes
 
     def _layer(self, arrays: dict[str, Array], form: str) -> dict[str, Any]:
         """A layer around the variant: embeddings in place of its query, key and value."""

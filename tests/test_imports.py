@@ -40,12 +40,14 @@ ALLOWED: dict[str, set[str]] = {
     "inputs": {
         "binding", "catalogue", "errors", "fields", "layers", "literals", "message", "tensors",
     },
-    "job": {"catalogue", "errors", "fields", "inputs", "layers", "message", "tensors"},
+    "forms": {"catalogue", "errors"},
+    "job": {"catalogue", "errors", "fields", "forms", "inputs", "layers", "message", "tensors"},
     "gradient": {
         "catalogue", "errors", "fields", "inputs", "job", "literals", "message", "tensors",
     },
     "conversion": {"fields", "layers", "literals", "message", "tensors"},
-    "passes": {"gradient", "job", "layers"},
+    "blocks": {"attention", "catalogue", "forms"},
+    "passes": {"blocks", "gradient", "job", "layers"},
     "run": {"job", "layers", "passes", "tensors"},
     "local": {"catalogue", "conversion", "gradient", "job", "message", "run"},
     "heatmap": set(),
@@ -71,8 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "routes": {
         "__version__", "catalogue", "conversion", "door", "engine", "errors", "fields", "fleet",
-        "gradient", "job", "layers", "local", "message", "metrics", "models", "picture", "queue",
-        "remote", "request_log", "run", "settings", "tensors", "wire",
+        "forms", "gradient", "job", "layers", "local", "message", "metrics", "models", "picture",
+        "queue", "remote", "request_log", "run", "settings", "tensors", "wire",
     },
     "app": {
         "__version__", "arena", "catalogue", "connection", "device_process", "engine", "errors",

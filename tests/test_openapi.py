@@ -207,6 +207,10 @@ def run(**fields: Any) -> tuple[str, dict[str, Any]]:
     return SOFTMAX, {"inputs": INPUTS} | fields
 
 
+def one_item(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/attention/linear_layer", {"inputs": {"x": [1, -2], "weight": SQUARE}} | fields
+
+
 def sent(**inputs: Any) -> tuple[str, dict[str, Any]]:
     return SOFTMAX, {"inputs": INPUTS | inputs}
 
@@ -222,6 +226,10 @@ def converting(**fields: Any) -> tuple[str, dict[str, Any]]:
 GOOD: Final = [
     run(), run(outputs=None), run(outputs=["scores"]), run(encoding=None), run(layer=None),
     run(weights="none"), run(weights="none", outputs=["output"]), run(dtype="bfloat16"),
+    run(weights="stats"), run(weights={"rows": [1, 0, 1]}), run(weights={"top_k": 2}),
+    run(weights={"pool": 3}), run(weights={"pool": 1}, outputs=["weights"]),
+    run(weights="stats", outputs=None), run(weights="stats", outputs=["scores", "weights"]),
+    one_item(weights="stats"), one_item(weights={"top_k": 1}), one_item(weights={"pool": 1}),
     run(parameters={}), run(parameters={"causal": True, "query_offset": "end", "scale": 1}),
     run(parameters={"query_offset": 2**31 - 1}), run(parameters={"seed": 2**64 - 1}),
     run(parameters={"window": [1, None]}), run(parameters={"window": None, "scale": None}),
@@ -242,7 +250,13 @@ BAD: Final = [
     (SOFTMAX, {"inputs": {"query": SQUARE, "key": SQUARE}}),
     run(nope=1), run(outputs=[]), run(outputs=["nope"]), run(outputs=["output", "output"]),
     run(outputs="output"), run(outputs=["weights"], weights="none"), run(weights="half"),
-    run(weights=None), run(dtype="int64"), run(dtype=None), run(encoding="raw"), run(layer=1),
+    run(weights=None), run(weights={}), run(weights={"rows": []}), run(weights={"rows": [-1]}),
+    run(weights={"rows": 0}), run(weights={"rows": [0.5]}), run(weights={"top_k": 0}),
+    run(weights={"top_k": "1"}), run(weights={"top_k": True}), run(weights={"pool": 0}),
+    run(weights={"pool": None}), run(weights={"pool": 1, "top_k": 1}), run(weights={"bins": 1}),
+    run(weights="top_k"), run(weights=["stats"]), run(weights="stats", outputs=["output"]),
+    run(weights={"pool": 2}, outputs=["scores"]), one_item(weights={"rows": [0]}),
+    run(dtype="int64"), run(dtype=None), run(encoding="raw"), run(layer=1),
     run(parameters=None), run(parameters=[]), run(parameters={"nope": 1}),
     run(parameters={"causal": 1}), run(parameters={"causal": None}),
     run(parameters={"query_offset": 2**31}), run(parameters={"query_offset": "start"}),

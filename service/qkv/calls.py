@@ -57,7 +57,7 @@ class Run:
 
     @property
     def weights(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs."""
+        """(B, H, L, S), in the rank of the inputs; or what of them was asked for."""
         return self.outputs["weights"]
 
     @property
@@ -112,7 +112,7 @@ def build_attend(
     variant: str,
     layer: Mapping[str, Any] | str | None,
     outputs: list[str] | None,
-    weights: str | None,
+    weights: str | Mapping[str, Any] | None,
     arguments: Mapping[str, Any],
 ) -> Call[Run]:
     """The call that runs a variant; the arguments are those of `Client.attend`."""

@@ -87,11 +87,16 @@ class Variant:
             arguments: tensors and parameters as `attend` takes them; those that the matrix does not
                 depend on are let be.
         """
-        taken = inspect.signature(self.module.weights).parameters
         made: Callable[[slice], Tensor] = self.module.weights(
-            **{name: value for name, value in arguments.items() if name in taken}
+            **_taken(self.module.weights, arguments)
         )
         return made
+
+    def drawn(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The same arguments, with the tensors that the variant draws where they do not come, as
+        the file's `drawn` has them."""
+        own = getattr(self.module, "drawn", None)
+        return dict(arguments) if own is None else {**arguments, **own(**_taken(own, arguments))}
 
     @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
@@ -230,6 +235,12 @@ class Variant:
                 if self.backward is not None and "float32" in i.dtypes
             ],
         }
+
+
+def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a function names."""
+    named = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in named}
 
 
 def fixed_size(axis: str) -> int | None:

@@ -7,14 +7,15 @@ from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 import pydantic
 
-from qkv import catalogue
+from qkv import catalogue, forms
 from qkv.catalogue import Variant
-from qkv.errors import InvalidContent, TooLarge, pointer_to
+from qkv.errors import InvalidContent, TooLarge, pointer_to, shown
 from qkv.fields import Fields, fields_of
+from qkv.forms import FULL, NONE, Form
 from qkv.inputs import Inputs
 from qkv.layers.projections import ROLES
 from qkv.message import Message
@@ -36,7 +37,7 @@ class Run(Fields):
         pydantic.Field(description="What to return; null: output, and weights where there are."),
     ] = None
     weights: Annotated[
-        Literal["full", "none"], pydantic.Field(description='"none" leaves the weights out.')
+        Any, pydantic.Field(description="In what form the weights are answered: see `qkv.forms`.")
     ] = "full"
 
 
@@ -61,12 +62,14 @@ class Job:
     Attributes:
         inputs: its tensors and its layer.
         outputs: what to return.
+        form: how the weights go back, where they do.
     """
 
     variant: Variant
     parameters: pydantic.BaseModel
     inputs: Inputs
     outputs: frozenset[str]
+    form: Form = FULL
 
     @classmethod
     def of(cls, variant_name: str, message: Message, limits: Limits) -> Job:
@@ -79,9 +82,12 @@ class Job:
         """
         variant = catalogue.find(variant_name)
         run = fields_of(message, Run)
-        parameters = variant.parse(run.parameters)
-        outputs = _outputs(variant, run)
-        job = cls(variant, parameters, Inputs.of(variant, parameters, run, message), outputs)
+        parameters, form = variant.parse(run.parameters), forms.parse(run.weights)
+        outputs = _outputs(variant, run, form)
+        inputs = Inputs.of(variant, parameters, run, message)
+        if form.is_digest:
+            forms.check(form, variant.name, variant.outputs["weights"], inputs.bound.sizes)
+        job = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
         job._check_size(limits)
         return job
 
@@ -93,7 +99,8 @@ class Job:
             (name, t.dtype, self.inputs.shapes[name][1:]) if self.has_batch(name) else (name, id(t))
             for name, t in self.inputs.tensors.items()
         )
-        return self.variant.name, self.parameters, axes, self.outputs, id(self.inputs.layer)
+        asked = self.outputs, self.form
+        return self.variant.name, self.parameters, axes, *asked, id(self.inputs.layer)
 
     @property
     def batch(self) -> int:
@@ -120,7 +127,9 @@ class Job:
                 if role in self.variant.inputs:
                     batch, length, _ = self.inputs.embedding_shape(role)
                     total += 2 * batch * length * projection.weight.size
-        return total
+        if self.form.kind == "pool":  # values as wide as there are bins
+            return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
+        return total + 2 * self._looked_at * sizes.get("D", 1)
 
     def dtype_of(self, output: str) -> str:
         """The dtype an output goes back in."""
@@ -159,7 +168,15 @@ class Job:
     @cached_property
     def answers(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """dtype and shape of each output, as it goes back."""
-        return {n: (self.dtype_of(n), self.answer_shape(n)) for n in self.outputs}
+        found = {n: (self.dtype_of(n), self.answer_shape(n)) for n in self.outputs}
+        if self.form.is_digest:
+            dtype, _ = found.pop("weights")
+            weights, bound = self.variant.outputs["weights"], self.inputs.bound
+            extents = forms.extents(self.form, weights, bound.sizes)
+            for name, part in forms.parts(self.form.kind, weights).items():
+                shape = tuple(extents[x] for x in part.letters if x not in bound.dropped)
+                found[name] = "int64" if part.is_whole else dtype, shape
+        return found
 
     @property
     def is_fused(self) -> bool:
@@ -183,7 +200,18 @@ class Job:
     @cached_property
     def pairs(self) -> int:
         """How many pairs of a query and a key are looked at, whether they are returned or not."""
-        return self.variant.pairs(self.inputs.bound.sizes, self.parameters)
+        own = self.variant.pairs(self.inputs.bound.sizes, self.parameters)
+        return own + (own if self.form.kind == "pool" else self._looked_at)
+
+    @property
+    def _looked_at(self) -> int:
+        """How many weights a form is made of, beside those that make the output."""
+        if self.form.kind not in ("rows", "top_k", "stats"):
+            return 0
+        weights = self.variant.outputs["weights"]
+        rows = forms.parts("rows", weights) if self.form.rows else {"weights": weights}
+        extents = forms.extents(self.form, weights, self.inputs.bound.sizes)
+        return math.prod(extents[letter] for letter in rows["weights"].letters)
 
     def _check_size(self, limits: Limits) -> None:
         if self.pairs > limits.scores:
@@ -193,9 +221,7 @@ class Job:
                 limit=limits.scores,
             )
         if self.bytes_out > limits.answer:
-            hint = (
-                ' ("weights": "none" leaves the weights out)' if "weights" in self.outputs else ""
-            )
+            hint = f" ({forms.LESS})" if "weights" in self.outputs else ""
             raise TooLarge(
                 f"the answer would hold {self.bytes_out} bytes of tensors; at most "
                 f"{limits.answer} are answered{hint}",
@@ -209,11 +235,13 @@ class Job:
             )
 
 
-def _outputs(variant: Variant, run: Run) -> frozenset[str]:
+def _outputs(variant: Variant, run: Run, form: Form) -> frozenset[str]:
     named = run.outputs
+    if form.is_digest and "weights" not in variant.outputs:
+        raise InvalidContent(f"{variant.name} has no weights", pointer="/weights")
     if named is None:
         named = [n for n in ("output", "weights") if n in variant.outputs]
-        return frozenset(named) - ({"weights"} if run.weights == "none" else set())
+        return frozenset(named) - ({"weights"} if form == NONE else set())
     for i, name in enumerate(named):
         if name not in variant.outputs:
             raise InvalidContent(
@@ -224,6 +252,11 @@ def _outputs(variant: Variant, run: Run) -> frozenset[str]:
             raise InvalidContent(f"{name} is named twice", pointer=pointer_to("outputs", i))
     if not named:
         raise InvalidContent("outputs is empty; name at least one", pointer="/outputs")
-    if run.weights == "none" and "weights" in named:
+    if form == NONE and "weights" in named:
         raise InvalidContent('outputs names weights, and "weights" says "none"', pointer="/weights")
+    if form.is_digest and "weights" not in named:
+        raise InvalidContent(
+            f"weights came as {shown(form.asked)}, and outputs does not name weights",
+            pointer="/weights",
+        )
     return frozenset(named)

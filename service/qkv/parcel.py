@@ -55,6 +55,8 @@ def head_of(job: Job) -> bytes:
     kind = "gradients" if isinstance(job, GradientJob) else "run"
     if kind == "run":
         fields["outputs"] = sorted(job.outputs)
+        if job.form.is_digest:
+            fields["weights"] = job.form.asked
     tensors = [(name, t.dtype, t.shape) for name, t in job.inputs.tensors.items()]
     weights: list[_Tensor] = []
     if (layer := job.inputs.layer) is not None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qkv import blocks
 from qkv.gradient import GRAD_OUTPUT, GradientJob
 from qkv.job import Job
 from qkv.layers.layer import Layer, project, project_back
@@ -54,11 +55,19 @@ def through(
         arguments["place_BH"] = place_BH
     if isinstance(job, GradientJob):
         return Passed(_gradients(job, tensors, weights, arguments), "closed form")
-    result = job.variant.attend(**arguments, outputs=job.outputs)
-    made = {n: getattr(result, n) for n in job.variant.outputs if n in job.outputs}
+    outputs, digest, backend = job.outputs, {}, "blocks"
+    if job.form.is_digest:
+        outputs -= {"weights"}
+        sizes = job.inputs.bound.sizes
+        digest = blocks.made(job.variant, job.form, arguments, job.parameters, sizes)
+    made = {}
+    if outputs:
+        result = job.variant.attend(**arguments, outputs=outputs)
+        made = {n: getattr(result, n) for n in job.variant.outputs if n in outputs}
+        backend = getattr(result, "backend", "explicit")
     if layer is not None and "output" in made:
         made["output"] = _merged(made["output"])
-    return Passed(made, getattr(result, "backend", "explicit"))
+    return Passed(made | digest, backend)
 
 
 def _gradients(

@@ -90,7 +90,8 @@ class Standing:
         places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors.values()]
         self._first, self._last = min(p for p, _ in places), max(p for _, p in places)
         self._decided = None
-        if buffer is not None and job.inputs.dtype in ("float32", "float64"):
+        bare = buffer is not None and not job.form.is_digest  # of which `decided` knows nothing
+        if bare and job.inputs.dtype in ("float32", "float64"):
             self._row = torch.frombuffer(buffer, dtype=_TORCH[job.inputs.dtype])
             self._decided = job.variant.decided(job.inputs.shapes, job.parameters, job.outputs)
         self._most = job.variant.ordinary**2  # each number's square is below

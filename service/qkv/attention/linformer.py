@@ -98,6 +98,19 @@ def complete(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
     return {"R": R}
 
 
+def drawn(
+    key_BGSD: Float[Tensor, "B G S D"],
+    key_projection_RN: Float[Tensor, "R N"] | None = None,
+    value_projection_RN: Float[Tensor, "R N"] | None = None,
+    *,
+    rank: int | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Both projections as `attend` has them: those that came, or else those that are drawn."""
+    E_RS, F_RS = _projections(key_BGSD, key_projection_RN, value_projection_RN, rank, seed)
+    return {"key_projection_RN": E_RS, "value_projection_RN": F_RS}
+
+
 def attend(
     query_BHLD: Float[Tensor, "B H L D"],
     key_BGSD: Float[Tensor, "B G S D"],

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import pydantic
 
-from qkv.catalogue import Variant
+from qkv import forms
+from qkv.catalogue import Output, Variant
 from qkv.conversion import Conversion
 from qkv.fields import Fields, InlineLayer
 from qkv.gradient import GRAD_OUTPUT
@@ -65,13 +66,26 @@ def request(variant: Variant) -> Schema:
             {"type": "null"},
         ]
     }
-    without = {"not": {"contains": {"const": "weights"}}}
-    contradiction = {
-        "if": {"required": ["weights"], "properties": {"weights": {"const": "none"}}},
-        "then": {"properties": {"outputs": without}},
-    }
-    body["allOf"].append(contradiction)
+    if (weights := variant.outputs.get("weights")) is None:
+        body["properties"]["weights"] = {"enum": ["full", "none"], "default": "full"}
+        return body
+    body["properties"]["weights"] = forms.schema(weights)
+    with_weights: Schema = {"contains": {"const": "weights"}}
+    body["allOf"] += [
+        _where_weights({"const": "none"}, {"not": with_weights}),
+        _where_weights(
+            {"not": {"enum": ["full", "none"]}}, {"anyOf": [{"type": "null"}, with_weights]}
+        ),
+    ]
     return body
+
+
+def _where_weights(are: Schema, outputs: Schema) -> Schema:
+    """What `outputs` must be where `weights` is that."""
+    return {
+        "if": {"required": ["weights"], "properties": {"weights": are}},
+        "then": {"properties": {"outputs": outputs}},
+    }
 
 
 def gradients_request(variant: Variant) -> Schema:
@@ -118,6 +132,8 @@ def answer(variant: Variant) -> Schema:
         )
         for o in variant.outputs.values()
     }
+    if (weights := variant.outputs.get("weights")) is not None:
+        outputs |= _digests(weights)
     fields = {
         "variant": {"const": variant.name},
         "outputs": closed(outputs, ()) | {"minProperties": 1},
@@ -125,6 +141,19 @@ def answer(variant: Variant) -> Schema:
     }
     marks = {"weights_are": _KINDS | {"description": "What the weights are, where they came."}}
     return closed(fields | marks, fields)
+
+
+def _digests(weights: Output) -> dict[str, Schema]:
+    """What stands beside the weights, or in their place, in the forms that are not the whole."""
+    shapes: dict[str, list[str]] = {"weights": [f"({', '.join(weights.letters)})"]}
+    dtypes: dict[str, tuple[str, ...]] = {}
+    for kind in forms.KINDS:
+        if kind == "rows" and forms.query_axis(weights) is None:
+            continue
+        for name, part in forms.parts(kind, weights).items():
+            shapes.setdefault(name, []).append(f"{kind}: ({', '.join(part.letters)})")
+            dtypes[name] = ("int64",) if part.is_whole else ("float64", "float32")
+    return {name: _tensor(dtypes[name], "; ".join(shapes[name])) for name in shapes}
 
 
 def gradients_answer(variant: Variant) -> Schema:
