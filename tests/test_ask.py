@@ -255,6 +255,10 @@ def test_what_is_returned(source: Path, tmp_path: Path) -> None:
         ((), {"output", "weights"}),
         (("--weights", "none"), {"output"}),
         (("--return", "scores"), {"scores"}),
+        (("--weights", "top_k=2"), {"output", "weights", "indices"}),
+        (("--weights", "rows=0,2", "--return", "weights"), {"weights"}),
+        (("--weights", "rows=0"), {"output", "weights"}),
+        (("--weights", "pool=2"), {"output", "weights"}),
         (("--return", "output", "--return", "scores"), {"output", "scores"}),
     ):
         answered("attend", "softmax", source, "-o", target, "--local", *flags)
@@ -529,7 +533,7 @@ def test_a_proxy_that_is_none(tmp_path: Path) -> None:
 def test_usage_is_one_line_too(source: Path, tmp_path: Path) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
     for more, said in (
-        (("--weights", "half"), "full"),
+        (("--weights", "rows=all"), "rows=0,5"),
         (("--wieghts", "full"), "--weights"),
         (("--heads", "two"), "two"),
         (("more",), "more"),

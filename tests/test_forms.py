@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import httpx
@@ -393,10 +394,12 @@ def test_equal_forms_batch_and_cross_processes() -> None:
 
 def test_python_asks_for_forms(server: Server) -> None:
     with Client(server.url) as client:
-        run = client.attend("softmax", **INPUTS, weights={"top_k": 2})
+        arrays = {"query": SQUARE, "key": SQUARE, "value": SQUARE}
+        ask = partial(client.attend, "softmax", **arrays)  # type: ignore[arg-type]
+        run = ask(weights={"top_k": 2})
         assert run.weights.shape == run.outputs["indices"].shape == (3, 2)
         assert run.outputs["indices"].dtype == np.int64
-        run = client.attend("softmax", **INPUTS, weights="stats")
+        run = ask(weights="stats")
         assert run.outputs["received"].shape == (3,)
         assert "weights" not in run.outputs
 
@@ -457,14 +460,17 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "linear", "taylor", "efficient", "linformer", "mean"])
 def test_no_form_holds_the_matrix(name: str) -> None:
-    """At N = 6,144 and H = 8 the whole matrix is 1,152 MiB, and one head's 144."""
-    assert max(above(name, 6144, 0, 5)) < 512 << 20
+    """At N = 4,096 and H = 8 the whole matrix is 512 MiB; half of it is never passed."""
+    assert max(above(name, 4096, 0, 5)) < 256 << 20
 
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear", "taylor", "efficient", "linformer"])
-def test_32768_tokens_take_less_than_2_gib(name: str) -> None:
-    """H = 8, D = 64; statistics and the largest, of which each block is made as of any length, were
-    measured by hand (bench/forms.py)."""
-    assert max(above(name, 32768, 0, 2)) < 2 << 30
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("linear", 2), ("taylor", 2), ("efficient", 2), ("linformer", 2), ("softmax", 1)],
+)
+def test_32768_tokens_take_less_than_2_gib(name: str, most: int) -> None:
+    """H = 8, D = 64: rows, and where it takes no minute the pooled map; bench/forms.py measures all
+    of them."""
+    assert max(above(name, 32768, 0, most)) < 2 << 30

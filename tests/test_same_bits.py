@@ -11,6 +11,7 @@ from cases import DTYPES, FLOATING
 from test_engine import Held, bits
 
 from qkv.catalogue import Variant, fixed_size, variants
+from qkv.forms import query_axis
 from qkv.gradient import GRAD_OUTPUT, GradientJob
 from qkv.job import Job, Limits
 from qkv.message import Message
@@ -18,6 +19,7 @@ from qkv.tensors import RawTensor
 
 LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
 TINY: Final = (1, 1, 2, 3, 5, 7)
+FORMS: Final[tuple[Any, ...]] = ("full", "stats", {"pool": 3}, {"top_k": 1}, {"rows": [0, 0]})
 LENGTHS: Final = (1, 2, 3, 7, 7, 16, 33, 65, 200)
 KINDS: Final = [
     pytest.param(v, kind, id=f"{v.name}-{kind.__name__}")
@@ -42,13 +44,13 @@ def group(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
     sizes["H"] = sizes["G"] * int(random.choice((1, 1, 2, 3)))
     sizes["N"] = sizes["S"] + int(random.choice(TINY)) - 1
     dtype = DTYPES[str(random.choice(FLOATING))]
-    fields = variant.parameters.model_fields
+    known = variant.parameters.model_fields
     parameters: dict[str, Any] = {}
     for name, values in (
         ("causal", (True, False)), ("query_offset", (0, 2, "end")), ("normalize", (True, False)),
         ("dropout", (0.0, 0.4)), ("seed", (0, 9)), ("method", ("cumsum", "loop", "softmax")),
     ):  # fmt: skip
-        if name in fields and random.random() < 0.5:
+        if name in known and random.random() < 0.5:
             parameters[name] = values[int(random.integers(len(values)))]
     spread = float(random.choice([0.1, 1.0, 1.0, 5.0]))
     has_lengths = random.random() < 0.5
@@ -62,6 +64,8 @@ def group(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
         for i in variant.inputs.values()
         if "B" not in i.letters and not i.optional
     }
+    one_row = query_axis(variant.outputs["weights"]) is None
+    form = FORMS[seed % (len(FORMS) - one_row)]
     jobs = []
     for _ in range(3):
         own = sizes | {"B": int(random.choice((1, 1, 2, 3)))}
@@ -76,7 +80,8 @@ def group(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
         if kind is GradientJob:
             output = variant.outputs["output"].letters
             tensors[GRAD_OUTPUT] = normal([own[x] for x in output])
-        asked = Message({"parameters": parameters}, tensors)
+        fields = {"parameters": parameters} | ({"weights": form} if kind is Job else {})
+        asked = Message(fields, tensors)
         jobs.append(kind.of(variant.name, asked, LIMITS))
     return jobs
 

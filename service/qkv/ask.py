@@ -105,7 +105,9 @@ def variants(name: str | None, url: str, api_key: str | None, local: bool) -> No
     help="An output to return, instead of output and weights.  Repeatable.",
 )
 @click.option(
-    "--weights", type=click.Choice(["full", "none"]), help="Whether the weights are returned."
+    "--weights",
+    metavar="FORM",
+    help="In what form the weights are returned: full, none, stats, rows=0,5, top_k=8 or pool=64.",
 )
 @_LAYOUT
 @_HEADS
@@ -133,8 +135,10 @@ def attend(
     \b
     qkv attend softmax in.npz -o out.npz -p causal=true -p 'window=[128,0]'
     qkv attend softmax in.json -o out.json --local --return output
+    qkv attend softmax in.npz -o out.npz --weights top_k=8
     """
-    flags = _given(outputs=list(outputs) or None, weights=weights)
+    form = None if weights is None else _form(weights)
+    flags = _given(outputs=list(outputs) or None, weights=form)
     _pass(run_path(variant), "outputs", variant, source, target, flags, **how)
 
 
@@ -296,6 +300,20 @@ def _parameter(text: str) -> tuple[str, Any]:
         return name, json.load(value)
     except QkvError:
         return name, value  # a bare word, such as query_offset=end
+
+
+def _form(text: str) -> Any:
+    """A form of the weights, as a request has it, where it is judged."""
+    kind, equals, value = text.partition("=")
+    if not equals:
+        return text
+    try:
+        numbers = [int(number) for number in value.split(",")]
+    except ValueError:
+        raise click.UsageError(
+            f"--weights {text!r} must hold whole numbers, such as rows=0,5 or top_k=8"
+        ) from None
+    return {kind: numbers if kind == "rows" or len(numbers) > 1 else numbers[0]}
 
 
 def _report(answer: Message, target: Path) -> None:

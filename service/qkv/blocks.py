@@ -222,9 +222,8 @@ def _keep_stats(matrix: _Matrix, form: Form, into: Mapping[str, Tensor]) -> None
         total = block.sum(-1)
         unseen = total == 0
         logs = block.clamp(min=torch.finfo(block.dtype).tiny).log_()  # 0 log 0 is 0
-        inner = (block[..., None, :] @ logs[..., None]).squeeze(-1).squeeze(-1)
         total = total.masked_fill_(unseen, 1.0)
-        entropy = (total.log() - inner / total).clamp_(min=0)
+        entropy = (total.log() - logs.mul_(block).sum(-1) / total).clamp_(min=0)
         into["entropy"][..., rows] = entropy
         into["effective_keys"][..., rows] = entropy.exp().masked_fill_(unseen, 0.0)
         into["largest"][..., rows] = largest

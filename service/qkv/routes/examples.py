@@ -72,6 +72,15 @@ def attention(variant: Variant) -> Pairs:
             "Embeddings through a layer of two heads",
             {"inputs": {"x": _EMBEDDINGS}, "layer": _LAYER, "outputs": ["output"]},
         )
+    if "weights" in variant.outputs:
+        requests["top_k"] = (
+            "The largest weight of each row, and its key",
+            {"inputs": inputs, "weights": {"top_k": 1}},
+        )
+        requests["stats"] = (
+            "Statistics of the weights, in their place",
+            {"inputs": inputs, "weights": "stats", "outputs": ["weights"]},
+        )
     known = {n: v for n, v in _PARAMETERS.items() if n in variant.parameters.model_fields}
     if known:
         requests["parameters"] = (
