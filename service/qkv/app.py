@@ -31,12 +31,14 @@ from qkv.remote import Remote
 from qkv.request_log import RequestLog
 from qkv.routes import (
     attention,
+    compare,
     convert,
     gradients,
     infer,
     metrics,
     openapi,
     operations,
+    sweep,
     v2,
     variants,
 )
@@ -118,6 +120,8 @@ def create_app(
     native = (attention.router(made), gradients.router(made))
     for router in (*native, infer.router(inference)):
         app.include_router(router)
+    app.include_router(compare.router(runs, settings))
+    app.include_router(sweep.router(runs, settings, worker.fleet))
     app.include_router(convert.router(runs, settings))
     app.include_router(variants.router())
     app.include_router(operations.router(engine, worker.fleet))

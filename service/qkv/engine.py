@@ -19,7 +19,6 @@ import torch
 from qkv.door import Door
 from qkv.errors import Internal, NotNow, QkvError, TooLate
 from qkv.faults import Budget, is_out_of_memory, is_sticky, make_room, told
-from qkv.gradient import GradientJob
 from qkv.job import Job
 from qkv.metrics import Usage
 from qkv.models import Recorder
@@ -349,7 +348,7 @@ class Engine:
     def _record(self, batch: list[tuple[Job, float]], ran: list[Ran]) -> None:
         """Counts jobs that ran together, each with when it came."""
         job = batch[0][0]
-        if self.recorder is None or isinstance(job, GradientJob):
+        if self.recorder is None or not job.is_inference:
             return  # it counts inferences
         now, load, compute, split = time.perf_counter(), 0.0, 0.0, 0.0
         requests = []
@@ -362,7 +361,7 @@ class Engine:
         self.recorder.ran(job.variant.name, requests, (load, compute, split))
 
     def _record_failure(self, waiting: Waiting) -> None:
-        if self.recorder is not None and not isinstance(waiting.job, GradientJob):
+        if self.recorder is not None and waiting.job.is_inference:
             name = waiting.job.variant.name
             self.recorder.failed(name, time.perf_counter() - waiting.since)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import ClassVar, Final
 
 from qkv import catalogue
 from qkv.catalogue import Output
@@ -32,6 +32,8 @@ class GradientJob(Job):
         inputs: grad_output among them.
         outputs: the names of what has a gradient.
     """
+
+    is_inference: ClassVar[bool] = False
 
     @classmethod
     def of(cls, variant_name: str, message: Message, limits: Limits) -> GradientJob:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 
 import pydantic
 
@@ -63,7 +63,10 @@ class Job:
         inputs: its tensors and its layer.
         outputs: what to return.
         form: how the weights go back, where they do.
+        is_inference: it answers what a caller asked a variant for, and is counted as that.
     """
+
+    is_inference: ClassVar[bool] = True
 
     variant: Variant
     parameters: pydantic.BaseModel
@@ -124,12 +127,17 @@ class Job:
         total = self.variant.flops(sizes)
         if layer is not None:
             for role, projection in zip(ROLES, layer.projections, strict=True):
-                if role in self.variant.inputs:
+                if role in self.roles:
                     batch, length, _ = self.inputs.embedding_shape(role)
                     total += 2 * batch * length * projection.weight.size
         if self.form.kind == "pool":  # values as wide as there are bins
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
         return total + 2 * self._looked_at * sizes.get("D", 1)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What a layer projects for it."""
+        return tuple(role for role in ROLES if role in self.variant.inputs)
 
     def dtype_of(self, output: str) -> str:
         """The dtype an output goes back in."""

@@ -14,9 +14,11 @@ import numpy as np
 import orjson
 
 from qkv.arena import ALIGNMENT
+from qkv.divergence import DivergenceJob
 from qkv.gradient import GradientJob
 from qkv.job import Job, Limits
 from qkv.layers.layouts import LAYOUTS
+from qkv.measured import PeakJob, TimedJob
 from qkv.message import Message
 from qkv.tensors import RawTensor, nbytes
 
@@ -27,7 +29,13 @@ _LONGEST: Final = 4096  # bytes of a head that is kept
 
 _Tensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
-_KINDS: Final[dict[str, type[Job]]] = {"run": Job, "gradients": GradientJob}
+_KINDS: Final[dict[str, type[Job]]] = {
+    "run": Job,
+    "gradients": GradientJob,
+    "timed": TimedJob,
+    "peak": PeakJob,
+    "divergence": DivergenceJob,
+}
 
 
 def laid_out(sizes: Iterable[int]) -> Iterator[slice]:
@@ -52,8 +60,10 @@ def head_of(job: Job) -> bytes:
     fields: dict[str, Any] = {
         "parameters": job.parameters.model_dump(mode="json", exclude_unset=True)
     }
-    kind = "gradients" if isinstance(job, GradientJob) else "run"
-    if kind == "run":
+    (kind,) = (name for name, known in _KINDS.items() if type(job) is known)
+    if isinstance(job, DivergenceJob):
+        fields |= job.asked
+    elif kind != "gradients":
         fields["outputs"] = sorted(job.outputs)
         if job.form.is_digest:
             fields["weights"] = job.form.asked
@@ -112,7 +122,9 @@ class Opener:
         views = _views([*tensors, *weights], data)
         layer = {name: views.pop(name) for name, *_ in weights}
         job = _KINDS[kind].of(variant, Message(fields, views, layer), self._limits)
-        if job.inputs.layer is None and len(head) <= _LONGEST:
+        # rows that are compared do not come again
+        is_kept = job.inputs.layer is None and not isinstance(job, DivergenceJob)
+        if is_kept and len(head) <= _LONGEST:
             _ = job.is_small, job.bytes_out, job.arguments  # found of the shapes, once
             came = [(n, t.dtype, t.shape) for n, t in job.inputs.tensors.items()]
             self._known[head] = job.again({}), came

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from qkv import blocks
+from qkv.divergence import DivergenceJob, divergence
 from qkv.gradient import GRAD_OUTPUT, GradientJob
 from qkv.job import Job
 from qkv.layers.layer import Layer, project, project_back
 from qkv.layers.projections import ROLES, Projection, Projections
+from qkv.measured import PEAK, PeakJob, peak_of
 
 __all__ = ["LayerWeights", "Passed", "through"]
 
@@ -43,8 +45,20 @@ def through(
         weights: of its layer; empty where there is none.
         place_BH: as `softmax.attend` takes it; None: the tensors are one request's.
     """
+    if isinstance(job, PeakJob):
+        device = next(iter(tensors.values())).device
+        most = peak_of(lambda: _through(job, tensors, weights, place_BH), device)
+        return Passed({PEAK: torch.tensor([most])}, "measured")
+    return _through(job, tensors, weights, place_BH)
+
+
+def _through(
+    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, place_BH: Tensor | None
+) -> Passed:
     layer = job.inputs.layer
     projected = tensors if layer is None else _projected(layer, tensors, weights)
+    if isinstance(job, DivergenceJob):
+        return Passed(divergence(job, projected), "explicit")
     arguments: dict[str, Any] = {
         spec.argument: projected[name]
         for name, spec in job.variant.inputs.items()

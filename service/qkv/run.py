@@ -219,7 +219,7 @@ def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
             None if p.bias is None else _dense(p.bias, device),
         )
         for role, p in zip(ROLES, job.inputs.layer.projections, strict=True)
-        if role in job.variant.inputs
+        if role in job.roles
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fastapi import Request
 
@@ -21,7 +21,17 @@ from qkv.run import Ran, Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 
-__all__ = ["TIMEOUT_HEADER", "Result", "Runs", "limits_of"]
+__all__ = [
+    "SERVER_TIMING",
+    "TIMEOUT_HEADER",
+    "Result",
+    "Runs",
+    "left",
+    "limits_of",
+    "unless_left",
+]
+
+_T = TypeVar("_T")
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 """Seconds that a request may wait for its turn. HTTP has no field for it, and gRPC's grpc-timeout
@@ -30,7 +40,8 @@ is for gRPC; by this name it goes through gateways that know it, beside X-Reques
 _LONGEST_S: Final = 1e9
 
 _STAGES: Final = ("queue", "transfer", "compute", "total")
-_SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
+SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
+"""A timing as W3C's Server Timing has it, in milliseconds; to be filled in."""
 
 
 class Result(NamedTuple):
@@ -54,7 +65,7 @@ class Result(NamedTuple):
     @property
     def server_timing(self) -> str:
         """The timing as W3C's Server Timing has it, in milliseconds."""
-        return _SERVER_TIMING % self.timing
+        return SERVER_TIMING % self.timing
 
     @property
     def headers(self) -> dict[str, str]:
@@ -133,7 +144,7 @@ class Runs:
         Raises:
             QkvError: from the engine; Left where the caller has left.
         """
-        wait_s = _shortest(wait_s, self._timeout_s, _timeout_of(request))
+        wait_s = _shortest(wait_s, self.patience_of(request))
         left_s = None
         if wait_s is not None:
             left_s = max(0.0, wait_s - (time.perf_counter() - received))
@@ -141,11 +152,37 @@ class Runs:
         if answer is None:
             try:
                 future = self._engine.submit(job, priority=priority, wait_s=left_s)
-                answer = await _answered(request, future)
+                answer = await unless_left(request, future)
             except TooLate:
                 assert wait_s is not None
                 raise TooLate(f"the device was not free within {wait_s * 1e3:g} ms") from None
         return self._result(answer, received, job)
+
+    def patience_of(self, request: Request) -> float | None:
+        """Seconds that a request may wait for its turn, by its header and the settings; None: any
+        number.
+
+        Raises:
+            Unparseable: the header holds no such number.
+        """
+        return _shortest(self._timeout_s, _timeout_of(request))
+
+    async def measure(self, job: Job, wait_s: float | None, *, priority: int = 0) -> Answer:
+        """Has one of several jobs that a request is made of run; it waits as all others do, and is
+        not counted as a request.
+
+        Raises:
+            QkvError: from the engine.
+        """
+        return await self._engine.submit(job, priority=priority, wait_s=wait_s)
+
+    def room(self, size: int) -> Place:
+        """Room for so many bytes that are made here, as if they came in a body.
+
+        Raises:
+            NotNow: there is none.
+        """
+        return self._engine.door.enter(size)
 
     def runs_now(self, job: Job) -> bool:
         """Whether such a job runs as soon as it is there, if nothing else does."""
@@ -193,9 +230,13 @@ def _shortest(*seconds: float | None) -> float | None:
     return min((s for s in seconds if s is not None), default=None)
 
 
-async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:
-    """The future's result; a caller that leaves meanwhile gives its place in the queue back."""
-    leaving = asyncio.ensure_future(_left(request))
+async def unless_left(request: Request, future: asyncio.Future[_T]) -> _T:
+    """The future's result; a caller that leaves meanwhile gives its place in the queue back.
+
+    Raises:
+        Left: the caller has left.
+    """
+    leaving = asyncio.ensure_future(left(request))
     try:
         await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
@@ -206,6 +247,7 @@ async def _answered(request: Request, future: asyncio.Future[Answer]) -> Answer:
         future.cancel()
 
 
-async def _left(request: Request) -> None:
+async def left(request: Request) -> None:
+    """Returns when the caller leaves; the body has come."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -9,7 +9,7 @@ from qkv.errors import NotAcceptable, UnsupportedMediaType
 from qkv.message import Message
 from qkv.wire import json, safetensors
 
-__all__ = ["CODECS", "Codec", "for_accept", "for_content_type"]
+__all__ = ["CODECS", "Codec", "for_accept", "for_content_type", "require"]
 
 Chunk = bytes | memoryview
 
@@ -60,20 +60,39 @@ def for_accept(header: str | None, came: Codec) -> Codec:
     """
     if not header:
         return came
+    liked = _liked(header)
+    best = max((came, *CODECS.values()), key=lambda codec: _likes(liked, codec.MEDIA_TYPE))
+    if _likes(liked, best.MEDIA_TYPE)[0] <= 0:
+        raise NotAcceptable(f"Accept {header!r:.100} has none of {', '.join(CODECS)}")
+    return best
+
+
+def require(header: str | None, media_type: str) -> None:
+    """Has an answer that comes in but one form be welcome.
+
+    Raises:
+        NotAcceptable: Accept does not take it.
+    """
+    if header and _likes(_liked(header), media_type)[0] <= 0:
+        raise NotAcceptable(f"Accept {header!r:.100} has no {media_type}")
+
+
+_Liked = Mapping[str, tuple[float, int]]
+
+
+def _liked(header: str) -> _Liked:
+    """How much each range is liked, and, less the further back it stands, how early."""
     liked: dict[str, tuple[float, int]] = {}
     for place, item in enumerate(header.split(",")):
         media_range, *parameters = (part.strip().lower() for part in item.split(";"))
         liked.setdefault(media_range, (_quality(parameters), -place))
+    return liked
 
-    def quality(codec: Codec) -> tuple[float, int]:
-        """That of the most specific range; among equals, what was named first."""
-        ranges = (codec.MEDIA_TYPE, "application/*", "*/*")
-        return next((liked[r] for r in ranges if r in liked), (0.0, 0))
 
-    best = max((came, *CODECS.values()), key=quality)
-    if quality(best)[0] <= 0:
-        raise NotAcceptable(f"Accept {header!r:.100} has none of {', '.join(CODECS)}")
-    return best
+def _likes(liked: _Liked, media_type: str) -> tuple[float, int]:
+    """That of the most specific range; among equals, what was named first."""
+    ranges = (media_type, f"{media_type.partition('/')[0]}/*", "*/*")
+    return next((liked[r] for r in ranges if r in liked), (0.0, 0))
 
 
 def _quality(parameters: list[str]) -> float:
