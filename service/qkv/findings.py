@@ -1,18 +1,20 @@
-"""The answer to a comparison: figures of each variant, and what is to be said of them."""
+"""What comes of a comparison's jobs: figures of each variant, and what is to be said of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
 from qkv.closeness import Closeness
 from qkv.comparison import Comparison, Contender
+from qkv.job import Job
+from qkv.measured import PEAK
 from qkv.spread import FIGURES, Spread
 from qkv.tensors import RawTensor
 
-__all__ = ["Findings", "answer", "times"]
+__all__ = ["Made", "compare", "times"]
 
 _EVEN: Final = 0.05
 """Nats that entropies fall short of a uniform row's, on average, where a note says so: as many keys
@@ -20,7 +22,11 @@ as 95 % of those seen."""
 _APART: Final = ("total_variation", "kl_divergence", "js_divergence", "rank_correlation")
 
 
-class Findings:
+Made = tuple[Mapping[str, RawTensor], float]
+"""A job's outputs, and the milliseconds that it computed."""
+
+
+class _Findings:
     """What came of a contender's jobs, bit by bit.
 
     Attributes:
@@ -36,10 +42,36 @@ class Findings:
         self.closeness: Closeness | None = None
         self.spreads = dict.fromkeys(FIGURES, Spread())
 
-    def add(self, outputs: Mapping[str, RawTensor]) -> None:
-        """The figures of some more rows."""
-        for name, tensor in outputs.items():
-            self.spreads[name] = self.spreads[name].plus(Spread(*tensor.numpy().tolist()))
+
+def compare(comparison: Comparison) -> Generator[Job, Made, dict[str, Any]]:
+    """Yields job after job, is sent what each made, and returns the answer but for its timing.
+
+    Variants take turns at being timed, so that what else the machine does befalls all alike.
+    """
+    contenders = [comparison.anchor, *comparison.variants]
+    found = [_Findings() for _ in contenders]
+    for contender, each in zip(contenders, found, strict=True):
+        outputs, _ = yield contender.peak
+        each.peak_bytes = int(outputs[PEAK].numpy()[0])
+    right: RawTensor | None = None
+    for _ in range(comparison.repeats):
+        for contender, each in zip(contenders, found, strict=True):
+            outputs, compute_ms = yield contender.timed
+            each.times_ms.append(compute_ms)
+            if right is None:
+                right = outputs["output"]
+            elif each.closeness is None and each is not found[0]:
+                each.closeness = Closeness.of(outputs["output"], right)
+    if comparison.has_exact:
+        outputs, _ = yield comparison.exact()
+        assert right is not None
+        found[0].closeness = Closeness.of(right, outputs["output"])
+    for contender, each in zip(contenders[1:], found[1:], strict=True):
+        for job in comparison.divergences(contender):
+            outputs, _ = yield job
+            for name, tensor in outputs.items():
+                each.spreads[name] = each.spreads[name].plus(Spread(*tensor.numpy().tolist()))
+    return _answer(comparison, *found)
 
 
 def times(times_ms: Sequence[float]) -> dict[str, Any]:
@@ -52,10 +84,7 @@ def times(times_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def answer(
-    comparison: Comparison, anchor: Findings, variants: Sequence[Findings]
-) -> dict[str, Any]:
-    """The body, but for its timing."""
+def _answer(comparison: Comparison, anchor: _Findings, *variants: _Findings) -> dict[str, Any]:
     # each variant's jobs looked at the same rows of the anchor
     anchor.spreads |= {
         name: variants[0].spreads[f"anchor_{name}"] for name in ("entropy", "unevenness")
@@ -72,7 +101,7 @@ def answer(
 
 
 def _entry(
-    comparison: Comparison, contender: Contender, found: Findings, apart: Sequence[str]
+    comparison: Comparison, contender: Contender, found: _Findings, apart: Sequence[str]
 ) -> dict[str, Any]:
     job, weights = contender.timed, None
     if comparison.rows:
@@ -106,7 +135,7 @@ def _whole(spread: Spread, *names: str) -> dict[str, float] | None:
 
 
 def _notes_of_all(
-    comparison: Comparison, anchor: Findings, variants: Sequence[Findings]
+    comparison: Comparison, anchor: _Findings, variants: Sequence[_Findings]
 ) -> list[str]:
     notes = []
     name, rows = comparison.anchor.choice.variant.name, comparison.rows
@@ -129,7 +158,7 @@ def _notes_of_all(
     return notes
 
 
-def _notes(contender: Contender, found: Findings) -> list[str]:
+def _notes(contender: Contender, found: _Findings) -> list[str]:
     job, spreads, notes = contender.timed, found.spreads, []
     name, kind = job.variant.name, job.variant.weights_are(job.parameters)
     if _is_even(found):
@@ -159,6 +188,6 @@ def _notes(contender: Contender, found: Findings) -> list[str]:
     return notes
 
 
-def _is_even(found: Findings) -> bool:
+def _is_even(found: _Findings) -> bool:
     """Whether its rows are near uniform, on average."""
     return found.spreads["unevenness"].mean < _EVEN

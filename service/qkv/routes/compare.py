@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.closeness import Closeness
-from qkv.comparison import Comparison, Contender
-from qkv.findings import Findings, answer
+from qkv.comparison import Comparison
+from qkv.findings import Made, compare
 from qkv.job import Job
-from qkv.measured import PEAK
 from qkv.routes.body import elsewhere, read
 from qkv.routes.runs import SERVER_TIMING, Runs, unless_left
 from qkv.settings import Settings
-from qkv.tensors import RawTensor
 from qkv.wire import json, require
 
 __all__ = ["router"]
@@ -36,7 +35,7 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
         "float64; weights are compared row by row in float64. All logarithms are natural. Each run "
         "waits for its turn by itself, so that others are answered in between.",
     )
-    async def compare(request: Request) -> Response:
+    async def compare_variants(request: Request) -> Response:
         require(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
         wait_s = runs.patience_of(request)
         with await runs.enter(request) as place:
@@ -45,9 +44,9 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
             every = (*message.tensors.values(), *message.layer.values())
             size = sum(tensor.nbytes for tensor in every if tensor.literal)
             comparison = await elsewhere(size, lambda: Comparison(message, runs.limits))
-        measuring = _Measuring(runs, comparison, wait_s)
-        body = await unless_left(request, asyncio.ensure_future(measuring.body()))
-        timing = measuring.timing | {"total_ms": (time.perf_counter() - received.at) * 1e3}
+        measuring = _measured(runs, comparison, wait_s)
+        body, timing = await unless_left(request, asyncio.ensure_future(measuring))
+        timing["total_ms"] = (time.perf_counter() - received.at) * 1e3
         return Response(
             json.dump(body | {"timing": timing}),
             media_type=json.MEDIA_TYPE,
@@ -57,57 +56,30 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
     return routes
 
 
-class _Measuring:
-    """Has the jobs of a comparison run, one after the other.
-
-    Attributes:
-        timing: what they took together.
-    """
-
-    def __init__(self, runs: Runs, comparison: Comparison, wait_s: float | None) -> None:
-        self._runs, self._comparison, self._wait_s = runs, comparison, wait_s
-        self.timing: dict[str, Any] = dict.fromkeys(_PARTS, 0.0) | {"runs": 0}
-
-    async def body(self) -> dict[str, Any]:
-        """The answer, but for its timing."""
-        asked = self._comparison
-        contenders = [asked.anchor, *asked.variants]
-        found = [Findings() for _ in contenders]
-        for contender, findings in zip(contenders, found, strict=True):
-            peak = (await self._run(contender.peak))[PEAK]
-            findings.peak_bytes = int(peak.numpy()[0])
-        await self._time(contenders, found)
-        for contender, findings in zip(contenders[1:], found[1:], strict=True):
-            for job in asked.divergences(contender):
-                findings.add(await self._run(job))
-        return answer(asked, found[0], found[1:])
-
-    async def _time(self, contenders: list[Contender], found: list[Findings]) -> None:
-        """Takes turns, so that what else the machine does befalls all alike."""
-        right: RawTensor | None = None
-        for turn in range(self._comparison.repeats):
-            for contender, findings in zip(contenders, found, strict=True):
-                before = self.timing["compute_ms"]
-                output = (await self._run(contender.timed))["output"]
-                findings.times_ms.append(self.timing["compute_ms"] - before)
-                if turn == 0:
-                    if right is not None:
-                        findings.closeness = await _closeness(output, right)
-                    else:
-                        right = output
-        if self._comparison.has_exact and right is not None:
-            size = self._comparison.anchor.timed.bytes_in
-            exact = await elsewhere(size, self._comparison.exact)
-            found[0].closeness = await _closeness(right, (await self._run(exact))["output"])
-
-    async def _run(self, job: Job) -> dict[str, RawTensor]:
-        ran = await self._runs.measure(job, self._wait_s)
+async def _measured(
+    runs: Runs, comparison: Comparison, wait_s: float | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The answer, and what its runs took together."""
+    steps = compare(comparison)
+    size = comparison.anchor.timed.bytes_in  # of what is looked at, or made, between two jobs
+    timing: dict[str, Any] = dict.fromkeys(_PARTS, 0.0) | {"runs": 0}
+    made: Made | None = None
+    while True:
+        job = await elsewhere(size, partial(_step, steps, made))
+        if isinstance(job, dict):
+            return job, timing
+        ran = await runs.measure(job, wait_s)
         for part in _PARTS:
-            self.timing[part] += ran.timing[part]
-        self.timing["runs"] += 1
-        self.timing["device"] = ran.timing["device"]
-        return ran.outputs
+            timing[part] += ran.timing[part]
+        timing["runs"] += 1
+        timing["device"] = ran.timing["device"]
+        made = ran.outputs, ran.timing["compute_ms"]
 
 
-async def _closeness(made: RawTensor, right: RawTensor) -> Closeness:
-    return await elsewhere(made.nbytes, lambda: Closeness.of(made, right))
+def _step(steps: Generator[Job, Made, dict[str, Any]], made: Made | None) -> Job | dict[str, Any]:
+    """The next job, or the answer: no thread may raise StopIteration."""
+    try:
+        return next(steps) if made is None else steps.send(made)
+    except StopIteration as end:
+        answer: dict[str, Any] = end.value
+        return answer
