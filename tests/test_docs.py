@@ -47,13 +47,13 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def without_times(answer: dict[str, Any]) -> dict[str, Any]:
+def without_times(answer: Any) -> Any:
     """An answer with its measured times replaced by whether they are times."""
-    name = "parameters" if "model_name" in answer else "timing"
-    if name in answer:
-        timing = answer[name]
-        answer[name] = {k: v >= 0 if k.endswith("_ms") else v for k, v in timing.items()}
-    return answer
+    if isinstance(answer, list):
+        return [without_times(each) for each in answer]
+    if not isinstance(answer, dict):
+        return answer
+    return {k: v >= 0 if k.endswith("_ms") else without_times(v) for k, v in answer.items()}
 
 
 @pytest.mark.parametrize(("command", "answer"), [*curls(README), *curls(V2)])

@@ -45,11 +45,27 @@ ALLOWED: dict[str, set[str]] = {
     "gradient": {
         "catalogue", "errors", "fields", "inputs", "job", "literals", "message", "tensors",
     },
+    "choice": {"catalogue", "errors", "fields"},
+    "closeness": {"tensors"},
+    "spread": set(),
+    "measured": {"job"},
+    "divergence": {
+        "catalogue", "fields", "inputs", "job", "layers", "message", "spread",
+    },
+    "comparison": {
+        "choice", "divergence", "errors", "fields", "job", "measured", "message", "tensors",
+    },
+    "findings": {"closeness", "comparison", "job", "measured", "spread", "tensors"},
+    "sweep": {
+        "catalogue", "choice", "errors", "fields", "job", "measured", "message", "tensors",
+    },
     "conversion": {"fields", "layers", "literals", "message", "tensors"},
     "blocks": {"attention", "catalogue", "forms"},
-    "passes": {"blocks", "gradient", "job", "layers"},
+    "passes": {"blocks", "divergence", "gradient", "job", "layers", "measured"},
     "run": {"job", "layers", "passes", "tensors"},
-    "local": {"catalogue", "conversion", "gradient", "job", "message", "run"},
+    "local": {
+        "catalogue", "comparison", "conversion", "findings", "gradient", "job", "message", "run",
+    },
     "heatmap": set(),
     "picture": {"catalogue", "heatmap", "local", "message", "tensors"},
     "queue": {"errors", "job", "tensors"},
@@ -61,7 +77,9 @@ ALLOWED: dict[str, set[str]] = {
     "arena": {"errors"},
     "channel": set(),
     "exchange": set(),
-    "parcel": {"arena", "gradient", "job", "layers", "message", "tensors"},
+    "parcel": {
+        "arena", "divergence", "gradient", "job", "layers", "measured", "message", "tensors",
+    },
     "remote": {
         "arena", "channel", "door", "engine", "errors", "exchange", "fleet", "job", "metrics",
         "parcel", "queue", "run", "tensors",
@@ -72,9 +90,10 @@ ALLOWED: dict[str, set[str]] = {
         "warmup",
     },
     "routes": {
-        "__version__", "catalogue", "conversion", "door", "engine", "errors", "fields", "fleet",
-        "forms", "gradient", "job", "layers", "local", "message", "metrics", "models", "picture",
-        "queue", "remote", "request_log", "run", "settings", "tensors", "wire",
+        "__version__", "catalogue", "choice", "comparison", "conversion", "door", "engine",
+        "errors", "fields", "findings", "fleet", "forms", "gradient", "job", "layers", "local",
+        "measured", "message", "metrics", "models", "picture", "queue", "remote", "request_log",
+        "run", "settings", "sweep", "tensors", "wire",
     },
     "app": {
         "__version__", "arena", "catalogue", "connection", "device_process", "engine", "errors",

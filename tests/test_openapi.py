@@ -27,6 +27,7 @@ RUNS: Final = [f"/v1/attention/{name}" for name in catalogue.variants()] + [
 ]
 SOFTMAX: Final = "/v1/attention/softmax"
 CONVERT: Final = "/v1/convert"
+MEASURED: Final = ["/v1/compare", "/v1/sweep"]  # have tests of their own
 POSTS: Final = [CONVERT, *RUNS]
 
 SQUARE: Final = [[1, 0], [0, 1]]
@@ -387,8 +388,8 @@ def test_every_operation_describes_the_faults_it_can_have(document: dict[str, An
             if path.startswith("/v2"):
                 continue
             asked = {"406", "415", "422"} if method == "post" else set()
-            named = {"404"} if path in RUNS or "{" in path else set()
-            asked |= {"504"} if path in RUNS else set()
+            named = {"404"} if path in {*RUNS, *MEASURED} or "{" in path else set()
+            asked |= {"504"} if path in {*RUNS, "/v1/compare"} else set()
             again = {"304"} if path.endswith("/picture") else set()
             assert answers == {"200", "500", "503"} | of_connection | asked | named | again, path
 

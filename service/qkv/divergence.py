@@ -194,11 +194,7 @@ def _blocks(
         for name, spec in variant.inputs.items()
         if name in projected
     }
-    import inspect  # until the catalogue has it
-
-    known = inspect.signature(variant.module.weights).parameters
-    arguments = {n: v for n, v in {**tensors, **parameters}.items() if n in known}
-    return lambda rows: variant.module.weights(**arguments, rows=rows)
+    return variant.rows_of({**tensors, **parameters})
 
 
 def _exact(tensor: Tensor) -> Tensor:

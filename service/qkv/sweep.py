@@ -18,7 +18,7 @@ from qkv.measured import TimedJob
 from qkv.message import Message
 from qkv.tensors import DTYPES, RawTensor, nbytes
 
-__all__ = ["Crossover", "Sweep", "Sweeping", "crossovers"]
+__all__ = ["Crossover", "Sweep", "Sweeping", "crossovers", "has_length"]
 
 _DRAWN: Final = frozenset("BHGLSDE")  # the axes that a sweep has sizes for
 
@@ -179,14 +179,22 @@ def _crossings(
     return found
 
 
+def has_length(variant: Variant) -> bool:
+    """Whether a variant's inputs can be drawn at a length."""
+    axes = _axes(variant)
+    return axes <= _DRAWN and "S" in axes
+
+
+def _axes(variant: Variant) -> set[str]:
+    """Of the inputs that it needs."""
+    needed = [spec for spec in variant.inputs.values() if not spec.optional]
+    return {letter for spec in needed for letter in spec.letters}
+
+
 def _check_axes(choice: Choice) -> None:
-    """A variant's inputs can be drawn at a length, and one of them has one."""
-    needed = [spec for spec in choice.variant.inputs.values() if not spec.optional]
-    axes = {letter for spec in needed for letter in spec.letters}
-    if not axes <= _DRAWN or "S" not in axes:
+    if not has_length(choice.variant):
         raise InvalidContent(
-            f"{choice.variant.name} takes {', '.join(spec.name for spec in needed)} of axes "
-            f"{', '.join(sorted(axes))}: a sweep draws those that have a length S, and no axis "
-            f"beside {', '.join(sorted(_DRAWN))}",
+            f"{choice.variant.name} has inputs of axes {', '.join(sorted(_axes(choice.variant)))}: "
+            f"a sweep draws what has a length S, and no axis but {', '.join(sorted(_DRAWN))}",
             pointer=choice.pointer,
         )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from qkv import catalogue, errors, picture
 from qkv.catalogue import Variant
-from qkv.routes import examples, openapi_v2, schemas
+from qkv.routes import examples, openapi_compare, openapi_v2, schemas, schemas_compare
 from qkv.routes.examples import Pairs
 from qkv.routes.guard import OPEN
 from qkv.routes.metrics import TEXT_TYPE
@@ -72,6 +72,7 @@ def prepare() -> None:
     it starts."""
     examples.conversions()
     examples.inference()
+    openapi_compare.examples()
     for variant in catalogue.variants().values():
         examples.attention(variant)
         if variant.backward is not None:
@@ -89,7 +90,11 @@ def complete(document: dict[str, Any], is_guarded: bool) -> None:
             refused = _refused(path, reads_body=method == "post")
             operation["responses"] = dict(sorted((refused | operation["responses"]).items()))
     document["components"] = {
-        "schemas": schemas.COMPONENTS | openapi_v2.COMPONENTS,
+        "schemas": {
+            **schemas.COMPONENTS,
+            **schemas_compare.components(),
+            **openapi_v2.COMPONENTS,
+        },
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
     }
     if is_guarded:
@@ -138,6 +143,7 @@ def _operations() -> dict[str, dict[str, Any]]:
             for v in catalogue.variants().values()
             if v.backward is not None
         },
+        **openapi_compare.operations(_problems),
         "/v1/convert": _convert(),
         "/v1/variants": _plain("All of them, by name.", listed, {"variants": entries}),
         "/v1/variants/{variant}": {"parameters": [one]}

@@ -18,7 +18,7 @@ from qkv.routes.events import MEDIA_TYPE, Event, Events, failed
 from qkv.routes.runs import Runs
 from qkv.settings import Settings
 from qkv.sweep import Sweep, crossovers
-from qkv.wire import for_content_type, json, require
+from qkv.wire import json, require
 
 __all__ = ["router"]
 
@@ -43,9 +43,7 @@ def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
     )
     async def sweep(request: Request) -> Response:
         require(", ".join(request.headers.getlist("accept")), MEDIA_TYPE)
-        codec = for_content_type(request.headers.get("content-type"))
-        if codec is not json:
-            raise UnsupportedMediaType(f"a sweep is asked for in {json.MEDIA_TYPE}")
+        _check_media_type(request)
         wait_s = runs.patience_of(request)
         with await runs.enter(request) as place:
             came = await body(request, settings.max_body_bytes, json.aligned_at, place.grow)
@@ -53,6 +51,15 @@ def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
         return Events(_Sweeping(runs, asked, wait_s, fleet).events())
 
     return routes
+
+
+def _check_media_type(request: Request) -> None:
+    """JSON, also where nothing is said: there are no tensors."""
+    said = request.headers.get("content-type", json.MEDIA_TYPE).partition(";")[0].strip().lower()
+    if said != json.MEDIA_TYPE:
+        raise UnsupportedMediaType(
+            f"Content-Type {said!r:.100} is not read here; send {json.MEDIA_TYPE}"
+        )
 
 
 class _Sweeping:
