@@ -51,7 +51,7 @@ class Anchor(NamedTuple):
         return {n: getattr(self.parameters, n) for n in type(self.parameters).model_fields}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class DivergenceJob(Job):
     """A job whose answer is a `Spread` for each of `spread.FIGURES`.
 
@@ -99,7 +99,7 @@ class DivergenceJob(Job):
         inputs = own._replace(
             tensors={**other.tensors, **own.tensors}, shapes={**other.shapes, **own.shapes}
         )
-        return cls(variant, parameters, inputs, frozenset(), anchor, rows)
+        return cls(variant, parameters, inputs, frozenset(), anchor=anchor, rows=rows)
 
     @cached_property
     def key(self) -> Hashable:

@@ -28,8 +28,8 @@ little-endian, row-major bytes; `"NaN"`, `"Infinity"` and `"-Infinity"` stand fo
 L query length, S key length, D query and key width, E value width, M model width, I input
 features, O output features, R rank, N longest S that a projection is made for; a number is an axis
 of that size. In forms of the weights R is the rows asked for, K the keys of a row, and P and Q are
-bins of queries and of keys. Heads, or batch and heads, may be left out of all tensors alike, and are then missing
-from the answer.
+bins of queries and of keys. Heads, or batch and heads, may be left out of all tensors alike, and
+are then missing from the answer.
 
 **Errors** are problem documents (RFC 9457, `{json.PROBLEM_TYPE}`): `detail` says what came and
 what was expected, `pointer` where. What comes with `Retry-After` may be sent again. Beside those
