@@ -15,7 +15,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY service service
 # The two variables pin the build backend too (older pips read the one, newer ones the other).
 RUN PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-    /opt/qkv/bin/pip install -c constraints.txt '.[server]'
+    /opt/qkv/bin/pip install -c constraints.txt '.[server,tracing]'
 
 FROM python:${PYTHON_TAG}
 # tini: as process 1 the service would have to reap orphans and set up its own signals.

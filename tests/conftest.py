@@ -180,7 +180,7 @@ def running(*arguments: str, module: str = "qkv", **environment: str) -> Iterato
 def _settings_of_the_tests_only() -> Iterator[None]:
     """What whoever runs the tests has set for a service of their own is not for these."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in [n for n in os.environ if n.upper().startswith("QKV_")]:
+        for name in [n for n in os.environ if n.upper().startswith(("QKV_", "OTEL_"))]:
             patch.delenv(name)
         yield
 

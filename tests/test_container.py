@@ -101,9 +101,10 @@ def test_the_gpu_profile_reserves_one_gpu() -> None:
 
 
 @each_of_ours
-def test_every_service_takes_keys_where_some_are_set(name: str) -> None:
+def test_every_service_takes_keys_where_some_are_set_and_where_traces_go(name: str) -> None:
     passed = SERVICES[name]["environment"]
-    assert passed.items() >= {"QKV_API_KEYS": None, "QKV_CORS_ORIGINS": None}.items()
+    taken = ("QKV_API_KEYS", "QKV_CORS_ORIGINS", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert passed.items() >= dict.fromkeys(taken).items()
 
 
 @every_service

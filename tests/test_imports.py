@@ -89,11 +89,12 @@ ALLOWED: dict[str, set[str]] = {
         "arena", "channel", "engine", "errors", "exchange", "fleet", "job", "parcel", "queue",
         "warmup",
     },
+    "tracing": {"__version__"},
     "routes": {
         "__version__", "catalogue", "choice", "comparison", "conversion", "door", "engine",
         "errors", "fields", "findings", "fleet", "forms", "gradient", "job", "layers", "local",
         "measured", "message", "metrics", "models", "picture", "queue", "remote", "request_log",
-        "run", "settings", "sweep", "tensors", "wire",
+        "run", "settings", "sweep", "tensors", "tracing", "wire",
     },
     "app": {
         "__version__", "arena", "catalogue", "connection", "device_process", "engine", "errors",
@@ -155,6 +156,8 @@ def test_foreign_imports_keep_their_place(path: Path) -> None:
         assert not foreign & WEB
     if room(path) in CLIENT_SIDE:
         assert "torch" not in foreign
+    if room(path) != "tracing":
+        assert "opentelemetry" not in foreign
     if room(path) not in ("settings", "cli"):
         assert "pydantic_settings" not in foreign
         assert not re.search(r"\b(environ|getenv)\b", path.read_text())

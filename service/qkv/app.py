@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -78,6 +79,7 @@ def create_app(
         worker.ready(True)
     engine = remote or _new_engine(settings, worker)
     log = RequestLog(1, worker.meter.dropped) if settings.request_log == "json" else None
+    traces = import_module("qkv.tracing").Traces() if settings.traces else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -98,6 +100,8 @@ def create_app(
             pulse.cancel()
             if log is not None:
                 await log.stop()
+            if traces is not None:
+                await traces.stop()
             watch.cancel()
 
     app = FastAPIOffline(  # its pages from its own files, none from another host
@@ -138,7 +142,7 @@ def create_app(
     if keys is not None:
         app.add_middleware(Guard, keys=keys, refusal=_refusal)  # for who serves it without `front`
         front = Guard(front, keys, _refusal)
-    observer = Observer(worker.meter, log)
+    observer = Observer(worker.meter, log, traces)
     app.state.front = Observed(_opened(front, settings.origins), observer)
     app.state.protocol = partial(
         Protocol,

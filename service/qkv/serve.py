@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, Final
 
 import click
@@ -52,6 +53,7 @@ def serve(settings: Settings) -> int:
     Returns:
         The exit status: 0 after a clean stop.
     """
+    _load_tracing(settings)
     listening = port.listen(settings.host, settings.port)
     device = _device_type(settings.device)
     workers = settings.workers or (1 if device == "cuda" else default_workers())
@@ -71,6 +73,20 @@ def default_workers() -> int:
             quota, period = file.read().split()
         allowed = min(allowed, max(1, round(int(quota) / int(period))))
     return allowed
+
+
+def _load_tracing(settings: Settings) -> None:
+    """Imports what makes traces, where they are asked for: once for all workers."""
+    try:
+        if settings.traces:
+            import_module("qkv.tracing")
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"OTEL_* in the environment asks for traces, and {error.name} is not installed: "
+            "pip install 'qkv[tracing]', or set OTEL_SDK_DISABLED=true"
+        ) from None
 
 
 def _new_arena(regions: int, size: int) -> Arena:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["Settings", "refuse_unknown"]
+__all__ = ["Settings", "asks_for_traces", "refuse_unknown"]
 
 _PREFIX: Final = "QKV_"
 _OTHERS: Final = {"QKV_URL", "QKV_API_KEY"}  # the asking commands' own
+
+_OTLP: Final = "EXPORTER_OTLP"
+_OTEL: Final = (
+    *("SDK_DISABLED", "TRACES_EXPORTER", f"{_OTLP}_ENDPOINT", f"{_OTLP}_TRACES_ENDPOINT"),
+    *(f"{_OTLP}_PROTOCOL", f"{_OTLP}_TRACES_PROTOCOL"),
+)
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, section 11.2
 _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
@@ -160,6 +167,35 @@ class Settings(BaseSettings):
     def origins(self) -> list[str]:
         """The origins whose pages may ask."""
         return [] if self.cors_origins is None else _listed(self.cors_origins)
+
+    @property
+    def traces(self) -> bool:
+        """Whether the environment asks for traces, in the words of OpenTelemetry.
+
+        Raises:
+            ValueError: it asks for some that are not made here.
+        """
+        return asks_for_traces(os.environ)
+
+
+def asks_for_traces(environment: Mapping[str, str]) -> bool:
+    """Whether the standard's variables say where traces go.
+
+    Raises:
+        ValueError: they want another exporter or protocol than there is.
+    """
+    said = {name: environment.get(f"OTEL_{name}", "").strip() for name in _OTEL}
+    if said["SDK_DISABLED"].lower() == "true" or said["TRACES_EXPORTER"] == "none":
+        return False
+    asked = said["TRACES_EXPORTER"] or said[f"{_OTLP}_ENDPOINT"] or said[f"{_OTLP}_TRACES_ENDPOINT"]
+    if not asked:
+        return False
+    protocol = said[f"{_OTLP}_TRACES_PROTOCOL"] or said[f"{_OTLP}_PROTOCOL"] or "http/protobuf"
+    if said["TRACES_EXPORTER"] not in ("", "otlp"):
+        raise ValueError(f"OTEL_TRACES_EXPORTER is {said['TRACES_EXPORTER']}; there are otlp, none")
+    if protocol != "http/protobuf":
+        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; there is http/protobuf")
+    return True
 
 
 def _listed(text: str) -> list[str]:

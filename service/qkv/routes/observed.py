@@ -1,4 +1,5 @@
-"""What is seen of every request, whichever way it takes: an id, counts, and maybe a line of log."""
+"""What is seen of every request, whichever way it takes: an id, counts, and maybe a line of log and
+a span of a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +18,9 @@ from qkv.errors import QkvError
 from qkv.metrics import OTHER, UNKNOWN, Meter
 from qkv.request_log import RequestLog
 from qkv.routes.shortcuts import Header, Reply
+
+if TYPE_CHECKING:
+    from qkv.tracing import Traces
 
 __all__ = ["Observed", "Observer", "fails", "request_id"]
 
@@ -59,15 +63,19 @@ def request_id() -> str:
 
 
 class Observer:
-    """Ids, counts and log of one process's requests.
+    """Ids, counts, log and traces of one process's requests.
 
     Args:
         meter: counts them.
         log: has a line of each; None: there is none.
+        traces: has a span of each; None: there are none.
     """
 
-    def __init__(self, meter: Meter, log: RequestLog | None = None) -> None:
-        self._meter, self._log = meter, log
+    def __init__(
+        self, meter: Meter, log: RequestLog | None = None, traces: Traces | None = None
+    ) -> None:
+        self._meter, self._log, self._traces = meter, log, traces
+        self._is_silent = log is None and traces is None
         self._prefix = os.urandom(8).hex().encode()
         self._numbers = itertools.count(1)
         self.received = meter.received
@@ -91,10 +99,10 @@ class Observer:
         """A shortcut has answered a request that came at `since`, with a body of so many bytes."""
         seconds = time.perf_counter() - since
         self._meter.answered(reply.variant, "ok", seconds, sent)
-        if self._log is not None:
+        if not self._is_silent:
             path = url.partition(b"?")[0].decode("ascii", "replace")
             line = _line(headers, id, "POST", path, reply.variant, 200, "ok", seconds, sent)
-            self._log.add(line | _stages(reply.lines))
+            self._tell(line | _stages(reply.lines), headers, seconds, _run_route(path))
 
     def ended(self, scope: Scope, seen: _Seen) -> None:
         """A request has gone the long way, to its end."""
@@ -104,12 +112,25 @@ class Observer:
         if outcome is None:
             outcome = "ok" if 200 <= seen.status < 400 else _NAMES.get(seen.status, "internal")
         self._meter.answered(place, outcome, seconds, seen.sent)
-        if self._log is not None:
+        if not self._is_silent:
             name = None if place == OTHER else place
             how = (name, seen.status, outcome, seconds, seen.sent)
             line = _line(scope["headers"], seen.id, scope["method"], scope["path"], *how)
             timing = next((v for n, v in seen.headers if n == b"server-timing"), b"")
-            self._log.add(line | _stages(timing))
+            is_run = place not in (OTHER, UNKNOWN)
+            route = (
+                _run_route(scope["path"]) if is_run else getattr(scope.get("route"), "path", None)
+            )
+            self._tell(line | _stages(timing), scope["headers"], seconds, route)
+
+    def _tell(
+        self, line: dict[str, Any], headers: Iterable[Header], seconds: float, route: str | None
+    ) -> None:
+        if self._traces is not None:
+            trace = self._traces.add(line, headers, seconds, route)
+            line |= {} if trace is None else {"trace_id": trace}
+        if self._log is not None:
+            self._log.add(line)
 
     def _place(self, method: str, path: str) -> str:
         """Which variant a request is for, as far as there are such."""
@@ -172,6 +193,11 @@ def _line(
         "bytes_out": sent,
         "duration_ms": round(seconds * 1e3, 4),
     }
+
+
+def _run_route(path: str) -> str:
+    """The route of a path that runs a variant."""
+    return path if path.startswith("/v1/") else "/v2/models/{model}/infer"
 
 
 def _stages(timing: bytes) -> dict[str, float]:

@@ -21,8 +21,8 @@ _MOST: Final = 256  # kept, those that came last: what is said before bodies,
 _MOST_HEADS: Final = 16  # and heads of bodies behind each of them
 _IDLE: Final = frozenset(  # a key was looked at before
     (
-        *(b"authorization", b"host", b"user-agent", b"traceparent", b"tracestate"),
-        b"x-request-id",
+        *(b"authorization", b"host", b"user-agent", b"x-request-id"),
+        *(b"traceparent", b"tracestate", b"baggage"),
     )
 )
 _PLAIN: Final = frozenset(
