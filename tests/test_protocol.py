@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -675,3 +677,35 @@ def test_few_are_kept(server: Server) -> None:
     assert len(shortcuts._known) <= 256
     assert all(len(known.plans) <= 16 for known in shortcuts._known.values())
     assert not shortcuts.knows(Asked(b"/", ()))
+
+
+def test_what_is_kept_is_bounded_in_bytes(serve: Callable[..., Server]) -> None:
+    """The longest heads, behind the longest headers: nobody can have a worker keep more than
+    64 MiB so, and what is said in more words is not kept."""
+    server = serve()
+    shortcuts: Shortcuts = server.app.state.protocol.keywords["shortcuts"]
+
+    def kept() -> int:
+        gc.collect()
+        return sum(len(known.plans) for known in shortcuts._known.values())
+
+    def fill(letter: str, size: int) -> None:
+        for i in range(100, 110):
+            for j in range(100, 116):
+                body, length = body_of(drawn(0), id=f"{i}{j}" + "x" * 3700)
+                assert 3900 < length <= 4096
+                caller.send(request_of(body, length, PATH, f"Accept: {i}{letter * size}"))
+                caller.answer()
+
+    with calling(server) as caller:
+        fill("a", 3)  # so that what else is kept of heads is full
+        before = kept()
+        tracemalloc.start()
+        fill("b", 3700)
+        count = kept() - before
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        fill("c", 5000)
+    assert count == 160
+    assert held / count < (64 << 20) / (256 * 16)
+    assert kept() == before + count

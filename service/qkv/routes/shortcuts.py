@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from qkv.job import Job
 from qkv.routes.bodies import Chunk, Laid, Layout, Room
+from qkv.routes.prepared import LONGEST_HEAD
 from qkv.routes.runs import Result, Runs
 from qkv.run import Ran, Standing
 from qkv.tensors import RawTensor
@@ -18,7 +19,7 @@ __all__ = ["Asked", "Done", "Header", "Reply", "Shortcuts"]
 Header = tuple[bytes, bytes]
 
 _MOST: Final = 256  # kept, those that came last: what is said before bodies,
-_MOST_HEADS: Final = 16  # and heads of bodies behind each of them
+_MOST_HEADS: Final = 16  # and heads of bodies behind each of them; each a few KiB, 16 at most
 _IDLE: Final = frozenset(  # a key was looked at before
     (
         *(b"authorization", b"host", b"user-agent", b"x-request-id"),
@@ -55,6 +56,11 @@ class Asked(NamedTuple):
     def size(self) -> int:
         """Bytes of the body, which is plain."""
         return int(dict(self.headers)[b"content-length"])
+
+    @property
+    def length(self) -> int:
+        """Bytes of all that it says."""
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
 
 class Reply(NamedTuple):
@@ -139,7 +145,9 @@ class Shortcuts:
             written: makes an answer of a run.
             is_open: whether it may be answered at all, now.
         """
-        if laid is None or not asked.is_plain or not self.may_keep(job):
+        if laid is None or not asked.is_plain or asked.length > LONGEST_HEAD:
+            return
+        if not self.may_keep(job):
             return
         known = self._known.get(asked)
         if known is None or known.layout != laid.layout:
