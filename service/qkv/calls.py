@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -14,13 +13,11 @@ import numpy as np
 from qkv.arrays import Restore, is_array, restorer, to_raw
 from qkv.errors import InvalidContent
 from qkv.message import Message
+from qkv.results import Converted, Gradients, Run
 from qkv.wire import Codec, json, safetensors
 
 __all__ = [
     "Call",
-    "Converted",
-    "Gradients",
-    "Run",
     "build_attend",
     "build_convert",
     "build_gradients",
@@ -31,71 +28,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a run answered.
-
-    Attributes:
-        variant: its name.
-        outputs: arrays by name, of the kind that the inputs were.
-        timing: milliseconds by stage, batch size, device, backend, flops, bytes.
-        weights_are: "stochastic" (none negative, each row's sum is 1, or 0 where it sees nothing),
-            "signed" or "unnormalised"; None where there are none.
-    """
-
-    variant: str
-    outputs: Mapping[str, Any]
-    timing: Mapping[str, Any]
-    weights_are: str | None = None
-
-    @property
-    def output(self) -> Any:
-        """(B, H, L, E), in the rank of the inputs."""
-        return self.outputs["output"]
-
-    @property
-    def weights(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs; or what of them was asked for."""
-        return self.outputs["weights"]
-
-    @property
-    def scores(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs: scaled, capped and masked."""
-        return self.outputs["scores"]
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """What a request for gradients answered.
-
-    Attributes:
-        variant: its name.
-        gradients: arrays by the name of what they are the gradients of, of the inputs' kind.
-        timing: as a run has it.
-    """
-
-    variant: str
-    gradients: Mapping[str, Any]
-    timing: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        """The gradient of that input, or of that tensor of the layer."""
-        return self.gradients[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What a conversion answered.
-
-    Attributes:
-        tensors: the weights in the target layout, by name.
-        check: how far both layers' outputs lie apart on the same random input.
-    """
-
-    tensors: Mapping[str, Any]
-    check: Mapping[str, Any]
 
 
 class Call(NamedTuple, Generic[_T]):

@@ -8,7 +8,10 @@ from typing import Any
 
 import click
 
-from qkv import __version__, ask
+from qkv import __version__
+from qkv.ask.attend import attend, gradients
+from qkv.ask.convert import convert
+from qkv.ask.variants import variants
 from qkv.oneline import Commands, one_line_errors
 
 __all__ = ["main"]
@@ -56,7 +59,7 @@ def serve(**flags: Any) -> None:
         sys.exit(run(settings))
 
 
-for command in (ask.variants, ask.attend, ask.gradients, ask.convert):
+for command in (variants, attend, gradients, convert):
     main.add_command(command)
 
 

@@ -14,15 +14,13 @@ import httpx
 
 from qkv.calls import (
     Call,
-    Converted,
-    Gradients,
-    Run,
     build_attend,
     build_convert,
     build_gradients,
     build_variants,
 )
 from qkv.errors import Unparseable, from_problem
+from qkv.results import Converted, Gradients, Run
 
 __all__ = ["AsyncClient", "Client"]
 

@@ -1,0 +1,1 @@
+"""The commands that ask a service, or run right here: one file each."""

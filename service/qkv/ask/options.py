@@ -1,0 +1,99 @@
+"""What the asking commands take alike, and how flags meet what a file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from qkv.errors import InvalidContent, QkvError, shown
+from qkv.wire import json
+
+__all__ = [
+    "HEADS",
+    "KEY",
+    "LAYOUT",
+    "LOCAL",
+    "PARAMETERS",
+    "SOURCE",
+    "TARGET",
+    "URL",
+    "given",
+    "override",
+    "override_inside",
+    "parameter",
+]
+
+SOURCE: Final = click.argument("source", type=click.Path(path_type=Path))
+TARGET: Final = click.option(
+    "-o",
+    "--output",
+    "target",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    required=True,
+    help="Where the answer goes; its suffix says in which format.",
+)
+URL: Final = click.option(
+    "--url",
+    envvar="QKV_URL",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    show_envvar=True,
+    metavar="URL",
+    help="The service to ask.",
+)
+KEY: Final = click.option(
+    "--api-key",
+    envvar="QKV_API_KEY",
+    show_envvar=True,
+    metavar="KEY",
+    help="One of the service's keys.  Other users see it in a list of processes: better set it.",
+)
+LOCAL: Final = click.option(
+    "--local", is_flag=True, help="Ask no service: run here, on the CPU.  Needs qkv[server]."
+)
+PARAMETERS: Final = click.option(
+    "-p",
+    "--parameter",
+    "parameters",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A parameter; its value is JSON, or a bare word.  Repeatable.",
+)
+LAYOUT: Final = click.option(
+    "--layout", metavar="NAME", help="The layout of the file's layer: v1 or v2."
+)
+HEADS: Final = click.option("--heads", type=int, help="The heads of the file's layer.")
+
+
+def given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def override(fields: dict[str, Any], **flags: Any) -> None:
+    """Flags go before what a file says."""
+    fields.update(given(**flags))
+
+
+def override_inside(fields: dict[str, Any], name: str, flags: dict[str, Any]) -> None:
+    """The same in a field that is an object."""
+    if not flags:
+        return  # and what the file says is judged where it is used
+    there = fields.get(name, {})
+    if not isinstance(there, dict):
+        raise InvalidContent(
+            f"{name} came as {shown(there)}; it must be an object", pointer=f"/{name}"
+        )
+    fields[name] = there | flags
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise click.ClickException(f"parameter {text!r} must be NAME=VALUE")
+    try:
+        return name, json.load(value)
+    except QkvError:
+        return name, value  # a bare word, such as query_offset=end

@@ -1,0 +1,36 @@
+"""A call to the service that a command was told to ask, and what is said of its answer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TypeVar
+
+import click
+import httpx
+
+from qkv.calls import Call
+from qkv.client import Client
+from qkv.message import Message
+
+__all__ = ["report", "send"]
+
+_T = TypeVar("_T")
+
+
+def send(url: str, api_key: str | None, call: Call[_T]) -> _T:
+    try:
+        with Client(url, api_key=api_key) as client:
+            return client.send(call)
+    # the last two: what httpx makes of a URL, or of a proxy in the environment, that is none
+    except (httpx.RequestError, httpx.InvalidURL, ValueError, ImportError) as error:
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+        raise click.ClickException(f"no answer from {url!r}: {reason}") from None
+
+
+def report(answer: Message, target: Path) -> None:
+    for name, tensor in answer.tensors.items():
+        click.echo(f"{name:16} {tensor.dtype:9} {'x'.join(map(str, tensor.shape))}")
+    narrow = any(tensor.dtype == "bfloat16" for tensor in answer.tensors.values())
+    note = " (bfloat16 as float32)" if narrow and target.suffix == ".npz" else ""
+    click.echo(f"written to {target}{note}")
