@@ -729,7 +729,7 @@ def test_any_retry_after_is_borne(
 
     # the client's own names: others sleep too
     monkeypatch.setattr("qkv.client.time", SimpleNamespace(sleep=waited.append))
-    monkeypatch.setattr("qkv.client.asyncio", SimpleNamespace(sleep=sleeps))
+    monkeypatch.setattr("qkv.async_client.asyncio", SimpleNamespace(sleep=sleeps))
     for retries in (1, 0):
         answers = {"a": [busy(retry_after), GOOD], "b": [busy(retry_after)]}
         with scripted(*answers["a" if retries else "b"]) as script:

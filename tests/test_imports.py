@@ -30,8 +30,17 @@ ALLOWED: dict[str, set[str]] = {
     "port": {"errors", "wire"},
     "arrays": {"tensors"},
     "results": set(),
-    "calls": {"arrays", "errors", "message", "results", "wire"},
-    "client": {"calls", "errors", "results"},
+    "tables": set(),
+    "compared": {"tables"},
+    "events": set(),
+    "cells": {"errors", "events", "tables"},
+    "plot": {"cells"},
+    "bar": set(),
+    "sweeps": {"bar", "cells", "errors", "events"},
+    "calls": {"arrays", "compared", "errors", "events", "message", "results", "wire"},
+    "attempts": {"calls", "errors", "events"},
+    "client": {"attempts", "calls", "compared", "events", "results", "sweeps"},
+    "async_client": {"attempts", "calls", "compared", "events", "results", "sweeps"},
     "attention": {"errors"},
     "catalogue": {"attention", "errors", "tensors"},
     "layers": {"errors"},
@@ -110,15 +119,19 @@ ALLOWED: dict[str, set[str]] = {
         "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",
     },
     "ask": {
-        "calls", "client", "errors", "files", "local", "message", "oneline", "wire",
+        "calls", "cells", "client", "errors", "files", "local", "message", "oneline", "plot",
+        "tensors", "wire",
     },
     "cli": {"__version__", "ask", "oneline", "serve", "settings"},
-    "__init__": {"client", "errors", "results"},
+    "__init__": {
+        "async_client", "cells", "client", "compared", "errors", "results", "sweeps",
+    },
     "__main__": {"cli"},
 }  # fmt: skip
 
 CLIENT_SIDE = (
-    "errors", "tensors", "message", "wire", "arrays", "files", "results", "calls", "client",
+    "errors", "tensors", "message", "wire", "arrays", "files", "results", "tables", "compared",
+    "events", "cells", "plot", "bar", "sweeps", "calls", "attempts", "client", "async_client",
     "oneline", "ask", "cli", "__init__",
 )  # fmt: skip
 WEB = {"fastapi", "starlette", "uvicorn"}

@@ -1,9 +1,27 @@
 """qkv serves attention. This package is its client; `qkv[server]` adds the service."""
 
-from qkv.client import AsyncClient, Client
+from qkv.async_client import AsyncClient
+from qkv.cells import Cell, Crossover
+from qkv.client import Client
+from qkv.compared import Compared, Comparison
 from qkv.errors import QkvError
 from qkv.results import Converted, Gradients, Run
+from qkv.sweeps import AsyncSweep, Sweep
 
-__all__ = ["AsyncClient", "Client", "Converted", "Gradients", "QkvError", "Run", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "AsyncSweep",
+    "Cell",
+    "Client",
+    "Compared",
+    "Comparison",
+    "Converted",
+    "Crossover",
+    "Gradients",
+    "QkvError",
+    "Run",
+    "Sweep",
+    "__version__",
+]
 
 __version__ = "0.1.0"

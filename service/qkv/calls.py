@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx
 import numpy as np
+import orjson
 
 from qkv.arrays import Restore, is_array, restorer, to_raw
+from qkv.compared import Comparison
 from qkv.errors import InvalidContent
+from qkv.events import MEDIA_TYPE as EVENTS
 from qkv.message import Message
 from qkv.results import Converted, Gradients, Run
 from qkv.wire import Codec, json, safetensors
 
 __all__ = [
     "Call",
+    "Choice",
+    "Stream",
     "build_attend",
+    "build_compare",
     "build_convert",
     "build_gradients",
     "build_message",
+    "build_sweep",
     "build_variants",
+    "choice",
+    "choices",
+    "compare_message",
     "gradients_path",
     "run_path",
 ]
 
 _T = TypeVar("_T")
+
+Choice = str | Mapping[str, Any]
+"""A variant by its name, or with parameters: {"variant": "taylor", "parameters": {...}}."""
 
 
 class Call(NamedTuple, Generic[_T]):
@@ -38,6 +52,14 @@ class Call(NamedTuple, Generic[_T]):
     parse: Callable[[httpx.Response], _T]
     content: bytes = b""
     headers: Mapping[str, str] = {}
+
+
+class Stream(NamedTuple):
+    """A call as bytes, which is answered by events."""
+
+    path: str
+    content: bytes
+    headers: Mapping[str, str]
 
 
 def build_attend(
@@ -87,14 +109,7 @@ def _asked(
         raise InvalidContent(
             "none of the arguments is an array; wrap lists with numpy.asarray or torch.tensor"
         )
-    for name, value in arguments.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidContent(f"{name} is {value}; parameters are finite")
-    parameters = {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in arguments.items()
-        if name not in arrays and value is not None
-    }
+    parameters = _plain({n: v for n, v in arguments.items() if n not in arrays})
     fields = {**fields, "parameters": parameters}
     layer_tensors: dict[str, Any] = {}
     if isinstance(layer, Mapping):
@@ -104,6 +119,79 @@ def _asked(
         fields["layer"] = layer
     message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
     return message, restorer(next(iter(arrays.values())))
+
+
+def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are given, as JSON has them."""
+    for name, value in parameters.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidContent(f"{name} is {value}; parameters are finite")
+    return {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in parameters.items()
+        if value is not None
+    }
+
+
+def build_compare(
+    variants: Sequence[Choice],
+    anchor: Choice,
+    repeats: int | None,
+    layer: Mapping[str, Any] | str | None,
+    arguments: Mapping[str, Any],
+) -> Call[Comparison]:
+    """The call that compares variants; the arguments are those of `Client.compare`."""
+    message, _ = _asked(layer, arguments, _given(repeats=repeats))
+    parameters = message.fields.pop("parameters")
+    message.fields["variants"] = choices(variants, parameters)
+    message.fields["anchor"] = choice(anchor, parameters)
+    return compare_message(message)
+
+
+def compare_message(message: Message) -> Call[Comparison]:
+    """The call that compares variants as a message says."""
+    return _post(
+        "/v1/compare",
+        message,
+        "inputs",
+        lambda response: Comparison.of(response.json()),
+        _codec_of(message),
+        "application/json",
+    )
+
+
+def build_sweep(
+    variants: Sequence[Choice],
+    lengths: Iterable[int],
+    fields: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+) -> Stream:
+    """The call that sweeps over lengths; the arguments are those of `Client.sweep`."""
+    for name, value in parameters.items():
+        if is_array(value):
+            raise InvalidContent(f"{name} is an array; a sweep draws its own inputs")
+    asked = {
+        "variants": choices(variants, _plain(parameters)),
+        "lengths": list(map(operator.index, lengths)),
+        **_given(**fields),
+    }
+    headers = {"Content-Type": "application/json", "Accept": EVENTS}
+    return Stream("/v1/sweep", orjson.dumps(asked, option=orjson.OPT_SERIALIZE_NUMPY), headers)
+
+
+def choices(variants: Sequence[Choice], parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each as `choice` has it."""
+    if isinstance(variants, str | Mapping):
+        raise InvalidContent("variants are a list, also where there is but one")
+    return [choice(variant, parameters) for variant in variants]
+
+
+def choice(variant: Choice, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant as an object, with the parameters that all have; its own go before them."""
+    if isinstance(variant, str):
+        return {"variant": variant, "parameters": dict(parameters)}
+    own = _plain(variant.get("parameters", {}))
+    return {**variant, "parameters": {**parameters, **own}}
 
 
 def build_convert(
@@ -122,13 +210,8 @@ def build_convert(
 
 
 def build_message(path: str, message: Message, group: str, answered: str) -> Call[Message]:
-    """The call that posts a message and answers one, raw tensors both.
-
-    Numbers that were written without a dtype go as they are, in JSON: what they become depends on
-    what they are for, which the service knows.
-    """
-    literal = any(t.literal for t in (*message.tensors.values(), *message.layer.values()))
-    codec: Codec = json if literal else safetensors
+    """The call that posts a message and answers one, raw tensors both."""
+    codec = _codec_of(message)
     return _post(path, message, group, lambda r: safetensors.decode(r.content, answered), codec)
 
 
@@ -158,9 +241,17 @@ def _post(
     group: str,
     parse: Callable[[httpx.Response], _T],
     codec: Codec = safetensors,
+    accept: str = safetensors.MEDIA_TYPE,
 ) -> Call[_T]:
-    headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": safetensors.MEDIA_TYPE}
+    headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": accept}
     return Call("POST", path, parse, b"".join(codec.encode(message, group)), headers)
+
+
+def _codec_of(message: Message) -> Codec:
+    """Numbers that were written without a dtype go as they are, in JSON: what they become depends
+    on what they are for, which the service knows."""
+    literal = any(t.literal for t in (*message.tensors.values(), *message.layer.values()))
+    return json if literal else safetensors
 
 
 def _restored(message: Message, restore: Restore) -> dict[str, Any]:

@@ -10,7 +10,9 @@ import click
 
 from qkv import __version__
 from qkv.ask.attend import attend, gradients
+from qkv.ask.compare import compare
 from qkv.ask.convert import convert
+from qkv.ask.sweep import sweep
 from qkv.ask.variants import variants
 from qkv.oneline import Commands, one_line_errors
 
@@ -59,7 +61,7 @@ def serve(**flags: Any) -> None:
         sys.exit(run(settings))
 
 
-for command in (variants, attend, gradients, convert):
+for command in (variants, attend, gradients, compare, sweep, convert):
     main.add_command(command)
 
 

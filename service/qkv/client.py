@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 
+from qkv.attempts import (
+    BROKEN,
+    URL,
+    backoff,
+    check_events,
+    key_header,
+    parsed,
+    refusal,
+    wait_before_next,
+)
 from qkv.calls import (
     Call,
+    Choice,
+    Stream,
     build_attend,
+    build_compare,
     build_convert,
     build_gradients,
+    build_sweep,
     build_variants,
 )
-from qkv.errors import Unparseable, from_problem
+from qkv.compared import Comparison
+from qkv.events import Event, Events
 from qkv.results import Converted, Gradients, Run
+from qkv.sweeps import Sweep
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["Client"]
 
 _T = TypeVar("_T")
-
-_URL: Final = "http://127.0.0.1:8000"
-_LONGEST_WAIT_S: Final = 10.0
-# a run changes nothing at the service, so that one whose connection broke may be sent again
-_BROKEN: Final = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 
 
 class Client:
@@ -46,7 +54,7 @@ class Client:
 
     def __init__(
         self,
-        url: str = _URL,
+        url: str = URL,
         *,
         timeout: float | None = 60.0,
         api_key: str | None = None,
@@ -54,7 +62,7 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._http = httpx.Client(
-            base_url=url, headers=_key_header(api_key), timeout=timeout, transport=transport
+            base_url=url, headers=key_header(api_key), timeout=timeout, transport=transport
         )
         self._retries = retries
 
@@ -73,10 +81,8 @@ class Client:
             variant: its name, for instance "softmax".
             layer: a saved layer's name, or {"layout", "heads", "tensors"}.
             outputs: what to return; None: output and weights.
-            weights: in what form: "full", "none", "stats", {"rows": [0, 5]}, {"top_k": 8} or
-                {"pool": 64}. What it gives stands in the run's `outputs`: `weights`, and with top_k
-                `indices`; with stats `entropy`, `largest`, `largest_index`, `effective_keys` and
-                `received` in place of `weights`.
+            weights: in what form: "full", "none", "stats", {"rows": [...]}, {"top_k": k} or
+                {"pool": bins}.
             **inputs_and_parameters: arrays are inputs (`query` (B,H,L,D), `key` (B,G,S,D),
                 `value` (B,G,S,E), `mask`, `key_lengths` (B), or `x` (B,L,M) with a layer), all
                 else parameters (`causal=True`).
@@ -108,6 +114,69 @@ class Client:
             httpx.TransportError: it could not be reached.
         """
         return self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
+
+    def compare(
+        self,
+        variants: Sequence[Choice],
+        *,
+        anchor: Choice = "softmax",
+        repeats: int | None = None,
+        layer: Mapping[str, Any] | str | None = None,
+        **inputs_and_parameters: Any,
+    ) -> Comparison:
+        """Runs variants side by side on the same inputs.
+
+        Args:
+            variants: names, or {"variant": "taylor", "parameters": {...}}.
+            anchor: what they are held against.
+            repeats: how often each is timed; None: as the service does.
+            layer: as `attend` takes it.
+            **inputs_and_parameters: as `attend` takes them; parameters are for every variant, the
+                anchor too, and a variant's own go before them.
+
+        Raises:
+            QkvError: the service refused; the class says how, `detail` why.
+            httpx.TransportError: it could not be reached.
+        """
+        return self.send(build_compare(variants, anchor, repeats, layer, inputs_and_parameters))
+
+    def sweep(
+        self,
+        variants: Sequence[Choice],
+        lengths: Iterable[int],
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        width: int | None = None,
+        dtype: str | None = None,
+        repeats: int | None = None,
+        seed: int | None = None,
+        progress: bool = True,
+        **parameters: Any,
+    ) -> Sweep:
+        """Times variants at lengths, on inputs that the service draws.
+
+        Nothing is asked before the first cell is. Refusals are retried and raised there too; what
+        breaks after the first event is not sent again.
+
+        Args:
+            variants: names, or {"variant": "taylor", "parameters": {...}}.
+            lengths: of queries and keys.
+            batch, heads, width, dtype: of the inputs; None: as the service does.
+            repeats: how often each is timed; None: as the service does.
+            seed: of the inputs.
+            progress: show a bar, in a terminal or a notebook.
+            **parameters: for every variant; its own go before them.
+
+        Returns:
+            An iterator of `Cell`; closing it, or leaving its `with`, ends the sweep.
+
+        Raises:
+            InvalidContent: an array is among the parameters.
+        """
+        inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
+        fields = {**inputs, "repeats": repeats, "seed": seed}
+        return Sweep(self.stream(build_sweep(variants, lengths, fields, parameters)), progress)
 
     def convert(
         self,
@@ -159,147 +228,36 @@ class Client:
                 response = self._http.request(
                     call.method, call.path, content=call.content, headers=call.headers
                 )
-                if last or (wait := _wait(response)) is None:
-                    return _parsed(call, response)
-            except _BROKEN:
+                if last or (wait := wait_before_next(response)) is None:
+                    return parsed(call, response)
+            except BROKEN:
                 if last:
                     raise
-                wait = _backoff(attempt)
+                wait = backoff(attempt)
             time.sleep(wait)
         raise AssertionError
 
-
-class AsyncClient:
-    """The twin of `Client` for asyncio; the same arguments, results and errors."""
-
-    def __init__(
-        self,
-        url: str = _URL,
-        *,
-        timeout: float | None = 60.0,
-        api_key: str | None = None,
-        retries: int = 3,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._http = httpx.AsyncClient(
-            base_url=url, headers=_key_header(api_key), timeout=timeout, transport=transport
-        )
-        self._retries = retries
-
-    async def attend(
-        self,
-        variant: str,
-        *,
-        layer: Mapping[str, Any] | str | None = None,
-        outputs: list[str] | None = None,
-        weights: str | Mapping[str, Any] | None = None,
-        **inputs_and_parameters: Any,
-    ) -> Run:
-        """Runs a variant: see `Client.attend`."""
-        return await self.send(
-            build_attend(variant, layer, outputs, weights, inputs_and_parameters)
-        )
-
-    async def gradients(
-        self,
-        variant: str,
-        *,
-        grad_output: Any,
-        layer: Mapping[str, Any] | str | None = None,
-        **inputs_and_parameters: Any,
-    ) -> Gradients:
-        """The gradients of sum(grad_output * output): see `Client.gradients`."""
-        return await self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
-
-    async def convert(
-        self,
-        tensors: Mapping[str, Any],
-        *,
-        source: str,
-        target: str,
-        heads: int | None = None,
-        bias: str | None = None,
-    ) -> Converted:
-        """Takes weights from one layout to another: see `Client.convert`."""
-        return await self.send(build_convert(tensors, source, target, heads, bias))
-
-    async def variants(self) -> list[dict[str, Any]]:
-        """The catalogue: see `Client.variants`."""
-        return await self.send(build_variants())
-
-    async def close(self) -> None:
-        """Closes its connections."""
-        await self._http.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def send(self, call: Call[_T]) -> _T:
-        """Sends a call that one of the `build` functions made."""
+    def stream(self, call: Stream) -> Generator[Event]:
+        """The events that answer a call; sent again, where that helps, until the first came."""
         for attempt in range(self._retries + 1):
-            last = attempt == self._retries
+            last, begun = attempt == self._retries, False
             try:
-                response = await self._http.request(
-                    call.method, call.path, content=call.content, headers=call.headers
-                )
-                if last or (wait := _wait(response)) is None:
-                    return _parsed(call, response)
-            except _BROKEN:
-                if last:
+                with self._http.stream(
+                    "POST", call.path, content=call.content, headers=call.headers
+                ) as response:
+                    if response.is_success:
+                        check_events(response)
+                        events = Events()
+                        for chunk in response.iter_bytes():
+                            for event in events.feed(chunk):
+                                begun = True
+                                yield event
+                        return
+                    response.read()
+                    if last or (wait := wait_before_next(response)) is None:
+                        raise refusal(response)
+            except BROKEN:
+                if last or begun:
                     raise
-                wait = _backoff(attempt)
-            await asyncio.sleep(wait)
-        raise AssertionError
-
-
-def _key_header(api_key: str | None) -> dict[str, str]:
-    if api_key is None:
-        return {}
-    if not re.fullmatch(r"[!-~]+", api_key):  # or an error of a library below would show it
-        raise ValueError("api_key has characters that no key has, or none at all")
-    return {"Authorization": f"Bearer {api_key}"}
-
-
-def _wait(response: httpx.Response) -> float | None:
-    """Seconds until a refused call may be sent again; None: it is answered, for good or bad."""
-    if response.status_code != 503 or "retry-after" not in response.headers:
-        return None
-    return min(_retry_after(response), _LONGEST_WAIT_S)
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Seconds, as it says; 1 where it says none, or a date."""
-    try:
-        seconds = float(response.headers.get("retry-after", 1))
-    except ValueError:
-        return 1.0
-    return max(seconds, 0.0) if math.isfinite(seconds) else 1.0
-
-
-def _backoff(attempt: int) -> float:
-    """Seconds until a call whose connection failed is sent again."""
-    return min(0.1 * 4.0**attempt, _LONGEST_WAIT_S)
-
-
-def _parsed(call: Call[_T], response: httpx.Response) -> _T:
-    """The result, or what the service says went wrong."""
-    if response.is_success:
-        try:
-            return call.parse(response)
-        except (ValueError, KeyError, TypeError) as error:
-            raise Unparseable(f"the answer is not that of a qkv service: {error}") from None
-    try:
-        problem = response.json()
-    except ValueError:
-        problem = None
-    if not isinstance(problem, dict):
-        raise Unparseable(f"HTTP {response.status_code} without a problem document")
-    raise from_problem(response.status_code, problem, int(_retry_after(response) or 1))
+                wait = backoff(attempt)
+            time.sleep(wait)

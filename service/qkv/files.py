@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Final
@@ -13,9 +13,9 @@ import numpy as np
 from qkv.errors import InvalidContent, QkvError
 from qkv.message import Message
 from qkv.tensors import RawTensor
-from qkv.wire import json, safetensors
+from qkv.wire import Chunk, json, safetensors
 
-__all__ = ["SUFFIXES", "check_target", "read", "write"]
+__all__ = ["SUFFIXES", "check_target", "read", "replace", "write"]
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 
@@ -63,6 +63,15 @@ def write(path: Path, message: Message, group: str) -> None:
             chunks = [_npz({name: tensor.numpy() for name, tensor in message.tensors.items()})]
         case _:
             raise _unknown(path)
+    replace(path, chunks)
+
+
+def replace(path: Path, chunks: Iterable[Chunk]) -> None:
+    """Writes bytes in place of whatever is there, all of them or none.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     path = path.resolve()  # a link stays one
     # beside it: only within one file system is a rename all or nothing
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -77,10 +86,10 @@ def write(path: Path, message: Message, group: str) -> None:
         raise
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
     """Raises before the work is done what `write` would raise after it."""
-    if path.suffix not in SUFFIXES:
-        raise _unknown(path)
+    if path.suffix not in suffixes:
+        raise _unknown(path, suffixes)
     if path.is_dir():
         raise InvalidContent(f"{path} is a directory")
     if not path.parent.is_dir():
@@ -113,5 +122,5 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     return room.getvalue()
 
 
-def _unknown(path: Path) -> InvalidContent:
-    return InvalidContent(f"{path} has none of the suffixes {', '.join(SUFFIXES)}")
+def _unknown(path: Path, suffixes: Sequence[str] = SUFFIXES) -> InvalidContent:
+    return InvalidContent(f"{path} has none of the suffixes {', '.join(suffixes)}")

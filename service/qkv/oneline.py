@@ -54,8 +54,9 @@ def one_line_errors() -> Iterator[None]:
         where = f" ({error.pointer})" if error.pointer else ""
         raise click.ClickException(_line(f"{error.detail}{where}")) from None
     except ModuleNotFoundError as error:
+        wanted = ("a plot", "plot") if error.name == "matplotlib" else ("the service", "server")
         raise click.ClickException(
-            f"{error.name} is missing: the service is installed by `pip install 'qkv[server]'`"
+            "{} is missing: {} needs `pip install 'qkv[{}]'`".format(error.name, *wanted)
         ) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

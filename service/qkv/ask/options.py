@@ -16,10 +16,13 @@ __all__ = [
     "LAYOUT",
     "LOCAL",
     "PARAMETERS",
+    "REPEATS",
     "SOURCE",
     "TARGET",
     "URL",
     "given",
+    "named",
+    "object_in",
     "override",
     "override_inside",
     "parameter",
@@ -62,6 +65,9 @@ PARAMETERS: Final = click.option(
     metavar="NAME=VALUE",
     help="A parameter; its value is JSON, or a bare word.  Repeatable.",
 )
+REPEATS: Final = click.option(
+    "--repeats", type=int, metavar="N", help="How often each is timed.  [default: the service's]"
+)
 LAYOUT: Final = click.option(
     "--layout", metavar="NAME", help="The layout of the file's layer: v1 or v2."
 )
@@ -79,14 +85,31 @@ def override(fields: dict[str, Any], **flags: Any) -> None:
 
 def override_inside(fields: dict[str, Any], name: str, flags: dict[str, Any]) -> None:
     """The same in a field that is an object."""
-    if not flags:
-        return  # and what the file says is judged where it is used
+    if flags:  # or what the file says is judged where it is used
+        fields[name] = object_in(fields, name) | flags
+
+
+def object_in(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """A field that must be an object; an empty one where it is absent.
+
+    Raises:
+        InvalidContent: it is something else.
+    """
     there = fields.get(name, {})
     if not isinstance(there, dict):
         raise InvalidContent(
             f"{name} came as {shown(there)}; it must be an object", pointer=f"/{name}"
         )
-    fields[name] = there | flags
+    return there
+
+
+def named(word: str) -> str | dict[str, Any]:
+    """A variant on the command line: its name, or JSON with parameters of its own.
+
+    Raises:
+        Unparseable: it begins as JSON does, and is none.
+    """
+    return dict(json.load(word)) if word.startswith("{") else word
 
 
 def parameter(text: str) -> tuple[str, Any]:

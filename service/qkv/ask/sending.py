@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,15 +15,23 @@ from qkv.calls import Call
 from qkv.client import Client
 from qkv.message import Message
 
-__all__ = ["report", "send"]
+__all__ = ["asking", "report", "send"]
 
 _T = TypeVar("_T")
 
 
 def send(url: str, api_key: str | None, call: Call[_T]) -> _T:
+    """The service's answer."""
+    with asking(url, api_key) as client:
+        return client.send(call)
+
+
+@contextmanager
+def asking(url: str, api_key: str | None) -> Iterator[Client]:
+    """A client, for calls whose failures are one line each."""
     try:
         with Client(url, api_key=api_key) as client:
-            return client.send(call)
+            yield client
     # the last two: what httpx makes of a URL, or of a proxy in the environment, that is none
     except (httpx.RequestError, httpx.InvalidURL, ValueError, ImportError) as error:
         reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__

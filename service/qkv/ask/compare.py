@@ -1,0 +1,86 @@
+"""`qkv compare`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from qkv import files
+from qkv.ask.options import (
+    HEADS,
+    KEY,
+    LAYOUT,
+    PARAMETERS,
+    REPEATS,
+    SOURCE,
+    URL,
+    given,
+    named,
+    object_in,
+    override,
+    override_inside,
+    parameter,
+)
+from qkv.ask.sending import send
+from qkv.calls import choice, choices, compare_message
+from qkv.oneline import one_line_errors
+from qkv.wire import json
+
+__all__ = ["compare"]
+
+
+@click.command(short_help="Hold variants against one another on a file's tensors.")
+@click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
+@SOURCE
+@click.option(
+    "--anchor",
+    default="softmax",
+    show_default=True,
+    metavar="VARIANT",
+    help="What the others are held against.",
+)
+@PARAMETERS
+@REPEATS
+@LAYOUT
+@HEADS
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, as the service answers it.")
+@URL
+@KEY
+def compare(
+    variants: tuple[str, ...],
+    source: Path,
+    anchor: str,
+    parameters: tuple[str, ...],
+    repeats: int | None,
+    layout: str | None,
+    heads: int | None,
+    as_json: bool,
+    url: str,
+    api_key: str | None,
+) -> None:
+    """Run each VARIANT on the tensors in the file SOURCE, and hold it against the anchor.
+
+    A table says how far outputs and weights lie from the anchor's, what each costs, and where the
+    figures say nothing. Files are as for `qkv attend`; parameters go to every variant, and one may
+    be JSON with parameters of its own.
+
+    \b
+    qkv compare linear taylor in.safetensors -p causal=true
+    qkv compare '{"variant": "taylor", "parameters": {"causal": true}}' in.npz
+    """
+    with one_line_errors():
+        message = files.read(source, "inputs")
+        fields = message.fields
+        shared = object_in(fields, "parameters") | dict(map(parameter, parameters))
+        fields.pop("parameters", None)
+        override_inside(fields, "layer", given(layout=layout, heads=heads))
+        override(
+            fields,
+            variants=choices([named(word) for word in variants], shared),
+            anchor=choice(named(anchor), shared),
+            repeats=repeats,
+        )
+        comparison = send(url, api_key, compare_message(message))
+    click.echo(json.dump(asdict(comparison)) if as_json else comparison.table())

@@ -1,0 +1,116 @@
+"""`qkv sweep`."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from qkv import files
+from qkv.ask.options import KEY, PARAMETERS, REPEATS, URL, named, parameter
+from qkv.ask.sending import asking
+from qkv.calls import choices
+from qkv.cells import Cells
+from qkv.oneline import one_line_errors
+from qkv.tensors import FLOATING
+
+__all__ = ["sweep"]
+
+_PLOTS: Final = (".svg", ".png", ".pdf")
+
+
+def _lengths(context: click.Context, option: click.Parameter, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} must be whole numbers with commas between them."
+        ) from None
+
+
+@click.command(short_help="Time variants at many lengths, and find where they cross.")
+@click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
+@click.option(
+    "--lengths",
+    callback=_lengths,
+    default="256,512,1024,2048,4096",
+    show_default=True,
+    metavar="N,N,...",
+    help="Of queries and keys.",
+)
+@click.option("--batch", type=int, metavar="N", help="Of the inputs.  [default: the service's]")
+@click.option("--heads", type=int, metavar="N", help="The same.")
+@click.option("--width", type=int, metavar="N", help="The same: of queries, keys and values.")
+@click.option("--dtype", type=click.Choice(FLOATING), help="The same.")
+@click.option("--seed", type=int, metavar="N", help="The same: what they are drawn from.")
+@PARAMETERS
+@REPEATS
+@click.option(
+    "--csv", "csv", type=click.Path(path_type=Path), metavar="FILE", help="Write every cell there."
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw them there: .svg, .png or .pdf.  Needs qkv[plot].",
+)
+@URL
+@KEY
+def sweep(
+    variants: tuple[str, ...],
+    lengths: list[int],
+    parameters: tuple[str, ...],
+    csv: Path | None,
+    plot: Path | None,
+    url: str,
+    api_key: str | None,
+    **how: Any,
+) -> None:
+    """Time each VARIANT at each length, on inputs that the service draws.
+
+    A bar says how far it is. Then come a table of medians, and the lengths from which on another
+    variant is the faster one. Ctrl-C ends it and keeps what was measured. Parameters go to every
+    variant, and one may be JSON with parameters of its own.
+
+    \b
+    qkv sweep softmax linear --lengths 256,512,1024 --csv out.csv --plot out.svg
+    """
+    with one_line_errors():
+        _check(csv, plot)
+        chosen = choices([named(word) for word in variants], dict(map(parameter, parameters)))
+        measured = Cells()
+        try:
+            with (
+                asking(url, api_key) as client,
+                client.sweep(chosen, lengths, **how) as measured,
+            ):
+                for _ in measured:
+                    pass
+        finally:  # also when it was interrupted, or the service ended
+            if measured.cells:
+                _write(measured, csv, plot)
+
+
+def _check(csv: Path | None, plot: Path | None) -> None:
+    """Raises before the work is done what would be raised after it."""
+    if csv is not None:
+        files.check_target(csv, [".csv"])
+    if plot is not None:
+        files.check_target(plot, _PLOTS)
+        import qkv.plot  # noqa: F401 - matplotlib may be missing
+
+
+def _write(measured: Cells, csv: Path | None, plot: Path | None) -> None:
+    click.echo(measured.table())
+    if csv is not None:
+        files.replace(csv, [measured.csv().encode()])
+        click.echo(f"written to {csv}")
+    if plot is not None:
+        from qkv.plot import draw
+
+        room = BytesIO()
+        draw(measured).savefig(room, format=plot.suffix.removeprefix("."))
+        files.replace(plot, [room.getvalue()])
+        click.echo(f"written to {plot}")

@@ -1,0 +1,108 @@
+"""Tables for people: as text for a terminal, as HTML for a notebook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import zip_longest
+from typing import Any, Final, NamedTuple
+
+__all__ = ["Table", "digits", "labels", "scaled"]
+
+
+class Table(NamedTuple):
+    """What stands where, written out.
+
+    Attributes:
+        head: of each column; the first is that of the rows' names.
+        sections: of each its title, and its rows: a name, and a text per column.
+        notes: sentences below it.
+    """
+
+    head: Sequence[str]
+    sections: Sequence[tuple[str, Sequence[Sequence[str]]]]
+    notes: Sequence[str] = ()
+
+    def text(self) -> str:
+        """For a terminal or a log: as wide as it is, whatever the terminal, and without colour."""
+        head = list(zip_longest(*(name.split("\n") for name in self.head), fillvalue=""))
+        inset = [[f"  {n}", *cells] for _, rows in self.sections for n, *cells in rows]
+        widths = [max(map(len, column)) for column in zip(*head, *inset, strict=True)]
+
+        def line(cells: Sequence[str]) -> str:
+            padded = zip(cells, widths, strict=True)
+            aligned = (f"{c:>{w}}" if n else f"{c:{w}}" for n, (c, w) in enumerate(padded))
+            return "   ".join(aligned).rstrip()
+
+        lines = [*map(line, head), "─" * (sum(widths) + 3 * (len(widths) - 1))]
+        for title, rows in self.sections:
+            lines += ["", title]
+            lines += [line([f"  {name}", *cells]) for name, *cells in rows]
+        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
+
+    def html(self) -> str:
+        """For a notebook, light or dark: it takes the page's own colours."""
+        head = "".join(
+            f'<th scope="col" style="{_side(n)}">{_lines(h)}</th>' for n, h in enumerate(self.head)
+        )
+        lines = [
+            '<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">',
+            f'<thead><tr style="{_RULE}">{head}</tr></thead>',
+        ]
+        for title, rows in self.sections:
+            lines += [
+                f'<tbody><tr><th scope="rowgroup" colspan="{len(self.head)}" '
+                f'style="text-align:left;padding-top:.8em">{escape(title)}</th></tr>'
+            ]
+            for name, *cells in rows:
+                inner = "".join(f'<td style="{_side(1)}">{escape(c)}</td>' for c in cells)
+                lines.append(
+                    f'<tr><th scope="row" style="{_side(0)};font-weight:normal">{escape(name)}</th>'
+                    f"{inner}</tr>"
+                )
+            lines.append("</tbody>")
+        lines.append("</table>")
+        lines += [f"<p>{escape(note)}</p>" for note in self.notes]
+        return "\n".join(lines)
+
+
+_RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"
+
+
+def _side(column: int) -> str:
+    return f"text-align:{'right' if column else 'left'};vertical-align:top"
+
+
+def _lines(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
+
+
+def digits(number: float | None) -> str:
+    """Three digits, or a dash where there is no number."""
+    if number is None:
+        return "–"
+    if number == 0 or 1e-4 <= abs(number) < 1e5:
+        return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+    return f"{number:.2e}"
+
+
+def scaled(number: float | None, units: Sequence[str], step: int) -> str:
+    """Three digits and the largest of the units, each `step` of the one before, that fits."""
+    if number is None:
+        return "–"
+    unit = 0
+    while abs(number) >= step and unit < len(units) - 1:
+        number, unit = number / step, unit + 1
+    return f"{digits(number)} {units[unit]}"
+
+
+def labels(named: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """What to call variants with parameters: by name, and namesakes by what tells them apart too,
+    a line each."""
+    found = []
+    for name, own in named:
+        others = [parameters for other, parameters in named if other == name]
+        telling = [n for n in own if any(n not in p or p[n] != own[n] for p in others)]
+        found.append("\n".join([name, *(f"{n}={json.dumps(own[n])}" for n in telling)]))
+    return found
