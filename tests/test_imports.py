@@ -29,18 +29,20 @@ ALLOWED: dict[str, set[str]] = {
     "fleet": {"metrics", "models"},
     "port": {"errors", "wire"},
     "arrays": {"tensors"},
-    "results": set(),
+    "heads": {"heatmap"},
+    "notebook": {"arrays", "heads", "heatmap"},
+    "results": {"notebook"},
     "tables": set(),
     "compared": {"tables"},
     "events": set(),
     "cells": {"errors", "events", "tables"},
     "plot": {"cells"},
     "bar": set(),
-    "sweeps": {"bar", "cells", "errors", "events"},
+    "streams": {"bar", "cells", "errors", "events"},
     "calls": {"arrays", "compared", "errors", "events", "message", "results", "wire"},
     "attempts": {"calls", "errors", "events"},
-    "client": {"attempts", "calls", "compared", "events", "results", "sweeps"},
-    "async_client": {"attempts", "calls", "compared", "events", "results", "sweeps"},
+    "client": {"attempts", "calls", "compared", "events", "results", "streams"},
+    "async_client": {"attempts", "calls", "compared", "events", "results", "streams"},
     "attention": {"errors"},
     "catalogue": {"attention", "errors", "tensors"},
     "layers": {"errors"},
@@ -124,15 +126,15 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {"__version__", "ask", "oneline", "serve", "settings"},
     "__init__": {
-        "async_client", "cells", "client", "compared", "errors", "results", "sweeps",
+        "async_client", "cells", "client", "compared", "errors", "results", "streams",
     },
     "__main__": {"cli"},
 }  # fmt: skip
 
 CLIENT_SIDE = (
-    "errors", "tensors", "message", "wire", "arrays", "files", "results", "tables", "compared",
-    "events", "cells", "plot", "bar", "sweeps", "calls", "attempts", "client", "async_client",
-    "oneline", "ask", "cli", "__init__",
+    "errors", "tensors", "message", "wire", "arrays", "files", "heatmap", "heads", "notebook",
+    "results", "tables", "compared", "events", "cells", "plot", "bar", "streams", "calls",
+    "attempts", "client", "async_client", "oneline", "ask", "cli", "__init__",
 )  # fmt: skip
 WEB = {"fastapi", "starlette", "uvicorn"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -6,7 +6,7 @@ from qkv.client import Client
 from qkv.compared import Compared, Comparison
 from qkv.errors import QkvError
 from qkv.results import Converted, Gradients, Run
-from qkv.sweeps import AsyncSweep, Sweep
+from qkv.streams import AsyncSweep, Sweep
 
 __all__ = [
     "AsyncClient",

@@ -33,7 +33,7 @@ from qkv.calls import (
 from qkv.compared import Comparison
 from qkv.events import Event, Events
 from qkv.results import Converted, Gradients, Run
-from qkv.sweeps import AsyncSweep
+from qkv.streams import AsyncSweep
 
 __all__ = ["AsyncClient"]
 
@@ -88,12 +88,13 @@ class AsyncClient:
         *,
         anchor: Choice = "softmax",
         repeats: int | None = None,
+        rows: int | None = 1024,
         layer: Mapping[str, Any] | str | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
         """Runs variants side by side on the same inputs: see `Client.compare`."""
         return await self.send(
-            build_compare(variants, anchor, repeats, layer, inputs_and_parameters)
+            build_compare(variants, anchor, repeats, rows, layer, inputs_and_parameters)
         )
 
     def sweep(

@@ -76,7 +76,8 @@ def build_attend(
         answer = safetensors.decode(response.content, "outputs")
         outputs = _restored(answer, restore)
         fields = answer.fields
-        return Run(fields["variant"], outputs, fields["timing"], fields.get("weights_are"))
+        marks = fields["timing"], fields.get("weights_are")
+        return Run(fields["variant"], outputs, *marks, weights or "full")
 
     return _post(run_path(variant), message, "inputs", parse)
 
@@ -137,11 +138,12 @@ def build_compare(
     variants: Sequence[Choice],
     anchor: Choice,
     repeats: int | None,
+    rows: int | None,
     layer: Mapping[str, Any] | str | None,
     arguments: Mapping[str, Any],
 ) -> Call[Comparison]:
     """The call that compares variants; the arguments are those of `Client.compare`."""
-    message, _ = _asked(layer, arguments, _given(repeats=repeats))
+    message, _ = _asked(layer, arguments, {"rows": rows, **_given(repeats=repeats)})
     parameters = message.fields.pop("parameters")
     message.fields["variants"] = choices(variants, parameters)
     message.fields["anchor"] = choice(anchor, parameters)

@@ -60,6 +60,11 @@ class Cell:
         """In words, what keeps it from running; "" where it ran."""
         return "" if self.problem is None else str(self.problem.get("detail", "it does not run"))
 
+    def _repr_html_(self) -> str:
+        alone = Cells()
+        alone.cells.append(self)
+        return alone._repr_html_()
+
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
@@ -126,8 +131,8 @@ class Cells:
             cell = Cell.of(said)
             self.cells.append(cell)
             return cell
-        if name == "problem":
-            raise from_problem(int(said["status"]), said)
+        if name == "error":
+            raise from_problem(int(said["problem"]["status"]), said["problem"])
         if name == "done":
             self.crossovers = [
                 Crossover(c["from"], c["to"], c["length"]) for c in said["crossovers"]
@@ -175,11 +180,12 @@ class Cells:
             [f"{length:,}", *(_shown(found.get((length, index))) for index in names)]
             for length in sorted({cell.length for cell in self.cells})
         ]
-        why = dict.fromkeys(
-            f"{c.variant} at {c.length:,}: {c.why_not}" for c in self.cells if c.problem
+        refused = [cell for cell in self.cells if cell.problem is not None]
+        why = dict.fromkeys(f"{c.variant} at {c.length:,}: {c.why_not}" for c in refused)
+        notes = [*self.sentences(), *why] if self.cells else ["Nothing is measured yet."]
+        return Table(
+            ["length", *names.values()], [("milliseconds: median (least–most)", rows)], notes
         )
-        title = "milliseconds: median (least–most)"
-        return Table(["length", *names.values()], [(title, rows)], [*self.sentences(), *why])
 
 
 def _shown(cell: Cell | None) -> str:

@@ -33,7 +33,7 @@ from qkv.calls import (
 from qkv.compared import Comparison
 from qkv.events import Event, Events
 from qkv.results import Converted, Gradients, Run
-from qkv.sweeps import Sweep
+from qkv.streams import Sweep
 
 __all__ = ["Client"]
 
@@ -121,6 +121,7 @@ class Client:
         *,
         anchor: Choice = "softmax",
         repeats: int | None = None,
+        rows: int | None = 1024,
         layer: Mapping[str, Any] | str | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
@@ -130,6 +131,7 @@ class Client:
             variants: names, or {"variant": "taylor", "parameters": {...}}.
             anchor: what they are held against.
             repeats: how often each is timed; None: as the service does.
+            rows: of each head whose weights are compared, at most, evenly spread; None: all.
             layer: as `attend` takes it.
             **inputs_and_parameters: as `attend` takes them; parameters are for every variant, the
                 anchor too, and a variant's own go before them.
@@ -138,7 +140,9 @@ class Client:
             QkvError: the service refused; the class says how, `detail` why.
             httpx.TransportError: it could not be reached.
         """
-        return self.send(build_compare(variants, anchor, repeats, layer, inputs_and_parameters))
+        return self.send(
+            build_compare(variants, anchor, repeats, rows, layer, inputs_and_parameters)
+        )
 
     def sweep(
         self,

@@ -80,7 +80,8 @@ class Compared:
         variant: its name.
         parameters: as it ran.
         weights_are: "stochastic", "signed" or "unnormalised"; None where it has none.
-        output: its distance to the anchor's; of the anchor, to its reference in float64.
+        output: its distance to the anchor's; of the anchor, to its own in float64, None where it
+            ran in that itself.
         weights: against the anchor's, None where it has none; of the anchor the entropy alone.
         timing: of each repeat, alone on the device.
         flops, bytes: as a run has them.
@@ -90,7 +91,7 @@ class Compared:
     variant: str
     parameters: Mapping[str, Any]
     weights_are: str | None
-    output: Distance
+    output: Distance | None
     weights: Weights | None
     timing: Timed
     flops: int
@@ -102,7 +103,7 @@ class Compared:
         """What the service says of it."""
         return cls(
             **{name: said[name] for name in ("variant", "parameters", "weights_are")},
-            output=Distance(**said["output"]),
+            output=None if said["output"] is None else Distance(**said["output"]),
             weights=None if said["weights"] is None else _weights(said["weights"]),
             timing=Timed(**said["timing"]),
             **{name: said[name] for name in ("flops", "bytes", "peak_bytes")},
@@ -148,7 +149,7 @@ class Comparison:
             (f"weights, row by row: distance to those of {anchor}", _rows(_WEIGHTS, every)),
             ("cost", _rows(_COST, every)),
         ]
-        own = f"{anchor} is the anchor: its own distance is that to its reference in float64."
+        own = f"{anchor} is the anchor: its own distance is that to itself in float64."
         spread = "In brackets the worst row, the range of entropies, the range of times."
         return Table(["", *names], sections, [own, spread, *self.notes])
 
@@ -192,15 +193,19 @@ def _milliseconds(entry: Compared) -> str:
     return f"{median} ({least}–{most})"
 
 
-def _cosine(cosine: float | None) -> str:
-    """Seven digits: what matters is how far it is from 1."""
-    return "–" if cosine is None else f"{cosine:.7f}"
+def _distance(name: str) -> Measure:
+    def shown(entry: Compared) -> str:
+        found: float | None = getattr(entry.output, name, None)
+        # of a cosine it matters how far it is from 1
+        return f"{found:.7f}" if found and name == "cosine" else digits(found)
+
+    return shown
 
 
 _OUTPUT: Final[Mapping[str, Measure]] = {
-    "relative error": lambda entry: digits(entry.output.relative_error),
-    "largest error": lambda entry: digits(entry.output.largest_error),
-    "cosine": lambda entry: _cosine(entry.output.cosine),
+    "relative error": _distance("relative_error"),
+    "largest error": _distance("largest_error"),
+    "cosine": _distance("cosine"),
 }
 
 _WEIGHTS: Final[Mapping[str, Measure]] = {

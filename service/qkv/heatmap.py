@@ -15,12 +15,13 @@ __all__ = ["LEVELS", "Panel", "draw", "level"]
 LEVELS: Final = 32
 """Shades from 0 to a panel's largest number: far coarser than what processors differ by."""
 
-_SIDE: Final = 208  # of a panel, whatever its matrix; all lengths are pixels
+_SIDE: Final = 208  # of a panel, where nobody says otherwise; all lengths are pixels
 _LEFT: Final = 48
 _TOP: Final = 74
 _GAP: Final = 40
 _RIGHT: Final = 26
 _FOOT: Final = 66
+_BETWEEN: Final = 40  # rows of panels
 
 _LIGHT: Final = "text{fill:#59636e}.name{fill:#1f2328}.card{fill:#fff;stroke:#d1d9e0}"
 _DARK: Final = "text{fill:#9198a1}.name{fill:#f0f6fc}.card{fill:#0d1117;stroke:#3d444d}"
@@ -47,11 +48,19 @@ class Panel(NamedTuple):
     matrix: np.ndarray
     row_axis: str
     column_axis: str
-    row_names: str
-    column_names: str
+    row_names: str = ""
+    column_names: str = ""
 
 
-def draw(name: str, title: str, description: str, panels: Sequence[Panel]) -> str:
+def draw(
+    name: str,
+    title: str,
+    description: str,
+    panels: Sequence[Panel],
+    *,
+    columns: int = 0,
+    side: int = _SIDE,
+) -> str:
     """The SVG.
 
     A cell's shade is its number's; one of exactly 0 is left empty. Each shade is one path, whose
@@ -61,9 +70,13 @@ def draw(name: str, title: str, description: str, panels: Sequence[Panel]) -> st
         name: written above all.
         title, description: for who hears the picture instead of seeing it.
         panels: at least one.
+        columns: panels side by side; 0: all of them.
+        side: of a panel, whatever its matrix.
     """
-    width = _LEFT + len(panels) * (_SIDE + _GAP) - _GAP + _RIGHT
-    height = _TOP + _SIDE + _FOOT
+    columns = min(columns or len(panels), len(panels))
+    rows = math.ceil(len(panels) / columns)
+    width = _LEFT + columns * (side + _GAP) - _GAP + _RIGHT
+    height = _TOP + rows * (side + _FOOT + _BETWEEN) - _BETWEEN
     signed = any((panel.matrix < 0).any() for panel in panels)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -75,9 +88,11 @@ def draw(name: str, title: str, description: str, panels: Sequence[Panel]) -> st
         _text("name", _LEFT, 30, name),
     ]
     for n, panel in enumerate(panels):
-        lines.append(f'<g transform="translate({_LEFT + n * (_SIDE + _GAP)} {_TOP})">')
-        lines += [*_words(panel, first=n == 0), *_cells(panel.matrix), *_scale(panel.matrix)]
-        lines.append("</g>")
+        row, column = divmod(n, columns)
+        x, y = _LEFT + column * (side + _GAP), _TOP + row * (side + _FOOT + _BETWEEN)
+        lines.append(f'<g transform="translate({x} {y})">')
+        lines += _words(panel, side, first=column == 0)
+        lines += [*_cells(panel.matrix, side), *_scale(panel.matrix, side), "</g>"]
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -99,20 +114,20 @@ def _most(matrix: np.ndarray) -> float:
     return float(f"{np.abs(matrix).max():.6g}") or 1.0
 
 
-def _words(panel: Panel, first: bool) -> Iterator[str]:
-    """What stands around the cells; what rows are, beside the first panel only."""
+def _words(panel: Panel, side: int, first: bool) -> Iterator[str]:
+    """What stands around the cells; what rows are, beside the first of a row only."""
     rows, columns = panel.matrix.shape
-    yield _text("axis", _SIDE / 2, -24, panel.title)
-    yield _text("axis", _SIDE / 2, _SIDE + 18, panel.column_axis)
+    yield _text("axis", side / 2, -24, panel.title)
+    yield _text("axis", side / 2, side + 18, panel.column_axis)
     for j, word in enumerate(panel.column_names):
-        yield _text("token", (j + 0.5) * _SIDE / columns, -6, word)
+        yield _text("token", (j + 0.5) * side / columns, -6, word)
     if first:
-        yield _text("axis", -_SIDE / 2, -28, panel.row_axis, "rotate(-90)")
+        yield _text("axis", -side / 2, -28, panel.row_axis, "rotate(-90)")
         for i, word in enumerate(panel.row_names):
-            yield _text("token", -10, (i + 0.5) * _SIDE / rows + 3, word)
+            yield _text("token", -10, (i + 0.5) * side / rows + 3, word)
 
 
-def _cells(matrix: np.ndarray) -> Iterator[str]:
+def _cells(matrix: np.ndarray, side: int) -> Iterator[str]:
     """A path for each shade there is."""
     (rows, columns), most = matrix.shape, _most(matrix)
     paths: dict[int, str] = {}
@@ -123,24 +138,24 @@ def _cells(matrix: np.ndarray) -> Iterator[str]:
             if shade is not None:
                 paths[shade] = f"{paths.get(shade, '')}M{j} {i}h{size}v1h-{size}z"
             j += size
-    yield f'<g class="cells" transform="scale({_SIDE / columns:g} {_SIDE / rows:g})">'
+    yield f'<g class="cells" transform="scale({side / columns:g} {side / rows:g})">'
     for shade, path in sorted(paths.items()):
         number = f"{_number(shade, most):.3g}"
         yield f'<path class="{_class(shade)}" d="{path}"><title>{number}</title></path>'
     yield "</g>"
 
 
-def _scale(matrix: np.ndarray) -> Iterator[str]:
+def _scale(matrix: np.ndarray, side: int) -> Iterator[str]:
     """Every shade in a bar, with numbers at its ends and in the middle."""
     most, signed = _most(matrix), (matrix < 0).any()
     shades = range(-LEVELS if signed else 0, LEVELS + 1)
-    width = _SIDE / len(shades)
-    yield f'<g class="cells" transform="translate(0 {_SIDE + 32}) scale({width:.5g} 8)">'
+    width = side / len(shades)
+    yield f'<g class="cells" transform="translate(0 {side + 32}) scale({width:.5g} 8)">'
     yield from (f'<path class="{_class(s)}" d="M{i} 0h1v1h-1z"/>' for i, s in enumerate(shades))
     yield "</g>"
     for kind, at in (("low", 0), ("middle", len(shades) // 2), ("high", len(shades) - 1)):
-        x = at / (len(shades) - 1) * _SIDE
-        yield _text(kind, x, _SIDE + 54, f"{_number(shades[at], most):.3g}")
+        x = at / (len(shades) - 1) * side
+        yield _text(kind, x, side + 54, f"{_number(shades[at], most):.3g}")
 
 
 def _text(kind: str, x: float, y: float, text: str, transform: str = "") -> str:

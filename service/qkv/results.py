@@ -19,12 +19,17 @@ class Run:
         timing: milliseconds by stage, batch size, device, backend, flops, bytes.
         weights_are: "stochastic" (none negative, each row's sum is 1, or 0 where it sees nothing),
             "signed" or "unnormalised"; None where there are none.
+        form: that the weights were asked for in: "full", "none", "stats", {"rows": [...]},
+            {"top_k": k} or {"pool": bins}.
+
+    A notebook shows the weights as a heat map by heads, whatever their form.
     """
 
     variant: str
     outputs: Mapping[str, Any]
     timing: Mapping[str, Any]
     weights_are: str | None = None
+    form: str | Mapping[str, Any] = "full"
 
     @property
     def output(self) -> Any:
@@ -33,13 +38,19 @@ class Run:
 
     @property
     def weights(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs."""
+        """(B, H, L, S), in the rank of the inputs; of other forms than "full" (B, H, R, S) for
+        rows, (B, H, L, K) for the top k, (B, H, P, Q) for a pool."""
         return self.outputs["weights"]
 
     @property
     def scores(self) -> Any:
         """(B, H, L, S), in the rank of the inputs: scaled, capped and masked."""
         return self.outputs["scores"]
+
+    def _repr_html_(self) -> str:
+        from qkv import notebook  # who has no notebook has no need of it
+
+        return notebook.html(self.variant, self.outputs, self.timing, self.weights_are, self.form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,8 @@ _RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"
 
 
 def _side(column: int) -> str:
-    return f"text-align:{'right' if column else 'left'};vertical-align:top"
+    side = "right;padding-left:1.5em" if column else "left"
+    return f"text-align:{side};vertical-align:bottom"
 
 
 def _lines(text: str) -> str:

@@ -43,6 +43,13 @@ __all__ = ["compare"]
 )
 @PARAMETERS
 @REPEATS
+@click.option(
+    "--rows",
+    default="1024",
+    show_default=True,
+    metavar="N|all",
+    help="Rows of each head whose weights are compared, at most, evenly spread.",
+)
 @LAYOUT
 @HEADS
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as the service answers it.")
@@ -54,6 +61,7 @@ def compare(
     anchor: str,
     parameters: tuple[str, ...],
     repeats: int | None,
+    rows: str,
     layout: str | None,
     heads: int | None,
     as_json: bool,
@@ -82,5 +90,13 @@ def compare(
             anchor=choice(named(anchor), shared),
             repeats=repeats,
         )
+        fields["rows"] = None if rows == "all" else _whole(rows)
         comparison = send(url, api_key, compare_message(message))
     click.echo(json.dump(asdict(comparison)) if as_json else comparison.table())
+
+
+def _whole(rows: str) -> int:
+    try:
+        return int(rows)
+    except ValueError:
+        raise click.ClickException(f"rows came as {rows!r}: a whole number, or all") from None
