@@ -75,7 +75,7 @@ def test_curl_examples_answer_what_the_page_says(url: str, command: str, answer:
 
 
 PYTHONS = [
-    *zip(blocks("python"), blocks("")[:2], strict=True),
+    *zip(blocks("python"), blocks("")[:3], strict=True),
     *zip(blocks("python", V2), blocks("", V2), strict=True),
 ]
 
@@ -95,11 +95,12 @@ def test_python_examples_print_what_the_page_says(url: str, program: str, printe
     assert done.stdout == printed
 
 
-def test_command_line_example_prints_what_the_readme_says(url: str, tmp_path: Path) -> None:
-    (script,) = (block for block in blocks("sh") if "qkv attend" in block)
+def scripted(word: str, url: str, folder: Path) -> str:
+    """What the README's script that has this in it prints."""
+    (script,) = (block for block in blocks("sh") if word in block)
     done = subprocess.run(
         ["bash", "-ec", script],
-        cwd=tmp_path,
+        cwd=folder,
         env=os.environ
         | {"QKV_URL": url, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
@@ -107,8 +108,29 @@ def test_command_line_example_prints_what_the_readme_says(url: str, tmp_path: Pa
         check=False,
     )
     assert not done.stderr
-    without_times = [re.sub(r"[0-9.]+ ms", "ms", text) for text in (done.stdout, blocks("")[2])]
+    return done.stdout
+
+
+def test_command_line_example_prints_what_the_readme_says(url: str, tmp_path: Path) -> None:
+    printed = scripted("qkv attend", url, tmp_path)
+    without_times = [re.sub(r"[0-9.]+ ms", "ms", text) for text in (printed, blocks("")[3])]
     assert without_times[0] == without_times[1]
+
+
+def test_side_by_side_example_prints_what_the_readme_says(url: str, tmp_path: Path) -> None:
+    """But for times, what depends on them, and the last digits of the processor."""
+    printed, said = scripted("qkv compare", url, tmp_path), blocks("")[4]
+    kept = ("total variation", "KL", "Jensen", "rank", "entropy", "floating", "bytes")
+    exact = [
+        [line.split() for line in text.splitlines() if line.strip().startswith(kept)]
+        for text in (printed, said)
+    ]
+    assert exact[0] == exact[1]
+    without_numbers = [
+        re.sub(r"[\s\d.,e()–─-]+", " ", re.sub(r"^From a length.*$", "", text, flags=re.MULTILINE))
+        for text in (printed, said)
+    ]
+    assert without_numbers[0] == without_numbers[1]
 
 
 def test_every_setting_is_in_the_table_with_its_default() -> None:

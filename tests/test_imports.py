@@ -121,8 +121,8 @@ ALLOWED: dict[str, set[str]] = {
         "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",
     },
     "ask": {
-        "calls", "cells", "client", "errors", "files", "local", "message", "oneline", "plot",
-        "tensors", "wire",
+        "calls", "cells", "client", "compared", "errors", "files", "local", "message", "oneline",
+        "plot", "tensors", "wire",
     },
     "cli": {"__version__", "ask", "oneline", "serve", "settings"},
     "__init__": {

@@ -81,8 +81,10 @@ class Client:
             variant: its name, for instance "softmax".
             layer: a saved layer's name, or {"layout", "heads", "tensors"}.
             outputs: what to return; None: output and weights.
-            weights: in what form: "full", "none", "stats", {"rows": [...]}, {"top_k": k} or
-                {"pool": bins}.
+            weights: in what form: "full", "none", "stats", {"rows": [0, 5]}, {"top_k": 8} or
+                {"pool": 64}. What it gives stands in the run's `outputs`: `weights`, and with top_k
+                `indices`; with stats `entropy`, `largest`, `largest_index`, `effective_keys` and
+                `received` in place of `weights`.
             **inputs_and_parameters: arrays are inputs (`query` (B,H,L,D), `key` (B,G,S,D),
                 `value` (B,G,S,E), `mask`, `key_lengths` (B), or `x` (B,L,M) with a layer), all
                 else parameters (`causal=True`).

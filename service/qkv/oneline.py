@@ -54,9 +54,10 @@ def one_line_errors() -> Iterator[None]:
         where = f" ({error.pointer})" if error.pointer else ""
         raise click.ClickException(_line(f"{error.detail}{where}")) from None
     except ModuleNotFoundError as error:
-        wanted = ("a plot", "plot") if error.name == "matplotlib" else ("the service", "server")
+        name = (error.name or "").partition(".")[0]
+        who, extra = ("a plot", "plot") if name == "matplotlib" else ("the service", "server")
         raise click.ClickException(
-            "{} is missing: {} needs `pip install 'qkv[{}]'`".format(error.name, *wanted)
+            f"{name} is missing: {who} needs `pip install 'qkv[{extra}]'`"
         ) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -6,9 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import zip_longest
+from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
 __all__ = ["Table", "digits", "labels", "scaled"]
+
+_NOTE: Final = 96  # letters of a line
+_RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"
 
 
 class Table(NamedTuple):
@@ -39,7 +43,8 @@ class Table(NamedTuple):
         for title, rows in self.sections:
             lines += ["", title]
             lines += [line([f"  {name}", *cells]) for name, *cells in rows]
-        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
+        below = [wrapped for note in self.notes for wrapped in wrap(note, _NOTE)]
+        return "\n".join([*lines, *([""] if below else []), *below])
 
     def html(self) -> str:
         """For a notebook, light or dark: it takes the page's own colours."""
@@ -65,9 +70,6 @@ class Table(NamedTuple):
         lines.append("</table>")
         lines += [f"<p>{escape(note)}</p>" for note in self.notes]
         return "\n".join(lines)
-
-
-_RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"
 
 
 def _side(column: int) -> str:

@@ -12,6 +12,7 @@ from qkv.ask.options import (
     HEADS,
     KEY,
     LAYOUT,
+    LOCAL,
     PARAMETERS,
     REPEATS,
     SOURCE,
@@ -25,6 +26,7 @@ from qkv.ask.options import (
 )
 from qkv.ask.sending import send
 from qkv.calls import choice, choices, compare_message
+from qkv.compared import Comparison
 from qkv.oneline import one_line_errors
 from qkv.wire import json
 
@@ -55,6 +57,7 @@ __all__ = ["compare"]
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as the service answers it.")
 @URL
 @KEY
+@LOCAL
 def compare(
     variants: tuple[str, ...],
     source: Path,
@@ -67,6 +70,7 @@ def compare(
     as_json: bool,
     url: str,
     api_key: str | None,
+    local: bool,
 ) -> None:
     """Run each VARIANT on the tensors in the file SOURCE, and hold it against the anchor.
 
@@ -91,7 +95,12 @@ def compare(
             repeats=repeats,
         )
         fields["rows"] = None if rows == "all" else _whole(rows)
-        comparison = send(url, api_key, compare_message(message))
+        if local:
+            from qkv.local import compare as here
+
+            comparison = Comparison.of(here(message))
+        else:
+            comparison = send(url, api_key, compare_message(message))
     click.echo(json.dump(asdict(comparison)) if as_json else comparison.table())
 
 
