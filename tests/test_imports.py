@@ -126,7 +126,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "cli": {"__version__", "ask", "oneline", "serve", "settings"},
     "__init__": {
-        "async_client", "cells", "client", "compared", "errors", "results", "streams",
+        "async_client", "calls", "cells", "client", "compared", "errors", "results", "streams",
     },
     "__main__": {"cli"},
 }  # fmt: skip

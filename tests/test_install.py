@@ -123,7 +123,7 @@ def test_importing_it_imports_no_torch(installed: Installed) -> None:
 def test_the_command_is_there(installed: Installed) -> None:
     done = installed.run("qkv", "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(word in done.stdout for word in ("serve", "attend", "convert", "variants"))
+    assert all(word in done.stdout for word in ("serve", "attend", "compare", "sweep", "variants"))
 
 
 def test_the_client_asks_a_service(installed: Installed, url: str) -> None:
@@ -157,17 +157,38 @@ def test_the_command_asks_a_service(installed: Installed, url: str, tmp_path: Pa
     assert re.search(r"^softmax ", done.stdout, re.MULTILINE), done.stderr
 
 
+def test_variants_side_by_side_without_torch(
+    installed: Installed, url: str, tmp_path: Path
+) -> None:
+    """The plot is an extra."""
+    source = tmp_path / "in.json"
+    source.write_text(REQUEST)
+    done = installed.run("qkv", "compare", "linear", str(source), "--url", url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()[:2] == ["softmax", "linear"]
+    sweep = ("qkv", "sweep", "linear", "--lengths", "8,16", "--url", url)
+    done = installed.run(*sweep)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()[:2] == ["length", "linear"]
+    done = installed.run(*sweep, "--plot", "out.svg")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "pip install 'qkv[plot]'" in done.stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [
         "serve --port 0",
         "variants --local",
         "attend softmax in.json -o out.json --local",
+        "compare linear in.json --local",
         "convert in.json -o out.json --from v2 --to v1 --local",
     ],
 )
 def test_what_needs_the_server_says_so_in_one_line(installed: Installed, words: str) -> None:
-    content = REQUEST if "attend" in words else REQUEST.replace("inputs", "tensors")
+    content = (
+        REQUEST if "attend" in words or "compare" in words else REQUEST.replace("inputs", "tensors")
+    )
     (installed.home / "in.json").write_text(content)
     done = installed.run("qkv", *words.split())
     assert done.returncode == 1
@@ -180,7 +201,7 @@ def test_its_types_reach_those_who_use_it(installed: Installed) -> None:
     program = """\
 from typing import Any
 import numpy as np
-from qkv import AsyncClient, Client, QkvError
+from qkv import AsyncClient, Cell, Choice, Client, QkvError
 
 def ask(query: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
     with Client("http://127.0.0.1:8000", timeout=None, retries=0) as client:
@@ -192,6 +213,18 @@ def ask(query: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
 async def ask_too() -> list[dict[str, Any]]:
     async with AsyncClient() as client:
         return await client.variants()
+
+def side_by_side(query: np.ndarray[Any, np.dtype[np.float32]]) -> str:
+    chosen: list[Choice] = ["linear", {"variant": "taylor", "parameters": {"causal": True}}]
+    with Client() as client:
+        comparison = client.compare(chosen, anchor="softmax", query=query)
+        with client.sweep(chosen, [256, 512], heads=4, causal=True) as sweep:
+            times: list[float | None] = [cell.median_ms for cell in sweep]
+    return comparison.table() + sweep.table() + str(times) + comparison.anchor.variant
+
+async def side_by_side_too() -> list[Cell]:
+    async with AsyncClient() as client:
+        return [cell async for cell in client.sweep(["softmax"], range(1, 4))]
 """
     wrong = "from qkv import Client\nClient(8000)\nClient().attend(1)\nClient().attent('softmax')\n"
     (installed.home / "right.py").write_text(program)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from test_picture import cells
 
-from qkv import Client, Run, heatmap
+from qkv import Client, QkvError, Run, catalogue, heatmap
+from qkv import picture as variant_picture
 from qkv.heads import picture
 
 TIMING: Final = {"compute_ms": 0.1234, "device": "cpu", "backend": "explicit"}
@@ -206,10 +207,25 @@ def test_tensors_of_torch_are_drawn_too(dtype: torch.dtype) -> None:
     assert cells(svg) == [{(i, j): 0.25 for i in range(3) for j in range(3)}] * 2
 
 
-@pytest.mark.parametrize("form", ["full", "none"])
-def test_a_run_of_the_service_is_drawn(url: str, form: str) -> None:
-    x = np.random.default_rng(0).normal(size=(1, 4, 20, 8)).astype(np.float32)
+FORMS: Final = ("full", "stats", {"rows": [3, 0]}, {"top_k": 3}, {"pool": 4})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", catalogue.variants())
+def test_whatever_the_service_answers_is_drawn(url: str, name: str, form: Any) -> None:
+    variant = catalogue.find(name)
+    inputs: dict[str, Any] = variant_picture.inputs(variant)
     with Client(url) as client:
-        run = client.attend("softmax", query=x, key=x, value=x, weights=form, causal=True)
+        if name == "linear_layer" and "rows" in form:
+            with pytest.raises(QkvError, match="each item is one row"):
+                client.attend(name, weights=form, **inputs)
+            return
+        run = client.attend(name, weights=form, **inputs)
     assert run.form == form
-    assert ("<img" in run._repr_html_()) is (form == "full")
+    page = run._repr_html_()
+    (encoded,) = re.findall(r"base64,([^\"]+)", page)
+    panels = cells(base64.b64decode(encoded).decode())
+    assert len(panels) == (4 if form == "stats" else 1)
+    if form == "full":
+        weights = run.weights.reshape(run.weights.shape[-2:])
+        assert panels[0].keys() == {(i, j) for i, j in np.argwhere(weights).tolist()}

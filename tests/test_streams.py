@@ -11,12 +11,15 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
-from conftest import PATIENCE
+from conftest import PATIENCE, Server, until
 from spoken import Line, broken, document, events, refusal, spoken, sse
 
 from qkv import AsyncClient, AsyncSweep, Cell, Client, Crossover, QkvError, Sweep
 
 Sweeping = Callable[..., tuple[list[Cell], Any]]
+
+
+QUERY: Final = np.eye(2, dtype=np.float32)
 
 
 def cell(index: int, variant: str, length: int, median_ms: float = 1.0) -> dict[str, Any]:
@@ -320,3 +323,45 @@ def test_an_interrupted_sweep_keeps_what_came_and_ends(monkeypatch: pytest.Monke
             next(sweep)
         assert heard.left.wait(PATIENCE)
         assert sweep.cells == found
+
+
+def test_the_service_is_swept(url: str, sweeping: Sweeping) -> None:
+    """What it says of a run, it says of a cell; what cannot run is a cell too."""
+    cells, sweep = sweeping(url, heads=2, width=4, batch=3, repeats=2, causal=True)
+    assert sweep.finished
+    assert [(c.index, c.variant, c.length) for c in cells] == [
+        (i, name, length) for length in (256, 512) for i, name in enumerate(("softmax", "linear"))
+    ]
+    x = np.ones((3, 2, 256, 4), np.float32)
+    with Client(url) as client:
+        for found in cells[:2]:
+            assert found.parameters == {"causal": True}
+            run = client.attend(found.variant, query=x, key=x, value=x, causal=True, weights="none")
+            assert (found.flops, found.bytes) == (run.timing["flops"], run.timing["bytes"])
+            assert found.least_ms is not None
+            assert found.median_ms is not None
+            assert found.most_ms is not None
+            assert 0 < found.least_ms <= found.median_ms <= found.most_ms
+            assert found.repeats == 2
+            assert found.peak_bytes
+
+
+def test_what_the_service_cannot_run_is_a_cell(serve: Callable[..., Server]) -> None:
+    server = serve(max_scores=300_000)
+    with Client(server.url) as client:
+        sweep = client.sweep(["softmax"], [256, 1024], heads=1, progress=False)
+        ran, refused = sweep
+    assert ran.problem is None
+    assert refused.problem is not None
+    assert refused.problem["status"] == 413
+    assert "does not run" in sweep.table()
+
+
+def test_who_leaves_the_service_takes_nobody_s_time(server: Server) -> None:
+    """The rest of a sweep of minutes does not run."""
+    with Client(server.url) as client:
+        lengths = [16, *range(2048, 4096, 64)]
+        with client.sweep(["softmax"], lengths, repeats=100, progress=False) as sweep:
+            assert next(sweep).length == 16
+        until(lambda: server.waiting == 0)
+        assert client.attend("softmax", query=QUERY, key=QUERY, value=QUERY).output.shape == (2, 2)

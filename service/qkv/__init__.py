@@ -1,6 +1,7 @@
 """qkv serves attention. This package is its client; `qkv[server]` adds the service."""
 
 from qkv.async_client import AsyncClient
+from qkv.calls import Choice
 from qkv.cells import Cell, Crossover
 from qkv.client import Client
 from qkv.compared import Compared, Comparison
@@ -12,6 +13,7 @@ __all__ = [
     "AsyncClient",
     "AsyncSweep",
     "Cell",
+    "Choice",
     "Client",
     "Compared",
     "Comparison",

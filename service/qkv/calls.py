@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -40,7 +40,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-Choice = str | Mapping[str, Any]
+Choice: TypeAlias = str | Mapping[str, Any]
 """A variant by its name, or with parameters: {"variant": "taylor", "parameters": {...}}."""
 
 

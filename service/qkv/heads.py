@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from qkv.heatmap import Panel
 
 __all__ = ["Picture", "picture"]
 
-Form = str | Mapping[str, Any]
+Form: TypeAlias = str | Mapping[str, Any]
 
 _MOST: Final = 16  # panels
 _MOST_ROWS: Final = 32  # heads in a panel of statistics
