@@ -19,6 +19,9 @@ import httpx
 import hypothesis
 import pytest
 import uvicorn
+from browser import browser as browser
+from browser import modules as modules
+from browser import open_page as open_page
 from fastapi import FastAPI
 
 from qkv.app import create_app

@@ -1,0 +1,151 @@
+"""Chromium for tests: pages that reach nothing but their service, and may complain of nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+import pytest
+
+import qkv
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
+
+FLAGS: Final = (
+    "--no-sandbox",  # CI is root in a container
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+
+PATIENCE_MS: Final = 20_000.0
+
+PLAYGROUND: Final = Path(qkv.__file__).parent / "playground"
+
+MODULES: Final = ("chart", "dtypes", "figures", "npy", "safetensors", "snippets", "tensors")
+"""Those that touch nothing but what they are given."""
+
+
+@dataclass
+class Watched:
+    """A page, and what went wrong on it.
+
+    Attributes:
+        page: the page.
+        complaints: errors of its console, CSP violations among them, exceptions that nobody
+            caught, and requests to other hosts.
+        expected: patterns of complaints that the test asks for.
+        requests: the paths of all requests, in order.
+    """
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def expect_status(self, status: int) -> None:
+        """Chromium's console names every answer that is an error; the test asks for this one."""
+        self.expected.append(f"the server responded with a status of {status} ")
+
+    def unexpected(self) -> list[str]:
+        """Complaints that the test has not asked for."""
+        return [c for c in self.complaints if not any(re.search(p, c) for p in self.expected)]
+
+
+Open = Callable[..., Watched]
+"""Opens a page: `open_page(url, width=390, theme="dark")`."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, with a profile of its own.
+
+    Where it is missing, tests skip; not in .ci/run, which says NEED_CHROMIUM.
+
+    For a module: while Playwright runs, nothing else of its thread may use asyncio.
+    """
+    from playwright.sync_api import sync_playwright  # slow to import, and few tests need it
+
+    executable = shutil.which("chromium")
+    if not executable and "NEED_CHROMIUM" not in os.environ:
+        pytest.skip("needs Debian's chromium")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=executable or "chromium", args=list(FLAGS)
+        )
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens pages, each with a profile of its own, that must not have complained at the end."""
+    opened: list[tuple[BrowserContext, Watched]] = []
+
+    def open_one(
+        url: str, width: int = 1440, height: int = 900, theme: Any = "light", path: str = "/"
+    ) -> Watched:
+        context = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme=theme,
+            reduced_motion="reduce",
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        context.set_default_timeout(PATIENCE_MS)
+        watched = Watched(context.new_page())
+        watch(watched, httpx.URL(url).host)
+        opened.append((context, watched))
+        watched.page.goto(url + path)
+        return watched
+
+    yield open_one
+    complaints = [(watched.page.url, watched.unexpected()) for _, watched in opened]
+    for context, _ in opened:
+        context.close()
+    assert not [pair for pair in complaints if pair[1]]
+
+
+def watch(watched: Watched, host: str) -> None:
+    """Collects what a page complains of, and what it asks for."""
+
+    def said(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            watched.complaints.append(f"{message.text} ({message.location['url']})")
+
+    def asked(request: Any) -> None:
+        url = httpx.URL(request.url) if request.url.startswith("http") else None
+        if url is None:
+            return
+        watched.requests.append(url.path)
+        if url.host != host:
+            watched.complaints.append(f"asked another host: {request.url[:200]}")
+
+    watched.page.on("console", said)
+    watched.page.on("pageerror", lambda error: watched.complaints.append(f"uncaught: {error}"))
+    watched.page.on("request", asked)
+
+
+@pytest.fixture(scope="module")
+def modules(browser: Browser, url: str) -> Iterator[Page]:
+    """A page with nothing on it but the modules, by their names."""
+    page = browser.new_page()
+    page.route(
+        "**/playground/*.js",
+        lambda route: route.fulfill(path=PLAYGROUND / route.request.url.rpartition("/")[2]),
+    )
+    page.goto(f"{url}/livez")
+    for name in MODULES:
+        page.evaluate(f"async () => {{ window.{name} = await import('/playground/{name}.js') }}")
+    yield page
+    page.close()
