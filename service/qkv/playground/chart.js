@@ -94,7 +94,8 @@ function scaled(svg, cells, variants, lengths) {
 
 function logarithmic(low, high, from, to) {
   if (low === high) return () => (from + to) / 2;
-  return (value) => from + ((to - from) * Math.log(value / low)) / Math.log(high / low);
+  const part = (value) => Math.log(Math.max(value, low) / low) / Math.log(high / low);
+  return (value) => from + (to - from) * part(value); // no time is 0 but by a coarse clock
 }
 
 function axes(svg, { left, right, top, bottom, height, x, y, low, high, lengths }) {
@@ -189,8 +190,7 @@ function crossing(svg, scales, crossover, lines, variants) {
   if (after < 1) return;
   const [a, b] = [points[after - 1], points[after]];
   const part = Math.log(crossover.length / a.length) / Math.log(b.length / a.length);
-  const ms = a.median_ms * (b.median_ms / a.median_ms) ** part;
-  const at = [x(crossover.length), y(ms)];
+  const at = [x(crossover.length), y(a.median_ms) + part * (y(b.median_ms) - y(a.median_ms))];
   const ring = add(svg, "circle", {
     cx: at[0],
     cy: at[1],

@@ -1,0 +1,193 @@
+"""The chart of a sweep, in Chromium: it says what was measured, at any width, while it comes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+LENGTHS: Final = [256, 512, 1024, 2048, 4096]
+VARIANTS: Final = ["softmax", "linear", "taylor"]
+
+Draw = Callable[..., "Page"]
+
+
+def cell(index: int, length: int, ms: float) -> dict[str, Any]:
+    return {
+        "index": index,
+        "length": length,
+        "median_ms": ms,
+        "least_ms": ms * 0.9,
+        "most_ms": ms * 1.5,
+    }
+
+
+# softmax and linear take the same time at 1000, by these
+CELLS: Final = [cell(0, n, n * n * 1e-6) for n in LENGTHS] + [cell(1, n, n * 1e-3) for n in LENGTHS]
+REFUSED: Final = {"index": 2, "length": 4096, "problem": {"detail": "it can never fit"}}
+
+
+@pytest.fixture
+def draw(modules: Page) -> Iterator[Draw]:
+    """Draws into an SVG and a table, as wide as asked for."""
+
+    def drawn(cells: list[dict[str, Any]], width: int = 1000, **options: Any) -> Page:
+        modules.evaluate(
+            """([sweep, width]) => {
+                if (!document.querySelector("svg")) {
+                    document.body.innerHTML = "<svg id='s'></svg><table></table>";
+                }
+                document.querySelector("svg").style.width = `${width}px`;
+                chart.drawSweep(document.querySelector("svg"), sweep);
+                chart.fillTable(document.querySelector("table"), sweep);
+            }""",
+            [{"cells": cells, "variants": VARIANTS, "lengths": LENGTHS} | options, width],
+        )
+        return modules
+
+    yield drawn
+    modules.evaluate("() => document.body.replaceChildren()")
+
+
+def boxes(page: Page, selector: str) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = page.eval_on_selector_all(
+        selector,
+        """all => all.map((element) => {
+            const { left, right, top, bottom } = element.getBoundingClientRect();
+            return { left, right, top, bottom, x: (left + right) / 2, y: (top + bottom) / 2 };
+        })""",
+    )
+    return found
+
+
+def test_it_draws_itself_as_cells_come_and_the_axis_holds_still(draw: Draw) -> None:
+    first: float | None = None
+    for count in range(len(CELLS) + 1):
+        markers = boxes(draw(CELLS[:count]), "svg [data-cell]")
+        assert len(markers) == count
+        if count:
+            first = first or markers[0]["x"]
+            assert markers[0]["x"] == pytest.approx(first, abs=0.1)
+
+
+def test_both_axes_are_logarithms(draw: Draw) -> None:
+    markers = boxes(draw(CELLS), "svg [data-cell]")
+    softmax, linear = markers[: len(LENGTHS)], markers[len(LENGTHS) :]
+    for line in (softmax, linear):
+        steps = [b["x"] - a["x"] for a, b in itertools.pairwise(line)]
+        rises = [a["y"] - b["y"] for a, b in itertools.pairwise(line)]
+        assert steps == pytest.approx([steps[0]] * len(steps), abs=0.5)
+        assert rises == pytest.approx([rises[0]] * len(rises), abs=0.5)
+    # N^2 rises twice as fast as N
+    rise = [line[0]["y"] - line[-1]["y"] for line in (softmax, linear)]
+    assert rise[0] == pytest.approx(2 * rise[1], abs=1)
+
+
+def test_a_crossover_is_marked_where_the_lines_meet(draw: Draw) -> None:
+    page = draw(CELLS, crossovers=[{"from": 0, "to": 1, "length": 1000.0}])
+    (ring,) = boxes(page, "svg [data-crossover]")
+    markers = boxes(page, "svg [data-cell]")
+    for line in (markers[:5], markers[5:]):
+        before, after = line[1], line[2]  # 512 and 1024
+        part = math.log(1000 / 512) / math.log(2)
+        assert ring["x"] == pytest.approx(before["x"] + part * (after["x"] - before["x"]), abs=1)
+        assert ring["y"] == pytest.approx(before["y"] + part * (after["y"] - before["y"]), abs=1)
+    assert "softmax and linear take the same time at 1,000" in str(page.text_content("svg desc"))
+
+
+def test_the_band_goes_from_the_least_to_the_most(draw: Draw) -> None:
+    band = draw(CELLS).get_attribute("svg [data-band=softmax]", "d") or ""
+    upper, lower = band.strip("Mz").split("L")[0], band.strip("Mz").split("L")[-1]
+    markers = boxes(draw(CELLS), "svg [data-cell]")
+    pixels = (markers[0]["y"] - markers[4]["y"]) / math.log(256)  # of a factor of e
+    height = float(lower.split()[1]) - float(upper.split()[1])
+    assert height == pytest.approx(pixels * math.log(1.5 / 0.9), rel=0.05)
+
+
+@pytest.mark.parametrize("width", [340, 1000])
+def test_labels_cover_neither_one_another_nor_the_edge(draw: Draw, width: int) -> None:
+    variants = [f"variant {index} causal" for index in range(8)]
+    cells = [cell(i, n, n * (1 + i / 1000)) for i in range(8) for n in LENGTHS]
+    page = draw(cells, width, variants=variants)
+    labels = boxes(page, "svg [data-label]")
+    (edge,) = boxes(page, "svg")
+    assert len(labels) == 8
+    for a, b in itertools.pairwise(sorted(labels, key=lambda box: box["top"])):
+        assert b["top"] >= a["top"] + 14
+    assert max(box["right"] for box in labels) <= edge["right"]
+    assert min(box["top"] for box in labels) >= edge["top"]
+    assert max(box["bottom"] for box in labels) <= edge["bottom"]
+    looks = "all => new Set(all.map((m) => m.getAttribute('fill') + m.getAttribute('d'))).size"
+    assert page.eval_on_selector_all("svg [data-cell]", looks) == 8
+
+
+def test_what_could_not_run_is_crossed_and_says_why(draw: Draw) -> None:
+    page = draw([*CELLS, REFUSED])
+    assert page.text_content("svg [data-problem] title") == "taylor, 4,096: it can never fit"
+    assert page.locator("svg [data-cell]").count() == len(CELLS)
+    assert page.locator("tr", has_text="4,096").locator("td").all_inner_texts() == [
+        "16.8 (15.1 to 25.2)",
+        "4.1 (3.69 to 6.14)",
+        "it can never fit",
+    ]
+
+
+def test_it_is_read_as_a_picture_with_a_name_and_a_description(draw: Draw) -> None:
+    page = draw(CELLS)
+    picture = page.get_by_role("img", name="Time of a call by length")
+    described = page.text_content(f"#{picture.get_attribute('aria-describedby')}")
+    assert described == (
+        "softmax: 0.0655 ms at 256, 16.8 ms at 4,096. linear: 0.256 ms at 256, 4.1 ms at 4,096."
+    )
+    assert page.get_by_role("columnheader").all_inner_texts() == ["length", *VARIANTS]
+    assert page.get_by_role("rowheader").all_inner_texts() == [f"{n:,}" for n in LENGTHS]
+    draw([])
+    assert page.text_content("svg desc") == "Nothing has been measured yet."
+
+
+_MS: Final = st.one_of(st.just(0.0), st.floats(1e-6, 1e7))
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.builds(
+            lambda i, n, ms, least, most: cell(i, n, ms) | {"least_ms": least, "most_ms": most},
+            st.integers(0, 2),
+            st.sampled_from([1, *LENGTHS, 10**6]),
+            _MS,
+            _MS,
+            _MS,
+        ),
+        max_size=6,
+    ),
+    st.floats(1, 1e6),
+    st.booleans(),
+)
+def test_whatever_comes_lies_within_the_picture(
+    modules: Page, cells: list[dict[str, Any]], length: float, known: bool
+) -> None:
+    sweep = {
+        "cells": cells,
+        "variants": VARIANTS,
+        "crossovers": [{"from": 0, "to": 1, "length": length}],
+        "lengths": LENGTHS if known else [],
+    }
+    markup = modules.evaluate(
+        """sweep => {
+            const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+            chart.drawSweep(svg, sweep);
+            return svg.outerHTML;
+        }""",
+        sweep,
+    )
+    assert "NaN" not in markup
+    assert "Infinity" not in markup
