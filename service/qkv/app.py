@@ -39,6 +39,7 @@ from qkv.routes import (
     metrics,
     openapi,
     operations,
+    playground,
     sweep,
     v2,
     variants,
@@ -129,6 +130,7 @@ def create_app(
     app.include_router(convert.router(runs, settings))
     app.include_router(variants.router())
     app.include_router(operations.router(engine, worker.fleet))
+    app.include_router(playground.router())
     app.include_router(metrics.router(worker.fleet, str(engine.device)))
     app.include_router(v2.router(engine, worker.fleet))
     app.add_exception_handler(QkvError, _known)

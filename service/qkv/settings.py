@@ -42,8 +42,8 @@ class Settings(BaseSettings):
         SecretStr | None,
         Field(
             description="Keys, with commas between them; who sends none of them as `Authorization: "
-            "Bearer` is refused, but on /livez, /readyz and /v2/health/*. None: whoever comes is "
-            "let in."
+            "Bearer` is refused, but on /livez, /readyz, /v2/health/* and the playground's own "
+            "files. None: whoever comes is let in."
         ),
     ] = None
     cors_origins: Annotated[

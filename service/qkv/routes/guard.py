@@ -10,12 +10,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.errors import QkvError, Unauthorized
+from qkv.routes.playground import PATHS
 from qkv.routes.v2 import PUBLIC
 
 __all__ = ["OPEN", "Guard", "Keys"]
 
-OPEN: Final = frozenset(("/livez", "/readyz", *PUBLIC))
-"""The paths that need no key: what runs the service asks them, and they say yes or no."""
+OPEN: Final = frozenset(("/livez", "/readyz", *PUBLIC)) | PATHS
+"""The paths that need no key: probes, which say yes or no, and the playground's own files, which
+hold nothing of anybody's; the page asks for a key for what it calls."""
 
 
 class Keys:

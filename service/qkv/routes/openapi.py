@@ -12,7 +12,7 @@ from qkv.routes import examples, openapi_compare, openapi_v2, schemas, schemas_c
 from qkv.routes.examples import Pairs
 from qkv.routes.guard import OPEN
 from qkv.routes.metrics import TEXT_TYPE
-from qkv.routes.operations import INDEX
+from qkv.routes.playground import PAGE_TYPE
 from qkv.routes.variants import PICTURE_TYPE, entry
 from qkv.wire import json, safetensors
 
@@ -134,7 +134,6 @@ def _operations() -> dict[str, dict[str, Any]]:
         "name": "variant", "in": "path", "required": True, "description": "Its name.",
         "schema": {"type": "string", "enum": names}, "example": names[0],
     }  # fmt: skip
-    index = schemas.closed({name: {"const": value} for name, value in INDEX.items()})
     unknown = errors.NotFound(f"no variant 'sotfmax'; there are {', '.join(names)}")
     return {
         **{f"/v1/attention/{v.name}": _attention(v) for v in catalogue.variants().values()},
@@ -149,7 +148,7 @@ def _operations() -> dict[str, dict[str, Any]]:
         "/v1/variants/{variant}": {"parameters": [one]}
         | _plain("That variant.", every, entries[0], unknown),
         "/v1/variants/{variant}/picture": {"parameters": [one]} | _picture(unknown),
-        "/": _plain("Where to go.", index, INDEX),
+        "/": _kept("The page.", PAGE_TYPE),
         **dict.fromkeys(("/livez", "/readyz"), _status()),
         "/metrics": _metrics(),
         **openapi_v2.operations(),
@@ -226,16 +225,20 @@ def _convert() -> dict[str, Any]:
 
 
 def _picture(unknown: errors.NotFound) -> dict[str, Any]:
+    return _kept("An SVG without scripts.", PICTURE_TYPE, unknown)
+
+
+def _kept(description: str, media_type: str, *faults: errors.QkvError) -> dict[str, Any]:
+    """An operation whose answer may be one that came before."""
     tag = {
         "description": "What `If-None-Match` may say the next time.",
         "required": True,
         "schema": {"type": "string"},
     }
-    content = {PICTURE_TYPE: {"schema": {"type": "string"}}}
-    good = {"description": "An SVG without scripts.", "headers": {"ETag": tag}, "content": content}
+    content = {media_type: {"schema": {"type": "string"}}}
+    good = {"description": description, "headers": {"ETag": tag}, "content": content}
     same = {"description": "It is the one that came before.", "headers": {"ETag": tag}}
-    answers = {"200": good, "304": same} | _problems(500, 503, faults=[unknown])
-    return {"responses": answers}
+    return {"responses": {"200": good, "304": same} | _problems(500, 503, faults=faults)}
 
 
 def _metrics() -> dict[str, Any]:

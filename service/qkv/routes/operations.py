@@ -1,34 +1,19 @@
-"""What runs the service asks of it: /livez, /readyz, and at / where to go."""
+"""What runs the service asks of it: /livez and /readyz."""
 
 from __future__ import annotations
 
-from typing import Final
-
 from fastapi import APIRouter, Response
 
-from qkv import __version__
 from qkv.engine import Engine
 from qkv.fleet import Fleet
 from qkv.remote import Remote
 
-__all__ = ["INDEX", "router"]
-
-INDEX: Final = {
-    "service": "qkv",
-    "version": __version__,
-    "variants": "/v1/variants",
-    "docs": "/docs",
-    "openapi": "/openapi.json",
-}
+__all__ = ["router"]
 
 
 def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["operations"])
-
-    @routes.get("/", operation_id="index", summary="Where to go.")
-    async def index() -> dict[str, str]:
-        return INDEX
 
     @routes.get(
         "/livez",

@@ -1,0 +1,76 @@
+// Elements, and numbers as people read them.
+
+/**
+ * An element. Attributes whose values are functions listen; a value of false or null leaves the
+ * attribute out, and true sets it empty.
+ *
+ * @param {string} tag
+ * @param {Object} attributes
+ * @param {...(Node|string)} children
+ */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined)
+      element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** The element with this id. */
+export const find = (id) => document.getElementById(id);
+
+/** Shows a text in an element, or hides it where there is none. */
+export function say(element, text) {
+  element.textContent = text ?? "";
+  element.hidden = !text;
+}
+
+/** A number in about as many digits, without a long tail. */
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const text = size < 1e-3 || size >= 1e6 ? value.toExponential(2) : value.toPrecision(digits);
+  return (text.includes("e") ? text : String(Number(text))).replace("-", "−");
+}
+
+/** A number with so many decimals, so that numbers in a column can be compared. */
+export function fixed(value, decimals = 4) {
+  if (!Number.isFinite(value)) return number(value);
+  return value.toFixed(decimals).replace("-", "−");
+}
+
+/** Milliseconds. */
+export function time(ms) {
+  if (!Number.isFinite(ms)) return "–";
+  if (ms >= 1000) return `${(ms / 1000).toPrecision(3)} s`;
+  return ms >= 0.1 ? `${Number(ms.toPrecision(3))} ms` : `${Number((ms * 1000).toPrecision(3))} µs`;
+}
+
+/** A count of things with a prefix, such as 1.2 G, or of bytes, such as 3.4 MiB. */
+export function many(value, unit = "") {
+  const step = unit ? 1024 : 1000;
+  if (!Number.isFinite(value)) return "–";
+  const prefixes = step === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];
+  let power = 0;
+  let rest = value;
+  while (rest >= step && power < prefixes.length - 1) {
+    rest /= step;
+    power += 1;
+  }
+  return `${Number(rest.toPrecision(3))} ${prefixes[power]}${unit}`.trim();
+}
+
+/** Calls once things have been quiet for so long. */
+export function soon(action, ms) {
+  let timer = 0;
+  return (...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => action(...values), ms);
+  };
+}

@@ -1,0 +1,58 @@
+// Heads side by side; a click on one shows it large.
+
+import { h } from "./dom.js";
+import { thumbnail } from "./matrix.js";
+
+const MOST = 64;
+
+/**
+ * The grid of heads.
+ *
+ * @param {HTMLElement} root
+ * @param {(head: number) => void} chosen
+ * @returns {(weights: {rows, cols, stack, shape, numbers}, head: number) => void}
+ */
+export function headGrid(root, chosen) {
+  return (weights, head) => {
+    root.hidden = weights.stack < 2;
+    if (root.hidden) return root.replaceChildren();
+    const size = weights.rows * weights.cols;
+    const shown = Math.min(weights.stack, MOST);
+    const buttons = Array.from({ length: shown }, (_, index) => {
+      const numbers = weights.numbers.subarray(index * size, (index + 1) * size);
+      const image = thumbnail({ rows: weights.rows, cols: weights.cols, numbers });
+      image.setAttribute("aria-hidden", "true");
+      return h(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": String(index === head),
+          click: () => chosen(index),
+        },
+        image,
+        h("span", {}, headName(index, weights)),
+      );
+    });
+    const legend = h("h3", { id: "heads-title" }, "Heads");
+    const grid = h(
+      "div",
+      { class: "grid", role: "group", "aria-labelledby": "heads-title" },
+      ...buttons,
+    );
+    const rest = weights.stack - shown;
+    root.replaceChildren(
+      legend,
+      grid,
+      ...(rest ? [h("p", { class: "hint" }, `${rest} more are not shown.`)] : []),
+    );
+  };
+}
+
+/** What a head is called, with its place in the batch where there are several. */
+export function headName(index, { shape, stack }) {
+  const heads = shape.length > 3 ? shape.at(-3) : 1;
+  if (shape.length === 3) return `item ${index}`;
+  return stack > heads
+    ? `item ${Math.floor(index / heads)}, head ${index % heads}`
+    : `head ${index}`;
+}

@@ -1,0 +1,178 @@
+// The tensors of the request: what each is for, and how more come in.
+
+import { find, h, say } from "./dom.js";
+import { parseFile, parseText, toWire } from "./tensors.js";
+
+const ALL = "query, key, value";
+const UNUSED = "unused";
+
+/**
+ * The tensors that a variant is sent, by the names of its inputs.
+ *
+ * What other variants know and this one does not is left out, and shown so in the list.
+ *
+ * @param {Array<{name, role, tensor}>} tensors
+ * @param {Object} variant of the catalogue
+ * @param {Object|null} layer that projects x
+ */
+export function inputsOf(tensors, variant, layer) {
+  const inputs = {};
+  for (const { role, tensor } of tensors) {
+    for (const name of role.split(", ")) {
+      if (isTaken(name, variant, layer)) inputs[name] = tensor;
+    }
+  }
+  return inputs;
+}
+
+/** Tensors as JSON has them; each is written once, however often it is sent. */
+export function wired(inputs) {
+  return Object.fromEntries(Object.entries(inputs).map(([name, tensor]) => [name, wire(tensor)]));
+}
+
+const written = new WeakMap();
+
+function wire(tensor) {
+  if (!written.has(tensor)) written.set(tensor, toWire(tensor));
+  return written.get(tensor);
+}
+
+/** Whether a variant takes an input of this name. */
+export function isTaken(name, variant, layer) {
+  return name in variant.inputs || (name === "x" && layer !== null && "query" in variant.inputs);
+}
+
+/**
+ * The list of tensors and the ways to bring others.
+ *
+ * @param {Object} state its tensors, layer and variants
+ * @param {(tensors: Array) => void} brought called with others
+ * @param {() => void} changed called when one is for something else, or gone
+ */
+export function inputList(state, brought, changed) {
+  const list = find("tensors");
+  const fault = (text) => say(find("inputs-error"), text);
+
+  const take = async (files) => {
+    fault(null);
+    try {
+      const parsed = await Promise.all([...files].map((file) => parseFile(file)));
+      brought(named(Object.assign({}, ...parsed), state));
+    } catch (error) {
+      fault(error.message);
+    }
+  };
+  find("upload").addEventListener("change", async (event) => {
+    await take(event.target.files);
+    event.target.value = ""; // so that the same file may come again
+  });
+  const form = find("ask");
+  form.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    form.classList.add("over");
+  });
+  for (const name of ["dragleave", "drop"]) {
+    form.addEventListener(name, () => form.classList.remove("over"));
+  }
+  form.addEventListener("drop", (event) => {
+    event.preventDefault();
+    if (event.dataTransfer.files.length) take(event.dataTransfer.files);
+  });
+  pasting((tensors) => brought(named(tensors, state)));
+
+  return () => {
+    fault(null);
+    list.replaceChildren(
+      ...state.tensors.map((entry) => row(entry, state, changed)),
+      ...(state.layer ? [layerRow(state.layer)] : []),
+    );
+  };
+}
+
+function pasting(use) {
+  const [open, panel, text, error] = ["paste-open", "paste", "paste-text", "paste-error"].map(find);
+  open.addEventListener("click", () => {
+    panel.hidden = !panel.hidden;
+    open.setAttribute("aria-expanded", String(!panel.hidden));
+    if (!panel.hidden) text.focus();
+  });
+  find("paste-use").addEventListener("click", () => {
+    try {
+      const tensors = parseText(text.value);
+      say(error, null);
+      use(tensors);
+    } catch (fault) {
+      say(error, fault.message);
+      text.focus();
+    }
+  });
+}
+
+/** Tensors with what each is most likely for. */
+function named(tensors, state) {
+  const known = rolesOf(state);
+  const entries = Object.entries(tensors);
+  return entries.map(([name, tensor]) => {
+    if (known.includes(name)) return { name, role: name, tensor };
+    const alone = entries.length === 1 && state.variant.inputs.query;
+    const like = ["query", "key", "value"].find((role) => name.toLowerCase().startsWith(role[0]));
+    return { name, role: alone ? ALL : (entries.length > 1 && like) || UNUSED, tensor };
+  });
+}
+
+function rolesOf(state) {
+  const names = [...state.variants.values()].flatMap((variant) => Object.keys(variant.inputs));
+  return [ALL, ...new Set([...names, "x"])];
+}
+
+function row(entry, state, changed) {
+  const { name, role, tensor } = entry;
+  const isUsed = role.split(", ").some((one) => isTaken(one, state.variant, state.layer));
+  const select = h("select", {
+    "aria-label": `What ${name} is for`,
+    change: (event) => {
+      entry.role = event.target.value;
+      changed();
+    },
+  });
+  select.append(
+    ...[...rolesOf(state), UNUSED].map((one) => h("option", { selected: one === role }, one)),
+  );
+  const remove = () => {
+    state.tensors.splice(state.tensors.indexOf(entry), 1);
+    changed();
+  };
+  const shape = `${tensor.shape.join(" × ")} ${tensor.literal ? "" : tensor.dtype}`;
+  const item = h(
+    "li",
+    { class: isUsed ? "" : "idle" },
+    h("span", { class: "name" }, name),
+    h("span", { class: "shape" }, shape),
+    h(
+      "button",
+      { type: "button", class: "quiet", "aria-label": `Remove ${name}`, click: remove },
+      "×",
+    ),
+    select,
+  );
+  if (!isUsed)
+    item.append(h("span", { class: "hint" }, `${state.variant.variant} takes no such input`));
+  item.dataset.pointers = role
+    .split(", ")
+    .map((one) => `/inputs/${one}`)
+    .join(" ");
+  return item;
+}
+
+function layerRow(layer) {
+  const shapes = Object.entries(layer.tensors).map(
+    ([name, rows]) => `${name} ${rows.length} × ${rows[0].length}`,
+  );
+  return h(
+    "li",
+    { "data-pointers": "/layer" },
+    h("span", { class: "name" }, "layer"),
+    h("span", { class: "shape" }, layer.layout),
+    h("span", { class: "hint" }, shapes.join(", ")),
+  );
+}

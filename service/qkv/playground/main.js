@@ -1,0 +1,291 @@
+// The page: what stands in its controls becomes a request, and what comes back is drawn.
+
+import { get } from "./api.js";
+import { comparison } from "./comparison.js";
+import { difference } from "./difference.js";
+import { find, number, say, soon, time } from "./dom.js";
+import { EXAMPLES } from "./examples.js";
+import { controls } from "./form.js";
+import { headGrid, headName } from "./heads.js";
+import { inputList, inputsOf } from "./inputs.js";
+import { Matrix } from "./matrix.js";
+import { clearProblems, showProblem } from "./problem.js";
+import { requestPanel } from "./request.js";
+import { rowPanel } from "./row.js";
+import { namesOf, outputShown, weightsShown } from "./shown.js";
+import { sweepPanel } from "./sweep.js";
+import { fillWeights } from "./table.js";
+import { themed } from "./theme.js";
+import { timings } from "./timing.js";
+import { asked, binOf, firstOf, look, rowsOf, shownBody } from "./view.js";
+
+const state = {
+  variants: new Map(),
+  variant: null,
+  tensors: [],
+  labels: [],
+  layer: null,
+  parameters: {},
+  example: null, // its id, while the tensors are its own
+  head: 0,
+  held: null,
+};
+let view = null;
+let rowOf = null;
+let running = null;
+let reading = null;
+
+const speak = (text) => say(find("spoken"), text);
+const ran = timings(find("timing"));
+const showRequest = requestPanel(find("request"), speak);
+const showHeads = headGrid(find("heads"), (head) => {
+  state.head = head;
+  draw();
+  differ.draw();
+});
+const showRow = rowPanel(find("row"), (row) => hold(row));
+const map = new Matrix(find("map"), {
+  hasRoot: true,
+  pointed: (cell, byKey) => pointed(map, cell, byKey),
+  held: (bin) => hold(bin === null ? null : firstOf(bin, view.weights.rows, view.ask.rows)),
+});
+const output = new Matrix(find("output"), {
+  most: 320,
+  pointed: (cell, byKey) => readOut(output, cell, byKey, " "),
+});
+const differ = difference(find("difference"), state, { ran, speak, matrix: readOut });
+const compare = comparison(find("comparison"), state);
+const sweep = sweepPanel(find("sweep"), state, speak);
+const runSoon = soon(() => run(), 120);
+const showInputs = inputList(
+  state,
+  (tensors) => {
+    const own = { layer: null, example: null, labels: [], parameters: {}, head: 0, held: null };
+    Object.assign(state, own, { tensors });
+    find("labels").value = "";
+    find("example").value = "";
+    say(find("example-about"), null);
+    fitted();
+  },
+  () => {
+    state.example = null;
+    fitted();
+  },
+);
+
+/** Shows what the state is in the controls, and runs it. */
+function fitted() {
+  const { variant } = state;
+  find("variant").value = variant.variant;
+  say(find("variant-about"), variant.summary);
+  say(find("formula"), variant.formula);
+  find("parameters").replaceChildren(
+    controls(variant.parameters.properties, state.parameters, runSoon),
+  );
+  showInputs();
+  runSoon();
+}
+
+function take(example) {
+  const { tensors, labels, variant, parameters, layer = null } = example.make();
+  Object.assign(state, { tensors, labels, layer, example: example.id, head: 0 });
+  state.parameters = { ...parameters };
+  state.held = labels.length ? 1 : null;
+  state.variant = state.variants.get(variant) ?? [...state.variants.values()][0];
+  find("example").value = example.id;
+  find("labels").value = labels.join(" ");
+  say(find("example-about"), example.about);
+  fitted();
+}
+
+/** Another variant; an example that it cannot take makes way for one that it can. */
+function pick(name) {
+  state.variant = state.variants.get(name);
+  const lacks = Object.entries(state.variant.inputs).some(
+    ([input, { optional }]) =>
+      !optional && !(input in inputsOf(state.tensors, state.variant, state.layer)) && !state.layer,
+  );
+  const other = lacks && state.example && fitting(state.variant);
+  if (other) {
+    take(other);
+    state.variant = state.variants.get(name);
+  }
+  fitted();
+}
+
+function fitting(variant) {
+  return EXAMPLES.find((example) => {
+    const { tensors, layer = null } = example.make();
+    const inputs = inputsOf(tensors, variant, layer);
+    return (
+      !layer &&
+      Object.entries(variant.inputs).every(([name, { optional }]) => optional || name in inputs)
+    );
+  });
+}
+
+async function run() {
+  if (!state.variant) return load();
+  running?.abort();
+  running = new AbortController();
+  const { signal } = running;
+  const main = document.querySelector("main");
+  main.setAttribute("aria-busy", "true");
+  try {
+    const ask = asked(state);
+    const came = await look(ask, signal, ran);
+    if (signal.aborted) return;
+    clearProblems();
+    main.classList.remove("stale");
+    view = came;
+    rowOf = view.weights && rowsOf(view);
+    state.head = Math.min(state.head, (view.weights?.stack ?? 1) - 1);
+    if (state.held >= ask.rows) state.held = null;
+    showRequest({ path: ask.path, body: shownBody(ask) });
+    say(find("status"), summary());
+    draw();
+    differ.update(view);
+    compare.update(ask);
+    sweep.update();
+  } catch (error) {
+    if (error.name === "AbortError" || signal.aborted) return;
+    main.classList.add("stale");
+    clearProblems();
+    showProblem(error);
+    say(find("status"), null);
+  } finally {
+    if (running.signal === signal) main.removeAttribute("aria-busy");
+  }
+}
+
+function summary() {
+  const { ask, timing, weights } = view;
+  const heads = weights?.stack > 1 ? `, ${weights.stack} heads` : "";
+  return `${ask.variant.variant}: ${ask.rows} queries, ${ask.cols} keys${heads}; ${time(timing.total_ms)} at the service.`;
+}
+
+function draw() {
+  if (!view) return;
+  say(find("kind"), view.kind);
+  find("weights").classList.toggle("without", !view.weights);
+  if (view.weights) {
+    const shown = weightsShown(view, state.head, state.labels);
+    map.show(shown);
+    showHeads(view.weights, state.head);
+    if (find("table").open) fillWeights(find("table").lastElementChild, shown);
+    drawRow();
+  }
+  output.show(outputShown(view, state.head, state.labels));
+  const { stack, rows, cols } = view.output;
+  const which =
+    stack > 1 ? `${headName(Math.min(state.head, stack - 1), view.output)} of ${stack}, ` : "";
+  say(find("output-about"), `${which}${rows} × ${cols}`);
+}
+
+function hold(row) {
+  state.held = row;
+  drawRow();
+  if (row !== null) speak(`Holding ${namesOf(view, state.labels).row.full(row)}`);
+}
+
+/** The panel of the row that is held, or pointed at, or the first. */
+async function drawRow() {
+  if (!view?.weights) return;
+  const { ask, weights, stats } = view;
+  const bin = map.mark?.row;
+  map.hold(state.held === null ? null : binOf(state.held, weights.rows, ask.rows));
+  const row =
+    state.held ?? (bin === undefined ? (shownRow ?? 0) : firstOf(bin, weights.rows, ask.rows));
+  reading?.abort();
+  reading = new AbortController();
+  const { signal } = reading;
+  try {
+    const numbers = await rowOf(state.head, row, signal, ran);
+    if (signal.aborted) return;
+    shownRow = row;
+    const names = namesOf(view, state.labels);
+    const at = state.head * ask.rows + row;
+    showRow({
+      row,
+      rows: ask.rows,
+      isHeld: state.held !== null,
+      weights: numbers,
+      rowName: names.row.full,
+      colName: names.col.full,
+      entropy: stats.entropy[at],
+      effective: stats.effective_keys[at],
+      isSigned: view.kind === "signed",
+    });
+  } catch (error) {
+    if (error.name !== "AbortError") showProblem(error);
+  }
+}
+
+let shownRow = null;
+const drawRowSoon = soon(drawRow, 80);
+
+function pointed(matrix, cell, byKey) {
+  readOut(matrix, cell, byKey);
+  if (state.held === null && cell) view.ask.bins === null ? drawRow() : drawRowSoon();
+}
+
+/** Says what is pointed at, below a heat map; aloud where the keys went there. */
+function readOut(matrix, cell, byKey, arrow = " → ") {
+  if (!cell) return matrix.readout.replaceChildren();
+  const { shown } = matrix;
+  const value = number(shown.numbers[cell.row * shown.cols + cell.col]);
+  const words = `${shown.rowName(cell.row)}${arrow}${shown.colName(cell.col)}`;
+  const strong = document.createElement("strong");
+  strong.textContent = value;
+  matrix.readout.replaceChildren(words, " ", strong);
+  if (byKey) speak(`${words.replace("→", "to")}: ${value}`);
+}
+
+function listen() {
+  find("example").addEventListener("change", (event) => {
+    const example = EXAMPLES.find(({ id }) => id === event.target.value);
+    if (example) take(example);
+  });
+  find("variant").addEventListener("change", (event) => pick(event.target.value));
+  find("labels").addEventListener("input", (event) => {
+    state.labels = event.target.value.split(/\s+/).filter(Boolean);
+    draw();
+    differ.draw();
+  });
+  find("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    run();
+  });
+  find("table").addEventListener("toggle", () => draw());
+}
+
+function start() {
+  themed(find("theme"), () => {
+    for (const matrix of [map, output, differ.map]) matrix.paint();
+    draw();
+  });
+  if (matchMedia("(max-width: 62rem)").matches) {
+    for (const part of find("ask").querySelectorAll("details")) part.open = false; // the map comes first
+  }
+  listen();
+  find("example").append(
+    new Option("Your own", "", false, false),
+    ...EXAMPLES.map(({ id, title }) => new Option(title, id)),
+  );
+  load();
+}
+
+/** Takes what variants there are from the catalogue, and the first example. */
+async function load() {
+  try {
+    const { variants } = await get("/v1/variants");
+    for (const variant of variants) state.variants.set(variant.variant, variant);
+  } catch (error) {
+    return showProblem(error);
+  }
+  find("variant").append(...[...state.variants.keys()].map((name) => new Option(name)));
+  sweep.update();
+  take(EXAMPLES[0]);
+}
+
+start();

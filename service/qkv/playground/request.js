@@ -1,0 +1,65 @@
+// The request that the page made, as others would make it.
+
+import { h, many } from "./dom.js";
+import { key } from "./key.js";
+import { curl, python } from "./snippets.js";
+
+const SHOWN = 4000; // characters; numbers in base64 go on for millions
+const KINDS = { curl, Python: python };
+
+/**
+ * The panel with the request.
+ *
+ * @param {HTMLElement} root
+ * @param {(text: string) => void} speak told that it was copied
+ * @returns {(request: {path, body}) => void}
+ */
+export function requestPanel(root, speak) {
+  let request = null;
+  let kind = "curl";
+  const code = h("code");
+  const area = h("pre", { tabindex: "0", role: "region", "aria-label": "The request" }, code);
+  const copy = h("button", { type: "button", click: () => copied() }, "Copy");
+  const tabs = Object.keys(KINDS).map((name) =>
+    h("button", { type: "button", class: "quiet", click: () => pick(name) }, name),
+  );
+  root.append(
+    h(
+      "div",
+      { class: "row" },
+      h("div", { class: "tabs", role: "group", "aria-label": "Written for" }, ...tabs),
+      copy,
+    ),
+    area,
+  );
+
+  const text = () => KINDS[kind](request, location.origin, Boolean(key()));
+  const show = () => {
+    for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.textContent === kind));
+    if (!request) return;
+    const whole = text();
+    const rest = whole.length - SHOWN;
+    code.textContent =
+      rest > 0 ? `${whole.slice(0, SHOWN)}… and ${many(rest)} characters more` : whole;
+  };
+  const pick = (name) => {
+    kind = name;
+    show();
+  };
+  const copied = async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      copy.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(code); // a page without https has no clipboard
+      copy.textContent = "Selected";
+    }
+    speak(`${copy.textContent} as ${kind}`);
+    setTimeout(() => (copy.textContent = "Copy"), 1500);
+  };
+  show();
+  return (given) => {
+    request = given;
+    show();
+  };
+}
