@@ -29,7 +29,7 @@ FLAGS: Final = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
-PATIENCE_MS: Final = 20_000.0
+PATIENCE_MS: Final = 30_000.0
 
 PLAYGROUND: Final = Path(qkv.__file__).parent / "playground"
 
@@ -47,12 +47,16 @@ class Watched:
             caught, and requests to other hosts.
         expected: patterns of complaints that the test asks for.
         requests: the paths of all requests, in order.
+        bodies: the JSON that was posted, with its path.
+        received: bytes of the bodies that came, by the request's number.
     """
 
     page: Page
     complaints: list[str] = field(default_factory=list)
     expected: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    received: dict[int, int] = field(default_factory=dict)
 
     def expect_status(self, status: int) -> None:
         """Chromium's console names every answer that is an error; the test asks for this one."""
@@ -75,11 +79,12 @@ def browser() -> Iterator[Browser]:
 
     For a module: while Playwright runs, nothing else of its thread may use asyncio.
     """
-    from playwright.sync_api import sync_playwright  # slow to import, and few tests need it
+    from playwright.sync_api import expect, sync_playwright  # slow to import, and few tests need it
 
     executable = shutil.which("chromium")
     if not executable and "NEED_CHROMIUM" not in os.environ:
         pytest.skip("needs Debian's chromium")
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(
             executable_path=executable or "chromium", args=list(FLAGS)
@@ -128,10 +133,16 @@ def watch(watched: Watched, host: str) -> None:
         if url is None:
             return
         watched.requests.append(url.path)
+        if request.method == "POST" and url.host == host:
+            watched.bodies.append((url.path, request.post_data_json))
         if url.host != host:
             watched.complaints.append(f"asked another host: {request.url[:200]}")
 
+    def finished(request: Any) -> None:
+        watched.received[len(watched.received)] = request.sizes()["responseBodySize"]
+
     watched.page.on("console", said)
+    watched.page.on("requestfinished", finished)
     watched.page.on("pageerror", lambda error: watched.complaints.append(f"uncaught: {error}"))
     watched.page.on("request", asked)
 
@@ -149,3 +160,35 @@ def modules(browser: Browser, url: str) -> Iterator[Page]:
         page.evaluate(f"async () => {{ window.{name} = await import('/playground/{name}.js') }}")
     yield page
     page.close()
+
+
+def drawn(opened: Watched) -> Page:
+    """The page, once it has drawn what was asked for last and asks for nothing more."""
+    page = opened.page
+    page.wait_for_function(
+        """() => {
+            const status = document.getElementById("status");
+            return status.textContent && !document.querySelector("main[aria-busy]");
+        }"""
+    )
+    return page
+
+
+def weights_shown(page: Page) -> dict[str, list[float]]:
+    """The weights as the page's own table says them, by what their rows are called."""
+    if not page.locator("#table[open]").count():
+        page.locator("#table summary").click()
+    page.wait_for_selector("#table tbody tr")
+    rows: list[list[str]] = page.eval_on_selector_all(
+        "#table tbody tr", "rows => rows.map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    return {name: [float(n.replace("\u2212", "-")) for n in cells[:-1]] for name, *cells in rows}
+
+
+def choose(opened: Watched, example: str) -> Page:
+    """An example, drawn."""
+    page = drawn(opened)
+    if page.get_by_label("Example").input_value() != example:
+        with page.expect_response("**/v1/attention/*"):
+            page.get_by_label("Example").select_option(example)
+    return drawn(opened)

@@ -1,0 +1,316 @@
+"""What the playground draws, in Chromium: maps by mouse and by keys, heads, comparisons, sweeps."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+from browser import Open, Watched, choose, drawn, weights_shown
+from conftest import Server, until
+from playwright.sync_api import Locator, Page, expect
+
+EXAMPLES: Final = ["words", "layer", "induction", "local", "document", "linear-layer"]
+WORDS: Final = ["Your", "journey", "starts", "with", "one", "step"]
+MAP: Final = "#map [role=application]"
+
+
+def painted(canvas: Locator) -> int:
+    """How many colours a canvas shows."""
+    colours: int = canvas.evaluate(
+        """canvas => {
+            const { width, height } = canvas;
+            const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+            return new Set(new Uint32Array(data.buffer)).size;
+        }"""
+    )
+    return colours
+
+
+def focused(page: Page, row: int, col: int) -> None:
+    """Goes to a cell of the map by the keys."""
+    page.locator(MAP).focus()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Home")
+    for _ in range(20):
+        page.keyboard.press("ArrowUp")
+    for key, times in (("ArrowDown", row), ("ArrowRight", col)):
+        for _ in range(times):
+            page.keyboard.press(key)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_drawn(open_page: Open, server: Server, example: str) -> None:
+    opened = open_page(server.url)
+    page = choose(opened, example)
+    assert page.locator("#example option[value]:not([value=''])").count() == len(EXAMPLES)
+    expect(page.locator("#example-about")).not_to_be_empty()
+    expect(page.locator("#alert")).to_be_hidden()
+    for canvas in ("#map", "#output"):
+        expect(page.locator(f"{canvas} [role=application]")).to_have_attribute(
+            "aria-label", re.compile(r"\d+ .* by \d+")
+        )
+        assert painted(page.locator(f"{canvas} canvas").first) > 10
+    expect(page.locator("#row tbody tr").first).to_be_visible()
+
+
+def test_the_mouse_shows_a_row_and_a_click_holds_it(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    weights = weights_shown(page)
+    surface = page.locator(MAP)
+    surface.focus()
+    page.keyboard.press("Escape")  # the example holds a row from the start
+    box = page.locator(f"{MAP} canvas").bounding_box()
+    assert box is not None
+    heading = page.locator("#row").get_by_role("heading")
+    seen = set()
+    for step in range(4, 60):  # down the map: every row comes by
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * step / 60)
+        seen.add(heading.inner_text())
+    assert seen == set(WORDS)
+    readout = page.locator("#map .readout")
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    row, col, said = re.fullmatch(r"(\w+) → (\w+) ([\d.]+)", readout.inner_text()).groups()
+    assert float(said) == pytest.approx(weights[row][WORDS.index(col)], abs=1e-4)
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.get_by_role("button", name="Let go of this row")).to_be_visible()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * 0.9)
+    expect(heading).to_have_text(row)
+    page.get_by_role("button", name="Let go of this row").click()
+    expect(page.get_by_role("button", name="Hold this row")).to_be_visible()
+
+
+def test_the_keys_do_all_that_the_mouse_does_and_it_is_said_aloud(
+    open_page: Open, server: Server
+) -> None:
+    page = drawn(open_page(server.url))
+    weights = weights_shown(page)
+    focused(page, 4, 1)
+    spoken = page.locator("#spoken")
+    expect(spoken).to_have_attribute("aria-live", "polite")
+    expect(spoken).to_have_text(re.compile("^one to journey: "))
+    assert float(spoken.inner_text().split()[-1]) == pytest.approx(weights["one"][1], abs=1e-4)
+    page.keyboard.press("Enter")
+    expect(spoken).to_have_text("Holding one")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("one")
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("one")
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("starts")
+    page.keyboard.press("End")
+    expect(spoken).to_have_text(re.compile("^starts to step: "))
+    page.get_by_label("Query", exact=True).fill("5")
+    page.keyboard.press("Enter")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("step")
+
+
+def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    page = choose(opened, "local")
+    page.get_by_label("Query", exact=True).fill("9")
+    page.keyboard.press("Enter")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("query 9")
+    asked = [b for b in requests(opened, "/v1/attention/softmax") if "weights" not in b][-1]
+    answer = server.http.post("/v1/attention/softmax", json=asked | {"encoding": "lists"}).json()
+    row = np.array(answer["outputs"]["weights"])[0, 0, 9]
+    order = np.argsort(-row, kind="stable")[:8]
+    shown = page.locator("#row tbody tr").all_inner_texts()
+    for text, key, sum_ in zip(shown, order, np.cumsum(row[order]), strict=True):
+        name, weight, together = re.split(r"\s*\t\s*", text.strip())
+        assert name == f"key {key}"
+        assert float(weight) == pytest.approx(row[key], abs=0.51e-4)
+        assert float(together.split()[0]) == pytest.approx(100 * sum_, abs=0.51)
+    entropy = -np.sum(row[row > 0] * np.log(row[row > 0]))
+    facts = page.locator("#row dl").inner_text()
+    assert float(re.search(r"([\d.]+) nats", facts)[1]) == pytest.approx(entropy, rel=2e-3)
+
+
+def requests(opened: Watched, path: str) -> list[dict]:
+    return [body for asked, body in opened.bodies if asked == path]
+
+
+def test_heads_are_side_by_side_and_one_is_shown_large(open_page: Open, server: Server) -> None:
+    page = choose(open_page(server.url), "induction")
+    grid = page.get_by_role("group", name="Heads")
+    heads = grid.get_by_role("button")
+    expect(heads).to_have_count(4)
+    expect(heads.nth(0)).to_have_attribute("aria-pressed", "true")
+    before = weights_shown(page)
+    heads.nth(2).click()
+    expect(heads.nth(2)).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(MAP)).to_have_attribute("aria-label", re.compile("head 2"))
+    assert weights_shown(page) != before
+    for index in range(4):
+        assert painted(heads.nth(index).locator("canvas")) > 2
+
+
+def test_a_difference_map_is_one_minus_the_other(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    first = np.array(list(weights_shown(page).values()))
+    panel = page.locator("#difference")
+    expect(panel.get_by_role("status")).to_contain_text("softmax has more weight")
+    page.get_by_label("softmax minus", exact=True).select_option("taylor")
+    expect(panel.get_by_role("status")).to_contain_text("orange where taylor has")
+    said = panel.get_by_role("status").inner_text()
+    page.get_by_label("Variant", exact=True).select_option("taylor")
+    expect(page.locator("#status")).to_have_text(re.compile("^taylor:"))
+    second = np.array(list(weights_shown(page).values()))
+    apart = np.abs(first - second).sum(1) / 2
+    mean, worst = re.search(r"([\d.]+) on average, at most ([\d.]+): (\w+)", said).groups()[:2]
+    assert float(mean) == pytest.approx(apart.mean(), abs=1e-3)
+    assert float(worst) == pytest.approx(apart.max(), abs=1e-3)
+
+
+def test_signed_weights_have_a_scale_of_two_sides(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("Variant", exact=True).select_option("linformer")
+    expect(page.locator("#kind")).to_have_text("signed")
+    expect(page.locator("#map .legend span").first).to_have_text(re.compile("^−"))
+
+
+def test_the_comparison_says_what_the_service_says(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    table = page.get_by_role("region", name="Comparison").get_by_role("table")
+    expect(table.get_by_role("rowheader")).to_have_count(6)
+    asked = requests(opened, "/v1/compare")[-1]
+    answer = server.http.post("/v1/compare", json=asked).json()
+    for entry in answer["variants"]:
+        row = table.get_by_role("row", name=re.compile(f"^{entry['variant']} "))
+        error = row.get_by_role("cell").first.inner_text().replace("−", "-")
+        assert float(error) == pytest.approx(entry["output"]["relative_error"], rel=1e-2)
+    expect(page.locator("#comparison .notes li")).to_have_count(len(answer["notes"]))
+    page.get_by_label("mean", exact=True).first.uncheck()
+    page.get_by_role("button", name="Compare", exact=True).click()
+    expect(table.get_by_role("rowheader")).to_have_count(5)
+    page.get_by_label("Against").select_option("linear")
+    page.get_by_role("button", name="Compare", exact=True).click()
+    expect(table.get_by_role("rowheader").first).to_contain_text("linear anchor")
+
+
+def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    sweep = page.locator("#sweep")
+    sweep.get_by_label("Up to").select_option("1024")
+    for label, value in (("Heads", "1"), ("Width", "8"), ("Repeats", "1")):
+        sweep.get_by_label(label).fill(value)
+    page.evaluate(
+        """() => {
+            window.counts = [];
+            new MutationObserver(() => {
+                const count = document.querySelectorAll("#chart [data-cell]").length;
+                if (window.counts.at(-1) !== count) window.counts.push(count);
+            }).observe(document.getElementById("chart"), { childList: true, subtree: true });
+        }"""
+    )
+    sweep.get_by_role("button", name="Measure").click()
+    expect(sweep.get_by_role("status")).to_contain_text(re.compile("^16 measured"))
+    counts = page.evaluate("() => window.counts")
+    assert counts[-1] == 16
+    assert len([n for n in counts if 0 < n < 16]) >= 3  # not all at the end
+    expect(sweep.get_by_role("img", name="Time of a call by length")).to_be_visible()
+    sweep.locator("summary").click()
+    expect(sweep.get_by_role("table").get_by_role("row")).to_have_count(5)
+    expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
+    asked = requests(opened, "/v1/sweep")[-1]
+    assert (asked["heads"], asked["width"], asked["repeats"]) == (1, 8, 1)
+    assert asked["lengths"] == [128, 256, 512, 1024]
+
+
+def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    sweep = page.locator("#sweep")
+    sweep.get_by_label("Up to").select_option("16384")
+    sweep.get_by_label("Heads").fill("8")
+    sweep.get_by_label("Repeats").fill("50")
+    sweep.get_by_role("button", name="Measure").click()
+    expect(page.locator("#chart [data-cell]").first).to_be_attached()
+    sweep.get_by_role("button", name="Stop").click()
+    expect(sweep.get_by_role("status")).to_have_text("Stopped.")
+    expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
+    until(lambda: server.waiting == 0)
+    kept = page.locator("#chart [data-cell]").count()
+    page.wait_for_timeout(500)
+    assert page.locator("#chart [data-cell]").count() == kept > 0
+
+
+def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    opened.bodies.clear()
+    opened.received.clear()
+    choose(opened, "document")
+    expect(page.locator("#status")).to_have_text(re.compile("4096 queries, 4096 keys"))
+    page.get_by_label("Query", exact=True).fill("2000")
+    page.keyboard.press("Enter")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("query 2000")
+    page.locator(MAP).focus()
+    page.keyboard.press("Escape")
+    page.evaluate(
+        """() => {
+            const canvas = document.querySelector("#map canvas");
+            const { left, top, width, height } = canvas.getBoundingClientRect();
+            for (let step = 0; step < 200; step += 1) {
+                const [clientX, clientY] = [left + width / 2, top + (height * step) / 400];
+                const moved = new PointerEvent("pointermove", { clientX, clientY, bubbles: true });
+                canvas.dispatchEvent(moved);
+            }
+        }"""
+    )
+    expect(page.locator("#row").get_by_role("heading")).not_to_have_text("query 2000")
+    drawn(opened)
+    asked = [body["weights"] for body in requests(opened, "/v1/attention/softmax")]
+    assert asked[:2] == [{"pool": 256}, "stats"] or asked[:2] == ["stats", {"pool": 256}]
+    assert all("rows" in form and len(form["rows"]) == 1 for form in asked[2:])
+    assert {"rows": [2000]} in asked
+    assert len(asked) <= 8  # the rows that a pointer passes are not all asked for
+    # the whole map of two heads has 134 MB
+    assert sum(opened.received.values()) < 4e6
+
+
+def test_every_call_s_times_are_shown(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    calls = page.locator("#timing ol > li")
+    expect(calls.first).to_contain_text(
+        re.compile(r"queue .*transfer .*compute .*batch of \d+ · cpu", re.S)
+    )
+    before = calls.count()
+    page.get_by_role("button", name="Run").click()
+    drawn(Watched(page))
+    assert calls.count() >= min(before + 1, 5)
+
+
+def test_a_copied_curl_command_answers_what_is_shown(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    command = page.evaluate("() => navigator.clipboard.readText()")
+    ran = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
+    assert not ran.stderr
+    answer = json.loads(ran.stdout)["outputs"]["weights"]
+    np.testing.assert_allclose(answer, list(weights_shown(page).values()), rtol=0, atol=0.51e-4)
+
+
+def test_a_copied_program_prints_what_is_shown(
+    open_page: Open, server: Server, tmp_path: Path
+) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_role("button", name="Python").click()
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    program = tmp_path / "copied.py"
+    program.write_text(page.evaluate("() => navigator.clipboard.readText()"))
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert not ran.stderr
+    assert "weights\n(6, 6)\n[[0.209" in ran.stdout
