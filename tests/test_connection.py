@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
 from typing import Any, Final
 
+import numpy as np
 import pytest
 from conftest import PATIENCE, Server, serving, until
 from test_protocol import PATH, body_of, drawn, request_of
@@ -28,6 +30,13 @@ RUN: Final = (
 def hasty() -> Iterator[Server]:
     """A service that does not wait for long."""
     with serving(read_timeout_s=0.8) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def unread() -> Iterator[Server]:
+    """A service that does not wait for long to be read."""
+    with serving(write_timeout_s=0.8) as server:
         yield server
 
 
@@ -276,6 +285,87 @@ def test_who_waits_for_the_device_is_not_late(hasty: Server) -> None:
     with connected(hasty) as connection:
         connection.sendall(RUN + BODY + b"rubbish\r\n\r\n")
         assert [status for status, *_ in answers(connection)] == [200, 400]
+
+
+@contextlib.contextmanager
+def sipping(server: Server) -> Iterator[socket.socket]:
+    """A connection of which little fits into what lies between both ends."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        connection.settimeout(PATIENCE)
+        connection.connect(server.address)
+        yield connection
+
+
+def has(server: Server, connection: socket.socket) -> bool:
+    """Whether the service still has a connection."""
+    return connection.getsockname() in [
+        found.client for found in list(server.app.state.protocol.keywords["watch"]._open)
+    ]
+
+
+def size_of(came: bytes) -> int:
+    """Bytes of the answer that begins so."""
+    head = came.partition(b"\r\n\r\n")[0]
+    (size,) = re.findall(rb"\r\ncontent-length: (\d+)", head)
+    return len(head) + 4 + int(size)
+
+
+LARGE: Final = {  # little to send, and 16 MiB of an answer
+    name: np.ones((1, 1, *shape), np.float32)
+    for name, shape in {"query": (4096, 1), "key": (1, 1), "value": (1, 1024)}.items()
+}
+
+
+@pytest.mark.parametrize("line", ["Accept: */*", "Connection: close"])
+def test_an_answer_that_is_not_read_is_not_kept(unread: Server, line: str) -> None:
+    with sipping(unread) as connection:
+        connection.sendall(request_of(*body_of(LARGE), PATH, line))
+        came = connection.recv(100)
+        assert came.startswith(b"HTTP/1.1 200 ")
+        until(lambda: not has(unread, connection))
+        while more := connection.recv(1 << 20):
+            came += more
+    assert len(came) < size_of(came)
+
+
+def test_small_answers_that_are_not_read_are_not_kept(unread: Server) -> None:
+    """Whoever goes on asking, and reads nothing, is cut off as well."""
+    request = request_of(*body_of(drawn(0, (1, 1, 64, 64))))
+    with sipping(unread) as connection:
+        connection.settimeout(0.05)
+
+        def is_cut_off() -> bool:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                connection.send(request)
+            return not has(unread, connection)
+
+        until(lambda: has(unread, connection))
+        until(is_cut_off)
+
+
+def test_who_leaves_with_requests_in_a_row_frees_all_places(hasty: Server) -> None:
+    with hasty.engine.hold():
+        with connected(hasty) as connection:
+            connection.sendall((RUN + BODY) * 2)
+            hasty.await_waiting(1)
+        hasty.await_waiting(0)
+
+
+def test_who_reads_slowly_is_answered(unread: Server) -> None:
+    """In several times what a caller may take who reads nothing."""
+    with sipping(unread) as connection:
+        connection.sendall(request_of(*body_of(LARGE)))
+        begun, came = time.monotonic(), b""
+        while time.monotonic() < begun + 4:
+            came += connection.recv(1 << 15)
+            time.sleep(0.05)
+        assert len(came) < size_of(came)
+        left = size_of(came) - len(came)
+        while left:
+            more = connection.recv(min(left, 1 << 20))
+            assert more, "it was cut off"
+            left -= len(more)
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,12 @@ ALLOWED: dict[str, set[str]] = {
     "app": {
         "__version__", "arena", "catalogue", "connection", "device_process", "engine", "errors",
         "fleet", "protocol", "queue", "remote", "request_log", "routes", "settings", "short",
-        "warmup", "wire",
+        "warmup", "watch", "wire",
     },
     "acceptor": {"fleet"},
-    "connection": {"errors"},
-    "protocol": {"connection", "door", "errors", "fleet", "routes", "short"},
+    "watch": set(),
+    "connection": {"errors", "watch"},
+    "protocol": {"connection", "door", "errors", "fleet", "routes", "short", "watch"},
     "short": {"door", "routes"},
     "serve": {
         "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",

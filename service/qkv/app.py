@@ -21,7 +21,6 @@ from starlette.types import Message as Event
 
 from qkv import __version__, catalogue
 from qkv.arena import Arena
-from qkv.connection import Watch
 from qkv.device_process import DeviceProcess
 from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
@@ -53,6 +52,7 @@ from qkv.routes.shortcuts import Shortcuts
 from qkv.settings import Settings
 from qkv.short import Round
 from qkv.warmup import warm_up
+from qkv.watch import Watch
 from qkv.wire import json
 
 __all__ = ["create_app", "most_of", "new_device_process", "new_fleet"]
@@ -148,7 +148,7 @@ def create_app(
     app.state.front = Observed(_opened(front, settings.origins), observer)
     app.state.protocol = partial(
         Protocol,
-        watch=Watch(settings.read_timeout_s),
+        watch=Watch(settings.read_timeout_s, settings.write_timeout_s),
         refusal=_refusal,
         worker=worker,
         shortcuts=shortcuts,

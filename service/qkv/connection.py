@@ -1,4 +1,5 @@
-"""A connection as uvicorn has it, bounded in what a stranger may send on it and in what time.
+"""A connection as uvicorn has it, bounded in what a stranger may send on it and in what time, and
+in how long an answer is kept for one who does not take it.
 
 What is wrong is said in the protocol's own form, behind the answers that are still due, and ends
 the connection.
@@ -8,19 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 from typing import Any, Final
 
 import httptools
 import uvicorn
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from qkv.errors import Internal, QkvError, TooLarge, TooLong, TooSlow, Unparseable
+from qkv.watch import Watch, untaken
 
-__all__ = ["BODY", "NOTHING", "Connection", "Watch"]
+__all__ = ["BODY", "NOTHING", "Connection"]
 
 _log = logging.getLogger("qkv.connection")
 
@@ -29,47 +34,8 @@ _MOST_HEAD: Final = 1 << 16  # bytes of a url and of names and values of headers
 _MOST_FRAMING: Final = 1 << 20  # bytes of a message that are no body: its head, lines of chunks
 _MOST_IGNORED: Final = 1 << 28  # bytes of a body that come after its answer
 _LEAST_BITS: Final = 16  # of a body, 1 << 16 bytes at least have to come before patience ends
-_LINGER_S: Final = 2.0  # a caller that still sends when its connection is closed sees no answer
 
 HEAD, BODY, NOTHING = range(3)  # what is being read
-
-
-class Watch:
-    """Ends connections on which what is to be read comes too slowly.
-
-    It looks at all of them now and then, so that a request costs it nothing, and counts how often
-    it looked, not seconds: a process that was held up for long finds nobody late.
-
-    Args:
-        patience_s: seconds that a head may take, and each part of a body.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._period = min(1.0, patience_s / 4)
-        self.patience = math.ceil(patience_s / self._period)
-        self.linger = math.ceil(_LINGER_S / self._period)
-        self._open: set[Connection] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, connection: Connection) -> None:
-        """From now on it looks at this one too."""
-        self._open.add(connection)
-        if self._timer is None:
-            self._wait(connection.loop)
-
-    def remove(self, connection: Connection) -> None:
-        """It is closed."""
-        self._open.discard(connection)
-
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_later(self._period, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = None
-        for connection in list(self._open):
-            connection.look()
-        if self._open:
-            self._wait(loop)
 
 
 class Connection(HttpToolsProtocol):
@@ -101,6 +67,9 @@ class Connection(HttpToolsProtocol):
         self._has_left = False
         self._seen: tuple[Any, int] | None = None
         self._looks = 0
+        self._running: RequestResponseCycle | None = None
+        self._unsent = self._unread = 0
+        self._has_drained = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -108,7 +77,19 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.remove(self)
+        self._leave_running()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _leave_running(self) -> None:
+        """Says that its caller has left to what is being answered; uvicorn says it to the request
+        that came last, which may wait behind others."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """uvicorn's own, but for what it does with errors and upgrades."""
@@ -191,8 +172,15 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         super().shutdown()
 
+    def resume_writing(self) -> None:
+        self._has_drained = True
+        super().resume_writing()
+
     def look(self) -> None:
         """Ends it where it is late; called every now and then."""
+        if self._is_unread():
+            self.drop()
+            return
         seen = (self.scope, self._received >> _LEAST_BITS if self._reads == BODY else 0)
         before, self._seen = self._seen, seen
         if self._has_left:
@@ -211,6 +199,22 @@ class Connection(HttpToolsProtocol):
                 self.part(TooSlow("the rest of the request did not come in time"))
         else:
             self._looks = 0
+
+    def drop(self) -> None:
+        """Ends it as it is: to close it would wait for what is not taken."""
+        self._leave_running()
+        self.transport.abort()
+
+    def _is_unread(self) -> bool:
+        """Whether for too long nothing was taken of what is written. What is added meanwhile hides
+        nothing: little is, until it has drained."""
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if self._unsent:
+            self._unsent += untaken(self.transport)
+        moves = not before or self._unsent < before or self._has_drained
+        self._unread = 0 if moves else self._unread + 1
+        self._has_drained = False
+        return self._unread >= self._watch.unread
 
     def _is_awaited(self) -> bool:
         """Whether it is for the caller to send something, and nobody else measures the time."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from qkv.connection import BODY, NOTHING, Connection, Watch
+from qkv.connection import BODY, NOTHING, Connection
 from qkv.door import Door
 from qkv.errors import NotNow, QkvError
 from qkv.fleet import Worker
@@ -23,6 +23,7 @@ from qkv.routes.guard import Keys
 from qkv.routes.observed import Observer
 from qkv.routes.shortcuts import Asked, Reply, Shortcuts
 from qkv.short import Head, Round, Short
+from qkv.watch import Watch
 
 __all__ = ["Protocol"]
 
@@ -208,6 +209,12 @@ class Protocol(Connection):
         if self._filling is not None:
             self._filled(False)
         super().connection_lost(exc)
+
+    def drop(self) -> None:
+        """What came in short goes with it."""
+        if self._short is not None:
+            self._forget(self._short)
+        super().drop()
 
     def part(self, error: QkvError) -> None:
         """What came in short is due as well, or what is refused."""

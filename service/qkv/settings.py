@@ -122,6 +122,14 @@ class Settings(BaseSettings):
             "its body; more is 408.",
         ),
     ] = 30.0
+    write_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="Seconds in which a caller may take nothing of its answer; past them its "
+            "connection is closed.",
+        ),
+    ] = 30.0
     request_log: Annotated[
         Literal["off", "json"],
         Field(description="json: a line of JSON for each request, on standard output."),
