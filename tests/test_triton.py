@@ -12,7 +12,7 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import PATIENCE, Process, running
+from conftest import PATIENCE, Process, running, serving
 from tritonclient import http as triton
 from tritonclient.http import aio
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -373,3 +373,40 @@ def test_shared_memory_is_refused(client: Any) -> None:
     output.set_shared_memory("region", 1280)
     with refusal("no shared memory here"):
         client.infer("softmax", sent(drawn()), outputs=[output])
+
+
+def test_a_key_goes_in_headers() -> None:
+    """As docs/open-inference-protocol.md says."""
+    key = "a-key.0123456789"
+    headers = {"Authorization": f"Bearer {key}"}
+    arrays = drawn()
+    calls: list[Callable[..., Any]] = []
+    with serving(api_keys=f"another,{key}") as server, connected(server.url) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        calls += [
+            lambda **more: client.infer("softmax", sent(arrays), **more),
+            lambda **more: client.async_infer("softmax", sent(arrays), **more).get_result(),
+            lambda **more: client.get_model_metadata("softmax", **more),
+            lambda **more: client.get_inference_statistics("softmax", **more),
+            lambda **more: client.load_model("softmax", **more),
+        ]
+        for call in calls:
+            call(headers=headers)
+            for wrong in (None, {"Authorization": "Bearer wrong"}):
+                with pytest.raises(InferenceServerException) as refused:
+                    call(headers=wrong)
+                assert refused.value.status() == "401"
+        with qkv.Client(server.url, api_key=key) as native:
+            right = native.attend("softmax", weights="none", **arrays).output
+        for _ in range(3):  # the last ones on the shortest way
+            result = client.infer("softmax", sent(arrays), headers=headers)
+            assert same(result.as_numpy("output"), right)
+
+        async def ask() -> Any:
+            async with aio.InferenceServerClient(server.url.removeprefix("http://")) as other:
+                with pytest.raises(InferenceServerException, match="401"):
+                    await other.infer("softmax", sent(arrays))
+                return await other.infer("softmax", sent(arrays), headers=headers)
+
+        assert same(asyncio.run(ask()).as_numpy("output"), right)
