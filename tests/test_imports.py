@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"errors"},
     "request_log": set(),
     "fleet": {"metrics", "models"},
+    "heap": set(),
     "port": {"errors", "wire"},
     "arrays": {"tensors"},
     "heads": {"heatmap"},
@@ -119,7 +120,8 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": {"connection", "door", "errors", "fleet", "routes", "short", "watch"},
     "short": {"door", "routes"},
     "serve": {
-        "acceptor", "app", "arena", "engine", "exchange", "fleet", "port", "remote", "settings",
+        "acceptor", "app", "arena", "engine", "exchange", "fleet", "heap", "port", "remote",
+        "settings",
     },
     "ask": {
         "calls", "cells", "client", "compared", "errors", "files", "local", "message", "oneline",

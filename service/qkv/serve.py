@@ -24,7 +24,7 @@ import torch
 import uvicorn
 import uvloop
 
-from qkv import port
+from qkv import heap, port
 from qkv.acceptor import Acceptor
 from qkv.app import create_app, most_of, new_device_process, new_fleet
 from qkv.arena import Arena
@@ -54,6 +54,7 @@ def serve(settings: Settings) -> int:
         The exit status: 0 after a clean stop.
     """
     _load_tracing(settings)
+    heap.keep_one()
     listening = port.listen(settings.host, settings.port)
     device = _device_type(settings.device)
     workers = settings.workers or (1 if device == "cuda" else default_workers())
