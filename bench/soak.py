@@ -73,7 +73,7 @@ class Slope(NamedTuple):
     """The straight line through memory after the first third.
 
     Attributes:
-        held: the median, in bytes.
+        held: the median of all that is left, in bytes.
         rise: of the line from its beginning to its end, as a part of `held`.
         hourly: bytes that it rises by in an hour.
     """
@@ -89,6 +89,12 @@ def slope(memory: Sequence[tuple[float, int]]) -> Slope:
     steepness = float(np.polyfit(at - at[0], held, 1)[0]) if len(at) > 1 else 0.0
     median = float(np.median(held))
     return Slope(median, steepness * float(at[-1] - at[0]) / median, steepness * 3600)
+
+
+def medians(memory: Sequence[tuple[float, int]]) -> list[float]:
+    """Of bytes held in the first third, the second and the last."""
+    held = np.array(memory)[:, 1]
+    return [float(np.median(part)) for part in np.array_split(held, 3)]
 
 
 class Caller:
@@ -241,8 +247,9 @@ def report(seen: Seen, seconds: float, workers: int) -> tuple[str, bool]:
         is_judged = seconds >= _JUDGED_S
         verdict = ("flat" if line.rise <= RISE else "NOT FLAT") if is_judged else "too short to say"
         good &= not is_judged or line.rise <= RISE
+        held = [f"{median / 2**20:.0f}" for median in medians(seen.memory)]
         lines.append(
-            f"memory (PSS of all processes): {line.held / 2**20:.0f} MiB, a rise of "
+            f"memory (PSS of all processes): {', '.join(held)} MiB (medians of thirds), a rise of "
             f"{line.rise:+.2%} after the first third, {line.hourly / 2**20:+.1f} MiB an hour: "
             f"{verdict} (flat is at most {RISE:.0%})"
         )

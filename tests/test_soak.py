@@ -11,7 +11,7 @@ import soak
 from conftest import Server
 from questions import LENGTHS, Question, questions
 from service import serving
-from soak import Caller, Seen, report, slope
+from soak import Caller, Seen, medians, report, slope
 
 SECONDS = 20.0
 
@@ -78,3 +78,5 @@ def test_memory_that_grows_is_not_flat(growth: float, flat: bool) -> None:
     text, good = report(seen, 1200.0, 1)
     assert good is flat
     assert ("NOT FLAT" not in text) is flat
+    _, middle, last = medians(seen.memory)
+    assert last / middle - 1 == pytest.approx(growth / 2, abs=0.005)
