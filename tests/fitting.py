@@ -39,6 +39,10 @@ class Fitting:
         """A JSON body in place of one that fits the schema."""
         if self._path == "/v1/convert":
             return self._conversion(given)
+        if self._path == "/v1/compare":
+            return self._comparison(given)
+        if self._path == "/v1/sweep":
+            return self._sweep(given)
         variant = self._variant
         if self._path.startswith("/v2"):
             return self._inference(variant, given)
@@ -50,6 +54,9 @@ class Fitting:
         if self._path == "/v1/convert":
             fields = self._conversion({})
             return self._file(fields, "tensors", fields.pop("tensors")), None
+        if self._path == "/v1/compare":
+            fields = self._comparison({})
+            return self._file(fields, "inputs", fields.pop("inputs")), None
         variant = self._variant
         if self._path.startswith("/v2"):
             arrays = self._inputs(variant)
@@ -160,6 +167,25 @@ class Fitting:
     def _weights(self, layout: str, width: int, form: str) -> dict[str, Any]:
         shape, suffix = ((width, _WIDTH), "") if layout == "v1" else ((_WIDTH, width), ".weight")
         return {f"W_{role}{suffix}": as_json(self._numbers(shape), form) for role in _ROLES}
+
+    def _comparison(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Of variants that answer alike, and whose parameters fit whatever comes."""
+        fields = {n: given[n] for n in ("dtype", "encoding", "rows") if n in given}
+        B, H, N, D = (self._size() for _ in "BHND")
+        arrays = {name: self._numbers((B, H, N, D)) for name in _ROLES}
+        form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
+        names = ["efficient", "linear", "linformer", "mean", "softmax", "taylor"]
+        fields |= {"variants": list(self._draw.choice(names, self._size(3))), "repeats": 1}
+        if self._chance():
+            fields["anchor"] = {"variant": "softmax", "parameters": {"causal": self._chance()}}
+        return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}
+
+    def _sweep(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What is done soon."""
+        small = {"batch": 1, "heads": 2, "width": self._size(), "repeats": self._size(2)}
+        lengths = [int(n) for n in self._draw.choice(64, 2, replace=False) + 1]
+        fields = {n: given[n] for n in ("dtype", "seed") if n in given}
+        return {"variants": ["softmax", "linear"], "lengths": lengths, **small, **fields}
 
     def _conversion(self, given: Mapping[str, Any]) -> dict[str, Any]:
         kept = {n: given[n] for n in ("from", "to", "bias", "dtype", "encoding") if n in given}

@@ -29,9 +29,8 @@ def _fitting(case: Case) -> Fitting:
 
 
 def _takes_tensors(path: str) -> bool:
-    return path.startswith(("/v1/attention/", "/v1/gradients/", "/v1/convert")) or path.endswith(
-        "/infer"
-    )
+    families = ("/v1/attention/", "/v1/gradients/", "/v1/convert", "/v1/compare", "/v1/sweep")
+    return path.startswith(families) or path.endswith("/infer")
 
 
 def _is_number(said: Any) -> bool:

@@ -49,7 +49,7 @@ def test_no_check_of_schemathesis_fails(serve: Callable[..., Server], tmp_path: 
     assert served.http.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("path", [*PATHS, "/v1/convert"])
+@pytest.mark.parametrize("path", [*PATHS, "/v1/convert", "/v1/compare"])
 def test_what_is_made_to_fit_is_answered(server: Server, path: str) -> None:
     variant = path.rpartition("/")[2]
     if path.startswith("/v1/gradients") and catalogue.find(variant).backward is None:

@@ -36,7 +36,7 @@ class Closeness(NamedTuple):
         if not math.isfinite(most):
             return cls(None, None, None)
         # a power of two: squares neither overflow nor vanish, and no number is rounded
-        room = 2.0 ** -np.frexp(most)[1] if 0 < most < 1e300 else 2.0**-1000 if most else 1.0
+        room = 2.0 ** -max(-1000, min(int(np.frexp(most)[1]), 1000))
         apart = of_a = of_b = both = largest = 0.0
         for first in range(0, len(a), _BLOCK):
             x, y = (z[first : first + _BLOCK].astype(np.float64) * room for z in (b, a))

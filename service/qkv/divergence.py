@@ -21,7 +21,7 @@ from qkv.layers.projections import ROLES
 from qkv.message import Message
 from qkv.spread import FIGURES, Spread, figures
 
-__all__ = ["Anchor", "DivergenceJob", "divergence", "taken"]
+__all__ = ["Anchor", "DivergenceJob", "divergence", "exact", "taken"]
 
 _BLOCK: Final = 1 << 20  # elements of a block of rows of either matrix
 _EFFORT: Final = 256  # floating-point operations that a pair costs, most of them for its rank
@@ -156,12 +156,11 @@ def taken(variant: Variant, message: Message) -> Message:
 
 
 def divergence(job: DivergenceJob, projected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compares the rows, a block at a time, in float64: what differs is the mathematics, and not
-    how either rounds.
+    """Compares the rows, a block at a time.
 
     Args:
         job: says what to compare.
-        projected: tensors by name, every axis there, the layer's work done.
+        projected: tensors by name, every axis there, floats `exact`, the layer's work done.
     """
     anchor = job.anchor
     pair = (
@@ -190,12 +189,11 @@ def _blocks(
 ) -> Callable[[slice], Tensor]:
     """What makes blocks of rows of a variant's weights."""
     tensors = {
-        spec.argument: _exact(projected[name])
-        for name, spec in variant.inputs.items()
-        if name in projected
+        spec.argument: projected[name] for name, spec in variant.inputs.items() if name in projected
     }
     return variant.rows_of({**tensors, **parameters})
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def exact(tensor: Tensor) -> Tensor:
+    """In float64, where it has floats."""
     return tensor.double() if tensor.is_floating_point() else tensor

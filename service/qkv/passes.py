@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv import blocks
-from qkv.divergence import DivergenceJob, divergence
+from qkv.divergence import DivergenceJob, divergence, exact
 from qkv.gradient import GRAD_OUTPUT, GradientJob
 from qkv.job import Job
 from qkv.layers.layer import Layer, project, project_back
@@ -56,6 +56,9 @@ def _through(
     job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, place_BH: Tensor | None
 ) -> Passed:
     layer = job.inputs.layer
+    if isinstance(job, DivergenceJob):  # what differs is the mathematics, and not how either rounds
+        tensors = {name: exact(tensor) for name, tensor in tensors.items()}
+        weights = {r: (exact(w), None if b is None else exact(b)) for r, (w, b) in weights.items()}
     projected = tensors if layer is None else _projected(layer, tensors, weights)
     if isinstance(job, DivergenceJob):
         return Passed(divergence(job, projected), "explicit")

@@ -127,13 +127,15 @@ def _sweep(problems: Problems) -> dict[str, Any]:
                 "content": {events.MEDIA_TYPE: stream},
             }
         }
-        | problems(400, 413, 422, 500, 503, faults=[*_faults(events.MEDIA_TYPE), unread]),
+        | problems(
+            400, 413, 422, 500, 503, faults=[*_faults(events.MEDIA_TYPE, json.MEDIA_TYPE), unread]
+        ),
     }
 
 
-def _faults(media_type: str) -> list[errors.QkvError]:
+def _faults(*media_types: str) -> list[errors.QkvError]:
     """Those whose words are its own."""
     return [
         errors.NotFound("no variant 'sotfmax'; /v1/variants says what there is", pointer="/anchor"),
-        errors.NotAcceptable(f"Accept 'text/html' has no {media_type}"),
+        errors.NotAcceptable(f"Accept 'text/html' has no {' or '.join(media_types)}"),
     ]

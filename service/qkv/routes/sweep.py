@@ -42,7 +42,8 @@ def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
         "and waits for its turn by itself. Who leaves, ends it.",
     )
     async def sweep(request: Request) -> Response:
-        require(", ".join(request.headers.getlist("accept")), MEDIA_TYPE)
+        # what the events hold is JSON, and `curl --json` takes nothing else
+        require(", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE)
         _check_media_type(request)
         wait_s = runs.patience_of(request)
         with await runs.enter(request) as place:

@@ -67,14 +67,17 @@ def for_accept(header: str | None, came: Codec) -> Codec:
     return best
 
 
-def require(header: str | None, media_type: str) -> None:
-    """Has an answer that comes in but one form be welcome.
+def require(header: str | None, *media_types: str) -> None:
+    """Has an answer that comes in but one form be welcome, by any of its names.
 
     Raises:
-        NotAcceptable: Accept does not take it.
+        NotAcceptable: Accept takes none of them.
     """
-    if header and _likes(_liked(header), media_type)[0] <= 0:
-        raise NotAcceptable(f"Accept {header!r:.100} has no {media_type}")
+    if not header:
+        return
+    liked = _liked(header)
+    if all(_likes(liked, media_type)[0] <= 0 for media_type in media_types):
+        raise NotAcceptable(f"Accept {header!r:.100} has no {' or '.join(media_types)}")
 
 
 _Liked = Mapping[str, tuple[float, int]]
