@@ -175,7 +175,7 @@ class Fitting:
         arrays = {name: self._numbers((B, H, N, D)) for name in _ROLES}
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
         names = ["efficient", "linear", "linformer", "mean", "softmax", "taylor"]
-        fields |= {"variants": list(self._draw.choice(names, self._size(3))), "repeats": 1}
+        fields |= {"variants": self._draw.choice(names, self._size(3)).tolist(), "repeats": 1}
         if self._chance():
             fields["anchor"] = {"variant": "softmax", "parameters": {"causal": self._chance()}}
         return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}

@@ -81,7 +81,8 @@ def reference(name: str, inputs: dict[str, Array], **parameters: Any) -> Array:
 def ranks(x: Array) -> Array:
     """How many are smaller, and half of those that are equal."""
     smaller, equal = x[None, :] < x[:, None], x[None, :] == x[:, None]
-    return smaller.sum(1) + (equal.sum(1) - 1) / 2
+    rank: Array = smaller.sum(1) + (equal.sum(1) - 1) / 2
+    return rank
 
 
 def entropy(p: Array) -> float:
@@ -545,7 +546,7 @@ def test_what_is_too_large_is_refused_before_it_runs(serve: Callable[..., Server
     inputs = {n: a.tolist() for n, a in drawn(B=1, H=1, G=1, N=12).items()}
     problem = refused(post(small, {"inputs": inputs, "variants": ["linear"]}), 413)
     assert problem["limit"] == 100
-    body = {"inputs": inputs, "variants": ["linear"], "anchor": "mean"}
+    body: dict[str, Any] = {"inputs": inputs, "variants": ["linear"], "anchor": "mean"}
     assert refused(post(small, body), 413)["pointer"] == "/rows"
     assert post(small, body | {"rows": 8}).status_code == 200
     long = {n: a.tolist() for n, a in drawn(B=1, H=1, G=1, N=48).items()}
@@ -707,6 +708,6 @@ def test_its_other_faults_are_described(server: Server, document: dict[str, Any]
         (406, {"json": {}, "headers": {"Accept": "text/html"}}),
         (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),
     ):
-        response = server.http.post(COMPARE, **how)  # type: ignore[arg-type]
+        response = server.http.post(COMPARE, **how)
         assert described(document, response)["example"] == refused(response, status)
         kept(document, response)

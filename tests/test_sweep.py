@@ -95,8 +95,9 @@ def test_a_crossing_lies_on_straight_lines_in_logarithms() -> None:
     """t = n^2 / 4096 and t = n / 4 cross at 1024, where no point is."""
     square = {n: n**2 / 4096 for n in (256, 512, 2048, 4096)}
     line = {n: n / 4 for n in (256, 512, 2048, 4096)}
-    assert crossovers([square, line]) == [Crossover(0, 1, pytest.approx(1024))]
-    assert crossovers([line, square]) == [Crossover(1, 0, pytest.approx(1024))]
+    (there,), (back,) = crossovers([square, line]), crossovers([line, square])
+    assert (there.from_, there.to, back.from_, back.to) == (0, 1, 1, 0)
+    assert there.length == back.length == pytest.approx(1024)
     assert crossovers([square, square]) == crossovers([square]) == crossovers([]) == []
     assert crossovers([square, {n: 2 * t for n, t in square.items()}]) == []
 
@@ -185,6 +186,12 @@ def test_every_cell_is_told_in_order_and_true(server: Server) -> None:
     assert told == [tuple(c) for c in crossovers(curves)]
 
 
+def test_whole_numbers_may_have_a_point(server: Server) -> None:
+    """JSON Schema takes 8.0 for an integer."""
+    body = b'{"variants":["mean"],"lengths":[8.0],"heads":1e0,"seed":7.0,"repeats":1.0}'
+    assert server.http.post(SWEEP, content=body).is_success
+
+
 def test_each_repeat_is_a_job_of_its_own_after_all_others(
     server: Server, counted: list[tuple[Job, int]]
 ) -> None:
@@ -222,7 +229,7 @@ def test_a_deadline_is_each_runs_own(server: Server) -> None:
     refused(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
 
 
-REFUSED: Final = [
+REFUSED: Final[list[tuple[int, str, dict[str, Any]]]] = [
     (422, "/variants", {"variants": []}),
     (422, "/variants", {"variants": None}),
     (422, "/variants", {"variants": ["mean"] * 17}),
@@ -358,7 +365,7 @@ def test_others_are_answered_meanwhile_and_before_it(
     asked = asking(server, variants=["linear"], lengths=[64, 128, 256], repeats=100)
     try:
         until(lambda: len(counted) > 3)
-        ran: list[Job] = []
+        ran: list[int] = []
         with server.engine.hold():
             until(lambda: server.waiting == 1)
             sweeping = counted[-1][0]
@@ -369,7 +376,7 @@ def test_others_are_answered_meanwhile_and_before_it(
                             f"{server.url}/v1/attention/softmax",
                             json={"inputs": dict.fromkeys(("query", "key", "value"), value)},
                             timeout=PATIENCE,
-                        ).status_code  # type: ignore[arg-type]
+                        ).status_code
                     )
                 )
                 for _ in range(4)
@@ -509,6 +516,6 @@ def test_its_faults_are_described(server: Server) -> None:
         (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),
         (422, {"json": {}}),
     ):
-        response = server.http.post(SWEEP, **how)  # type: ignore[arg-type]
+        response = server.http.post(SWEEP, **how)
         refused(response, status)
         kept(document, response)

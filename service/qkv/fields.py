@@ -10,9 +10,18 @@ import pydantic
 from qkv.errors import InvalidContent, pointer_to, shown
 from qkv.message import Message
 
-__all__ = ["Fields", "InlineLayer", "fields_of", "invalid_field"]
+__all__ = ["Fields", "InlineLayer", "Whole", "fields_of", "invalid_field"]
 
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _whole(value: Any) -> Any:
+    """1.0 is an integer to JSON Schema, and to whatever writes all numbers alike."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, pydantic.BeforeValidator(_whole)]
+"""A whole number of JSON."""
 
 
 class InlineLayer(pydantic.BaseModel):

@@ -109,7 +109,7 @@ def _sweep(problems: Problems) -> dict[str, Any]:
         f"`{name}`, whose data is a `{component}`"
         for name, component in schemas_compare.EVENTS.items()
     )
-    stream = {"schema": {"type": "string"}, "example": _STREAM}
+    stream = {"schema": schemas_compare.event(), "example": _STREAM}
     unread = errors.UnsupportedMediaType(
         f"Content-Type 'text/plain' is not read here; send {json.MEDIA_TYPE}"
     )
@@ -123,7 +123,8 @@ def _sweep(problems: Problems) -> dict[str, Any]:
         },
         "responses": {
             "200": {
-                "description": f"Server-sent events: {said}, each one line of JSON.",
+                "description": f"Server-sent events: {said}, each one line of JSON. "
+                "The schema is that of one event.",
                 "content": {events.MEDIA_TYPE: stream},
             }
         }

@@ -12,8 +12,9 @@ from qkv.catalogue import Variant
 from qkv.comparison import Comparing
 from qkv.routes.schemas import closed, ref, request
 from qkv.sweep import Sweeping, has_length
+from qkv.wire import json
 
-__all__ = ["EVENTS", "compared", "comparison", "components", "sweep"]
+__all__ = ["EVENTS", "compared", "comparison", "components", "event", "sweep"]
 
 Schema = dict[str, Any]
 
@@ -88,6 +89,15 @@ def sweep() -> Schema:
     fields["variants"]["items"] = _choice(v for v in catalogue.variants().values() if has_length(v))
     fields["lengths"]["uniqueItems"] = True
     return closed(fields, ["variants", "lengths"])
+
+
+def event() -> Schema:
+    """One event of a sweep's answer."""
+    either = []
+    for name, component in EVENTS.items():
+        data = {"contentMediaType": json.MEDIA_TYPE, "contentSchema": ref(component)}
+        either.append(closed({"event": {"const": name}, "data": {"type": "string"} | data}))
+    return {"oneOf": either}
 
 
 def components() -> dict[str, Schema]:
@@ -172,11 +182,11 @@ def _choice(variants: Iterable[Variant]) -> Schema:
 
 
 def _of_one(variants: Iterable[Variant]) -> Schema:
-    """Parameters that are the variant's."""
-    either = [
-        {"properties": {"variant": {"const": v.name}, "parameters": _parameters(v)}}
-        for v in variants
-    ]
+    """Parameters that the variant has; their values are as they came."""
+    either = []
+    for variant in variants:
+        known = closed({name: {} for name in variant.parameters.model_fields}, ())
+        either.append({"properties": {"variant": {"const": variant.name}, "parameters": known}})
     return {"anyOf": either}
 
 
