@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import PATIENCE
+from spoken import events, spoken, sse
 
+from qkv import Client
 from qkv.bar import Bar
 
 
@@ -85,3 +89,18 @@ def test_in_a_notebook_it_is_the_pages_own(monkeypatch: pytest.MonkeyPatch) -> N
     ipython.get_ipython = SimpleNamespace  # IPython in a terminal has no kernel
     Bar().show(0, 4, "softmax")
     assert len(shown) == 3
+
+
+def test_it_goes_with_a_sweep_that_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    told = sse("progress", {"done": 0, "total": 1, "variant": "softmax", "length": 8})
+    made = {"index": 0, "variant": "softmax", "parameters": {}, "length": 8}
+    with spoken(events(told, sse("cell", made), end="held")) as heard:
+        with Client(heard.url) as client:
+            for _ in client.sweep(["softmax"], [8]):
+                assert "0/1 softmax at 8" in screen(terminal.getvalue())[-1]
+                break
+            gc.collect()
+        assert screen(terminal.getvalue())[-1] == ""
+        assert heard.left.wait(PATIENCE)

@@ -218,6 +218,19 @@ def test_the_table_says_all_of_it() -> None:
     assert "\x1b" not in table
 
 
+@pytest.mark.parametrize(("width", "blocks"), [(200, 1), (70, 2), (50, 3), (20, 3)])
+def test_columns_that_have_no_room_stand_below(width: int, blocks: int) -> None:
+    """Each with the names of the rows, and no line longer, but where one column alone is."""
+    table = Comparison.of(ANSWER).table(width)
+    body = table.partition("softmax is the")[0]
+    lines = body.splitlines()
+    assert sum(line.startswith("  relative error") for line in lines) == blocks
+    assert sum("─" in line for line in lines) == blocks
+    assert sorted(words(body).count(name) for name in ("linear", "mean")) == [1, 1]
+    if width >= 50:
+        assert max(map(len, table.splitlines())) <= width
+
+
 def test_the_anchor_is_not_shown_twice_and_namesakes_are_told_apart() -> None:
     made = [entry("softmax"), *(entry("taylor", parameters={"causal": c}) for c in (False, True))]
     head = Comparison.of(ANSWER | {"variants": made}).table().splitlines()[:2]

@@ -140,9 +140,13 @@ class Cells:
             self.finished = True
         return None
 
-    def table(self) -> str:
-        """Medians as text: a line for each length, a column for each variant."""
-        return self._table().text()
+    def table(self, width: int | None = None) -> str:
+        """Medians as text: a line for each length, a column for each variant.
+
+        Args:
+            width: letters that a line has room for; None: any number.
+        """
+        return self._table().text(width)
 
     def csv(self) -> str:
         """Every cell as a line, parameters and problems in JSON and in words."""

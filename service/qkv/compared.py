@@ -132,9 +132,13 @@ class Comparison:
         variants = tuple(map(Compared.of, said["variants"]))
         return cls(Compared.of(said["anchor"]), variants, tuple(said["notes"]), said["timing"])
 
-    def table(self) -> str:
-        """All of it as text: a line for each measure, a column for each variant."""
-        return self._table().text()
+    def table(self, width: int | None = None) -> str:
+        """All of it as text: a line for each measure, a column for each variant.
+
+        Args:
+            width: letters that a line has room for; None: any number.
+        """
+        return self._table().text(width)
 
     def _repr_html_(self) -> str:
         return self._table().html()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Self
@@ -34,6 +35,11 @@ class _Shown(Cells):
         self._closed = True
         if self._bar is not None:
             self._bar.close()
+
+    def __del__(self) -> None:
+        """Who leaves a loop lets go of it unclosed, and of its line on the terminal."""
+        if not sys.is_finalizing():
+            self._end()
 
     def _check_end(self) -> None:
         if not (self.finished or self._closed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from textwrap import wrap
@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 __all__ = ["Table", "digits", "labels", "scaled"]
 
 _NOTE: Final = 96  # letters of a line
+_BETWEEN: Final = " " * 3
 _RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"
 
 
@@ -28,23 +29,40 @@ class Table(NamedTuple):
     sections: Sequence[tuple[str, Sequence[Sequence[str]]]]
     notes: Sequence[str] = ()
 
-    def text(self) -> str:
-        """For a terminal or a log: as wide as it is, whatever the terminal, and without colour."""
+    def text(self, width: int | None = None) -> str:
+        """For a terminal or a log, without colour.
+
+        Args:
+            width: letters that a line has room for: columns that have none stand below; None: any
+                number.
+        """
         head = list(zip_longest(*(name.split("\n") for name in self.head), fillvalue=""))
         inset = [[f"  {n}", *cells] for _, rows in self.sections for n, *cells in rows]
         widths = [max(map(len, column)) for column in zip(*head, *inset, strict=True)]
+        blocks = [
+            "\n".join(self._lines(head, widths, [0, *some])) for some in _together(widths, width)
+        ]
+        room = _NOTE if width is None else min(_NOTE, width)
+        if notes := [line for note in self.notes for line in wrap(note, room)]:
+            blocks.append("\n".join(notes))
+        return "\n\n".join(blocks)
+
+    def _lines(
+        self, head: Sequence[Sequence[str]], widths: Sequence[int], columns: Sequence[int]
+    ) -> Iterator[str]:
+        """Some of the columns."""
 
         def line(cells: Sequence[str]) -> str:
-            padded = zip(cells, widths, strict=True)
-            aligned = (f"{c:>{w}}" if n else f"{c:{w}}" for n, (c, w) in enumerate(padded))
-            return "   ".join(aligned).rstrip()
+            aligned = (
+                f"{cells[n]:>{widths[n]}}" if n else f"{cells[n]:{widths[n]}}" for n in columns
+            )
+            return _BETWEEN.join(aligned).rstrip()
 
-        lines = [*map(line, head), "─" * (sum(widths) + 3 * (len(widths) - 1))]
+        yield from map(line, head)
+        yield "─" * _total(widths, columns)
         for title, rows in self.sections:
-            lines += ["", title]
-            lines += [line([f"  {name}", *cells]) for name, *cells in rows]
-        below = [wrapped for note in self.notes for wrapped in wrap(note, _NOTE)]
-        return "\n".join([*lines, *([""] if below else []), *below])
+            yield from ("", title)
+            yield from (line([f"  {name}", *cells]) for name, *cells in rows)
 
     def html(self) -> str:
         """For a notebook, light or dark: it takes the page's own colours."""
@@ -70,6 +88,20 @@ class Table(NamedTuple):
         lines.append("</table>")
         lines += [f"<p>{escape(note)}</p>" for note in self.notes]
         return "\n".join(lines)
+
+
+def _together(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """Columns that stand side by side, the first of all beside each; at least one."""
+    groups: list[list[int]] = [[]]
+    for n in range(1, len(widths)):
+        if groups[-1] and width is not None and _total(widths, [0, *groups[-1], n]) > width:
+            groups.append([])
+        groups[-1].append(n)
+    return groups
+
+
+def _total(widths: Sequence[int], columns: Sequence[int]) -> int:
+    return sum(widths[n] for n in columns) + len(_BETWEEN) * (len(columns) - 1)
 
 
 def _side(column: int) -> str:

@@ -24,7 +24,7 @@ from qkv.ask.options import (
     override_inside,
     parameter,
 )
-from qkv.ask.sending import send
+from qkv.ask.sending import room, send
 from qkv.calls import choice, choices, compare_message
 from qkv.compared import Comparison
 from qkv.oneline import one_line_errors
@@ -101,7 +101,7 @@ def compare(
             comparison = Comparison.of(here(message))
         else:
             comparison = send(url, api_key, compare_message(message))
-    click.echo(json.dump(asdict(comparison)) if as_json else comparison.table())
+    click.echo(json.dump(asdict(comparison)) if as_json else comparison.table(room()))
 
 
 def _whole(rows: str) -> int:

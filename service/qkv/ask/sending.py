@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from qkv.calls import Call
 from qkv.client import Client
 from qkv.message import Message
 
-__all__ = ["asking", "report", "send"]
+__all__ = ["asking", "report", "room", "send"]
 
 _T = TypeVar("_T")
 
@@ -44,3 +46,8 @@ def report(answer: Message, target: Path) -> None:
     narrow = any(tensor.dtype == "bfloat16" for tensor in answer.tensors.values())
     note = " (bfloat16 as float32)" if narrow and target.suffix == ".npz" else ""
     click.echo(f"written to {target}{note}")
+
+
+def room() -> int | None:
+    """Letters that a line has room for; None where it goes to no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -10,7 +10,7 @@ import click
 
 from qkv import files
 from qkv.ask.options import KEY, PARAMETERS, REPEATS, URL, named, parameter
-from qkv.ask.sending import asking
+from qkv.ask.sending import asking, room
 from qkv.calls import choices
 from qkv.cells import Cells
 from qkv.oneline import one_line_errors
@@ -103,14 +103,14 @@ def _check(csv: Path | None, plot: Path | None) -> None:
 
 
 def _write(measured: Cells, csv: Path | None, plot: Path | None) -> None:
-    click.echo(measured.table())
+    click.echo(measured.table(room()))
     if csv is not None:
         files.replace(csv, [measured.csv().encode()])
         click.echo(f"written to {csv}")
     if plot is not None:
         from qkv.plot import draw
 
-        room = BytesIO()
-        draw(measured).savefig(room, format=plot.suffix.removeprefix("."))
-        files.replace(plot, [room.getvalue()])
+        drawn = BytesIO()
+        draw(measured).savefig(drawn, format=plot.suffix.removeprefix("."))
+        files.replace(plot, [drawn.getvalue()])
         click.echo(f"written to {plot}")
