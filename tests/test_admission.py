@@ -373,12 +373,13 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("faults")
+@pytest.mark.parametrize("number", [faulty.POISON, faulty.ENDING])
 @pytest.mark.parametrize("place", [0, 17, 31])
-def test_a_poisonous_request_fails_alone(serve: Serve, place: int) -> None:
+def test_a_poisonous_request_fails_alone(serve: Serve, place: int, number: float) -> None:
     server = serve(max_batch=32)
     bodies = [body(seed=seed) for seed in range(32)]
     alone = [outputs(post(server.url, content)) for content in bodies]
-    bodies[place] = body(faulty.POISON)
+    bodies[place] = body(number)
     with ThreadPoolExecutor(32) as pool:
         with server.engine.hold():
             asked = [pool.submit(post, server.url, content) for content in bodies]
@@ -454,6 +455,16 @@ def test_after_a_sticky_error_all_are_told_and_it_is_not_ready(serve: Serve) -> 
     assert server.http.get("/readyz").status_code == 503
     assert server.http.get("/livez").status_code == 200
     refused(post(server.url, body()), 503)
+
+
+@pytest.mark.usefixtures("faults")
+def test_what_would_end_the_process_is_an_answer_where_it_runs_on_the_loop(serve: Serve) -> None:
+    server = serve()
+    for _ in range(3):
+        response = post(server.url, body(faulty.ENDING))
+        assert response.status_code == 500
+        assert "marked" not in response.text
+        assert post(server.url, body()).is_success
 
 
 @pytest.fixture(params=["each", "one"])

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -546,14 +547,18 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
         (RuntimeError("x"), Internal),
         (AssertionError("x"), Internal),
         (StopIteration(), Internal),
+        (SystemExit(1), Internal),
+        (KeyboardInterrupt(), Internal),
+        (GeneratorExit(), Internal),
+        (asyncio.CancelledError(), Internal),
         (MemoryError(), NotNow),
         (torch.OutOfMemoryError("x"), NotNow),
         (InvalidContent("said by the variant"), InvalidContent),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.__name__,
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value.__name__,
 )
 def test_the_thread_survives(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, expected: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: type[Exception]
 ) -> None:
     def failing(jobs: Sequence[Job], *how: Any) -> list[Ran]:
         raise error
@@ -569,6 +574,29 @@ def test_the_thread_survives(
         assert engine.alive
         assert engine.ready
         assert bits(await engine.submit(plain(1))) == good
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
+def test_the_loop_survives_what_runs_on_it(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A small job runs on the loop itself, which such an exception would end, and the process."""
+
+    def failing(*_: Any) -> Any:
+        raise error
+
+    async def test(engine: Engine) -> None:
+        job = plain(1)
+        assert engine.runs_now(job)
+        standing: Any = SimpleNamespace(job=job, run=failing)
+        with monkeypatch.context() as patch:
+            patch.setattr(qkv.engine, "run", failing)
+            with pytest.raises(Internal, match="the computation failed"):
+                engine.run_now(job)
+            assert engine.run_standing(standing) is None
+        assert engine.run_now(job) is not None
 
     with_engine(test)
 

@@ -207,7 +207,7 @@ class Engine:
             return None
         try:
             return standing.run()
-        except Exception:
+        except BaseException:
             return None
 
     def answer_of(self, standing: Standing, ran: Ran) -> Answer:
@@ -264,7 +264,7 @@ class Engine:
             try:
                 if not self._turn():
                     return
-            except Exception:  # nothing may end this loop; what is ours to fix is logged
+            except BaseException:  # nothing may end this loop; what is ours to fix is logged
                 _log.exception("the engine failed")
                 self._break(Internal("the engine failed"))
 
@@ -274,7 +274,7 @@ class Engine:
             return False
         try:
             self._resolve(self._run_in_time(batch))
-        except Exception:
+        except BaseException:
             _log.exception("the engine failed")
             self._resolve([(w, Internal("the engine failed")) for w in batch])
         return True
@@ -324,7 +324,7 @@ class Engine:
             jobs = [w.job for w in batch]
             spare = 1 if self._queue.waits.bytes or jobs[0].is_small else self._spare()
             ran = run(jobs, self.device, self._stack, self._threads, spare)
-        except Exception as error:
+        except BaseException as error:  # a variant's SystemExit ends neither thread nor loop
             cause = error
         else:
             self._budget.recover(size)

@@ -49,7 +49,7 @@ def make_room(error: BaseException, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def told(error: Exception, device: torch.device) -> QkvError:
+def told(error: BaseException, device: torch.device) -> QkvError:
     """What a caller is told whose job failed alone."""
     if isinstance(error, QkvError):
         return error
@@ -63,7 +63,7 @@ def told(error: Exception, device: torch.device) -> QkvError:
     return NotNow("out of memory on the device")
 
 
-def _asked(error: Exception) -> float:
+def _asked(error: BaseException) -> float:
     """Bytes that could not be had, as far as it is said."""
     if (found := _ASKED.search(str(error))) is None:
         return 0
