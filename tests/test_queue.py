@@ -74,7 +74,7 @@ def test_who_does_not_send_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyP
     with door.enter(100) as slow:
         with pytest.raises(NotNow):
             door.enter(1)
-        monkeypatch.setattr("qkv.door._PATIENCE_S", 0.0)
+        door.patience_s = 0.0
         monkeypatch.setattr("qkv.door._SLOWEST", 1e12)
         with door.enter(60):
             slow.grow(1)  # it comes yet, and counts no more

@@ -79,6 +79,7 @@ def create_app(
         worker = new_fleet(settings, 1).worker(0)
         worker.ready(True)
     engine = remote or _new_engine(settings, worker)
+    engine.door.patience_s = settings.read_timeout_s
     log = RequestLog(1, worker.meter.dropped) if settings.request_log == "json" else None
     traces = import_module("qkv.tracing").Traces() if settings.traces else None
 
@@ -174,7 +175,10 @@ def _opened(app: ASGIApp, origins: list[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "HEAD", "POST"),
         allow_headers=("*",),
-        expose_headers=("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing"),
+        expose_headers=(
+            *("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing"),
+            "X-Request-ID",
+        ),
     )
 
 

@@ -12,8 +12,7 @@ from qkv.queue import Load
 
 __all__ = ["Door", "Place"]
 
-_PATIENCE_S: Final = 30.0  # with a body, and
-_SLOWEST: Final = 1 << 20  # bytes a second that it should come with beyond that
+_SLOWEST: Final = 1 << 20  # bytes a second that a body should come with, patience apart
 
 
 class Door:
@@ -27,6 +26,8 @@ class Door:
     Attributes:
         comes: what comes in now.
         places: by whom.
+        patience_s: seconds that a body may take, beside those for its size, before it counts no
+            more where others want in: as many as its connection gives a part of it.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Door:
         self._most, self._waits, self._retry_after = most, waits, retry_after
         self.comes = Load()
         self.places: set[Place] = set()
+        self.patience_s = 30.0
 
     def enter(self, size: int) -> Place:
         """A place for a request whose body has so many bytes, to be left once it has come.
@@ -58,7 +60,7 @@ class Door:
         """Bodies that do not come keep nobody out for long; they may come yet."""
         now = time.perf_counter()
         for place in list(self.places):
-            if now - place.since > _PATIENCE_S + place.load.bytes / _SLOWEST:
+            if now - place.since > self.patience_s + place.load.bytes / _SLOWEST:
                 place.leave()
 
 
