@@ -23,7 +23,7 @@ from qkv.serve import _EMPTYING_S, _GRACE_S
 from qkv.settings import Settings
 
 ROOT: Final = Path(__file__).parent.parent
-README: Final = (ROOT / "README.md").read_text()
+RUNNING: Final = (ROOT / "docs/running.md").read_text()
 COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
 DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()
 VARIABLE: Final = re.compile(r"\$\{(\w+):-([^}]*)\}")
@@ -97,7 +97,7 @@ def test_the_gpu_profile_reserves_one_gpu() -> None:
     (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     assert SERVICES[name]["environment"]["QKV_DEVICE"] == "cuda"
-    assert f"docker compose --profile gpu up {name}" in README
+    assert f"docker compose --profile gpu up {name}" in RUNNING
 
 
 @each_of_ours
@@ -206,7 +206,7 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
 
 def test_no_index_and_no_registry_is_named() -> None:
     assert ("ARG", "TORCH_INDEX") in BUILDER  # without a default
-    for text in (DOCKERFILE, COMPOSE, README):
+    for text in (DOCKERFILE, COMPOSE, RUNNING):
         assert {m[1] for m in re.finditer(r"\w+://([^/:\s`'\")]+)", text)} <= {"127.0.0.1"}
     images = [given.split()[0] for name, given in BUILDER + FINAL if name == "FROM"]
     assert not any("/" in image for image in images)

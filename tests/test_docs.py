@@ -20,8 +20,13 @@ from qkv.layers.layouts import LAYOUTS
 from qkv.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-V2 = (ROOT / "docs/open-inference-protocol.md").read_text()
+README, HTTP, PYTHON, RUNNING, V2 = (
+    (ROOT / page).read_text()
+    for page in (
+        "README.md", "docs/http.md", "docs/python.md", "docs/running.md",
+        "docs/open-inference-protocol.md",
+    )
+)  # fmt: skip
 ADDRESS = "http://127.0.0.1:8000"
 HOST = ADDRESS.removeprefix("http://")
 
@@ -56,7 +61,7 @@ def without_times(answer: Any) -> Any:
     return {k: v >= 0 if k.endswith("_ms") else without_times(v) for k, v in answer.items()}
 
 
-@pytest.mark.parametrize(("command", "answer"), [*curls(README), *curls(V2)])
+@pytest.mark.parametrize(("command", "answer"), [*curls(README), *curls(HTTP), *curls(V2)])
 def test_curl_examples_answer_what_the_page_says(url: str, command: str, answer: str) -> None:
     done = subprocess.run(
         ["bash", "-c", command.replace(ADDRESS, url).replace("curl ", "curl -sS ", 1)],
@@ -75,7 +80,8 @@ def test_curl_examples_answer_what_the_page_says(url: str, command: str, answer:
 
 
 PYTHONS = [
-    *zip(blocks("python"), blocks("")[:3], strict=True),
+    *zip(blocks("python"), blocks("")[:1], strict=True),
+    *zip(blocks("python", PYTHON), blocks("", PYTHON)[:2], strict=True),
     *zip(blocks("python", V2), blocks("", V2), strict=True),
 ]
 
@@ -96,8 +102,8 @@ def test_python_examples_print_what_the_page_says(url: str, program: str, printe
 
 
 def scripted(word: str, url: str, folder: Path) -> str:
-    """What the README's script that has this in it prints."""
-    (script,) = (block for block in blocks("sh") if word in block)
+    """What the script that has this in it prints."""
+    (script,) = (block for block in blocks("sh", PYTHON) if word in block)
     done = subprocess.run(
         ["bash", "-ec", script],
         cwd=folder,
@@ -111,15 +117,15 @@ def scripted(word: str, url: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_command_line_example_prints_what_the_readme_says(url: str, tmp_path: Path) -> None:
+def test_command_line_example_prints_what_the_page_says(url: str, tmp_path: Path) -> None:
     printed = scripted("qkv attend", url, tmp_path)
-    without_times = [re.sub(r"[0-9.]+ ms", "ms", text) for text in (printed, blocks("")[3])]
+    without_times = [re.sub(r"[0-9.]+ ms", "ms", text) for text in (printed, blocks("", PYTHON)[2])]
     assert without_times[0] == without_times[1]
 
 
-def test_side_by_side_example_prints_what_the_readme_says(url: str, tmp_path: Path) -> None:
+def test_side_by_side_example_prints_what_the_page_says(url: str, tmp_path: Path) -> None:
     """But for times, what depends on them, and the last digits of the processor."""
-    printed, said = scripted("qkv compare", url, tmp_path), blocks("")[4]
+    printed, said = scripted("qkv compare", url, tmp_path), blocks("", PYTHON)[3]
     kept = ("total variation", "KL", "Jensen", "rank", "entropy", "floating", "bytes")
     exact = [
         [line.split() for line in text.splitlines() if line.strip().startswith(kept)]
@@ -134,7 +140,7 @@ def test_side_by_side_example_prints_what_the_readme_says(url: str, tmp_path: Pa
 
 
 def test_every_setting_is_in_the_table_with_its_default() -> None:
-    table = dict(re.findall(r"^\| `(QKV_\w+)` \| `(\S+)` \|", README, re.MULTILINE))
+    table = dict(re.findall(r"^\| `(QKV_\w+)` \| `(\S+)` \|", RUNNING, re.MULTILINE))
     assert table == {f"QKV_{n.upper()}": str(f.default) for n, f in Settings.model_fields.items()}
 
 
@@ -163,8 +169,8 @@ def test_every_route_is_documented(url: str) -> None:
     paths = httpx.get(f"{url}/openapi.json").json()["paths"]
     for path in paths:
         family = re.sub(r"/(attention|gradients|variants)/.*", r"/\1", path)
-        page = V2 if path.startswith("/v2") else README
-        assert f"{family}`" in page or f"{family}/{{variant}}`" in page or family in README, path
+        page = V2 if path.startswith("/v2") else HTTP
+        assert f"{family}`" in page or f"{family}/{{variant}}`" in page, path
 
 
 def test_every_variant_says_all_there_is_to_say() -> None:
@@ -202,8 +208,25 @@ def test_every_variant_is_shown_in_the_readme_and_on_its_page(name: str) -> None
     assert (f"](variants/{name}.svg)" in section) is drawn
 
 
-def test_every_layout_is_in_the_readme() -> None:
-    assert all(re.search(rf"\b{name}\b", README) for name in LAYOUTS)
+def test_every_layout_is_documented() -> None:
+    assert all(re.search(rf"\b{name}\b", HTTP) for name in LAYOUTS)
+
+
+def test_every_page_is_reached_from_the_readme_and_every_link_leads_somewhere() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "SECURITY.md"]
+    for page in pages:
+        text = page.read_text()
+        for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", text):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.name}: {link}"
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                assert anchor in [
+                    re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads
+                ]
+        if page.parent.name == "docs":
+            assert f"](docs/{page.name})" in README
 
 
 def test_nothing_names_a_machine_or_a_registry() -> None:

@@ -463,9 +463,9 @@ def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:
     assert process.end() == 0, process.lines
 
 
-def test_the_readme_example_runs(url: str) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    (line,) = re.findall(r"^curl -N .*/v1/sweep.*$", readme, re.MULTILINE)
+def test_the_documented_example_runs(url: str) -> None:
+    page = (Path(__file__).parent.parent / "docs/http.md").read_text()
+    (line,) = re.findall(r"^curl -N .*/v1/sweep.*$", page, re.MULTILINE)
     done = subprocess.run(
         ["bash", "-c", line.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS ")],
         capture_output=True,

@@ -52,7 +52,7 @@ def serve(**flags: Any) -> None:
     """Serve over HTTP until stopped with Ctrl-C or SIGTERM.
 
     The other settings come from the environment: QKV_DEVICE, QKV_MAX_BATCH and more, which
-    README.md lists.
+    docs/running.md lists.
     """
     with one_line_errors():
         settings = _settings(flags)
