@@ -19,7 +19,7 @@ from qkv.forms import Form
 
 __all__ = ["made"]
 
-_ON_CPU: Final = 1 << 20  # elements of a block: what stays in a cache
+_ON_CPU: Final = 1 << 20  # elements of a block, for each thread: what stays in its cache
 _ELSEWHERE: Final = 1 << 25  # on what works on its own: fewer, larger steps
 _ROWS: Final = 32  # of a block, at least: products of fewer cost as much
 _MOST: Final = 1 << 23  # elements of a block of so few rows
@@ -71,12 +71,12 @@ def made(
         sizes: of every letter of one request; B is read from the tensors, which may be several's.
     """
     weights, arguments = variant.outputs["weights"], variant.drawn(arguments)
-    first = next(i for i in variant.inputs.values() if arguments.get(i.argument) is not None)
+    first = next(i for i in variant.inputs.values() if "B" in i.letters and not i.optional)
     came = arguments[first.argument]
     sizes = {**sizes, "B": came.shape[first.letters.index("B")]}
     if variant.takes_place and arguments.get("place_BH") is None:
         place = torch.arange(sizes["B"] * sizes["H"], device=came.device)
-        arguments = {**arguments, "place_BH": place.view(sizes["B"], sizes["H"])}
+        arguments["place_BH"] = place.view(sizes["B"], sizes["H"])
     extents, dtype = forms.extents(form, weights, sizes), score_dtype(came.dtype)
     query, parts = forms.query_axis(weights), forms.parts(form.kind, weights)
     answer = {
@@ -87,7 +87,7 @@ def made(
     }
     L, S = 1 if query is None else sizes[query], sizes[weights.letters[-1]]
     attends = form.kind == "pool" and _attends(variant, parameters, sizes, L * S, extents["Q"])
-    elements = _ON_CPU if came.device.type == "cpu" else _ELSEWHERE
+    elements = _elements(came.device)
     rows = max(1, min(len(form.rows) or L, _ROWS, _MOST // S))
     planes = _HELD // (max(L, S) * _BINS) if attends else elements // (rows * S)
     for places in _planes(sizes, weights.letters, max(1, planes)):
@@ -96,19 +96,25 @@ def made(
         if attends:
             _pool_by_attending(variant, own, dtype, into["weights"])
             continue
-        rows_of, side_by_side = variant.rows_of(own), _count(places)
+        rows_of = variant.rows_of(own)
         if query is None:  # each item is a matrix of one row
-            whole_B1S = rows_of(slice(0, side_by_side))[:, None]
-            rows_of = partial(_rows_of, whole_B1S)
+            rows_of = partial(_rows_of, rows_of(slice(0, _count(places)))[:, None])
             into = {n: t if n == "received" else t.unsqueeze(1) for n, t in into.items()}
-        at_once = max(rows, elements // (side_by_side * S))
+        at_once = max(rows, elements // (_count(places) * S))
         stochastic = variant.weights_are(parameters) == "stochastic"
         _MAKERS[form.kind](_Matrix(rows_of, L, at_once, stochastic), form, into)
     return answer
 
 
-def _rows_of(whole: Tensor, rows: slice) -> Tensor:
-    return whole[:, rows]
+def _elements(device: torch.device) -> int:
+    """Of a block."""
+    if device.type != "cpu":
+        return _ELSEWHERE
+    return min(_ON_CPU * torch.get_num_threads(), _MOST)
+
+
+def _rows_of(whole_B1S: Tensor, rows: slice) -> Tensor:
+    return whole_B1S[:, rows]
 
 
 _Places = tuple[slice, slice]  # items, heads
