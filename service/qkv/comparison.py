@@ -13,7 +13,7 @@ import pydantic
 from qkv.choice import MOST, Choice
 from qkv.divergence import Anchor, DivergenceJob, taken
 from qkv.errors import InvalidContent, QkvError, TooLarge, pointer_to
-from qkv.fields import InlineLayer, Whole, invalid_field
+from qkv.fields import WHOLE, InlineLayer, invalid_field
 from qkv.job import Job, Limits
 from qkv.measured import PeakJob, TimedJob
 from qkv.message import Message
@@ -39,10 +39,12 @@ class Comparing(pydantic.BaseModel):
     ]
     anchor: Annotated[Any, pydantic.Field(description="What each is held against.")] = "softmax"
     repeats: Annotated[
-        Whole, pydantic.Field(ge=1, le=100, description="Runs of each that are timed, in turns.")
+        int,
+        pydantic.Field(ge=1, le=100, description="Runs of each that are timed, in turns."),
+        WHOLE,
     ] = 5
     rows: Annotated[
-        Annotated[Whole, pydantic.Field(ge=0)] | None,
+        Annotated[int, pydantic.Field(ge=0), WHOLE] | None,
         pydantic.Field(
             description="Rows of each head whose weights are compared, at most, evenly spread; "
             "null: all; 0: none."

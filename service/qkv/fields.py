@@ -10,7 +10,7 @@ import pydantic
 from qkv.errors import InvalidContent, pointer_to, shown
 from qkv.message import Message
 
-__all__ = ["Fields", "InlineLayer", "Whole", "fields_of", "invalid_field"]
+__all__ = ["WHOLE", "Fields", "InlineLayer", "fields_of", "invalid_field"]
 
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -20,8 +20,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, pydantic.BeforeValidator(_whole)]
-"""A whole number of JSON."""
+WHOLE: Final = pydantic.BeforeValidator(_whole)
+"""Of a whole number of JSON; behind its bounds, or its schema has none."""
 
 
 class InlineLayer(pydantic.BaseModel):

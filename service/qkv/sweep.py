@@ -12,7 +12,7 @@ import pydantic
 from qkv.catalogue import Variant
 from qkv.choice import MOST, Choice
 from qkv.errors import InvalidContent, TooLarge, pointer_to
-from qkv.fields import Whole, invalid_field
+from qkv.fields import WHOLE, invalid_field
 from qkv.job import Job, Limits
 from qkv.measured import TimedJob
 from qkv.message import Message
@@ -22,7 +22,7 @@ __all__ = ["Crossover", "Sweep", "Sweeping", "crossovers", "has_length"]
 
 _DRAWN: Final = frozenset("BHGLSDE")  # the axes that a sweep has sizes for
 
-_Length = Annotated[Whole, pydantic.Field(ge=1, le=1 << 20)]
+_Length = Annotated[int, pydantic.Field(ge=1, le=1 << 20), WHOLE]
 
 
 class Sweeping(pydantic.BaseModel):
@@ -40,22 +40,22 @@ class Sweeping(pydantic.BaseModel):
             min_length=1, max_length=64, description="Of queries and keys alike; none twice."
         ),
     ]
-    batch: Annotated[Whole, pydantic.Field(ge=1, le=4096, description="Items.")] = 1
+    batch: Annotated[int, pydantic.Field(ge=1, le=4096, description="Items."), WHOLE] = 1
     heads: Annotated[
-        Whole, pydantic.Field(ge=1, le=4096, description="Of queries and keys alike.")
+        int, pydantic.Field(ge=1, le=4096, description="Of queries and keys alike."), WHOLE
     ] = 8
     width: Annotated[
-        Whole, pydantic.Field(ge=1, le=65536, description="Of queries, keys and values alike.")
+        int, pydantic.Field(ge=1, le=65536, description="Of queries, keys and values alike."), WHOLE
     ] = 64
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"],
         pydantic.Field(description="Of all inputs."),
     ] = "float32"
     repeats: Annotated[
-        Whole, pydantic.Field(ge=1, le=100, description="Runs of each cell that are timed.")
+        int, pydantic.Field(ge=1, le=100, description="Runs of each cell that are timed."), WHOLE
     ] = 5
     seed: Annotated[
-        Whole, pydantic.Field(ge=0, lt=1 << 63, description="What the inputs are drawn from.")
+        int, pydantic.Field(ge=0, lt=1 << 63, description="What the inputs are drawn from."), WHOLE
     ] = 0
 
 
