@@ -150,3 +150,20 @@ def test_a_key_is_read_from_the_environment(
     ran = python(program, tmp_path, QKV_API_KEY="sec-ret")
     assert not ran.stderr
     assert "output\n(2, 2)" in ran.stdout
+
+
+def test_a_comparison_and_a_sweep_are_written_too(
+    written: Callable[..., str], server: Server, tmp_path: Path
+) -> None:
+    variants = ["linear", {"variant": "taylor", "parameters": {"causal": True}}]
+    inputs = {name: _LISTS["query"] for name in _LISTS}
+    compared = {"inputs": inputs, "variants": variants, "anchor": "softmax", "repeats": 1}
+    swept = {"variants": variants, "lengths": [4, 8], "heads": 1, "width": 4, "repeats": 1}
+    answer = json.loads(bash(written("curl", "/v1/compare", compared)).stdout)
+    assert [entry["variant"] for entry in answer["variants"]] == ["linear", "taylor"]
+    events = bash(written("curl", "/v1/sweep", swept)).stdout
+    assert events.count("event: cell") == 4
+    ran = python(written("python", "/v1/compare", compared), tmp_path)
+    assert all(name in ran.stdout for name in ("softmax", "linear", "taylor")), ran.stderr
+    ran = python(written("python", "/v1/sweep", swept), tmp_path)
+    assert ran.stdout.count("median_ms=") == 4, ran.stderr

@@ -16,7 +16,8 @@ const PYTHON_WORDS = { NaN: "np.nan", Infinity: "np.inf", "-Infinity": "-np.inf"
 export function curl({ path, body }, url, keyed = false) {
   const json = laidOut(body);
   const words = ["curl", "-sS"];
-  if (path.endsWith("/sweep")) words.push("-N"); // events are shown as they come
+  // events as they come; --json alone would take no answer but JSON
+  if (path.endsWith("/sweep")) words.push("-N", "-H 'Accept: text/event-stream'");
   words.push(quoted(url.replace(/\/$/, "") + path));
   if (keyed) words.push('-H "Authorization: Bearer ${QKV_API_KEY:?holds no key}"');
   const command = `${words.join(" ")} --json`;
@@ -75,19 +76,27 @@ function attend(variant, { inputs, parameters, layer, outputs, weights, dtype })
   ];
 }
 
-function compare({ inputs, layer, variants, anchor, repeats, dtype }) {
+function compare({ inputs, layer, variants, anchor, repeats, rows, dtype }) {
   const given = [
     literal(variants),
     ...arrays(inputs, dtype),
     ...layerGiven(layer, dtype),
     ...keywords({ anchor, repeats }),
+    ...(rows === undefined ? [] : [`rows=${literal(rows)}`]), // null: all of them
   ];
   return [...call("comparison = qkv.compare", given), "print(comparison.table())"];
 }
 
 function sweep({ variants, lengths, ...options }) {
   const given = [literal(variants), literal(lengths), ...keywords(options)];
-  return [...call("cells = qkv.sweep", given), "for cell in cells:", "    print(cell)"];
+  const [first, ...rest] = call("with qkv.sweep", given);
+  return [
+    first,
+    ...rest.slice(0, -1),
+    ") as cells:",
+    "    for cell in cells:",
+    "        print(cell)",
+  ];
 }
 
 function call(name, given) {

@@ -1,0 +1,100 @@
+"""Pictures of the playground, taken by Chromium of a service that is started for them.
+
+`.venv/bin/python docs/screenshots.py` writes the two that the README shows, `--all FOLDER` those of
+both widths and themes. Letters are the machine's own: no two machines make the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from playwright.sync_api import Page, sync_playwright
+
+__all__ = ["main"]
+
+
+class Picture(NamedTuple):
+    """What a picture shows."""
+
+    width: int
+    height: int
+    theme: Literal["light", "dark"]
+    example: str
+    said: str
+    """What the page says of it when it is drawn."""
+    row: int
+    """The one that is held."""
+
+
+SHOWN: Final = {
+    "playground.png": Picture(1440, 1000, "light", "induction", "19 queries", 17),
+    "playground-narrow.png": Picture(390, 844, "dark", "words", "6 queries", 1),
+}
+OTHERS: Final = {
+    "playground-dark.png": Picture(1440, 1000, "dark", "document", "4096 queries", 2000),
+    "playground-narrow-light.png": Picture(390, 844, "light", "local", "64 queries", 20),
+}
+
+
+@contextlib.contextmanager
+def service() -> Iterator[str]:
+    """Where a service of this checkout answers."""
+    command = [sys.executable, "-m", "qkv", "serve", "--port", "0", "--workers", "1"]
+    environment = os.environ | {"QKV_DEVICE": "cpu"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            line = next(line for line in process.stderr if line.startswith("curl "))
+            yield line.split()[1].removesuffix("/v1/attention/softmax")
+        finally:
+            process.terminate()
+            process.stderr.read()  # a full pipe would keep it from ending
+
+
+def show(page: Page, picture: Picture) -> None:
+    """Has a page show what a picture is to show."""
+    page.wait_for_selector("#row tbody tr")
+    page.locator("#example").select_option(picture.example)
+    page.locator("#status", has_text=picture.said).wait_for()
+    page.locator("#row-number").fill(str(picture.row))
+    page.keyboard.press("Enter")
+    page.wait_for_load_state("networkidle")
+    page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
+    if picture.width < 600:  # the map, where the form comes first
+        page.locator("#status").evaluate("e => scrollTo(0, e.getBoundingClientRect().top - 64)")
+    page.wait_for_timeout(200)  # for the last frame
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Takes pictures of the playground.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--all", action="store_true", help="of both widths and themes")
+    asked = parser.parse_args(arguments)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    pictures = SHOWN | OTHERS if asked.all else SHOWN
+    chromium = shutil.which("chromium") or "chromium"
+    with service() as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        for name, picture in pictures.items():
+            size = {"width": picture.width, "height": picture.height}
+            page = browser.new_page(viewport=size, color_scheme=picture.theme)
+            page.goto(url)
+            show(page, picture)
+            page.screenshot(path=asked.folder / name)
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
