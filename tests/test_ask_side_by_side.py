@@ -164,7 +164,7 @@ def test_the_crossover_is_in_table_and_plot(tmp_path: Path, suffix: str, magic: 
     assert "softmax at 512: too many" in said
     assert plot.read_bytes().startswith(magic)
     if suffix == "svg":
-        assert "<!--  from 300: linear -->" in plot.read_text()
+        assert "<!--  linear under softmax from 300 -->" in plot.read_text()
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:

@@ -42,13 +42,13 @@ def draw(measured: Cells) -> Figure:
 
 
 def _mark(axes: Axes, measured: Cells) -> None:
-    """A line down at each crossover, and who is the faster one behind it."""
-    names = measured.names
+    """A line down at each crossover, and who passes under whom there."""
+    names = {index: name.replace("\n", " ") for index, name in measured.names.items()}
     for crossover in measured.crossovers:
-        faster = names[crossover.after].replace("\n", " ")
+        passes = f"{names[crossover.after]} under {names[crossover.before]}"
         axes.axvline(crossover.length, color=_INK, linestyle=(0, (2, 3)), linewidth=1)
         axes.annotate(
-            f" from {crossover.length:,.0f}: {faster}", (crossover.length, 0.01), rotation=90,
+            f" {passes} from {crossover.length:,.0f}", (crossover.length, 0.01), rotation=90,
             xycoords=("data", "axes fraction"), ha="right", va="bottom", color=_INK, size="small",
         )  # fmt: skip
 
