@@ -286,6 +286,7 @@ def test_rows_are_evenly_spread_and_as_many_as_are_asked_for(
     assert any("evenly spread" in note for note in whole["notes"]) is (len(chosen) < 100)
     monkeypatch.setattr(comparison, "_TOGETHER", 7 * 2 * 100)
     monkeypatch.setattr(divergence, "_BLOCK", 2 * 2 * 100)
+    monkeypatch.setattr(divergence, "_PART", 3 * 100)
     cut = Comparison(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
     jobs = list(cut.divergences(cut.variants[0]))
     assert [i for j in jobs for r in j.rows for i in range(*r)] == chosen

@@ -24,7 +24,7 @@ __all__ = ["Comparing", "Comparison", "Contender"]
 _MEANING: Final = ("mask", "key_lengths")
 """Inputs that change what attention is asked for: who has no place for them answers something
 else."""
-_TOGETHER: Final = 1 << 23  # pairs that one job compares: about a second of one thread
+_TOGETHER: Final = 1 << 22  # pairs that one job compares: about a second of one thread
 _NEIGHBOURS: Final = 16  # rows that are looked at together, where not all are
 
 

@@ -23,7 +23,8 @@ from qkv.spread import FIGURES, Spread, figures
 
 __all__ = ["Anchor", "DivergenceJob", "divergence", "exact", "taken"]
 
-_BLOCK: Final = 1 << 20  # elements of a block of rows of either matrix
+_BLOCK: Final = 1 << 22  # elements of a block of rows of either matrix
+_PART: Final = 1 << 20  # elements of those that are looked at together
 _EFFORT: Final = 256  # floating-point operations that a pair costs, most of them for its rank
 
 
@@ -177,7 +178,7 @@ def divergence(job: DivergenceJob, projected: Mapping[str, Tensor]) -> dict[str,
             rows = slice(start, min(last, start + most))
             variant_NS, anchor_NS = (block(rows).flatten(0, -2) for block in blocks)
             # a single row of all heads may be long
-            for part in range(0, len(variant_NS), step := max(1, _BLOCK // S)):
+            for part in range(0, len(variant_NS), step := max(1, _PART // S)):
                 part_ = slice(part, part + step)
                 found = figures(variant_NS[part_], anchor_NS[part_], (kinds[0], kinds[1]))
                 total = {n: s.plus(Spread.of(found[n])) for n, s in total.items()}

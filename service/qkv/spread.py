@@ -73,13 +73,15 @@ def figures(
         neither has all seen keys alike; entropies; and by how much an entropy falls short of the
         logarithm of how many keys have weight, for rows with several.
     """
-    seen_NS = (variant_NS != 0) | (anchor_NS != 0)
+    b, a = variant_NS, anchor_NS
+    seen_NS = (b != 0) | (a != 0)
     rows = seen_NS.any(-1)
-    b, a, seen_NS = variant_NS[rows], anchor_NS[rows], seen_NS[rows]
-    none = b.new_empty(0)
-    found = dict.fromkeys(FIGURES, none)
-    found["total_variation"] = (a - b).abs().sum(-1) / 2
+    if not bool(rows.all()):
+        b, a, seen_NS = b[rows], a[rows], seen_NS[rows]
+    found = dict.fromkeys(FIGURES, b.new_empty(0))
+    found["total_variation"] = (a - b).abs_().sum(-1) / 2
     found["rank_correlation"] = _rank_correlation(b, a, seen_NS)
+    entropies = []
     for rows_NS, prefix, is_distribution in zip(
         (b, a), ("", "anchor_"), are_distributions, strict=True
     ):
@@ -87,11 +89,12 @@ def figures(
             entropy, count = _entropy(rows_NS), (rows_NS != 0).sum(-1)
             found[f"{prefix}entropy"] = entropy[count > 0]
             found[f"{prefix}unevenness"] = (count.to(entropy).log() - entropy)[count > 1]
+            entropies.append(entropy)
     if all(are_distributions):
-        divergence = (torch.xlogy(a, a) - torch.xlogy(a, b)).sum(-1)
-        found["kl_divergence"] = divergence.clamp(min=0.0)
-        apart = _entropy((a + b) / 2) - (_entropy(a) + _entropy(b)) / 2
-        found["js_divergence"] = apart.clamp(min=0.0)
+        crossed = -torch.xlogy(a, b).sum(-1)
+        found["kl_divergence"] = (crossed - entropies[1]).clamp_(min=0.0)
+        apart = _entropy((a + b) / 2) - (entropies[0] + entropies[1]) / 2
+        found["js_divergence"] = apart.clamp_(min=0.0)
     return found
 
 
@@ -102,9 +105,14 @@ def _entropy(rows_NS: Tensor) -> Tensor:
 def _rank_correlation(b_NS: Tensor, a_NS: Tensor, seen_NS: Tensor) -> Tensor:
     """Pearson's of the ranks; where one side has but one rank there is none."""
     middle_N1 = (seen_NS.sum(-1, keepdim=True, dtype=a_NS.dtype) - 1) / 2
-    rank_b, rank_a = (
-        (_ranks(x.masked_fill(~seen_NS, torch.inf)) - middle_N1).mul_(seen_NS) for x in (b_NS, a_NS)
-    )
+    if bool(seen_NS.all()):
+        rank_b, rank_a = (_ranks(x) - middle_N1 for x in (b_NS, a_NS))
+    else:
+        hidden_NS = ~seen_NS
+        rank_b, rank_a = (
+            (_ranks(x.masked_fill(hidden_NS, torch.inf)) - middle_N1).masked_fill_(hidden_NS, 0.0)
+            for x in (b_NS, a_NS)
+        )
     varies = rank_b.square().sum(-1) * rank_a.square().sum(-1)
     has_order = varies > 0
     covaries = (rank_b * rank_a).sum(-1)
