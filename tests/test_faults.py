@@ -128,16 +128,17 @@ def test_a_service_killed_and_started_again_costs_a_retrying_client_nothing(
         (RuntimeError("secret"), 500),
         (AssertionError("secret"), 500),
         (StopIteration("secret"), 500),
+        (SystemExit("secret"), 500),
         (MemoryError("secret"), 503),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 @pytest.mark.parametrize("size", SIZES)
 def test_what_fails_on_the_device_is_told_and_the_next_is_answered(
     serve: Callable[..., Server],
     monkeypatch: pytest.MonkeyPatch,
     size: str,
-    error: Exception,
+    error: BaseException,
     status: int,
 ) -> None:
     """In its thread or on the loop; nothing of the inside is told."""
@@ -162,8 +163,8 @@ def test_what_fails_on_the_device_is_told_and_the_next_is_answered(
 # callers dawdle, or vanish
 
 
-def head(headers: dict[str, str], body: bytes) -> bytes:
-    lines = [f"POST {PATH} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}"]
+def head(headers: dict[str, str], body: bytes, path: str = PATH) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
@@ -265,6 +266,42 @@ def test_who_closes_one_half_is_answered_or_let_go(server: Server) -> None:
     server.await_waiting(0)
 
 
+@pytest.mark.slow
+def test_who_never_goes_on_holds_up_no_stop(command: Command) -> None:
+    """Whoever has sent half a request is told when the time is over; who has sent no whole head,
+    or does not read, is let go. None of it is a failure."""
+    started = command("serve", "--port", "0", "--workers", "2", QKV_DRAIN_S="2")
+    paths = (PATH, "/v1/convert", "/v1/gradients/softmax", "/v2/models/softmax/infer")
+    headers, body = asked("large", weights="full")
+    with ExitStack() as stack:
+
+        def sends(what: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(address(started)))
+            connection.settimeout(PATIENCE)
+            connection.sendall(what)
+            return connection
+
+        half = [sends(head(headers, body, path) + body[:1000]) for path in paths]
+        for _ in range(5):
+            sends(b"")
+            sends(b"POST /v1")
+            sends(head(headers, body) + body)
+        time.sleep(0.5)
+        since = time.monotonic()
+        started.popen.terminate()
+        assert started.popen.wait(PATIENCE) == 0
+        assert time.monotonic() - since < 10
+        for path, connection in zip(paths, half, strict=True):
+            came = b""
+            while more := connection.recv(1 << 16):
+                came += more
+            top, _, said = came.partition(b"\r\n\r\n")
+            assert top.startswith(b"HTTP/1.1 503 "), (path, came)
+            assert b"retry-after: 5" in top.lower()
+            assert b"the service is stopping" in json.dumps(json.loads(said)).encode()
+    assert not [line for line in started.lines if "Traceback" in line]
+
+
 def timers(port: int) -> list[int]:
     """The kinds of timer that run at this end of a port's open connections (proc(5), net/tcp)."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -304,6 +341,36 @@ def test_a_clock_that_jumps_changes_no_answer_and_no_deadline(
             assert served.http.post(infer, json=told).status_code == status
     (stats,) = served.http.get("/v2/models/softmax/stats").json()["model_stats"]
     assert abs(stats["last_inference"] / 1e3 - time.time()) < PATIENCE
+
+
+@pytest.mark.slow
+def test_a_service_that_was_paused_goes_on(command: Command) -> None:
+    """As a machine's is that sleeps or moves: for all of its processes at once, time jumps past
+    every limit there is. Nobody is stuck, late or slow for that."""
+    limits = {"QKV_STUCK_S": "1", "QKV_STUCK_DEVICE_S": "1", "QKV_READ_TIMEOUT_S": "1"}
+    started = command("serve", "--port", "0", "--workers", "2", **limits)
+    headers, body = asked("large")
+    whole = head(headers, body) + body
+    with retrying(started.url, 4) as seen:
+        family = [started.popen.pid, *children(started.popen.pid)]
+        for _ in range(2):
+            count = len(seen)
+            until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
+            with socket.create_connection(address(started), PATIENCE) as slow:
+                slow.sendall(whole[:1000])
+                for pid in family:
+                    os.kill(pid, signal.SIGSTOP)
+                time.sleep(3)
+                for pid in family:
+                    os.kill(pid, signal.SIGCONT)
+                slow.sendall(whole[1000:])
+                assert safetensors.decode(read(slow), "outputs").tensors
+        with httpx.Client(base_url=started.url, timeout=PATIENCE) as http:
+            until(lambda: http.get("/livez").status_code == 200)
+            assert http.get("/readyz").status_code == 200
+    assert all(seen)
+    assert children(started.popen.pid) == family[1:]
+    assert started.end() == 0
 
 
 def test_nothing_but_a_date_to_show_is_read_from_the_clock_that_jumps() -> None:

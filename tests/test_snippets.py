@@ -156,7 +156,7 @@ def test_a_comparison_and_a_sweep_are_written_too(
     written: Callable[..., str], server: Server, tmp_path: Path
 ) -> None:
     variants = ["linear", {"variant": "taylor", "parameters": {"causal": True}}]
-    inputs = {name: _LISTS["query"] for name in _LISTS}
+    inputs = dict.fromkeys(_LISTS, _LISTS["query"])
     compared = {"inputs": inputs, "variants": variants, "anchor": "softmax", "repeats": 1}
     swept = {"variants": variants, "lengths": [4, 8], "heads": 1, "width": 4, "repeats": 1}
     answer = json.loads(bash(written("curl", "/v1/compare", compared)).stdout)

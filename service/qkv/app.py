@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -58,6 +58,8 @@ from qkv.wire import json
 __all__ = ["create_app", "most_of", "new_device_process", "new_fleet"]
 
 _log = logging.getLogger("qkv.app")
+
+_STILL_ANSWERED: Final = ("/livez", "/readyz", *v2.PUBLIC)  # while the service ends
 
 
 def create_app(
@@ -269,16 +271,23 @@ class _Draining:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        is_answered = False
 
         async def closing(message: Event) -> None:
+            nonlocal is_answered
+            is_answered = True
             if message["type"] == "http.response.start" and self._fleet.draining:
                 message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
             await send(message)
 
-        if self._fleet.draining and scope["path"] not in ("/livez", "/readyz", *v2.PUBLIC):
-            refusal = _refusal(NotNow("the service is stopping", retry_after=5), scope["path"])
-            return await refusal(scope, receive, closing)
-        return await self._app(scope, receive, closing)
+        if not self._fleet.draining or scope["path"] in _STILL_ANSWERED:
+            try:
+                return await self._app(scope, receive, closing)
+            except asyncio.CancelledError:  # time is over, and the body has still not come
+                if is_answered:
+                    raise
+        refusal = _refusal(NotNow("the service is stopping", retry_after=5), scope["path"])
+        return await refusal(scope, receive, closing)
 
 
 def _describe(app: FastAPI, is_guarded: bool) -> None:

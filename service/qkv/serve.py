@@ -43,7 +43,9 @@ curl {url}/v1/attention/softmax --json \
 
 _GRACE_S: Final = 0.3  # after the signal, for requests on their way: they are told to go elsewhere
 _TURN_S: Final = 0.05
+_SURE: Final = 20  # turns that every worker is seen to hang: all of them may just have slept
 _EMPTYING_S: Final = 2.0  # at most, for workers to take what waits to be accepted
+_ENDING_S: Final = 3.0  # at most, for workers whose time to answer is over to end by themselves
 _STOP: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -133,7 +135,7 @@ class _Parent:
         gc.freeze()
         for index in reversed(self._fleet.processes):  # workers wait for the device process
             self._start(index)
-        announced = False
+        announced, hung = False, 0
         while not self._signals:
             if not announced and self._fleet.ready:
                 announced = True
@@ -142,7 +144,8 @@ class _Parent:
                 if not announced:
                     return self._give_up()
                 self._restart(index)
-            if set(range(len(self._fleet))) <= set(self._fleet.stuck):
+            hung = hung + 1 if set(range(len(self._fleet))) <= set(self._fleet.stuck) else 0
+            if hung > _SURE:
                 port.refuse(self._listening, "every worker hangs")
             time.sleep(_TURN_S)
         return self._drain()
@@ -232,7 +235,7 @@ class _Parent:
             time.sleep(_TURN_S)
         port.refuse(self._listening, "the service is stopping")  # what no worker took
         self._listening.close()
-        end = time.monotonic() + self._settings.drain_s + 2 * _GRACE_S
+        end = time.monotonic() + _GRACE_S + self._settings.drain_s + _ENDING_S
         workers = range(len(self._fleet))
         for some in (workers, self._fleet.processes):  # who runs jobs ends after who asks for them
             for pid, index in self._pids.items():

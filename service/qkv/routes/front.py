@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qkv.errors import Internal, QkvError
+from qkv.errors import Internal, NotNow, QkvError
 from qkv.fleet import Worker
 from qkv.routes.observed import request_id
 
@@ -72,6 +73,8 @@ class Front:
             return await endpoint(request)
         except QkvError as error:
             return self._refusal(error, path)
+        except asyncio.CancelledError:  # the service ends, and the body has still not come
+            return self._refusal(NotNow("the service is stopping", retry_after=5), path)
         except Exception as error:
             _log.error("a request to %s failed (%s)", path, request_id(), exc_info=error)
             fault = Internal("this is a fault of the service, and is logged")
