@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from qkv.attention import softmax
+from qkv.errors import QkvError
 
 Array = np.ndarray[Any, Any]
 
@@ -74,6 +75,14 @@ def points_into(document: Any, pointer: str) -> bool:
         except (KeyError, IndexError, ValueError, TypeError):
             return False
     return first == "" and isinstance(document, dict | list)
+
+
+def explained(error: QkvError, document: Any) -> None:
+    """What a caller did wrong is refused with a status that says so, and a pointer to where."""
+    assert error.status in (400, 404, 422)
+    if error.status == 422:
+        assert error.pointer is not None
+        assert points_into(document, error.pointer), error.pointer
 
 
 def as_json(array: Array, encoding: str) -> Any:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import httpx
+import hypothesis
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, EPS, Array, as_json, refused
+from cases import DTYPES, EPS, Array, as_json, explained, refused
 from conftest import Process, Server, until
+from hypothesis import strategies
 from test_openapi import described, fits, kept
 
 from qkv import catalogue, comparison, divergence, local
@@ -28,6 +30,7 @@ from qkv.parcel import Opener, head_of, laid_out, room_for, sizes_in, write
 from qkv.run import run
 from qkv.spread import FIGURES, figures
 from qkv.tensors import RawTensor
+from qkv.wire import json as wire
 from qkv.wire import safetensors
 
 COMPARE: Final = "/v1/compare"
@@ -564,6 +567,43 @@ def test_json_is_all_that_comes(server: Server, accept: str) -> None:
     assert post(server, body, headers={"Accept": accept}).status_code == 200
     for other in ("text/html", safetensors.MEDIA_TYPE, "application/json;q=0"):
         refused(post(server, body, headers={"Accept": other}), 406)
+
+
+ANYTHING: Final = strategies.recursive(
+    strategies.none() | strategies.booleans() | strategies.integers(-(2**65), 2**65)
+    | strategies.floats() | strategies.text(max_size=8) | strategies.sampled_from(VARIANTS),
+    lambda inner: strategies.lists(inner, max_size=4)
+    | strategies.dictionaries(
+        strategies.sampled_from(["variant", "parameters", "causal", "rank", "scale", "x"]), inner
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(
+    strategies.dictionaries(
+        strategies.sampled_from(["variants", "anchor", "repeats", "rows", "dtype", "layer", "no"]),
+        ANYTHING,
+    ),
+    strategies.dictionaries(strategies.sampled_from([*INPUTS, "x", "mask", "weight"]), ANYTHING),
+    strategies.booleans(),
+)
+def test_whatever_comes_is_refused_or_can_run(
+    fields: dict[str, Any], inputs: dict[str, Any], are_good: bool
+) -> None:
+    """With inputs of any kind, and with good ones."""
+    asked = {"variants": ["linear"]} | fields | {"inputs": INPUTS if are_good else inputs}
+    try:
+        message = wire.decode(json.dumps(asked).encode(), "inputs")
+        made = Comparison(message, UNLIMITED)
+    except QkvError as error:
+        explained(error, asked)
+    else:
+        for contender in made.variants:
+            for job in made.divergences(contender):
+                assert job.pairs
+        assert json.loads(json.dumps(local.compare(message)))["variants"]
 
 
 def slow(server: Server) -> bytes:

@@ -14,19 +14,22 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import hypothesis
 import numpy as np
 import pytest
-from cases import DTYPES, refused
+from cases import DTYPES, explained, refused
 from conftest import PATIENCE, Process, Server, serving, until
+from hypothesis import strategies
 from test_openapi import fits, kept, renamed
 
-from qkv.errors import NotNow
+from qkv.errors import NotNow, QkvError, TooLarge
 from qkv.fleet import Fleet
 from qkv.job import Job, Limits
 from qkv.measured import PeakJob, TimedJob
 from qkv.routes import events
 from qkv.routes.schemas_compare import EVENTS
-from qkv.sweep import Crossover, Sweep, crossovers
+from qkv.sweep import Crossover, Sweep, Sweeping, crossovers
+from qkv.wire import json as wire
 
 SWEEP: Final = "/v1/sweep"
 SMALL: Final = {"heads": 2, "width": 8, "repeats": 2}
@@ -269,6 +272,36 @@ def test_what_is_wrong_is_said_before_anything_runs(
     body = {"variants": ["mean"], "lengths": [8]} | fields
     assert refused(server.http.post(SWEEP, json=body), status, body)["pointer"] == pointer
     assert counted == []
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(
+    strategies.dictionaries(
+        strategies.sampled_from([*Sweeping.model_fields, "no"]),
+        strategies.recursive(
+            strategies.none() | strategies.integers(-3, 2**65) | strategies.floats()
+            | strategies.sampled_from(["mean", "softmax", "float16", "variant", ""]),
+            lambda inner: strategies.lists(inner, max_size=3)
+            | strategies.dictionaries(strategies.sampled_from(["variant", "parameters"]), inner),
+            max_leaves=6,
+        ),
+    )
+)  # fmt: skip
+def test_whatever_comes_is_refused_or_has_cells(fields: dict[str, Any]) -> None:
+    asked = {"variants": ["mean"], "lengths": [8]} | fields
+    limits = Limits(answer=1 << 24, request=1 << 24)
+    try:
+        sweep = Sweep(wire.plain(json.dumps(asked).encode()), limits)
+    except QkvError as error:
+        explained(error, asked)
+        return
+    for length in sweep.lengths:
+        for choice in sweep.choices:
+            try:
+                job = sweep.drawn(sweep.job(choice, length), length)
+            except TooLarge:
+                continue
+            assert job.inputs.nbytes <= 1 << 24
 
 
 def test_other_faults(server: Server, serve: Callable[..., Server]) -> None:
