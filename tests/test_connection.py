@@ -403,3 +403,27 @@ def test_what_comes_after_its_answer_comes_to_an_end(
         connection.sendall(RUN.replace(b"%d" % len(BODY), b"2000") + b"a" * 2000 + LIVE)
         connection.sendall(b"rubbish\r\n\r\n")
         assert [status for status, *_ in answers(connection)] == [413, 200, 400]
+
+
+@pytest.mark.parametrize("connection_header", ["close", "keep-alive"])
+@pytest.mark.parametrize(
+    ("start", "status"), [("POST /nowhere", 404), ("POST /v1/variants", 405), ("GET /livez", 200)]
+)
+def test_who_sends_all_before_reading_reads_an_answer(
+    server: Server, start: str, status: int, connection_header: str
+) -> None:
+    """Also where the connection is to be closed, and slower than its caller may be idle."""
+    size = 8 << 20
+    head = f"{start} HTTP/1.1\r\nHost: here\r\nConnection: {connection_header}\r\n"
+    with connected(server) as connection:
+        connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
+        for _ in range(8):
+            connection.sendall(bytes(size // 8))
+            time.sleep(0.1)
+        came = connection.recv(1 << 16)
+        assert came.startswith(b"HTTP/1.1 %d " % status)
+        if connection_header == "keep-alive":
+            connection.sendall(LIVE)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        else:
+            until(lambda: not has(server, connection))

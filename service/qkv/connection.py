@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 import httptools
 import uvicorn
@@ -32,7 +33,7 @@ _log = logging.getLogger("qkv.connection")
 _MOST_HEADERS: Final = 100
 _MOST_HEAD: Final = 1 << 16  # bytes of a url and of names and values of headers
 _MOST_FRAMING: Final = 1 << 20  # bytes of a message that are no body: its head, lines of chunks
-_MOST_IGNORED: Final = 1 << 28  # bytes of a body that come after its answer
+_MOST_IGNORED: Final = 1 << 28  # bytes of a body that come after its answer, or are never read
 _LEAST_BITS: Final = 16  # of a body, 1 << 16 bytes at least have to come before patience ends
 
 HEAD, BODY, NOTHING = range(3)  # what is being read
@@ -73,6 +74,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._outlet = SimpleNamespace(
+            write=transport.write, is_closing=transport.is_closing, close=self._finish
+        )
         self._watch.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,6 +86,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = cast("asyncio.Transport", self._outlet)
         super()._start_asgi_task(cycle, app)
 
     def _leave_running(self) -> None:
@@ -94,6 +99,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """uvicorn's own, but for what it does with errors and upgrades."""
         if self._farewell is not None:
+            self._ignore(len(data))
             return
         self._unset_keepalive_if_required()
         self._piece = len(data)
@@ -151,10 +157,25 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
-            self._ignored += len(body)
-            if self._ignored > _MOST_IGNORED:
-                self.transport.close()
+            self._ignore(len(body))
         super().on_body(body)
+
+    def _ignore(self, size: int) -> None:
+        """Throws away what comes after its answer: a caller that sends all before it reads would
+        see a broken connection otherwise. It has an end."""
+        self._received += size if self._has_left else 0
+        self._ignored += size
+        if self._ignored > _MOST_IGNORED:
+            self.transport.close()
+
+    def _finish(self) -> None:
+        """Closes behind an answer, where no more is to come on this connection."""
+        if self._reads == BODY:
+            self.pipeline.clear()
+            self._farewell = b""  # it is said already
+            self._leave()
+        else:
+            self.transport.close()
 
     def on_message_complete(self) -> None:
         if not self._is_upgrade:
@@ -164,7 +185,9 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
-        if self._farewell is not None and is_last:
+        if self._has_left:
+            self._unset_keepalive_if_required()  # what is still sent has its own time
+        elif self._farewell is not None and is_last:
             self._leave()
 
     def shutdown(self) -> None:
@@ -184,7 +207,7 @@ class Connection(HttpToolsProtocol):
         seen = (self.scope, self._received >> _LEAST_BITS if self._reads == BODY else 0)
         before, self._seen = self._seen, seen
         if self._has_left:
-            self._looks += 1
+            self._looks = self._looks + 1 if before == seen else 0
             if self._looks >= self._watch.linger:
                 self.transport.close()
         elif before is None or before[0] is not seen[0] or before[1] != seen[1]:
@@ -256,8 +279,7 @@ class Connection(HttpToolsProtocol):
             self.pipeline.popleft()  # the last one, whose body will not come: it has not begun
         elif self._reads == BODY:
             if cycle.response_complete:
-                self._farewell = b""  # it is said already
-                self._leave()
+                self._finish()
                 return
             if cycle.response_started:
                 self.transport.close()

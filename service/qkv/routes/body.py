@@ -6,7 +6,6 @@ import asyncio
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from qkv.errors import Left, TooLarge, Unparseable, UnsupportedMediaType
 from qkv.message import Message
 from qkv.wire import Codec, for_accept, for_content_type
 
-__all__ = ["REST", "Outgoing", "Received", "Rest", "body", "discard", "elsewhere", "read"]
+__all__ = ["REST", "Outgoing", "Received", "Rest", "body", "elsewhere", "read"]
 
 _T = TypeVar("_T")
 Chunk = bytes | memoryview
@@ -33,8 +32,6 @@ is copied once, and no task is woken for it. False: the caller left."""
 _LARGE: Final = 1 << 18  # bytes; more is not parsed or written on the event loop
 _ALIGNMENT: Final = 64
 _PIECE: Final = 1 << 20  # bytes; packed bodies are fed and unpacked in such pieces
-_DISCARDED: Final = 64 << 20  # bytes of a body that is refused, and
-_DISCARDING_S: Final = 10.0  # seconds, until its caller is answered nevertheless
 _EITHER_FORM: Final = zlib.MAX_WBITS | 32  # gzip's, or zlib's, which HTTP calls deflate
 
 
@@ -103,21 +100,6 @@ class Outgoing(Response):
         for chunk in before:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": last})
-
-
-async def discard(request: Request) -> None:
-    """Reads what a caller sends who will be refused, for a while, and keeps none of it. One who
-    asks before sending it is told at once, and so is one who would send a lot."""
-    headers = request.headers
-    if "expect" in headers or int(headers.get("content-length", 0)) > _DISCARDED:
-        return
-    size, more = 0, True
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARDING_S):
-            while more and size <= _DISCARDED:
-                message = await request.receive()
-                more = message.get("more_body", False)
-                size += len(message.get("body", b""))
 
 
 async def body(

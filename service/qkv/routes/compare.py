@@ -38,7 +38,7 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
     async def compare_variants(request: Request) -> Response:
         require(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
         wait_s = runs.patience_of(request)
-        with await runs.enter(request) as place:
+        with runs.enter(request) as place:
             received = await read(request, "inputs", settings.max_body_bytes, place.grow)
             message = received.message
             every = (*message.tensors.values(), *message.layer.values())

@@ -27,7 +27,7 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
         "maybe `W_query.bias`.",
     )
     async def convert_weights(request: Request) -> Response:
-        with await runs.enter(request) as place:
+        with runs.enter(request) as place:
             received = await read(request, "tensors", settings.max_body_bytes, place.grow)
             place.grow(sum(tensor.nbytes for tensor in received.message.tensors.values()))  # again
             codec = received.answer_in

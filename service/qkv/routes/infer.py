@@ -109,7 +109,7 @@ class Infer:
         find_loaded(self._models, model, version)
         lengths = request.headers.getlist(v2.LENGTH_HEADER)
         length = v2.json_length(", ".join(lengths) if lengths else None)
-        with await self._runs.enter(request) as place:
+        with self._runs.enter(request) as place:
             whole = await body(request, self._max_body_bytes, lambda _: length, place.grow)
             received = time.perf_counter()
             asked, job = await self._job(whole, length, model, version)

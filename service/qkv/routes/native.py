@@ -41,7 +41,7 @@ class Native:
         `group`."""
 
         async def answer(request: Request) -> Response:
-            with await self.runs.enter(request) as place:
+            with self.runs.enter(request) as place:
                 received = await read(request, "inputs", self._max_body_bytes, place.grow)
                 job = await self.runs.job(variant, received.message, kind)
             ran = await self.runs.run(request, received.at, job)

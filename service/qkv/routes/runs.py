@@ -10,13 +10,13 @@ from fastapi import Request
 
 from qkv.door import Place
 from qkv.engine import Engine
-from qkv.errors import Left, NotNow, TooLate, Unparseable, shown
+from qkv.errors import Left, TooLate, Unparseable, shown
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.metrics import Meter
 from qkv.queue import Answer
 from qkv.remote import Remote
-from qkv.routes.body import discard, elsewhere
+from qkv.routes.body import elsewhere
 from qkv.run import Ran, Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
@@ -91,20 +91,15 @@ class Runs:
         self._timeout_s = settings.request_timeout_s or None
         self.limits = limits_of(settings)
 
-    async def enter(self, request: Request) -> Place:
+    def enter(self, request: Request) -> Place:
         """Room for a request, before its body is read.
 
         Raises:
-            NotNow: there is none; what has been sent by then is read and thrown away, so that its
-                caller reads an answer and not that the connection broke.
+            NotNow: there is none.
         """
         declared = int(request.headers.get("content-length", 0))
-        try:
-            # one that is too long is refused for that, whatever waits
-            return self._engine.door.enter(declared if declared <= self._max_body_bytes else 0)
-        except NotNow:
-            await discard(request)
-            raise
+        # one that is too long is refused for that, whatever waits
+        return self._engine.door.enter(declared if declared <= self._max_body_bytes else 0)
 
     async def job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
         """Checks what is asked for.

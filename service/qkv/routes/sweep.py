@@ -46,7 +46,7 @@ def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
         require(", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE)
         _check_media_type(request)
         wait_s = runs.patience_of(request)
-        with await runs.enter(request) as place:
+        with runs.enter(request) as place:
             came = await body(request, settings.max_body_bytes, json.aligned_at, place.grow)
             asked = Sweep(json.plain(bytes(came)), runs.limits)
         return Events(_Sweeping(runs, asked, wait_s, fleet).events())
