@@ -35,6 +35,7 @@ export function number(value, digits = 4) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
   if (value === 0) return "0";
   const size = Math.abs(value);
+  if (size >= 10 ** digits && size < 1e6) return String(Math.round(value)).replace("-", "−");
   const text = size < 1e-3 || size >= 1e6 ? value.toExponential(2) : value.toPrecision(digits);
   return (text.includes("e") ? text : String(Number(text))).replace("-", "−");
 }

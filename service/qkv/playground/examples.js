@@ -30,7 +30,8 @@ const PROJECTIONS = {
 
 /**
  * The examples. `make()` gives what a request needs:
- *   tensors: [{name, role, tensor}], labels: words or none, variant, parameters, layer: or null
+ *   tensors: [{name, role, tensor}], labels: words or none, variant, parameters; maybe a layer, and
+ *   held: a row to look at first
  */
 export const EXAMPLES = [
   {
@@ -135,6 +136,7 @@ function induction() {
       ),
     ],
     labels,
+    held: 10,
     variant: "softmax",
     parameters: { causal: true, scale: 1 },
   };
@@ -175,6 +177,7 @@ function local() {
       ),
     ],
     labels: [],
+    held: 32,
     variant: "softmax",
     parameters: { scale: 1 },
   };
@@ -210,6 +213,7 @@ function longDocument() {
   return {
     tensors: [made("query", shape, query), made("key", shape, key), made("value", shape, value)],
     labels: [],
+    held: 1000,
     variant: "softmax",
     parameters: { scale: 1 },
   };

@@ -20,7 +20,8 @@ export function frame(context, shown, width, most) {
   const bars = narrow ? 30 : 48;
   const rowWords = shown.rowLabels ? Math.min(widest(shown.rowLabels), narrow ? 64 : 110) : 28;
   const left = rowWords + 12 + (shown.rowAxis ? 20 : 0);
-  const right = shown.rowBars ? bars + 12 : 4;
+  const end = shown.colLabels ? 0.72 * context.measureText(shown.colLabels.at(-1)).width : 0;
+  const right = Math.max(shown.rowBars ? bars + 12 : 4, end); // the last name may be turned
   const ratio = shown.rows / shown.cols;
   // square cells, unless that made a matrix a strip
   const fitting = ratio > 0.4 && ratio < 2.5 ? most / ratio : Infinity;
@@ -119,7 +120,7 @@ function emphasis(context, { ink, muted, accent }, isHeld, isAt) {
 function rowBars(context, { values, label, most }, place, colours, at, held) {
   const { left, top, width, height, cellHeight, bars } = place;
   const x = left + width + 12;
-  caption(context, colours, label, x + bars, top - 10, "right");
+  caption(context, colours, label, x + bars, 9, "right");
   const thick = thickness(cellHeight);
   values.forEach((value, row) => {
     context.fillStyle = row === held ? colours.accent : row === at ? colours.ink : colours.bar;
@@ -144,7 +145,8 @@ function columnBars(context, { values, label, most }, place, colours, at) {
   caption(context, colours, label, left, y + bars + 13, "left");
 }
 
-const thickness = (cell) => (cell < 4 ? Math.max(cell, 0.8) : Math.min(cell * 0.7, THICK));
+/** How thick the bar of a cell is; bars that touch lie over one another, or seams would show. */
+const thickness = (cell) => (cell < 4 ? cell + 0.7 : Math.min(cell * 0.7, THICK));
 
 function caption(context, { muted }, label, x, y, align) {
   context.fillStyle = muted;

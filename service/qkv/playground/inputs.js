@@ -113,8 +113,9 @@ function named(tensors, state) {
   const known = rolesOf(state);
   const entries = Object.entries(tensors);
   return entries.map(([name, tensor]) => {
-    if (known.includes(name)) return { name, role: name, tensor };
     const alone = entries.length === 1 && state.variant.inputs.query;
+    const isKnown = alone ? name in state.variant.inputs : known.includes(name);
+    if (isKnown) return { name, role: name, tensor };
     const like = ["query", "key", "value"].find((role) => name.toLowerCase().startsWith(role[0]));
     return { name, role: alone ? ALL : (entries.length > 1 && like) || UNUSED, tensor };
   });
@@ -147,16 +148,17 @@ function row(entry, state, changed) {
     "li",
     { class: isUsed ? "" : "idle" },
     h("span", { class: "name" }, name),
-    h("span", { class: "shape" }, shape),
     h(
       "button",
       { type: "button", class: "quiet", "aria-label": `Remove ${name}`, click: remove },
       "×",
     ),
+    h("span", { class: "shape" }, shape),
     select,
   );
-  if (!isUsed)
+  if (!isUsed) {
     item.append(h("span", { class: "hint" }, `${state.variant.variant} takes no such input`));
+  }
   item.dataset.pointers = role
     .split(", ")
     .map((one) => `/inputs/${one}`)

@@ -87,10 +87,9 @@ function fitted() {
 }
 
 function take(example) {
-  const { tensors, labels, variant, parameters, layer = null } = example.make();
-  Object.assign(state, { tensors, labels, layer, example: example.id, head: 0 });
+  const { tensors, labels, variant, parameters, layer = null, held = 1 } = example.make();
+  Object.assign(state, { tensors, labels, layer, held, example: example.id, head: 0 });
   state.parameters = { ...parameters };
-  state.held = labels.length ? 1 : null;
   state.variant = state.variants.get(variant) ?? [...state.variants.values()][0];
   find("example").value = example.id;
   find("labels").value = labels.join(" ");
@@ -147,6 +146,9 @@ async function run() {
     differ.update(view);
     compare.update(ask);
     sweep.update();
+    if (!came.later) return;
+    came.stats = await came.later();
+    if (!signal.aborted) draw();
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) return;
     main.classList.add("stale");
@@ -212,8 +214,8 @@ async function drawRow() {
       weights: numbers,
       rowName: names.row.full,
       colName: names.col.full,
-      entropy: stats.entropy[at],
-      effective: stats.effective_keys[at],
+      entropy: stats.entropy?.[at],
+      effective: stats.effective_keys?.[at],
       isSigned: view.kind === "signed",
     });
   } catch (error) {
@@ -231,13 +233,11 @@ function pointed(matrix, cell, byKey) {
 
 /** Says what is pointed at, below a heat map; aloud where the keys went there. */
 function readOut(matrix, cell, byKey, arrow = " → ") {
-  if (!cell) return matrix.readout.replaceChildren();
+  if (!cell) return matrix.readOut(null);
   const { shown } = matrix;
   const value = number(shown.numbers[cell.row * shown.cols + cell.col]);
   const words = `${shown.rowName(cell.row)}${arrow}${shown.colName(cell.col)}`;
-  const strong = document.createElement("strong");
-  strong.textContent = value;
-  matrix.readout.replaceChildren(words, " ", strong);
+  matrix.readOut(words, value);
   if (byKey) speak(`${words.replace("→", "to")}: ${value}`);
 }
 

@@ -16,9 +16,12 @@ export class Matrix {
    * @param {(cell: {row, col}|null, byKey: boolean) => void} options.pointed
    * @param {(row: number|null) => void} options.held
    */
-  constructor(figure, { most = 560, hasRoot = false, pointed = () => {}, held = () => {} } = {}) {
+  constructor(figure, { most = 560, hasRoot = false, pointed = () => {}, held = null } = {}) {
     this.most = most;
     this.root = false;
+    this.hint = held
+      ? "Point at a cell, or use the arrow keys; a click or Enter holds its row."
+      : "Point at a cell, or use the arrow keys.";
     this.canvas = h("canvas", { "aria-hidden": "true" });
     this.surface = h(
       "div",
@@ -35,7 +38,10 @@ export class Matrix {
       },
     });
     const small = hasRoot ? [h("label", { class: "small" }, root, "Bring out small weights")] : [];
-    figure.append(this.surface, h("figcaption", {}, this.legend, ...small, this.readout));
+    figure.append(
+      this.surface,
+      h("figcaption", {}, this.readout, h("div", { class: "shades" }, this.legend, ...small)),
+    );
     this.context = this.canvas.getContext("2d");
     this.mark = null;
     this.held = null;
@@ -45,7 +51,7 @@ export class Matrix {
         this.draw();
         pointed(cell, byKey);
       },
-      held: (row) => held(row),
+      held: held ?? (() => {}),
     });
     new ResizeObserver(() => this.draw()).observe(figure);
   }
@@ -70,6 +76,7 @@ export class Matrix {
       if (value < 0) this.isSigned = true;
     }
     this.mark = null;
+    this.readOut(null);
     this.surface.setAttribute("aria-label", shown.label);
     this.paint();
   }
@@ -87,6 +94,12 @@ export class Matrix {
   share(value) {
     const share = this.largest ? value / this.largest : 0;
     return this.root ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share;
+  }
+
+  /** Says what is pointed at, or how to. */
+  readOut(text, value = "") {
+    this.readout.classList.toggle("idle", text === null);
+    this.readout.replaceChildren(text ?? this.hint, " ", h("strong", {}, value));
   }
 
   /** Marks a row as held. */
@@ -137,13 +150,13 @@ export class Matrix {
     context.strokeStyle = line;
     context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
     if (cellWidth < 40 || cellHeight < 20) return;
-    context.font = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
+    context.font = "13px system-ui, -apple-system, 'Segoe UI', sans-serif";
     context.textAlign = "center";
     context.textBaseline = "middle";
     shown.numbers.forEach((value, at) => {
       if (!value) return;
       const light = isLight(shade(this.colours, this.share(value)));
-      context.fillStyle = light ? "#1b2430" : "#ffffff";
+      context.fillStyle = light ? "#0b111a" : "#ffffff";
       const [row, col] = [Math.floor(at / shown.cols), at % shown.cols];
       context.fillText(
         brief(value),

@@ -81,14 +81,16 @@ export function rowPanel(root, chosen) {
           "tr",
           {},
           h("th", { scope: "row" }, h("span", {}, colName(col)), bar),
-          h("td", {}, fixed(weight)),
-          h("td", {}, total ? `${((100 * sum) / total).toFixed(0)} %` : "–"),
+          h("td", {}, largest < 0.01 ? number(weight, 3) : fixed(weight)),
+          h("td", {}, total ? percent(sum / total) : "–"),
         );
       }),
     );
     about.textContent = spread(order, total, isSigned);
   };
 }
+
+const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 const fact = (name, value) => [h("div", {}, h("dt", {}, name), h("dd", {}, value))];
 

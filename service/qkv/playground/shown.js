@@ -8,7 +8,11 @@ export function namesOf(view, labels) {
   const { ask, weights } = view;
   const axis = (length, bins, one, many) => {
     const words = labels.length === length ? labels : null;
-    const full = (i) => (words ? `${words[i]}` : `${one} ${i}`);
+    const often = new Set(words?.filter((word, i) => words.indexOf(word) !== i));
+    const full = (i) => {
+      if (!words) return `${one} ${i}`;
+      return often.has(words[i]) ? `${words[i]} (${i})` : words[i];
+    };
     const isPooled = bins < length;
     const range = (bin) =>
       `${many} ${firstOf(bin, bins, length)} to ${firstOf(bin + 1, bins, length) - 1}`;
@@ -28,11 +32,12 @@ export function namesOf(view, labels) {
 /** One head's weights, with each query's entropy and each key's mass. */
 export function weightsShown(view, head, labels) {
   const { ask, weights, stats } = view;
+  const none = (length) => new Float64Array(weights.stack * length); // they are on their way
   const of = (numbers, length, bins, isSum) =>
     binned(numbers.subarray(head * length, (head + 1) * length), bins, isSum);
-  const entropy = of(stats.entropy, ask.rows, weights.rows, false);
+  const entropy = of(stats.entropy ?? none(ask.rows), ask.rows, weights.rows, false);
   const received = of(
-    summed(stats.received, weights.stack * ask.cols),
+    summed(stats.received ?? none(ask.cols), weights.stack * ask.cols),
     ask.cols,
     weights.cols,
     true,

@@ -62,7 +62,8 @@ export function shownBody({ body, bins }) {
 }
 
 /**
- * Runs a request.
+ * Runs a request. Its map can be drawn before its statistics are there, where those take long:
+ * `later`, if there is such, gets them.
  *
  * @param {Object} ask from `asked`
  * @param {AbortSignal} signal
@@ -79,20 +80,24 @@ export async function look(ask, signal, ran) {
     const answer = await run("output", { ...ask.body, outputs: ["output"] });
     return { ask, kind: null, output: stacked(answer.outputs.output), timing: answer.timing };
   }
-  const form = ask.bins === null ? "full weights" : "pooled weights";
-  const [answer, statistics] = await Promise.all([
-    run(form, shownBody(ask)),
-    run("statistics", { ...ask.body, outputs: ["weights"], weights: "stats" }),
+  const statistics = async () => {
+    const body = { ...ask.body, outputs: ["weights"], weights: "stats" };
+    const { outputs } = await run("statistics", body);
+    const named = Object.entries(outputs);
+    return Object.fromEntries(named.map(([name, one]) => [name, toNumbers(fromWire(one))]));
+  };
+  const isFull = ask.bins === null;
+  const [answer, stats] = await Promise.all([
+    run(isFull ? "full weights" : "pooled weights", shownBody(ask)),
+    isFull ? statistics() : {},
   ]);
-  const stats = Object.fromEntries(
-    Object.entries(statistics.outputs).map(([name, tensor]) => [name, toNumbers(fromWire(tensor))]),
-  );
   return {
     ask,
     kind: answer.weights_are,
     weights: stacked(answer.outputs.weights),
     output: stacked(answer.outputs.output),
     stats,
+    later: isFull ? null : statistics,
     timing: answer.timing,
   };
 }
