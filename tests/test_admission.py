@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -514,23 +515,34 @@ def test_two_hundred_leavers_of_a_device_process(command: Callable[..., Process]
         "serve", "--port", "0", "--workers", "2",
         QKV_DEVICE_PROCESS="one", QKV_MAX_BATCH="32",
     )  # fmt: skip
-    content = body()
+    content, large, device = body(), big(16384, 16), device_process(fleet)
     head = f"{HEAD}Content-Type: {SAFETENSORS['Content-Type']}\r\nContent-Length: {len(content)}"
 
     def count() -> int:
         (found,) = httpx.get(f"{fleet.url}/v2/models/softmax/stats").json()["model_stats"]
         return int(found["inference_count"])
 
+    def said(name: str) -> float:
+        page = httpx.get(f"{fleet.url}/metrics", timeout=PATIENCE).text
+        return sum(float(n) for n in re.findall(rf"^{name}(?:{{.*}})? (.*)$", page, re.MULTILINE))
+
+    def ticks() -> int:
+        return sum(
+            map(int, Path(f"/proc/{device}/stat").read_text().rsplit(")")[-1].split()[11:13])
+        )
+
     before = count()
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(post, fleet.url, big(16384, 16))
-        time.sleep(0.5)
+        busy = pool.submit(post, fleet.url, large)
+        until(lambda: said("qkv_request_body_bytes_total") >= len(large))
+        begun = ticks()
+        until(lambda: ticks() > begun + 50)  # nothing but the large one computes for that long
         with ExitStack() as stack:
             for _ in range(200):
                 leaving = stack.enter_context(socket.create_connection(address(fleet), PATIENCE))
                 leaving.sendall(head.encode() + b"\r\n\r\n" + content)
-            time.sleep(0.5)
-        time.sleep(0.2)
+            until(lambda: said("qkv_queue_depth") == 200)
+        until(lambda: said("qkv_queue_depth") == 0)
         assert not busy.done(), "the machine is too fast for this test"
         assert busy.result(PATIENCE).is_success
     assert post(fleet.url, content).is_success

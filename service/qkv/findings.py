@@ -95,7 +95,7 @@ def _answer(comparison: Comparison, anchor: _Findings, *variants: _Findings) -> 
         "variants": [_entry(comparison, *pair, _APART) for pair in pairs],
         "notes": [
             *_notes_of_all(comparison, anchor, variants),
-            *(note for pair in [(comparison.anchor, anchor), *pairs] for note in _notes(*pair)),
+            *_notes([(comparison.anchor, anchor), *pairs]),
         ],
     }
 
@@ -158,34 +158,44 @@ def _notes_of_all(
     return notes
 
 
-def _notes(contender: Contender, found: _Findings) -> list[str]:
-    job, spreads, notes = contender.timed, found.spreads, []
-    name, kind = job.variant.name, job.variant.weights_are(job.parameters)
-    if _is_even(found):
-        short = max(spreads["unevenness"].mean, 0.0)
-        notes.append(
-            f"{name} is near uniform on these inputs: on average the entropy of a row is within "
-            f"{short:.2g} nats of the logarithm of how many keys it sees. What is compared is "
-            f"about the mean, and says little of {name}: take inputs that mean something."
-        )
-    if spreads["total_variation"].rows and kind != "stochastic":
-        notes.append(
-            f"The weights of {name} are {kind}: they have no entropy, and no KL or Jensen-Shannon "
-            "divergence."
-        )
-    if spreads["kl_divergence"].most == math.inf:
-        notes.append(
-            f"{name} gives no weight to keys that the anchor gives some: its KL divergence is "
-            "infinite."
-        )
-    if spreads["total_variation"].rows and not spreads["rank_correlation"].rows:
-        notes.append(
-            f"{name} or the anchor weighs all seen keys of each row alike: there is no order to "
-            "correlate."
-        )
-    if found.closeness is not None and found.closeness.largest_error is None:
-        notes.append(f"The output of {name}, or what it is held against, is not finite.")
-    return notes
+def _notes(pairs: Sequence[tuple[Contender, _Findings]]) -> list[str]:
+    """What is to be said of some of them, each thing once."""
+    names = [contender.choice.variant.name for contender, _ in pairs]
+    kinds = [c.timed.variant.weights_are(c.timed.parameters) for c, _ in pairs]
+    every = [found for _, found in pairs]
+    even = [_is_even(found) for found in every]
+    short = max((f.spreads["unevenness"].mean for f in every if _is_even(f)), default=0.0)
+    rows = [found.spreads["total_variation"].rows > 0 for found in every]
+    none = [found.spreads["rank_correlation"].rows == 0 for found in every]
+    facts = {
+        "Near uniform on these inputs: {}. On average the entropy of a row is within "
+        f"{max(short, 0.0):.2g} nats of the logarithm of how many keys it sees, and what is "
+        "compared is about the mean: take inputs that mean something.": even,
+        **{
+            f"The weights of {{}} are {kind}: there is no entropy of them, and no KL or "
+            "Jensen-Shannon divergence.": [
+                k == kind and r for k, r in zip(kinds, rows, strict=True)
+            ]
+            for kind in ("signed", "unnormalised")
+        },
+        "Where the anchor gives keys some weight, there is none of {}: the KL divergence is "
+        "infinite.": [found.spreads["kl_divergence"].most == math.inf for found in every],
+        "All seen keys of each row weigh alike, in the anchor or in {}: there is no order to "
+        "correlate.": [r and n for r, n in zip(rows, none, strict=True)],
+        "The output of {}, or what it is held against, is not finite.": [
+            f.closeness is not None and f.closeness.largest_error is None for f in every
+        ],
+    }
+    return [
+        sentence.format(_listed([n for n, is_so in zip(names, are, strict=True) if is_so]))
+        for sentence, are in facts.items()
+        if any(are)
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    *rest, last = names
+    return f"{', '.join(rest)} and {last}" if rest else last
 
 
 def _is_even(found: _Findings) -> bool:
