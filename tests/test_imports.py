@@ -61,9 +61,9 @@ ALLOWED: dict[str, set[str]] = {
     "choice": {"catalogue", "errors", "fields"},
     "closeness": {"tensors"},
     "spread": set(),
-    "measured": {"job"},
+    "measured": {"catalogue", "job"},
     "divergence": {
-        "catalogue", "fields", "inputs", "job", "layers", "message", "spread",
+        "catalogue", "fields", "inputs", "job", "layers", "measured", "message", "spread",
     },
     "comparison": {
         "choice", "divergence", "errors", "fields", "job", "measured", "message", "tensors",

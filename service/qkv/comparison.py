@@ -13,11 +13,10 @@ import pydantic
 from qkv.choice import MOST, Choice
 from qkv.divergence import Anchor, DivergenceJob, taken
 from qkv.errors import InvalidContent, QkvError, TooLarge, pointer_to
-from qkv.fields import WHOLE, InlineLayer, invalid_field
+from qkv.fields import WHOLE, invalid_field
 from qkv.job import Job, Limits
-from qkv.measured import PeakJob, TimedJob
+from qkv.measured import ExactJob, PeakJob, TimedJob
 from qkv.message import Message
-from qkv.tensors import DTYPES, FLOATING, RawTensor
 
 __all__ = ["Comparing", "Comparison", "Contender"]
 
@@ -124,24 +123,10 @@ class Comparison:
         """Whether there is something more exact than the anchor."""
         return self.anchor.timed.inputs.dtype != "float64"
 
-    def exact(self) -> TimedJob:
-        """The anchor's run on the same inputs as float64."""
-        choice, inputs = self.anchor.choice, self.anchor.timed.inputs
-        fields = {"parameters": choice.parameters, "outputs": ["output"], "dtype": "float64"}
-        layer: dict[str, RawTensor] = {}
-        if inputs.layer is not None:
-            fields["layer"] = self._named_layer
-            every = inputs.layer.tensors.items()
-            layer = {n: RawTensor.from_numpy(a.astype("<f8")) for n, a in every}
-        tensors = {n: _widened(t) for n, t in inputs.tensors.items()}
-        message = Message(fields, tensors, layer)
-        return TimedJob.like(Job.of(choice.variant.name, message, self._limits))
-
     @property
-    def _named_layer(self) -> dict[str, Any]:
-        said = self._fields["layer"]
-        assert isinstance(said, dict)
-        return InlineLayer.model_validate(said).model_dump()
+    def exact(self) -> ExactJob:
+        """The anchor's run on the same inputs in float64."""
+        return ExactJob.like(self.anchor.timed)
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:
@@ -194,12 +179,11 @@ class Comparison:
 
     def _check_size(self) -> None:
         """Of what is asked for beyond single runs."""
-        anchor, limits = self.anchor.timed, self._limits
-        wider = 8 // DTYPES[anchor.inputs.dtype].itemsize
-        if (size := wider * (anchor.bytes_in + anchor.bytes_out)) > limits.request:
+        limits, wide = self._limits, self.exact
+        if (size := wide.bytes_in + wide.bytes_out) > limits.request:
             raise TooLarge(
-                f"the anchor's own error is found in float64, with inputs and output of {size} "
-                f"bytes; at most {limits.request} may wait",
+                f"the anchor's own error is found by its output in float64, {size} bytes with its "
+                f"inputs; at most {limits.request} may wait",
                 limit=limits.request,
             )
         if not self.rows:
@@ -255,9 +239,3 @@ def _shape(job: TimedJob, output: str) -> tuple[int, ...]:
 
 def _length(rows: tuple[int, int]) -> int:
     return rows[1] - rows[0]
-
-
-def _widened(tensor: RawTensor) -> RawTensor:
-    if tensor.dtype not in FLOATING:
-        return tensor
-    return RawTensor.from_numpy(tensor.numpy().astype("<f8"))

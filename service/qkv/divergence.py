@@ -18,10 +18,11 @@ from qkv.fields import Fields, fields_of
 from qkv.inputs import Inputs
 from qkv.job import Job, Limits
 from qkv.layers.projections import ROLES
+from qkv.measured import widened
 from qkv.message import Message
 from qkv.spread import FIGURES, Spread, figures
 
-__all__ = ["Anchor", "DivergenceJob", "divergence", "exact", "taken"]
+__all__ = ["Anchor", "DivergenceJob", "divergence", "taken"]
 
 _BLOCK: Final = 1 << 22  # elements of a block of rows of either matrix
 _PART: Final = 1 << 20  # elements of those that are looked at together
@@ -157,7 +158,8 @@ def taken(variant: Variant, message: Message) -> Message:
 
 
 def divergence(job: DivergenceJob, projected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compares the rows, a block at a time.
+    """Compares the rows, a block at a time, in float64: what differs is the mathematics, and not
+    how either rounds.
 
     Args:
         job: says what to compare.
@@ -168,7 +170,9 @@ def divergence(job: DivergenceJob, projected: Mapping[str, Tensor]) -> dict[str,
         (job.variant, job.parameters, job.arguments),
         (anchor.variant, *anchor[1:], anchor.arguments),
     )
-    blocks = [_blocks(variant, projected, arguments) for variant, _, arguments in pair]
+    blocks = [
+        _blocks(variant, projected, arguments, job.inputs.dtype) for variant, _, arguments in pair
+    ]
     kinds = [variant.weights_are(parameters) == "stochastic" for variant, parameters, _ in pair]
     total = dict.fromkeys(FIGURES, Spread())
     *planes, _, S = job.weights_shape
@@ -186,15 +190,7 @@ def divergence(job: DivergenceJob, projected: Mapping[str, Tensor]) -> dict[str,
 
 
 def _blocks(
-    variant: Variant, projected: Mapping[str, Tensor], parameters: Mapping[str, Any]
+    variant: Variant, projected: Mapping[str, Tensor], parameters: Mapping[str, Any], dtype: str
 ) -> Callable[[slice], Tensor]:
     """What makes blocks of rows of a variant's weights."""
-    tensors = {
-        spec.argument: projected[name] for name, spec in variant.inputs.items() if name in projected
-    }
-    return variant.rows_of({**tensors, **parameters})
-
-
-def exact(tensor: Tensor) -> Tensor:
-    """In float64, where it has floats."""
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return variant.rows_of(widened(variant, projected, parameters, dtype))

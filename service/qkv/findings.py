@@ -63,7 +63,7 @@ def compare(comparison: Comparison) -> Generator[Job, Made, dict[str, Any]]:
             elif each.closeness is None and each is not found[0]:
                 each.closeness = Closeness.of(outputs["output"], right)
     if comparison.has_exact:
-        outputs, _ = yield comparison.exact()
+        outputs, _ = yield comparison.exact
         assert right is not None
         found[0].closeness = Closeness.of(right, outputs["output"])
     for contender, each in zip(contenders[1:], found[1:], strict=True):

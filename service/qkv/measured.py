@@ -1,19 +1,21 @@
-"""Jobs that measure a run: how long it takes when nothing runs with it, or what memory it needs."""
+"""Jobs that measure a run: its time when nothing runs with it, its memory, or its roundings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
+from torch import Tensor
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.autograd import profiler_legacy
 
+from qkv.catalogue import Variant
 from qkv.job import Job
 
-__all__ = ["PEAK", "PeakJob", "TimedJob", "peak_of"]
+__all__ = ["PEAK", "ExactJob", "PeakJob", "TimedJob", "exact", "peak_of", "widened"]
 
 PEAK: Final = "peak_bytes"
 """What a `PeakJob` answers."""
@@ -50,6 +52,42 @@ class PeakJob(TimedJob):
     def answers(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """One number."""
         return {PEAK: ("int64", (1,))}
+
+
+@dataclass(frozen=True, eq=False)
+class ExactJob(TimedJob):
+    """A job that runs, and answers, in float64 whatever its inputs came in."""
+
+    def dtype_of(self, output: str) -> str:
+        """float64."""
+        return "float64"
+
+
+def widened(
+    variant: Variant, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    """The arguments of a variant's functions in float64: of what it draws by itself, the numbers
+    that it draws for inputs of their own dtype.
+
+    Args:
+        variant: whose.
+        tensors: its inputs by name, `exact`.
+        parameters: by the names that its functions give them.
+        dtype: that the inputs came in.
+    """
+    wide = {
+        spec.argument: tensors[name] for name, spec in variant.inputs.items() if name in tensors
+    }
+    came = getattr(torch, dtype)
+    narrow = {n: t.to(came) if t.is_floating_point() else t for n, t in wide.items()}
+    made = variant.drawn({**narrow, **parameters})
+    drawn = {n: exact(v) if isinstance(v, Tensor) else v for n, v in made.items() if n not in wide}
+    return drawn | wide
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """In float64, where it has floats."""
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:

@@ -18,7 +18,7 @@ from qkv.divergence import DivergenceJob
 from qkv.gradient import GradientJob
 from qkv.job import Job, Limits
 from qkv.layers.layouts import LAYOUTS
-from qkv.measured import PeakJob, TimedJob
+from qkv.measured import ExactJob, PeakJob, TimedJob
 from qkv.message import Message
 from qkv.tensors import RawTensor, nbytes
 
@@ -34,6 +34,7 @@ _KINDS: Final[dict[str, type[Job]]] = {
     "gradients": GradientJob,
     "timed": TimedJob,
     "peak": PeakJob,
+    "exact": ExactJob,
     "divergence": DivergenceJob,
 }
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from qkv import blocks
-from qkv.divergence import DivergenceJob, divergence, exact
+from qkv.divergence import DivergenceJob, divergence
 from qkv.gradient import GRAD_OUTPUT, GradientJob
 from qkv.job import Job
 from qkv.layers.layer import Layer, project, project_back
 from qkv.layers.projections import ROLES, Projection, Projections
-from qkv.measured import PEAK, PeakJob, peak_of
+from qkv.measured import PEAK, ExactJob, PeakJob, exact, peak_of, widened
 
 __all__ = ["LayerWeights", "Passed", "through"]
 
@@ -56,7 +56,7 @@ def _through(
     job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, place_BH: Tensor | None
 ) -> Passed:
     layer = job.inputs.layer
-    if isinstance(job, DivergenceJob):  # what differs is the mathematics, and not how either rounds
+    if isinstance(job, DivergenceJob | ExactJob):
         tensors = {name: exact(tensor) for name, tensor in tensors.items()}
         weights = {r: (exact(w), None if b is None else exact(b)) for r, (w, b) in weights.items()}
     projected = tensors if layer is None else _projected(layer, tensors, weights)
@@ -68,6 +68,8 @@ def _through(
         if name in projected
     }
     arguments |= job.arguments
+    if isinstance(job, ExactJob):
+        arguments = widened(job.variant, projected, job.arguments, job.inputs.dtype)
     if job.variant.takes_place:
         arguments["place_BH"] = place_BH
     if isinstance(job, GradientJob):
