@@ -625,8 +625,9 @@ def test_whatever_comes_is_refused_or_can_run(
 
 
 def slow(server: Server) -> bytes:
-    """A request that takes some hundred runs."""
-    body = json.dumps({"inputs": INPUTS, "variants": ["linear"] * 16, "repeats": 100}).encode()
+    """A request that takes 1700 runs, and seconds."""
+    inputs = dict.fromkeys(INPUTS, X * 200)
+    body = json.dumps({"inputs": inputs, "variants": ["softmax"] * 16, "repeats": 100}).encode()
     head = f"POST {COMPARE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
