@@ -87,8 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
         )
         for name, picture in pictures.items():
-            size = {"width": picture.width, "height": picture.height}
-            page = browser.new_page(viewport=size, color_scheme=picture.theme)
+            page = browser.new_page(
+                viewport={"width": picture.width, "height": picture.height},
+                color_scheme=picture.theme,
+            )
             page.goto(url)
             show(page, picture)
             page.screenshot(path=asked.folder / name)

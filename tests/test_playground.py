@@ -116,7 +116,8 @@ def test_every_parameter_s_control_changes_the_request(
         def asks(request: Request, name: str = name, value: Any = value) -> bool:
             if not request.url.endswith(f"/v1/attention/{variant}"):
                 return False
-            return bool(request.post_data_json.get("parameters", {}).get(name) == value)
+            body = request.post_data_json or {}
+            return bool(body.get("parameters", {}).get(name) == value)
 
         with page.expect_request(asks):
             if isinstance(value, bool):
@@ -288,5 +289,7 @@ def test_nothing_runs_that_is_not_the_service_s_own(open_page: Open, server: Ser
     )
     assert page.evaluate("() => window.ran") is None
     assert any("Content Security Policy" in c for c in opened.complaints)
-    opened.expected.append("asked another host|Failed to fetch|Refused|violates")
+    before = len(opened.complaints)
+    opened.expected.append("asked another host")
     page.evaluate("() => fetch('https://example.com').catch(() => {})")
+    assert len(opened.complaints) > before

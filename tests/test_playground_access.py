@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
+import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -12,6 +15,10 @@ from browser import Open, choose, drawn
 from conftest import Server
 from playwright.sync_api import Page, expect
 
+ROOT: Final = Path(__file__).parent.parent
+TAKEN: Final = runpy.run_path(str(ROOT / "docs/screenshots.py"))
+PICTURES: Final = TAKEN["SHOWN"] | TAKEN["OTHERS"]
+SHOW: Final = TAKEN["show"]
 WIDTHS: Final = {390: 844, 1440: 900}
 THEMES: Final = ("light", "dark")
 BOTH: Final = pytest.mark.parametrize(
@@ -95,10 +102,9 @@ def test_the_theme_is_the_system_s_until_another_is_chosen(
     page.reload()
     drawn_again = light()
     assert (drawn_again < 60) == (theme == "light")
-    other = "dark" if theme == "light" else "light"
     page.evaluate("() => localStorage.clear()")
     page.reload()
-    page.emulate_media(color_scheme=other)
+    page.emulate_media(color_scheme="dark" if theme == "light" else "light")
     expect(page.locator("#theme")).to_have_accessible_name(f"Change to the {theme} theme")
 
 
@@ -175,6 +181,18 @@ def test_who_has_no_key_is_told_so(open_page: Open, serve: Callable[..., Server]
     expect(page.get_by_role("dialog")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#alert")).to_contain_text("key")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_of_it_can_be_taken(open_page: Open, server: Server, name: str) -> None:
+    picture = PICTURES[name]
+    opened = open_page(server.url, picture.width, picture.height, picture.theme)
+    SHOW(opened.page, picture)
+    png = opened.page.screenshot()
+    assert png[16:24] == struct.pack(">II", picture.width, picture.height)
+    assert len(png) > 20_000  # an empty page has a tenth of this
+    shown = f'src="docs/{name}"' in (ROOT / "README.md").read_text()
+    assert shown == (ROOT / "docs" / name).exists() == (name in TAKEN["SHOWN"])
 
 
 def test_the_page_forbids_what_it_does_not_need(open_page: Open, server: Server) -> None:

@@ -202,7 +202,7 @@ MALFORMED: Final[dict[str, tuple[str, bytes, str]]] = {
         tensors_of({"a": _ENTRY | {"shape": [0.5]}}, bytes(8)),
         "shape and offsets of whole numbers",
     ),
-    "safetensors, null": ("x.safetensors", tensors_of({"a": None}), "dtype undefined"),
+    "safetensors, null": ("x.safetensors", tensors_of({"a": None}), "dtype null"),
     "JSON cut": ("x.json", b"[1, 2", "not JSON"),
     "JSON, uneven": ("x.json", b"[[1], [2, 3]]", "[1] has 2 entries where the first has 1"),
     "JSON, too shallow": ("x.json", b"[[1], 2]", "[1] is 2; lists must be even"),

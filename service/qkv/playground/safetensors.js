@@ -73,7 +73,7 @@ function check(name, entry, expected) {
   const { dtype, shape, data_offsets: offsets } = entry ?? {};
   if (!Object.hasOwn(DTYPES, dtype) && !Object.hasOwn(WHOLE, dtype)) {
     const known = [...Object.keys(DTYPES), ...Object.keys(WHOLE)].join(", ");
-    throw new Error(`${where} is of dtype ${JSON.stringify(dtype)}; ${known} are read`);
+    throw new Error(`${where} is of dtype ${JSON.stringify(dtype ?? null)}; ${known} are read`);
   }
   const whole = (list) =>
     Array.isArray(list) && list.every((n) => Number.isSafeInteger(n) && n >= 0);
