@@ -14,6 +14,7 @@ import gzip
 import http.client
 import json
 import random
+import re
 import socket
 import struct
 import sys
@@ -205,6 +206,17 @@ def _is_problem(headers: Mapping[str, str], body: bytes) -> bool:
     return bool(said.get("error") or (said.get("detail") and "problem" in headers["content-type"]))
 
 
+def internal(address: tuple[str, int]) -> int:
+    """How many requests the service counts as its own fault, those of who left too."""
+    connection = http.client.HTTPConnection(*address, timeout=_PATIENCE_S)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    found = re.findall(r'requests_total\{[^}]*outcome="internal"[^}]*\} (\S+)', text)
+    assert found, "no such series"
+    return int(sum(map(float, found)))
+
+
 def soak(service: Service, asked: Sequence[Question], seconds: float, seed: int = 0) -> Seen:
     """Has the callers ask for that long."""
     begun, seen = time.monotonic(), Seen()
@@ -224,6 +236,8 @@ def soak(service: Service, asked: Sequence[Question], seconds: float, seed: int 
             ]
             for ended in [pool.submit(caller.run) for caller in callers]:
                 seen.add(ended.result())
+        if failed := internal(service.address):
+            seen.faults.append(f"{failed} requests failed inside, by /metrics")
     finally:
         over.set()
         watching.join()

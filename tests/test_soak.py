@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import soak
 from conftest import Server
 from questions import LENGTHS, Question, questions
 from service import serving
-from soak import Caller, Seen, medians, report, slope
+from soak import Caller, Seen, internal, medians, report, slope
+
+import qkv.engine
 
 SECONDS = 20.0
 
@@ -63,6 +66,20 @@ def test_it_sees_what_fails(server: Server, asked: list[Question]) -> None:
     text, good = report(seen, 1.0, 1)
     assert not good
     assert "sotfmax" in text
+
+
+def test_it_sees_what_failed_for_who_left(
+    serve: Callable[..., Server], asked: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError
+
+    served = serve()
+    assert internal(served.address) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(qkv.engine, "run", failing)
+        seen = asking(served, asked[0])
+    assert 0 < seen.counts["ask 500"] <= internal(served.address)
 
 
 @pytest.mark.parametrize(("growth", "flat"), [(0.0, True), (0.02, True), (0.05, False)])
