@@ -29,6 +29,7 @@ const MARKERS = [
   "M-2-5h4v10h-4z",
 ];
 const LINE_HEIGHT = 15; // pixels that a label needs
+const APART = 40; // pixels between crossovers that are both named; its ring says what each is
 
 /**
  * Draws the cells that there are; called again with more, it draws them anew.
@@ -66,7 +67,8 @@ export function drawSweep(svg, { cells, variants, crossovers = [], lengths = [] 
   }));
   for (const line of lines) if (line.points.length) series(svg, scales, line);
   for (const cell of cells.filter((c) => c.problem)) missing(svg, scales, cell, variants);
-  for (const crossover of crossovers) crossing(svg, scales, crossover, lines, variants);
+  const named = []; // where
+  for (const crossover of crossovers) crossing(svg, scales, crossover, lines, variants, named);
   labels(svg, scales, lines);
 }
 
@@ -183,7 +185,7 @@ function missing(svg, { x, bottom }, cell, variants) {
   add(cross, "title", {}, `${variants[cell.index]}, ${whole(cell.length)}: ${cellText(cell)}`);
 }
 
-function crossing(svg, scales, crossover, lines, variants) {
+function crossing(svg, scales, crossover, lines, variants, named) {
   const { x, y } = scales;
   const { points } = lines[crossover.from];
   const after = points.findIndex((cell) => cell.length >= crossover.length);
@@ -200,6 +202,8 @@ function crossing(svg, scales, crossover, lines, variants) {
     "data-crossover": "",
   });
   add(ring, "title", {}, equalAt(crossover, variants));
+  if (named.some(([left, top]) => Math.hypot(left - at[0], top - at[1]) < APART)) return;
+  named.push(at);
   add(
     svg,
     "text",

@@ -2,7 +2,7 @@
 
 import { post } from "./api.js";
 import { h, many, number, say, time } from "./dom.js";
-import { taken } from "./form.js";
+import { choice } from "./form.js";
 import { inputsOf, wired } from "./inputs.js";
 import { able, comparable } from "./view.js";
 
@@ -27,8 +27,9 @@ const COLUMNS = [
  *
  * @param {HTMLElement} root
  * @param {Object} state of the page
+ * @param {(body: Object) => void} asks told of each request
  */
-export function comparison(root, state) {
+export function comparison(root, state, asks) {
   const anchor = h("select", { id: "anchor", change: () => choices() });
   const boxes = h("div", { class: "boxes", role: "group", "aria-label": "Variants to compare" });
   const button = h("button", { type: "button", click: () => run() }, "Compare");
@@ -77,10 +78,6 @@ export function comparison(root, state) {
     root.hidden = names.length < 2;
     return others.length > 0;
   };
-  const choice = (name) => {
-    const variant = state.variants.get(name);
-    return { variant: name, parameters: taken(variant.parameters.properties, state.parameters) };
-  };
   const run = async () => {
     running?.abort();
     running = new AbortController();
@@ -94,10 +91,11 @@ export function comparison(root, state) {
     );
     const body = {
       inputs: wired(inputs),
-      anchor: choice(anchor.value),
-      variants: chosen.map(({ variant }) => choice(variant)),
+      anchor: choice(own, state.parameters),
+      variants: chosen.map((variant) => choice(variant, state.parameters)),
     };
     if (state.layer && inputs.x) body.layer = state.layer;
+    asks(body);
     status.textContent = "Comparing…";
     try {
       const { answer } = await post("/v1/compare", body, signal);

@@ -37,6 +37,12 @@ export function taken(properties, values) {
   return Object.fromEntries(said);
 }
 
+/** A variant with what it takes of the values, as a comparison or a sweep names it. */
+export function choice({ variant, parameters: { properties } }, values) {
+  const parameters = taken(properties, values);
+  return Object.keys(parameters).length ? { variant, parameters } : variant;
+}
+
 function control(name, schema, value, set) {
   const id = `parameter-${name}`;
   const about = h("p", { class: "hint", id: `${id}-about` }, schema.description ?? "");
@@ -56,7 +62,7 @@ function control(name, schema, value, set) {
     return h("div", pointer, h("div", { class: "check" }, input, label), about, error);
   }
   const input = kinds.some((kind) => kind.enum)
-    ? choice(common, kinds, current, set)
+    ? chosen(common, kinds, current, set)
     : written(common, schema, kinds, current, set, error);
   const bounds = kinds.map(bound).filter(Boolean).join(", or ");
   if (bounds) about.append(` ${bounds[0].toUpperCase()}${bounds.slice(1)}.`);
@@ -68,7 +74,7 @@ function options(schema) {
   return (schema.anyOf ?? [schema]).filter((kind) => kind.type !== "null");
 }
 
-function choice(common, kinds, current, set) {
+function chosen(common, kinds, current, set) {
   const known = kinds.flatMap((kind) => kind.enum ?? []);
   const select = h("select", {
     ...common,

@@ -54,8 +54,13 @@ const output = new Matrix(find("output"), {
   pointed: (cell, byKey) => readOut(output, cell, byKey, " "),
 });
 const differ = difference(find("difference"), state, { ran, speak, matrix: readOut });
-const compare = comparison(find("comparison"), state);
-const sweep = sweepPanel(find("sweep"), state, speak);
+const compare = comparison(find("comparison"), state, (body) =>
+  showRequest("the comparison", { path: "/v1/compare", body }),
+);
+const sweep = sweepPanel(find("sweep"), state, {
+  speak,
+  asks: (body) => showRequest("the sweep", { path: "/v1/sweep", body }),
+});
 const runSoon = soon(() => run(), 120);
 const showInputs = inputList(
   state,
@@ -140,7 +145,7 @@ async function run() {
     rowOf = view.weights && rowsOf(view);
     state.head = Math.min(state.head, (view.weights?.stack ?? 1) - 1);
     if (state.held >= ask.rows) state.held = null;
-    showRequest({ path: ask.path, body: shownBody(ask) });
+    showRequest("the weights", { path: ask.path, body: shownBody(ask) });
     say(find("status"), summary());
     draw();
     differ.update(view);

@@ -1,4 +1,4 @@
-// The request that the page made, as others would make it.
+// The requests that the page made, as others would make them.
 
 import { h, many } from "./dom.js";
 import { key } from "./key.js";
@@ -12,10 +12,10 @@ const KINDS = { curl, Python: python };
  *
  * @param {HTMLElement} root
  * @param {(text: string) => void} speak told that it was copied
- * @returns {(request: {path, body}) => void}
+ * @returns {(what: string, request: {path, body}) => void} told of the last one of each kind
  */
 export function requestPanel(root, speak) {
-  let request = null;
+  const requests = new Map();
   let kind = "curl";
   const code = h("code");
   const area = h("pre", { tabindex: "0", role: "region", "aria-label": "The request" }, code);
@@ -23,20 +23,23 @@ export function requestPanel(root, speak) {
   const tabs = Object.keys(KINDS).map((name) =>
     h("button", { type: "button", class: "quiet", click: () => pick(name) }, name),
   );
+  const which = h("select", { id: "request-of", change: () => show() });
+  const field = h("div", { class: "field inline" }, h("label", { for: "request-of" }, "What for"), which);
   root.append(
     h(
       "div",
       { class: "row" },
+      field,
       h("div", { class: "tabs", role: "group", "aria-label": "Written for" }, ...tabs),
       copy,
     ),
     area,
   );
 
-  const text = () => KINDS[kind](request, location.origin, Boolean(key()));
+  const text = () => KINDS[kind](requests.get(which.value), location.origin, Boolean(key()));
   const show = () => {
     for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.textContent === kind));
-    if (!request) return;
+    if (!requests.size) return;
     const whole = text();
     const rest = whole.length - SHOWN;
     code.textContent =
@@ -58,8 +61,9 @@ export function requestPanel(root, speak) {
     setTimeout(() => (copy.textContent = "Copy"), 1500);
   };
   show();
-  return (given) => {
-    request = given;
-    show();
+  return (what, request) => {
+    if (!requests.has(what)) which.append(new Option(what));
+    requests.set(what, request);
+    if (what === which.value) show();
   };
 }

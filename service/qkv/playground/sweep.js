@@ -3,7 +3,7 @@
 import { events } from "./api.js";
 import { drawSweep, fillTable } from "./chart.js";
 import { h, say } from "./dom.js";
-import { taken } from "./form.js";
+import { choice } from "./form.js";
 
 const LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384];
 const FIELDS = [
@@ -18,9 +18,11 @@ const USUAL = ["softmax", "linear", "efficient", "taylor"];
  *
  * @param {HTMLElement} root
  * @param {Object} state of the page
- * @param {(text: string) => void} speak
+ * @param {Object} to
+ * @param {(text: string) => void} to.speak
+ * @param {(body: Object) => void} to.asks told of each request
  */
-export function sweepPanel(root, state, speak) {
+export function sweepPanel(root, state, { speak, asks }) {
   const boxes = h("div", { class: "boxes", role: "group", "aria-label": "Variants to measure" });
   const longest = h(
     "select",
@@ -77,6 +79,7 @@ export function sweepPanel(root, state, speak) {
   const run = async () => {
     const names = [...state.variants.keys()].filter((name) => chosen.has(name));
     const body = asked(names, Number(longest.value), inputs, state);
+    asks(body);
     drawn = { cells: [], variants: names, crossovers: [], lengths: body.lengths };
     running = new AbortController();
     button.textContent = "Stop";
@@ -137,10 +140,7 @@ export function sweepPanel(root, state, speak) {
 
 function asked(names, longest, inputs, state) {
   const sizes = Object.fromEntries(FIELDS.map(([name], i) => [name, Number(inputs[i].value)]));
-  const variants = names.map((name) => ({
-    variant: name,
-    parameters: taken(state.variants.get(name).parameters.properties, state.parameters),
-  }));
+  const variants = names.map((name) => choice(state.variants.get(name), state.parameters));
   return { variants, lengths: LENGTHS.filter((length) => length <= longest), ...sizes };
 }
 
