@@ -24,7 +24,12 @@ export function requestPanel(root, speak) {
     h("button", { type: "button", class: "quiet", click: () => pick(name) }, name),
   );
   const which = h("select", { id: "request-of", change: () => show() });
-  const field = h("div", { class: "field inline" }, h("label", { for: "request-of" }, "What for"), which);
+  const field = h(
+    "div",
+    { class: "field inline" },
+    h("label", { for: "request-of" }, "What for"),
+    which,
+  );
   root.append(
     h(
       "div",
