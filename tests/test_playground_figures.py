@@ -323,3 +323,33 @@ def test_a_copied_program_prints_what_is_shown(
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert not ran.stderr
     assert "weights\n(6, 6)\n[[0.209" in ran.stdout
+
+
+def test_a_comparison_is_there_to_copy_too(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("What for").select_option("the comparison")
+    code = page.locator("#request code")
+    expect(code).to_contain_text("/v1/compare")
+    page.get_by_role("button", name="Python").click()
+    expect(code).to_contain_text("comparison.table()")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("#comparison table")).to_be_visible()
+    expect(code).to_contain_text("qkv.compare(")
+
+
+def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("Example").select_option("local")
+    heading = page.locator("#row").get_by_role("heading")
+    expect(heading).to_have_text("query 32")
+    page.get_by_label("Example").select_option("linear-layer")
+    expect(heading).to_have_text("journey")
+    page.get_by_label("Query", exact=True).fill("5")
+    page.keyboard.press("Enter")
+    expect(heading).to_have_text("step")
+    page.get_by_role("button", name="Paste").click()
+    two = [[1, 0], [0, 1]]
+    page.get_by_label("Tensors as JSON").fill(json.dumps({"x": two, "weight": two}))
+    page.get_by_role("button", name="Use these").click()
+    expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
+    expect(heading).to_have_text("query 1")

@@ -7,17 +7,17 @@ import { find, number, say, soon, time } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
 import { controls } from "./form.js";
 import { headGrid, headName } from "./heads.js";
+import { rowKept } from "./held.js";
 import { inputList, inputsOf } from "./inputs.js";
 import { Matrix } from "./matrix.js";
 import { clearProblems, showProblem } from "./problem.js";
 import { requestPanel } from "./request.js";
-import { rowPanel } from "./row.js";
-import { namesOf, outputShown, weightsShown } from "./shown.js";
+import { outputShown, weightsShown } from "./shown.js";
 import { sweepPanel } from "./sweep.js";
 import { fillWeights } from "./table.js";
 import { themed } from "./theme.js";
 import { timings } from "./timing.js";
-import { asked, binOf, firstOf, look, rowsOf, shownBody } from "./view.js";
+import { asked, look, shownBody } from "./view.js";
 
 const state = {
   variants: new Map(),
@@ -31,9 +31,7 @@ const state = {
   held: null,
 };
 let view = null;
-let rowOf = null;
 let running = null;
-let reading = null;
 
 const speak = (text) => say(find("spoken"), text);
 const ran = timings(find("timing"));
@@ -43,11 +41,19 @@ const showHeads = headGrid(find("heads"), (head) => {
   draw();
   differ.draw();
 });
-const showRow = rowPanel(find("row"), (row) => hold(row));
+const row = rowKept(find("row"), state, {
+  marked: (bin) => map.hold(bin),
+  ran,
+  failed: showProblem,
+  speak,
+});
 const map = new Matrix(find("map"), {
   hasRoot: true,
-  pointed: (cell, byKey) => pointed(map, cell, byKey),
-  held: (bin) => hold(bin === null ? null : firstOf(bin, view.weights.rows, view.ask.rows)),
+  pointed: (cell, byKey) => {
+    readOut(map, cell, byKey);
+    if (cell) row.point(cell.row);
+  },
+  held: (bin) => row.hold(bin),
 });
 const output = new Matrix(find("output"), {
   most: 320,
@@ -142,7 +148,6 @@ async function run() {
     clearProblems();
     main.classList.remove("stale");
     view = came;
-    rowOf = view.weights && rowsOf(view);
     state.head = Math.min(state.head, (view.weights?.stack ?? 1) - 1);
     if (state.held >= ask.rows) state.held = null;
     showRequest("the weights", { path: ask.path, body: shownBody(ask) });
@@ -180,60 +185,13 @@ function draw() {
     map.show(shown);
     showHeads(view.weights, state.head);
     if (find("table").open) fillWeights(find("table").lastElementChild, shown);
-    drawRow();
+    row.draw(view);
   }
   output.show(outputShown(view, state.head, state.labels));
   const { stack, rows, cols } = view.output;
   const which =
     stack > 1 ? `${headName(Math.min(state.head, stack - 1), view.output)} of ${stack}, ` : "";
   say(find("output-about"), `${which}${rows} × ${cols}`);
-}
-
-function hold(row) {
-  state.held = row;
-  drawRow();
-  if (row !== null) speak(`Holding ${namesOf(view, state.labels).row.full(row)}`);
-}
-
-/** The panel of the row that is held, or pointed at, or the first. */
-async function drawRow() {
-  if (!view?.weights) return;
-  const { ask, weights, stats } = view;
-  const bin = map.mark?.row;
-  map.hold(state.held === null ? null : binOf(state.held, weights.rows, ask.rows));
-  const row =
-    state.held ?? (bin === undefined ? (shownRow ?? 0) : firstOf(bin, weights.rows, ask.rows));
-  reading?.abort();
-  reading = new AbortController();
-  const { signal } = reading;
-  try {
-    const numbers = await rowOf(state.head, row, signal, ran);
-    if (signal.aborted) return;
-    shownRow = row;
-    const names = namesOf(view, state.labels);
-    const at = state.head * ask.rows + row;
-    showRow({
-      row,
-      rows: ask.rows,
-      isHeld: state.held !== null,
-      weights: numbers,
-      rowName: names.row.full,
-      colName: names.col.full,
-      entropy: stats.entropy?.[at],
-      effective: stats.effective_keys?.[at],
-      isSigned: view.kind === "signed",
-    });
-  } catch (error) {
-    if (error.name !== "AbortError") showProblem(error);
-  }
-}
-
-let shownRow = null;
-const drawRowSoon = soon(drawRow, 80);
-
-function pointed(matrix, cell, byKey) {
-  readOut(matrix, cell, byKey);
-  if (state.held === null && cell) view.ask.bins === null ? drawRow() : drawRowSoon();
 }
 
 /** Says what is pointed at, below a heat map; aloud where the keys went there. */
