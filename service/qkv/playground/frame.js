@@ -27,8 +27,8 @@ export function frame(context, shown, width, most) {
   const fitting = ratio > 0.4 && ratio < 2.5 ? most / ratio : Infinity;
   const cellsWide = Math.max(Math.min(width - left - right, shown.cols * WIDEST, fitting), 40);
   const colWidest = shown.colLabels ? widest(shown.colLabels) : 24;
-  const across = cellsWide / shown.cols >= colWidest + 8;
-  const words = shown.colLabels && !across ? Math.min(colWidest, 110) * 0.72 + 10 : 14;
+  const turn = shown.colLabels ? turned(cellsWide / shown.cols, colWidest) : 0;
+  const words = turn ? Math.min(colWidest, 110) * Math.sin(turn) + 10 : 14;
   const top = words + 8 + (shown.colAxis ? 20 : 0);
   const cellsHigh = Math.round(Math.min(cellsWide * ratio, most));
   const high = Math.max(cellsHigh, Math.min(shown.rows * 22, 120));
@@ -40,9 +40,15 @@ export function frame(context, shown, width, most) {
     cellWidth: cellsWide / shown.cols,
     cellHeight: high / shown.rows,
     bars,
-    across,
+    turn,
     total: top + high + (shown.colBars ? bars + 34 : 6),
   };
+}
+
+/** How far columns' names are turned: as little as has them stand clear of one another. */
+function turned(cellWidth, widest) {
+  if (cellWidth >= widest + 8) return 0;
+  return cellWidth < 17 ? Math.PI / 2 : Math.PI / 4;
 }
 
 /** Draws names, axes and bars; `mark` is the row and column that are pointed at. */
@@ -83,16 +89,15 @@ function rowNames(context, shown, { left, top, cellHeight }, colours, at, held) 
   }
 }
 
-function columnNames(context, shown, { left, top, cellWidth, across }, colours, at) {
+function columnNames(context, shown, { left, top, cellWidth, turn }, colours, at) {
   context.textBaseline = "middle";
-  const isTurned = shown.colLabels && !across;
   for (const [col, name] of names(shown.colLabels, shown.colTick, shown.cols, cellWidth, 40)) {
     emphasis(context, colours, false, col === at);
     const x = left + (col + 0.5) * cellWidth;
     context.save();
     context.translate(x, top - 10);
-    if (isTurned) context.rotate(-Math.PI / 4);
-    context.textAlign = isTurned ? "left" : "center";
+    context.rotate(-turn);
+    context.textAlign = turn ? "left" : "center";
     context.fillText(name, 0, 0, 110);
     context.restore();
   }
