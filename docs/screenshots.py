@@ -67,9 +67,15 @@ def show(page: Page, picture: Picture) -> None:
     page.locator("#row-number").fill(str(picture.row))
     page.keyboard.press("Enter")
     page.wait_for_load_state("networkidle")
-    page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
-    if picture.width < 600:  # the map, where the form comes first
-        page.locator("#status").evaluate("e => scrollTo(0, e.getBoundingClientRect().top - 64)")
+    # from the map on, where the form comes first
+    page.evaluate(
+        """isNarrow => {
+            document.activeElement.blur();
+            const { top } = document.getElementById("status").getBoundingClientRect();
+            scrollTo({ top: isNarrow ? top + scrollY - 64 : 0, behavior: "instant" });
+        }""",
+        picture.width < 600,
+    )
     page.wait_for_timeout(200)  # for the last frame
 
 
@@ -84,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chromium = shutil.which("chromium") or "chromium"
     with service() as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=chromium,
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
         )
         for name, picture in pictures.items():
             page = browser.new_page(
