@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FLAGS: Final = (
     "--no-sandbox",  # CI is root in a container
     "--disable-gpu",
+    "--disable-dev-shm-usage",  # a container has 64 MiB of it
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",

@@ -1,54 +1,23 @@
-"""The playground in Chromium: every control, every way to bring tensors, every kind of error."""
+"""The playground in Chromium: every variant, every control, every kind of error."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from typing import Any, Final
 
-import numpy as np
 import pytest
-import safetensors.numpy
 from browser import Open, drawn, weights_shown
 from conftest import Server
-from playwright.sync_api import FilePayload, Request, expect
+from playwright.sync_api import Request, expect
 
 from qkv import catalogue
-
-RNG: Final = np.random.default_rng(3)
-QUERY, KEY, VALUE = (RNG.standard_normal((5, 4)).astype(np.float32) for _ in range(3))
-TENSORS: Final = {"query": QUERY, "key": KEY, "value": VALUE}
 
 PARAMETERS: Final = [
     (name, parameter)
     for name, variant in catalogue.variants().items()
     for parameter in variant.parameters.model_fields
 ]
-
-
-def payload(name: str, data: bytes) -> FilePayload:
-    return {"name": name, "mimeType": "application/octet-stream", "buffer": data}
-
-
-def npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-def softmax(query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    scores = query.astype(np.float64) @ key.T.astype(np.float64) / np.sqrt(query.shape[-1])
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.asarray(weights / weights.sum(-1, keepdims=True))
-
-
-UPLOADS: Final = {
-    "npy": [payload(f"{name}.npy", npy(array)) for name, array in TENSORS.items()],
-    "fortran": [payload(f"{n}.npy", npy(np.asfortranarray(a))) for n, a in TENSORS.items()],
-    "safetensors": [payload("all.safetensors", safetensors.numpy.save(TENSORS))],
-    "json": [payload("x.json", json.dumps({n: a.tolist() for n, a in TENSORS.items()}).encode())],
-}
 
 
 def test_it_opens_with_six_words_drawn(open_page: Open, server: Server) -> None:
@@ -128,74 +97,6 @@ def test_every_parameter_s_control_changes_the_request(
                 control.fill(json.dumps(value))
 
 
-@pytest.mark.parametrize("kind", UPLOADS)
-def test_uploads(open_page: Open, server: Server, kind: str) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_label("Upload").set_input_files(UPLOADS[kind])
-    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-    expect(page.get_by_label("Example")).to_have_value("")
-    shown = np.array(list(weights_shown(page).values()))
-    np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
-
-
-def test_files_are_dropped_too(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    transfer = page.evaluate_handle(
-        """text => {
-            const transfer = new DataTransfer();
-            transfer.items.add(new File([text], "two.json"));
-            return transfer;
-        }""",
-        '{"query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}',
-    )
-    page.dispatch_event("#ask", "drop", {"dataTransfer": transfer})
-    expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
-
-
-def test_one_tensor_is_query_key_and_value(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_label("Upload").set_input_files([payload("x.npy", npy(QUERY))])
-    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-    expect(page.get_by_label("What x is for")).to_have_value("query, key, value")
-    shown = np.array(list(weights_shown(page).values()))
-    np.testing.assert_allclose(shown, softmax(QUERY, QUERY), rtol=0, atol=0.51e-4)
-
-
-def test_tensors_are_pasted(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_role("button", name="Paste").click()
-    text = page.get_by_label("Tensors as JSON")
-    expect(text).to_be_focused()
-    text.fill('[[1, 2], [3, "four"]]')
-    page.get_by_role("button", name="Use these").click()
-    expect(text).to_have_accessible_description(
-        '[1][1] is "four"; numbers are read, "NaN", "Infinity", "-Infinity", or true and false'
-    )
-    text.fill(json.dumps(QUERY.tolist()))
-    page.get_by_role("button", name="Use these").click()
-    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-    expect(page.locator("#paste-error")).to_be_hidden()
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "said"),
-    [
-        ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy holds 77 bytes of data"),
-        ("x.npz", b"PK\x03\x04", "x.npz: this is an archive"),
-        ("words.json", b'{"query": ["Your"]}', 'words.json: query: [0] is "Your"'),
-    ],
-)
-def test_what_is_wrong_with_a_file_is_said_beside_the_upload(
-    open_page: Open, server: Server, name: str, data: bytes, said: str
-) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_label("Upload").set_input_files([payload(name, data)])
-    expect(page.locator("#inputs-error")).to_contain_text(said)
-    expect(page.get_by_label("Example")).to_have_value("words")  # what was there still is
-    page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
-    expect(page.locator("#inputs-error")).to_be_hidden()
-
-
 def test_what_is_wrong_with_a_parameter_is_said_beside_it_until_it_is_right(
     open_page: Open, server: Server
 ) -> None:
@@ -226,38 +127,6 @@ def test_what_cannot_be_read_in_a_field_is_said_before_it_is_sent(
     )
     page.wait_for_timeout(300)  # past the moment that the page waits for more to be typed
     assert len(opened.requests) == before
-
-
-def test_what_is_wrong_with_a_tensor_is_said_beside_it(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    opened.expect_status(422)
-    page = drawn(opened)
-    wrong = {"query": QUERY, "key": KEY[:, :3], "value": VALUE}
-    page.get_by_label("Upload").set_input_files(
-        [payload("all.safetensors", safetensors.numpy.save(wrong))]
-    )
-    expect(page.locator("#tensors li.wrong")).to_contain_text("D=")
-    expect(page.locator("#alert")).to_contain_text("D=")
-    page.get_by_label("Example").select_option("words")
-    expect(page.locator("#alert")).to_be_hidden()
-
-
-def test_a_tensor_is_given_another_part_or_taken_away(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    opened.expect_status(422)
-    page = drawn(opened)
-    mask = (np.arange(25).reshape(5, 5) % 3 > 0).tolist()
-    text = json.dumps({n: a.tolist() for n, a in TENSORS.items()} | {"allowed": mask})
-    page.get_by_label("Upload").set_input_files([payload("x.json", text.encode())])
-    expect(page.locator("#status")).to_have_text(re.compile("5 queries"))
-    with page.expect_request(lambda r: "mask" in (r.post_data or "")):
-        page.get_by_label("What allowed is for").select_option("mask")
-    expect(page.locator("#alert")).to_be_hidden()
-    drawn(opened)
-    shown = np.array(list(weights_shown(page).values()))
-    assert ((shown == 0) == ~np.array(mask)).all()
-    page.get_by_role("button", name="Remove value").click()
-    expect(page.locator("#alert")).to_contain_text("value")
 
 
 def test_labels_name_rows_and_keys(open_page: Open, server: Server) -> None:
