@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jaxtyping import jaxtyped
 from torch import Tensor
 
-from qkv.attention import softmax
+from qkv.attention import _kernel, softmax
 from qkv.attention._dropout import keep
 from qkv.catalogue import Variant, variants
 
@@ -257,7 +257,7 @@ def test_softmax_against_reference(request: Request, block: int | None) -> None:
     """Every parameter, with weights and without, whole or in blocks of rows (`block` elements)."""
     with pytest.MonkeyPatch.context() as patch:
         if block is not None:
-            patch.setattr(softmax, "_BIAS_ELEMENTS", block)
+            patch.setattr(_kernel, "BIAS_ELEMENTS", block)
             patch.setattr(softmax, "_SCORE_ELEMENTS", block)
         assert_agrees_with_reference(request)
 

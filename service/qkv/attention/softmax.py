@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
+from qkv.attention import _kernel
 from qkv.attention._gradients import by_scores, is_ordinary, regrown, sized
 from qkv.attention._scores import ScoreBlock, Scores, is_safe, largest, score_dtype
 from qkv.attention._visibility import Visibility, row_blocks
@@ -28,7 +29,6 @@ COST: Final = "O(L S (D + E)) time; O(L + S) memory unless weights or scores are
 WEIGHTS: Final = "stochastic; unnormalised after dropout"
 REFUSES: Final[Mapping[str, str]] = {}
 
-_BIAS_ELEMENTS = 1 << 22  # of a block's bias for the fused kernel: 4 MiB bool, 16 MiB float32
 _SCORE_ELEMENTS = 1 << 23  # of a block's scores on the explicit path: 32 MiB in float32
 
 _FEWEST_QUERIES = 64  # of whose attention the bits do not depend on the number of threads
@@ -122,7 +122,7 @@ def attend(
     """
     (B, H, L, D), S = query_BHLD.shape, key_BGSD.shape[2]
     scale = D**-0.5 if scale is None else scale
-    if B * H * S > _BIAS_ELEMENTS and B * H > 1:
+    if B * H * S > _kernel.BIAS_ELEMENTS and B * H > 1:
         # one row of all heads would be a large matrix by itself
         return _halved(
             attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), place_BH,
@@ -132,8 +132,8 @@ def attend(
     exact = score_dtype(query_BHLD.dtype)
     visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
     plain = outputs <= {"output"} and softcap is None and not dropout
-    if plain and _kernel_takes(query_BHLD, mask_BHLS, scale):
-        output = _fused(query_BHLD, key_BGSD, value_BGSE, visible, scale)
+    if plain and _kernel.takes(query_BHLD, mask_BHLS, scale):
+        output = _kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, scale)
         if output is not None:
             return Softmax(output, backend="sdpa")
         safe = False
@@ -157,7 +157,7 @@ def decided(
     (B, H, _, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
     scale = D**-0.5 if parameters.scale is None else parameters.scale
     more = ("softcap", "window", "dropout", "query_offset")
-    if D != E or scale < 1e-30 or B * H * S > _BIAS_ELEMENTS:
+    if D != E or scale < 1e-30 or B * H * S > _kernel.BIAS_ELEMENTS:
         return None
     if any(getattr(parameters, name) for name in more):
         return None
@@ -243,77 +243,6 @@ def _halved(
         None if a[0] is None else torch.cat(a, axis) for a in (outputs, weights, scores)
     )
     return Softmax(output, weight, score, backends[0] if len(set(backends)) == 1 else "explicit")
-
-
-def _kernel_takes(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:
-    """Whether torch's kernel adds this mask in float32 and multiplies by this scale.
-
-    On a GPU it wants floating masks in the query's dtype; and a scale that vanishes in float32
-    makes NaN of what it has masked by then.
-    """
-    if scale and abs(scale) < 1e-30:
-        return False
-    if query_BHLD.device.type == "cpu" or mask_BHLS is None or mask_BHLS.dtype == torch.bool:
-        return True
-    return query_BHLD.dtype in (torch.float32, torch.float64)
-
-
-def _fused(
-    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, visible: Visibility, scale: float
-) -> Tensor | None:
-    """torch's fused kernel; None where anything overflowed or came that is not finite.
-
-    Scores are looked at first, since one that is -inf on its way leaves no trace. What a sum of
-    values comes to is seen in the output: what is inf or NaN once, stays so.
-    """
-    if not is_safe(query_BHLD, key_BGSD, None, scale):
-        return None
-    output = _kernel(query_BHLD, key_BGSD, value_BGSE, visible, scale)
-    finite = math.isfinite(output.sum(dtype=visible.dtype).item())
-    return output if finite else None
-
-
-def _kernel(
-    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, visible: Visibility, scale: float
-) -> Tensor:
-    """In one call where no bias or a small one is needed."""
-    B, H, L, D = query_BHLD.shape
-    G, E = key_BGSD.shape[1], value_BGSE.shape[-1]
-    if D == E and scale > 0 and (visible.is_all or visible.is_causal_only):
-        return scaled_dot_product_attention(
-            query_BHLD, key_BGSD, value_BGSE,
-            is_causal=visible.causal, scale=scale, enable_gqa=H != G,
-        )  # fmt: skip
-    if scale <= 0:  # the kernel scales after it has masked: -inf would turn to inf, or to NaN
-        query_BHLD, scale = query_BHLD * (-1 if scale < 0 else 0), abs(scale) or 1.0
-    # the kernel wants D = E; zeros change neither scores nor output, torch's own fallback for
-    # D != E is quadratic in memory
-    query = pad(query_BHLD, (0, E - D)) if E > D else query_BHLD
-    key = pad(key_BGSD, (0, E - D)) if E > D else key_BGSD
-    value = pad(value_BGSE, (0, D - E)) if D > E else value_BGSE
-
-    def kernel(rows: slice, keys: slice, bias: Tensor | None, is_causal: bool = False) -> Tensor:
-        return scaled_dot_product_attention(
-            query[:, :, rows], key[:, :, keys], value[:, :, keys], bias,
-            is_causal=is_causal, scale=scale, enable_gqa=H != G,
-        )[..., :E]  # fmt: skip
-
-    every = slice(0, L)
-    if visible.is_causal_only:
-        return kernel(every, slice(0, visible.S), None, is_causal=True)
-    blocks = [every]
-    if visible.varies_by_row:
-        blocks = row_blocks(L, visible.bias_planes * visible.S, _BIAS_ELEMENTS)
-    if len(blocks) == 1:
-        keys, bias = visible.block(every, query.device)
-        if keys.start < keys.stop:
-            return kernel(every, keys, bias)
-    output = query.new_zeros(B, H, L, E)
-    for rows in blocks:
-        keys, bias = visible.block(rows, query.device)
-        if keys.start < keys.stop:
-            output[:, :, rows] = kernel(rows, keys, bias)
-    return output
 
 
 def _explicit(
