@@ -84,9 +84,8 @@ ALLOWED: dict[str, set[str]] = {
     "queue": {"errors", "job", "tensors"},
     "door": {"errors", "queue"},
     "faults": {"errors"},
-    "engine": {
-        "door", "errors", "faults", "gradient", "job", "metrics", "models", "queue", "run",
-    },
+    "ledger": {"job", "models", "queue", "run"},
+    "engine": {"door", "errors", "faults", "job", "ledger", "metrics", "queue", "run"},
     "arena": {"errors"},
     "channel": set(),
     "exchange": set(),

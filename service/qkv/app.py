@@ -97,7 +97,7 @@ def create_app(
                 await engine.until_ready()
             else:
                 await warm_up(engine)
-                engine.recorder = worker.recorder  # from here on it is for callers
+                engine.ledger.recorder = worker.recorder  # from here on it is for callers
             yield
         finally:
             await engine.stop()

@@ -79,7 +79,7 @@ class DeviceProcess:
         pulse = asyncio.create_task(self._worker.pulse(self._engine.usage))
         watch = asyncio.create_task(self._watch())
         await warm_up(self._engine)
-        self._engine.recorder = self._worker.recorder
+        self._engine.ledger.recorder = self._worker.recorder
         loop.add_reader(self._leash, self._orphaned)
         loop.add_reader(self._mailbox, self._letter)
         self._worker.ready(True)

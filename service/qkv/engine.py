@@ -20,8 +20,8 @@ from qkv.door import Door
 from qkv.errors import Internal, NotNow, QkvError, TooLate
 from qkv.faults import Budget, is_out_of_memory, is_sticky, make_room, told
 from qkv.job import Job
+from qkv.ledger import Ledger
 from qkv.metrics import Usage
-from qkv.models import Recorder
 from qkv.queue import DEFAULT_PRIORITY, PRIORITIES, Answer, Load, Queue, Waiting
 from qkv.run import Ran, Standing, run
 
@@ -63,7 +63,7 @@ class Engine:
         on_busy: told when a batch starts and when it is done, from the device thread.
 
     Attributes:
-        recorder: counts what becomes of jobs, once there is one.
+        ledger: counts what becomes of jobs, and makes their answers.
         door: lets requests in whose bodies come in.
         broken: set once nothing will run in this process any more.
     """
@@ -79,13 +79,12 @@ class Engine:
         spare: Callable[[], int] = lambda: 1,
         on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self.device, self._device_name = device, str(device)
+        self.device, self.ledger = device, Ledger(str(device))
         self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_BATCH)
         self._threads = threads
         self._stack = device.type != "cpu" if stack is None else stack
         self._spare = spare
         self._on_busy = on_busy
-        self.recorder: Recorder | None = None
         self._queue = Queue(most)
         self.door = Door(most, lambda: self._queue.waits, self._queue.rate.retry_after)
         self.broken = asyncio.Event()
@@ -212,8 +211,8 @@ class Engine:
 
     def answer_of(self, standing: Standing, ran: Ran) -> Answer:
         """Counts a run of what stood ready, and makes its answer."""
-        self._record([(standing.job, ran.started)], [ran])
-        return self._answer(standing.job, ran.started, ran)
+        (answer,) = self.ledger.ran([(standing.job, ran.started)], [ran])
+        return answer
 
     def _is_free(self) -> bool:
         """Whether nothing runs or waits; whatever submits jobs does so on the loop that asks, so
@@ -244,7 +243,7 @@ class Engine:
             waiting.future.set_exception(self._too_late(waiting))
 
     def _too_late(self, waiting: Waiting) -> TooLate:
-        self._record_failure(waiting)
+        self.ledger.failed(waiting)
         assert waiting.until is not None
         wait_ms = (waiting.until - waiting.since) * 1e3
         return TooLate(f"the device was not free within {wait_ms:g} ms")
@@ -328,8 +327,8 @@ class Engine:
             cause = error
         else:
             self._budget.recover(size)
-            self._record([(w.job, w.since) for w in batch], ran)
-            return [(w, self._answer(w.job, w.since, r)) for w, r in zip(batch, ran, strict=True)]
+            answers = self.ledger.ran([(w.job, w.since) for w in batch], ran)
+            return list(zip(batch, answers, strict=True))
         if is_sticky(cause, self.device):
             _log.critical("the device has failed, and this process with it", exc_info=cause)
             failed = NotNow("the device has failed", retry_after=_AFTER_FAULT_S)
@@ -342,44 +341,8 @@ class Engine:
             middle = len(batch) // 2
             return self._run(batch[:middle]) + self._run(batch[middle:])
         _log.error("a job of %s failed", batch[0].job.variant.name, exc_info=cause)
-        self._record_failure(batch[0])
+        self.ledger.failed(batch[0])
         return [(batch[0], told(cause, self.device))]
-
-    def _record(self, batch: list[tuple[Job, float]], ran: list[Ran]) -> None:
-        """Counts jobs that ran together, each with when it came."""
-        job = batch[0][0]
-        if self.recorder is None or not job.is_inference:
-            return  # it counts inferences
-        now, load, compute, split = time.perf_counter(), 0.0, 0.0, 0.0
-        requests = []
-        for (_, since), r in zip(batch, ran, strict=True):
-            # those that shared a call share its seconds: they count once for the batch
-            load += r.load_s / r.stacked
-            compute += r.compute_s / r.stacked
-            split += r.split_s / r.stacked
-            requests.append((now - since, r.started - since, r.load_s, r.compute_s, r.split_s))
-        self.recorder.ran(job.variant.name, requests, (load, compute, split))
-
-    def _record_failure(self, waiting: Waiting) -> None:
-        if self.recorder is not None and waiting.job.is_inference:
-            name = waiting.job.variant.name
-            self.recorder.failed(name, time.perf_counter() - waiting.since)
-
-    def _answer(self, job: Job, since: float, ran: Ran) -> Answer:
-        return Answer(
-            ran.outputs,
-            {
-                "queue_ms": (ran.started - since) * 1e3,
-                "transfer_ms": (ran.load_s + ran.split_s) * 1e3,
-                "compute_ms": ran.compute_s * 1e3,
-                "total_ms": (time.perf_counter() - since) * 1e3,
-                "batch_size": ran.batch_size,
-                "device": self._device_name,
-                "backend": ran.backend,
-                "flops": job.flops,
-                "bytes": job.bytes_in + job.bytes_out,
-            },
-        )
 
     def _resolve(self, results: list[tuple[Waiting, Answer | QkvError]]) -> None:
         """Hands a batch's results to the loop in one call."""
