@@ -75,20 +75,19 @@ def test_axe_finds_nothing_and_nothing_sticks_out(
     assert (violations(page), overflow(page)) == ([], 0)
 
 
-@pytest.mark.parametrize("example", ["layer", "local", "document", "linear-layer"])
-def test_no_example_sticks_out_of_a_telephone(
-    open_page: Open, server: Server, example: str
-) -> None:
-    page = choose(open_page(server.url, width=390, height=844), example)
-    unfold(page)
-    assert overflow(page) == 0
+def test_no_example_sticks_out_of_a_telephone(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url, width=390, height=844)
+    for example in ("layer", "local", "document", "linear-layer"):
+        page = choose(opened, example)
+        unfold(page)
+        assert overflow(page) == 0, example
 
 
-@BOTH
+@pytest.mark.parametrize("theme", THEMES)
 def test_the_theme_is_the_system_s_until_another_is_chosen(
-    open_page: Open, server: Server, width: int, theme: str
+    open_page: Open, server: Server, theme: str
 ) -> None:
-    page = drawn(open_page(server.url, width=width, theme=theme))
+    page = drawn(open_page(server.url, theme=theme))
 
     def light() -> float:
         style = "() => getComputedStyle(document.documentElement).backgroundColor"
