@@ -63,6 +63,10 @@ class Watched:
         """Chromium's console names every answer that is an error; the test asks for this one."""
         self.expected.append(f"the server responded with a status of {status} ")
 
+    def asked(self, path: str) -> list[dict[str, Any]]:
+        """What was posted to a path, in order."""
+        return [body for posted, body in self.bodies if posted == path]
+
     def unexpected(self) -> list[str]:
         """Complaints that the test has not asked for."""
         return [c for c in self.complaints if not any(re.search(p, c) for p in self.expected)]
@@ -193,3 +197,10 @@ def choose(opened: Watched, example: str) -> Page:
         with page.expect_response("**/v1/attention/*"):
             page.get_by_label("Example").select_option(example)
     return drawn(opened)
+
+
+def parts(pattern: str, text: str) -> tuple[str, ...]:
+    """What the groups of a pattern are in a text."""
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return found.groups()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 from browser import Open, drawn, weights_shown
 from conftest import Server
-from playwright.sync_api import Request, expect
+from playwright.sync_api import Locator, Page, Request, expect
 
 
 def test_it_opens_with_six_words_drawn(open_page: Open, server: Server) -> None:
@@ -68,7 +69,7 @@ def test_every_parameter_s_control_changes_the_request(open_page: Open, server: 
         picked(page, variant["variant"])
         for name, schema in variant["parameters"]["properties"].items():
             value = other(schema)
-            with page.expect_request(lambda r, at=path, n=name, v=value: says(r, at, n, v)):
+            with page.expect_request(partial(says, path=path, name=name, value=value)):
                 answered(page.get_by_label(name, exact=True), value)
 
 

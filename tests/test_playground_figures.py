@@ -1,18 +1,15 @@
-"""What the playground draws, in Chromium: maps by mouse and by keys, heads, comparisons, sweeps."""
+"""What the playground draws, in Chromium: maps by mouse and by keys, rows, heads, long inputs."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
-from browser import Open, Watched, choose, drawn, weights_shown
-from conftest import Server, until
+from browser import Open, choose, drawn, parts, weights_shown
+from conftest import Server
 from playwright.sync_api import Locator, Page, expect
 
 EXAMPLES: Final = ["words", "layer", "induction", "local", "document", "linear-layer"]
@@ -30,13 +27,6 @@ def painted(canvas: Locator) -> int:
         }"""
     )
     return colours
-
-
-def parts(pattern: str, text: str) -> tuple[str, ...]:
-    """What the groups of a pattern are in a text."""
-    found = re.search(pattern, text)
-    assert found is not None, text
-    return found.groups()
 
 
 def focused(page: Page, row: int, col: int) -> None:
@@ -127,7 +117,7 @@ def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
     page.get_by_label("Query", exact=True).fill("9")
     page.keyboard.press("Enter")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("query 9")
-    asked = [b for b in requests(opened, "/v1/attention/softmax") if "weights" not in b][-1]
+    asked = [b for b in opened.asked("/v1/attention/softmax") if "weights" not in b][-1]
     answer = server.http.post("/v1/attention/softmax", json=asked | {"encoding": "lists"}).json()
     row = np.array(answer["outputs"]["weights"])[0, 0, 9]
     order = np.argsort(-row, kind="stable")[:8]
@@ -140,10 +130,6 @@ def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
     entropy = -np.sum(row[row > 0] * np.log(row[row > 0]))
     facts = page.locator("#row dl").inner_text()
     assert float(parts(r"([\d.]+) nats", facts)[0]) == pytest.approx(entropy, rel=2e-3)
-
-
-def requests(opened: Watched, path: str) -> list[dict[str, Any]]:
-    return [body for asked, body in opened.bodies if asked == path]
 
 
 def test_heads_are_side_by_side_and_one_is_shown_large(open_page: Open, server: Server) -> None:
@@ -159,97 +145,6 @@ def test_heads_are_side_by_side_and_one_is_shown_large(open_page: Open, server: 
     assert weights_shown(page) != before
     for index in range(4):
         assert painted(heads.nth(index).locator("canvas")) > 2
-
-
-def test_a_difference_map_is_one_minus_the_other(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    first = np.array(list(weights_shown(page).values()))
-    panel = page.locator("#difference")
-    expect(panel.get_by_role("status")).to_contain_text("softmax has more weight")
-    page.get_by_label("softmax minus", exact=True).select_option("taylor")
-    expect(panel.get_by_role("status")).to_contain_text("orange where taylor has")
-    said = panel.get_by_role("status").inner_text()
-    page.get_by_label("Variant", exact=True).select_option("taylor")
-    expect(page.locator("#status")).to_have_text(re.compile("^taylor:"))
-    second = np.array(list(weights_shown(page).values()))
-    apart = np.abs(first - second).sum(1) / 2
-    mean, worst = parts(r"([\d.]+) on average, at most ([\d.]+):", said)
-    assert float(mean) == pytest.approx(apart.mean(), abs=1e-3)
-    assert float(worst) == pytest.approx(apart.max(), abs=1e-3)
-
-
-def test_signed_weights_have_a_scale_of_two_sides(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_label("Variant", exact=True).select_option("linformer")
-    expect(page.locator("#kind")).to_have_text("signed")
-    expect(page.locator("#map .legend span").first).to_have_text(re.compile("^−"))
-
-
-def test_the_comparison_says_what_the_service_says(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = drawn(opened)
-    table = page.get_by_role("region", name="Comparison").get_by_role("table")
-    expect(table.get_by_role("rowheader")).to_have_count(6)
-    asked = requests(opened, "/v1/compare")[-1]
-    answer = server.http.post("/v1/compare", json=asked).json()
-    for entry in answer["variants"]:
-        row = table.get_by_role("row", name=re.compile(f"^{entry['variant']} "))
-        error = row.get_by_role("cell").first.inner_text().replace("−", "-")
-        assert float(error) == pytest.approx(entry["output"]["relative_error"], rel=1e-2)
-    expect(page.locator("#comparison .notes li")).to_have_count(len(answer["notes"]))
-    page.get_by_label("mean", exact=True).first.uncheck()
-    page.get_by_role("button", name="Compare", exact=True).click()
-    expect(table.get_by_role("rowheader")).to_have_count(5)
-    page.get_by_label("Against").select_option("linear")
-    page.get_by_role("button", name="Compare", exact=True).click()
-    expect(table.get_by_role("rowheader").first).to_contain_text("linear anchor")
-
-
-def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)
-    page = drawn(opened)
-    sweep = page.locator("#sweep")
-    sweep.get_by_label("Up to").select_option("1024")
-    for label, value in (("Heads", "1"), ("Width", "8"), ("Repeats", "1")):
-        sweep.get_by_label(label).fill(value)
-    page.evaluate(
-        """() => {
-            window.counts = [];
-            new MutationObserver(() => {
-                const count = document.querySelectorAll("#chart [data-cell]").length;
-                if (window.counts.at(-1) !== count) window.counts.push(count);
-            }).observe(document.getElementById("chart"), { childList: true, subtree: true });
-        }"""
-    )
-    sweep.get_by_role("button", name="Measure").click()
-    expect(sweep.get_by_role("status")).to_contain_text(re.compile("^16 measured"))
-    counts = page.evaluate("() => window.counts")
-    assert counts[-1] == 16
-    assert len([n for n in counts if 0 < n < 16]) >= 3  # not all at the end
-    expect(sweep.get_by_role("img", name="Time of a call by length")).to_be_visible()
-    sweep.locator("summary").click()
-    expect(sweep.get_by_role("table").get_by_role("row")).to_have_count(5)
-    expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
-    asked = requests(opened, "/v1/sweep")[-1]
-    assert (asked["heads"], asked["width"], asked["repeats"]) == (1, 8, 1)
-    assert asked["lengths"] == [128, 256, 512, 1024]
-
-
-def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    sweep = page.locator("#sweep")
-    sweep.get_by_label("Up to").select_option("16384")
-    sweep.get_by_label("Heads").fill("8")
-    sweep.get_by_label("Repeats").fill("50")
-    sweep.get_by_role("button", name="Measure").click()
-    expect(page.locator("#chart [data-cell]").first).to_be_attached()
-    sweep.get_by_role("button", name="Stop").click()
-    expect(sweep.get_by_role("status")).to_have_text("Stopped.")
-    expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
-    until(lambda: server.waiting == 0)
-    kept = page.locator("#chart [data-cell]").count()
-    page.wait_for_timeout(500)
-    assert page.locator("#chart [data-cell]").count() == kept > 0
 
 
 def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, server: Server) -> None:
@@ -277,7 +172,7 @@ def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, serve
     )
     expect(page.locator("#row").get_by_role("heading")).not_to_have_text("query 2000")
     drawn(opened)
-    asked = [body["weights"] for body in requests(opened, "/v1/attention/softmax")]
+    asked = [body["weights"] for body in opened.asked("/v1/attention/softmax")]
     assert asked[0] == {"pool": 256}  # drawn before all else is there
     rest = [form for form in asked[1:] if form != "stats"]
     assert len(rest) == len(asked) - 2
@@ -286,55 +181,6 @@ def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, serve
     assert len(asked) <= 8  # the rows that a pointer passes are not all asked for
     # the whole map of two heads has 134 MB
     assert sum(opened.received.values()) < 4e6
-
-
-def test_every_call_s_times_are_shown(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    calls = page.locator("#timing ol > li")
-    expect(calls.first).to_contain_text(
-        re.compile(r"queue .*transfer .*compute .*batch of \d+ · cpu", re.S)
-    )
-    before = calls.count()
-    page.get_by_role("button", name="Run").click()
-    drawn(Watched(page))
-    assert calls.count() >= min(before + 1, 5)
-
-
-def test_a_copied_curl_command_answers_what_is_shown(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_role("button", name="Copy").click()
-    expect(page.get_by_role("button", name="Copied")).to_be_visible()
-    command = page.evaluate("() => navigator.clipboard.readText()")
-    ran = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
-    assert not ran.stderr
-    answer = json.loads(ran.stdout)["outputs"]["weights"]
-    np.testing.assert_allclose(answer, list(weights_shown(page).values()), rtol=0, atol=0.51e-4)
-
-
-def test_a_copied_program_prints_what_is_shown(
-    open_page: Open, server: Server, tmp_path: Path
-) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_role("button", name="Python").click()
-    page.get_by_role("button", name="Copy").click()
-    expect(page.get_by_role("button", name="Copied")).to_be_visible()
-    program = tmp_path / "copied.py"
-    program.write_text(page.evaluate("() => navigator.clipboard.readText()"))
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
-    assert not ran.stderr
-    assert "weights\n(6, 6)\n[[0.209" in ran.stdout
-
-
-def test_a_comparison_is_there_to_copy_too(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    page.get_by_label("What for").select_option("the comparison")
-    code = page.locator("#request code")
-    expect(code).to_contain_text("/v1/compare")
-    page.get_by_role("button", name="Python").click()
-    expect(code).to_contain_text("comparison.table()")
-    page.get_by_role("button", name="Compare").click()
-    expect(page.locator("#comparison table")).to_be_visible()
-    expect(code).to_contain_text("qkv.compare(")
 
 
 def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server: Server) -> None:

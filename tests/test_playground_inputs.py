@@ -155,6 +155,7 @@ def uploaded(opened: Watched, **arrays: np.ndarray) -> Page:
 def test_one_query_is_the_one_that_is_shown(open_page: Open, server: Server) -> None:
     page = uploaded(open_page(server.url), query=QUERY[:1], key=KEY, value=VALUE)
     expect(page.locator("#row").get_by_role("heading")).to_have_text("query 0")
+    expect(page.locator("#status")).to_have_text(re.compile("^softmax: 1 query, 5 keys; "))
     weights = softmax(QUERY[:1], KEY)[0]
     first = page.locator("#row tbody tr").first
     expect(first).to_contain_text(f"key {weights.argmax()}")
@@ -165,11 +166,19 @@ def test_what_takes_no_mask_is_not_compared_with_what_does(open_page: Open, serv
     opened = open_page(server.url)  # an answer of 422 would be a complaint
     mask = np.tri(5, dtype=bool)
     page = uploaded(opened, query=QUERY, key=KEY, value=VALUE, mask=mask)
+    expect(page.locator("#comparison")).to_contain_text("No other variant answers the same")
+    expect(page.get_by_role("button", name="Compare", exact=True)).to_be_disabled()
     expect(page.locator("#comparison [role=alert]")).to_be_hidden()
-    page.get_by_role("button", name="Run").click()
-    drawn(opened)
-    page.wait_for_load_state("networkidle")
-    expect(page.locator("#comparison [role=alert]")).to_be_hidden()
+
+
+def test_items_of_a_batch_and_heads_are_told_apart(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    heads = np.stack([QUERY, KEY, VALUE])[None].repeat(2, 0)
+    page = uploaded(opened, query=heads, key=heads, value=heads)
+    expect(page.locator("#status")).to_contain_text("5 keys, 2 items of 3 heads;")
+    expect(page.get_by_role("button", name="item 1, head 2")).to_be_visible()
+    page = uploaded(opened, query=heads[0], key=heads[0], value=heads[0])
+    expect(page.locator("#status")).to_contain_text("5 keys, 3 items;")
 
 
 def test_maps_of_two_shapes_have_no_difference(open_page: Open, server: Server) -> None:

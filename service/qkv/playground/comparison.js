@@ -76,6 +76,7 @@ export function comparison(root, state, asks) {
       ),
     );
     root.hidden = names.length < 2;
+    button.disabled = !others.length;
     return others.length > 0;
   };
   const run = async () => {
@@ -115,11 +116,14 @@ export function comparison(root, state, asks) {
   return {
     update: (ask) => {
       running?.abort();
-      if (!choices()) return;
-      if (ask.rows * ask.cols <= SMALL) return run();
+      const isAble = choices();
+      if (isAble && ask.rows * ask.cols <= SMALL) return run();
+      say(error, null);
       area.replaceChildren();
       notes.replaceChildren();
-      status.textContent = `${ask.rows} × ${ask.cols} weights take a moment to compare: say when.`;
+      status.textContent = isAble
+        ? `${ask.rows} × ${ask.cols} weights take a moment to compare: say when.`
+        : `No other variant answers the same: none takes all that ${anchor.value} takes of this.`;
     },
   };
 }

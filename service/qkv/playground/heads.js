@@ -56,3 +56,10 @@ export function headName(index, { shape, stack }) {
     ? `item ${Math.floor(index / heads)}, head ${index % heads}`
     : `head ${index}`;
 }
+
+/** How many maps there are, by what they are: items of a batch, heads, or both. */
+export function stackName({ shape, stack }) {
+  const heads = shape.length > 3 ? shape.at(-3) : 1;
+  const items = stack > heads ? `${stack / heads} items` : "";
+  return [items, heads > 1 ? `${heads} heads` : ""].filter(Boolean).join(" of ");
+}

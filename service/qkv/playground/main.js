@@ -6,7 +6,7 @@ import { difference } from "./difference.js";
 import { find, number, say, soon, time } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
 import { controls } from "./form.js";
-import { headGrid, headName } from "./heads.js";
+import { headGrid, headName, stackName } from "./heads.js";
 import { rowKept } from "./held.js";
 import { inputList, inputsOf } from "./inputs.js";
 import { Matrix } from "./matrix.js";
@@ -172,8 +172,11 @@ async function run() {
 
 function summary() {
   const { ask, timing, weights } = view;
-  const heads = weights?.stack > 1 ? `, ${weights.stack} heads` : "";
-  return `${ask.variant.variant}: ${ask.rows} queries, ${ask.cols} keys${heads}; ${time(timing.total_ms)} at the service.`;
+  const queries = ask.rows === 1 ? "1 query" : `${ask.rows} queries`;
+  const keys = ask.cols === 1 ? "1 key" : `${ask.cols} keys`;
+  const heads = weights?.stack > 1 ? `, ${stackName(weights)}` : "";
+  const took = time(timing.total_ms);
+  return `${ask.variant.variant}: ${queries}, ${keys}${heads}; ${took} at the service.`;
 }
 
 function draw() {

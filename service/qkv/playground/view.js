@@ -49,11 +49,15 @@ export function able(state) {
   });
 }
 
-/** Those among them whose weights have the shape of another's, but for itself. */
+/**
+ * Those among them whose weights have the shape of another's, but for itself, and that answer the
+ * same question: one that takes no mask sees keys that the other does not.
+ */
 export function comparable(state, variant) {
-  const shape = ({ rows, cols, stack }) => [rows, cols, stack].join();
-  const own = shape(asked(state, variant));
-  return able(state).filter((other) => other !== variant && shape(asked(state, other)) === own);
+  const question = ({ rows, cols, stack, body: { inputs } }) =>
+    [rows, cols, stack, "mask" in inputs, "key_lengths" in inputs].join();
+  const own = question(asked(state, variant));
+  return able(state).filter((other) => other !== variant && question(asked(state, other)) === own);
 }
 
 /** The body of the request that answers what is drawn. */
