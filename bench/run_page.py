@@ -133,9 +133,10 @@ def _clients(rows: list[Clients]) -> str:
         p50, p99 = _p(own[1].load.answers)
         if p99 > 2 * p50 + 1:
             over.append(f"{shape} in {form}")
-    said = f"not in {', '.join(over)}" if over else "everywhere"
+    said = f"all but {'; '.join(over)}" if over else "every one"
     made = table([*head, "resident after, MiB"], cells, labels=2)
-    return f"{made}\n\nWith one client p99 is at most twice p50 plus 1 ms: {said}."
+    aim = "p99 with one client is to be at most twice p50 plus 1 ms"
+    return f"{made}\n\n{aim}; so is that of {said} of these rows."
 
 
 def _weights(rows: list[Weights | Explicit]) -> str:
@@ -159,8 +160,8 @@ def _weights(rows: list[Weights | Explicit]) -> str:
         ]
         times = [digits(statistics.median(stage)) for stage in stages]
         cells.append([row.form, str(row.callers), digits(row.load.rate), f"{ratio:.2f}", *times])
-    verdict = "reached" if max(reached) >= LEAST else "not reached"
-    return f"{table(head, cells)}\n\n{LEAST} of explicit attention's rate: {verdict}."
+    most = f"At most {max(reached):.2f} of explicit attention's rate; {LEAST} is what is aimed at."
+    return f"{table(head, cells)}\n\n{most}"
 
 
 def _connections(rows: list[Connections]) -> str:

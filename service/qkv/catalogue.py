@@ -99,6 +99,14 @@ class Variant:
         return dict(arguments) if own is None else {**arguments, **own(**_taken(own, arguments))}
 
     @property
+    def drawn_inputs(self) -> frozenset[str]:
+        """The inputs that are drawn at random where they do not come."""
+        if (own := getattr(self.module, "drawn", None)) is None:
+            return frozenset()
+        taken = inspect.signature(own).parameters
+        return frozenset(i.name for i in self.inputs.values() if i.optional and i.argument in taken)
+
+    @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
         """The gradients of sum(grad_output * output), by the names of the inputs; None where the
         file has none."""

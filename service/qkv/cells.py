@@ -171,11 +171,21 @@ class Cells:
     def sentences(self) -> list[str]:
         """Where the times cross, each in a sentence."""
         names = {index: " ".join(name.split("\n")) for index, name in self.names.items()}
-        return [
+        crossed = [
             f"From a length of about {c.length:,.0f} on, {names[c.after]} is faster than "
             f"{names[c.before]}."
             for c in sorted(self.crossovers, key=lambda c: c.length)
         ]
+        return crossed or self._fastest(names)
+
+    def _fastest(self, names: Mapping[int, str]) -> list[str]:
+        """Who is the fastest at every length; nobody where not all is measured, or it depends."""
+        lengths = {cell.length for cell in self.cells}
+        times = {(c.index, c.length): c.median_ms for c in self.cells if c.median_ms is not None}
+        if not self.finished or len(names) < 2 or len(times) < len(names) * len(lengths):
+            return []
+        first, *others = {min(names, key=lambda i: times[i, n]) for n in lengths}
+        return [] if others else [f"At every length measured {names[first]} is the fastest."]
 
     def _table(self) -> Table:
         names = self.names

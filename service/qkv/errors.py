@@ -141,7 +141,7 @@ class TooLarge(QkvError):
 
 
 class UnsupportedMediaType(QkvError):
-    """The Content-Type has no codec here, or the body is compressed."""
+    """The Content-Type has no codec here, or the Content-Encoding is none that is read."""
 
     status = 415
     name = "unsupported-media-type"

@@ -123,4 +123,7 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _unknown(path: Path, suffixes: Sequence[str] = SUFFIXES) -> InvalidContent:
-    return InvalidContent(f"{path} has none of the suffixes {', '.join(suffixes)}")
+    hint = ""
+    if path.suffix == ".npy" and ".npz" in suffixes:
+        hint = "; an .npy has one array and no name for it: numpy.savez writes several into an .npz"
+    return InvalidContent(f"{path} has none of the suffixes {', '.join(suffixes)}{hint}")

@@ -147,7 +147,7 @@ def _notes_of_all(
     if rows and compared < comparison.length:
         notes.append(
             f"Of each head {compared} of {comparison.length} rows were compared, evenly spread, "
-            "and the worst is the worst of these; rows: null compares all."
+            "and the worst is the worst of these; all are where `rows` is null."
         )
     every = [anchor, *variants]
     if rows and all(_is_even(found) for found in every):
@@ -167,19 +167,24 @@ def _notes(pairs: Sequence[tuple[Contender, _Findings]]) -> list[str]:
     short = max((f.spreads["unevenness"].mean for f in every if _is_even(f)), default=0.0)
     rows = [found.spreads["total_variation"].rows > 0 for found in every]
     none = [found.spreads["rank_correlation"].rows == 0 for found in every]
+    sees = [getattr(c.timed.parameters, "causal", None) for c, _ in pairs]
     facts = {
         "Near uniform on these inputs: {}. On average the entropy of a row is within "
-        f"{max(short, 0.0):.2g} nats of the logarithm of how many keys it sees, and what is "
-        "compared is about the mean: take inputs that mean something.": even,
-        **{
-            f"The weights of {{}} are {kind}: there is no entropy of them, and no KL or "
-            "Jensen-Shannon divergence.": [
-                k == kind and r for k, r in zip(kinds, rows, strict=True)
-            ]
-            for kind in ("signed", "unnormalised")
-        },
-        "Where the anchor gives keys some weight, there is none of {}: the KL divergence is "
-        "infinite.": [found.spreads["kl_divergence"].most == math.inf for found in every],
+        f"{max(short, 0.0):.2g} nats of the logarithm of how many keys it sees: what is compared "
+        "is about the mean. On random inputs that says nothing; on inputs whose keys the anchor "
+        "tells apart, that these do not.": even,
+        "Causal where the anchor is not, or the other way about: {}. What is compared is mostly "
+        "that; `causal` is among the parameters.": [s not in (None, sees[0]) for s in sees],
+        "Of {} projections did not come and were drawn at random: what is compared is theirs.": [
+            bool(c.timed.variant.drawn_inputs - c.timed.inputs.tensors.keys()) for c, _ in pairs
+        ],
+        "The weights of {} are signed: there is no entropy of them, no KL or Jensen-Shannon "
+        "divergence, and total variation may be above 1.": _both(rows, kinds, "signed"),
+        "The weights of {} are unnormalised: there is no entropy of them, no KL or Jensen-Shannon "
+        "divergence, and total variation may be above 1.": _both(rows, kinds, "unnormalised"),
+        "No weight where the anchor has some, so that the KL divergence is infinite: {}.": [
+            found.spreads["kl_divergence"].most == math.inf for found in every
+        ],
         "All seen keys of each row weigh alike, in the anchor or in {}: there is no order to "
         "correlate.": [r and n for r, n in zip(rows, none, strict=True)],
         "The output of {}, or what it is held against, is not finite.": [
@@ -191,6 +196,11 @@ def _notes(pairs: Sequence[tuple[Contender, _Findings]]) -> list[str]:
         for sentence, are in facts.items()
         if any(are)
     ]
+
+
+def _both(rows: Sequence[bool], kinds: Sequence[str], kind: str) -> list[bool]:
+    """Of whom there are rows of weights of this kind."""
+    return [k == kind and r for k, r in zip(kinds, rows, strict=True)]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -107,7 +107,9 @@ def parse(asked: Any) -> Form:
 
 
 def _whole(value: Any, name: str, pointer: str, least: int) -> int:
-    if type(value) is not int or value < least:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # as JSON Schema has it
+    if type(value) is not int or not least <= value < 1 << 63:
         raise InvalidContent(
             f"{name} came as {shown(value)}; it must be a whole number, {least} or more",
             pointer=pointer,
@@ -185,8 +187,8 @@ def extents(form: Form, weights: Output, sizes: Mapping[str, int]) -> dict[str, 
 
 def schema(weights: Output) -> dict[str, Any]:
     """What JSON schema says of a request's `weights`."""
-    count = {"type": "integer", "minimum": 1}
-    row = {"type": "integer", "minimum": 0}
+    count = {"type": "integer", "minimum": 1, "maximum": (1 << 63) - 1}
+    row = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
     fields = {"top_k": count, "pool": count}
     if query_axis(weights) is not None:
         fields = {"rows": {"type": "array", "minItems": 1, "items": row}} | fields
@@ -203,6 +205,6 @@ def schema(weights: Output) -> dict[str, Any]:
         "anyOf": [{"type": "string", "enum": ["full", "none", "stats"]}, *objects],
         "default": "full",
         "description": "In what form the weights are answered: whole; not at all; chosen rows; the "
-        "k largest of each row; the mean over bins of queries and of keys; or statistics of each "
-        "row and key, instead of weights.",
+        "k largest of each row; the mean over each bin of queries of what they give to each bin of "
+        "keys together; or statistics of each row and key, instead of weights.",
     }

@@ -52,7 +52,7 @@ class Limits(NamedTuple):
 
     answer: int
     request: int
-    scores: int = 1 << 36
+    scores: int = 1 << 34
 
 
 @dataclass(frozen=True, eq=False)

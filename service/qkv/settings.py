@@ -101,8 +101,12 @@ class Settings(BaseSettings):
     ] = _GiB
     max_scores: Annotated[
         int,
-        Field(ge=1, description="Most scores (B H L S) that one request may compute; more is 413."),
-    ] = 1 << 36
+        Field(
+            ge=1,
+            description="Most scores (B H L S) that one request may compute, or what takes as "
+            "long; more is 413.",
+        ),
+    ] = 1 << 34
     max_queue: Annotated[
         int,
         Field(

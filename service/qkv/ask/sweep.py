@@ -35,7 +35,7 @@ def _lengths(context: click.Context, option: click.Parameter, text: str) -> list
 @click.option(
     "--lengths",
     callback=_lengths,
-    default="256,512,1024,2048,4096",
+    default="64,128,256,512,1024,2048,4096",
     show_default=True,
     metavar="N,N,...",
     help="Of queries and keys.",

@@ -66,8 +66,12 @@ def flops(sizes: Mapping[str, int]) -> int:
 
 
 def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
-    """How many pairs of a row and a value are looked at, one by one."""
-    return 0 if parameters.method == "cumsum" else sizes["B"] * sizes["H"] * sizes["S"] ** 2
+    """How many pairs of a row and a value are looked at, one by one; the loop reads each value
+    again, number by number."""
+    if parameters.method == "cumsum":
+        return 0
+    rows = sizes["B"] * sizes["H"] * sizes["S"] ** 2
+    return rows * sizes["E"] if parameters.method == "loop" else rows
 
 
 def attend(

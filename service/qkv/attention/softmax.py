@@ -31,6 +31,8 @@ REFUSES: Final[Mapping[str, str]] = {}
 
 _SCORE_ELEMENTS = 1 << 23  # of a block's scores on the explicit path: 32 MiB in float32
 
+_DROPPED = 32  # pairs without dropout that one with it takes as long as
+
 _FEWEST_QUERIES = 64  # of whose attention the bits do not depend on the number of threads
 
 _Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
@@ -65,6 +67,12 @@ def flops(sizes: Mapping[str, int]) -> int:
     """The two matrix products, a multiply and an add counted as two."""
     B, H, L, S, D, E = (sizes[letter] for letter in "BHLSDE")
     return 2 * B * H * L * S * (D + E)
+
+
+def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
+    """As many as there are scores; a drop is drawn for each in the time of many."""
+    scores = sizes["B"] * sizes["H"] * sizes["L"] * sizes["S"]
+    return scores * _DROPPED if parameters.dropout else scores
 
 
 def attend(

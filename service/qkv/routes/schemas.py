@@ -72,7 +72,7 @@ def request(variant: Variant) -> Schema:
     body["properties"]["weights"] = forms.schema(weights)
     with_weights: Schema = {"contains": {"const": "weights"}}
     body["allOf"] += [
-        _where_weights({"const": "none"}, {"not": with_weights}),
+        _where_weights({"const": "none"}, {"anyOf": [{"type": "null"}, {"not": with_weights}]}),
         _where_weights(
             {"not": {"enum": ["full", "none"]}}, {"anyOf": [{"type": "null"}, with_weights]}
         ),
