@@ -499,6 +499,22 @@ def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:
     assert process.end() == 0, process.lines
 
 
+@pytest.mark.parametrize(
+    ("named", "length", "sizes"),
+    [
+        ({"variant": "mean", "parameters": {"method": "loop"}}, 16384, {"heads": 1, "width": 256}),
+        ({"variant": "softmax", "parameters": {"dropout": 0.5}}, 32768, {"heads": 1, "width": 64}),
+        ({"variant": "softmax"}, 1 << 18, {"heads": 1, "width": 1}),
+    ],
+)
+def test_few_bytes_do_not_buy_minutes(
+    server: Server, named: dict[str, Any], length: int, sizes: dict[str, int]
+) -> None:
+    """Each held a worker for a minute and more, whoever left."""
+    told = swept(server, variants=[named], lengths=[length], **sizes)
+    assert told[1][1]["problem"]["status"] == 413
+
+
 def test_the_documented_example_runs(url: str) -> None:
     page = (Path(__file__).parent.parent / "docs/http.md").read_text()
     (line,) = re.findall(r"^curl -N .*/v1/sweep.*$", page, re.MULTILINE)
