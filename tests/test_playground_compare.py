@@ -6,7 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from browser import Open, drawn, parts, weights_shown
+import safetensors.numpy
+from browser import Open, choose, drawn, parts, weights_shown
 from conftest import Server, until
 from playwright.sync_api import expect
 
@@ -100,3 +101,48 @@ def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: S
     kept = page.locator("#chart [data-cell]").count()
     page.wait_for_timeout(500)
     assert page.locator("#chart [data-cell]").count() == kept > 0
+
+
+def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    rng = np.random.default_rng(5)
+    arrays = {n: rng.standard_normal((1, 2, 600, 4), np.float32) for n in ("query", "key", "value")}
+    data = safetensors.numpy.save(arrays)
+    page.get_by_label("Upload").set_input_files(
+        [{"name": "all.safetensors", "mimeType": "application/octet-stream", "buffer": data}]
+    )
+    said = page.locator("#difference").get_by_role("status")
+    expect(said).to_contain_text(re.compile("pooled cells of head 0, .* lower bounds"))
+    cell = "Pooled: a cell is the mean over 2 or 3 queries of the mass on 2 or 3 keys"
+    for figure in ("#map", "#difference figure"):
+        expect(page.locator(figure)).to_contain_text(cell)
+
+    def asked(variant: str, weights: str | dict[str, int]) -> np.ndarray:
+        inputs = opened.asked("/v1/attention/softmax")[-1]["inputs"]
+        body = {"inputs": inputs, "weights": weights, "outputs": ["weights"], "encoding": "lists"}
+        answer = server.http.post(f"/v1/attention/{variant}", json=body).json()
+        return np.array(answer["outputs"]["weights"])[0, 0]
+
+    pooled, true = (
+        np.abs(asked("softmax", form) - asked("linear", form)).sum(-1) / 2
+        for form in ({"pool": 256}, "full")
+    )
+    sizes = np.bincount(np.arange(600) * 256 // 600)
+    mean, worst = map(float, parts(r"([\d.]+) on average, at most ([\d.]+):", said.inner_text()))
+    assert mean == pytest.approx(pooled @ sizes / 600, abs=1e-3)
+    assert worst == pytest.approx(pooled.max(), abs=1e-3)
+    assert mean < true.mean() - 0.01  # bounds they are
+    assert worst < true.max() - 0.01
+
+
+def test_all_rows_are_compared_where_that_is_asked_for(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    box = page.get_by_label("All rows")
+    expect(box).to_be_hidden()  # few rows are all compared anyway
+    choose(opened, "document")
+    box.check()
+    with page.expect_request("**/v1/compare") as asked:
+        page.get_by_role("button", name="Compare", exact=True).click()
+    assert asked.value.post_data_json["rows"] is None

@@ -7,6 +7,7 @@ import { inputsOf, wired } from "./inputs.js";
 import { able, comparable } from "./view.js";
 
 const SMALL = 65536; // scores; up to here it runs by itself
+const SOME = 1024; // rows; of more the service compares so many, unless it is asked for all
 
 const COLUMNS = [
   ["Output", "Relative error", ({ output }) => number(output?.relative_error, 3)],
@@ -32,6 +33,13 @@ const COLUMNS = [
 export function comparison(root, state, asks) {
   const anchor = h("select", { id: "anchor", change: () => choices() });
   const boxes = h("div", { class: "boxes", role: "group", "aria-label": "Variants to compare" });
+  const all = h("input", { type: "checkbox", id: "compare-all-rows" });
+  const allRows = h(
+    "div",
+    { class: "check", hidden: true },
+    all,
+    h("label", { for: "compare-all-rows" }, "All rows"),
+  );
   const button = h("button", { type: "button", click: () => run() }, "Compare");
   const status = h("p", { class: "hint", role: "status" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
@@ -49,6 +57,7 @@ export function comparison(root, state, asks) {
       { class: "row" },
       h("div", { class: "field inline" }, h("label", { for: "anchor" }, "Against"), anchor),
       boxes,
+      allRows,
       button,
     ),
     status,
@@ -95,6 +104,7 @@ export function comparison(root, state, asks) {
       anchor: choice(own, state.parameters),
       variants: chosen.map((variant) => choice(variant, state.parameters)),
     };
+    if (all.checked && !allRows.hidden) body.rows = null;
     if (state.layer && inputs.x) body.layer = state.layer;
     asks(body);
     status.textContent = "Comparing…";
@@ -117,6 +127,7 @@ export function comparison(root, state, asks) {
     update: (ask) => {
       running?.abort();
       const isAble = choices();
+      allRows.hidden = !isAble || ask.rows <= SOME; // the service compares so few by itself
       if (isAble && ask.rows * ask.cols <= SMALL) return run();
       say(error, null);
       area.replaceChildren();

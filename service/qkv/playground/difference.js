@@ -2,10 +2,11 @@
 
 import { post } from "./api.js";
 import { fixed, h, say } from "./dom.js";
+import { headName } from "./heads.js";
 import { Matrix } from "./matrix.js";
 import { matrixOf } from "./shown.js";
 import { fromWire, toNumbers } from "./tensors.js";
-import { asked, comparable, shownBody } from "./view.js";
+import { asked, comparable, firstOf, shownBody } from "./view.js";
 
 /**
  * The panel of the difference.
@@ -44,7 +45,11 @@ export function difference(root, state, to) {
       ...shown,
       label: `${names.join(" minus ")}: ${shown.rows} by ${shown.cols}. Arrow keys move.`,
     });
-    about.textContent = said(shown, names);
+    about.textContent = said(shown, names, {
+      rows: view.ask.rows,
+      isPooled: view.ask.bins !== null,
+      head: view.weights.stack > 1 ? ` of ${headName(state.head, view.weights)}` : "",
+    });
   };
   const run = async () => {
     running?.abort();
@@ -95,18 +100,27 @@ export function difference(root, state, to) {
   };
 }
 
-/** How far the rows lie apart, in a sentence. */
-function said({ rows, cols, numbers, rowName }, names) {
+/**
+ * How far the rows lie apart, in words. What differs within a pooled cell cancels there, so that
+ * the rows themselves lie at least as far apart as their bins.
+ */
+function said({ rows, cols, numbers, rowName }, names, { rows: length, isPooled, head }) {
   let [sum, worst, at] = [0, -1, 0];
   for (let row = 0; row < rows; row += 1) {
     let moved = 0;
     for (let col = 0; col < cols; col += 1) moved += Math.abs(numbers[row * cols + col]) / 2;
-    sum += moved;
+    sum += moved * (firstOf(row + 1, rows, length) - firstOf(row, rows, length));
     if (moved > worst) [worst, at] = [moved, row];
   }
   const [first, second] = names;
+  const colours = `Blue where ${first} has more weight, orange where ${second} has.`;
+  const [mean, most] = [fixed(sum / length, 3), fixed(worst, 3)];
+  if (!isPooled) {
+    return `${colours} The total variation of a row${head} is ${mean} on average, at most ${most}: ${rowName(at)}.`;
+  }
   return (
-    `Blue where ${first} has more weight, orange where ${second} has. A row's total variation is ` +
-    `${fixed(sum / rows, 3)} on average, at most ${fixed(worst, 3)}: ${rowName(at)}.`
+    `${colours} Between these pooled cells${head}, total variation is ${mean} on average, at most ` +
+    `${most}: ${rowName(at)}. These are lower bounds: row by row it is as much or more, for what ` +
+    "differs within a cell cancels. Side by side, below, compares the rows themselves."
   );
 }

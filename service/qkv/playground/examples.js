@@ -77,7 +77,7 @@ export const EXAMPLES = [
     id: "document",
     title: "Long document",
     about:
-      "4096 positions in sections that come back to their subjects. The service pools the map to 256 × 256; a row that you lock is fetched in full.",
+      "4096 positions in sections that come back to their subjects. The service pools the map to 256 × 256; a row that you hold is fetched in full.",
     make: longDocument,
   },
   {

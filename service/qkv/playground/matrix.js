@@ -1,6 +1,6 @@
 // A matrix as a heat map on a canvas, which a pointer or the arrow keys go about on.
 
-import { fixed, h, number } from "./dom.js";
+import { fixed, h, number, say } from "./dom.js";
 import { drawFrame, frame } from "./frame.js";
 import { isLight, palette, shade } from "./palette.js";
 import { pointing } from "./pointing.js";
@@ -30,6 +30,7 @@ export class Matrix {
     );
     this.legend = h("div", { class: "legend" });
     this.readout = h("div", { class: "readout" });
+    this.about = h("p", { class: "hint", hidden: true });
     const root = h("input", {
       type: "checkbox",
       change: () => {
@@ -40,7 +41,13 @@ export class Matrix {
     const small = hasRoot ? [h("label", { class: "small" }, root, "Bring out small weights")] : [];
     figure.append(
       this.surface,
-      h("figcaption", {}, this.readout, h("div", { class: "shades" }, this.legend, ...small)),
+      h(
+        "figcaption",
+        {},
+        this.readout,
+        h("div", { class: "shades" }, this.legend, ...small),
+        this.about,
+      ),
     );
     this.context = this.canvas.getContext("2d");
     this.mark = null;
@@ -61,7 +68,7 @@ export class Matrix {
    *
    * @param {Object} shown
    *   rows, cols, numbers: row by row
-   *   label: what it is, for who hears it
+   *   label: what it is, for who hears it; about: what a cell is, where that needs saying
    *   rowLabels, colLabels: words, or null; rowTick, colTick: (index) => text where there are none
    *   rowName, colName: (index) => what a row or column is called in a sentence
    *   rowAxis, colAxis: what rows and columns are, or null
@@ -77,6 +84,7 @@ export class Matrix {
     }
     this.mark = null;
     this.readOut(null);
+    say(this.about, shown.about);
     this.surface.setAttribute("aria-label", shown.label);
     this.paint();
   }

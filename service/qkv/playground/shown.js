@@ -58,9 +58,11 @@ export function weightsShown(view, head, labels) {
 export function matrixOf(view, head, labels, numbers) {
   const { rows, cols } = view.weights;
   const { row, col } = namesOf(view, labels);
+  const { ask } = view;
   return {
     rows,
     cols,
+    about: ask.bins === null ? null : pooledAbout(ask, rows, cols),
     numbers: numbers.subarray(head * rows * cols, (head + 1) * rows * cols),
     rowLabels: row.labels,
     colLabels: col.labels,
@@ -73,6 +75,19 @@ export function matrixOf(view, head, labels, numbers) {
     rowBars: null,
     colBars: null,
   };
+}
+
+/** What a cell of a pooled map stands for. */
+function pooledAbout(ask, rows, cols) {
+  const some = (length, bins, one, many) => {
+    const [least, most] = [Math.floor(length / bins), Math.ceil(length / bins)];
+    if (most === 1) return `one ${one}`;
+    return least === most ? `${most} ${many}` : `${least} or ${most} ${many}`;
+  };
+  return (
+    `Pooled: a cell is the mean over ${some(ask.rows, rows, "query", "queries")} of the mass on ` +
+    `${some(ask.cols, cols, "key", "keys")}, so that it may be more than any one weight.`
+  );
 }
 
 /** One head's output. */
