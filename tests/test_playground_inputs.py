@@ -53,6 +53,64 @@ def test_uploads(open_page: Open, server: Server, kind: str) -> None:
     np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
+def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    asked, needed = len(opened.bodies), page.locator("#tensors .needed .name")
+    alert = page.locator("#alert")
+    upload = page.get_by_label("Upload")
+    upload.set_input_files(UPLOADS["npy"][0])
+    expect(needed).to_have_text(["key", "value"])  # what the example had is gone
+    expect(alert).to_have_text(
+        "softmax still needs key and value: upload them too.", ignore_case=True
+    )
+    page.get_by_label("causal", exact=True).check()
+    upload.set_input_files(UPLOADS["npy"][1])
+    expect(needed).to_have_text(["value"])
+    assert len(opened.bodies) == asked  # nothing is asked for in vain
+    upload.set_input_files(UPLOADS["npy"][2])
+    expect(needed).to_have_count(0)
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+    expect(alert).to_be_hidden()
+    mask = np.tri(5, dtype=bool)[::-1].T.copy()
+    with page.expect_request(lambda r: '"mask"' in (r.post_data or "")) as sent:
+        upload.set_input_files([payload("mask.npy", npy(mask))])
+    assert sent.value.post_data_json["parameters"] == {"causal": True}  # what was set still is
+    expect(page.locator("#tensors .name")).to_have_text(["query", "key", "value", "mask"])
+    page.get_by_role("button", name="Remove key", exact=True).click()
+    expect(needed).to_have_text(["key"])
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("Q_proj", "k1", "V")])
+def test_files_of_any_names_add_up_by_choice_or_by_their_letters(
+    open_page: Open, server: Server, names: tuple[str, str, str]
+) -> None:
+    page = drawn(open_page(server.url))
+    for name, array in zip(names, TENSORS.values(), strict=True):
+        page.get_by_label("Upload").set_input_files([payload(f"{name}.npy", npy(array))])
+        if name == "a":  # alone it is all three, until somebody says so
+            page.get_by_label("What a is for").select_option("query")
+        expect(page.locator("#tensors .name").first).to_have_text(names[0])
+    for name, role in zip(names, TENSORS, strict=True):
+        expect(page.get_by_label(f"What {name} is for")).to_have_value(role)
+    expect(page.locator("#tensors .needed")).to_have_count(0)
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+    page.wait_for_load_state("networkidle")
+    shown = np.array(list(weights_shown(page).values()))
+    np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
+
+
+def test_what_nothing_lacks_begins_anew(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    upload = page.get_by_label("Upload")
+    upload.set_input_files(UPLOADS["npy"])
+    upload.set_input_files([payload("a.npy", npy(QUERY[:3]))])
+    expect(page.locator("#status")).to_have_text(re.compile("3 queries, 3 keys"))
+    expect(page.locator("#tensors .name")).to_have_text(["a"])
+    upload.set_input_files(UPLOADS["safetensors"])  # several, which are all that there is
+    expect(page.locator("#tensors .name")).to_have_text(["key", "query", "value"])
+
+
 def test_files_are_dropped_too(open_page: Open, server: Server) -> None:
     page = drawn(open_page(server.url))
     transfer = page.evaluate_handle(

@@ -42,22 +42,38 @@ export function isTaken(name, variant, layer) {
   return name in variant.inputs || (name === "x" && layer !== null && "query" in variant.inputs);
 }
 
+/** The inputs that a variant needs and that are not there. */
+export function lacking({ tensors, variant, layer }) {
+  if (layer) return []; // which of them it makes, the service knows
+  const there = inputsOf(tensors, variant, layer);
+  return Object.entries(variant.inputs)
+    .filter(([name, { optional }]) => !optional && !(name in there))
+    .map(([name]) => name);
+}
+
 /**
  * The list of tensors and the ways to bring others.
  *
  * @param {Object} state its tensors, layer and variants
- * @param {(tensors: Array) => void} brought called with others
+ * @param {(tensors: Array, isMore: boolean) => void} brought called with all that there are now;
+ *   `isMore` where they stand beside some that were brought before
  * @param {() => void} changed called when one is for something else, or gone
  */
 export function inputList(state, brought, changed) {
   const list = find("tensors");
   const fault = (text) => say(find("inputs-error"), text);
+  const bring = (parts) => {
+    const tensors = together(parts, state);
+    brought(
+      tensors,
+      tensors.some((entry) => state.tensors.includes(entry)),
+    );
+  };
 
   const take = async (files) => {
     fault(null);
     try {
-      const parsed = await Promise.all([...files].map((file) => parseFile(file)));
-      brought(named(Object.assign({}, ...parsed), state));
+      bring(await Promise.all([...files].map((file) => parseFile(file))));
     } catch (error) {
       fault(error.message);
     }
@@ -78,13 +94,14 @@ export function inputList(state, brought, changed) {
     event.preventDefault();
     if (event.dataTransfer.files.length) take(event.dataTransfer.files);
   });
-  pasting((tensors) => brought(named(tensors, state)));
+  pasting((tensors) => bring([tensors]));
 
   return () => {
     fault(null);
     list.replaceChildren(
       ...state.tensors.map((entry) => row(entry, state, changed)),
       ...(state.layer ? [layerRow(state.layer)] : []),
+      ...lacking(state).map(neededRow),
     );
   };
 }
@@ -108,6 +125,41 @@ function pasting(use) {
   });
 }
 
+/**
+ * The tensors that were brought before and those that come now: a file that holds one, as .npy
+ * does, adds to those; a file that holds several is all that there is.
+ *
+ * @param {Object[]} parts the tensors of each file, by name
+ * @param {Object} state of the page
+ */
+function together(parts, state) {
+  const parsed = Object.assign({}, ...parts);
+  const isAll = parts.some((part) => Object.keys(part).length > 1);
+  const old = isAll ? [] : state.tensors.filter((e) => e.isBrought && !(e.name in parsed));
+  const fresh = (entries) => entries.map((entry) => ({ ...entry, isBrought: true }));
+  if (!old.length) return fresh(named(parsed, state));
+  for (const entry of old) {
+    // alone it stood for all three, whatever its name
+    if (entry.role === ALL && !entry.isChosen) entry.role = like(entry.name) ?? ALL;
+  }
+  const missing = lacking({ ...state, tensors: old });
+  const names = Object.keys(parsed);
+  const known = rolesOf(state);
+  const entries = names.map((name) => {
+    const role = known.includes(name) ? name : (like(name) ?? missing.shift());
+    return { name, role: role ?? UNUSED, tensor: parsed[name] };
+  });
+  // nothing lacks it, and nothing says what for: it begins anew
+  if (entries.every(({ role }) => role === UNUSED)) return fresh(named(parsed, state));
+  const roles = entries.map(({ role }) => role);
+  return [...old.filter(({ role }) => role === UNUSED || !roles.includes(role)), ...fresh(entries)];
+}
+
+/** What a tensor of this name is likely for, among others. */
+function like(name) {
+  return ["query", "key", "value"].find((role) => name.toLowerCase().startsWith(role[0]));
+}
+
 /** Tensors with what each is most likely for. */
 function named(tensors, state) {
   const known = rolesOf(state);
@@ -116,8 +168,8 @@ function named(tensors, state) {
     const alone = entries.length === 1 && state.variant.inputs.query;
     const isKnown = alone ? name in state.variant.inputs : known.includes(name);
     if (isKnown) return { name, role: name, tensor };
-    const like = ["query", "key", "value"].find((role) => name.toLowerCase().startsWith(role[0]));
-    return { name, role: alone ? ALL : (entries.length > 1 && like) || UNUSED, tensor };
+    const role = alone ? ALL : (entries.length > 1 && like(name)) || UNUSED;
+    return { name, role, tensor };
   });
 }
 
@@ -132,7 +184,7 @@ function row(entry, state, changed) {
   const select = h("select", {
     "aria-label": `What ${name} is for`,
     change: (event) => {
-      entry.role = event.target.value;
+      Object.assign(entry, { role: event.target.value, isChosen: true });
       changed();
     },
   });
@@ -164,6 +216,15 @@ function row(entry, state, changed) {
     .map((one) => `/inputs/${one}`)
     .join(" ");
   return item;
+}
+
+function neededRow(name) {
+  return h(
+    "li",
+    { class: "needed", "data-pointers": `/inputs/${name}` },
+    h("span", { class: "name" }, name),
+    h("span", { class: "hint" }, "still needed"),
+  );
 }
 
 function layerRow(layer) {

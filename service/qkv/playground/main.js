@@ -8,7 +8,7 @@ import { EXAMPLES } from "./examples.js";
 import { controls } from "./form.js";
 import { headGrid, headName, stackName } from "./heads.js";
 import { rowKept } from "./held.js";
-import { inputList, inputsOf } from "./inputs.js";
+import { inputList, lacking } from "./inputs.js";
 import { Matrix } from "./matrix.js";
 import { clearProblems, showProblem } from "./problem.js";
 import { requestPanel } from "./request.js";
@@ -70,10 +70,10 @@ const sweep = sweepPanel(find("sweep"), state, {
 const runSoon = soon(() => run(), 120);
 const showInputs = inputList(
   state,
-  (tensors) => {
-    const own = { layer: null, example: null, labels: [], parameters: {}, head: 0, held: null };
-    Object.assign(state, own, { tensors });
-    find("labels").value = "";
+  (tensors, isMore) => {
+    const own = { labels: [], parameters: {}, head: 0, held: null };
+    Object.assign(state, isMore ? {} : own, { tensors, layer: null, example: null });
+    find("labels").value = state.labels.join(" ");
     find("example").value = "";
     say(find("example-about"), null);
     fitted();
@@ -111,11 +111,7 @@ function take(example) {
 /** Another variant; an example that it cannot take makes way for one that it can. */
 function pick(name) {
   state.variant = state.variants.get(name);
-  const lacks = Object.entries(state.variant.inputs).some(
-    ([input, { optional }]) =>
-      !optional && !(input in inputsOf(state.tensors, state.variant, state.layer)) && !state.layer,
-  );
-  const other = lacks && state.example && fitting(state.variant);
+  const other = lacking(state).length > 0 && state.example && fitting(state.variant);
   if (other) {
     take(other);
     state.variant = state.variants.get(name);
@@ -126,11 +122,7 @@ function pick(name) {
 function fitting(variant) {
   return EXAMPLES.find((example) => {
     const { tensors, layer = null } = example.make();
-    const inputs = inputsOf(tensors, variant, layer);
-    return (
-      !layer &&
-      Object.entries(variant.inputs).every(([name, { optional }]) => optional || name in inputs)
-    );
+    return !layer && !lacking({ tensors, variant, layer }).length;
   });
 }
 
@@ -142,6 +134,8 @@ async function run() {
   const main = document.querySelector("main");
   main.setAttribute("aria-busy", "true");
   try {
+    const lacks = lacking(state);
+    if (lacks.length) throw new Error(needed(state.variant.variant, lacks));
     const ask = asked(state);
     const came = await look(ask, signal, ran);
     if (signal.aborted) return;
@@ -168,6 +162,12 @@ async function run() {
   } finally {
     if (running.signal === signal) main.removeAttribute("aria-busy");
   }
+}
+
+function needed(variant, names) {
+  const [last, ...before] = [...names].reverse();
+  const list = before.length ? `${before.reverse().join(", ")} and ${last}` : last;
+  return `${variant} still needs ${list}: upload ${names.length > 1 ? "them" : "it"} too`;
 }
 
 function summary() {
