@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -100,7 +100,7 @@ def test_a_crossover_is_marked_where_the_lines_meet(draw: Draw) -> None:
         part = math.log(1000 / 512) / math.log(2)
         assert ring["x"] == pytest.approx(before["x"] + part * (after["x"] - before["x"]), abs=1)
         assert ring["y"] == pytest.approx(before["y"] + part * (after["y"] - before["y"]), abs=1)
-    assert "softmax and linear take the same time at 1,000" in str(page.text_content("svg desc"))
+    assert "linear is faster than softmax from about 1,000 on" in str(page.text_content("svg desc"))
 
 
 def test_the_band_goes_from_the_least_to_the_most(draw: Draw) -> None:
@@ -191,3 +191,33 @@ def test_whatever_comes_lies_within_the_picture(
     )
     assert "NaN" not in markup
     assert "Infinity" not in markup
+
+
+@pytest.mark.parametrize(
+    ("times", "crossed", "said"),
+    [
+        (((1, 4), (2, 3)), [176], "linear is faster than softmax from about 176 on."),
+        (((3, 9), (2, 3)), [], "linear is faster than softmax at every length measured."),
+        (((3, 9), (2, None)), [], "No two lines cross."),  # it could not run everywhere
+        (((3, 3), (3, 3)), [], "No two lines cross."),
+        (((1, 4), (2, 3), (0.5, 1)), [176],
+         "taylor is the fastest at every length measured. "
+         "linear is faster than softmax from about 176 on."),
+        (((1, 4),), [], "No two lines cross."),
+    ],
+)  # fmt: skip
+def test_who_is_faster_is_said(
+    modules: Page, times: Sequence[Sequence[float | None]], crossed: list[int], said: str
+) -> None:
+    cells = [
+        {"index": i, "length": length} | ({} if time is None else {"median_ms": time})
+        for i, line in enumerate(times)
+        for length, time in zip((64, 256), line, strict=True)
+    ]
+    sweep = {
+        "cells": cells,
+        "variants": ["softmax", "linear", "taylor"][: len(times)],
+        "crossovers": [{"from": 0, "to": 1, "length": length} for length in crossed],
+        "lengths": [64, 256],
+    }
+    assert modules.evaluate("sweep => figures.whoIsFaster(sweep)", sweep) == said

@@ -73,17 +73,17 @@ def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
         }"""
     )
     sweep.get_by_role("button", name="Measure").click()
-    expect(sweep.get_by_role("status")).to_contain_text(re.compile("^16 measured"))
+    expect(sweep.get_by_role("status")).to_contain_text(re.compile("^20 measured"))
     counts = page.evaluate("() => window.counts")
-    assert counts[-1] == 16
-    assert len([n for n in counts if 0 < n < 16]) >= 3  # not all at the end
+    assert counts[-1] == 20
+    assert len([n for n in counts if 0 < n < 20]) >= 3  # not all at the end
     expect(sweep.get_by_role("img", name="Time of a call by length")).to_be_visible()
     sweep.locator("summary").click()
-    expect(sweep.get_by_role("table").get_by_role("row")).to_have_count(5)
+    expect(sweep.get_by_role("table").get_by_role("row")).to_have_count(6)
     expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
     asked = opened.asked("/v1/sweep")[-1]
     assert (asked["heads"], asked["width"], asked["repeats"]) == (1, 8, 1)
-    assert asked["lengths"] == [128, 256, 512, 1024]
+    assert asked["lengths"] == [64, 128, 256, 512, 1024]
 
 
 def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: Server) -> None:

@@ -1,5 +1,7 @@
 // A sweep in words and as a table, for who cannot see the chart, or would rather read.
 
+const MOST_SAID = 3; // crossovers in a sentence
+
 /**
  * A sweep as a table: a row for each length, a column for each variant.
  *
@@ -66,7 +68,32 @@ export function described(cells, variants, crossovers) {
   return [...parts, ...crossed].join(" ") || "Nothing has been measured yet.";
 }
 
-/** What a crossover says. */
+/** What a crossover says: before it the one was faster. */
 export function equalAt({ from, to, length }, variants) {
-  return `${variants[from]} and ${variants[to]} take the same time at ${whole(length)}`;
+  return `${variants[to]} is faster than ${variants[from]} from about ${whole(length)} on`;
+}
+
+/**
+ * Who is faster, in a sentence or two: at every length, or from where on.
+ *
+ * @param {{cells: Object[], variants: string[], crossovers: Object[], lengths: number[]}} sweep
+ */
+export function whoIsFaster({ cells, variants, crossovers, lengths }) {
+  const said = crossovers.slice(0, MOST_SAID).map((crossover) => equalAt(crossover, variants));
+  const rest = crossovers.length - said.length;
+  const crossed = said.length
+    ? `${said.join("; ")}${rest ? `, and ${rest} more, marked in the chart` : ""}.`
+    : "";
+  const first = variants.findIndex((_, index) =>
+    lengths.every((length) => isFastest(cells, index, length)),
+  );
+  if (first < 0 || variants.length < 2) return crossed || "No two lines cross.";
+  const than = variants.length > 2 ? "the fastest" : `faster than ${variants[1 - first]}`;
+  return `${variants[first]} is ${than} at every length measured. ${crossed}`.trim();
+}
+
+function isFastest(cells, index, length) {
+  const here = cells.filter((cell) => cell.length === length && cell.median_ms !== undefined);
+  const own = here.find((cell) => cell.index === index);
+  return Boolean(own) && here.every((c) => c === own || c.median_ms > own.median_ms);
 }

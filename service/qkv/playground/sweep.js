@@ -3,9 +3,10 @@
 import { events } from "./api.js";
 import { drawSweep, fillTable } from "./chart.js";
 import { h, say } from "./dom.js";
+import { whoIsFaster } from "./figures.js";
 import { choice } from "./form.js";
 
-const LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384];
+const LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
 const FIELDS = [
   ["heads", "Heads", 4, 1, 64],
   ["width", "Width", 64, 1, 512],
@@ -27,7 +28,7 @@ export function sweepPanel(root, state, { speak, asks }) {
   const longest = h(
     "select",
     { id: "sweep-longest" },
-    ...LENGTHS.slice(2).map((n) => new Option(n.toLocaleString("en"), n, n === 2048, n === 2048)),
+    ...LENGTHS.slice(3).map((n) => new Option(n.toLocaleString("en"), n, n === 2048, n === 2048)),
   );
   const inputs = FIELDS.map(([name, , value, min, max]) =>
     h("input", { id: `sweep-${name}`, type: "number", value, min, max, step: 1 }),
@@ -108,16 +109,7 @@ export function sweepPanel(root, state, { speak, asks }) {
       drawn.cells.push(data);
     } else if (event === "done") {
       drawn.crossovers = data.crossovers;
-      const { crossovers } = data;
-      const crossed = crossovers
-        .slice(0, 3)
-        .map(
-          ({ from, to, length }) =>
-            `${drawn.variants[from]} and ${drawn.variants[to]} take the same time at about ${Math.round(length).toLocaleString("en")}`,
-        );
-      const rest = crossovers.length - crossed.length;
-      const more = rest ? `, and ${rest} more, marked in the chart` : "";
-      status.textContent = `${drawn.cells.length} measured. ${crossed.length ? `${crossed.join("; ")}${more}.` : "No two lines cross."}`;
+      status.textContent = `${drawn.cells.length} measured. ${whoIsFaster(drawn)}`;
       speak("The sweep is done");
     } else if (event === "problem" || event === "error") {
       say(error, data.detail ?? "The sweep failed.");
