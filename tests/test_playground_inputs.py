@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -255,3 +257,28 @@ def test_names_are_words_whatever_is_in_them(open_page: Open, server: Server) ->
     expect(page.locator("#row").get_by_role("heading")).to_have_text(re.compile("<i>b</i>"))
     expect(page.locator("#tensors")).to_contain_text(name)
     assert page.locator("#tensors img, #row i, #row b").count() == 0
+
+
+def test_a_large_request_is_saved_or_read_from_what_was_uploaded(
+    open_page: Open, server: Server, tmp_path: Path
+) -> None:
+    page = drawn(open_page(server.url))
+    save = page.get_by_role("button", name="Save request.json")
+    expect(save).to_be_hidden()
+    arrays = {n: RNG.standard_normal((300, 16)).astype(np.float32) for n in TENSORS}
+    page.get_by_label("Upload").set_input_files(
+        [payload(f"{name}.npy", npy(array)) for name, array in arrays.items()]
+    )
+    with page.expect_download() as download:
+        save.click()
+    download.value.save_as(tmp_path / download.value.suggested_filename)
+    inputs = json.loads((tmp_path / "request.json").read_text())["inputs"]
+    assert base64.b64decode(inputs["key"]["data"]) == arrays["key"].tobytes()
+    code = page.locator("#request code")
+    expect(code).to_contain_text("--json @request.json")
+    page.get_by_role("button", name="Python", exact=True).click()
+    expect(code).to_contain_text('query=np.load("query.npy")')
+    expect(page.locator("#request .hint")).to_have_text(
+        "Run it in a folder that has query.npy, key.npy, value.npy."
+    )
+    expect(save).to_be_hidden()

@@ -76,6 +76,7 @@ def python(program: str, path: Path, **environment: str) -> subprocess.Completed
     file.write_text(program)
     return subprocess.run(
         [sys.executable, "-W", "error", str(file)],
+        cwd=path,
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -95,17 +96,50 @@ def test_a_copied_curl_command_is_answered_as_the_request_is(
     assert answer["outputs"] == asked["outputs"]
 
 
-def test_a_body_past_what_one_argument_holds_is_piped(
-    written: Callable[..., str], server: Server
+def test_a_body_that_is_too_large_to_paste_is_read_from_files(
+    written: Callable[..., str], modules: Page, server: Server, tmp_path: Path
 ) -> None:
-    rows = np.random.default_rng(0).standard_normal((400, 64)).tolist()
-    body = {"inputs": {"value": rows}, "outputs": ["output"]}
-    command = written("curl", "/v1/attention/mean", body)
-    assert len(command) > 2**17
-    ran = bash(command)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((400, 16), np.float32) for _ in range(3))
+    data = base64.b64encode(query.tobytes()).decode()
+    body = {
+        "inputs": {
+            "query": {"dtype": "float32", "shape": [400, 16], "data": data},
+            "key": key.tolist(),
+            "value": [["NaN", *row[1:]] for row in value.tolist()],
+        },
+        "outputs": ["output"],
+    }
+    path = "/v1/attention/softmax"
+    (tmp_path / "request.json").write_text(
+        modules.evaluate("body => snippets.written(body).json", body)
+    )
+    command, program = (written(kind, path, body) for kind in ("curl", "python"))
+    assert max(len(command), len(program)) < 1000
+    ran = bash(f"cd {tmp_path}\n{command}")
     assert not ran.stderr
-    asked = server.http.post("/v1/attention/mean", json=body).json()
-    assert json.loads(ran.stdout)["outputs"] == asked["outputs"]
+    assert json.loads(ran.stdout)["outputs"] == server.http.post(path, json=body).json()["outputs"]
+    ran = python(program, tmp_path)
+    assert not ran.stderr
+    asked = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
+    assert str(np.array(asked["output"], np.float64).astype(np.float32)) in ran.stdout
+
+
+def test_arrays_are_loaded_from_the_files_that_they_came_in(
+    modules: Page, server: Server, url: str, tmp_path: Path
+) -> None:
+    value = np.random.default_rng(0).standard_normal((400, 16), np.float32)
+    np.save(tmp_path / "my value.npy", value)
+    body = {"inputs": {"value": value.tolist()}, "outputs": ["output"]}
+    request = {"path": "/v1/attention/mean", "body": body, "files": {"value": "my value.npy"}}
+    program = modules.evaluate(
+        "([request, url]) => snippets.python(request, url, false)", [request, url]
+    )
+    assert 'value=np.load("my value.npy")' in program
+    ran = python(program, tmp_path)
+    assert not ran.stderr
+    asked = server.http.post("/v1/attention/mean", json=body).json()["outputs"]["output"]
+    assert str(np.array(asked, np.float64).astype(np.float32)) in ran.stdout
 
 
 @pytest.mark.parametrize("value", ["it's", '$(exit 9) `exit 9` \\ \n ! "', "é 😀 \u2028"])

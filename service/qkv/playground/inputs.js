@@ -42,6 +42,12 @@ export function isTaken(name, variant, layer) {
   return name in variant.inputs || (name === "x" && layer !== null && "query" in variant.inputs);
 }
 
+/** The .npy files of inputs, by name, where they came in such. */
+export function filesOf(tensors) {
+  const every = tensors.flatMap(({ role, file }) => role.split(", ").map((name) => [name, file]));
+  return Object.fromEntries(every.filter(([, file]) => file));
+}
+
 /** The inputs that a variant needs and that are not there. */
 export function lacking({ tensors, variant, layer }) {
   if (layer) return []; // which of them it makes, the service knows
@@ -62,8 +68,12 @@ export function lacking({ tensors, variant, layer }) {
 export function inputList(state, brought, changed) {
   const list = find("tensors");
   const fault = (text) => say(find("inputs-error"), text);
-  const bring = (parts) => {
+  const bring = (parts, files = []) => {
     const tensors = together(parts, state);
+    for (const entry of tensors) {
+      const file = `${entry.name}.npy`;
+      if (files.includes(file)) entry.file = file;
+    }
     brought(
       tensors,
       tensors.some((entry) => state.tensors.includes(entry)),
@@ -73,7 +83,10 @@ export function inputList(state, brought, changed) {
   const take = async (files) => {
     fault(null);
     try {
-      bring(await Promise.all([...files].map((file) => parseFile(file))));
+      bring(
+        await Promise.all([...files].map((file) => parseFile(file))),
+        [...files].map(({ name }) => name).filter((name) => name.endsWith(".npy")),
+      );
     } catch (error) {
       fault(error.message);
     }

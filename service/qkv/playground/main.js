@@ -8,7 +8,7 @@ import { EXAMPLES } from "./examples.js";
 import { controls } from "./form.js";
 import { headGrid, headName, stackName } from "./heads.js";
 import { rowKept } from "./held.js";
-import { inputList, lacking } from "./inputs.js";
+import { filesOf, inputList, lacking } from "./inputs.js";
 import { Matrix } from "./matrix.js";
 import { clearProblems, showProblem } from "./problem.js";
 import { requestPanel } from "./request.js";
@@ -35,7 +35,9 @@ let running = null;
 
 const speak = (text) => say(find("spoken"), text);
 const ran = timings(find("timing"));
-const showRequest = requestPanel(find("request"), speak);
+const requests = requestPanel(find("request"), speak);
+const showRequest = (what, request) =>
+  requests(what, { ...request, files: filesOf(state.tensors) });
 const showHeads = headGrid(find("heads"), (head) => {
   state.head = head;
   draw();

@@ -1,8 +1,8 @@
 // The requests that the page made, as others would make them.
 
-import { h, many } from "./dom.js";
+import { h, many, say } from "./dom.js";
 import { key } from "./key.js";
-import { curl, python } from "./snippets.js";
+import { BODY, curl, python, written } from "./snippets.js";
 
 const SHOWN = 4000; // characters; numbers in base64 go on for millions
 const KINDS = { curl, Python: python };
@@ -20,6 +20,12 @@ export function requestPanel(root, speak) {
   const code = h("code");
   const area = h("pre", { tabindex: "0", role: "region", "aria-label": "The request" }, code);
   const copy = h("button", { type: "button", click: () => copied() }, "Copy");
+  const save = h(
+    "button",
+    { type: "button", hidden: true, click: () => saved(written(requests.get(which.value).body).json) },
+    `Save ${BODY}`,
+  );
+  const about = h("p", { class: "hint", hidden: true });
   const tabs = Object.keys(KINDS).map((name) =>
     h("button", { type: "button", class: "quiet", click: () => pick(name) }, name),
   );
@@ -36,8 +42,10 @@ export function requestPanel(root, speak) {
       { class: "row" },
       field,
       h("div", { class: "tabs", role: "group", "aria-label": "Written for" }, ...tabs),
+      save,
       copy,
     ),
+    about,
     area,
   );
 
@@ -46,6 +54,10 @@ export function requestPanel(root, speak) {
     for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.textContent === kind));
     if (!requests.size) return;
     const whole = text();
+    save.hidden = !whole.includes(BODY);
+    const files = [...whole.matchAll(/np\.load\("(.*)"\)/g)].map(([, file]) => file);
+    const needed = [...(save.hidden ? [] : [BODY]), ...new Set(files)];
+    say(about, needed.length && `Run it in a folder that has ${needed.join(", ")}.`);
     const rest = whole.length - SHOWN;
     code.textContent =
       rest > 0 ? `${whole.slice(0, SHOWN)}… and ${many(rest)} characters more` : whole;
@@ -71,4 +83,10 @@ export function requestPanel(root, speak) {
     requests.set(what, request);
     if (what === which.value) show();
   };
+}
+
+function saved(json) {
+  const url = URL.createObjectURL(new Blob([json], { type: "application/json" }));
+  h("a", { href: url, download: BODY }).click();
+  setTimeout(() => URL.revokeObjectURL(url));
 }

@@ -1,10 +1,24 @@
 // The request that the page sends, to copy: as a curl command for bash, and as a Python program.
 //
 // A request is {path: "/v1/attention/softmax", body}, with the body as it goes over the wire. A key
-// is never written down: both read the environment variable QKV_API_KEY.
+// is never written down: both read the environment variable QKV_API_KEY. What is too large to paste
+// is read from files: arrays from those that they came in, all else from the body, saved as BODY.
 
-const MAX_ARGUMENT = 100_000; // characters; Linux takes 128 KiB in one argument
+/** Where a large body is, once it is saved. */
+export const BODY = "request.json";
+
+const LARGE = 2 ** 14; // characters
 const PYTHON_WORDS = { NaN: "np.nan", Infinity: "np.inf", "-Infinity": "-np.inf" };
+
+/**
+ * The body as JSON, and whether it is too large to paste.
+ *
+ * @param {Object} body
+ */
+export function written(body) {
+  const json = laidOut(body);
+  return { json, isLarge: json.length > LARGE };
+}
 
 /**
  * A command that asks the same in bash.
@@ -14,33 +28,36 @@ const PYTHON_WORDS = { NaN: "np.nan", Infinity: "np.inf", "-Infinity": "-np.inf"
  * @param {boolean} keyed whether the service asks for a key
  */
 export function curl({ path, body }, url, keyed = false) {
-  const json = laidOut(body);
+  const { json, isLarge } = written(body);
   const words = ["curl", "-sS"];
   // events as they come; --json alone would take no answer but JSON
   if (path.endsWith("/sweep")) words.push("-N", "-H 'Accept: text/event-stream'");
   words.push(quoted(url.replace(/\/$/, "") + path));
   if (keyed) words.push('-H "Authorization: Bearer ${QKV_API_KEY:?holds no key}"');
-  const command = `${words.join(" ")} --json`;
-  if (json.length <= MAX_ARGUMENT) return `${command} ${quoted(json)}`;
-  return `${command} @- <<'QKV'\n${json}\nQKV`; // no line of JSON is just QKV
+  return `${words.join(" ")} --json ${isLarge ? `@${BODY}` : quoted(json)}`;
 }
 
 /**
  * A program that asks the same by `qkv.Client`.
  *
- * @param {{path: string, body: Object}} request of /v1/attention/{variant}, compare or sweep
+ * @param {Object} request
+ *   path: /v1/attention/{variant}, compare or sweep; body
+ *   files: .npy of inputs, by name, where they came in such
  * @param {string} url of the service
  * @param {boolean} keyed whether the service asks for a key
  */
-export function python({ path, body }, url, keyed = false) {
+export function python({ path, body, files = {} }, url, keyed = false) {
   const [, , kind, variant] = path.split("/");
   const write = {
-    attention: () => attend(variant, body),
-    compare: () => compare(body),
+    attention: () => attend(variant, body, files),
+    compare: () => compare(body, files),
     sweep: () => sweep(body),
   };
   const lines = write[kind]();
   const key = keyed ? ', api_key=os.environ["QKV_API_KEY"]' : "";
+  if (lines.some((line) => line.includes("body["))) {
+    lines.unshift(`body = json.loads(Path(${text(BODY)}).read_text())`);
+  }
   const head = `with Client(${text(url.replace(/\/$/, ""))}${key}) as qkv:`;
   const code = [head, ...lines.map((line) => `    ${line}`)].join("\n");
   return `${imports(code)}\n\n${code}\n`;
@@ -48,9 +65,10 @@ export function python({ path, body }, url, keyed = false) {
 
 /** What the code uses, in the order that Python's own style asks for. */
 function imports(code) {
-  const own = ["base64", "os"]
+  const own = ["base64", "json", "os"]
     .filter((name) => code.includes(`${name}.`))
     .map((n) => `import ${n}`);
+  if (code.includes("Path(")) own.push("from pathlib import Path");
   const others = [
     ["ml_dtypes", "import ml_dtypes"],
     ["np", "import numpy as np"],
@@ -61,10 +79,10 @@ function imports(code) {
     .join("\n\n");
 }
 
-function attend(variant, { inputs, parameters, layer, outputs, weights, dtype }) {
+function attend(variant, { inputs, parameters, layer, outputs, weights, dtype }, files) {
   const given = [
     text(variant),
-    ...arrays(inputs, dtype),
+    ...arrays(inputs, dtype, files),
     ...keywords(parameters),
     ...layerGiven(layer, dtype),
     ...keywords({ outputs, weights }),
@@ -76,10 +94,10 @@ function attend(variant, { inputs, parameters, layer, outputs, weights, dtype })
   ];
 }
 
-function compare({ inputs, layer, variants, anchor, repeats, rows, dtype }) {
+function compare({ inputs, layer, variants, anchor, repeats, rows, dtype }, files) {
   const given = [
     literal(variants),
-    ...arrays(inputs, dtype),
+    ...arrays(inputs, dtype, files),
     ...layerGiven(layer, dtype),
     ...keywords({ anchor, repeats }),
     ...(rows === undefined ? [] : [`rows=${literal(rows)}`]), // null: all of them
@@ -109,27 +127,36 @@ function keywords(fields) {
     .map(([name, value]) => `${name}=${literal(value)}`);
 }
 
-function arrays(tensors, dtype) {
-  return Object.entries(tensors ?? {}).map(
-    ([name, tensor]) => `${name}=${array(tensor, name, dtype)}`,
-  );
+function arrays(tensors, dtype, files) {
+  return Object.entries(tensors ?? {}).map(([name, tensor]) => {
+    const isFile = name in files && isLong(tensor);
+    const place = `body["inputs"][${text(name)}]`;
+    return `${name}=${isFile ? `np.load(${text(files[name])})` : array(tensor, name, dtype, place)}`;
+  });
 }
+
+const isLong = (tensor) => JSON.stringify(tensor).length > LARGE;
 
 function layerGiven(layer, dtype) {
   if (layer === undefined || layer === null) return [];
   if (typeof layer === "string") return [`layer=${text(layer)}`];
   const tensors = Object.entries(layer.tensors).map(
-    ([name, tensor]) => `${text(name)}: ${array(tensor, name, dtype)}`,
+    ([name, tensor]) =>
+      `${text(name)}: ${array(tensor, name, dtype, `body["layer"]["tensors"][${text(name)}]`)}`,
   );
   const rest = Object.entries(layer).filter(([name]) => name !== "tensors");
   const fields = rest.map(([name, value]) => `${text(name)}: ${literal(value)}`);
   return [`layer={${[...fields, `"tensors": {${tensors.join(", ")}}`].join(", ")}}`];
 }
 
-/** A tensor as an array: lists get the dtype that the service would give them in this place. */
-function array(tensor, name, dtype) {
+/**
+ * A tensor as an array: lists get the dtype that the service would give them. A long one is read
+ * from its place in the body.
+ */
+function array(tensor, name, dtype, place) {
+  const long = isLong(tensor);
   if (!Array.isArray(tensor)) {
-    const bytes = `base64.b64decode(${text(tensor.data)})`;
+    const bytes = `base64.b64decode(${long ? `${place}["data"]` : text(tensor.data)})`;
     return `np.frombuffer(${bytes}, ${numpy(tensor.dtype)}).reshape(${literal(tensor.shape)})`;
   }
   const floating = dtype ?? "float32";
@@ -138,7 +165,7 @@ function array(tensor, name, dtype) {
     key_lengths: "int64",
     mask: masks[typeof tensor.flat(Infinity)[0] === "boolean"],
   };
-  return `np.array(${literal(tensor)}, ${numpy(kinds[name] ?? floating)})`;
+  return `np.array(${long ? place : literal(tensor)}, ${numpy(kinds[name] ?? floating)})`;
 }
 
 function numpy(dtype) {
