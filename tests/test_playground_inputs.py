@@ -282,3 +282,16 @@ def test_a_large_request_is_saved_or_read_from_what_was_uploaded(
         "Run it in a folder that has query.npy, key.npy, value.npy."
     )
     expect(save).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [((7, 3, 4), "7 heads of 3 positions"), ((3, 7, 4), None), ((1, 8, 1, 4), None)],
+)
+def test_axes_that_may_be_swapped_are_pointed_out(
+    open_page: Open, server: Server, shape: tuple[int, ...], said: str | None
+) -> None:
+    page = uploaded(open_page(server.url), **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))
+    expect(page.locator("#tensors .swapped")).to_have_count(3 if said else 0)
+    if said:
+        expect(page.locator("#tensors .swapped").first).to_contain_text(said)

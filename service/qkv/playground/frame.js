@@ -3,6 +3,8 @@
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
 const LEAST = 11; // pixels that a name needs across its line
 const WIDEST = 110; // pixels that a cell may have
+const THIN = 4; // pixels of a cell; bars that thin touch, and show an outline
+const TIP = 3; // pixels of it
 const THICK = 12; // pixels that a bar may have
 
 /**
@@ -128,9 +130,14 @@ function rowBars(context, { values, label, most }, place, colours, at, held) {
   caption(context, colours, label, x + bars, 9, "right");
   const thick = thickness(cellHeight);
   values.forEach((value, row) => {
+    const isMarked = row === held || row === at;
+    const size = Math.max(most > 0 ? (bars * value) / most : 0, 0.5);
+    const y = top + (row + 0.5) * cellHeight - thick / 2;
+    const tip = isMarked || cellHeight >= THIN ? size : Math.min(size, TIP);
+    context.fillStyle = colours.line;
+    context.fillRect(x, y, size - tip, thick);
     context.fillStyle = row === held ? colours.accent : row === at ? colours.ink : colours.bar;
-    const size = most > 0 ? (bars * value) / most : 0;
-    context.fillRect(x, top + (row + 0.5) * cellHeight - thick / 2, Math.max(size, 0.5), thick);
+    context.fillRect(x + size - tip, y, tip, thick);
   });
   context.fillStyle = colours.line;
   context.fillRect(x - 1, top, 1, height);
@@ -141,9 +148,13 @@ function columnBars(context, { values, label, most }, place, colours, at) {
   const y = top + height + 12;
   const thick = thickness(cellWidth);
   values.forEach((value, col) => {
+    const size = Math.max(most > 0 ? (bars * Math.abs(value)) / most : 0, 0.5);
+    const x = left + (col + 0.5) * cellWidth - thick / 2;
+    const tip = col === at || cellWidth >= THIN ? size : Math.min(size, TIP);
+    context.fillStyle = colours.line;
+    context.fillRect(x, y, thick, size - tip);
     context.fillStyle = col === at ? colours.ink : colours.bar;
-    const size = most > 0 ? (bars * Math.abs(value)) / most : 0;
-    context.fillRect(left + (col + 0.5) * cellWidth - thick / 2, y, thick, Math.max(size, 0.5));
+    context.fillRect(x, y + size - tip, thick, tip);
   });
   context.fillStyle = colours.line;
   context.fillRect(left, y - 1, width, 1);
@@ -151,7 +162,7 @@ function columnBars(context, { values, label, most }, place, colours, at) {
 }
 
 /** How thick the bar of a cell is; bars that touch lie over one another, or seams would show. */
-const thickness = (cell) => (cell < 4 ? cell + 0.7 : Math.min(cell * 0.7, THICK));
+const thickness = (cell) => (cell < THIN ? cell + 0.7 : Math.min(cell * 0.7, THICK));
 
 function caption(context, { muted }, label, x, y, align) {
   context.fillStyle = muted;

@@ -213,22 +213,33 @@ function row(entry, state, changed) {
     "li",
     { class: isUsed ? "" : "idle" },
     h("span", { class: "name" }, name),
+    h("span", { class: "shape" }, shape),
     h(
       "button",
       { type: "button", class: "quiet", "aria-label": `Remove ${name}`, click: remove },
       "×",
     ),
-    h("span", { class: "shape" }, shape),
     select,
   );
   if (!isUsed) {
     item.append(h("span", { class: "hint" }, `${state.variant.variant} takes no such input`));
+  }
+  if (isSwapped(role, tensor.shape)) {
+    const [heads, length] = tensor.shape.slice(-3);
+    const words = `${heads} heads of ${length} positions: the last three axes are heads, positions, channels. Are they swapped?`;
+    item.append(h("span", { class: "hint swapped" }, words));
   }
   item.dataset.pointers = role
     .split(", ")
     .map((one) => `/inputs/${one}`)
     .join(" ");
   return item;
+}
+
+/** Whether heads and positions may be the wrong way round; one position has any number of heads. */
+function isSwapped(role, shape) {
+  const isSequence = role.split(", ").some((one) => ["query", "key", "value"].includes(one));
+  return isSequence && shape.length > 2 && shape.at(-2) > 1 && shape.at(-3) > shape.at(-2);
 }
 
 function neededRow(name) {
