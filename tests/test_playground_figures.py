@@ -199,3 +199,26 @@ def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server
     page.get_by_role("button", name="Use these").click()
     expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
     expect(heading).to_have_text("query 1")
+
+
+def test_what_there_is_shows_on_a_laptop_and_on_a_telephone(
+    open_page: Open, server: Server
+) -> None:
+    page = drawn(open_page(server.url, width=1440, height=900))
+    upload = page.locator("label[for=upload]").bounding_box()
+    go = page.locator(".go").bounding_box()
+    assert upload is not None
+    assert go is not None
+    assert upload["y"] + upload["height"] < go["y"]  # without scrolling
+    page = drawn(open_page(server.url, width=390, height=844))
+    for name in ("Weights", "Compare", "Length"):
+        expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+    page.locator("#comparison table").wait_for()
+    area = page.locator("#comparison .scroll")
+    assert area.evaluate("area => (area.scrollLeft = 9999) && area.scrollLeft > 100")
+    variant = page.locator("#comparison tbody th").first.bounding_box()
+    edge = area.bounding_box()
+    assert variant is not None
+    assert edge is not None
+    assert variant["x"] == pytest.approx(edge["x"], abs=1)  # stays, as the rest goes by
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 390
