@@ -77,7 +77,9 @@ def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Ser
     mask = np.tri(5, dtype=bool)[::-1].T.copy()
     with page.expect_request(lambda r: '"mask"' in (r.post_data or "")) as sent:
         upload.set_input_files([payload("mask.npy", npy(mask))])
-    assert sent.value.post_data_json["parameters"] == {"causal": True}  # what was set still is
+    assert (sent.value.post_data_json or {})["parameters"] == {
+        "causal": True
+    }  # what was set still is
     expect(page.locator("#tensors .name")).to_have_text(["query", "key", "value", "mask"])
     page.get_by_role("button", name="Remove key", exact=True).click()
     expect(needed).to_have_text(["key"])
