@@ -28,6 +28,7 @@ from qkv.engine import Engine
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.protocol import Protocol
+from qkv.routes.observed import Observer
 from qkv.routes.shortcuts import Asked, Shortcuts
 from qkv.run import Standing, run
 from qkv.short import Head
@@ -448,6 +449,42 @@ def test_what_is_read_together_runs_together_and_is_answered_then(
         sent.set()
         assert [caller.answer()[2] for caller in callers] == alone
     assert steps == ["run"] * len(requests) + ["reply"] * len(requests)
+
+
+def test_an_answer_that_cannot_be_written_costs_one_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of those that are answered with it."""
+    requests = [
+        request_of(*body_of(drawn(seed)), PATH, f"X-Request-ID: {seed}") for seed in range(3)
+    ]
+    id_of = Observer.id_of
+
+    def fails(observer: Observer, headers: Any) -> bytes:
+        found = id_of(observer, headers)
+        assert found != b"1"
+        return found
+
+    with ExitStack() as stack:
+        callers = [stack.enter_context(calling(server)) for _ in requests]
+        alone = []
+        for caller, request in zip(callers, requests, strict=True):
+            caller.send(request)
+            alone.append(caller.answer()[2])
+        held, sent = threading.Event(), threading.Event()
+        assert server.engine._loop is not None
+        monkeypatch.setattr(Observer, "id_of", fails)
+        server.engine._loop.call_soon_threadsafe(held.set)
+        server.engine._loop.call_soon_threadsafe(sent.wait, PATIENCE)
+        assert held.wait(PATIENCE)
+        for caller, request in zip(callers, requests, strict=True):
+            caller.send(request)
+        sent.set()
+        assert callers[2].answer()[2] == alone[2]
+        assert callers[0].answer()[2] == alone[0]
+        with pytest.raises((AssertionError, ConnectionResetError)):  # closed
+            callers[1].answer()
+    until(lambda: asked_of(server) == 0)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Final, NamedTuple, Protocol
 
@@ -10,6 +11,8 @@ from qkv.door import Place
 from qkv.routes.shortcuts import Asked, Done, Header
 
 __all__ = ["Head", "Round", "Short"]
+
+_log = logging.getLogger("qkv.short")
 
 _LONGEST: Final = 4096  # bytes of a head that is kept, for each connection
 
@@ -73,6 +76,9 @@ class Answering(Protocol):
     def answer(self) -> None:
         """Answers it, if it has not been."""
 
+    def drop(self) -> None:
+        """Ends it as it is."""
+
 
 class Round:
     """Requests that the event loop read in one look at the network: all are run, and then all are
@@ -92,4 +98,8 @@ class Round:
         for connection in waiting:
             connection.run()
         for connection in waiting:
-            connection.answer()
+            try:
+                connection.answer()
+            except Exception:  # ends one connection, and keeps nobody else's answer
+                _log.exception("an answer failed")
+                connection.drop()
