@@ -225,7 +225,7 @@ class Job:
         if self.pairs > limits.scores:
             raise TooLarge(
                 f"{self.variant.name} would compute {self.pairs} scores, one for each pair of a "
-                f"query and a key; at most {limits.scores} are computed",
+                f"query and a key, or what takes as long; at most {limits.scores} are computed",
                 limit=limits.scores,
             )
         if self.bytes_out > limits.answer:
