@@ -33,7 +33,7 @@ from run_page import (
 from service import Service, serving
 
 import qkv
-from qkv.serve import default_workers
+from qkv.cpus import usable_cpus
 
 REST_S: Final = 0.3  # longer than OpenMP threads spin
 TEXT: Final = "JSON, lists"
@@ -59,7 +59,7 @@ QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,))
 def bare(service: Service, plan: Plan) -> Iterator[Bare]:
     """One caller, in short bursts in turn with the bare call, so that a slow moment of the machine
     falls on all; a rest between them, because threads of the call before go on spinning."""
-    ways = {f"{BARE}, {n} thread{'s' * (n > 1)}": n for n in (1, default_workers())}
+    ways = {f"{BARE}, {n} thread{'s' * (n > 1)}": n for n in (1, usable_cpus())}
     for shape in plan.shapes:
         tensors = tensors_of(SHAPES[shape])
         requests = {form: asked(service.address, form, tensors) for form in FORMATS}
@@ -104,7 +104,7 @@ def clients(service: Service, plan: Plan) -> Iterator[Clients]:
 
 def weights(service: Service, plan: Plan) -> Iterator[Weights | Explicit]:
     """The whole weights at M, beside explicit attention in processes that do nothing else."""
-    cpus = default_workers()
+    cpus = usable_cpus()
     for processes, threads in dict.fromkeys([(1, cpus), (cpus, 1)]):
         rate = explicit.rate(SHAPES["M"], plan.seconds, processes, threads)
         yield Explicit(processes, threads, rate)
@@ -168,7 +168,7 @@ def main() -> None:
     given = parser.parse_args()
     plan = QUICK if given.quick else Plan()
     plan = plan._replace(seconds=given.seconds or plan.seconds)
-    cpus = default_workers()
+    cpus = usable_cpus()
     set_to = "".join(
         f", {name}={os.environ[name]}" for name in sorted(os.environ) if name[:4] == "QKV_"
     )

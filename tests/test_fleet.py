@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from qkv.cpus import usable_cpus
 from qkv.fleet import Fleet
-from qkv.serve import default_workers
 
 
 def in_a_fork(does: Callable[[], object]) -> None:
@@ -81,11 +81,11 @@ def test_a_silent_loop_and_a_busy_device_are_told_apart(
 
 def test_it_has_a_worker_for_each_cpu_that_it_may_use() -> None:
     allowed = len(os.sched_getaffinity(0))
-    assert 1 <= default_workers() <= allowed
+    assert 1 <= usable_cpus() <= allowed
     cpu = min(os.sched_getaffinity(0))
     program = (
         f"import os; os.sched_setaffinity(0, [{cpu}]);"
-        "from qkv.serve import default_workers; assert default_workers() == 1"
+        "from qkv.cpus import usable_cpus; assert usable_cpus() == 1"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -102,7 +102,7 @@ def test_the_cgroups_quota_counts(
         stream.write(quota + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr("builtins.open", lambda _, open=open: open(file))
-    assert default_workers() == expected
+    assert usable_cpus() == expected
 
 
 def test_threads_are_spare_while_one_request_is_there_and_no_other() -> None:

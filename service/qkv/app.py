@@ -21,6 +21,8 @@ from starlette.types import Message as Event
 
 from qkv import __version__, catalogue
 from qkv.arena import Arena
+from qkv.busy_poll import BusyPoll
+from qkv.cpus import usable_cpus
 from qkv.device_process import DeviceProcess
 from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
@@ -156,6 +158,8 @@ def create_app(
         worker=worker,
         shortcuts=shortcuts,
         round=Round(),
+        # on a single CPU it would be in its caller's way
+        poll=BusyPoll(worker, settings.busy_poll_us / 1e6 if usable_cpus() > 1 else 0.0),
         door=engine.door,
         keys=keys,
         observer=observer,

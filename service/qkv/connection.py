@@ -68,6 +68,8 @@ class Connection(HttpToolsProtocol):
         self._has_left = False
         self._seen: tuple[Any, int] | None = None
         self._looks = 0
+        self._is_resting = False  # nothing is sent or answered, and uvicorn has set no timer
+        self._rests = 0
         self._running: RequestResponseCycle | None = None
         self._unsent = self._unread = 0
         self._has_drained = False
@@ -190,6 +192,11 @@ class Connection(HttpToolsProtocol):
         elif self._farewell is not None and is_last:
             self._leave()
 
+    def _begin_rest(self) -> None:
+        """An answer is given that uvicorn knows nothing of."""
+        self.server_state.total_requests += 1
+        self._is_resting, self._rests = True, 0
+
     def shutdown(self) -> None:
         if self._has_left:
             self.transport.close()
@@ -203,6 +210,11 @@ class Connection(HttpToolsProtocol):
         """Ends it where it is late; called every now and then."""
         if self._is_unread():
             self.drop()
+            return
+        if self._is_resting:
+            self._rests += 1
+            if self._rests * self._watch.period > self.timeout_keep_alive:
+                self.transport.close()
             return
         seen = (self.scope, self._received >> _LEAST_BITS if self._reads == BODY else 0)
         before, self._seen = self._seen, seen

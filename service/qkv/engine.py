@@ -20,10 +20,10 @@ from qkv.door import Door
 from qkv.errors import Internal, NotNow, QkvError, TooLate
 from qkv.faults import Budget, is_out_of_memory, is_sticky, make_room, told
 from qkv.job import Job
-from qkv.ledger import Ledger
+from qkv.ledger import Alone, Ledger
 from qkv.metrics import Usage
 from qkv.queue import DEFAULT_PRIORITY, PRIORITIES, Answer, Load, Queue, Waiting
-from qkv.run import Ran, Standing, run
+from qkv.run import Standing, run
 
 __all__ = ["ANY_LOAD", "GPU_BATCH", "Answer", "Engine", "pick_device"]
 
@@ -198,27 +198,21 @@ class Engine:
             raise result
         return result
 
-    def run_standing(self, standing: Standing) -> Ran | None:
-        """Runs a job that stands ready; `answer_of` makes its answer. None where others run or
-        wait, the engine is stopping, or it fails: then it should go the long way, which says why.
-        """
-        if not self._is_free() or not self.ready:
+    def run_standing(self, standing: Standing) -> Alone | None:
+        """Runs a job that stands ready. None where others run or wait, the engine is stopping, or
+        it fails: then it should go the long way, which says why."""
+        if not self._is_free() or self._closing or self.broken.is_set():
             return None
         try:
-            return standing.run()
+            return Alone(self.ledger, standing.job, standing.run())
         except BaseException:
             return None
 
-    def answer_of(self, standing: Standing, ran: Ran) -> Answer:
-        """Counts a run of what stood ready, and makes its answer."""
-        (answer,) = self.ledger.ran([(standing.job, ran.started)], [ran])
-        return answer
-
     def _is_free(self) -> bool:
         """Whether nothing runs or waits; whatever submits jobs does so on the loop that asks, so
-        that none comes before it goes on."""
-        with self._changed:
-            return not (self._running or self._holds or self._queue.waits.requests)
+        that none comes before it goes on. What is taken runs before it waits no more: without a
+        lock, in this order."""
+        return not (self._queue.waits.requests or self._running or self._holds)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -299,10 +293,10 @@ class Engine:
         with self._changed:
             while True:
                 oldest = self._queue.oldest()
-                self._running = False
                 if oldest is not None and not self._holds:
                     self._running = True
                     return self._queue.take(oldest, self._max_batch, self._budget.bytes)
+                self._running = False
                 if self._closing and oldest is None:
                     return []
                 self._changed.wait()
@@ -327,8 +321,10 @@ class Engine:
             cause = error
         else:
             self._budget.recover(size)
-            answers = self.ledger.ran([(w.job, w.since) for w in batch], ran)
-            return list(zip(batch, answers, strict=True))
+            since = [w.since for w in batch]
+            self.ledger.ran(jobs[0], since, ran)
+            made = map(self.ledger.answer, jobs, since, ran)
+            return list(zip(batch, made, strict=True))
         if is_sticky(cause, self.device):
             _log.critical("the device has failed, and this process with it", exc_info=cause)
             failed = NotNow("the device has failed", retry_after=_AFTER_FAULT_S)

@@ -26,8 +26,10 @@ _ROW: Final = np.dtype(
         ("asked", "i8"),  # requests to run something that are not answered yet
         ("connections", "i8"),  # that it has accepted and that are open
         ("ready", "?"),  # whether it takes requests
+        ("polls", "?"),  # whether it stays awake for its only caller
         ("load", [(name, "i8") for name in Usage._fields]),  # as of its last beat
-    ]
+    ],
+    align=True,
 )
 _PULSE_S: Final = 0.25
 # CLOCK_MONOTONIC is one clock for every process of a machine
@@ -66,7 +68,8 @@ class Fleet:
         self.metrics = Metrics(models, rows)
         block = mmap.mmap(-1, _ROW.itemsize * rows + 1)  # anonymous, shared with forks
         self._rows = np.frombuffer(block, _ROW, rows)
-        self._draining = np.frombuffer(block, "?", 1, _ROW.itemsize * rows)
+        # asked for with each request, as the counts of `Worker` are: quicker to read than an array
+        self._draining = memoryview(block)[_ROW.itemsize * rows :].cast("?")
 
     def __len__(self) -> int:
         """How many workers there are."""
@@ -90,7 +93,7 @@ class Fleet:
     @property
     def draining(self) -> bool:
         """Whether new work is refused, because the service ends."""
-        return bool(self._draining[0])
+        return self._draining[0]
 
     def drain(self) -> None:
         """Refuses new work from now on."""
@@ -140,7 +143,7 @@ class Worker:
         self.fleet = fleet
         self.recorder, self.meter = recorder, meter
         self._row = row
-        self._busy, self._asked = row["busy"], row["asked"]  # views, which are quick to assign
+        self._busy, self._asked = row["busy"], row["asked"].data  # views, quick to assign
 
     async def pulse(self, load: Callable[[], Usage] = Usage) -> None:
         """Shows that the event loop turns, for ever, and what its device has to do."""
@@ -175,6 +178,17 @@ class Worker:
     def asks(self, count: int) -> None:
         """Says that so many requests more have come, or fewer are left."""
         self._asked[0] += count
+
+    def polls(self, is_polling: bool) -> None:
+        """Says whether it stays awake where it could sleep."""
+        self._row["polls"] = is_polling
+
+    @property
+    def is_only(self) -> bool:
+        """Whether no other worker is asked anything, or stays awake."""
+        rows = self.fleet.rows
+        others = int(rows["asked"].sum()) - self._asked[0] + int(rows["polls"].sum())
+        return others == int(self._row["polls"][0])
 
     def ready(self, is_ready: bool) -> None:
         """Says whether requests are taken."""

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from qkv.job import Job
 from qkv.models import Recorder
 from qkv.queue import Answer, Waiting
 from qkv.run import Ran
 
-__all__ = ["Ledger"]
+__all__ = ["Alone", "Ledger"]
+
+
+class Alone(NamedTuple):
+    """A job that ran by itself: it is answered, and then counted."""
+
+    ledger: Ledger
+    job: Job
+    ran: Ran
+
+    def answer(self) -> Answer:
+        """Its answer."""
+        return self.ledger.answer(self.job, self.ran.started, self.ran)
+
+    def record(self) -> None:
+        """Counts it, once."""
+        self.ledger.ran_alone(self.job, self.ran)
 
 
 class Ledger:
@@ -27,37 +44,42 @@ class Ledger:
         self._device = device
         self.recorder: Recorder | None = None
 
-    def ran(self, batch: Sequence[tuple[Job, float]], ran: Sequence[Ran]) -> list[Answer]:
-        """Jobs ran together.
-
-        Args:
-            batch: each with when it came, by `time.perf_counter`.
-            ran: what came of them, in the same order.
-        """
-        self._count(batch, ran)
-        return [self._answer(job, since, r) for (job, since), r in zip(batch, ran, strict=True)]
-
     def failed(self, waiting: Waiting) -> None:
         """A job was queued and has no answer: it failed, or its time was up."""
         if self.recorder is not None and waiting.job.is_inference:
             name = waiting.job.variant.name
             self.recorder.failed(name, time.perf_counter() - waiting.since)
 
-    def _count(self, batch: Sequence[tuple[Job, float]], ran: Sequence[Ran]) -> None:
-        job = batch[0][0]
+    def ran(self, job: Job, since: Sequence[float], ran: Sequence[Ran]) -> None:
+        """Jobs ran together.
+
+        Args:
+            job: one of them.
+            since: when each came, by `time.perf_counter`.
+            ran: what came of them, in the same order.
+        """
         if self.recorder is None or not job.is_inference:
             return  # it counts inferences
-        now, load, compute, split = time.perf_counter(), 0.0, 0.0, 0.0
-        requests = []
-        for (_, since), r in zip(batch, ran, strict=True):
-            # those that shared a call share its seconds: they count once for the batch
-            load += r.load_s / r.stacked
-            compute += r.compute_s / r.stacked
-            split += r.split_s / r.stacked
-            requests.append((now - since, r.started - since, r.load_s, r.compute_s, r.split_s))
-        self.recorder.ran(job.variant.name, requests, (load, compute, split))
+        now = time.perf_counter()
+        total, queue = sum(now - s for s in since), 0.0
+        together, shared = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        for came, r in zip(since, ran, strict=True):
+            queue += r.started - came
+            for i, seconds in enumerate((r.load_s, r.compute_s, r.split_s)):
+                # those that shared a call share its seconds: they count once for the batch
+                together[i] += seconds / r.stacked
+                shared[i] += seconds - seconds / r.stacked
+        self.recorder.ran(job.variant.name, len(ran), total, queue, together, shared)
 
-    def _answer(self, job: Job, since: float, ran: Ran) -> Answer:
+    def ran_alone(self, job: Job, ran: Ran) -> None:
+        """A job ran as soon as it was there."""
+        if self.recorder is not None and job.is_inference:
+            total = time.perf_counter() - ran.started
+            times = ran.load_s, ran.compute_s, ran.split_s
+            self.recorder.ran(job.variant.name, 1, total, 0.0, times)
+
+    def answer(self, job: Job, since: float, ran: Ran) -> Answer:
+        """The answer to a job that came at `since`."""
         return Answer(
             ran.outputs,
             {

@@ -14,14 +14,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from qkv.metrics import numbers
+
 __all__ = ["Models", "Recorder"]
 
 # Triton's names, in docs/protocol/extension_statistics.md; of each a count and nanoseconds
-_DURATIONS: Final = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-_STAGES: Final = _DURATIONS[3:]
-_PLAIN: Final = 4  # last_inference, inference_count, execution_count, and how many failed
-_HEAD: Final = _PLAIN + len(_DURATIONS)
-_PER_SIZE: Final = 1 + len(_STAGES)  # a count and nanoseconds, for one batch size
+_STAGES: Final = ("compute_input", "compute_infer", "compute_output")
+_SHARED: Final = 3  # behind last_inference, and of what failed how many and seconds
+_HEAD: Final = _SHARED + len(_STAGES)
+_PER_SIZE: Final = 3 + len(_STAGES)  # of batches of one size: how many, success and queue, stages
 
 
 class Models:
@@ -37,8 +38,8 @@ class Models:
         self._places = {name: place for place, name in enumerate(names)}
         shape = (workers, len(names), _HEAD + _PER_SIZE * most)
         block = mmap.mmap(-1, 8 * int(np.prod(shape)) + len(names) + 1)
-        self._counts = np.frombuffer(block, "i8", int(np.prod(shape))).reshape(shape)
-        self._unloaded = np.frombuffer(block, "?", len(names), self._counts.nbytes)
+        self._counts = np.frombuffer(block, "f8", int(np.prod(shape))).reshape(shape)
+        self._unloaded = memoryview(block)[self._counts.nbytes :].cast("?")
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -64,24 +65,26 @@ class Models:
         """The model's statistics, summed over all workers, as Triton's statistics extension has
         them: times in nanoseconds, and in milliseconds since 1970 that of the last inference."""
         counts = self._counts[:, self._places[name]]
-        total = counts.sum(0).tolist()
-        sizes = np.reshape(total[_HEAD:], (-1, _PER_SIZE)).tolist()
+        total = counts.sum(0)
+        sizes = total[_HEAD:].reshape(-1, _PER_SIZE)
+        batches = [(size, *row) for size, row in enumerate(sizes.tolist(), start=1) if row[0]]
+        inferences = sum(size * int(row[0]) for size, *row in batches)
+        success, queue, *stages = sizes[:, 1:].sum(0).tolist()
+        each = np.add(stages, total[_SHARED:_HEAD]).tolist()
+        times = dict(zip(("queue", *_STAGES), (queue, *each), strict=True))
         return {
             "last_inference": int(counts[:, 0].max()),
-            "inference_count": total[1],
-            "execution_count": total[2],
+            "inference_count": inferences,
+            "execution_count": sum(int(count) for _, count, *_ in batches),
             "inference_stats": {
-                stage: {"count": total[3 if stage == "fail" else 1], "ns": ns}
-                for stage, ns in zip(_DURATIONS, total[_PLAIN:_HEAD], strict=True)
-            },
+                "success": _lasted(inferences, success),
+                "fail": _lasted(*total[1:_SHARED].tolist()),
+            }
+            | {stage: _lasted(inferences, seconds) for stage, seconds in times.items()},
             "batch_stats": [
                 {"batch_size": size}
-                | {
-                    stage: {"count": count, "ns": ns}
-                    for stage, ns in zip(_STAGES, times, strict=True)
-                }
-                for size, (count, *times) in enumerate(sizes, start=1)
-                if count
+                | {stage: _lasted(count, s) for stage, s in zip(_STAGES, each, strict=True)}
+                for size, count, _, _, *each in batches
             ],
         }
 
@@ -90,36 +93,41 @@ class Recorder:
     """Counts what becomes of one worker's requests; safe across its threads."""
 
     def __init__(self, places: dict[str, int], counts: np.ndarray) -> None:
-        self._rows = {name: memoryview(counts[place]) for name, place in places.items()}
+        self._rows = {name: numbers(counts[place]) for name, place in places.items()}
         self._lock = threading.Lock()
 
     def ran(
-        self, name: str, requests: Sequence[Sequence[float]], together: Sequence[float]
+        self,
+        name: str,
+        size: int,
+        total: float,
+        queue: float,
+        together: Sequence[float],
+        shared: Sequence[float] = (),
     ) -> None:
         """A batch ran.
 
         Args:
             name: the model's.
-            requests: of each the seconds since it came, and of waiting, loading, computing and
-                taking apart, of all that ran with it in one call.
+            size: how many requests it was.
+            total: seconds since they came, of all.
+            queue: seconds that they waited, of all.
             together: seconds of loading, computing and taking apart, of the whole batch.
+            shared: what these come to beyond that, if each request counts what it shared with
+                others for itself; none: nothing.
         """
-        row, at = self._rows[name], _HEAD + _PER_SIZE * (len(requests) - 1)
+        row, at = self._rows[name], _HEAD + _PER_SIZE * (size - 1)
+        load, compute, split = together
         with self._lock:
-            row[0] = int(time.time() * 1e3)
-            row[1] += len(requests)
-            row[2] += 1
-            for total, queue, load, compute, split in requests:
-                row[_PLAIN] += int(total * 1e9)
-                row[_PLAIN + 2] += int(queue * 1e9)
-                row[_PLAIN + 3] += int(load * 1e9)
-                row[_PLAIN + 4] += int(compute * 1e9)
-                row[_PLAIN + 5] += int(split * 1e9)
-            load, compute, split = together
+            row[0] = time.time() * 1e3
             row[at] += 1
-            row[at + 1] += int(load * 1e9)
-            row[at + 2] += int(compute * 1e9)
-            row[at + 3] += int(split * 1e9)
+            row[at + 1] += total
+            row[at + 2] += queue
+            row[at + 3] += load
+            row[at + 4] += compute
+            row[at + 5] += split
+            for place, seconds in enumerate(shared, start=_SHARED):
+                row[place] += seconds
 
     def failed(self, name: str, total: float) -> None:
         """A request was queued and not answered: it failed, or its time was up.
@@ -130,5 +138,9 @@ class Recorder:
         """
         row = self._rows[name]
         with self._lock:
-            row[3] += 1
-            row[_PLAIN + 1] += int(total * 1e9)
+            row[1] += 1
+            row[2] += total
+
+
+def _lasted(count: float, seconds: float) -> dict[str, int]:
+    return {"count": int(count), "ns": round(seconds * 1e9)}

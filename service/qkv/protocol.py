@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import uvicorn
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
+from qkv.busy_poll import BusyPoll
 from qkv.connection import BODY, NOTHING, Connection
 from qkv.door import Door
 from qkv.errors import NotNow, QkvError
@@ -20,7 +21,7 @@ from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
 from qkv.routes.guard import Keys
-from qkv.routes.observed import Observer
+from qkv.routes.observed import Observer, said_id
 from qkv.routes.shortcuts import Asked, Reply, Shortcuts
 from qkv.short import Head, Round, Short
 from qkv.watch import Watch
@@ -50,6 +51,7 @@ class Protocol(Connection):
         worker: counts requests, and says when the service ends; then there are no short ways.
         shortcuts: what can be answered at once.
         round: of all connections of this process.
+        poll: keeps its loop awake for a lone caller.
         door: lets in what they are asked, where it does not come with its head.
         keys: who has none of them goes the long way, which refuses; None: all are let in.
         observer: sees what they answer, and all bodies that come.
@@ -67,6 +69,7 @@ class Protocol(Connection):
         worker: Worker,
         shortcuts: Shortcuts,
         round: Round,
+        poll: BusyPoll,
         door: Door,
         observer: Observer,
         keys: Keys | None = None,
@@ -74,6 +77,7 @@ class Protocol(Connection):
         super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
         self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
         self._observer, self._round, self._door = observer, round, door
+        self._poll = poll
         self._short: Short | None = None
         self._filling: _Filling | None = None
         self._piece_of: bytes | None = None  # what is parsed, where a request begins with it
@@ -86,11 +90,18 @@ class Protocol(Connection):
         A small body mostly comes with its head, and is gone by now or when this turn of the loop
         ends: only one that is waited for is counted, as those are that go the long way.
         """
-        if (head := self._head) is not None and self._comes_again(head, data):
+        if (
+            self._is_resting
+            and (head := self._head) is not None
+            and len(data) == head.length
+            and data.startswith(head.text)
+            and not self.flow.write_paused
+        ):
             self._take_again(head, data)
             return
         if self._short is not None and self._short.unparsed is not None:
             self.answer()  # before a parser goes on
+        self._is_resting = False
         self._piece_of = data if self._reads == NOTHING else None
         super().data_received(data)
         self._piece_of = None
@@ -101,27 +112,16 @@ class Protocol(Connection):
             except NotNow:
                 self._take_long_way()  # it is refused there
 
-    def _comes_again(self, head: Head, data: bytes) -> bool:
-        """Whether this is a request behind a head that came before, and nothing is in its way."""
-        return (
-            len(data) == head.length
-            and data.startswith(head.text)
-            and self._reads == NOTHING
-            and self._short is None
-            and self._farewell is None
-            and self._is_free()
-            and self._shortcuts.knows(head.asked)
-        )
-
     def _take_again(self, head: Head, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        """A request behind a head that came before, and nothing is in its way."""
+        self._is_resting = False
         self.url, self.headers = head.asked.url, head.headers
-        self._short = Short(head.asked, data)
+        self._short = short = Short(head.asked, head.known, head.id, data)
         self._worker.asks(1)
         body = memoryview(data)[len(head.text) :]
-        self._short.chunks.append(body)
+        short.chunks.append(body)
         self._observer.received(len(body))
-        self._complete(self._short)
+        self._complete(short)
 
     def on_headers_complete(self) -> None:
         if not self.check_head():
@@ -129,11 +129,12 @@ class Protocol(Connection):
         if not self._is_long and self._is_free() and self.parser.get_method() == b"POST":
             asked = Asked.of(self.url, self.headers)
             if (
-                self._shortcuts.knows(asked)
+                (known := self._shortcuts.find(asked)) is not None
                 and self.parser.get_http_version() == "1.1"
                 and (self._keys is None or self._keys.admit(self.headers))
             ):
-                self._short, self._reads = Short(asked), BODY
+                self._short = Short(asked, known, said_id(self.headers))
+                self._reads = BODY
                 self._worker.asks(1)
                 return
         self._start()
@@ -170,6 +171,7 @@ class Protocol(Connection):
 
     def on_message_begin(self) -> None:
         self.answer()  # one after the other, in their order
+        self._is_resting = False
         super().on_message_begin()
 
     def run(self) -> None:
@@ -181,7 +183,7 @@ class Protocol(Connection):
         if self._worker.fleet.draining:  # then more is to be said than the answer
             return
         try:
-            short.done = self._shortcuts.run(short.asked, short.chunks)
+            short.done = self._shortcuts.run(short.known, short.chunks)
         except Exception:  # the long way says it to the caller
             _log.exception("a shortcut failed")
 
@@ -200,8 +202,7 @@ class Protocol(Connection):
         if reply is None:
             self._take_long_way()
         else:
-            self._forget(short)
-            self._write(reply, short.since)
+            self._write(short, reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._short is not None:
@@ -220,6 +221,7 @@ class Protocol(Connection):
         """What came in short is due as well, or what is refused."""
         self.answer()
         self._take_long_way()
+        self._is_resting = False
         super().part(error)
 
     def shutdown(self) -> None:
@@ -271,6 +273,7 @@ class Protocol(Connection):
         if (short := self._short) is None:
             return
         self._forget(short)
+        self._head = None  # what is known of it may be another's by now
         self._is_long = True
         if short.unparsed is not None:
             super().data_received(short.unparsed)
@@ -288,12 +291,16 @@ class Protocol(Connection):
             short.place.leave()
         self._worker.asks(-1)
 
-    def _write(self, reply: Reply, since: float) -> None:
-        defaults = b"".join(
-            [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
-        )
-        size, id = sum(map(len, reply.body)), self._observer.id_of(self.headers)
+    def _write(self, short: Short, reply: Reply) -> None:
+        """Answers, and then does all that nobody has to wait for."""
+        size, id = sum(map(len, reply.body)), short.id or self._observer.new_id()
         last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
-        self.transport.write(b"".join((STATUS_LINE[200], defaults, reply.lines, last, *reply.body)))
-        self._observer.answered_at_once(self.url, self.headers, id, since, reply, size)
-        self.on_response_complete()
+        first = self._round.first_lines(self.server_state.default_headers)
+        self.transport.write(b"".join((first, reply.lines, last, *reply.body)))
+        self._forget(short)
+        self._begin_rest()
+        assert short.done is not None
+        self._shortcuts.count(short.done)
+        self._observer.answered_at_once(self.url, self.headers, id, short.since, reply, size)
+        if len(self.connections) == 1:
+            self._poll.begin(self.loop)

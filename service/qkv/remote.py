@@ -27,9 +27,10 @@ from qkv.errors import NotNow, from_problem
 from qkv.exchange import receive
 from qkv.fleet import Fleet
 from qkv.job import Job
+from qkv.ledger import Alone
 from qkv.metrics import Usage
 from qkv.queue import Answer, Load, Rate
-from qkv.run import Ran, Standing
+from qkv.run import Standing
 from qkv.tensors import RawTensor
 
 __all__ = ["Remote"]
@@ -138,13 +139,9 @@ class Remote:
         """No job runs in this process."""
         return False
 
-    def run_standing(self, _standing: Standing) -> Ran | None:
+    def run_standing(self, _standing: Standing) -> Alone | None:
         """None does."""
         return None
-
-    def answer_of(self, _standing: Standing, _ran: Ran) -> Answer:
-        """Nothing has run."""
-        raise AssertionError
 
     def run_now(self, _job: Job) -> Answer | None:
         """None: it has no device."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -90,10 +92,15 @@ class Standing:
         places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors.values()]
         self._first, self._last = min(p for p, _ in places), max(p for _, p in places)
         self._decided = None
-        bare = buffer is not None and not job.form.is_digest  # of which `decided` knows nothing
-        if bare and job.inputs.dtype in ("float32", "float64"):
-            self._row = torch.frombuffer(buffer, dtype=_TORCH[job.inputs.dtype])
+        self._square: Callable[[], Any] = lambda: math.inf
+        dtype = job.inputs.dtype
+        if buffer is not None and not job.form.is_digest and dtype in ("float32", "float64"):
             self._decided = job.variant.decided(job.inputs.shapes, job.parameters, job.outputs)
+            row = np.frombuffer(buffer, dtype)
+            # numpy has it sooner, and says nothing where it overflows; of float64 it takes threads
+            self._square = partial(np.vdot, row, row)
+            if dtype == "float64":
+                self._square = partial(torch.dot, torch.from_numpy(row), torch.from_numpy(row))
         self._most = job.variant.ordinary**2  # each number's square is below
 
     def run(self) -> Ran:
@@ -101,21 +108,22 @@ class Standing:
         started = time.perf_counter()
         torch.set_num_threads(1)
         # their sum is above each of them, and inf or NaN where a number is
-        if self._decided is not None and torch.dot(self._row, self._row).item() < self._most:
+        if self._decided is not None and self._square() < self._most:
             result = self._decided(**self._tensors)
             made, backend = {n: getattr(result, n) for n in self.job.outputs}, result.backend
         else:
             with torch.inference_mode():
-                made, backend = through(self.job, self._tensors, {}, None)
+                passed, backend = through(self.job, self._tensors, {}, None)
+            made = {name: self._unshared(tensor) for name, tensor in passed.items()}
         computed = time.perf_counter()
-        answers = {}
-        for name, tensor in made.items():
-            dense = tensor.contiguous()
-            if self._first <= dense.data_ptr() < self._last:
-                dense = dense.clone()
-            answers[name] = _raw(dense, *self.job.answers[name])
+        known = self.job.answers
+        answers = {name: _raw(tensor.contiguous(), *known[name]) for name, tensor in made.items()}
         times = (0.0, computed - started, time.perf_counter() - computed)
         return Ran(answers, started, *times, 1, 1, backend)
+
+    def _unshared(self, tensor: Tensor) -> Tensor:
+        """A variant may answer a view of what it was given; one that is decided makes its own."""
+        return tensor.clone() if self._first <= tensor.data_ptr() < self._last else tensor
 
 
 def _run_alone(job: Job, device: torch.device, batch_size: int, threads: int, spare: int) -> Ran:

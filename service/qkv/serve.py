@@ -28,13 +28,14 @@ from qkv import heap, port
 from qkv.acceptor import Acceptor
 from qkv.app import create_app, most_of, new_device_process, new_fleet
 from qkv.arena import Arena
+from qkv.cpus import usable_cpus
 from qkv.engine import pick_device
 from qkv.exchange import Exchange
 from qkv.fleet import Fleet, Worker
 from qkv.remote import Remote
 from qkv.settings import Settings
 
-__all__ = ["default_workers", "serve"]
+__all__ = ["serve"]
 
 _TRY = """\
 qkv serves on {url} ({device}, {workers}); Ctrl-C stops it. Try:
@@ -59,23 +60,13 @@ def serve(settings: Settings) -> int:
     heap.keep_one()
     listening = port.listen(settings.host, settings.port)
     device = _device_type(settings.device)
-    workers = settings.workers or (1 if device == "cuda" else default_workers())
+    workers = settings.workers or (1 if device == "cuda" else usable_cpus())
     is_apart = settings.device_process == "one" or (
         settings.device_process == "auto" and device == "cuda" and workers > 1
     )
     fleet = new_fleet(settings, workers, device_process=is_apart)
     arena = _new_arena(workers, settings.max_queue_bytes) if is_apart else None
     return _Parent(settings, listening, fleet, device, arena).run()
-
-
-def default_workers() -> int:
-    """The CPUs that this process may use, by affinity and by the cgroup's quota."""
-    allowed = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/cpu.max") as file:  # cgroup v2; "max 100000": no quota
-            quota, period = file.read().split()
-        allowed = min(allowed, max(1, round(int(quota) / int(period))))
-    return allowed
 
 
 def _load_tracing(settings: Settings) -> None:

@@ -134,6 +134,15 @@ class Settings(BaseSettings):
             "connection is closed.",
         ),
     ] = 30.0
+    busy_poll_us: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=100_000,
+            description="Microseconds that a worker stays awake after an answer to the service's "
+            "only caller, who then waits less for the next; 0: none.",
+        ),
+    ] = 200
     request_log: Annotated[
         Literal["off", "json"],
         Field(description="json: a line of JSON for each request, on standard output."),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
 from qkv.door import Place
-from qkv.routes.shortcuts import Asked, Done, Header
+from qkv.routes.shortcuts import Asked, Done, Header, Known
 
 __all__ = ["Head", "Round", "Short"]
 
@@ -22,6 +25,8 @@ class Short:
 
     Attributes:
         asked: what it says before its body.
+        known: what is known of such requests.
+        id: that it says it has.
         chunks: of its body.
         since: when it came, by `time.perf_counter`.
         unparsed: all of it, where no parser has seen it.
@@ -32,11 +37,14 @@ class Short:
     """
 
     __slots__ = (
-        "asked", "chunks", "done", "has_run", "is_whole", "place", "since", "unparsed",
+        "asked", "chunks", "done", "has_run", "id", "is_whole", "known", "place", "since",
+        "unparsed",
     )  # fmt: skip
 
-    def __init__(self, asked: Asked, unparsed: bytes | None = None) -> None:
-        self.asked, self.unparsed = asked, unparsed
+    def __init__(
+        self, asked: Asked, known: Known, id: bytes | None, unparsed: bytes | None = None
+    ) -> None:
+        self.asked, self.known, self.id, self.unparsed = asked, known, id, unparsed
         self.chunks: list[bytes | memoryview] = []
         self.since = time.perf_counter()
         self.is_whole = self.has_run = False
@@ -56,6 +64,8 @@ class Head(NamedTuple):
     text: bytes
     length: int
     asked: Asked
+    known: Known
+    id: bytes | None
     headers: list[Header]
 
     @classmethod
@@ -64,7 +74,7 @@ class Head(NamedTuple):
         length = data.find(b"\r\n\r\n", 0, _LONGEST) + 4
         if length < 4 or len(short.chunks) != 1 or length + len(short.chunks[0]) != len(data):
             return None
-        return cls(data[:length], len(data), short.asked, headers)
+        return cls(data[:length], len(data), short.asked, short.known, short.id, headers)
 
 
 class Answering(Protocol):
@@ -86,6 +96,17 @@ class Round:
 
     def __init__(self) -> None:
         self._waiting: list[Answering] = []
+        self._headers: Sequence[Header] = ()
+        self._first = b""
+
+    def first_lines(self, headers: Sequence[Header]) -> bytes:
+        """What answers begin with; `headers` are the same object until others hold, which is once
+        a second."""
+        if headers is not self._headers:
+            self._headers = headers
+            lines = [b"%b: %b\r\n" % header for header in headers]
+            self._first = b"".join((STATUS_LINE[200], *lines))
+        return self._first
 
     def add(self, connection: Answering, loop: asyncio.AbstractEventLoop) -> None:
         """One more, whose request is whole."""

@@ -40,10 +40,10 @@ class Watch:
     """
 
     def __init__(self, patience_s: float, unread_s: float) -> None:
-        self._period = min(1.0, patience_s / 4, unread_s / 4)
-        self.patience = math.ceil(patience_s / self._period)
-        self.unread = math.ceil(unread_s / self._period)
-        self.linger = math.ceil(_LINGER_S / self._period)
+        self.period = min(1.0, patience_s / 4, unread_s / 4)
+        self.patience = math.ceil(patience_s / self.period)
+        self.unread = math.ceil(unread_s / self.period)
+        self.linger = math.ceil(_LINGER_S / self.period)
         self._open: set[_Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -58,7 +58,7 @@ class Watch:
         self._open.discard(connection)
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_later(self._period, self._look, loop)
+        self._timer = loop.call_later(self.period, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None

@@ -22,7 +22,7 @@ from qkv.routes.shortcuts import Header, Reply
 if TYPE_CHECKING:
     from qkv.tracing import Traces
 
-__all__ = ["Observed", "Observer", "fails", "request_id"]
+__all__ = ["Observed", "Observer", "fails", "request_id", "said_id"]
 
 _ID: Final = b"x-request-id"
 _IS_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
@@ -62,6 +62,11 @@ def request_id() -> str:
     return "?" if seen is None else seen.id.decode()
 
 
+def said_id(headers: Iterable[Header]) -> bytes | None:
+    """The id that a request says it has; None where it says none, or none that may be echoed."""
+    return next((value for name, value in headers if name == _ID and _IS_ID(value)), None)
+
+
 class Observer:
     """Ids, counts, log and traces of one process's requests.
 
@@ -80,11 +85,8 @@ class Observer:
         self._numbers = itertools.count(1)
         self.received = meter.received
 
-    def id_of(self, headers: Iterable[Header]) -> bytes:
-        """The id that a request has, or a new one where it has none, or none that may be echoed."""
-        for name, value in headers:
-            if name == _ID and _IS_ID(value):
-                return value
+    def new_id(self) -> bytes:
+        """An id for a request that says none."""
         return b"%b%08x" % (self._prefix, next(self._numbers))
 
     def answered_at_once(
@@ -149,7 +151,7 @@ class Observed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        seen = _Seen(self._observer.id_of(scope["headers"]))
+        seen = _Seen(said_id(scope["headers"]) or self._observer.new_id())
         _seen.set(seen)  # each request has a task, and with it a context, of its own
 
         async def watched(message: Message) -> None:

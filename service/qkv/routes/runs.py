@@ -12,12 +12,13 @@ from qkv.door import Place
 from qkv.engine import Engine
 from qkv.errors import Left, TooLate, Unparseable, shown
 from qkv.job import Job, Limits
+from qkv.ledger import Alone
 from qkv.message import Message
 from qkv.metrics import Meter
 from qkv.queue import Answer
 from qkv.remote import Remote
 from qkv.routes.body import elsewhere
-from qkv.run import Ran, Standing
+from qkv.run import Standing
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
 
@@ -28,6 +29,7 @@ __all__ = [
     "Runs",
     "left",
     "limits_of",
+    "result_of",
     "unless_left",
 ]
 
@@ -151,7 +153,10 @@ class Runs:
             except TooLate:
                 assert wait_s is not None
                 raise TooLate(f"the device was not free within {wait_s * 1e3:g} ms") from None
-        return self._result(answer, received, job)
+        result = result_of(answer, received, job)
+        queue_ms, compute_ms = result.timing["queue_ms"], result.timing["compute_ms"]
+        self._meter.ran(job.variant.name, queue_ms / 1e3, compute_ms / 1e3)
+        return result
 
     def patience_of(self, request: Request) -> float | None:
         """Seconds that a request may wait for its turn, by its header and the settings; None: any
@@ -183,20 +188,21 @@ class Runs:
         """Whether such a job runs as soon as it is there, if nothing else does."""
         return self._engine.runs_now(job)
 
-    def run_standing(self, standing: Standing) -> Ran | None:
+    def run_standing(self, standing: Standing) -> Alone | None:
         """Runs what stands ready, as `Engine.run_standing` does."""
         return self._engine.run_standing(standing)
 
-    def result_of(self, standing: Standing, ran: Ran, received: float) -> Result:
-        """What came of it."""
-        return self._result(self._engine.answer_of(standing, ran), received, standing.job)
+    def count_standing(self, alone: Alone) -> None:
+        """Counts what stood ready and ran, once it is answered; it did not wait."""
+        alone.record()
+        self._meter.ran(alone.job.variant.name, 0.0, alone.ran.compute_s)
 
-    def _result(self, answer: Answer, received: float, job: Job) -> Result:
-        """What came of a run whose request's last byte came at `received`."""
-        timing = answer.timing
-        timing["total_ms"] = (time.perf_counter() - received) * 1e3
-        self._meter.ran(job.variant.name, timing["queue_ms"] / 1e3, timing["compute_ms"] / 1e3)
-        return Result(answer.outputs, timing, job.marks)
+
+def result_of(answer: Answer, received: float, job: Job) -> Result:
+    """What came of a run whose request's last byte came at `received`."""
+    timing = answer.timing
+    timing["total_ms"] = (time.perf_counter() - received) * 1e3
+    return Result(answer.outputs, timing, job.marks)
 
 
 def limits_of(settings: Settings) -> Limits:

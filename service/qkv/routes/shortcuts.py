@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from qkv.job import Job
+from qkv.ledger import Alone
 from qkv.routes.bodies import Chunk, Laid, Layout, Room
 from qkv.routes.prepared import LONGEST_HEAD
-from qkv.routes.runs import Result, Runs
-from qkv.run import Ran, Standing
+from qkv.routes.runs import Result, Runs, result_of
+from qkv.run import Standing
 from qkv.tensors import RawTensor
 
-__all__ = ["Asked", "Done", "Header", "Reply", "Shortcuts"]
+__all__ = ["Asked", "Done", "Header", "Known", "Reply", "Shortcuts"]
 
 Header = tuple[bytes, bytes]
 
@@ -82,11 +83,11 @@ class Done(NamedTuple):
     """What has run, and when its last byte was seen."""
 
     plan: _Plan
-    ran: Ran
+    alone: Alone
     received: float
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """How bodies behind one url and its headers are told apart, and plans by their words."""
 
     layout: Layout
@@ -106,27 +107,30 @@ class Shortcuts:
 
     def __init__(self, runs: Runs) -> None:
         self._runs, self._room = runs, Room()
-        self._known: OrderedDict[Asked, _Known] = OrderedDict()
+        self._known: OrderedDict[Asked, Known] = OrderedDict()
 
-    def knows(self, asked: Asked) -> bool:
-        """Whether such a request came before; only then may it be asked for an answer."""
-        return asked in self._known
+    def find(self, asked: Asked) -> Known | None:
+        """What is known of such a request; None: none came before."""
+        return self._known.get(asked)
 
-    def run(self, asked: Asked, chunks: Sequence[Chunk]) -> Done | None:
+    def run(self, known: Known, chunks: Sequence[Chunk]) -> Done | None:
         """Runs what a body asks for; None where it has to go the long way."""
         received = time.perf_counter()
-        known = self._known.get(asked)
-        words = known and known.layout.lay(chunks, self._room)
-        plan = known.plans.get(words) if known and words else None
+        words = known.layout.lay(chunks, self._room)
+        plan = None if words is None else known.plans.get(words)
         if plan is None or not plan.is_open():
             return None
-        ran = self._runs.run_standing(plan.standing)
-        return None if ran is None else Done(plan, ran, received)
+        alone = self._runs.run_standing(plan.standing)
+        return None if alone is None else Done(plan, alone, received)
 
     def reply(self, done: Done) -> Reply:
-        """The answer to what was run."""
-        plan, ran, received = done
-        return plan.written(self._runs.result_of(plan.standing, ran, received))
+        """The answer to what was run; to be counted once it is given."""
+        plan, alone, received = done
+        return plan.written(result_of(alone.answer(), received, alone.job))
+
+    def count(self, done: Done) -> None:
+        """Counts what was run and answered."""
+        self._runs.count_standing(done.alone)
 
     def keep(
         self,
@@ -151,7 +155,7 @@ class Shortcuts:
             return
         known = self._known.get(asked)
         if known is None or known.layout != laid.layout:
-            known = self._known[asked] = _Known(laid.layout, OrderedDict())
+            known = self._known[asked] = Known(laid.layout, OrderedDict())
         inputs, room = job.inputs.tensors, self._room.data
         tensors = {
             name: RawTensor(inputs[name].dtype, inputs[name].shape, room[first:last])
