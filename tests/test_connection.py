@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from conftest import PATIENCE, Server, serving, until
-from test_protocol import PATH, body_of, drawn, request_of
+from test_protocol import PATH, body_of, calling, drawn, request_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
@@ -262,16 +262,31 @@ def test_the_shortest_way_waits_no_longer(hasty: Server) -> None:
     until(lambda: worker.fleet.asked == 0)
 
 
-def test_who_is_only_slow_is_answered(hasty: Server) -> None:
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
+def test_a_body_past_any_parser_is_waited_for_no_longer(
+    hasty: Server, shape: tuple[int, ...]
+) -> None:
+    worker = hasty.app.state.protocol.keywords["worker"]
+    request = request_of(*body_of(drawn(0, shape)))
+    with calling(hasty) as caller:
+        for _ in range(3):
+            caller.send(request)
+            caller.answer()
+        caller.send(request[:-100])
+        assert [status for status, *_ in answers(caller.socket)] == [408]
+    until(lambda: worker.fleet.asked == 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 128, 64), (1, 4, 256, 128)])
+def test_who_is_only_slow_is_answered(hasty: Server, shape: tuple[int, ...]) -> None:
     """A body that takes longer than a head may, each part of it in time."""
-    array = drawn(0, (1, 4, 256, 128))
-    body, length = body_of(array)
-    request = request_of(body, length)
-    with connected(hasty) as connection:
-        for i in range(0, len(request), 100_000):
-            connection.sendall(request[i : i + 100_000])
-            time.sleep(0.15)
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    request = request_of(*body_of(drawn(0, shape)))
+    with calling(hasty) as caller:
+        for _ in range(2):
+            for i in range(0, len(request), 100_000):
+                caller.send(request[i : i + 100_000])
+                time.sleep(0.15)
+            caller.answer()
 
 
 def test_who_waits_for_the_device_is_not_late(hasty: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 import signal
@@ -208,7 +209,8 @@ def test_what_is_decided_once_has_the_bits_of_what_is_decided_each_time(dtype: s
     """Heads, groups, parameters; and numbers for which it is to be decided anew."""
     random, limits = np.random.default_rng(0), Limits(answer=1 << 30, request=1 << 30)
     backends = []
-    for turn in range(200):
+    asked = (["output"], ["output"], ["output", "weights"], ["weights", "scores"])
+    for turn in range(400):
         G, K, L, S, D = (int(random.choice([1, 2, 3, 7, 16, 33])) for _ in range(5))
         E = D if random.random() < 0.8 else D + 1
         shapes = (1, G * K, L, D), (1, G, S, D), (1, G, S, E)
@@ -224,16 +226,24 @@ def test_what_is_decided_once_has_the_bits_of_what_is_decided_each_time(dtype: s
         for name, array in zip(NAMES, arrays, strict=True):
             view = buffer[at : (at := at + array.nbytes)]
             tensors[name] = RawTensor(dtype, array.shape, view)
-        fields = {"outputs": ["output"], "parameters": given[turn % len(given)]}
+        outputs = asked[random.integers(len(asked))]
+        fields = {"outputs": outputs, "parameters": given[turn % len(given)]}
         job = Job.of("softmax", Message(fields, tensors), limits)
         (alone,) = run([job], torch.device("cpu"), False)
         ready = Standing(job, buffer)
         for _ in range(2):
             again = ready.run()
             assert again.backend == alone.backend
-            assert again.outputs["output"].data == alone.outputs["output"].data
-        backends.append((ready._decided is not None, alone.backend))
-    assert {(True, "sdpa"), (True, "explicit"), (False, "sdpa"), (False, "explicit")} == {*backends}
+            assert again.outputs.keys() == {*outputs}
+            for name in outputs:
+                assert again.outputs[name].data == alone.outputs[name].data, (name, shapes)
+        backends.append((outputs[0] == "output", ready._decided is not None, alone.backend))
+    decided = {(is_first, backend) for is_first, is_decided, backend in backends if is_decided}
+    assert decided == {(True, "sdpa"), (True, "explicit"), (False, "explicit")}
+    assert {backend for _, is_decided, backend in backends if not is_decided} == {
+        "sdpa",
+        "explicit",
+    }
 
 
 def native_of(
@@ -630,6 +640,45 @@ def test_large_bodies_come_whole_however_they_come(server: Server, ran: list[Sta
         until(lambda: asked_of(server) == 0)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 128, 64), (1, 8, 1024, 32)])
+def test_what_comes_in_pieces_is_counted_once(server: Server, shape: tuple[int, ...]) -> None:
+    """By parsers or past them, with the next request close behind."""
+    received = server.app.state.protocol.keywords["observer"]._meter._totals
+    body, length = body_of(drawn(0, shape))
+    request = request_of(body, length)
+    head = len(request) - len(body)
+    with calling(server) as caller:
+        caller.send(request)
+        first = caller.answer()[2]
+        for cuts in ([head], [head + 9], [head + 1, head + 77], [head // 2, len(request) - 1]):
+            before, ends = received[0], [0, *cuts, len(request)]
+            for begin, end in itertools.pairwise(ends):
+                caller.send(request[begin:end])
+                time.sleep(0.02)
+            assert caller.answer()[2] == first
+            assert received[0] - before == len(body)
+        caller.send(request[: head + 9])
+        time.sleep(0.02)
+        caller.send(request[head + 9 :] + request)
+        assert caller.answer()[2] == caller.answer()[2] == first
+
+
+def test_a_head_by_itself_that_came_before_is_not_parsed_again(
+    server: Server, unparsed: list[bytes]
+) -> None:
+    """As Python's clients send it."""
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    head = request[: -len(body)]
+    with calling(server) as caller:
+        for _ in range(4):
+            caller.send(head)
+            time.sleep(0.02)
+            caller.send(body)
+            caller.answer()
+    assert unparsed == [head, head]
+
+
 def test_who_leaves_in_the_middle_is_forgotten(server: Server, ran: list[Standing]) -> None:
     request = request_of(*body_of(drawn(0)))
     with calling(server) as caller:
@@ -644,16 +693,21 @@ def test_who_leaves_in_the_middle_is_forgotten(server: Server, ran: list[Standin
     assert not ran
 
 
-def test_a_body_that_comes_in_while_the_service_ends_is_answered() -> None:
-    request = request_of(*body_of(drawn(0)))
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
+def test_a_body_that_comes_in_while_the_service_ends_is_answered(
+    shape: tuple[int, ...], before: int
+) -> None:
+    """Whether a parser has seen its head, or that came before, or goes the long way."""
+    request = request_of(*body_of(drawn(0, shape)))
     with running("serve", "--port", "0", "--workers", "1") as process:
         url = httpx.URL(process.url)
         assert url.port is not None
         with socket.create_connection((url.host, url.port), PATIENCE) as connection:
             caller = Caller(connection)
-            caller.send(request, request)
-            first = caller.answer()[2]
-            assert caller.answer()[2] == first
+            for _ in range(before):
+                caller.send(request)
+                first = caller.answer()[2]
             caller.send(request[:-1000])
             time.sleep(0.2)  # for these bytes to be read
             process.popen.send_signal(signal.SIGTERM)

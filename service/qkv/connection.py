@@ -260,13 +260,17 @@ class Connection(HttpToolsProtocol):
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle and self.timeout_keep_alive_task is None
 
+    def parse_anew(self) -> None:
+        """Has what comes next read as a request."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
     def _head_without_upgrade(self) -> bytes:
         """The head that has come, as if it asked for no other protocol; a parser stops where
         another begins, so that it needs one of its own."""
         self._is_upgrade = False
         method, version = self.parser.get_method(), self.parser.get_http_version()
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parse_anew()
         kept = [h for h in self.headers if h[0] not in (b"upgrade", b"connection")]
         named = b",".join(value for name, value in self.headers if name == b"connection")
         if b"close" in [token.strip().lower() for token in named.split(b",")]:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final
 
+import numpy as np
 import uvicorn
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -17,6 +18,7 @@ from qkv.busy_poll import BusyPoll
 from qkv.connection import BODY, NOTHING, Connection
 from qkv.door import Door
 from qkv.errors import NotNow, QkvError
+from qkv.filling import Filling
 from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
@@ -30,12 +32,7 @@ __all__ = ["Protocol"]
 
 _log = logging.getLogger("qkv.protocol")
 
-
-class _Filling(NamedTuple):
-    """What is still to be filled of a body's buffer, and who waits for it."""
-
-    buffer: memoryview
-    done: asyncio.Future[bool]
+_JOINED: Final = 1 << 16  # bytes; less is copied sooner than it is written in pieces
 
 
 class Protocol(Connection):
@@ -79,7 +76,7 @@ class Protocol(Connection):
         self._observer, self._round, self._door = observer, round, door
         self._poll = poll
         self._short: Short | None = None
-        self._filling: _Filling | None = None
+        self._filling: Filling | None = None
         self._piece_of: bytes | None = None  # what is parsed, where a request begins with it
         self._head: Head | None = None
         self._is_long = False  # what is parsed goes the long way
@@ -93,7 +90,7 @@ class Protocol(Connection):
         if (
             self._is_resting
             and (head := self._head) is not None
-            and len(data) == head.length
+            and len(data) <= head.length
             and data.startswith(head.text)
             and not self.flow.write_paused
         ):
@@ -104,13 +101,11 @@ class Protocol(Connection):
         self._is_resting = False
         self._piece_of = data if self._reads == NOTHING else None
         super().data_received(data)
-        self._piece_of = None
         short = self._short
-        if short is not None and not short.is_whole and short.place is None:
-            try:
-                short.place = self._door.enter(short.asked.size)
-            except NotNow:
-                self._take_long_way()  # it is refused there
+        if short is not None and not short.is_whole and self._farewell is None:
+            self._keep_head(short)
+            self._await(short)
+        self._piece_of = None
 
     def _take_again(self, head: Head, data: bytes) -> None:
         """A request behind a head that came before, and nothing is in its way."""
@@ -121,7 +116,28 @@ class Protocol(Connection):
         body = memoryview(data)[len(head.text) :]
         short.chunks.append(body)
         self._observer.received(len(body))
-        self._complete(short)
+        self._received += len(data)
+        if len(data) == head.length:
+            self._complete(short)
+        else:
+            self._await(short)
+
+    def _keep_head(self, short: Short) -> None:
+        """What began with its first piece may begin with the same bytes again."""
+        if self._piece_of is not None:
+            self._head = Head.of(self._piece_of, short, self.headers) or self._head
+
+    def _await(self, short: Short) -> None:
+        """More of its body is to come, and needs no parser."""
+        try:
+            short.place = self._door.enter(short.asked.size)
+        except NotNow:
+            self._take_long_way()  # it is refused there
+            return
+        rest = np.empty(short.asked.size - sum(map(len, short.chunks)), np.uint8).data
+        short.chunks.append(rest)
+        self._reads = BODY
+        self._fill(rest)
 
     def on_headers_complete(self) -> None:
         if not self.check_head():
@@ -145,8 +161,6 @@ class Protocol(Connection):
             self._observer.received(len(body))
         if self._short is not None:
             self._short.chunks.append(body)
-        elif self._filling is not None:
-            self._fill(body)
         else:
             super().on_body(body)
 
@@ -155,8 +169,7 @@ class Protocol(Connection):
             super().on_message_complete()
             return
         self._reads = NOTHING
-        if self._piece_of is not None:
-            self._head = Head.of(self._piece_of, self._short, self.headers) or self._head
+        self._keep_head(self._short)
         self._complete(self._short)
 
     def _complete(self, short: Short) -> None:
@@ -208,7 +221,8 @@ class Protocol(Connection):
         if self._short is not None:
             self._forget(self._short)
         if self._filling is not None:
-            self._filled(False)
+            self._filling.end(False)
+            self._filling = None
         super().connection_lost(exc)
 
     def drop(self) -> None:
@@ -221,6 +235,7 @@ class Protocol(Connection):
         """What came in short is due as well, or what is refused."""
         self.answer()
         self._take_long_way()
+        self._stop_filling()
         self._is_resting = False
         super().part(error)
 
@@ -244,29 +259,40 @@ class Protocol(Connection):
 
     def _rest(self, cycle: RequestResponseCycle, buffer: memoryview) -> asyncio.Future[bool]:
         """A `Rest` of the request that a cycle answers."""
-        self._filling = _Filling(buffer, self.loop.create_future())
-        filling, came = self._filling, cycle.body
-        cycle.body = bytearray()
-        if cycle.disconnected:
-            self._filled(False)
+        came, cycle.body = cycle.body, bytearray()
+        buffer[: len(came)] = came
+        done = self.loop.create_future()
+        if cycle.disconnected or len(came) == len(buffer):
+            done.set_result(not cycle.disconnected)
         else:
-            self._fill(came)
+            self._fill(buffer[len(came) :], done)
             self.flow.resume_reading()
-        return filling.done
+        return done
 
-    def _fill(self, piece: bytes | bytearray) -> None:
-        assert self._filling is not None
-        buffer = self._filling.buffer
-        buffer[: len(piece)] = piece
-        self._filling = self._filling._replace(buffer=buffer[len(piece) :])
-        if len(piece) == len(buffer):
-            self._filled(True)
+    def _fill(self, buffer: memoryview, done: asyncio.Future[bool] | None = None) -> None:
+        self._filling = Filling(self, buffer, done)
+        self.transport.set_protocol(self._filling)
 
-    def _filled(self, is_whole: bool) -> None:
-        assert self._filling is not None
-        if not self._filling.done.done():
-            self._filling.done.set_result(is_whole)
+    def took(self, count: int) -> None:
+        """So many bytes of a body came that is being filled."""
+        self._received += count
+        self._observer.received(count)
+
+    def filled(self) -> None:
+        """All of a body came, and no parser has seen it."""
         self._filling = None
+        self.transport.set_protocol(self)
+        self.parse_anew()
+        self.on_message_complete()
+
+    def _stop_filling(self) -> bytes:
+        """What has come of what is filled, and no parser has seen."""
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return b""
+        filling.end(False)
+        self.transport.set_protocol(self)
+        return bytes(filling.came)
 
     def _take_long_way(self) -> None:
         """Gives what came in short, if anything did, to uvicorn."""
@@ -275,14 +301,20 @@ class Protocol(Connection):
         self._forget(short)
         self._head = None  # what is known of it may be another's by now
         self._is_long = True
+        if self._filling is not None:
+            short.chunks.pop()
+        unseen = self._stop_filling()
         if short.unparsed is not None:
-            super().data_received(short.unparsed)
+            for piece in (short.unparsed, *short.chunks[1:]):
+                super().data_received(bytes(piece))
         else:
             self._start()
             for chunk in short.chunks:
                 super().on_body(bytes(chunk))
             if short.is_whole:
                 super().on_message_complete()
+        if unseen:
+            super().data_received(unseen)
         self._is_long = False
 
     def _forget(self, short: Short) -> None:
@@ -296,7 +328,11 @@ class Protocol(Connection):
         size, id = sum(map(len, reply.body)), short.id or self._observer.new_id()
         last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
         first = self._round.first_lines(self.server_state.default_headers)
-        self.transport.write(b"".join((first, reply.lines, last, *reply.body)))
+        head = b"".join((first, reply.lines, last))
+        if size > _JOINED:
+            self.transport.writelines((head, *reply.body))
+        else:
+            self.transport.write(b"".join((head, *reply.body)))
         self._forget(short)
         self._begin_rest()
         assert short.done is not None

@@ -29,7 +29,7 @@ class Short:
         id: that it says it has.
         chunks: of its body.
         since: when it came, by `time.perf_counter`.
-        unparsed: all of it, where no parser has seen it.
+        unparsed: its first piece, where no parser has seen it.
         is_whole: its last byte is there.
         has_run: it has been run, or cannot be.
         done: what came of it.
@@ -70,11 +70,12 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes, short: Short, headers: list[Header]) -> Head | None:
-        """What a request began with; None where more or less than it came, or it is long."""
+        """What a request's first piece began with; None where it is no such piece, or long."""
         length = data.find(b"\r\n\r\n", 0, _LONGEST) + 4
-        if length < 4 or len(short.chunks) != 1 or length + len(short.chunks[0]) != len(data):
+        if length < 4 or length + sum(map(len, short.chunks)) != len(data):
             return None
-        return cls(data[:length], len(data), short.asked, short.known, short.id, headers)
+        whole = length + short.asked.size
+        return cls(data[:length], whole, short.asked, short.known, short.id, headers)
 
 
 class Answering(Protocol):

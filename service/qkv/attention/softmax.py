@@ -158,26 +158,37 @@ def attend(
 def decided(
     shapes: Mapping[str, tuple[int, ...]], parameters: Any, outputs: frozenset[str]
 ) -> Callable[..., Softmax] | None:
-    """What `attend` comes to for inputs of these shapes and numbers below 1e9: the bare kernel;
-    None where it may be more than that."""
-    if set(shapes) != {"query", "key", "value"} or outputs != {"output"}:
+    """What `attend` comes to for inputs of these shapes and numbers below 1e9: the bare kernel, or
+    where weights are asked for, the bare products; None where it may be more than that."""
+    if set(shapes) != {"query", "key", "value"}:
         return None
-    (B, H, _, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
+    (B, H, L, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
     scale = D**-0.5 if parameters.scale is None else parameters.scale
     more = ("softcap", "window", "dropout", "query_offset")
-    if D != E or scale < 1e-30 or B * H * S > _kernel.BIAS_ELEMENTS:
+    if scale < 1e-30 or B * H * S > _kernel.BIAS_ELEMENTS:
         return None
     if any(getattr(parameters, name) for name in more):
         return None
     causal, grouped = parameters.causal, H != G
 
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
+    def fused(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
         made = scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
         )
         return Softmax(made, backend="sdpa")
 
-    return run
+    def explicit(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
+        query = query.unflatten(1, (G, -1))
+        scores = torch.einsum("bgkld,bgsd->bgkls", query, key).mul_(scale)
+        weights, made = torch.softmax(scores, dim=-1), None
+        if "output" in outputs:
+            made = torch.einsum("bgkls,bgse->bgkle", weights, value).flatten(1, 2)
+        return Softmax(made, weights.flatten(1, 2), scores.flatten(1, 2))
+
+    if outputs == {"output"}:
+        return fused if D == E else None
+    is_one_block = len(row_blocks(L, B * H * S, _SCORE_ELEMENTS)) == 1
+    return explicit if is_one_block and not causal and L * S * D * E else None
 
 
 def weights(
