@@ -375,17 +375,35 @@ def test_what_changes_no_answer_changes_no_way(server: Server, ran: list[Standin
     assert len(ran) == 4
 
 
-def test_when_the_device_is_busy_it_waits_its_turn(server: Server, ran: list[Standing]) -> None:
-    request = request_of(*body_of(drawn(0)))
-    with calling(server) as caller:
-        caller.send(request)
-        first = caller.answer()[2]
-        ran.clear()
-        with server.engine.hold():
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("before", [1, 2])
+def test_when_the_device_is_busy_it_waits_its_turn(
+    server: Server, ran: list[Standing], before: int, others: int
+) -> None:
+    """However much of it a parser has seen, and the connection goes on."""
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    head = len(request) - len(body)
+    for cut in (0, head - 5, head, head + 9):
+        with ExitStack() as stack:
+            caller, *_ = [stack.enter_context(calling(server)) for _ in range(1 + others)]
+            for _ in range(before):
+                caller.send(request)
+                first = caller.answer()[2]
+            ran.clear()
+            for _ in range(2):
+                with server.engine.hold():
+                    caller.send(request[:cut])
+                    time.sleep(0.02)
+                    caller.send(request[cut:])
+                    server.await_waiting(1)
+                headers, _, data = caller.answer()
+                assert data == first
+                assert "connection" not in headers
+            assert not ran
             caller.send(request)
-            server.await_waiting(1)
-        assert caller.answer()[2] == first
-    assert not ran
+            assert caller.answer()[2] == first
+            assert ran
 
 
 def test_what_fails_there_is_told_so_by_the_long_way(

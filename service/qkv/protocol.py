@@ -80,6 +80,7 @@ class Protocol(Connection):
         self._piece_of: bytes | None = None  # what is parsed, where a request begins with it
         self._head: Head | None = None
         self._is_long = False  # what is parsed goes the long way
+        self._is_behind = False  # a body has gone past the parser
 
     def data_received(self, data: bytes) -> None:
         """A request that begins with the very bytes of the last one's head needs no parser.
@@ -96,11 +97,10 @@ class Protocol(Connection):
         ):
             self._take_again(head, data)
             return
-        if self._short is not None and self._short.unparsed is not None:
-            self.answer()  # before a parser goes on
+        self.answer()  # before a parser goes on
         self._is_resting = False
         self._piece_of = data if self._reads == NOTHING else None
-        super().data_received(data)
+        self._parse(data)
         short = self._short
         if short is not None and not short.is_whole and self._farewell is None:
             self._keep_head(short)
@@ -280,10 +280,17 @@ class Protocol(Connection):
 
     def filled(self) -> None:
         """All of a body came, and no parser has seen it."""
-        self._filling = None
+        self._filling, self._is_behind = None, True
         self.transport.set_protocol(self)
-        self.parse_anew()
         self.on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        """Where the last body went past the parser, that waits for it still, and is asked for what
+        it knows of its request; until the next."""
+        if self._is_behind:
+            self._is_behind = False
+            self.parse_anew()
+        super().data_received(data)
 
     def _stop_filling(self) -> bytes:
         """What has come of what is filled, and no parser has seen."""
@@ -306,7 +313,7 @@ class Protocol(Connection):
         unseen = self._stop_filling()
         if short.unparsed is not None:
             for piece in (short.unparsed, *short.chunks[1:]):
-                super().data_received(bytes(piece))
+                self._parse(bytes(piece))
         else:
             self._start()
             for chunk in short.chunks:
@@ -314,7 +321,7 @@ class Protocol(Connection):
             if short.is_whole:
                 super().on_message_complete()
         if unseen:
-            super().data_received(unseen)
+            self._parse(unseen)
         self._is_long = False
 
     def _forget(self, short: Short) -> None:
