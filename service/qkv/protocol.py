@@ -173,12 +173,11 @@ class Protocol(Connection):
         self._complete(self._short)
 
     def _complete(self, short: Short) -> None:
-        """All of it is there."""
+        """All of it is there; what others have sent is read before it is answered: a caller who is
+        quick to ask again would be read again and again."""
         short.is_whole = True
-        if len(short.chunks) == 1 and len(self.connections) > 1:
-            self._round.add(
-                self, self.loop
-            )  # of small bodies, those that others have sent are read first
+        if len(self.connections) > 1:
+            self._round.add(self, self.loop)
         else:
             self.answer()
 
