@@ -105,7 +105,7 @@ def clients(service: Service, plan: Plan) -> Iterator[Clients]:
 def weights(service: Service, plan: Plan) -> Iterator[Weights | Explicit]:
     """The whole weights at M, beside explicit attention in processes that do nothing else."""
     cpus = usable_cpus()
-    for processes, threads in dict.fromkeys([(1, cpus), (cpus, 1)]):
+    for processes, threads in dict.fromkeys([(1, 1), (1, cpus), (cpus, 1)]):
         rate = explicit.rate(SHAPES["M"], plan.seconds, processes, threads)
         yield Explicit(processes, threads, rate)
     for form in ("V2 binary", "safetensors"):

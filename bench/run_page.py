@@ -140,13 +140,15 @@ def _clients(rows: list[Clients]) -> str:
 
 
 def _weights(rows: list[Weights | Explicit]) -> str:
-    best = max(row.rate for row in rows if isinstance(row, Explicit))
+    plain = [row for row in rows if isinstance(row, Explicit)]
+    best = max(row.rate for row in plain)
+    one = next(row.rate for row in plain if row.processes == row.threads == 1)
     head = ["", "clients", "requests/s", "of explicit", "ms: median", "attention"]
     head += ["queue and transfer", "rest in the service", "outside it"]
     cells, reached = [], []
     for row in rows:
         if isinstance(row, Explicit):
-            who = f"explicit, {row.processes} × {row.threads} threads"
+            who = f"explicit, {row.processes} × {row.threads} thread{'s' * (row.threads > 1)}"
             cells.append([who, "", digits(row.rate), f"{row.rate / best:.2f}", *[""] * 5])
             continue
         answers, ratio = row.load.answers, row.load.rate / best
@@ -160,7 +162,11 @@ def _weights(rows: list[Weights | Explicit]) -> str:
         ]
         times = [digits(statistics.median(stage)) for stage in stages]
         cells.append([row.form, str(row.callers), digits(row.load.rate), f"{ratio:.2f}", *times])
-    most = f"At most {max(reached):.2f} of explicit attention's rate; {LEAST} is what is aimed at."
+    most = (
+        f"At most {max(reached):.2f} of explicit attention's rate on all CPUs, and "
+        f"{max(reached) * best / one:.2f} of that of one process with one thread; {LEAST} is what "
+        "is aimed at."
+    )
     return f"{table(head, cells)}\n\n{most}"
 
 
