@@ -66,6 +66,24 @@ def test_it_stays_awake_from_the_last_answer_on() -> None:
     assert asyncio.run(begun_twice()) >= 0.03
 
 
+def test_it_falls_asleep_once_others_ask() -> None:
+    ours, other = workers(2)
+    poll = BusyPoll(ours, 0.02)
+
+    async def asked_in_between() -> None:
+        loop = asyncio.get_running_loop()
+        poll.begin(loop)
+        assert polls(ours.fleet) == [True, False]
+        other.asks(1)
+        ended = loop.time() + 1.0
+        while polls(ours.fleet) == [True, False]:  # however often it answers
+            assert loop.time() < ended
+            poll.begin(loop)
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asked_in_between())
+
+
 def test_one_worker_at_most_stays_awake_and_only_where_nobody_else_asks() -> None:
     ours, other = workers(2)
 

@@ -277,6 +277,17 @@ def test_a_body_past_any_parser_is_waited_for_no_longer(
     until(lambda: worker.fleet.asked == 0)
 
 
+def test_who_is_a_little_slow_each_time_is_answered_each_time(hasty: Server) -> None:
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    with calling(hasty) as caller:
+        for _ in range(10):  # each is seen to wait, and none for long
+            caller.send(request[: -len(body)])
+            time.sleep(0.3)
+            caller.send(body)
+            caller.answer()
+
+
 @pytest.mark.parametrize("shape", [(1, 8, 128, 64), (1, 4, 256, 128)])
 def test_who_is_only_slow_is_answered(hasty: Server, shape: tuple[int, ...]) -> None:
     """A body that takes longer than a head may, each part of it in time."""

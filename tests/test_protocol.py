@@ -681,6 +681,35 @@ def test_what_comes_in_pieces_is_counted_once(server: Server, shape: tuple[int, 
         assert caller.answer()[2] == caller.answer()[2] == first
 
 
+def test_an_upgrade_that_is_not_made_reads_its_body_once(server: Server) -> None:
+    """Its head is read twice, the second time without the wish."""
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    wish = request_of(body, length, PATH, "Connection: upgrade", "Upgrade: h2c")
+    door = server.engine.door
+    with calling(server) as caller:
+        for _ in range(2):
+            caller.send(request)
+            first = caller.answer()[2]
+        for _ in range(2):
+            caller.send(wish[: -len(body)])
+            until(lambda: len(door.places) == 1)
+            caller.send(body)
+            assert caller.answer()[2] == first
+            assert not door.places
+
+
+def test_masks_whose_bytes_end_anywhere_are_answered(server: Server) -> None:
+    """Together with the rest they are no whole number of float32."""
+    arrays = drawn(0, (1, 1, 3, 16)) | {"mask": np.zeros((1, 3), np.float16)}
+    with calling(server) as caller:
+        answers = []
+        for _ in range(3):
+            caller.send(request_of(*body_of(arrays)))
+            answers.append(caller.answer()[2])
+    assert len(set(answers)) == 1
+
+
 def test_a_head_by_itself_that_came_before_is_not_parsed_again(
     server: Server, unparsed: list[bytes]
 ) -> None:

@@ -30,12 +30,11 @@ class BusyPoll:
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """An answer is given, on the only connection of this worker."""
-        if self._is_on:
+        if self._seconds and self._worker.is_only:
             self._until = time.perf_counter() + self._seconds
-        elif self._seconds and self._worker.is_only:
-            self._until = time.perf_counter() + self._seconds
-            self._turn_on(True)
-            loop.call_soon(self._turn, loop)
+            if not self._is_on:
+                self._turn_on(True)
+                loop.call_soon(self._turn, loop)
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         """As long as something is to be called, a loop looks at its sockets and does not wait."""

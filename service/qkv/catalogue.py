@@ -150,8 +150,7 @@ class Variant:
         outputs: frozenset[str],
     ) -> Callable[..., Any] | None:
         """`attend` for inputs of these shapes and ordinary numbers, all else decided: takes the
-        inputs by name, and its tensors share no memory with them. None where a file's `decided`
-        has none, or a file has no `decided`."""
+        inputs by name. None where a file's `decided` has none, or a file has no `decided`."""
         own = getattr(self.module, "decided", None)
         return None if own is None else own(shapes, parameters, outputs)
 

@@ -195,7 +195,7 @@ class Connection(HttpToolsProtocol):
     def _begin_rest(self) -> None:
         """An answer is given that uvicorn knows nothing of."""
         self.server_state.total_requests += 1
-        self._is_resting, self._rests = True, 0
+        self._is_resting, self._rests, self._seen = True, 0, None
 
     def shutdown(self) -> None:
         if self._has_left:

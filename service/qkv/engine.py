@@ -204,7 +204,8 @@ class Engine:
         if not self._is_free() or self._closing or self.broken.is_set():
             return None
         try:
-            return Alone(self.ledger, standing.job, standing.run())
+            ran = standing.run()
+            return Alone(self.ledger, standing.job, ran, time.perf_counter() - ran.started)
         except BaseException:
             return None
 

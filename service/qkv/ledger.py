@@ -20,6 +20,7 @@ class Alone(NamedTuple):
     ledger: Ledger
     job: Job
     ran: Ran
+    total_s: float
 
     def answer(self) -> Answer:
         """Its answer."""
@@ -27,7 +28,7 @@ class Alone(NamedTuple):
 
     def record(self) -> None:
         """Counts it, once."""
-        self.ledger.ran_alone(self.job, self.ran)
+        self.ledger.ran_alone(self.job, self.ran, self.total_s)
 
 
 class Ledger:
@@ -71,12 +72,11 @@ class Ledger:
                 shared[i] += seconds - seconds / r.stacked
         self.recorder.ran(job.variant.name, len(ran), total, queue, together, shared)
 
-    def ran_alone(self, job: Job, ran: Ran) -> None:
-        """A job ran as soon as it was there."""
+    def ran_alone(self, job: Job, ran: Ran, total_s: float) -> None:
+        """A job ran as soon as it was there, and took so long."""
         if self.recorder is not None and job.is_inference:
-            total = time.perf_counter() - ran.started
             times = ran.load_s, ran.compute_s, ran.split_s
-            self.recorder.ran(job.variant.name, 1, total, 0.0, times)
+            self.recorder.ran(job.variant.name, 1, total_s, 0.0, times)
 
     def answer(self, job: Job, since: float, ran: Ran) -> Answer:
         """The answer to a job that came at `since`."""

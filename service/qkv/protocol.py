@@ -83,11 +83,7 @@ class Protocol(Connection):
         self._is_behind = False  # a body has gone past the parser
 
     def data_received(self, data: bytes) -> None:
-        """A request that begins with the very bytes of the last one's head needs no parser.
-
-        A small body mostly comes with its head, and is gone by now or when this turn of the loop
-        ends: only one that is waited for is counted, as those are that go the long way.
-        """
+        """A request that begins with the very bytes of the last one's head needs no parser."""
         if (
             self._is_resting
             and (head := self._head) is not None
@@ -102,7 +98,8 @@ class Protocol(Connection):
         self._piece_of = data if self._reads == NOTHING else None
         self._parse(data)
         short = self._short
-        if short is not None and not short.is_whole and self._farewell is None:
+        is_waiting = self._filling is not None or self._farewell is not None
+        if short is not None and not short.is_whole and not is_waiting:
             self._keep_head(short)
             self._await(short)
         self._piece_of = None
@@ -128,7 +125,11 @@ class Protocol(Connection):
             self._head = Head.of(self._piece_of, short, self.headers) or self._head
 
     def _await(self, short: Short) -> None:
-        """More of its body is to come, and needs no parser."""
+        """More of its body is to come, and needs no parser.
+
+        Only now it takes room, as those do that go the long way: what comes with its head is gone
+        when this turn of the loop ends.
+        """
         try:
             short.place = self._door.enter(short.asked.size)
         except NotNow:
@@ -330,7 +331,8 @@ class Protocol(Connection):
         self._worker.asks(-1)
 
     def _write(self, short: Short, reply: Reply) -> None:
-        """Answers, and then does all that nobody has to wait for."""
+        """Answers, and then does all that nobody has to wait for: a caller may have its answer a
+        moment before it is counted."""
         size, id = sum(map(len, reply.body)), short.id or self._observer.new_id()
         last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
         first = self._round.first_lines(self.server_state.default_headers)

@@ -96,6 +96,7 @@ class Standing:
         dtype = job.inputs.dtype
         if buffer is not None and not job.form.is_digest and dtype in ("float32", "float64"):
             self._decided = job.variant.decided(job.inputs.shapes, job.parameters, job.outputs)
+        if buffer is not None and self._decided is not None:
             row = np.frombuffer(buffer, dtype)
             # numpy has it sooner, and says nothing where it overflows; of float64 it takes threads
             self._square = partial(np.vdot, row, row)
@@ -113,17 +114,17 @@ class Standing:
             made, backend = {n: getattr(result, n) for n in self.job.outputs}, result.backend
         else:
             with torch.inference_mode():
-                passed, backend = through(self.job, self._tensors, {}, None)
-            made = {name: self._unshared(tensor) for name, tensor in passed.items()}
+                made, backend = through(self.job, self._tensors, {}, None)
         computed = time.perf_counter()
         known = self.job.answers
-        answers = {name: _raw(tensor.contiguous(), *known[name]) for name, tensor in made.items()}
+        answers = {name: _raw(self._own(tensor), *known[name]) for name, tensor in made.items()}
         times = (0.0, computed - started, time.perf_counter() - computed)
         return Ran(answers, started, *times, 1, 1, backend)
 
-    def _unshared(self, tensor: Tensor) -> Tensor:
-        """A variant may answer a view of what it was given; one that is decided makes its own."""
-        return tensor.clone() if self._first <= tensor.data_ptr() < self._last else tensor
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Dense; a variant may answer a view of what it was given."""
+        dense = tensor.contiguous()
+        return dense.clone() if self._first <= dense.data_ptr() < self._last else dense
 
 
 def _run_alone(job: Job, device: torch.device, batch_size: int, threads: int, spare: int) -> Ran:
