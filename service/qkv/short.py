@@ -8,8 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
-
 from qkv.door import Place
 from qkv.routes.shortcuts import Asked, Done, Header, Known
 
@@ -106,7 +104,7 @@ class Round:
         if headers is not self._headers:
             self._headers = headers
             lines = [b"%b: %b\r\n" % header for header in headers]
-            self._first = b"".join((STATUS_LINE[200], *lines))
+            self._first = b"".join((b"HTTP/1.1 200 OK\r\n", *lines))
         return self._first
 
     def add(self, connection: Answering, loop: asyncio.AbstractEventLoop) -> None:
