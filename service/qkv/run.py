@@ -91,6 +91,7 @@ class Standing:
         self._tensors = {n: _gather([job], n, cpu) for n in job.inputs.tensors}
         places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors.values()]
         self._first, self._last = min(p for p, _ in places), max(p for _, p in places)
+        self._names = [name for name in job.variant.outputs if name in job.outputs]
         self._decided = None
         self._square: Callable[[], Any] = lambda: math.inf
         dtype = job.inputs.dtype
@@ -111,7 +112,7 @@ class Standing:
         # their sum is above each of them, and inf or NaN where a number is
         if self._decided is not None and self._square() < self._most:
             result = self._decided(**self._tensors)
-            made, backend = {n: getattr(result, n) for n in self.job.outputs}, result.backend
+            made, backend = {n: getattr(result, n) for n in self._names}, result.backend
         else:
             with torch.inference_mode():
                 made, backend = through(self.job, self._tensors, {}, None)
