@@ -150,6 +150,20 @@ def calling(server: Server) -> Iterator[Caller]:
         yield Caller(connection)
 
 
+@contextmanager
+def asleep(server: Server) -> Iterator[None]:
+    """The service's loop does not turn meanwhile: what is sent is read together."""
+    assert server.engine._loop is not None
+    held, go_on = threading.Event(), threading.Event()
+    server.engine._loop.call_soon_threadsafe(held.set)
+    server.engine._loop.call_soon_threadsafe(go_on.wait, PATIENCE)
+    assert held.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 def asked_of(server: Server) -> int:
     """Requests that the service counts as not answered."""
     return int(server.app.state.protocol.keywords["worker"].fleet.asked)
@@ -466,14 +480,9 @@ def test_what_is_read_together_runs_together_and_is_answered_then(
             caller.send(request)
             alone.append(caller.answer()[2])
         steps.clear()
-        assert server.engine._loop is not None
-        held, sent = threading.Event(), threading.Event()
-        server.engine._loop.call_soon_threadsafe(held.set)
-        server.engine._loop.call_soon_threadsafe(sent.wait, PATIENCE)
-        assert held.wait(PATIENCE)
-        for caller, request in zip(callers, requests, strict=True):
-            caller.send(request)
-        sent.set()
+        with asleep(server):
+            for caller, request in zip(callers, requests, strict=True):
+                caller.send(request)
         assert [caller.answer()[2] for caller in callers] == alone
     assert steps == ["run"] * len(requests) + ["reply"] * len(requests)
 
@@ -497,15 +506,10 @@ def test_an_answer_that_cannot_be_written_costs_one_connection(
         for caller, request in zip(callers, requests, strict=True):
             caller.send(request)
             alone.append(caller.answer()[2])
-        held, sent = threading.Event(), threading.Event()
-        assert server.engine._loop is not None
         monkeypatch.setattr(Protocol, "_write", fails)
-        server.engine._loop.call_soon_threadsafe(held.set)
-        server.engine._loop.call_soon_threadsafe(sent.wait, PATIENCE)
-        assert held.wait(PATIENCE)
-        for caller, request in zip(callers, requests, strict=True):
-            caller.send(request)
-        sent.set()
+        with asleep(server):
+            for caller, request in zip(callers, requests, strict=True):
+                caller.send(request)
         assert callers[2].answer()[2] == alone[2]
         assert callers[0].answer()[2] == alone[0]
         with pytest.raises((AssertionError, ConnectionResetError)):  # closed
