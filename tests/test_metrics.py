@@ -167,6 +167,15 @@ def test_every_way_is_counted_once(serve: Callable[..., Server], ran: list[Stand
             assert after[key] - before[key] == count
 
 
+def test_what_the_service_ran_for_itself_does_not_wait(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.fleet._PULSE_S", 1000)  # the one beat there is comes as it warms up
+    now = page(serve().url)
+    for name in ("queue_depth", "queue_bytes"):
+        assert now[f"qkv_{name}", frozenset()] == 0
+
+
 def test_answers_bytes_are_counted_on_every_way(serve: Callable[..., Server]) -> None:
     server = serve()
     body, length = body_of(drawn(0))

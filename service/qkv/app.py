@@ -99,7 +99,9 @@ def create_app(
                 await engine.until_ready()
             else:
                 await warm_up(engine)
-                engine.ledger.recorder = worker.recorder  # from here on it is for callers
+                # from here on all is for callers
+                engine.ledger.recorder = worker.recorder
+                worker.loads(engine.usage())
             yield
         finally:
             await engine.stop()

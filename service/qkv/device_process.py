@@ -80,6 +80,7 @@ class DeviceProcess:
         watch = asyncio.create_task(self._watch())
         await warm_up(self._engine)
         self._engine.ledger.recorder = self._worker.recorder
+        self._worker.loads(self._engine.usage())
         loop.add_reader(self._leash, self._orphaned)
         loop.add_reader(self._mailbox, self._letter)
         self._worker.ready(True)

@@ -27,7 +27,7 @@ _ROW: Final = np.dtype(
         ("connections", "i8"),  # that it has accepted and that are open
         ("ready", "?"),  # whether it takes requests
         ("polls", "?"),  # whether it stays awake for its only caller
-        ("load", [(name, "i8") for name in Usage._fields]),  # as of its last beat
+        ("load", [(name, "i8") for name in Usage._fields]),  # as last said, with each beat
     ],
     align=True,
 )
@@ -149,12 +149,16 @@ class Worker:
         """Shows that the event loop turns, for ever, and what its device has to do."""
         while True:
             self.beat()
-            self._row["load"] = load()
+            self.loads(load())
             await asyncio.sleep(_PULSE_S)
 
     def beat(self) -> None:
         """Says that the event loop turns."""
         self._row["beat"] = _now()
+
+    def loads(self, usage: Usage) -> None:
+        """Says what its device has to do."""
+        self._row["load"] = usage
 
     def busy(self, is_busy: bool) -> None:
         """Says that the device starts a batch, or is done with it."""
