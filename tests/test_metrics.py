@@ -24,8 +24,9 @@ from test_protocol import body_of, calling, drawn, request_of
 from test_serve import JSON, PATH, TINY, children
 
 from qkv.catalogue import variants
+from qkv.fleet import Worker
 from qkv.job import Job
-from qkv.metrics import BUCKETS, OUTCOMES, Metrics
+from qkv.metrics import BUCKETS, OUTCOMES, Metrics, Usage
 from qkv.run import Standing
 
 ROOT: Final = Path(__file__).parent.parent
@@ -170,7 +171,12 @@ def test_every_way_is_counted_once(serve: Callable[..., Server], ran: list[Stand
 def test_what_the_service_ran_for_itself_does_not_wait(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkv.fleet._PULSE_S", 1000)  # the one beat there is comes as it warms up
+    async def once(worker: Worker, load: Callable[[], Usage]) -> None:
+        """The one beat that comes while it warms up."""
+        worker.beat()
+        worker.loads(load())
+
+    monkeypatch.setattr(Worker, "pulse", once)
     now = page(serve().url)
     for name in ("queue_depth", "queue_bytes"):
         assert now[f"qkv_{name}", frozenset()] == 0
