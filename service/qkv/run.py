@@ -181,32 +181,32 @@ def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) ->
 
 
 def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
-    """One input of every job, stacked along B; with every axis of the signature."""
-    if len(jobs) == 1:
-        inputs = jobs[0].inputs
-        return _load(inputs.tensors[name], device).view(inputs.shapes[name])
+    """One input of every job, stacked along B; with every axis of the signature.
+
+    Stacked before they move: a copy to a device waits for it, however little it brings.
+    """
     spec = jobs[0].variant.inputs.get(name)
     parts = []
     for job in jobs:
-        part = _load(job.inputs.tensors[name], device).view(job.inputs.shapes[name])
-        if spec is not None and spec.broadcasts:
+        part = _load(job.inputs.tensors[name]).view(job.inputs.shapes[name])
+        if spec is not None and spec.broadcasts and len(jobs) > 1:
             part = part.expand(job.batch, *part.shape[1:])
         parts.append(part)
         if spec is not None and "B" not in spec.letters:
             break  # one tensor for all
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
 
 
-def _load(raw: RawTensor, device: torch.device) -> Tensor:
+def _load(raw: RawTensor) -> Tensor:
     """The tensor as one aligned row of numbers; a copy only where its bytes are not aligned."""
     dtype = _TORCH[raw.dtype]
     if not raw.data.readonly:
         tensor = torch.frombuffer(raw.data, dtype=dtype)
         if tensor.data_ptr() % ALIGNMENT == 0:
-            return tensor.to(device)
+            return tensor
     aligned = torch.empty(raw.nbytes, dtype=torch.uint8)
     np.copyto(aligned.numpy(), np.frombuffer(raw.data, np.uint8))
-    return aligned.view(dtype).to(device)
+    return aligned.view(dtype)
 
 
 def _dense(array: np.ndarray, device: torch.device) -> Tensor:
