@@ -31,8 +31,9 @@ help: ## show this list
 serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
+# Two at a time: many of them wait, for processes that start and end. ARGS="-n 0" runs them one by one.
 test: .venv/.installed ## run the tests
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: .venv/.installed ## lint, formatting, types
 	.venv/bin/ruff check
