@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ from test_serve import JSON, PATH, TINY, children
 from qkv.catalogue import variants
 from qkv.fleet import Worker
 from qkv.job import Job
-from qkv.metrics import BUCKETS, OUTCOMES, Metrics, Usage
+from qkv.metrics import BUCKETS, OUTCOMES, Meter, Metrics, Usage
+from qkv.models import Recorder
 from qkv.run import Standing
 
 ROOT: Final = Path(__file__).parent.parent
@@ -166,6 +168,38 @@ def test_every_way_is_counted_once(serve: Callable[..., Server], ran: list[Stand
         for variant, count in (("softmax", 11), ("mean", 1)):
             key = f"qkv_{name}_seconds_count", frozenset([("variant", variant)])
             assert after[key] - before[key] == count
+
+
+def test_who_has_an_answer_finds_it_counted(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever worker is asked: on every way, nothing is counted behind the answer."""
+    counted: list[str] = []
+    for kind, name in ((Recorder, "ran"), (Meter, "ran"), (Meter, "answered")):
+        count = getattr(kind, name)
+
+        def slow(*args: Any, count: Any = count, what: str = name) -> None:
+            time.sleep(0.05)
+            count(*args)
+            counted.append(what)
+
+        monkeypatch.setattr(kind, name, slow)
+    server = serve()
+    request, tasks = request_of(*body_of(drawn(0))), ["answered", "ran", "ran"]
+    with calling(server) as caller:
+        for _ in range(3):
+            counted.clear()
+            caller.send(request)
+            caller.answer()
+            assert sorted(counted) == tasks
+    for method, path, expected in (
+        ("POST", PATH, tasks),
+        ("GET", "/v1/variants", ["answered"]),
+        ("GET", "/nowhere", ["answered"]),
+    ):
+        counted.clear()
+        server.http.request(method, path, content=TINY, headers=JSON)
+        assert sorted(counted) == expected
 
 
 def test_what_the_service_ran_for_itself_does_not_wait(

@@ -15,7 +15,7 @@ __all__ = ["Alone", "Ledger"]
 
 
 class Alone(NamedTuple):
-    """A job that ran by itself: it is answered, and then counted."""
+    """A job that ran by itself, not answered yet."""
 
     ledger: Ledger
     job: Job

@@ -187,18 +187,20 @@ class Protocol(Connection):
         self._is_resting = False
         super().on_message_begin()
 
-    def run(self) -> None:
-        """Runs what came in short and whole, once, if it can be answered at once."""
+    def run(self) -> int:
+        """Runs what came in short and whole, once, if it can be answered at once; the bytes of
+        tensors that it made."""
         short = self._short
         if short is None or not short.is_whole or short.has_run:
-            return
+            return 0
         short.has_run = True
         if self._worker.fleet.draining:  # then more is to be said than the answer
-            return
+            return 0
         try:
             short.done = self._shortcuts.run(short.known, short.chunks)
         except Exception:  # the long way says it to the caller
             _log.exception("a shortcut failed")
+        return 0 if short.done is None else short.done.alone.job.bytes_out
 
     def answer(self) -> None:
         """Answers what came in short and whole, if it has not been."""
@@ -331,20 +333,18 @@ class Protocol(Connection):
         self._worker.asks(-1)
 
     def _write(self, short: Short, reply: Reply) -> None:
-        """Answers, and then does all that nobody has to wait for: a caller may have its answer a
-        moment before it is counted."""
+        """Answers, and counts it before: who has its answer finds it counted, whichever worker it
+        asks."""
         size, id = sum(map(len, reply.body)), short.id or self._observer.new_id()
         last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
         first = self._round.first_lines(self.server_state.default_headers)
         head = b"".join((first, reply.lines, last))
+        self._observer.answered_at_once(self.url, self.headers, id, short.since, reply, size)
+        self._forget(short)
         if size > _JOINED:
             self.transport.writelines((head, *reply.body))
         else:
             self.transport.write(b"".join((head, *reply.body)))
-        self._forget(short)
         self._begin_rest()
-        assert short.done is not None
-        self._shortcuts.count(short.done)
-        self._observer.answered_at_once(self.url, self.headers, id, short.since, reply, size)
         if len(self.connections) == 1:
             self._poll.begin(self.loop)

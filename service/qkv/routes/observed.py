@@ -43,6 +43,7 @@ class _Seen:
         self.since = time.perf_counter()
         self.status = 0
         self.sent = 0
+        self.has_ended = False
         self.headers: Iterable[Header] = ()
         self.problem: str | None = None
 
@@ -107,7 +108,10 @@ class Observer:
             self._tell(line | _stages(reply.lines), headers, seconds, _run_route(path))
 
     def ended(self, scope: Scope, seen: _Seen) -> None:
-        """A request has gone the long way, to its end."""
+        """A request has gone the long way, to its end; counts it, once."""
+        if seen.has_ended:
+            return
+        seen.has_ended = True
         seconds = time.perf_counter() - seen.since
         place = self._place(scope["method"], scope["path"])
         outcome = seen.problem
@@ -160,12 +164,15 @@ class Observed:
                 message["headers"] = [*seen.headers, (_ID, seen.id)]
             elif message["type"] == "http.response.body":
                 seen.sent += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    # before it goes: whoever has its answer finds it counted, by any worker
+                    self._observer.ended(scope, seen)
             await send(message)
 
         try:
             await self._app(scope, receive, watched)
         finally:
-            self._observer.ended(scope, seen)
+            self._observer.ended(scope, seen)  # whose caller left, or which failed
 
 
 def _line(

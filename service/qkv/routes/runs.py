@@ -193,7 +193,7 @@ class Runs:
         return self._engine.run_standing(standing)
 
     def count_standing(self, alone: Alone) -> None:
-        """Counts what stood ready and ran, once it is answered; it did not wait."""
+        """Counts what stood ready and ran, once there is an answer; it did not wait."""
         alone.record()
         self._meter.ran(alone.job.variant.name, 0.0, alone.ran.compute_s)
 

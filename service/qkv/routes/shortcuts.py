@@ -124,13 +124,11 @@ class Shortcuts:
         return None if alone is None else Done(plan, alone, received)
 
     def reply(self, done: Done) -> Reply:
-        """The answer to what was run; to be counted once it is given."""
+        """The answer to what was run, which is counted."""
         plan, alone, received = done
-        return plan.written(result_of(alone.answer(), received, alone.job))
-
-    def count(self, done: Done) -> None:
-        """Counts what was run and answered."""
-        self._runs.count_standing(done.alone)
+        reply = plan.written(result_of(alone.answer(), received, alone.job))
+        self._runs.count_standing(alone)
+        return reply
 
     def keep(
         self,
