@@ -459,10 +459,14 @@ def test_what_fails_there_is_answered_all_the_same(
     until(lambda: asked_of(server) == 0)
 
 
+@pytest.mark.parametrize(("cached", "together"), [(None, 6), (2047, 2), (0, 1)])
 def test_what_is_read_together_runs_together_and_is_answered_then(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, cached: int | None, together: int
 ) -> None:
-    """Each with its own numbers, though they lie in the same place one after the other."""
+    """Each with its own numbers, though they lie in the same place one after the other; as many as
+    a cache holds the answers of, which have 1,024 bytes each."""
+    if cached is not None:
+        monkeypatch.setattr("qkv.short._CACHED", cached)
     steps: list[str] = []
     for step in ("run", "reply"):
         method = getattr(Shortcuts, step)
@@ -484,7 +488,7 @@ def test_what_is_read_together_runs_together_and_is_answered_then(
             for caller, request in zip(callers, requests, strict=True):
                 caller.send(request)
         assert [caller.answer()[2] for caller in callers] == alone
-    assert steps == ["run"] * len(requests) + ["reply"] * len(requests)
+    assert steps == (["run"] * together + ["reply"] * together) * (len(requests) // together)
 
 
 def test_an_answer_that_cannot_be_written_costs_one_connection(

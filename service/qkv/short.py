@@ -16,6 +16,7 @@ __all__ = ["Head", "Round", "Short"]
 _log = logging.getLogger("qkv.short")
 
 _LONGEST: Final = 4096  # bytes of a head that is kept, for each connection
+_CACHED: Final = 1 << 18  # bytes of answers, beside what they are made of and with
 
 
 class Short:
@@ -79,8 +80,8 @@ class Head(NamedTuple):
 class Answering(Protocol):
     """A connection whose request is whole."""
 
-    def run(self) -> None:
-        """Runs what came, if it has not been."""
+    def run(self) -> int:
+        """Runs what came, if it has not been; the bytes of tensors that wait to be answered."""
 
     def answer(self) -> None:
         """Answers it, if it has not been."""
@@ -91,7 +92,8 @@ class Answering(Protocol):
 
 class Round:
     """Requests that the event loop read in one look at the network: all are run, and then all are
-    answered. torch's code, the network's and ours drive one another out of the CPU's caches."""
+    answered, since torch's code, the network's and ours drive one another out of the CPU's caches;
+    but no more than such a cache holds the answers of."""
 
     def __init__(self) -> None:
         self._waiting: list[Answering] = []
@@ -115,11 +117,18 @@ class Round:
 
     def _go(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for connection in waiting:
-            connection.run()
-        for connection in waiting:
-            try:
-                connection.answer()
-            except Exception:  # ends one connection, and keeps nobody else's answer
-                _log.exception("an answer failed")
-                connection.drop()
+        first = size = 0
+        for i, connection in enumerate(waiting, start=1):
+            size += connection.run()
+            if size > _CACHED or i == len(waiting):
+                for each in waiting[first:i]:
+                    _answer(each)
+                first, size = i, 0
+
+
+def _answer(connection: Answering) -> None:
+    try:
+        connection.answer()
+    except Exception:  # ends one connection, and keeps nobody else's answer
+        _log.exception("an answer failed")
+        connection.drop()
