@@ -178,6 +178,10 @@ def test_the_first_tensor_says_how_to_answer_unless_the_message_does(
         ("[-9223372036854775808]", "int64", [-(2**63)]),
         ("[9223372036854775808]", "float64", [2.0**63]),
         ("[1, 18446744073709551615]", "float64", [1, 2.0**64]),
+        ("[1, 18446744073709551616]", "float64", [1, 2.0**64]),
+        ("[[-9223372036854775809 ],\n[ 1]]", "float64", [[-(2.0**63)], [1]]),
+        ("[100000000000000000000,-100000000000000000000,0.5]", "float64", [1e20, -1e20, 0.5]),
+        ("123456789012345678901234567890", "float64", 123456789012345678901234567890.0),
         ("[1e308, 5e-324]", "float64", [1e308, 5e-324]),
         ("[]", "float64", []),
         ("[[], []]", "float64", [[], []]),
@@ -191,6 +195,27 @@ def test_numbers_as_people_write_them(text: str, dtype: str, values: Any, beside
     assert raw.dtype == dtype
     assert raw.literal
     assert same_values(raw.numpy(), np.array(values, DTYPES[dtype]))
+
+
+def test_only_what_no_64_bits_hold_becomes_a_float() -> None:
+    wide = "123456789012345678901234567890"
+    note = f'[1, {wide}, 2] \\" , {wide} , '
+    body = (
+        f'{{"inputs": {{"a": [{wide}, 1], "b": [1234567890123456789], "{wide}": [1]}}, '
+        f'"note": "{note}", "{"9" * 18}": -9223372036854775808, "seed": 18446744073709551615}}'
+    )
+    read = json.decode(body.encode(), "inputs")
+    assert read.tensors["b"].numpy().tolist() == [1234567890123456789]
+    assert read.tensors["a"].numpy().tolist() == [float(wide), 1.0]
+    assert list(read.tensors) == ["a", "b", wide]
+    said = {"note": stdlib.loads(f'"{note}"'), "9" * 18: -(2**63), "seed": 2**64 - 1}
+    assert read.fields == said
+
+
+def test_a_million_strings_are_not_searched_for_wide_numbers() -> None:
+    text = b'{"inputs": {"a": [' + b'"NaN", ' * (1 << 20) + b"18446744073709551616]}}"
+    with pytest.raises(Unparseable, match="number"):
+        json.decode(text, "inputs")
 
 
 def test_long_lists_are_read_whole() -> None:
@@ -309,8 +334,9 @@ NOT_MESSAGES = [
     (b'{"a": +1}', Unparseable, "not JSON", None),
     (b'{"a": 1.}', Unparseable, "not JSON", None),
     (b'{"inputs": {"a": [1e400]}}', Unparseable, "number", None),
-    (b'{"inputs": {"a": [18446744073709551616]}}', Unparseable, "number", None),
-    (b'{"inputs": {"a": [' + b"9" * 5000 + b"]}}", Unparseable, "big integer", None),
+    (b'{"inputs": {"a": [' + b"9" * 5000 + b"]}}", Unparseable, "number", None),
+    (b'{"inputs": {"a": [0' + b"9" * 20 + b"]}}", Unparseable, "number", None),
+    (b'{"inputs": {"a": [' + b"9" * 20 + b' "]}}', Unparseable, "not JSON", None),
     (b'{"a": "\xff"}', Unparseable, "UTF-8", None),
     (b'{"\xc3": 1}', Unparseable, "UTF-8", None),
     (b'{"a": "\\ud800"}', Unparseable, "string", None),

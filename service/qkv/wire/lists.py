@@ -33,6 +33,8 @@ _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), 
 _LONGEST_LIST: Final = (1 << 24) - 1  # where simdjson stops counting
 _MOST_VALUES: Final = 10_000  # outside tensors
 _MOST_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs a Python object
+# A string, or a whole number that may be beyond 64 bits, with what stands around it in JSON.
+_WIDE: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|(?<=[\[,:\s])-?[0-9]{19,}(?=[\],}\s])', re.DOTALL)
 _NON_FINITE: Final = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 _WORDS: Final = {"nan": b'"NaN"', "inf": b'"Infinity"', "-inf": b'"-Infinity"'}
 
@@ -50,7 +52,7 @@ class Document:
 
     def __init__(self, text: bytes) -> None:
         try:
-            root = simdjson.Parser().parse(text)
+            root = _parsed(text)
         except (ValueError, RuntimeError, MemoryError) as error:
             reason = str(error).removesuffix("  This is a fatal and unrecoverable error.")
             raise Unparseable(f"the body is not JSON: {reason}") from None
@@ -222,6 +224,26 @@ def write(tensor: RawTensor) -> bytes:
         odd = iter(array[~np.isfinite(array)].tolist())
         text = re.sub(b"null", lambda _: _WORDS[str(next(odd))], text)
     return text if tensor.shape else text[1:-1]
+
+
+def _parsed(text: bytes) -> Any:
+    """The root of a document. Whole numbers beyond 64 bits are read as the nearest float64, as
+    JavaScript writes those below 1e21; among a bounded number of strings."""
+    try:
+        return simdjson.Parser().parse(text)
+    except (ValueError, RuntimeError) as error:
+        # by then every string has been found to have an end
+        if not str(error).startswith(("BIGINT_ERROR", "NUMBER_ERROR")):
+            raise
+    return simdjson.Parser().parse(_WIDE.sub(_as_float, text, count=_MOST_OBJECTS))
+
+
+def _as_float(found: re.Match[bytes]) -> bytes:
+    """What was found, with an exponent where it is a number that no 64 bits hold."""
+    text = found[0]
+    if text.startswith(b'"') or (len(text) <= 20 and -(2**63) <= int(text) < 2**64):
+        return text
+    return text + b"e0"
 
 
 def _walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any], int]:
