@@ -33,8 +33,9 @@ _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), 
 _LONGEST_LIST: Final = (1 << 24) - 1  # where simdjson stops counting
 _MOST_VALUES: Final = 10_000  # outside tensors
 _MOST_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs a Python object
-# A string, or a whole number that may be beyond 64 bits, with what stands around it in JSON.
-_WIDE: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|(?<=[\[,:\s])-?[0-9]{19,}(?=[\],}\s])', re.DOTALL)
+# A string, or a whole number that may be beyond 64 bits, with what stands around it in JSON;
+# possessive, for there are strings of 64 MiB.
+_WIDE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(?<=[\[,:\s])-?[0-9]{19,}(?=[\],}\s])', re.DOTALL)
 _NON_FINITE: Final = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 _WORDS: Final = {"nan": b'"NaN"', "inf": b'"Infinity"', "-inf": b'"-Infinity"'}
 
