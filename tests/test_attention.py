@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from beartype import beartype
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jaxtyping import jaxtyped
+from peaks import Peak, needs_proc, peaks
 from torch import Tensor
 
 from qkv.attention import _kernel, softmax
@@ -952,45 +951,26 @@ def test_stacked_requests_drop_what_they_drop_alone(dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------- memory
 
 _MEASURE: Final = """
-import sys
-import torch
 from qkv.attention.softmax import attend
-
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-torch.set_num_threads(2)
 B, H, G, L, S, D, E = SIZES
 query = torch.randn(B, H, L, D, dtype=DTYPE)
 key, value = torch.randn(B, G, S, D, dtype=DTYPE), torch.randn(B, G, S, E, dtype=DTYPE)
-before = status("VmRSS:")
+start()
 for parameters in PARAMETERS:
     with torch.inference_mode():
         output = attend(query, key, value, **parameters).output
     assert output.isfinite().all()
-    print(status("VmHWM:"), status("VmHWM:") - before)
+    say()
 """
 
 
-def peaks(sizes: str, dtype: str, *parameters: str) -> list[tuple[int, int]]:
-    """Peak bytes of a process of its own: all of it, and above its inputs, after each call.
-
-    VmHWM, because ru_maxrss of a child starts at what its parent had.
-    """
+def held(sizes: str, dtype: str, *parameters: str) -> list[Peak]:
+    """At most, after each call."""
     script = _MEASURE.replace("SIZES", sizes).replace("DTYPE", f"torch.{dtype}")
-    script = script.replace("PARAMETERS", f"[{', '.join(parameters)}]")
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return [(int(a), int(b)) for a, b in (line.split() for line in run.stdout.splitlines())]
+    return peaks(script.replace("PARAMETERS", f"[{', '.join(parameters)}]"))
 
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-
-
-@linux
+@needs_proc
 @pytest.mark.slow
 def test_every_parameter_at_65536_tokens_fits_in_4_gib() -> None:
     """N = 65,536, H = 8, D = 64, float32: an (L, S) matrix of one head would be 16 GiB."""
@@ -999,11 +979,11 @@ def test_every_parameter_at_65536_tokens_fits_in_4_gib() -> None:
         "dropout=0.1, seed=3, key_lengths_B=torch.tensor([S - 7]), "
         "mask_BHLS=torch.zeros(1, 1, 1, S))"
     )
-    ((whole, _),) = peaks("1, 8, 8, 65536, 65536, 64, 64", "float32", everything)
+    ((whole, _),) = held("1, 8, 8, 65536, 65536, 64, 64", "float32", everything)
     assert whole < 4 << 30
 
 
-@linux
+@needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "dtype", "parameters"),
@@ -1024,5 +1004,5 @@ def test_no_path_holds_a_matrix_of_scores(
     sizes: str, dtype: str, parameters: tuple[str, ...]
 ) -> None:
     """At N = 16,384 one (L, S) float32 matrix is 1 GiB; half of it is never passed."""
-    for parameter, (_, above) in zip(parameters, peaks(sizes, dtype, *parameters), strict=True):
+    for parameter, (_, above) in zip(parameters, held(sizes, dtype, *parameters), strict=True):
         assert above < 1 << 29, parameter

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal, localcontext
 from typing import Any, Final
 
 import pytest
 import torch
+from peaks import needs_proc, peaks
 from torch import Tensor
 from torch.nn.functional import elu, normalize
 
@@ -374,21 +373,18 @@ def test_efficient_in_narrow_dtypes_is_rounded_once(kind: str, dtype: torch.dtyp
 
 
 PEAK: Final = """
-import sys, torch
 from qkv.attention.efficient import backward
-torch.set_num_threads(2)
 heads, length, slope = map(int, sys.argv[1:])
 x = torch.randn(1, heads, length, 64)
 key = x + slope * torch.arange(length)[:, None]
 with torch.inference_mode():
     made = backward(x, x, key, x, causal=True)
 assert all(gradient.isfinite().all() for gradient in made.values())
-with open("/proc/self/status") as lines:
-    print(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")))
+say()
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@needs_proc
 @pytest.mark.parametrize(
     ("heads", "length", "slope", "gib"),
     [pytest.param(8, 65536, 0, 4, marks=pytest.mark.slow), (1, 16384, 1000, 1)],
@@ -396,11 +392,8 @@ with open("/proc/self/status") as lines:
 def test_efficient_takes_memory_that_is_linear(
     heads: int, length: int, slope: int, gib: int
 ) -> None:
-    """An (L, S) matrix of one head would be 32 GiB, or 2. VmHWM, because ru_maxrss of a child
-    starts at what its parent had."""
-    words = [sys.executable, "-c", PEAK, str(heads), str(length), str(slope)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < gib << 20  # KiB
+    """An (L, S) matrix of one head would be 32 GiB, or 2."""
+    assert peaks(PEAK, heads, length, slope)[-1].whole < gib << 30
 
 
 def roundings(
@@ -616,22 +609,18 @@ def test_taylor_where_keys_oppose_the_query(dtype: torch.dtype, angle: float) ->
 
 
 MEASURED: Final = """
-import resource, sys, torch
 from qkv import catalogue
-torch.set_num_threads(2)
 module, L = catalogue.find(sys.argv[1]).module, int(sys.argv[2])
 query, key, value, grad = (torch.randn(1, 8, n, 64) for n in (L, 65536, 65536, L))
 with torch.inference_mode():
     made = module.backward(grad, query, key, value, causal=True, query_offset="end")
 assert all(gradient.isfinite().all() for gradient in made.values())
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+say()
 """
 
 
+@needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "L"), [("linear", 65536), ("taylor", 65536), ("softmax", 512)])
 def test_65536_tokens_fit_in_4_gib(name: str, L: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, name, str(L)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 4 << 20  # KiB
+    assert peaks(MEASURED, name, L)[-1].whole < 4 << 30

@@ -3,8 +3,6 @@ the range, and memory that is linear in the length."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +12,7 @@ from cases import refused
 from conftest import Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peaks import needs_proc, peaks
 from torch import Tensor
 
 from qkv.attention import efficient
@@ -360,31 +359,24 @@ def test_whatever_finite_comes_the_answer_is_an_average(sizes: list[float]) -> N
 
 
 MEASURED: Final = """
-import resource, sys, torch
 from qkv.attention import efficient
-torch.set_num_threads(2)
 x = torch.randn(1, 8, 65536, 64)
 key = x + float(sys.argv[2]) * torch.arange(65536)[:, None]
 found = efficient.attend(
     x, key, x, causal=sys.argv[1] == "True", outputs=frozenset({"output"})
 )
 assert found.output.isfinite().all()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+say()
 """
 
 
+@needs_proc
 @pytest.mark.parametrize(
     ("causal", "slope"),
     [(False, 0), (True, 0), pytest.param(True, 1000, marks=pytest.mark.slow)],
 )
 def test_65536_tokens_fit_in_4_gib(causal: bool, slope: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(causal), str(slope)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(done.stdout) < 4 << 20  # KiB
+    assert peaks(MEASURED, causal, slope)[-1].whole < 4 << 30
 
 
 def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, EPS, FLOATING, Array, as_array, as_json, refused
 from conftest import Server
+from peaks import needs_proc, peaks
 
 from qkv import blocks, forms, local
 from qkv.catalogue import Variant, fixed_size, variants
@@ -414,15 +413,7 @@ def test_an_answer_in_lists_reads_back(server: Server) -> None:
 # ---------------------------------------------------------------- memory
 
 _MEASURE: Final = """
-import sys
-import torch
 from qkv import blocks, catalogue, forms
-
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-
-torch.set_num_threads(2)
 variant, N = catalogue.find(sys.argv[1]), int(sys.argv[2])
 sizes = {letter: 1 for letter in "B"} | dict(H=8, G=8, L=N, S=N, D=64, E=64, R=256)
 tensors = {
@@ -431,7 +422,7 @@ tensors = {
 }
 parameters = variant.parse({})
 arguments = tensors | {n: getattr(parameters, n) for n in type(parameters).model_fields}
-before = status("VmRSS:")
+start()
 for form in (
     forms.Form("rows", rows=(0, N // 2, N - 1)), forms.Form("pool", 64), forms.Form("pool", 200),
     forms.Form("stats"), forms.Form("top_k", 8),
@@ -439,32 +430,19 @@ for form in (
     with torch.inference_mode():
         made = blocks.made(variant, form, arguments, parameters, sizes)
     assert all(t.isfinite().all() for t in made.values())
-    print(form.kind, status("VmHWM:") - before)
+    say()
 """
 
 
-def above(*arguments: object) -> list[int]:
-    """Peak bytes of a process of its own, above its inputs, after each form."""
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, *map(str, arguments)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [int(line.split()[1]) for line in done.stdout.splitlines()]
-
-
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-
-
-@linux
+@needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "linear", "taylor", "efficient", "linformer", "mean"])
 def test_no_form_holds_the_matrix(name: str) -> None:
     """At N = 4,096 and H = 8 the whole matrix is 512 MiB; half of it is never passed."""
-    assert max(above(name, 4096, 0, 5)) < 256 << 20
+    assert peaks(_MEASURE, name, 4096, 0, 5)[-1].above < 256 << 20
 
 
-@linux
+@needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most"),
@@ -473,4 +451,4 @@ def test_no_form_holds_the_matrix(name: str) -> None:
 def test_32768_tokens_take_less_than_2_gib(name: str, most: int) -> None:
     """H = 8, D = 64: rows, and where it takes no minute the pooled map; bench/forms.py measures all
     of them."""
-    assert max(above(name, 32768, 0, most)) < 2 << 30
+    assert peaks(_MEASURE, name, 32768, 0, most)[-1].above < 2 << 30

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-import subprocess
-import sys
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +13,7 @@ from cases import refused
 from conftest import Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peaks import needs_proc, peaks
 from torch import Tensor
 
 from qkv.attention import linformer
@@ -497,23 +496,19 @@ def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -
 
 
 MEASURED: Final = """
-import resource, sys, torch
 from qkv.attention import linformer
-torch.set_num_threads(2)
 x = torch.randn(1, 8, 65536, 64)
 found = linformer.attend(x, x, x, outputs=frozenset(sys.argv[1:]))
 assert all(getattr(found, name).isfinite().all() for name in sys.argv[1:])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+say()
 """
 
 
+@needs_proc
 @pytest.mark.parametrize("outputs", [["output"], ["output", "map"]], ids=str)
 def test_65536_tokens_fit_in_4_gib(outputs: list[str]) -> None:
     """H = 8, D = 64, rank 256: the map alone has half a GiB."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *outputs], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 4 << 20  # KiB
+    assert peaks(MEASURED, *outputs)[-1].whole < 4 << 30
 
 
 # ---------------------------------------------------------------- gradients
