@@ -309,7 +309,7 @@ def test_the_service_may_have_a_deadline_for_all(serve: Serve, ran: list[Job]) -
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize("said", ["0", "-1", "nan", "inf", "soon", "", "1e10"])
+@pytest.mark.parametrize("said", ["0", "-1", "nan", "inf", "soon", "", "1e10", "1_0"])
 def test_what_is_no_deadline_is_refused(server: Server, said: str) -> None:
     problem = refused(post(server.url, body(), **{"X-Request-Timeout": said}), 400)
     assert "X-Request-Timeout" in problem["detail"]

@@ -141,6 +141,22 @@ def test_the_shortest_way(traced: Server, collector: Collector, ran: list[Standi
         assert span.status.code == 0
 
 
+@pytest.mark.parametrize(
+    ("host", "address", "port"),
+    [("a:80", "a", 80), ("a:\xb2", "a:\xb2", None), ("a:", None, None), ("a", "a", None)],
+)
+def test_where_it_was_asked(
+    traced: Server, collector: Collector, host: str, address: str | None, port: int | None
+) -> None:
+    """A superscript two is a digit, and no number."""
+    headers = [(b"Host", host.encode("latin-1"))]
+    assert traced.http.get("/v1/variants", headers=headers).is_success
+    until(lambda: len(collector.spans) == 1)
+    attributes = said(collector.spans[0])
+    assert attributes.get("server.address") == address
+    assert attributes.get("server.port") == port
+
+
 def test_before_the_framework_and_through_it(traced: Server, collector: Collector) -> None:
     http, port = traced.http, traced.address[1]
     answers = [

@@ -123,7 +123,7 @@ def _attributes(
     if agent := headers.get(b"user-agent"):
         found["user_agent.original"] = agent.decode("latin-1")[:_LONGEST]
     host, _, port = headers.get(b"host", b"").decode("latin-1").rpartition(":")
-    if host and port.isdigit():
+    if host and port.isdecimal():
         found |= {"server.address": host[:_LONGEST], "server.port": int(port[:5])}
     elif port:
         found["server.address"] = f"{host}:{port}".removeprefix(":")[:_LONGEST]

@@ -36,6 +36,8 @@ _MOST_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs
 # A string, or a whole number that may be beyond 64 bits, with what stands around it in JSON;
 # possessive, for there are strings of 64 MiB.
 _WIDE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(?<=[\[,:\s])-?[0-9]{19,}(?=[\],}\s])', re.DOTALL)
+_LONGEST_EXPLAINED: Final = 1 << 20  # bytes
+_CODE: Final = re.compile(r"^[A-Z0-9_]+: ")  # simdjson's name for an error
 _NON_FINITE: Final = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 _WORDS: Final = {"nan": b'"NaN"', "inf": b'"Infinity"', "-inf": b'"-Infinity"'}
 
@@ -55,8 +57,7 @@ class Document:
         try:
             root = _parsed(text)
         except (ValueError, RuntimeError, MemoryError) as error:
-            reason = str(error).removesuffix("  This is a fatal and unrecoverable error.")
-            raise Unparseable(f"the body is not JSON: {reason}") from None
+            raise Unparseable(f"the body is not JSON: {_reason(text, error)}") from None
         if not isinstance(root, simdjson.Object):
             raise Unparseable("the body must be a JSON object")
         self.root = root
@@ -237,6 +238,18 @@ def _parsed(text: bytes) -> Any:
         if not str(error).startswith(("BIGINT_ERROR", "NUMBER_ERROR")):
             raise
     return simdjson.Parser().parse(_WIDE.sub(_as_float, text, count=_MOST_OBJECTS))
+
+
+def _reason(text: bytes, error: Exception) -> str:
+    """Why it is no JSON; where, in orjson's words, if it is short enough to be read once more."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    if len(text) <= _LONGEST_EXPLAINED:
+        try:
+            orjson.loads(text)
+        except orjson.JSONDecodeError as said:
+            return str(said)
+    return _CODE.sub("", str(error)).removesuffix("  This is a fatal and unrecoverable error.")
 
 
 def _as_float(found: re.Match[bytes]) -> bytes:
