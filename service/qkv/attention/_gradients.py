@@ -16,6 +16,7 @@ from qkv.attention._visibility import row_blocks
 __all__ = ["by_features", "by_heads", "by_scores", "is_ordinary", "regrown", "sized"]
 
 _SCORE_ELEMENTS = 1 << 21  # of a block of scores, of which there are five: 8 MiB each in float32
+_WORTH_IT = 1 << 16  # elements, below which the calls take longer than the numbers
 _SAFE = 1e30  # sizes, in float32, that products and sums may grow to
 _ORDINARY = 1e20  # a few factors up to it, and their sums, stay far inside float64's range
 _MOST_EXPONENT = 2000  # past it all but 0 over- or underflows
@@ -69,7 +70,8 @@ def by_scores(
     if mask is not None and mask.is_floating_point():
         made["mask"] = torch.zeros_like(mask, dtype=grad_BHLE.dtype)
     banded = visible.causal or visible.left is not None or visible.right is not None
-    tall = -(-L // 8) if banded else L  # of a low block most keys are hidden from all its rows
+    # of a low block most keys are hidden from all its rows, but each takes a dozen calls
+    tall = min(L, max(-(-L // 8), _WORTH_IT // max(1, B * H * S))) if banded else L
     for groups in row_blocks(G, B * H // G * tall * S, _SCORE_ELEMENTS):
         heads = slice(groups.start * H // G, groups.stop * H // G)
         part = {n: x[:, heads if n == "mask" else groups] for n, x in made.items()}
