@@ -17,7 +17,7 @@ import torch
 from cases import DTYPES, EPS, Array, as_json, explained, refused
 from conftest import Process, Server, until
 from hypothesis import strategies
-from test_openapi import described, fits, kept
+from schemas import described, fits, kept
 
 from qkv import catalogue, comparison, divergence, local
 from qkv.comparison import Comparison

@@ -20,7 +20,7 @@ import pytest
 from cases import DTYPES, explained, refused
 from conftest import PATIENCE, Process, Server, serving, until
 from hypothesis import strategies
-from test_openapi import fits, kept, renamed
+from schemas import fits, kept, renamed
 
 from qkv.errors import NotNow, QkvError, TooLarge
 from qkv.fleet import Fleet
