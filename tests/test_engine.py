@@ -17,7 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import Request, assert_within, bounds, requests
+from softmax_requests import Request, requests
+from tolerances import assert_within, bounds
 from torch import Tensor
 
 import qkv.engine
