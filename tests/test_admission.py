@@ -20,10 +20,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from caller import asked_of, body_of, calling, drawn, request_of
 from cases import refused
 from conftest import PATIENCE, Process, Server, until
 from test_device_process import device_process
-from test_protocol import asked_of, body_of, calling, drawn, request_of
 from test_serve import address, ask, big, children
 
 import qkv
