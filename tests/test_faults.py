@@ -2,7 +2,7 @@
 killed, a device that fails, callers that dawdle or vanish, clocks that jump, disks that are full.
 
 Workers that are killed or hang one at a time are in test_serve.py, the device process in
-test_device_process.py, the engine's own faults in test_engine.py.
+test_device_process.py, the engine's own faults in test_engine_faults.py.
 """
 
 from __future__ import annotations
