@@ -25,8 +25,8 @@ import httpx
 import numpy as np
 import pytest
 from cases import refused
+from commands import limited, one_error, put, tensors
 from conftest import PATIENCE, Process, Server, until
-from test_ask import limited, one_error, put, tensors
 from test_cli import free_port
 from test_serve import address, alive, children, looping
 
