@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from commands import answered, ask, one_error, put, refused, where
 from conftest import PATIENCE, until
 from spoken import events, refusal, spoken, sse
-from test_ask import answered, ask, one_error, put, refused, where
 from test_streams import SAID, WHOLE, progress
 
 from qkv import Client

@@ -7,8 +7,8 @@ import time
 from contextlib import ExitStack
 
 import pytest
+from caller import body_of, calling, drawn, request_of
 from conftest import serving, until
-from test_protocol import body_of, calling, drawn, request_of
 
 from qkv.busy_poll import BusyPoll
 from qkv.fleet import Fleet, Worker

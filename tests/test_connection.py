@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from caller import PATH, body_of, calling, drawn, request_of
 from conftest import PATIENCE, Server, serving, until
-from test_protocol import PATH, body_of, calling, drawn, request_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 

@@ -2,7 +2,7 @@
 killed, a device that fails, callers that dawdle or vanish, clocks that jump, disks that are full.
 
 Workers that are killed or hang one at a time are in test_serve.py, the device process in
-test_device_process.py, the engine's own faults in test_engine.py.
+test_device_process.py, the engine's own faults in test_engine_faults.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import httpx
 import numpy as np
 import pytest
 from cases import refused
+from commands import limited, one_error, put, tensors
 from conftest import PATIENCE, Process, Server, until
-from test_ask import limited, one_error, put, tensors
 from test_cli import free_port
 from test_serve import address, alive, children, looping
 

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 import pytest
+from caller import Caller, asked_of, body_of, calling, drawn, request_of
 from conftest import Server, until
-from test_protocol import Caller, asked_of, body_of, calling, drawn, request_of
 
 SHAPES: Final = ((1, 2, 8, 16), (1, 1, 64, 64), (1, 8, 128, 64), (1, 8, 512, 64))
 CALLERS: Final = 6

@@ -17,11 +17,11 @@ from typing import Any, Final
 import httpx
 import pytest
 import torch
+from caller import body_of, calling, drawn, request_of
 from conftest import Process, Server, running, until
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from ruamel.yaml import YAML
-from test_protocol import body_of, calling, drawn, request_of
 from test_serve import JSON, PATH, TINY, children
 
 from qkv.catalogue import variants

@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import httpx
 import pytest
+from caller import body_of, calling, drawn, request_of
 from conftest import PATIENCE, Process, Server
 from test_metrics import ran as ran
-from test_protocol import body_of, calling, drawn, request_of
 from test_serve import JSON, PATH, TINY
 
 from qkv.job import Job

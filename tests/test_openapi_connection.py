@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 from conftest import PATIENCE, Server, serving
+from schemas import fits
 from test_connection import answers
-from test_openapi import fits
 
 REFUSED: Final = (400, 408, 413, 431)
 CHUNKS: Final = b"1\r\n \r\n" * 400_000  # 2 MB around 400 KB

@@ -7,7 +7,7 @@ from typing import Any, Final
 import httpx
 import pytest
 from conftest import Server
-from test_openapi import fits, renamed
+from schemas import fits, renamed
 
 MODEL: Final = "/v2/models/softmax"
 INFER: Final = f"{MODEL}/infer"

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from test_engine import CPU, bits
+from engines import CPU, bits
 from test_same_bits import KINDS, group
 
 import qkv.engine

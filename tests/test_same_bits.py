@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from cases import DTYPES, FLOATING
-from test_engine import Held, bits
+from engines import Held, bits
 
 from qkv.catalogue import Variant, fixed_size, variants
 from qkv.forms import query_axis

@@ -12,8 +12,8 @@ from typing import Any, Final
 import httpx
 import openapi_spec_validator
 import pytest
+from caller import PATH, body_of, drawn, request_of
 from conftest import PATIENCE, Process, Server, serving
-from test_protocol import PATH, body_of, drawn, request_of
 
 from qkv import AsyncClient, Client
 from qkv.engine import Engine

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import DTYPES
 from conftest import Server, until
-from test_engine import bits
+from engines import bits
 
 from qkv import Client
 from qkv.catalogue import variants

@@ -1,94 +1,27 @@
-"""Sweeps: events on real sockets, cells that are true, callers who leave, and others meanwhile."""
+"""Sweeps: cells that are true, where curves cross, and what is refused before anything runs."""
 
 from __future__ import annotations
 
 import json
-import re
-import signal
-import socket
-import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Final
 
-import httpx
 import hypothesis
 import numpy as np
 import pytest
 from cases import DTYPES, explained, refused
-from conftest import PATIENCE, Process, Server, serving, until
+from conftest import Server
 from hypothesis import strategies
-from test_openapi import fits, kept, renamed
+from sweeps import CELL, REFUSED, SMALL, SWEEP, parsed, swept
+from sweeps import counted as counted
 
-from qkv.errors import NotNow, QkvError, TooLarge
-from qkv.fleet import Fleet
+from qkv.errors import QkvError, TooLarge
 from qkv.job import Job, Limits
 from qkv.measured import PeakJob, TimedJob
-from qkv.routes import events
-from qkv.routes.schemas_compare import EVENTS
 from qkv.sweep import Crossover, Sweep, Sweeping, crossovers
 from qkv.wire import json as wire
 
-SWEEP: Final = "/v1/sweep"
-SMALL: Final = {"heads": 2, "width": 8, "repeats": 2}
 UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
-CELL: Final = {
-    "index", "variant", "parameters", "length", "median_ms", "least_ms", "most_ms", "repeats",
-    "flops", "bytes", "peak_bytes",
-}  # fmt: skip
-
-Event = tuple[str, Any]
-
-
-def parsed(lines: Iterator[str]) -> Iterator[Event]:
-    """Events, as WHATWG's HTML, section 9.2.6, reads them."""
-    name, data = "message", list[str]()
-    for line in lines:
-        if not line:
-            if data:
-                yield name, json.loads("\n".join(data))
-            name, data = "message", []
-        elif not line.startswith(":"):
-            field, _, value = line.partition(": ")
-            assert field in ("event", "data"), line
-            if field == "event":
-                name = value
-            else:
-                data.append(value)
-    assert not data, "the last event has no end"
-
-
-def swept(server: Server, **fields: Any) -> list[Event]:
-    """All that a sweep says."""
-    with server.http.stream("POST", SWEEP, json=SMALL | fields) as response:
-        assert response.status_code == 200, response.read()
-        return list(parsed(response.iter_lines()))
-
-
-def asking(server: Server, **fields: Any) -> socket.socket:
-    """A socket on which a sweep has been asked for."""
-    body = json.dumps(SMALL | fields).encode()
-    head = f"POST {SWEEP} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    asked = socket.create_connection(server.address)
-    asked.settimeout(PATIENCE)
-    asked.sendall(head + body)
-    return asked
-
-
-@pytest.fixture
-def counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
-    """Every job that is submitted, and its priority."""
-    jobs: list[tuple[Job, int]] = []
-    submit = server.engine.submit
-
-    def counting(job: Job, *, priority: int = 0, **how: Any) -> Any:
-        jobs.append((job, priority))
-        return submit(job, priority=priority, **how)
-
-    monkeypatch.setattr(server.engine, "submit", counting)
-    return jobs
 
 
 # ------------------------------------------------------------ where curves cross
@@ -232,35 +165,6 @@ def test_a_deadline_is_each_runs_own(server: Server) -> None:
     refused(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
 
 
-REFUSED: Final[list[tuple[int, str, dict[str, Any]]]] = [
-    (422, "/variants", {"variants": []}),
-    (422, "/variants", {"variants": None}),
-    (422, "/variants", {"variants": ["mean"] * 17}),
-    (404, "/variants/0", {"variants": ["sotfmax"]}),
-    (422, "/variants/0", {"variants": ["linear_layer"]}),
-    (422, "/variants/1/parameters/scale", {
-        "variants": ["mean", {"variant": "taylor", "parameters": {"scale": 2}}],
-    }),
-    (422, "/variants/0/params", {"variants": [{"variant": "mean", "params": {}}]}),
-    (422, "/lengths", {"lengths": []}),
-    (422, "/lengths", {"lengths": list(range(1, 66))}),
-    (422, "/lengths/1", {"lengths": [8, 8]}),
-    (422, "/lengths/1", {"lengths": [8, 0]}),
-    (422, "/lengths/0", {"lengths": [(1 << 20) + 1]}),
-    (422, "/lengths/0", {"lengths": [8.5]}),
-    (422, "/lengths/0", {"lengths": [True]}),
-    (422, "/repeats", {"repeats": 0}),
-    (422, "/repeats", {"repeats": 101}),
-    (422, "/batch", {"batch": 0}),
-    (422, "/heads", {"heads": 4097}),
-    (422, "/width", {"width": "64"}),
-    (422, "/dtype", {"dtype": "int64"}),
-    (422, "/seed", {"seed": -1}),
-    (422, "/seed", {"seed": 1 << 63}),
-    (422, "/inputs", {"inputs": {}}),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("status", "pointer", "fields"), REFUSED)
 def test_what_is_wrong_is_said_before_anything_runs(
     server: Server,
@@ -318,187 +222,6 @@ def test_other_faults(server: Server, serve: Callable[..., Server]) -> None:
     assert refused(tight.http.post(SWEEP, json=body), 413)["limit"] == 20
 
 
-# ------------------------------------------------------------ how it is told
-
-
-def test_headers_and_bytes_on_the_wire(server: Server) -> None:
-    with asking(server, variants=["mean"], lengths=[8]) as asked:
-        came = b""
-        while not came.endswith(b"0\r\n\r\n"):
-            piece = asked.recv(1 << 16)
-            assert piece, came
-            came += piece
-    head, _, body = came.partition(b"\r\n\r\n")
-    lines = {line.lower() for line in head.split(b"\r\n")}
-    assert b"http/1.1 200 ok" in lines
-    assert b"content-type: text/event-stream" in lines
-    assert b"cache-control: no-store" in lines
-    assert b"transfer-encoding: chunked" in lines
-    assert not any(line.startswith(b"content-length") for line in lines)
-    assert any(line.startswith(b"x-request-id: ") for line in lines)
-    assert body.count(b"event: ") == 3
-    assert b'event: progress\ndata: {"done":0,' in body
-
-
-def test_events_come_while_it_runs(server: Server) -> None:
-    """The first cell is there before the second runs."""
-    with server.engine.hold(), asking(server, variants=["mean"], lengths=[8, 16]) as asked:
-        until(lambda: server.waiting == 1)
-        came = asked.recv(1 << 16)
-        if b"progress" not in came:
-            came += asked.recv(1 << 16)
-        assert came.count(b"event: progress") == 1
-        assert b"event: cell" not in came
-
-
-def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert events.HEARTBEAT_S == 10
-    monkeypatch.setattr(events, "HEARTBEAT_S", 0.02)
-    body = SMALL | {"variants": ["mean"], "lengths": [8]}
-    with server.engine.hold(), server.http.stream("POST", SWEEP, json=body) as response:
-        lines = response.iter_lines()
-        came = [next(lines) for _ in range(12)]
-        assert came.count(": still at work") >= 3
-    assert [name for name, _ in parsed(iter([*came, ""]))] == ["progress"]
-
-
-def test_who_leaves_ends_it(server: Server, counted: list[tuple[Job, int]]) -> None:
-    """What is left of its cells never reaches the device."""
-    lengths = list(range(8, 40))
-    with asking(server, variants=["mean", "linear"], lengths=lengths) as leaver:
-        with server.engine.hold():
-            until(lambda: server.waiting == 1)
-            leaver.close()
-            until(lambda: server.waiting == 0)
-        seen = len(counted)
-    assert server.http.post("/v1/attention/mean", json={"inputs": {"value": [[1]]}}).is_success
-    swept(server, variants=["mean"], lengths=[8])
-    assert len(counted) == seen + 1 + SMALL["repeats"]
-    assert seen < len(lengths)
-
-
-def test_who_leaves_is_counted_as_that(serve: Callable[..., Server]) -> None:
-    own = serve()
-
-    def left() -> bool:
-        return 'qkv_other_requests_total{outcome="left"} 1\n' in own.http.get("/metrics").text
-
-    with own.engine.hold(), asking(own, variants=["mean"], lengths=[8]) as leaver:
-        until(lambda: own.waiting == 1)
-        leaver.close()
-        until(lambda: own.waiting == 0)
-    until(left)
-
-
-def test_others_are_answered_meanwhile_and_before_it(
-    server: Server, counted: list[tuple[Job, int]]
-) -> None:
-    """Of what waits, everybody else's goes first; and a sweep never has more than one waiting."""
-    value = np.ones((600, 64)).tolist()  # too large to run on the loop
-    asked = asking(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
-    try:
-        until(lambda: len(counted) > 3)
-        ran: list[int] = []
-        with server.engine.hold():
-            until(lambda: server.waiting == 1)
-            sweeping = counted[-1][0]
-            threads = [
-                threading.Thread(
-                    target=lambda: ran.append(
-                        httpx.post(
-                            f"{server.url}/v1/attention/softmax",
-                            json={
-                                "inputs": dict.fromkeys(("query", "key", "value"), value),
-                                "weights": "none",
-                            },
-                            timeout=PATIENCE,
-                        ).status_code
-                    )
-                )
-                for _ in range(4)
-            ]
-            for thread in threads:
-                thread.start()
-            until(lambda: server.waiting == 5)
-            with server.engine._changed:
-                first = server.engine._queue.oldest()
-            assert first is not None
-            assert first.job is not sweeping
-        for thread in threads:
-            thread.join()
-        assert ran == [200] * 4
-        assert len(counted) < 64 * 101, "it is not over yet"
-    finally:
-        asked.close()
-        until(lambda: server.waiting == 0)
-
-
-def test_keys_are_asked_for(serve: Callable[..., Server]) -> None:
-    guarded = serve(api_keys="secret")
-    body = SMALL | {"variants": ["mean"], "lengths": [8]}
-    assert guarded.http.post(SWEEP, json=body).status_code == 401
-    headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine"}
-    answer = guarded.http.post(SWEEP, json=body, headers=headers)
-    assert answer.status_code == 200
-    assert answer.headers["x-request-id"] == "mine"
-
-
-def test_a_fault_of_ours_ends_the_stream(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = serve()
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(own.engine, "submit", broken)
-    said = swept(own, variants=["mean"], lengths=[8])
-    assert [name for name, _ in said] == ["progress", "error"]
-    assert said[-1][1]["problem"]["status"] == 500
-    assert "ZeroDivision" not in str(said)
-
-
-def test_a_service_that_stops_says_so() -> None:
-    with serving() as stopping:
-        fleet = stopping.app.user_middleware[0].kwargs["fleet"]
-        assert isinstance(fleet, Fleet)
-        body = SMALL | {"variants": ["mean"], "lengths": [8, 16], "repeats": 100}
-        with stopping.http.stream("POST", SWEEP, json=body) as response:
-            told = parsed(response.iter_lines())
-            assert next(told)[0] == "progress"
-            fleet.drain()
-            *_, (name, what) = told
-        assert name == "error"
-        assert what["problem"]["type"] == "urn:qkv:problem:not-now"
-
-
-def test_sigterm_does_not_wait_for_it(command: Callable[..., Process]) -> None:
-    process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="30")
-    body = {"variants": ["softmax"], "lengths": [256, 512], "repeats": 100}
-    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
-        told = parsed(response.iter_lines())
-        assert next(told)[0] == "progress"
-        since = time.monotonic()
-        process.popen.send_signal(signal.SIGTERM)
-        names = [name for name, _ in told]
-    assert names[-1] == "error"
-    assert process.wait() == 0, process.lines
-    assert time.monotonic() - since < 20
-
-
-def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:
-    process = command(
-        "serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one",
-        QKV_MAX_QUEUE_BYTES=str(64 << 20),
-    )  # fmt: skip
-    body = SMALL | {"variants": ["linear", "mean"], "lengths": [16, 64]}
-    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
-        said = list(parsed(response.iter_lines()))
-    assert [name for name, _ in said] == ["progress", "cell"] * 4 + ["done"]
-    assert all(what.keys() == CELL for name, what in said if name == "cell")
-    assert process.end() == 0, process.lines
-
-
 @pytest.mark.parametrize(
     ("named", "length", "sizes"),
     [
@@ -513,61 +236,3 @@ def test_few_bytes_do_not_buy_minutes(
     """Each held a worker for a minute and more, whoever left."""
     told = swept(server, variants=[named], lengths=[length], **sizes)
     assert told[1][1]["problem"]["status"] == 413
-
-
-def test_the_documented_example_runs(url: str) -> None:
-    page = (Path(__file__).parent.parent / "docs/http.md").read_text()
-    (line,) = re.findall(r"^curl -N .*/v1/sweep.*$", page, re.MULTILINE)
-    done = subprocess.run(
-        ["bash", "-c", line.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS ")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert [name for name, _ in parsed(iter(done.stdout.split("\n")))][-1] == "done"
-
-
-# ------------------------------------------------------------ as it is described
-
-
-def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> None:
-    small = serve(max_scores=2 * 100 * 100)
-    document = small.http.get("/openapi.json").json()
-    operation, schemas = document["paths"][SWEEP]["post"], document["components"]["schemas"]
-    content = operation["requestBody"]["content"]["application/json"]
-    assert fits(content["example"], content["schema"], document)
-    assert small.http.post(SWEEP, json=content["example"]).is_success
-    body = SMALL | {"variants": ["softmax", "linear"], "lengths": [64, 128]}
-    assert fits(body, content["schema"], document)
-    for _, _, fields in REFUSED:
-        assert not fits(
-            {"variants": ["mean"], "lengths": [8]} | fields, content["schema"], document
-        )
-    told = swept(small, **body)
-    assert any("problem" in what for _, what in told)
-    told.append(("error", {"problem": NotNow("the service is stopping").problem()}))
-    answer = operation["responses"]["200"]["content"]["text/event-stream"]
-    told += list(parsed(iter(answer["example"].split("\n"))))
-    for name, what in told:
-        component = schemas[EVENTS[name]]
-        assert (
-            f"`{name}`, whose data is a `{EVENTS[name]}`"
-            in (operation["responses"]["200"]["description"])
-        )
-        assert fits(what, component, document), what
-        for other in renamed(what):
-            assert not fits(other, component, document), other
-
-
-def test_its_faults_are_described(server: Server) -> None:
-    document = server.http.get("/openapi.json").json()
-    for status, how in (
-        (400, {"content": b"[]"}),
-        (404, {"json": {"variants": ["sotfmax"], "lengths": [1]}}),
-        (406, {"json": {}, "headers": {"Accept": "text/html"}}),
-        (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),
-        (422, {"json": {}}),
-    ):
-        response = server.http.post(SWEEP, **how)
-        refused(response, status)
-        kept(document, response)

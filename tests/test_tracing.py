@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import httpx
 import pytest
+from caller import PATH as INFER
+from caller import body_of, calling, drawn, request_of
+from caller import ran as ran
 from conftest import PATIENCE, Process, Server, serving, until
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from test_protocol import PATH as INFER
-from test_protocol import body_of, calling, drawn, request_of
-from test_protocol import ran as ran
 from test_serve import PATH, TINY
 
 from qkv import __version__
