@@ -215,6 +215,32 @@ def test_no_other_protocol_is_spoken(server: Server, protocol: bytes) -> None:
         assert [status for status, *_ in answers(connection)] == [200, 200]
 
 
+def test_many_in_a_row_that_want_another_protocol(server: Server) -> None:
+    lines = b"Connection: upgrade\r\nUpgrade: x\r\n"
+    with connected(server) as connection:
+        connection.sendall(RUN + BODY + (LIVE[:-2] + lines + b"\r\n") * 3000 + b"rubbish\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200] * 3001 + [400]
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://here", 200),
+        (b"http://here?a=b", 200),
+        (b"HTTP://here:80?c", 200),
+        (b"http://here/livez", 200),
+        (b"http://here/nowhere", 404),
+        (b"*", 404),
+        (b"here", 400),
+    ],
+)
+def test_a_target_in_absolute_form(server: Server, target: bytes, status: int) -> None:
+    """Without a path it means "/"."""
+    with connected(server) as connection:
+        connection.sendall(b"GET %b HTTP/1.1\r\nHost: here\r\n\r\nrubbish\r\n\r\n" % target)
+        assert answers(connection)[0][0] == status
+
+
 def test_connect_is_refused(server: Server) -> None:
     with connected(server) as connection:
         connection.sendall(b"CONNECT there:443 HTTP/1.1\r\nHost: there:443\r\n\r\n")

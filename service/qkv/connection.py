@@ -104,14 +104,21 @@ class Connection(HttpToolsProtocol):
             self._ignore(len(data))
             return
         self._unset_keepalive_if_required()
+        self._received += len(data)
+        rest = memoryview(data)
+        while self._farewell is None and (end := self._feed(rest)) is not None:
+            rest = rest[end:]
+            self._feed(self._head_without_upgrade())
+
+    def _feed(self, data: bytes | memoryview) -> int | None:
+        """Has it parsed; where a head ends that asks for another protocol, and comes again without
+        that before what is behind it."""
         self._piece = len(data)
         self._framing += self._piece
-        self._received += self._piece
-        again = None
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            again = self._head_without_upgrade() + data[upgrade.args[0] :]
+            return int(upgrade.args[0])
         except httptools.HttpParserError as error:
             self.part(self._meant(error))
         else:
@@ -121,8 +128,7 @@ class Connection(HttpToolsProtocol):
                     self.part(TooLong(f"the request's head has {what}"))
                 else:
                     self.part(TooLarge(f"of the request, {what} are no body; send larger chunks"))
-        if again is not None:
-            self.data_received(again)
+        return None
 
     def on_message_begin(self) -> None:
         self._reads, self._framing = HEAD, self._piece  # at most
@@ -153,6 +159,8 @@ class Connection(HttpToolsProtocol):
         return True
 
     def on_headers_complete(self) -> None:
+        if not self.url.startswith(b"/"):
+            self.url = _with_path(self.url)
         super().on_headers_complete()
         self._reads, self._ignored = BODY, 0
         self.headers = []  # what comes as headers from now on stands behind a body, and is not read
@@ -317,10 +325,18 @@ class Connection(HttpToolsProtocol):
             self.transport.write(self._farewell)
             self.transport.write_eof()
 
-    def _written(self, error: QkvError) -> bytes:
+    def _written(self, error: QkvError, *more: tuple[bytes, bytes]) -> bytes:
         path = self.url.partition(b"?")[0].decode("latin-1")
         answer = self._refusal(error, path)
-        headers = [*self.server_state.default_headers, *answer.raw_headers]
+        headers = [*self.server_state.default_headers, *answer.raw_headers, *more]
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         status = STATUS_LINE[answer.status_code]
         return b"%b%bconnection: close\r\n\r\n%b" % (status, lines, bytes(answer.body))
+
+
+def _with_path(url: bytes) -> bytes:
+    """A target in absolute form may have no path, which means "/" (RFC 9110, section 4.2.3)."""
+    parsed = httptools.parse_url(url)
+    if parsed.path:
+        return url
+    return b"/" if parsed.query is None else b"/?%b" % parsed.query
