@@ -4,8 +4,10 @@ nobody asks for them, nothing of what makes them is even imported."""
 from __future__ import annotations
 
 import gzip
+import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -139,6 +141,36 @@ def test_the_shortest_way(traced: Server, collector: Collector, ran: list[Standi
         assert 0 < sum(stages) <= took_ms
         assert abs(time.time_ns() - span.end_time_unix_nano) < PATIENCE * 1e9
         assert span.status.code == 0
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"baggage": "a" + " " * 30_000 + "b"},
+        {"baggage": ",".join(f"a{i}=\x9b" for i in range(180))},
+        {"tracestate": "a" + " " * 30_000 + "b"},
+        {"tracestate": "\x9b31mFORGED\x85line=1"},
+        {"tracestate": ",".join(f"a{i}=b" for i in range(40))},
+        {"content-length": str(2**63)},
+        {"content-length": str(2**64 - 1)},
+    ],
+    ids=lambda lines: " ".join(lines),
+)
+def test_what_a_stranger_says_of_it_is_not_said_again(
+    traced: Server, collector: Collector, caplog: pytest.LogCaptureFixture, lines: dict[str, str]
+) -> None:
+    """Nothing in the log, which would be in his words, and no time that grows with a square."""
+    host, port = traced.address
+    said_of = {"Host": host, "Connection": "close"} | traceparent() | lines
+    head = "".join(f"{name}: {value}\r\n" for name, value in said_of.items())
+    with socket.create_connection((host, port), PATIENCE) as connection:
+        connection.sendall(f"GET /livez HTTP/1.1\r\n{head}\r\n".encode("latin-1"))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    until(lambda: len(collector.spans) == 1)
+    (span,) = collector.spans
+    assert span.trace_id.hex() == TRACE
+    assert "http.request.body.size" not in said(span)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ traces are asked for: what it needs comes with the extra `tracing`, and takes a 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ _LAST_S: Final = 5.0  # for what is left, when the service ends
 _METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
 _OTHER: Final = "_OTHER"
 _LONGEST: Final = 512  # characters that a span has of what a caller says
+_LONGEST_CONTEXT: Final = 1024  # characters; W3C's Trace Context, section 3.3.1.5, asks for 512
 _NAMES: Final = {  # of what the log has of a request, as spans have it
     "status": "http.response.status_code",
     "path": "url.path",
@@ -54,7 +56,10 @@ class Traces:
         )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("qkv", __version__)
-        self._read = {name.lower().encode() for name in propagate.get_global_textmap().fields}
+        fields = {name.lower().encode() for name in propagate.get_global_textmap().fields}
+        self._read = fields - {b"baggage"}  # nobody here would look into it
+        # its warnings are in a stranger's words
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
     def add(
         self,
@@ -98,12 +103,14 @@ class Traces:
         await asyncio.to_thread(thread.join, _LAST_S)
 
     def _context(self, headers: Iterable[tuple[bytes, bytes]]) -> Context:
-        """What the request is part of, as its headers say (`traceparent`)."""
+        """What the request is part of, as its headers say (`traceparent`); what is long is not
+        read, for reading takes time that grows with its square."""
         carrier: dict[str, str] = {}
         for name, value in headers:
             if name in self._read:
                 key, text = name.decode(), value.decode("latin-1")
                 carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
+        carrier = {key: text for key, text in carrier.items() if len(text) <= _LONGEST_CONTEXT}
         return propagate.extract(carrier, Context()) if carrier else Context()
 
 
