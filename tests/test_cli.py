@@ -112,6 +112,7 @@ def refuses(host: str, port: int) -> bool:
         ((), {"QKV_MAX_BATCH": "-1"}, ["QKV_MAX_BATCH", "-1"]),
         ((), {"QKV_MAX_BODY_BYTES": "256MB"}, ["QKV_MAX_BODY_BYTES", "256MB"]),
         ((), {"QKV_THREADS": "1.5"}, ["QKV_THREADS", "1.5"]),
+        ((), {"QKV_READ_TIMEOUT_S": "inf"}, ["QKV_READ_TIMEOUT_S", "inf", "finite"]),
         ((), {"QKV_WORKER": "3"}, ["QKV_WORKER is", "QKV_WORKERS?"]),
         ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
         (("--port", "0"), {"QKV_COLOUR": "red"}, ["QKV_COLOUR", "QKV_HOST", "QKV_STUCK_S"]),

@@ -99,6 +99,19 @@ def test_too_long_a_body_is_refused_before_it_is_sent(
     assert f"{10**12} bytes; at most {limit}" in answer
 
 
+def test_a_body_that_no_memory_holds_is_refused(serve: Callable[..., Server]) -> None:
+    """An operator may have said that any length will do."""
+    server = serve(max_body_bytes=1 << 62)
+    headers = {"Content-Type": "application/vnd.safetensors", "Content-Length": str(1 << 60)}
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n{lines}\r\n"
+        connection.sendall(head.encode() + bytes(8))
+        answer = connection.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert f"{1 << 60} bytes, for which there is no memory" in answer
+
+
 @pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert"])
 def test_too_long_a_body_is_refused_while_it_grows(serve: Callable[..., Server], path: str) -> None:
     server = serve(max_body_bytes=1000)

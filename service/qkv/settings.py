@@ -122,6 +122,7 @@ class Settings(BaseSettings):
         float,
         Field(
             gt=0,
+            allow_inf_nan=False,
             description="Seconds that the head of a request may take to come, and each 64 KiB of "
             "its body; more is 408.",
         ),
@@ -130,6 +131,7 @@ class Settings(BaseSettings):
         float,
         Field(
             gt=0,
+            allow_inf_nan=False,
             description="Seconds in which a caller may take nothing of its answer; past them its "
             "connection is closed.",
         ),

@@ -226,7 +226,14 @@ def _placed(
 
 
 def _aligned(size: int, at: int) -> memoryview:
-    """A buffer whose byte `at` lies at a multiple of 64."""
-    room = np.empty(size + _ALIGNMENT, np.uint8)
+    """A buffer whose byte `at` lies at a multiple of 64.
+
+    Raises:
+        TooLarge: there is no such memory.
+    """
+    try:
+        room = np.empty(size + _ALIGNMENT, np.uint8)
+    except MemoryError:
+        raise TooLarge(f"the body has {size} bytes, for which there is no memory") from None
     first = -(room.ctypes.data + at) % _ALIGNMENT
     return room[first : first + size].data
