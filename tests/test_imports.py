@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "oneline": {"errors"},
     "models": {"metrics"},
     "metrics": {"errors"},
-    "request_log": set(),
+    "lines": set(),
+    "standard_error": {"lines"},
     "fleet": {"metrics", "models"},
     "heap": set(),
     "cpus": set(),
@@ -106,12 +107,12 @@ ALLOWED: dict[str, set[str]] = {
     "routes": {
         "__version__", "catalogue", "choice", "comparison", "conversion", "door", "engine",
         "errors", "fields", "findings", "fleet", "forms", "gradient", "job", "layers", "ledger",
-        "local", "measured", "message", "metrics", "models", "picture", "queue", "remote",
-        "request_log", "run", "settings", "sweep", "tensors", "tracing", "wire",
+        "lines", "local", "measured", "message", "metrics", "models", "picture", "queue", "remote",
+        "run", "settings", "sweep", "tensors", "tracing", "wire",
     },
     "app": {
         "__version__", "arena", "busy_poll", "catalogue", "connection", "cpus", "device_process",
-        "engine", "errors", "fleet", "protocol", "queue", "remote", "request_log", "routes",
+        "engine", "errors", "fleet", "lines", "protocol", "queue", "remote", "routes",
         "settings", "short", "warmup", "watch", "wire",
     },
     "acceptor": {"fleet"},
@@ -125,7 +126,7 @@ ALLOWED: dict[str, set[str]] = {
     "short": {"door", "routes"},
     "serve": {
         "acceptor", "app", "arena", "cpus", "engine", "exchange", "fleet", "heap", "port", "remote",
-        "settings",
+        "settings", "standard_error",
     },
     "ask": {
         "calls", "cells", "client", "compared", "errors", "files", "local", "message", "oneline",

@@ -3,7 +3,6 @@ that is wanted."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -26,7 +25,6 @@ from test_metrics import ran as ran
 from test_serve import JSON, PATH, TINY
 
 from qkv.job import Job
-from qkv.request_log import RequestLog
 from qkv.run import Standing
 
 INFER: Final = "/v2/models/softmax/infer"
@@ -194,9 +192,50 @@ def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -
     unknown = {"variant": "unknown", "status": 404, "outcome": "not-found"}
     assert unknown.items() <= lines["unknown"].items()
     assert "compute_ms" not in lines["unknown"]
-    assert lines["odd"]["path"] == '/v1/\n"\0'
+    assert lines["odd"]["path"] == "/v1/%0a%22%00"  # as it came
     assert (lines["odd"]["variant"], lines["odd"]["bytes_in"]) == (None, None)
     assert max(map(len, path.read_bytes().splitlines())) < 4096
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "outcome", "method", "path"),
+    [
+        (b"rubbish\r\n\r\n", 400, "unparseable", "?", ""),
+        (b"GET /livez HTTP/1.1\r\nX-Request-ID: mine\r\n\r\n", 400, "unparseable", "GET", "/livez"),
+        (b"PUT /a?b HTTP/1.1\r\nHost: a\r\nX: %b\r\n\r\n" % (b"x" * 70_000), 431, "too-long", "PUT",
+         "/a"),
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "too-slow", "GET", "/livez"),
+        (b"POST /v1/attention/softmax HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{", 408,
+         "left", "POST", PATH),
+    ],
+)  # fmt: skip
+def test_what_a_connection_refuses_by_itself_is_seen_as_well(
+    tmp_path: Path, sent: bytes, status: int, outcome: str, method: str, path: str
+) -> None:
+    """With an id, a line and a count, once."""
+    log = tmp_path / "log"
+    how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "0.5"}
+    with logging_to(log, "--workers", "1", **how) as process:
+        url = httpx.URL(process.url)
+        assert url.port
+        with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+            connection.sendall(sent)
+            answer = b""
+            while came := connection.recv(1 << 16):
+                answer += came
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        counts = httpx.get(f"{process.url}/metrics").text
+        assert process.end() == 0
+    (line,) = (line for line in lines_of(log) if line["path"] != "/metrics")
+    assert (line["method"], line["path"], line["outcome"]) == (method, path, outcome)
+    assert line["status"] == (status if outcome != "left" else 499)
+    ids = re.findall(rb"(?i)x-request-id: (\S+)", answer)
+    if outcome != "left":  # else the application has seen it
+        assert ids == [line["request_id"].encode()]
+    assert len(ids) == 1
+    assert (b"mine" in ids) == (b"mine" in sent)
+    (rejected,) = re.findall(r'qkv_rejected_total\{reason="([^"]*)"\} [1-9]', counts)
+    assert rejected == outcome
 
 
 def test_no_line_is_lost_or_mixed_with_another(tmp_path: Path) -> None:
@@ -242,54 +281,3 @@ def test_without_the_setting_nothing_is_written(tmp_path: Path) -> None:
         assert httpx.post(process.url + PATH, content=TINY, headers=JSON).status_code == 200
         assert process.end() == 0
     assert path.read_bytes() == b""
-
-
-def test_who_does_not_read_the_log_keeps_nobody_waiting() -> None:
-    """Lines are dropped, and counted; those that are there come out once it is read."""
-    ours, theirs = socket.socketpair()
-    dropped: list[int] = []
-
-    async def scenario() -> int:
-        log = RequestLog(theirs.fileno(), lambda: dropped.append(1))
-        log.start()
-        begun, turns = time.monotonic(), 0
-        while not dropped and time.monotonic() - begun < PATIENCE:
-            for i in range(500):
-                log.add({"i": i, "filled": "x" * 300})
-            await asyncio.sleep(0.001)
-            turns += 1
-        assert dropped
-        came: list[bytes] = []
-
-        def read() -> None:
-            while piece := ours.recv(1 << 20):
-                came.append(piece)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        await log.stop()
-        theirs.close()
-        reader.join(PATIENCE)
-        lines = b"".join(came).splitlines()
-        assert all(json.loads(line)["filled"] for line in lines)
-        assert len(lines) == 500 * turns - len(dropped)
-        return turns
-
-    with ours:
-        assert asyncio.run(scenario()) >= 20
-
-
-def test_a_log_that_nobody_can_read_ends_no_service() -> None:
-    ours, theirs = socket.socketpair()
-    ours.close()
-
-    async def scenario() -> None:
-        log = RequestLog(theirs.fileno(), lambda: None)
-        log.start()
-        log.add({"a": 1})
-        await asyncio.sleep(0.3)
-        log.add({"a": 2})
-        await log.stop()
-
-    with theirs:
-        asyncio.run(scenario())

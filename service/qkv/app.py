@@ -27,10 +27,10 @@ from qkv.device_process import DeviceProcess
 from qkv.engine import GPU_BATCH, Engine, pick_device
 from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
 from qkv.fleet import Fleet, Worker
+from qkv.lines import Lines
 from qkv.protocol import Protocol
 from qkv.queue import Load
 from qkv.remote import Remote
-from qkv.request_log import RequestLog
 from qkv.routes import (
     attention,
     compare,
@@ -61,6 +61,7 @@ __all__ = ["create_app", "most_of", "new_device_process", "new_fleet"]
 
 _log = logging.getLogger("qkv.app")
 
+_EVERY_S: Final = 0.1  # lines of the request log are written
 _STILL_ANSWERED: Final = ("/livez", "/readyz", *v2.PUBLIC)  # while the service ends
 
 
@@ -84,7 +85,7 @@ def create_app(
         worker.ready(True)
     engine = remote or _new_engine(settings, worker)
     engine.door.patience_s = settings.read_timeout_s
-    log = RequestLog(1, worker.meter.dropped) if settings.request_log == "json" else None
+    log = Lines(1, worker.meter.dropped, _EVERY_S) if settings.request_log == "json" else None
     traces = import_module("qkv.tracing").Traces() if settings.traces else None
 
     @asynccontextmanager
@@ -107,7 +108,7 @@ def create_app(
             await engine.stop()
             pulse.cancel()
             if log is not None:
-                await log.stop()
+                await asyncio.to_thread(log.stop)
             if traces is not None:
                 await traces.stop()
             watch.cancel()
@@ -341,5 +342,5 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    _log.error("a request to %s failed (%s)", request.url.path, request_id(), exc_info=error)
+    _log.error("a request to %r failed (%s)", request.url.path, request_id(), exc_info=error)
     return await _known(request, Internal("this is a fault of the service, and is logged"))

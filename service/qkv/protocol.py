@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -23,8 +23,8 @@ from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
 from qkv.routes.guard import Keys
-from qkv.routes.observed import Observer, said_id
-from qkv.routes.shortcuts import Asked, Reply, Shortcuts
+from qkv.routes.observed import ID, Observer, said_id
+from qkv.routes.shortcuts import Asked, Header, Reply, Shortcuts
 from qkv.short import Head, Round, Short
 from qkv.watch import Watch
 
@@ -142,6 +142,7 @@ class Protocol(Connection):
 
     def on_headers_complete(self) -> None:
         if not self.check_head():
+            self._piece_of = None  # it comes again in other words
             return
         if not self._is_long and self._is_free() and self.parser.get_method() == b"POST":
             asked = Asked.of(self.url, self.headers)
@@ -240,6 +241,21 @@ class Protocol(Connection):
         self._stop_filling()
         self._is_resting = False
         super().part(error)
+
+    def _written(self, error: QkvError, *more: Header) -> bytes:
+        """Where the application never sees the request, it is seen here."""
+        headers: Iterable[Header] = ()
+        url = b""
+        if self._reads != NOTHING:  # else they are those of the request before
+            headers = self.scope["headers"] if self._reads == BODY else self.headers or ()
+            url = self.url
+        id = said_id(headers) or self._observer.new_id()
+        written = super()._written(error, *more, (ID, id))
+        if self._reads != BODY or self.pipeline:
+            method = self.parser.get_method().decode() if url else "?"
+            sent = len(written.partition(b"\r\n\r\n")[2])
+            self._observer.refused(method, url, headers, id, error, sent)
+        return written
 
     def shutdown(self) -> None:
         """uvicorn would close a connection whose request it does not know."""

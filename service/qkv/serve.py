@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -34,8 +36,11 @@ from qkv.exchange import Exchange
 from qkv.fleet import Fleet, Worker
 from qkv.remote import Remote
 from qkv.settings import Settings
+from qkv.standard_error import StandardError
 
 __all__ = ["serve"]
+
+_log = logging.getLogger("qkv.serve")
 
 _TRY = """\
 qkv serves on {url} ({device}, {workers}); Ctrl-C stops it. Try:
@@ -161,14 +166,18 @@ class _Parent:
                 mailbox.close()
                 self._exchange.introduce(index)
             return
-        status = 1
+        status, errors = 1, StandardError()
         try:
+            errors.start()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
             os.close(self._leash[1])
             status = self._be(index, worker, mailbox)
+        except Exception:
+            _log.exception("%s failed", self._name(index))
         finally:
+            errors.stop()
             os._exit(status)
 
     def _be(self, index: int, worker: Worker, mailbox: socket.socket | None) -> int:
@@ -190,11 +199,13 @@ class _Parent:
     def _restart(self, index: int) -> None:
         """Starts a worker anew; one that dies at once, again and again, only once a second."""
         lived = time.monotonic() - self._started[index]
-        name = f"worker {index}" if index < len(self._fleet) else "the device process"
-        _say(f"{name} ended after {lived:.1f} s; starting another")
+        _say(f"{self._name(index)} ended after {lived:.1f} s; starting another")
         if lived < 1:
             time.sleep(1 - lived)
         self._start(index)
+
+    def _name(self, index: int) -> str:
+        return f"worker {index}" if index < len(self._fleet) else "the device process"
 
     def _reap(self) -> list[int]:
         """The processes that have ended."""
@@ -258,9 +269,10 @@ class _Parent:
 
 
 def _say(text: str) -> None:
-    """Writes to stderr. Who read it may be gone, or the disk full: that ends no service."""
+    """Writes to stderr. Who read it may be gone or busy, or the disk full: that ends no service."""
     with contextlib.suppress(OSError):
-        click.echo(text, err=True)
+        if select.select([], [2], [], 0)[1]:
+            click.echo(text, err=True)
 
 
 def _device_type(name: str) -> str:
@@ -295,6 +307,7 @@ def _work(
         http=app.state.protocol,
         lifespan="on",
         log_level="warning",
+        log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nothing here asks where a caller is

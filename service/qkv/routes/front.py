@@ -76,6 +76,6 @@ class Front:
         except asyncio.CancelledError:  # the service ends, and the body has still not come
             return self._refusal(NotNow("the service is stopping", retry_after=5), path)
         except Exception as error:
-            _log.error("a request to %s failed (%s)", path, request_id(), exc_info=error)
+            _log.error("a request to %r failed (%s)", path, request_id(), exc_info=error)
             fault = Internal("this is a fault of the service, and is logged")
             return self._refusal(fault, path)

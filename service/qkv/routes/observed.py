@@ -12,25 +12,27 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.errors import QkvError
+from qkv.lines import Lines
 from qkv.metrics import OTHER, UNKNOWN, Meter
-from qkv.request_log import RequestLog
 from qkv.routes.shortcuts import Header, Reply
 
 if TYPE_CHECKING:
     from qkv.tracing import Traces
 
-__all__ = ["Observed", "Observer", "fails", "request_id", "said_id"]
+__all__ = ["ID", "Observed", "Observer", "fails", "request_id", "said_id"]
 
-_ID: Final = b"x-request-id"
+ID: Final = b"x-request-id"
 _IS_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
 _TRACE: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _STAGE: Final = re.compile(rb"(queue|transfer|compute);dur=([0-9.]+)")
 _RUN: Final = re.compile(
     r"/v1/(?:attention|gradients)/([^/]*)|/v2/models/([^/]*)(?:/versions/[^/]*)?/infer"
 )
+_DIGITS: Final = 19  # of a number that 64 bits may not hold, with its sign
 _LONGEST_PATH: Final = 512  # characters that a line has of it: lines have a bound
 _NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
 
@@ -65,7 +67,7 @@ def request_id() -> str:
 
 def said_id(headers: Iterable[Header]) -> bytes | None:
     """The id that a request says it has; None where it says none, or none that may be echoed."""
-    return next((value for name, value in headers if name == _ID and _IS_ID(value)), None)
+    return next((value for name, value in headers if name == ID and _IS_ID(value)), None)
 
 
 class Observer:
@@ -78,7 +80,7 @@ class Observer:
     """
 
     def __init__(
-        self, meter: Meter, log: RequestLog | None = None, traces: Traces | None = None
+        self, meter: Meter, log: Lines | None = None, traces: Traces | None = None
     ) -> None:
         self._meter, self._log, self._traces = meter, log, traces
         self._is_silent = log is None and traces is None
@@ -107,6 +109,25 @@ class Observer:
             line = _line(headers, id, "POST", path, reply.variant, 200, "ok", seconds, sent)
             self._tell(line | _stages(reply.lines), headers, seconds, _run_route(path))
 
+    def refused(
+        self,
+        method: str,
+        url: bytes,
+        headers: Iterable[Header],
+        id: bytes,
+        error: QkvError,
+        sent: int,
+    ) -> None:
+        """A connection has ended with an error, and answered by itself what is no request, or came
+        too slowly."""
+        path = url.partition(b"?")[0].decode("ascii", "replace")
+        place = self._place(method, path)
+        self._meter.answered(place, error.name, 0.0, sent)
+        if not self._is_silent:
+            name = None if place == OTHER else place
+            how = (name, error.status, error.name, 0.0, sent)
+            self._tell(_line(headers, id, method, path, *how), headers, 0.0, None)
+
     def ended(self, scope: Scope, seen: _Seen) -> None:
         """A request has gone the long way, to its end; counts it, once."""
         if seen.has_ended:
@@ -121,7 +142,9 @@ class Observer:
         if not self._is_silent:
             name = None if place == OTHER else place
             how = (name, seen.status, outcome, seconds, seen.sent)
-            line = _line(scope["headers"], seen.id, scope["method"], scope["path"], *how)
+            # as it came: what is decoded may hold anything
+            path = (scope.get("raw_path") or b"").decode("ascii", "replace")
+            line = _line(scope["headers"], seen.id, scope["method"], path, *how)
             timing = next((v for n, v in seen.headers if n == b"server-timing"), b"")
             is_run = place not in (OTHER, UNKNOWN)
             route = (
@@ -136,7 +159,7 @@ class Observer:
             trace = self._traces.add(line, headers, seconds, route)
             line |= {} if trace is None else {"trace_id": trace}
         if self._log is not None:
-            self._log.add(line)
+            self._log.add(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
     def _place(self, method: str, path: str) -> str:
         """Which variant a request is for, as far as there are such."""
@@ -161,7 +184,7 @@ class Observed:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen.status, seen.headers = message["status"], message["headers"]
-                message["headers"] = [*seen.headers, (_ID, seen.id)]
+                message["headers"] = [*seen.headers, (ID, seen.id)]
             elif message["type"] == "http.response.body":
                 seen.sent += len(message.get("body", b""))
                 if not message.get("more_body", False):
@@ -198,7 +221,7 @@ def _line(
         "variant": variant,
         "status": status,
         "outcome": outcome,
-        "bytes_in": int(declared) if declared.isdigit() else None,
+        "bytes_in": int(declared) if declared.isdigit() and len(declared) < _DIGITS else None,
         "bytes_out": sent,
         "duration_ms": round(seconds * 1e3, 4),
     }
