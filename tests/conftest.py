@@ -18,6 +18,7 @@ from typing import Any, Final
 import httpx
 import hypothesis
 import pytest
+import torch
 import uvicorn
 from browser import browser as browser
 from browser import modules as modules
@@ -186,6 +187,18 @@ def _settings_of_the_tests_only() -> Iterator[None]:
         for name in [n for n in os.environ if n.upper().startswith(("QKV_", "OTEL_"))]:
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_threads() -> None:
+    """On any machine: bits may depend on their number, and other tests run beside these."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What torch draws in a test does not depend on the tests before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

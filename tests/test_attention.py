@@ -10,8 +10,6 @@ import torch
 from checked import OUTPUT, checked
 from dtypes import every_dtype, exact_dtype
 from jaxtyping import jaxtyped
-from steady import seeded as seeded
-from steady import two_threads as two_threads
 from tolerances import assert_within
 from torch import Tensor
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from backwards import BACKWARDS, EPS, SIZES, attended, drawn, gradients
 from peaks import needs_proc, peaks
-from steady import seeded as seeded
 from torch import Tensor
 from torch.nn.functional import elu, normalize
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from backwards import EPS, drawn, gradients
 from peaks import needs_proc, peaks
-from steady import seeded as seeded
 from torch import Tensor
 
 from qkv.attention import _steep, efficient

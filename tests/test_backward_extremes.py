@@ -7,7 +7,6 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 from backwards import EPS, SIZES, attended, drawn, gradients
-from steady import seeded as seeded
 
 
 @pytest.mark.parametrize(

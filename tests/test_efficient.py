@@ -31,11 +31,6 @@ wide_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 causal_or_not = pytest.mark.parametrize("causal", [False, True])
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

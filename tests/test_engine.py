@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from engines import job_of, plain, together, with_engine
-from steady import seeded as seeded
 
 import qkv.engine
 from qkv.engine import ANY_LOAD, Answer, Engine

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from engines import bits, plain, with_engine
-from steady import seeded as seeded
 
 import qkv.engine
 from qkv.engine import Answer, Engine

@@ -13,7 +13,6 @@ from engines import Held, bits, job_of, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from softmax_requests import Request, requests
-from steady import seeded as seeded
 from tolerances import assert_within, bounds
 from torch import Tensor
 

@@ -35,11 +35,6 @@ with_gradients = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def client(server: Server) -> Any:
     with Client(server.url) as client:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linformers import ALL, OUTPUT, assert_right, attended, drawn, requests
 from peaks import needs_proc, peaks
-from steady import seeded as seeded
 from torch import Tensor
 
 from qkv.attention import linformer

@@ -9,7 +9,6 @@ import pytest
 import torch
 from dtypes import every_dtype
 from linformers import OUTPUT
-from steady import seeded as seeded
 from torch import Tensor
 
 from qkv.attention import linformer

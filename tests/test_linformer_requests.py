@@ -11,7 +11,6 @@ import torch
 from cases import refused
 from conftest import Server
 from linformers import ALL
-from steady import seeded as seeded
 from torch import Tensor
 
 from qkv.attention import linformer

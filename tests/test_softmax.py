@@ -12,8 +12,6 @@ from dtypes import every_dtype, exact_dtype
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from softmax_requests import Request, requests
-from steady import seeded as seeded
-from steady import two_threads as two_threads
 from tolerances import assert_within, bounds
 
 from qkv.attention import _kernel, softmax

@@ -10,8 +10,6 @@ from checked import ALL, OUTPUT, attend, weights
 from dtypes import every_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steady import seeded as seeded
-from steady import two_threads as two_threads
 from tolerances import assert_within, bounds
 from torch import Tensor
 

@@ -13,8 +13,6 @@ from checked import ALL, OUTPUT, attend
 from dtypes import DTYPES, every_dtype, exact_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steady import seeded as seeded
-from steady import two_threads as two_threads
 from tolerances import assert_within, bounds, spread
 from torch import Tensor
 

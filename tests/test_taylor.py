@@ -28,11 +28,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 causal_or_not = pytest.mark.parametrize("causal", [False, True])
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
     """Output and weights; the output has the same bits when it is asked for alone."""
     found = taylor.attend(*tensors, **parameters, outputs=BOTH)

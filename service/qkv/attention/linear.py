@@ -7,6 +7,7 @@ Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -44,9 +45,11 @@ REFUSES: Final[Mapping[str, str]] = {
     "seed": "no single weight is ever made that could be dropped",
 }
 
-ORDINARY: Final = 30.0  # beyond it phi may be made of its logarithm, for all that is in one call
+ORDINARY: Final = 8.0  # beyond it all of a call may be made in another way: see _FAINT, and logs
 
 _ELEMENTS = 1 << 22  # of a block of rows of A, and of the features' sums behind it
+_NORMAL = 1e-31  # products above it are rounded as all are, and so are their sums
+_FAINT = 1e-7  # products of features above it leave values in float32 all that they have
 _TINY = 1e-250  # a row sum below it may have lost its smaller terms
 
 
@@ -67,6 +70,7 @@ class _Features(NamedTuple):
         phi: what makes features of the two; None: they are.
         shift_BGKL1: the shifts of row and head together; None where there are none.
         logs: log phi of both, where sums of products may underflow; else None.
+        least: no product of the two is less, but for padding; None where there are logs.
     """
 
     query_BGKLD: Tensor
@@ -74,6 +78,7 @@ class _Features(NamedTuple):
     phi: Phi | None
     shift_BGKL1: Tensor | None
     logs: tuple[Tensor, Tensor] | None
+    least: float | None
 
     @classmethod
     def of(cls, query_BHLD: Tensor, key_BGSD: Tensor, padding_BS: Tensor | None) -> _Features:
@@ -84,14 +89,14 @@ class _Features(NamedTuple):
         compute = score_dtype(query_BHLD.dtype)
         query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
         key = without(padding_BS, key_BGSD.to(compute))
-        if _is_ordinary(query) and _is_ordinary(key):
-            return cls(query, without(padding_BS, key, -torch.inf), _phi, None, None)
+        if (least := _least_product(query, key)) is not None:
+            return cls(query, without(padding_BS, key, -torch.inf), _phi, None, None, least)
         logs = _log_phi(query.double()), without(padding_BS, _log_phi(key.double()), -torch.inf)
         query_shift = logs[0].amax(-1, keepdim=True)
         key_shift = logs[1].amax((-1, -2), keepdim=True)
         key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # all are padding
         query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
-        return cls(query, key, None, query_shift + key_shift[:, :, None], logs)
+        return cls(query, key, None, query_shift + key_shift[:, :, None], logs, None)
 
     def made(self) -> _Features:
         """The same with nothing left to be made."""
@@ -173,11 +178,25 @@ def weights(
     return rows_of
 
 
-def _is_ordinary(x: Tensor) -> bool:
-    """Whether sums of products of phi neither overflow nor underflow."""
-    low, high = torch.aminmax(x)
-    least, most = (-30.0, 1e6) if x.dtype == torch.float32 else (-250.0, 1e60)
-    return low.item() >= least and high.item() <= most
+def _least_product(query: Tensor, key: Tensor) -> float | None:
+    """What products of phi are at least; None where their sums may overflow or underflow."""
+    lowest, most = (-30.0, 1e6) if query.dtype == torch.float32 else (-250.0, 1e60)
+    product = 1.0
+    for x in (query, key):
+        low, high = torch.aminmax(x)
+        if not (low.item() >= lowest and high.item() <= most):
+            return None
+        product *= math.exp(min(0.0, low.item()))
+    return product
+
+
+def _is_faint(features: _Features, value: Tensor) -> bool:
+    """Whether float32 may be too narrow for products of features and values."""
+    if value.dtype != torch.float32 or features.least is None or features.least >= _FAINT:
+        return False
+    size = value.abs()
+    smallest = size.masked_fill_(size == 0, torch.inf).amin().item()
+    return smallest * features.least < _NORMAL
 
 
 def _phi(x: Tensor) -> Tensor:
@@ -201,6 +220,8 @@ def _output(
     """A @ value, (B, H, L, E), by sums that queries share."""
     value = without(padding_BS, value_BGSE.to(features.key_BGSD.dtype))
     query, key, phi = features.query_BGKLD, features.key_BGSD, features.phi
+    if _is_faint(features, value):
+        query, key, value = query.double(), key.double(), value.double()
     narrow, most, room = value.dtype == torch.float32, 0.0, 1.0
     state = State.of(key, value, phi) if narrow and offsets is None else None
     if state is None or not largest(state.values_BGEF) <= 1e25:  # queries of up to 1e6 have room
