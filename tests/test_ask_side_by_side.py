@@ -107,11 +107,12 @@ def test_compare_reads_what_a_file_says(url: str, tmp_path: Path) -> None:
         (["sweep", "softmax", "--plot", "{folder}/out.gif"], "none of the suffixes .svg, .png"),
     ],
 )
+@pytest.mark.parametrize("place", ["service", "local"])
 def test_what_is_wrong_is_one_line(
-    url: str, source: Path, tmp_path: Path, words: list[str], error: str
+    url: str, source: Path, tmp_path: Path, words: list[str], error: str, place: str
 ) -> None:
     asked = [word.format(source=source, folder=tmp_path) for word in words]
-    assert error in refused(tmp_path, *asked, QKV_URL=url)
+    assert error in refused(tmp_path, *asked, *where(place, url))
 
 
 @pytest.mark.parametrize("place", ["service", "local"])
@@ -131,12 +132,13 @@ def test_no_service_there(source: Path, tmp_path: Path, words: tuple[str, ...]) 
     assert "no answer from" in refused(tmp_path, *asked, "--url", "nonsense")
 
 
-def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["service", "local"])
+def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, place: str) -> None:
     lines, plot = tmp_path / "out.csv", tmp_path / "out.svg"
     said = answered(
         "sweep", "softmax", "taylor", "--lengths", "8,16", "--repeats", "2", "--heads", "2",
         "--width", "4", "--batch", "2", "--dtype", "float64", "--seed", "1", "-p", "causal=true",
-        "--csv", lines, "--plot", plot, "--url", url,
+        "--csv", lines, "--plot", plot, *where(place, url),
     )  # fmt: skip
     assert columns(said) == ["length", "softmax", "taylor"]
     assert said.endswith(f"written to {lines}\nwritten to {plot}\n")
@@ -225,3 +227,26 @@ def test_ctrl_c_keeps_what_was_measured_and_ends_it(tmp_path: Path) -> None:
     assert "2/3 softmax at 512" in bar
     assert not blank.strip()
     assert end.strip() == "Error: interrupted"
+
+
+def test_ctrl_c_ends_one_that_runs_here(tmp_path: Path) -> None:
+    """Before its next run."""
+    lines = tmp_path / "out.csv"
+    words = ["sweep", "mean", "--lengths", "8,16384", "--repeats", "100", "--local"]
+    mine, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qkv", *words, "--csv", str(lines)],
+        stdout=subprocess.PIPE,
+        stderr=its,
+        text=True,
+    )
+    os.close(its)
+    seen = b""
+    while "1/2 mean at 16,384" not in seen.decode(errors="ignore"):
+        seen += os.read(mine, 1024)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=PATIENCE)
+    os.close(mine)
+    assert process.returncode == 130
+    assert columns(out) == ["length", "mean"]
+    assert len(lines.read_text().splitlines()) == 2

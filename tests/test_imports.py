@@ -78,8 +78,10 @@ ALLOWED: dict[str, set[str]] = {
     "blocks": {"attention", "catalogue", "forms"},
     "passes": {"blocks", "divergence", "gradient", "job", "layers", "measured"},
     "run": {"job", "layers", "passes", "tensors"},
+    "course": {"choice", "errors", "findings", "job", "measured", "sweep", "tensors"},
     "local": {
-        "catalogue", "comparison", "conversion", "findings", "gradient", "job", "message", "run",
+        "catalogue", "comparison", "conversion", "course", "findings", "gradient", "job", "message",
+        "run", "sweep", "tensors",
     },
     "heatmap": set(),
     "picture": {"catalogue", "heatmap", "local", "message", "tensors"},
@@ -105,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "tracing": {"__version__"},
     "routes": {
-        "__version__", "catalogue", "choice", "comparison", "conversion", "door", "engine",
+        "__version__", "catalogue", "comparison", "conversion", "course", "door", "engine",
         "errors", "fields", "findings", "fleet", "forms", "gradient", "job", "layers", "ledger",
         "lines", "local", "measured", "message", "metrics", "models", "picture", "queue", "remote",
         "run", "settings", "sweep", "tensors", "tracing", "wire",
@@ -129,8 +131,8 @@ ALLOWED: dict[str, set[str]] = {
         "settings", "standard_error",
     },
     "ask": {
-        "calls", "cells", "client", "compared", "errors", "files", "local", "message", "oneline",
-        "plot", "tensors", "wire",
+        "calls", "cells", "client", "compared", "errors", "events", "files", "local", "message",
+        "oneline", "plot", "streams", "tensors", "wire",
     },
     "cli": {"__version__", "ask", "oneline", "serve", "settings"},
     "__init__": {

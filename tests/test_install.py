@@ -182,6 +182,7 @@ def test_variants_side_by_side_without_torch(
         "variants --local",
         "attend softmax in.json -o out.json --local",
         "compare linear in.json --local",
+        "sweep linear --local",
         "convert in.json -o out.json --from v2 --to v1 --local",
     ],
 )

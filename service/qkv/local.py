@@ -1,7 +1,10 @@
-"""Runs, comparisons and conversions in this process: a message in, a message or JSON out."""
+"""The work of the service in this process: a message in, a message, JSON or events out."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -9,12 +12,15 @@ import torch
 from qkv import catalogue, findings
 from qkv.comparison import Comparison
 from qkv.conversion import convert_message
+from qkv.course import Course, Said
 from qkv.gradient import GradientJob
 from qkv.job import Job, Limits
 from qkv.message import Message
-from qkv.run import run
+from qkv.run import Ran, run
+from qkv.sweep import Sweep
+from qkv.tensors import RawTensor
 
-__all__ = ["attend", "compare", "convert_message", "gradients", "variants"]
+__all__ = ["attend", "compare", "convert_message", "gradients", "sweep", "variants"]
 
 _UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
 
@@ -38,7 +44,7 @@ def gradients(variant: str, message: Message) -> Message:
 
 
 def _run(job: Job, group: str) -> Message:
-    ran = run([job], torch.device("cpu"), stack=False)[0]
+    ran = _ran(job)
     timing = {
         "compute_ms": ran.compute_s * 1e3,
         "device": "cpu",
@@ -48,6 +54,10 @@ def _run(job: Job, group: str) -> Message:
     }
     fields = {"variant": job.variant.name, group: None, **job.marks, "timing": timing}
     return Message(fields, ran.outputs)
+
+
+def _ran(job: Job) -> Ran:
+    return run([job], torch.device("cpu"), stack=False)[0]
 
 
 def compare(message: Message) -> dict[str, Any]:
@@ -63,13 +73,49 @@ def compare(message: Message) -> dict[str, Any]:
     try:
         job = next(steps)
         while True:
-            ran = run([job], torch.device("cpu"), stack=False)[0]
+            ran = _ran(job)
             timing["compute_ms"] += ran.compute_s * 1e3
             timing["runs"] += 1
             job = steps.send((ran.outputs, ran.compute_s * 1e3))
     except StopIteration as end:
         body: dict[str, Any] = end.value
         return body | {"timing": timing | {"device": "cpu"}}
+
+
+class _Here:
+    """Runs the jobs of a sweep, one after the other."""
+
+    def room(self, _: int) -> AbstractContextManager[None]:
+        """As much as there is."""
+        return nullcontext()
+
+    async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
+        """Runs it now."""
+        await asyncio.sleep(0)  # who wants to end the sweep may do so before each run
+        ran = _ran(job)
+        return ran.outputs, ran.compute_s * 1e3
+
+
+def sweep(fields: Mapping[str, Any]) -> Generator[Said]:
+    """Times variants over lengths on the CPU, and says each time as soon as it is known.
+
+    Args:
+        fields: as the service takes them.
+
+    Raises:
+        QkvError: as the service would answer.
+    """
+    events = Course(Sweep(fields, _UNLIMITED), _Here()).events()
+    with asyncio.Runner() as runner:
+        try:
+            while (said := runner.run(_next(events))) is not None:
+                yield said
+        finally:
+            runner.run(events.aclose())
+
+
+async def _next(events: AsyncGenerator[Said, None]) -> Said | None:
+    return await anext(events, None)
 
 
 def variants() -> list[dict[str, Any]]:

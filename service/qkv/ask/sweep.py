@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 import click
+import orjson
 
 from qkv import files
-from qkv.ask.options import KEY, PARAMETERS, REPEATS, URL, named, parameter
+from qkv.ask.options import KEY, LOCAL, PARAMETERS, REPEATS, URL, named, parameter
 from qkv.ask.sending import asking, room
-from qkv.calls import choices
+from qkv.calls import build_sweep, choices
 from qkv.cells import Cells
+from qkv.events import Event
 from qkv.oneline import one_line_errors
+from qkv.streams import Sweep
 from qkv.tensors import FLOATING
 
 __all__ = ["sweep"]
@@ -58,6 +63,7 @@ def _lengths(context: click.Context, option: click.Parameter, text: str) -> list
 )
 @URL
 @KEY
+@LOCAL
 def sweep(
     variants: tuple[str, ...],
     lengths: list[int],
@@ -66,6 +72,7 @@ def sweep(
     plot: Path | None,
     url: str,
     api_key: str | None,
+    local: bool,
     **how: Any,
 ) -> None:
     """Time each VARIANT at each length, on inputs that the service draws.
@@ -82,15 +89,30 @@ def sweep(
         chosen = choices([named(word) for word in variants], dict(map(parameter, parameters)))
         measured = Cells()
         try:
-            with (
-                asking(url, api_key) as client,
-                client.sweep(chosen, lengths, **how) as measured,
-            ):
+            with ExitStack() as stack:
+                if local:
+                    measured = stack.enter_context(_here(chosen, lengths, how))
+                else:
+                    client = stack.enter_context(asking(url, api_key))
+                    measured = stack.enter_context(client.sweep(chosen, lengths, **how))
                 for _ in measured:
                     pass
         finally:  # also when it was interrupted, or the service ended
             if measured.cells:
                 _write(measured, csv, plot)
+
+
+def _here(chosen: Sequence[Any], lengths: list[int], how: Mapping[str, Any]) -> Sweep:
+    """Without a service: what one would be asked, and would say."""
+    from qkv.local import sweep as here
+
+    def events() -> Generator[Event]:
+        asked = orjson.loads(build_sweep(chosen, lengths, how, {}).content)
+        with closing(here(asked)) as said:
+            for name, data in said:
+                yield Event(name, orjson.dumps(data).decode())
+
+    return Sweep(events(), progress=True)
 
 
 def _check(csv: Path | None, plot: Path | None) -> None:
