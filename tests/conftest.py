@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -141,6 +142,14 @@ def until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
+
+
+def await_sleep(pid: int) -> None:
+    """Returns once a process waits for something, where that can be told: a signal that comes
+    after Python's last look at signals and before a system call is not seen until that returns."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S")
 
 
 @contextlib.contextmanager

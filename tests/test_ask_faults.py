@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from commands import PLACES, limited, normal, one_error, put, refused, tensors, where
 from commands import source as source
-from conftest import Process, Server
+from conftest import Process, Server, await_sleep
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -242,6 +242,7 @@ def test_ctrl_c_ends_it_in_one_line(
             "attend", "softmax", str(source), "-o", str(tmp_path / "out.npz"), "--url", served.url
         )
         served.await_waiting(1)
+        await_sleep(asking.popen.pid)
         assert asking.end(signal.SIGINT) == 130
     assert asking.lines == ["Error: interrupted"]
     assert list(tmp_path.iterdir()) == [source]

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from commands import answered, ask, one_error, put, refused, where
-from conftest import PATIENCE, until
+from conftest import PATIENCE, await_sleep, until
 from spoken import events, refusal, spoken, sse
 from test_streams import SAID, WHOLE, progress
 
@@ -155,6 +155,14 @@ def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, pl
     ElementTree.parse(plot)
 
 
+def test_a_cell_that_no_memory_holds_is_said_and_the_others_are_measured() -> None:
+    """4 PiB of each input."""
+    huge = ("--batch", "4096", "--heads", "4096", "--width", "64", "--lengths", "1048576")
+    said = answered("sweep", "softmax", "mean", *huge, "--local")
+    for name in ("softmax", "mean"):
+        assert f"{name} at 1,048,576: there is no memory for its inputs" in said
+
+
 @pytest.mark.parametrize(
     ("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")]
 )
@@ -213,6 +221,7 @@ def test_ctrl_c_keeps_what_was_measured_and_ends_it(tmp_path: Path) -> None:
         while "2/3 softmax at 512" not in seen.decode(errors="ignore"):
             seen += os.read(mine, 1024)
         until(lambda: len(heard.paths) == 1)
+        await_sleep(process.pid)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=PATIENCE)
         assert heard.left.wait(PATIENCE)

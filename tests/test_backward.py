@@ -13,6 +13,8 @@ from peaks import needs_proc, peaks
 from torch import Tensor
 from torch.nn.functional import elu, normalize
 
+from qkv.attention import _gradients, softmax
+
 CAUSAL: Final = {"causal": True}
 PARAMETERS: Final[tuple[dict[str, Any], ...]] = (
     {},
@@ -275,3 +277,26 @@ say()
 @pytest.mark.parametrize(("name", "L"), [("linear", 65536), ("taylor", 65536), ("softmax", 512)])
 def test_65536_tokens_fit_in_4_gib(name: str, L: int) -> None:
     assert peaks(MEASURED, name, L)[-1].whole < 4 << 30
+
+
+@pytest.mark.parametrize("length", [16, 64, 128, 256])
+def test_blocks_of_rows_do_not_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Nor does the order in which what they give is summed."""
+    blocks: list[slice] = []
+    add = _gradients._add_block
+
+    def counted(made: Any, scores: Any, rows: slice, *tensors: Tensor) -> None:
+        blocks.append(rows)
+        add(made, scores, rows, *tensors)
+
+    monkeypatch.setattr(_gradients, "_add_block", counted)
+    found = []
+    for B in (1, 4):
+        grad, query, key, value = torch.randn(4, B, 2, length, 8)
+        softmax.backward(grad, query, key, value, causal=True)
+        found.append(list(blocks))
+        blocks.clear()
+    assert found[0] == found[1]
+    assert len(found[0]) <= 8

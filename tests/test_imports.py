@@ -80,8 +80,8 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"job", "layers", "passes", "tensors"},
     "course": {"choice", "errors", "findings", "job", "measured", "sweep", "tensors"},
     "local": {
-        "catalogue", "comparison", "conversion", "course", "findings", "gradient", "job", "message",
-        "run", "sweep", "tensors",
+        "catalogue", "comparison", "conversion", "course", "faults", "findings", "gradient", "job",
+        "message", "run", "sweep", "tensors",
     },
     "heatmap": set(),
     "picture": {"catalogue", "heatmap", "local", "message", "tensors"},

@@ -353,6 +353,8 @@ NOT_MESSAGES = [
     (b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}", Unparseable, "depth", None),
     (b'{"inputs": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", InvalidContent, "axes", "/inputs/a"),
     (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", Unparseable, "deeper than 32", "/a" + "/0" * 33),
+    (b"[" * 1000, Unparseable, "improper structure", None),
+    (b'\xef\xbb\xbf{"a": 01}', Unparseable, "leading zero", None),
     (b'{"b": ' * 40 + b"1" + b"}" * 40, Unparseable, "deeper than 32", "/b" * 34),
     (b'{"inputs": []}', InvalidContent, "a list came", "/inputs"),
     (b'{"inputs": null}', InvalidContent, "null came", "/inputs"),

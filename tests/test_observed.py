@@ -206,7 +206,12 @@ def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -
          "/a"),
         (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "too-slow", "GET", "/livez"),
         (b"POST /v1/attention/softmax HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{", 408,
-         "left", "POST", PATH),
+         "too-slow", "POST", PATH),
+        (b"POST http://a/v1/attention/soft%6dax HTTP/1.1\r\nHost: a\r\n"
+         b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "unparseable", "POST",
+         "/v1/attention/soft%6dax"),
+        (b"POST http://a/v2/models/softmax/infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400,
+         "unparseable", "POST", INFER),
     ],
 )  # fmt: skip
 def test_what_a_connection_refuses_by_itself_is_seen_as_well(
@@ -214,7 +219,7 @@ def test_what_a_connection_refuses_by_itself_is_seen_as_well(
 ) -> None:
     """With an id, a line and a count, once."""
     log = tmp_path / "log"
-    how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "0.5"}
+    how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "1"}
     with logging_to(log, "--workers", "1", **how) as process:
         url = httpx.URL(process.url)
         assert url.port
@@ -228,12 +233,15 @@ def test_what_a_connection_refuses_by_itself_is_seen_as_well(
         assert process.end() == 0
     (line,) = (line for line in lines_of(log) if line["path"] != "/metrics")
     assert (line["method"], line["path"], line["outcome"]) == (method, path, outcome)
-    assert line["status"] == (status if outcome != "left" else 499)
-    ids = re.findall(rb"(?i)x-request-id: (\S+)", answer)
-    if outcome != "left":  # else the application has seen it
-        assert ids == [line["request_id"].encode()]
-    assert len(ids) == 1
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert (line["status"], line["bytes_out"]) == (status, len(body))
+    assert line["variant"] == ("softmax" if method == "POST" else None)
+    ids = re.findall(rb"(?i)x-request-id: (\S+)", head)
+    assert ids == [line["request_id"].encode()]
+    assert body.startswith(b'{"error":' if path == INFER else b'{"type":"urn:qkv:problem:')
     assert (b"mine" in ids) == (b"mine" in sent)
+    counted = f'qkv_requests_total{{variant="softmax",outcome="{outcome}"}} 1' in counts
+    assert counted == (method == "POST")
     (rejected,) = re.findall(r'qkv_rejected_total\{reason="([^"]*)"\} [1-9]', counts)
     assert rejected == outcome
 

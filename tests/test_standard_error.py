@@ -16,7 +16,7 @@ from typing import Final
 import httpx
 import pytest
 from conftest import PATIENCE, until
-from test_serve import JSON, PATH, TINY
+from test_serve import JSON, PATH, TINY, children
 
 from qkv.standard_error import StandardError
 
@@ -46,9 +46,9 @@ def test_a_service_whose_standard_error_nobody_reads_goes_on() -> None:
             for _ in range(100):
                 assert http.post(PATH, content=TINY, headers=JSON).status_code == 500
                 assert http.get("/livez").status_code == 200
-        (worker,) = _children(service.pid)
+        (worker,) = children(service.pid)
         os.kill(worker, signal.SIGKILL)
-        until(lambda: _children(service.pid) not in ([], [worker]))
+        until(lambda: children(service.pid) not in ([], [worker]))
         assert httpx.post(url + PATH, content=TINY, headers=JSON, timeout=PATIENCE).is_error
         with ThreadPoolExecutor(1) as pool:
             rest = pool.submit(service.stderr.read)
@@ -59,11 +59,6 @@ def test_a_service_whose_standard_error_nobody_reads_goes_on() -> None:
         service.kill()
         service.wait()
         service.stderr.close()
-
-
-def _children(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return list(map(int, file.read().split()))
 
 
 def test_a_worker_that_fails_says_why() -> None:
@@ -80,6 +75,44 @@ def test_a_worker_that_fails_says_why() -> None:
     assert re.search("^worker [01] failed$", ran.stderr, re.MULTILINE)
 
 
+MANY: Final = """
+import logging, sys
+from qkv.standard_error import StandardError
+handler, log = StandardError(), logging.getLogger("qkv.test")
+handler.start()
+for i in range(20_000):
+    log.warning("%d %s", i, "x" * 1000)
+print("said", flush=True)
+sys.stdin.read()
+log.warning("20000 last")
+handler.stop()
+"""
+
+
+def test_how_much_was_dropped_is_said() -> None:
+    """20 MB, of which nobody reads any for a while."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MANY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process, ThreadPoolExecutor(1) as pool:
+        assert process.stdout.readline() == b"said\n"
+        kept = pool.submit(process.stderr.readlines)
+        process.stdin.close()
+        lines = kept.result(PATIENCE)
+    numbers = [int(line.split()[0]) for line in lines if not line.startswith(b"(")]
+    told = [re.match(rb"\((\d+) messages before this were dropped\)$", line) for line in lines]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 20_000
+    assert len(numbers) + sum(int(match[1]) for match in told if match) == 20_001
+    assert any(told)
+
+
 def test_what_a_stranger_is_called_makes_no_lines_or_colours(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -89,9 +122,8 @@ def test_what_a_stranger_is_called_makes_no_lines_or_colours(
     try:
         log.warning("first\nsecond %s", "\x1b[31m \x9b31m \x85 \u2028 \x00 \r é")
         log.info("not this")
-        handler.stop()
     finally:
-        logging.getLogger().removeHandler(handler)
+        handler.stop()
     assert capfd.readouterr().err == (
         "first\nsecond \\u001b[31m \\u009b31m \\u0085 \\u2028 \\u0000 \\u000d é\n"
     )

@@ -21,6 +21,7 @@ from sweeps import counted as counted
 from qkv.fleet import Fleet
 from qkv.job import Job
 from qkv.routes import events
+from qkv.sweep import Sweep
 
 
 def test_headers_and_bytes_on_the_wire(server: Server) -> None:
@@ -77,6 +78,31 @@ def test_who_leaves_ends_it(server: Server, counted: list[tuple[Job, int]]) -> N
     swept(server, variants=["mean"], lengths=[8])
     assert len(counted) == seen + 1 + SMALL["repeats"]
     assert seen < len(lengths)
+
+
+def test_who_leaves_has_room_for_as_long_as_a_thread_draws(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = serve()
+    begun, goes_on = threading.Event(), threading.Event()
+    drawn = Sweep.drawn
+
+    def slowly(*arguments: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        return drawn(*arguments)
+
+    monkeypatch.setattr(Sweep, "drawn", slowly)
+    with asking(own, variants=["mean"], lengths=[8]) as leaver:
+        assert begun.wait(PATIENCE)
+        held = own.engine.door.comes
+        leaver.close()
+        own.http.get("/livez")
+        time.sleep(0.1)  # what would be given back is, by then
+        assert own.engine.door.comes == held
+        assert held.bytes
+        goes_on.set()
+    until(lambda: not own.engine.door.comes.bytes)
 
 
 def test_who_leaves_is_counted_as_that(serve: Callable[..., Server]) -> None:
@@ -186,6 +212,22 @@ def test_sigterm_does_not_wait_for_it(command: Callable[..., Process]) -> None:
     assert names[-1] == "error"
     assert process.wait() == 0, process.lines
     assert time.monotonic() - since < 20
+
+
+def test_a_long_cell_does_not_outlast_the_time_to_end(command: Callable[..., Process]) -> None:
+    """Its caller is told, in an event."""
+    process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="0")
+    body = {"variants": ["softmax"], "lengths": [12288], "repeats": 100}
+    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
+        told = parsed(response.iter_lines())
+        assert next(told)[0] == "progress"
+        time.sleep(0.5)  # until its inputs are drawn, and its first run goes on
+        process.popen.send_signal(signal.SIGTERM)
+        *_, (name, what) = told
+    assert name == "error"
+    assert what["problem"]["type"] == "urn:qkv:problem:not-now"
+    process.wait()
+    assert not [line for line in process.lines if "Traceback" in line]
 
 
 def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:

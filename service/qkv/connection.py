@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -26,7 +27,7 @@ from uvicorn.server import ServerState
 from qkv.errors import Internal, QkvError, TooLarge, TooLong, TooSlow, Unparseable
 from qkv.watch import Watch, untaken
 
-__all__ = ["BODY", "NOTHING", "Connection"]
+__all__ = ["BODY", "NOTHING", "Connection", "path_of"]
 
 _log = logging.getLogger("qkv.connection")
 
@@ -326,12 +327,19 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _written(self, error: QkvError, *more: tuple[bytes, bytes]) -> bytes:
-        path = self.url.partition(b"?")[0].decode("latin-1")
-        answer = self._refusal(error, path)
+        answer = self._refusal(error, path_of(self.url))
         headers = [*self.server_state.default_headers, *answer.raw_headers, *more]
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         status = STATUS_LINE[answer.status_code]
         return b"%b%bconnection: close\r\n\r\n%b" % (status, lines, bytes(answer.body))
+
+
+def path_of(url: bytes) -> str:
+    """The path of a target as it came, or of as much of it as has come."""
+    if not url.startswith(b"/"):
+        with suppress(httptools.HttpParserError):
+            url = httptools.parse_url(url).path or b"/"
+    return url.partition(b"?")[0].decode("ascii", "replace")
 
 
 def _with_path(url: bytes) -> bytes:

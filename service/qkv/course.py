@@ -4,12 +4,12 @@ cross."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from qkv.choice import Choice
-from qkv.errors import QkvError
+from qkv.errors import QkvError, TooLarge
 from qkv.findings import times
 from qkv.job import Job
 from qkv.measured import PEAK, PeakJob
@@ -17,6 +17,8 @@ from qkv.sweep import Sweep, crossovers
 from qkv.tensors import RawTensor
 
 __all__ = ["Course", "Runner", "Said"]
+
+_T = TypeVar("_T")
 
 Said = tuple[str, Any]
 """An event's name, and what it says, as plain JSON."""
@@ -67,6 +69,8 @@ class Course:
                     curves[index][length] = cell["median_ms"]
                 except QkvError as error:
                     cell["problem"] = error.problem()
+                except MemoryError:  # its runs say so themselves
+                    cell["problem"] = TooLarge("there is no memory for its inputs").problem()
                 done += 1
                 yield "cell", cell
         crossed = [{"from": c.from_, "to": c.to, "length": c.length} for c in crossovers(curves)]
@@ -80,7 +84,7 @@ class Course:
         """
         blank = self._asked.job(choice, length)
         with self._runner.room(blank.bytes_in):
-            job = await asyncio.to_thread(self._asked.drawn, blank, length)
+            job = await _to_its_end(asyncio.to_thread(self._asked.drawn, blank, length))
             peak, _ = await self._runner.measure(PeakJob.like(job))
             times_ms = [(await self._runner.measure(job))[1] for _ in range(self._asked.repeats)]
         return times(times_ms) | {
@@ -88,3 +92,13 @@ class Course:
             "bytes": job.bytes_in + job.bytes_out,
             PEAK: int(peak[PEAK].numpy()[0]),
         }
+
+
+async def _to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
+    """Waits for a thread, also where nobody wants what it makes any more: it holds it still."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise

@@ -13,6 +13,7 @@ from qkv import catalogue, findings
 from qkv.comparison import Comparison
 from qkv.conversion import convert_message
 from qkv.course import Course, Said
+from qkv.faults import told
 from qkv.gradient import GradientJob
 from qkv.job import Job, Limits
 from qkv.message import Message
@@ -92,7 +93,10 @@ class _Here:
     async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
         """Runs it now."""
         await asyncio.sleep(0)  # who wants to end the sweep may do so before each run
-        ran = _ran(job)
+        try:
+            ran = _ran(job)
+        except Exception as error:
+            raise told(error, torch.device("cpu")) from None
         return ran.outputs, ran.compute_s * 1e3
 
 

@@ -114,7 +114,7 @@ class Metrics:
 
 
 class Meter:
-    """Counts what becomes of one process's requests; for its event loop alone."""
+    """Counts what becomes of one process's requests, for its event loop alone but for `dropped`."""
 
     def __init__(
         self,
@@ -153,9 +153,10 @@ class Meter:
         """So many bytes of bodies came."""
         self._totals[0] += count
 
-    def dropped(self) -> None:
-        """A line of the request log found no room."""
-        self._totals[2] += 1
+    def dropped(self, count: int) -> None:
+        """So many lines of the request log found no room, or could not be written; called by one
+        thread at a time, whichever it is."""
+        self._totals[2] += count
 
     def has(self, variant: str) -> bool:
         """Whether there is such a variant."""

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from qkv.busy_poll import BusyPoll
-from qkv.connection import BODY, NOTHING, Connection
+from qkv.connection import BODY, NOTHING, Connection, path_of
 from qkv.door import Door
 from qkv.errors import NotNow, QkvError
 from qkv.filling import Filling
@@ -23,7 +23,7 @@ from qkv.fleet import Worker
 from qkv.routes.body import REST
 from qkv.routes.front import ACCEPTED
 from qkv.routes.guard import Keys
-from qkv.routes.observed import ID, Observer, said_id
+from qkv.routes.observed import ID, ID_OF, REFUSAL, Observer, Refusal, said_id
 from qkv.routes.shortcuts import Asked, Header, Reply, Shortcuts
 from qkv.short import Head, Round, Short
 from qkv.watch import Watch
@@ -243,18 +243,22 @@ class Protocol(Connection):
         super().part(error)
 
     def _written(self, error: QkvError, *more: Header) -> bytes:
-        """Where the application never sees the request, it is seen here."""
+        """Where the application never sees the request, it is seen here; else it is told."""
         headers: Iterable[Header] = ()
         url = b""
         if self._reads != NOTHING:  # else they are those of the request before
             headers = self.scope["headers"] if self._reads == BODY else self.headers or ()
             url = self.url
-        id = said_id(headers) or self._observer.new_id()
+        begun = self.scope["state"] if self._reads == BODY else {}
+        id = begun.get(ID_OF) or said_id(headers) or self._observer.new_id()
         written = super()._written(error, *more, (ID, id))
-        if self._reads != BODY or self.pipeline:
+        refusal = Refusal(error, len(written.partition(b"\r\n\r\n")[2]))
+        if self._reads == BODY and not self.pipeline:
+            if not self.cycle.response_started:
+                begun[REFUSAL] = refusal
+        else:
             method = self.parser.get_method().decode() if url else "?"
-            sent = len(written.partition(b"\r\n\r\n")[2])
-            self._observer.refused(method, url, headers, id, error, sent)
+            self._observer.refused(method, path_of(url) if url else "", headers, id, refusal)
         return written
 
     def shutdown(self) -> None:
@@ -272,6 +276,7 @@ class Protocol(Connection):
         """uvicorn's own way, with a shorter one for the body."""
         super().on_headers_complete()
         self.scope["state"][REST] = partial(self._rest, self.cycle)
+        self.scope["state"][ID_OF] = said_id(self.scope["headers"]) or self._observer.new_id()
         if self._is_long:
             self.scope["state"][ACCEPTED] = True
 

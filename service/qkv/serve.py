@@ -51,7 +51,7 @@ _GRACE_S: Final = 0.3  # after the signal, for requests on their way: they are t
 _TURN_S: Final = 0.05
 _SURE: Final = 20  # turns that every worker is seen to hang: all of them may just have slept
 _EMPTYING_S: Final = 2.0  # at most, for workers to take what waits to be accepted
-_ENDING_S: Final = 3.0  # at most, for workers whose time to answer is over to end by themselves
+_ENDING_S: Final = 10.0  # at most, for workers whose time to answer is over to end by themselves
 _STOP: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -174,11 +174,13 @@ class _Parent:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
             os.close(self._leash[1])
             status = self._be(index, worker, mailbox)
-        except Exception:
+        except BaseException:
             _log.exception("%s failed", self._name(index))
         finally:
-            errors.stop()
-            os._exit(status)
+            try:
+                errors.stop()
+            finally:
+                os._exit(status)
 
     def _be(self, index: int, worker: Worker, mailbox: socket.socket | None) -> int:
         """What a process does that was forked, to its end."""

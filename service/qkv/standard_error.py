@@ -18,20 +18,24 @@ _SHOWN: Final = {code: text for code, text in _CONTROLS.items() if chr(code) not
 
 class StandardError(logging.Handler):
     """Has what is logged written, from warnings on, by a thread: who reads it slowly, or not at
-    all, keeps no event loop waiting. What is dropped meanwhile is counted in what comes next."""
+    all, keeps no event loop waiting. How much was dropped meanwhile is said before what comes
+    next."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._lines = Lines(2, self._drop)
-        self._dropped = 0
+        self._lines = Lines(2)
+        self._told = 0  # of what was dropped
 
     def start(self) -> None:
-        """Takes what all loggers of the process say."""
+        """Takes what all loggers of the process say, and what `warnings` warns of."""
         self._lines.start()
+        logging.captureWarnings(True)
         logging.getLogger().addHandler(self)
 
     def stop(self) -> None:
         """Writes what is left, if it is read within a moment."""
+        logging.getLogger().removeHandler(self)
+        logging.captureWarnings(False)
         self._lines.stop()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -41,10 +45,8 @@ class StandardError(logging.Handler):
         except Exception:
             self.handleError(record)
             return
-        if dropped := self._dropped:
-            self._dropped = 0
-            text = f"({dropped} before this were dropped)\n{text}"
-        self._lines.add(f"{text}\n".encode(errors="backslashreplace"))
-
-    def _drop(self) -> None:
-        self._dropped += 1
+        dropped = self._lines.dropped
+        if dropped > self._told:
+            text = f"({dropped - self._told} messages before this were dropped)\n{text}"
+        if self._lines.add(f"{text}\n".encode(errors="backslashreplace")):
+            self._told = dropped

@@ -121,7 +121,7 @@ def _attributes(
     found |= {"http.request.method": method, "url.scheme": "http"}
     if not said["status"]:
         del found["http.response.status_code"]
-    if method == _OTHER:
+    if method == _OTHER and said["method"] != "?":  # which is none at all
         found["http.request.method_original"] = said["method"][:_LONGEST]
     if route is not None:
         found["http.route"] = route

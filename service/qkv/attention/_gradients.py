@@ -70,8 +70,9 @@ def by_scores(
     if mask is not None and mask.is_floating_point():
         made["mask"] = torch.zeros_like(mask, dtype=grad_BHLE.dtype)
     banded = visible.causal or visible.left is not None or visible.right is not None
-    # of a low block most keys are hidden from all its rows, but each takes a dozen calls
-    tall = min(L, max(-(-L // 8), _WORTH_IT // max(1, B * H * S))) if banded else L
+    # of a low block most keys are hidden from all its rows, but each takes a dozen calls; how many
+    # there are does not depend on B, so that an item's bits do not
+    tall = min(L, max(-(-L // 8), _WORTH_IT // max(1, H * S))) if banded else L
     for groups in row_blocks(G, B * H // G * tall * S, _SCORE_ELEMENTS):
         heads = slice(groups.start * H // G, groups.stop * H // G)
         part = {n: x[:, heads if n == "mask" else groups] for n, x in made.items()}

@@ -49,7 +49,7 @@ ORDINARY: Final = 8.0  # beyond it all of a call may be made in another way: see
 
 _ELEMENTS = 1 << 22  # of a block of rows of A, and of the features' sums behind it
 _NORMAL = 1e-31  # products above it are rounded as all are, and so are their sums
-_FAINT = 1e-7  # products of features above it leave values in float32 all that they have
+_FAINT = 1e-7  # above it, what float32 rounds of values of 2**-110 and more is as for any others
 _TINY = 1e-250  # a row sum below it may have lost its smaller terms
 
 

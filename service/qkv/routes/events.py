@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from qkv.errors import Internal, Left, QkvError
+from qkv.errors import Internal, Left, NotNow, QkvError
 from qkv.routes.observed import fails, request_id
 from qkv.routes.runs import left
 from qkv.wire import json
@@ -52,6 +52,9 @@ class Events(Response):
         try:
             while (event := await self._next(leaving, send)) is not None:
                 await _say(send, _written(event))
+        except asyncio.CancelledError:  # the service ends, and has waited for as long as it may
+            stopping = NotNow("the service is stopping", retry_after=5)
+            await _say(send, _written(failed(stopping)))
         finally:
             leaving.cancel()
             await self._events.aclose()

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import unquote
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,9 +24,23 @@ from qkv.routes.shortcuts import Header, Reply
 if TYPE_CHECKING:
     from qkv.tracing import Traces
 
-__all__ = ["ID", "Observed", "Observer", "fails", "request_id", "said_id"]
+__all__ = [
+    "ID",
+    "ID_OF",
+    "REFUSAL",
+    "Observed",
+    "Observer",
+    "Refusal",
+    "fails",
+    "request_id",
+    "said_id",
+]
 
 ID: Final = b"x-request-id"
+ID_OF: Final = "qkv.id"
+"""Where a scope's `state` has the id of its request, if the connection has said one."""
+REFUSAL: Final = "qkv.refusal"
+"""Where it has the `Refusal` that the connection answers instead of the application."""
 _IS_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
 _TRACE: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _STAGE: Final = re.compile(rb"(queue|transfer|compute);dur=([0-9.]+)")
@@ -35,6 +50,17 @@ _RUN: Final = re.compile(
 _DIGITS: Final = 19  # of a number that 64 bits may not hold, with its sign
 _LONGEST_PATH: Final = 512  # characters that a line has of it: lines have a bound
 _NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
+
+
+class Refusal(NamedTuple):
+    """What a connection answers by itself.
+
+    Attributes:
+        sent: bytes of the answer's body.
+    """
+
+    error: QkvError
+    sent: int
 
 
 class _Seen:
@@ -112,20 +138,18 @@ class Observer:
     def refused(
         self,
         method: str,
-        url: bytes,
+        path: str,
         headers: Iterable[Header],
         id: bytes,
-        error: QkvError,
-        sent: int,
+        refusal: Refusal,
     ) -> None:
         """A connection has ended with an error, and answered by itself what is no request, or came
         too slowly."""
-        path = url.partition(b"?")[0].decode("ascii", "replace")
-        place = self._place(method, path)
+        place, (error, sent) = self._place(method, unquote(path)), refusal
         self._meter.answered(place, error.name, 0.0, sent)
         if not self._is_silent:
             name = None if place == OTHER else place
-            how = (name, error.status, error.name, 0.0, sent)
+            how = (name, error.status, error.name, None, sent)
             self._tell(_line(headers, id, method, path, *how), headers, 0.0, None)
 
     def ended(self, scope: Scope, seen: _Seen) -> None:
@@ -136,7 +160,9 @@ class Observer:
         seconds = time.perf_counter() - seen.since
         place = self._place(scope["method"], scope["path"])
         outcome = seen.problem
-        if outcome is None:
+        if (refusal := scope.get("state", {}).get(REFUSAL)) is not None:
+            seen.status, outcome, seen.sent = refusal.error.status, refusal.error.name, refusal.sent
+        elif outcome is None:
             outcome = "ok" if 200 <= seen.status < 400 else _NAMES.get(seen.status, "internal")
         self._meter.answered(place, outcome, seconds, seen.sent)
         if not self._is_silent:
@@ -178,7 +204,8 @@ class Observed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        seen = _Seen(said_id(scope["headers"]) or self._observer.new_id())
+        begun = scope.get("state", {}).get(ID_OF)
+        seen = _Seen(begun or said_id(scope["headers"]) or self._observer.new_id())
         _seen.set(seen)  # each request has a task, and with it a context, of its own
 
         async def watched(message: Message) -> None:
@@ -206,7 +233,7 @@ def _line(
     variant: str | None,
     status: int,
     outcome: str,
-    seconds: float,
+    seconds: float | None,
     sent: int,
 ) -> dict[str, Any]:
     said = dict(headers)
@@ -223,7 +250,7 @@ def _line(
         "outcome": outcome,
         "bytes_in": int(declared) if declared.isdigit() and len(declared) < _DIGITS else None,
         "bytes_out": sent,
-        "duration_ms": round(seconds * 1e3, 4),
+        "duration_ms": None if seconds is None else round(seconds * 1e3, 4),
     }
 
 

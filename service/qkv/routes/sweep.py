@@ -30,7 +30,7 @@ class _Stopping(Exception):
     """The service ends before the sweep does."""
 
 
-class _Here:
+class _Turns:
     """Runs the jobs of a sweep after everybody else's.
 
     Args:
@@ -43,7 +43,13 @@ class _Here:
         self._runs, self._wait_s, self._fleet = runs, wait_s, fleet
 
     def room(self, size: int) -> Place:
-        """The inputs are made here, and have room for themselves as if they came in a body."""
+        """The inputs are made here, and have room for themselves as if they came in a body.
+
+        Raises:
+            NotNow: there is none.
+            _Stopping: the service ends.
+        """
+        self._go_on()
         return self._runs.room(size)
 
     async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
@@ -53,10 +59,13 @@ class _Here:
             QkvError: from the engine.
             _Stopping: the service ends.
         """
-        if self._fleet.draining:
-            raise _Stopping
+        self._go_on()
         ran = await self._runs.measure(job, self._wait_s, priority=_LAST)
         return ran.outputs, ran.timing["compute_ms"]
+
+    def _go_on(self) -> None:
+        if self._fleet.draining:
+            raise _Stopping
 
 
 def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
@@ -79,7 +88,7 @@ def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
         with runs.enter(request) as place:
             came = await body(request, settings.max_body_bytes, json.aligned_at, place.grow)
             asked = Sweep(json.plain(bytes(came)), runs.limits)
-        return Events(_told(Course(asked, _Here(runs, wait_s, fleet))))
+        return Events(_told(Course(asked, _Turns(runs, wait_s, fleet))))
 
     return routes
 

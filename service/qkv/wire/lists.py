@@ -246,9 +246,10 @@ def _reason(text: bytes, error: Exception) -> str:
         return "it is not UTF-8"
     if len(text) <= _LONGEST_EXPLAINED:
         try:
-            orjson.loads(text)
+            orjson.loads(text.removeprefix(b"\xef\xbb\xbf"))  # a mark that is no JSON, but let in
         except orjson.JSONDecodeError as said:
-            return str(said)
+            if "memory" not in said.msg:  # which is how it counts brackets that stay open
+                return str(said)
     return _CODE.sub("", str(error)).removesuffix("  This is a fatal and unrecoverable error.")
 
 
