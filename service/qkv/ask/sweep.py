@@ -78,9 +78,8 @@ def sweep(
     """Time each VARIANT at each length, on inputs that the service draws.
 
     A bar says how far it is. Then come a table of medians, and the lengths from which on another
-    variant is the faster one. Ctrl-C ends it (with --local, after the
-    run under way) and keeps what was measured. Parameters go to every
-    variant, and one may be JSON with parameters of its own.
+    variant is the faster one. Ctrl-C ends it (with --local, after the run under way) and keeps what
+    was measured. Parameters go to every variant, and one may be JSON with parameters of its own.
 
     \b
     qkv sweep softmax linear --lengths 256,512,1024 --csv out.csv --plot out.svg

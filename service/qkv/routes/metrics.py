@@ -113,7 +113,7 @@ def _add_requests(page: _Page, fleet: Fleet) -> None:
     for name, says in (
         ("request_body_bytes", "Bytes of bodies that came."),
         ("response_body_bytes", "Bytes of bodies that went."),
-        ("log_lines_dropped", "Lines of the request log that nobody read in time, or that could not be written."),
+        ("log_lines_dropped", "Lines of the request log that could not be written in time."),
     ):
         page.one(f"{name}_total", "counter", says, totals[name])
 
