@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from conftest import PATIENCE, Server
 
 import qkv
 import qkv.engine
+from qkv.engine import GPU_BATCH
 from qkv.job import Job
 from qkv.run import Ran, run
 
@@ -68,3 +70,17 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
     monkeypatch.setattr(qkv.engine, "run", recorded)
     return every
+
+
+def together(server: Server, path: str, documents: Sequence[Any]) -> list[Any]:
+    """What a server answers to documents that all wait before the first runs, and may be as many
+    in a batch as on a GPU."""
+    server.engine._max_batch, before = GPU_BATCH, server.engine._max_batch
+    try:
+        with ThreadPoolExecutor(len(documents)) as pool:
+            with server.engine.hold():
+                futures = [pool.submit(server.http.post, path, json=d) for d in documents]
+                server.await_waiting(len(documents))
+            return [future.result().json() for future in futures]
+    finally:
+        server.engine._max_batch = before

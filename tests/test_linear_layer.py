@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 from fractions import Fraction
 from typing import Any, Final
@@ -12,6 +11,7 @@ import pytest
 import torch
 from cases import as_array, refused
 from conftest import Server
+from crowd import together
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,7 +21,6 @@ from qkv.attention import linear_layer
 from qkv.attention._scores import score_dtype
 from qkv.catalogue import find
 from qkv.client import Client
-from qkv.engine import GPU_BATCH
 from qkv.job import Job, Limits
 from qkv.message import Message
 from qkv.run import run
@@ -320,21 +319,9 @@ def test_only_requests_with_the_very_same_weight_batch(stack: bool) -> None:
 
 
 def test_concurrent_requests_with_other_weights_do_not_mix(server: Server) -> None:
-    server.engine._max_batch, before = GPU_BATCH, server.engine._max_batch
     cases = [layer(2, 8, 4, torch.float32, seed) for seed in range(8)]
-
-    def send(case: tuple[Tensor, Tensor]) -> Any:
-        inputs = {"x": case[0].tolist(), "weight": case[1].tolist()}
-        return server.http.post(PATH, json={"inputs": inputs}).json()
-
-    try:
-        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-            with server.engine.hold():
-                futures = [pool.submit(send, case) for case in cases]
-                server.await_waiting(len(cases))
-            answers = [future.result() for future in futures]
-    finally:
-        server.engine._max_batch = before
+    inputs = [{"x": x.tolist(), "weight": weight.tolist()} for x, weight in cases]
+    answers = together(server, PATH, [{"inputs": each} for each in inputs])
     for (x, weight), answer in zip(cases, answers, strict=True):
         assert answer["timing"]["batch_size"] == 1
         output = torch.tensor(answer["outputs"]["output"])

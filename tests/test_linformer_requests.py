@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from typing import Any, Final
 
 import numpy as np
@@ -10,11 +9,11 @@ import pytest
 import torch
 from cases import refused
 from conftest import Server
+from crowd import together
 from linformers import ALL
 from torch import Tensor
 
 from qkv.attention import linformer
-from qkv.engine import GPU_BATCH
 from qkv.errors import InvalidContent, TooLarge
 from qkv.job import Job, Limits
 from qkv.message import Message
@@ -158,22 +157,11 @@ def test_only_requests_with_the_very_same_projections_batch(stack: bool) -> None
 
 
 def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -> None:
-    server.engine._max_batch, before = GPU_BATCH, server.engine._max_batch
     cases = [[torch.randn(6, 4) for _ in range(3)] + list(torch.randn(2, 3, 6)) for _ in range(6)]
     names = ("query", "key", "value", "key_projection", "value_projection")
-
-    def send(case: list[Tensor]) -> Any:
-        inputs = {name: tensor.tolist() for name, tensor in zip(names, case, strict=True)}
-        return server.http.post(PATH, json={"inputs": inputs, "outputs": sorted(ALL)}).json()
-
-    try:
-        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-            with server.engine.hold():
-                futures = [pool.submit(send, case) for case in cases]
-                server.await_waiting(len(cases))
-            answers = [future.result() for future in futures]
-    finally:
-        server.engine._max_batch = before
+    inputs = [{n: t.tolist() for n, t in zip(names, case, strict=True)} for case in cases]
+    documents = [{"inputs": each, "outputs": sorted(ALL)} for each in inputs]
+    answers = together(server, PATH, documents)
     for case, answer in zip(cases, answers, strict=True):
         assert answer["timing"]["batch_size"] == 1
         (alone,) = run([job(*map(raw, case))], torch.device("cpu"), stack=False)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from caller import PATH, asked_of, body_of, calling, drawn, request_of
+from caller import PATH, Caller, asked_of, body_of, calling, drawn, request_of
 from caller import ran as ran
 from conftest import PATIENCE, Server, serving, until
 
@@ -17,6 +17,15 @@ from qkv.protocol import Protocol
 from qkv.routes.shortcuts import Reply, Shortcuts
 from qkv.run import Standing
 from qkv.short import Short
+
+
+def in_turn(callers: list[Caller], requests: list[bytes]) -> list[bytes]:
+    """What each is answered by itself."""
+    answers = []
+    for caller, request in zip(callers, requests, strict=True):
+        caller.send(request)
+        answers.append(caller.answer()[2])
+    return answers
 
 
 @contextmanager
@@ -53,10 +62,7 @@ def test_what_is_read_together_runs_together_and_is_answered_then(
     requests = [request_of(*body_of(drawn(seed))) for seed in range(6)]
     with ExitStack() as stack:
         callers = [stack.enter_context(calling(server)) for _ in requests]
-        alone = []
-        for caller, request in zip(callers, requests, strict=True):
-            caller.send(request)
-            alone.append(caller.answer()[2])
+        alone = in_turn(callers, requests)
         steps.clear()
         with asleep(server):
             for caller, request in zip(callers, requests, strict=True):
@@ -80,10 +86,7 @@ def test_an_answer_that_cannot_be_written_costs_one_connection(
 
     with ExitStack() as stack:
         callers = [stack.enter_context(calling(server)) for _ in requests]
-        alone = []
-        for caller, request in zip(callers, requests, strict=True):
-            caller.send(request)
-            alone.append(caller.answer()[2])
+        alone = in_turn(callers, requests)
         monkeypatch.setattr(Protocol, "_write", fails)
         with asleep(server):
             for caller, request in zip(callers, requests, strict=True):
