@@ -56,7 +56,7 @@ soak: .venv/.installed ## ask a service for 20 minutes and look at every answer 
 	@.venv/bin/python bench/soak.py $(ARGS)
 
 fuzz: .venv/.installed ## feed changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
-	@.venv/bin/python tests/fuzz.py $(ARGS)
+	@.venv/bin/python tests/wire/fuzz.py $(ARGS)
 
 # In an environment of its own, for it brings two dozen packages that nothing else needs. --strict: what the
 # advisory service does not answer for is a failure; without it, pip-audit calls that nothing known.

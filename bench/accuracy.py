@@ -19,7 +19,7 @@ from families import DTYPES, LENGTHS, LONG, Case, cases, inputs
 from torch import Tensor
 
 import qkv
-from qkv.catalogue import variants
+from qkv.attention.catalogue import variants
 
 PAGE: Final = Path(__file__).parent.parent / "docs/accuracy.md"
 MARK: Final = "<!-- what follows is written by make accuracy -->\n"

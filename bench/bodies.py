@@ -12,10 +12,11 @@ import torch
 from load import Asked
 from torch import Tensor
 
-from qkv.catalogue import find
-from qkv.message import Message
+from qkv.attention.catalogue import find
 from qkv.tensors import RawTensor
-from qkv.wire import json, safetensors, v2
+from qkv.wire import json, safetensors
+from qkv.wire import open_inference as v2
+from qkv.wire.message import Message
 
 SHAPES: Final = {"S": (1, 1, 64, 64), "M": (1, 8, 128, 64), "L": (1, 8, 1024, 64)}
 FORMATS: Final = {

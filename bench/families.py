@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.catalogue import Variant, fixed_size, variants
+from qkv.attention.catalogue import Variant, fixed_size, variants
 
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LENGTHS: Final = (1, 2, 3, 7, 16, 17, 64, 65, 257, 1024, 4096)

@@ -21,9 +21,9 @@ from speed import OUTPUT, SIZES, tensors_of
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
-from qkv import blocks
-from qkv.catalogue import Variant, variants
-from qkv.forms import Form
+from qkv.attention.catalogue import Variant, variants
+from qkv.engine import weight_blocks as blocks
+from qkv.jobs.weight_forms import Form
 
 QUICK_S: Final = 1.0
 STATUS: Final = Path("/proc/self/status")

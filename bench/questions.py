@@ -14,11 +14,12 @@ import torch
 from bodies import FORMATS
 from families import DTYPES, SIZES, Case, inputs
 
-from qkv.arrays import to_raw
-from qkv.catalogue import variants
-from qkv.message import Message
+from qkv.attention.catalogue import variants
+from qkv.client.arrays import to_raw
 from qkv.tensors import RawTensor
-from qkv.wire import json, safetensors, v2
+from qkv.wire import json, safetensors
+from qkv.wire import open_inference as v2
+from qkv.wire.message import Message
 
 LENGTHS: Final = (1, 7, 64, 257, 1000)
 _MOST_WEIGHTS: Final = 257  # of longer ones, text alone would be what is measured

@@ -25,7 +25,7 @@ from speed_page import write
 from torch import Tensor
 
 import qkv
-from qkv.catalogue import Variant, variants
+from qkv.attention.catalogue import Variant, variants
 
 LENGTHS: Final = tuple(2**n for n in range(8, 17))
 QUICK: Final = LENGTHS[:3]

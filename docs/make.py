@@ -1,23 +1,28 @@
-"""Writes what is made of the variants' files: docs/variants.md, its pictures, the README's table.
+"""Writes what is made from the code: docs/variants.md, docs/files.md, the README's table.
 
 python docs/make.py
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from qkv import catalogue, picture
-from qkv.catalogue import Variant
+from qkv.api import variant_pictures as picture
+from qkv.attention import catalogue
+from qkv.attention.catalogue import Variant
 
 ROOT: Final = Path(__file__).parent.parent
 PICTURES: Final = "docs/variants"
 BEGIN: Final = "<!-- made by `make docs` -->\n"
 END: Final = "<!-- end -->\n"
 
+_LISTED: Final = ("service", "bench", "docs", "tests/support")  # folders in docs/files.md
 _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -30,6 +35,7 @@ def made() -> dict[str, str]:
     files = {
         "README.md": before + BEGIN + "\n".join(_summary(every)) + "\n" + END + after,
         "docs/variants.md": "\n".join(_page(every)) + "\n",
+        "docs/files.md": "\n".join(_files()) + "\n",
     }
     for variant in every:
         if (svg := picture.draw(variant)) is not None:
@@ -56,7 +62,7 @@ def _summary(variants: list[Variant]) -> Iterator[str]:
 def _page(variants: list[Variant]) -> Iterator[str]:
     """docs/variants.md."""
     yield "# The variants\n"
-    yield "Made by `make docs` of what each file in `service/qkv/attention` says of itself.\n"
+    yield "Made by `make docs` of what the files in `service/qkv/attention/variants`.\n"
     yield (
         "The pictures show all of them on one and the same input, by their defaults. "
         f"{picture.INPUT} {picture.SHADES} `GET /v1/variants/{{variant}}/picture` answers the same "
@@ -94,6 +100,42 @@ def _section(variant: Variant) -> Iterator[str]:
     if said["refuses"]:
         yield "\n| refused | because |\n| --- | --- |"
     yield from (f"| `{name}` | {_cell(why)} |" for name, why in said["refuses"].items())
+
+
+def _files() -> Iterator[str]:
+    """docs/files.md: one line for each file, taken from the file itself."""
+    yield "# The files\n"
+    yield "Made by `make docs`: each line is the first sentence of the file itself."
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *_LISTED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder = None
+    for path in sorted(map(Path, listed.stdout.split()), key=lambda p: (p.parts[:-1], p.name)):
+        summary = _first_sentence(ROOT / path) if (ROOT / path).exists() else None
+        if summary is None:
+            continue
+        if path.parent != folder:
+            folder = path.parent
+            yield f"\n## {folder}\n\n| file | what it holds |\n| --- | --- |"
+        yield f"| [{path.name}](../{path}) | {_cell(summary)} |"
+
+
+def _first_sentence(path: Path) -> str | None:
+    """The first sentence of a file's docstring or leading comment; None for other files."""
+    text = path.read_text(errors="replace")
+    if path.suffix == ".py":
+        head = ast.get_docstring(ast.parse(text)) or ""
+    elif path.suffix in (".js", ".css"):
+        comment = re.match(r"/\*(.*?)\*/|((?://[^\n]*\n)+)", text, re.DOTALL)
+        head = re.sub(r"^//", "", comment[0].strip("/* "), flags=re.MULTILINE) if comment else ""
+    else:
+        return None
+    sentence = re.split(r"(?<=\.)\s", " ".join(head.partition("\n\n")[0].split()))[0]
+    return sentence.strip() or None
 
 
 def _values(schema: Mapping[str, Any]) -> str:

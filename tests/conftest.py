@@ -21,14 +21,14 @@ import hypothesis
 import pytest
 import torch
 import uvicorn
-from browser import browser as browser
-from browser import modules as modules
-from browser import open_page as open_page
 from fastapi import FastAPI
 
-from qkv.app import create_app
-from qkv.engine import Engine
+from qkv.api.app import create_app
+from qkv.engine.engine import Engine
 from qkv.settings import Settings
+from support.browser import browser as browser
+from support.browser import modules as modules
+from support.browser import open_page as open_page
 
 # no test is about time, and other work may run beside them
 hypothesis.settings.register_profile(

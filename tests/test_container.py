@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import httpx
 import pytest
-from conftest import PATIENCE, Process, Server, until
 from ruamel.yaml import YAML
 
-from qkv.serve import _EMPTYING_S, _GRACE_S
+from conftest import PATIENCE, Process, Server, until
+from qkv.server.supervisor import _EMPTYING_S, _GRACE_S
 from qkv.settings import Settings
+from support.paths import ROOT
 
-ROOT: Final = Path(__file__).parent.parent
 RUNNING: Final = (ROOT / "docs/running.md").read_text()
 COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
 DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from qkv import catalogue
-from qkv.layers.layouts import LAYOUTS
+from qkv.attention import catalogue
+from qkv.attention.layers.layouts import LAYOUTS
 from qkv.settings import Settings
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 README, HTTP, PYTHON, RUNNING, V2 = (
     (ROOT / page).read_text()
     for page in (
@@ -144,25 +144,12 @@ def test_every_setting_is_in_the_table_with_its_default() -> None:
     assert table == {f"QKV_{n.upper()}": str(f.default) for n, f in Settings.model_fields.items()}
 
 
-def test_the_tree_names_every_file_and_nothing_else() -> None:
-    tree = blocks("")[-1]
-    named, folders = set(), [""]
-    for line in tree.splitlines():
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        folders[depth + 1 :] = [folders[depth] + name]
-        named.add(folders[depth] + name)
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    there = set(listed.stdout.split())
+def test_every_python_file_is_on_the_page_of_files() -> None:
+    page = (ROOT / "docs/files.md").read_text()
+    named = set(re.findall(r"^\| \[[^]]+\]\(\.\./([^)]+)\)", page, re.MULTILINE))
+    there = {str(p.relative_to(ROOT)) for p in (ROOT / "service").rglob("*.py")}
+    assert there <= named
     assert {n for n in named if not (ROOT / n).exists()} == set()
-    package = {p for p in there if p.startswith("service/") and not p.endswith("__init__.py")}
-    assert package - named == {"service/qkv/py.typed"}
 
 
 def test_every_route_is_documented(url: str) -> None:
@@ -179,7 +166,6 @@ def test_every_variant_says_all_there_is_to_say() -> None:
         assert all(said[k] for k in ("summary", "formula", "paper", "cost", "weights", "outputs"))
         for name, schema in said["parameters"]["properties"].items():
             assert schema.get("description"), f"{variant.name}: {name} has no description"
-        assert (ROOT / f"service/qkv/attention/{variant.name}.py").name in README
 
 
 def test_what_is_made_of_the_variants_is_up_to_date() -> None:

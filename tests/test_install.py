@@ -16,8 +16,8 @@ from typing import Final
 import pytest
 
 import qkv
+from support.paths import ROOT
 
-ROOT: Final = Path(__file__).parent.parent
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUEST: Final = (
     '{"inputs": {"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}'
@@ -110,7 +110,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
 
 def test_importing_it_imports_no_torch(installed: Installed) -> None:
     program = (
-        "import sys, qkv, qkv.cli; qkv.Client('http://127.0.0.1:1').close();"
+        "import sys, qkv, qkv.cli.main; qkv.Client('http://127.0.0.1:1').close();"
         "assert 'torch' not in sys.modules; print(qkv.__version__, qkv.__file__)"
     )
     done = installed.run("python", "-W", "error", "-c", program)

@@ -1,13 +1,14 @@
 """qkv serves attention. This package is its client; `qkv[server]` adds the service."""
 
-from qkv.async_client import AsyncClient
-from qkv.calls import Choice
-from qkv.cells import Cell, Crossover
-from qkv.client import Client
-from qkv.compared import Compared, Comparison
+from qkv.client.async_client import AsyncClient
+from qkv.client.client import Client
+from qkv.client.comparison import Compared, Comparison
+from qkv.client.request_builders import Choice
+from qkv.client.results import Converted, Gradients, Run
+from qkv.client.sweep import AsyncSweep, Sweep
+from qkv.client.sweep_cells import Cell, Crossover
 from qkv.errors import QkvError
-from qkv.results import Converted, Gradients, Run
-from qkv.streams import AsyncSweep, Sweep
+from qkv.version import __version__
 
 __all__ = [
     "AsyncClient",
@@ -25,5 +26,3 @@ __all__ = [
     "Sweep",
     "__version__",
 ]
-
-__version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """`python -m qkv` is `qkv`."""
 
-from qkv.cli import main
+from qkv.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="qkv")

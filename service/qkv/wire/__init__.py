@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Final, Protocol
 
 from qkv.errors import NotAcceptable, UnsupportedMediaType
-from qkv.message import Message
 from qkv.wire import json, safetensors
+from qkv.wire.message import Message
 
 __all__ = ["CODECS", "Codec", "for_accept", "for_content_type", "require"]
 

@@ -9,10 +9,10 @@ import pybase64
 import simdjson
 
 from qkv.errors import InvalidContent, Unparseable, pointer_to, shown
-from qkv.message import Message
 from qkv.tensors import DTYPES, RawTensor, nbytes
-from qkv.wire import lists
-from qkv.wire.lists import MAX_AXES, Document, Lists, items, shown_node
+from qkv.wire import json_arrays as lists
+from qkv.wire.json_arrays import MAX_AXES, Document, Lists, items, shown_node
+from qkv.wire.message import Message
 
 __all__ = [
     "MEDIA_TYPE",

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 
 from qkv.errors import InvalidContent, Unparseable, pointer_to
-from qkv.message import Message
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.json import asked_encoding, plain
+from qkv.wire.message import Message
 
 __all__ = ["MEDIA_TYPE", "aligned_at", "decode", "encode"]
 

@@ -1,0 +1,1 @@
+"""The HTTP API: the application, middleware and request bodies."""

@@ -1,0 +1,39 @@
+"""What runs the service asks of it: /livez and /readyz."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from qkv.engine.engine import Engine
+from qkv.engine.remote.remote_engine import Remote
+from qkv.telemetry.worker_state import Fleet
+
+__all__ = ["router"]
+
+
+def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(tags=["operations"])
+
+    @routes.get(
+        "/livez",
+        operation_id="livez",
+        summary="Whether every worker lives: none is stuck.",
+    )
+    async def livez(response: Response) -> dict[str, str]:
+        return _status(response, engine.alive and not fleet.stuck)
+
+    @routes.get(
+        "/readyz",
+        operation_id="readyz",
+        summary="Whether every worker takes requests.",
+    )
+    async def readyz(response: Response) -> dict[str, str]:
+        return _status(response, engine.ready and fleet.ready)
+
+    return routes
+
+
+def _status(response: Response, good: bool) -> dict[str, str]:
+    response.status_code = 200 if good else 503
+    return {"status": "ok" if good else "down"}

@@ -1,0 +1,67 @@
+"""GET /v1/variants: the catalogue, and a picture of each variant."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from qkv.api import variant_pictures as picture
+from qkv.attention import catalogue
+from qkv.attention.catalogue import Variant
+from qkv.errors import NotFound
+
+__all__ = ["PICTURE_TYPE", "entry", "router"]
+
+PICTURE_TYPE: Final = "image/svg+xml"
+
+_INERT: Final = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def entry(variant: Variant) -> dict[str, Any]:
+    """What the catalogue answers of a variant: its own words, and where its picture is."""
+    drawn = picture.draw(variant) is not None
+    return variant.describe() | {
+        "picture": f"/v1/variants/{variant.name}/picture" if drawn else None
+    }
+
+
+def router() -> APIRouter:
+    """The routes. The pictures have been drawn before the first request: `openapi.prepare`."""
+    routes = APIRouter(tags=["catalogue"])
+
+    @routes.get(
+        "/v1/variants",
+        operation_id="list_variants",
+        summary="Every variant: formula, inputs, parameters, outputs.",
+    )
+    async def every_variant() -> dict[str, list[dict[str, Any]]]:
+        return {"variants": [entry(v) for v in catalogue.variants().values()]}
+
+    @routes.get("/v1/variants/{variant}", operation_id="get_variant", summary="One variant.")
+    async def one_variant(variant: str) -> dict[str, Any]:
+        return entry(catalogue.find(variant))
+
+    @routes.get(
+        "/v1/variants/{variant}/picture",
+        operation_id="get_picture",
+        summary="A picture of its weights.",
+        description=f"{picture.INPUT} {picture.SHADES}",
+    )
+    async def variant_picture(variant: str, request: Request) -> Response:
+        svg = picture.draw(catalogue.find(variant))
+        if svg is None:
+            raise NotFound(f"{variant} has no picture: it has no weights that could be drawn")
+        tag = f'"{sha256(svg.encode()).hexdigest()[:16]}"'
+        # another release may draw it in another way, so it is asked for again, at no cost
+        headers = _INERT | {"ETag": tag, "Cache-Control": "no-cache"}
+        known = request.headers.get("If-None-Match", "").split(",")
+        if any(k.strip().removeprefix("W/") in (tag, "*") for k in known):
+            return Response(status_code=304, headers=headers)
+        return Response(svg, media_type=PICTURE_TYPE, headers=headers)
+
+    return routes

@@ -1,0 +1,1 @@
+"""The fast path's half in the API: reuses the validation of repeated small requests."""

@@ -1,0 +1,174 @@
+"""Requests in words that came before: answered at once, where their last byte comes in."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from qkv.api.fast_path.body_layout import Chunk, Laid, Layout, Room
+from qkv.api.fast_path.job_cache import LONGEST_HEAD
+from qkv.api.job_runner import Result, Runs, result_of
+from qkv.engine.accounting import Alone
+from qkv.engine.executor import Standing
+from qkv.jobs.job import Job
+from qkv.tensors import RawTensor
+
+__all__ = ["Asked", "Done", "Header", "Known", "Reply", "Shortcuts"]
+
+Header = tuple[bytes, bytes]
+
+_MOST: Final = 256  # kept, those that came last: what is said before bodies,
+_MOST_HEADS: Final = 16  # and heads of bodies behind each of them; each a few KiB, 16 at most
+_IDLE: Final = frozenset(  # a key was looked at before
+    (
+        *(b"authorization", b"host", b"user-agent", b"x-request-id"),
+        *(b"traceparent", b"tracestate", b"baggage"),
+    )
+)
+_PLAIN: Final = frozenset(
+    (
+        *(b"accept", b"accept-encoding", b"accept-language", b"content-length", b"content-type"),
+        b"inference-header-content-length",
+    )
+)
+
+
+class Asked(NamedTuple):
+    """What a request says before its body, but for what changes no answer."""
+
+    url: bytes
+    headers: tuple[Header, ...]
+
+    @classmethod
+    def of(cls, url: bytes, headers: Iterable[Header]) -> Asked:
+        """Of a request's line and its headers, names in lower case."""
+        return cls(url, tuple([header for header in headers if header[0] not in _IDLE]))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing in it asks for more than an answer: one body of a known length, a
+        connection that stays."""
+        names = [name for name, _ in self.headers]
+        return _PLAIN.issuperset(names) and names.count(b"content-length") == 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body, which is plain."""
+        return int(dict(self.headers)[b"content-length"])
+
+    @property
+    def length(self) -> int:
+        """Bytes of all that it says."""
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
+
+class Reply(NamedTuple):
+    """An answer of status 200: lines of headers, each with its end, but for Content-Length; the
+    body; and the variant that gave it."""
+
+    lines: bytes
+    body: list[Chunk]
+    variant: str
+
+
+class _Plan(NamedTuple):
+    standing: Standing
+    is_open: Callable[[], bool]
+    written: Callable[[Result], Reply]
+
+
+class Done(NamedTuple):
+    """What has run, and when its last byte was seen."""
+
+    plan: _Plan
+    alone: Alone
+    received: float
+
+
+class Known(NamedTuple):
+    """How bodies behind one url and its headers are told apart, and plans by their words."""
+
+    layout: Layout
+    plans: OrderedDict[bytes, _Plan]
+
+
+class Shortcuts:
+    """Answers what only differs in numbers from what was answered before.
+
+    The tensors of such a body are laid where the last ones lay, and stand there already: nothing
+    is parsed, checked or placed anew. Jobs are those that the engine runs at once. To be used on
+    the event loop alone.
+
+    Args:
+        runs: what runs them.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs, self._room = runs, Room()
+        self._known: OrderedDict[Asked, Known] = OrderedDict()
+
+    def find(self, asked: Asked) -> Known | None:
+        """What is known of such a request; None: none came before."""
+        return self._known.get(asked)
+
+    def run(self, known: Known, chunks: Sequence[Chunk]) -> Done | None:
+        """Runs what a body asks for; None where it has to go the long way."""
+        received = time.perf_counter()
+        words = known.layout.lay(chunks, self._room)
+        plan = None if words is None else known.plans.get(words)
+        if plan is None or not plan.is_open():
+            return None
+        alone = self._runs.run_standing(plan.standing)
+        return None if alone is None else Done(plan, alone, received)
+
+    def reply(self, done: Done) -> Reply:
+        """The answer to what was run, which is counted."""
+        plan, alone, received = done
+        reply = plan.written(result_of(alone.answer(), received, alone.job))
+        self._runs.count_standing(alone)
+        return reply
+
+    def keep(
+        self,
+        asked: Asked,
+        laid: Laid | None,
+        job: Job,
+        written: Callable[[Result], Reply],
+        is_open: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Keeps how a request was answered, if the next like it can be answered at once.
+
+        Args:
+            asked: what it said before its body.
+            laid: how its body was told apart; None: it was not.
+            job: what it asked for.
+            written: makes an answer of a run.
+            is_open: whether it may be answered at all, now.
+        """
+        if laid is None or not asked.is_plain or asked.length > LONGEST_HEAD:
+            return
+        if not self.may_keep(job):
+            return
+        known = self._known.get(asked)
+        if known is None or known.layout != laid.layout:
+            known = self._known[asked] = Known(laid.layout, OrderedDict())
+        inputs, room = job.inputs.tensors, self._room.data
+        tensors = {
+            name: RawTensor(inputs[name].dtype, inputs[name].shape, room[first:last])
+            for name, (first, last) in laid.places.items()
+        }
+        first = min(first for first, _ in laid.places.values())
+        last = max(last for _, last in laid.places.values())
+        together = sum(tensor.nbytes for tensor in tensors.values()) == last - first
+        standing = Standing(job.again(tensors), room[first:last] if together else None)
+        known.plans[laid.words] = _Plan(standing, is_open, written)
+        if len(known.plans) > _MOST_HEADS:
+            known.plans.popitem(last=False)
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+
+    def may_keep(self, job: Job) -> bool:
+        """Whether such a job can be answered at once when it comes again."""
+        return job.inputs.layer is None and self._runs.runs_now(job)

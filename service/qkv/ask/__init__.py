@@ -1,1 +1,0 @@
-"""The commands that ask a service, or run right here: one file each."""

@@ -1,0 +1,1 @@
+"""Functions that several variants share: score blocks, feature sums, masks, gradients."""

@@ -1,0 +1,56 @@
+"""Averages of values by a softmax of keys over positions, a channel each, and of these by a softmax
+of queries over channels: in float32, by e^k as it is."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qkv.attention.common.feature_sums import State, shared
+from qkv.attention.common.row_masks import without
+from qkv.attention.common.score_blocks import largest
+
+__all__ = ["averages"]
+
+_LEAST = -16.0  # of keys: S over a channel's sum of e^k is below 2**24
+_MOST = 2.0**24  # of such a sum: no key is above 17
+_SIZES = (2.0**-60, 1e15)  # of averages: between them nothing has overflowed
+
+
+def averages(
+    query_BGKLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, padding_BS: Tensor | None
+) -> tuple[Tensor | None, list[bool]]:
+    """softmax_D(Q) softmax_S(K)^T V, (B, G, K, L, E), and for which items that is right; None where
+    it is for none.
+
+    Only the few averages are divided and judged, not keys and values, each item's by themselves.
+    What has underflowed in an item that is right amounts to less than the smallest normal number.
+    """
+    key, value = without(padding_BS, key_BGSD), without(padding_BS, value_BGSE)
+    fits = [least >= _LEAST for least in key.amin((1, 2, 3)).tolist()]
+    if not any(fits):
+        return None, fits
+    values_BGED, ones_BG1D = State.of(without(padding_BS, key, -torch.inf), value, _power)
+    average_BGED = values_BGED.div_(ones_BG1D)
+    totals = ones_BG1D.amax((1, 2, 3)).tolist()
+    sizes = average_BGED.abs().amax((1, 2, 3)).tolist()
+    for b, (total, size) in enumerate(zip(totals, sizes, strict=True)):
+        fits[b] &= total <= _MOST and _SIZES[0] <= size <= _SIZES[1]
+    if not any(fits):
+        return None, fits
+    (output,) = shared(query_BGKLD, (average_BGED,), partial(torch.softmax, dim=-1))
+    # an average is no larger than what it averages, however it is rounded: which can only matter
+    # where those of channels are not far smaller than some value is
+    for b, some in enumerate(value[:, 0, 0].abs().amax(-1).tolist()):
+        if not 2 * sizes[b] <= some:
+            bound = largest(value[b])
+            output[b].clamp_(-bound, bound)
+    return output, fits
+
+
+def _power(x: Tensor) -> Tensor:
+    """e^x, off by |x| eps more than torch's, in half its time."""
+    return x.mul(math.log2(math.e)).exp2_()

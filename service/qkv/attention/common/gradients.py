@@ -1,0 +1,174 @@
+"""Gradients: what the variants' `backward` share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qkv.attention.common.feature_sums import back_sums, products
+from qkv.attention.common.score_blocks import Scores, largest, raised, score_dtype
+from qkv.attention.common.visibility import row_blocks
+
+__all__ = ["by_features", "by_heads", "by_scores", "is_ordinary", "regrown", "sized"]
+
+_SCORE_ELEMENTS = 1 << 21  # of a block of scores, of which there are five: 8 MiB each in float32
+_WORTH_IT = 1 << 16  # elements, below which the calls take longer than the numbers
+_SAFE = 1e30  # sizes, in float32, that products and sums may grow to
+_ORDINARY = 1e20  # a few factors up to it, and their sums, stay far inside float64's range
+_MOST_EXPONENT = 2000  # past it all but 0 over- or underflows
+
+
+def sized(x: Tensor) -> tuple[Tensor, int]:
+    """x / 2**e and e: 0, unless x, in float64, is so large or small that products may leave the
+    range; then what makes its largest about 1."""
+    size = largest(x)
+    if not (size > _ORDINARY or 0 < size < 1 / _ORDINARY):
+        return x, 0
+    exponent = math.frexp(size)[1]
+    return regrown(x, -exponent), exponent
+
+
+def regrown(x: Tensor, exponents: Tensor | int) -> Tensor:
+    """x * 2**exponents."""
+    if isinstance(exponents, int):
+        if exponents == 0:
+            return x
+        exponents = torch.tensor(exponents, device=x.device)
+    return raised(x, exponents.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
+
+
+def is_ordinary(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, dropout: float
+) -> bool:
+    """Whether the gradients by scores of (grad_output, query, key, value) overflow nowhere in
+    float32, nor vanish on the way for being small."""
+    grad, query, key, value = map(largest, tensors)
+    H, L, E = tensors[0].shape[1:]
+    if 0 < grad * value < 1 / _SAFE:
+        return False
+    summed = grad * max(1.0, value * E) * H * L / (1 - dropout)
+    return summed < _SAFE and 2 * summed * max(query, key) * abs(scale) < _SAFE
+
+
+def by_scores(
+    scores: Scores, grad_BHLE: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor
+) -> dict[str, Tensor]:
+    """Gradients of exact attention, a block of rows of some heads at a time, all in the scores'
+    dtype.
+
+    query and key are what the scores are made of, but for powers of two.
+    """
+    (B, H, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
+    query_BGKLD, grad_BGKLE = (x.unflatten(1, (G, -1)) for x in (query_BHLD, grad_BHLE))
+    query, key, value = (torch.zeros_like(x) for x in (query_BGKLD, key_BGSD, value_BGSE))
+    made = {"query": query, "key": key, "value": value}
+    visible, mask = scores.visible, scores.visible.mask_BHLS
+    if mask is not None and mask.is_floating_point():
+        made["mask"] = torch.zeros_like(mask, dtype=grad_BHLE.dtype)
+    banded = visible.causal or visible.left is not None or visible.right is not None
+    # of a low block most keys are hidden from all its rows, but each takes a dozen calls; how many
+    # there are does not depend on B, so that an item's bits do not
+    tall = min(L, max(-(-L // 8), _WORTH_IT // max(1, H * S))) if banded else L
+    for groups in row_blocks(G, B * H // G * tall * S, _SCORE_ELEMENTS):
+        heads = slice(groups.start * H // G, groups.stop * H // G)
+        part = {n: x[:, heads if n == "mask" else groups] for n, x in made.items()}
+        if "mask" in made and made["mask"].shape[1] == 1:
+            part["mask"] = made["mask"]
+        own = scores.of_heads(groups)
+        tensors = [x[:, groups] for x in (grad_BGKLE, query_BGKLD, key_BGSD, value_BGSE)]
+        row_elements = B * (heads.stop - heads.start) * S
+        for rows in row_blocks(L, row_elements, min(tall * row_elements, _SCORE_ELEMENTS)):
+            _add_block(part, own, rows, *tensors)
+    return made | {"query": query.flatten(1, 2)}
+
+
+def _add_block(
+    made: dict[str, Tensor],
+    scores: Scores,
+    rows: slice,
+    grad_BGKLE: Tensor,
+    query_BGKLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+) -> None:
+    """Adds what a block of rows gives."""
+    block, heads = scores.block(rows), query_BGKLD.shape[1:3]
+    keys, grad, query = block.keys, grad_BGKLE[:, :, :, rows], query_BGKLD[:, :, :, rows]
+    weights_BGKRS = block.weights.unflatten(1, heads)
+    made["value"][:, :, keys] += torch.einsum("bgkls,bgkle->bgse", weights_BGKRS, grad)
+    slope = torch.einsum("bgkle,bgse->bgkls", grad, value_BGSE[:, :, keys]).flatten(1, 2)
+    if block.kept is not None:
+        slope.mul_(block.kept).div_(1.0 - scores.dropout)
+    slope.sub_((slope * block.shares).sum(-1, keepdim=True)).mul_(block.shares)
+    if "mask" in made:
+        mask = made["mask"][:, :, rows] if made["mask"].shape[2] > 1 else made["mask"]
+        mask = mask[..., keys] if mask.shape[3] > 1 else mask
+        mask += slope.sum_to_size(mask.shape)
+    if (capped := scores.slopes(rows)) is not None:
+        slope *= capped
+    slope_BGKRS = slope.mul_(scores.scale).unflatten(1, heads)
+    made["query"][:, :, :, rows] = torch.einsum(
+        "bgkls,bgsd->bgkld", slope_BGKRS, key_BGSD[:, :, keys]
+    )
+    made["key"][:, :, keys] += torch.einsum("bgkls,bgkld->bgsd", slope_BGKRS, query)
+
+
+def by_heads(
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    grad_BHLE: Tensor,
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+) -> dict[str, Tensor]:
+    """Gradients in the scores' dtype, one key head at a time: of all, what is held in float64 on
+    the way would be many times what came.
+
+    Args:
+        backward: gradients of query, key and value in float64, of one key head and the K query
+            heads that read it.
+    """
+    (H, G), dtype = (query_BHLD.shape[1], key_BGSD.shape[1]), score_dtype(query_BHLD.dtype)
+    query, key, value = (
+        torch.empty_like(x, dtype=dtype) for x in (query_BHLD, key_BGSD, value_BGSE)
+    )
+    for g in range(G):
+        own, heads = slice(g, g + 1), slice(g * H // G, (g + 1) * H // G)
+        query[:, heads], key[:, own], value[:, own] = backward(
+            grad_BHLE[:, heads], query_BHLD[:, heads], key_BGSD[:, own], value_BGSE[:, own]
+        )
+    return {"query": query, "key": key, "value": value}
+
+
+def by_features(
+    query_BGKLF: Tensor,
+    key_BGSF: Tensor,
+    value_BGSE: Tensor,
+    grad_BGKLE: Tensor,
+    divided: tuple[Tensor, Tensor] | None,
+    offsets: list[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the features of queries and of keys, and of the values.
+
+    With Y_i = sum_j (f_i . g_j) v_j / n_i and G_i = dY_i / n_i, the gradient of f_i . g_j is
+    G_i . v_j + b_i, b_i = -G_i . Y_i: sums of products again, in which G and b are features.
+
+    Args:
+        grad_BGKLE: dY.
+        divided: Y n and n, (B, G, K, L, 1), inf in n for rows to leave out; None: nothing is
+            divided, n is 1 and b is 0.
+    """
+    if divided is None:
+        gradient = back_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
+    else:
+        output_BGKLE, total_BGKL1 = divided
+        grad_BGKLE = grad_BGKLE / total_BGKL1
+        gradient = back_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
+        less_BGKL1 = (grad_BGKLE * output_BGKLE.div_(total_BGKL1)).sum(-1, keepdim=True).neg_()
+        grad_BGKLE = torch.cat([grad_BGKLE, less_BGKL1], -1)
+        value_BGSE = pad(value_BGSE, (0, 1), value=1.0)
+    query = products(grad_BGKLE, value_BGSE, key_BGSF, offsets)
+    return query, back_sums(value_BGSE, grad_BGKLE, query_BGKLF, offsets), gradient

@@ -1,0 +1,100 @@
+"""Mixtures of keys and of values, scores against them, and their averages, without overflow for any
+finite input."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.attention.common.score_blocks import Scores, largest, raised, score_dtype, shrunk
+from qkv.attention.common.visibility import Visibility, row_blocks
+
+__all__ = ["Path", "averaged"]
+
+_ELEMENTS = 1 << 22  # of a block of rows of a projection
+_SIZE = 480  # exponent of what is shrunk: a product of two has 2**960, and room for sums
+
+
+class Path(NamedTuple):
+    """How a request is computed so that nothing overflows on the way.
+
+    Attributes:
+        dtype: of scores and sums: float32 or float64, and float64 where float32 could overflow.
+        shrinks: float64 could overflow too: powers of two are kept apart.
+    """
+
+    dtype: torch.dtype
+    shrinks: bool
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor | None, E: Tensor, F: Tensor, scale: float
+    ) -> Path:
+        exact, (S, D) = score_dtype(query.dtype), key.shape[2:]
+        keys = largest(E) * largest(key) * S
+        scores = keys * largest(query) * D
+        values = largest(F) * (1.0 if value is None else max(1.0, largest(value) * S))
+        most = 1e30 if exact == torch.float32 else 1e300
+        safe = all(size < most for size in (keys, scores, scores * abs(scale), values))
+        return cls(exact if safe else torch.float64, exact == torch.float64 and not safe)
+
+    def mixed(self, projection_RS: Tensor, x_BGSX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """projection @ x, (B, G, R, X), and as exponents the powers of two that each of its rows
+        has been divided by, (B, G, R, 1); None: by none."""
+        projection, x = projection_RS.to(self.dtype), x_BGSX.to(self.dtype)
+        if not self.shrinks:
+            return projection @ x, None
+        x, x_exponents = shrunk(x)
+        (B, G, S, X), R = x.shape, len(projection)
+        made = x.new_empty(B, G, R, X)
+        exponents = x_exponents.new_empty(B, G, R, 1)
+        own = torch.frexp(projection).exponent
+        for b, g in np.ndindex(B, G):
+            nothing_S = (x[b, g] == 0).all(-1)
+            for rows in row_blocks(R, S, _ELEMENTS):
+                part, shift = projection[rows].masked_fill(nothing_S, 0.0), x_exponents[b, g].mT
+                sizes = (own[rows] + shift).masked_fill(part == 0, -5000)
+                exponents[b, g, rows] = sizes.amax(-1, keepdim=True) - _SIZE
+                made[b, g, rows] = raised(part, shift - exponents[b, g, rows]) @ x[b, g]
+        return made, exponents
+
+    def scores(self, query_BHLD: Tensor, key_BGSD: Tensor, E_RS: Tensor, scale: float) -> Scores:
+        """Of the queries against E K."""
+        key, exponents = self.mixed(E_RS, key_BGSD)
+        L, R = query_BHLD.shape[2], len(E_RS)
+        visible = Visibility.of(L, R, None, None, False, 0, None, self.dtype)
+        scores = Scores.of(
+            query_BHLD, key, visible, scale, None, 0.0, 0, None, safe=not self.shrinks
+        )
+        if exponents is None or scores.exponents is None:
+            return scores
+        query_exponents, key_exponents = scores.exponents
+        return scores._replace(
+            exponents=(query_exponents, key_exponents + exponents[:, :, None].mT)
+        )
+
+    def weights(self, map_BHLR: Tensor, F_RS: Tensor, padding_BS: Tensor | None) -> Tensor:
+        """P F, with zeros for padding."""
+        F = F_RS.to(self.dtype)
+        if self.shrinks:  # a sum that rounds up at the end of the range is no larger than F
+            most = largest(F) / 4
+            made = (map_BHLR @ (F / 4)).clamp_(-most, most).mul_(4)
+        else:
+            made = map_BHLR @ F
+        return made if padding_BS is None else made.masked_fill_(padding_BS[:, None, None], 0.0)
+
+
+def averaged(map_BHLR: Tensor, value_BGRE: Tensor, exponents_BGR1: Tensor | None) -> Tensor:
+    """P (F V), (B, H, L, E)."""
+    map_BGKLR = map_BHLR.unflatten(1, (value_BGRE.shape[1], -1))
+    if exponents_BGR1 is None:
+        return torch.einsum("bgklr,bgre->bgkle", map_BGKLR, value_BGRE).flatten(1, 2)
+    exponents = exponents_BGR1[:, :, None].mT
+    sizes = torch.frexp(map_BGKLR).exponent + exponents
+    top = sizes.masked_fill(map_BGKLR == 0, -10000).amax(-1, keepdim=True)
+    map_BGKLR = raised(map_BGKLR, exponents - top)
+    made = torch.einsum("bgklr,bgre->bgkle", map_BGKLR, value_BGRE)
+    return raised(made, top).flatten(1, 2)

@@ -1,0 +1,223 @@
+"""Scores and their softmax, a block of rows at a time, without overflow for any finite input."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv.attention.common.dropout import keep
+from qkv.attention.common.visibility import Visibility
+
+__all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "raised", "score_dtype", "shrunk"]
+
+_SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
+_SIZE = 480  # a row's largest becomes 2**480: products do not overflow, what is tiny stays
+_ROOM = 900  # scores up to 2**900 have room for any mask of float32's range, and for sums
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What scores and sums are held in: float32 at least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> bool:
+    """Whether nothing can overflow in the scores' dtype, and all is finite."""
+    most = _SAFE[score_dtype(query.dtype)]
+    if not _scores_fit(query, key, scale, most):
+        return False
+    return value is None or largest(value) < most
+
+
+def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> bool:
+    """Whether no score, nor a sum on the way to it, can pass `most`; two passes over the inputs.
+
+    By Cauchy's inequality none is larger than the norms of all queries and of all keys multiplied,
+    which are had in two thirds of the time that their largest numbers take.
+    """
+    products = _norm(query) * _norm(key)
+    if products < most and products * abs(scale) < most:
+        return True
+    products = largest(query) * largest(key) * query.shape[-1]
+    return products < most and products * abs(scale) < most
+
+
+def _norm(x: Tensor) -> float:
+    """The root of the sum of squares; inf where it is not had at once, NaN where there is one."""
+    if x.dtype not in _SAFE or not x.is_contiguous():
+        return math.inf
+    row = x.view(-1)
+    return math.sqrt(torch.dot(row, row).item())
+
+
+class ScoreBlock(NamedTuple):
+    """Scores and weights of a block of rows over the keys it can see; (B, H, R, keys) all.
+
+    Attributes:
+        weights: after dropout.
+        shares: before it: rows that sum to 1, or to 0.
+        kept: which of them dropout keeps; None without dropout.
+    """
+
+    keys: slice
+    scores: Tensor
+    weights: Tensor
+    shares: Tensor
+    kept: Tensor | None
+
+
+class Scores(NamedTuple):
+    """All that makes a block of scores.
+
+    Attributes:
+        query_BGKLD: queries, the K heads that read one key head side by side; scores' dtype.
+        key_BGSD: keys, in the scores' dtype.
+        exponents: where float64 could overflow, the powers of two that each query row (B,G,K,L,1)
+            and each key row (B,G,1,1,S) have been divided by; else None.
+        visible, scale, softcap, dropout, seed, place_BH: as in `softmax.attend`.
+    """
+
+    query_BGKLD: Tensor
+    key_BGSD: Tensor
+    exponents: tuple[Tensor, Tensor] | None
+    visible: Visibility
+    scale: float
+    softcap: float | None
+    dropout: float
+    seed: int
+    place_BH: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        query_BHLD: Tensor,
+        key_BGSD: Tensor,
+        visible: Visibility,
+        scale: float,
+        softcap: float | None,
+        dropout: float,
+        seed: int,
+        place_BH: Tensor | None,
+        safe: bool,
+    ) -> Scores:
+        """Brings query and key to the visibility's dtype and, where unsafe, to a safe size."""
+        B, H = query_BHLD.shape[:2]
+        query = query_BHLD.to(visible.dtype).unflatten(1, (key_BGSD.shape[1], -1))
+        key, exponents = key_BGSD.to(visible.dtype), None
+        if not safe:
+            key = visible.without_padding(key)
+            if query_BHLD.dtype == torch.float64:  # what was narrower cannot overflow it
+                query, query_exponents = shrunk(query)
+                key, key_exponents = shrunk(key)
+                exponents = (query_exponents, key_exponents[:, :, None].mT)
+        if place_BH is None:
+            place_BH = torch.arange(B * H, device=query.device).view(B, H)
+        return cls(query, key, exponents, visible, scale, softcap, dropout, seed, place_BH)
+
+    def block(self, rows: slice) -> ScoreBlock:
+        """Scores and weights of the query rows from `rows.start` to `rows.stop`."""
+        keys, bias = self.visible.block(rows, self.key_BGSD.device)
+        scores, grown = self._products(rows, keys, bias)
+        if self.softcap is not None:
+            # capped scores are of ordinary size, so the exponents are spent here
+            scores = raised(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
+            grown = None
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                scores.masked_fill_(~bias, -torch.inf)
+            else:
+                if self.exponents is not None:  # what is hidden may be inf, and inf - inf is NaN
+                    scores.masked_fill_(bias == -torch.inf, 0.0)
+                scores += bias if grown is None else raised(bias, -grown)
+        logits = scores
+        if grown is not None:
+            # shifted first, so that growing cannot give inf - inf: the largest is 0
+            logits = raised(scores - scores.amax(dim=-1, keepdim=True), grown)
+        weights = torch.softmax(logits, dim=-1)
+        if bias is not None and keys.start < keys.stop:
+            blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
+            weights.masked_fill_(blind, 0.0)
+        shares, kept = weights, None
+        if self.dropout:
+            kept = keep(self.dropout, self.seed, self.place_BH, rows, keys)
+            weights = (shares * kept).div_(1.0 - self.dropout)
+        return ScoreBlock(keys, raised(scores, grown), weights, shares, kept)
+
+    def of_heads(self, groups: slice) -> Scores:
+        """Those of some key heads, and the query heads that read them."""
+        K, visible, exponents = self.query_BGKLD.shape[2], self.visible, self.exponents
+        heads = slice(groups.start * K, groups.stop * K)
+        if visible.mask_BHLS is not None and visible.mask_BHLS.shape[1] > 1:
+            visible = visible._replace(mask_BHLS=visible.mask_BHLS[:, heads])
+        if exponents is not None:
+            exponents = (exponents[0][:, groups], exponents[1][:, groups])
+        return self._replace(
+            query_BGKLD=self.query_BGKLD[:, groups],
+            key_BGSD=self.key_BGSD[:, groups],
+            exponents=exponents,
+            visible=visible,
+            place_BH=self.place_BH[:, heads],
+        )
+
+    def slopes(self, rows: slice) -> Tensor | None:
+        """The derivative of a block's capped scores by the scores as they came; None: they are not
+        capped.
+
+        1 / cosh(x)^2, because of 1 - tanh(x)^2 nothing is left where x is large.
+        """
+        if self.softcap is None:
+            return None
+        keys, bias = self.visible.block(rows, self.key_BGSD.device)
+        scores = raised(*self._products(rows, keys, bias)).div_(self.softcap)
+        fallen = scores.abs_().mul_(-2.0).exp_()
+        return 4.0 * fallen / (1.0 + fallen).square_()
+
+    def _products(
+        self, rows: slice, keys: slice, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """scale Q K^T of a block, and what its rows are to be multiplied by, as exponents."""
+        scores = torch.einsum(
+            "bgkld,bgsd->bgkls", self.query_BGKLD[:, :, :, rows], self.key_BGSD[:, :, keys]
+        ).flatten(1, 2)
+        scores.mul_(self.scale)
+        if self.exponents is None or keys.start >= keys.stop:
+            return scores, None
+        query_exponents, key_exponents = self.exponents
+        exponents = query_exponents[:, :, :, rows] + key_exponents[..., keys]
+        return _fitted(scores, exponents.flatten(1, 2), bias)
+
+
+def largest(x: Tensor) -> float:
+    """Largest absolute value; NaN where there is one."""
+    low, high = torch.aminmax(x)
+    return max(-low.item(), high.item())
+
+
+def shrunk(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x / 2**e and e, exactly, with an e for each row that makes its largest about 2**_SIZE."""
+    exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - _SIZE
+    return raised(x, -exponents), exponents
+
+
+def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """scores * 2**exponents, but for a power of two per row that keeps what it can see finite;
+    that power, 0 where nothing overflows, is what a row is to be grown by in the end."""
+    sizes = torch.frexp(scores).exponent + exponents
+    unseen = scores == 0
+    if bias is not None:
+        unseen |= ~bias if bias.dtype == torch.bool else bias == -torch.inf
+    top = sizes.masked_fill(unseen, 0).amax(dim=-1, keepdim=True)
+    grown = (top - _ROOM).clamp(min=0)
+    return raised(scores, exponents - grown), grown
+
+
+def raised(x: Tensor, exponents: Tensor | None) -> Tensor:
+    """x * 2**exponents, in two steps because 2.0**1024 is no float; x itself for None."""
+    if exponents is None:
+        return x
+    # past these a normal number is inf or 0 anyway, and 0 stays 0
+    x, exponents = torch.broadcast_tensors(x, exponents.clamp(-2100, 2046))
+    half = exponents // 2
+    return torch.ldexp(torch.ldexp(x, half), exponents - half)

@@ -1,0 +1,420 @@
+"""Exact attention: each output row is the average of the values, weighted by a softmax of scores.
+
+Formula: A = softmax(scale Q K^T + mask), output = A V.
+Paper: Vaswani et al., Attention Is All You Need (arXiv:1706.03762), section 3.2.1.
+Cost: O(L S (D + E)) time; memory O(L + S) unless weights or scores are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from qkv.attention.common import fused_kernel as _kernel
+from qkv.attention.common.gradients import by_scores, is_ordinary, regrown, sized
+from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, largest, score_dtype
+from qkv.attention.common.visibility import Visibility, row_blocks
+
+FORMULA: Final = "A = softmax(scale Q K^T + mask); output = A V"
+PAPER: Final = "Vaswani et al., Attention Is All You Need, arXiv:1706.03762, section 3.2.1"
+COST: Final = "O(L S (D + E)) time; O(L + S) memory unless weights or scores are asked for"
+WEIGHTS: Final = "stochastic; unnormalised after dropout"
+REFUSES: Final[Mapping[str, str]] = {}
+
+_SCORE_ELEMENTS = 1 << 23  # of a block's scores on the explicit path: 32 MiB in float32
+
+_DROPPED = 32  # pairs without dropout that one with it takes as long as
+
+_FEWEST_QUERIES = 64  # of whose attention the bits do not depend on the number of threads
+
+_Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
+_Cap = Annotated[float, Field(ge=1e-30, le=1e9)]  # 1 / cap is a float32
+
+
+class Softmax(NamedTuple):
+    """What exact attention answers; None where it was not asked for."""
+
+    output: Float[Tensor, "B H L E"] | None = None
+    weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    scores: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
+    backend: str = "explicit"
+
+
+def fused(sizes: Mapping[str, int], parameters: Any, outputs: frozenset[str]) -> bool:
+    """Whether torch's kernel runs, but for numbers of unusual size, and has the same bits on any
+    number of threads: with few queries it cuts the keys instead, into as many as there are threads
+    (measured: no difference in 386 shapes with L >= 32, 21 of 147 with less)."""
+    plain = outputs <= {"output"} and parameters.softcap is None and not parameters.dropout
+    return plain and sizes["L"] >= _FEWEST_QUERIES
+
+
+def weights_are(parameters: Any) -> str:
+    """What the weights are with these parameters."""
+    return "unnormalised" if parameters.dropout else "stochastic"
+
+
+def flops(sizes: Mapping[str, int]) -> int:
+    """The two matrix products, a multiply and an add counted as two."""
+    B, H, L, S, D, E = (sizes[letter] for letter in "BHLSDE")
+    return 2 * B * H * L * S * (D + E)
+
+
+def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
+    """As many as there are scores; a drop is drawn for each in the time of many."""
+    scores = sizes["B"] * sizes["H"] * sizes["L"] * sizes["S"]
+    return scores * _DROPPED if parameters.dropout else scores
+
+
+def attend(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: Annotated[bool, Field(description="A query sees no key past its position.")] = False,
+    query_offset: Annotated[
+        _Position | Literal["end"],
+        Field(
+            description="Position of the first query on the key axis, as torch's is_causal means "
+            'it; "end" puts the last query on the last valid key.'
+        ),
+    ] = 0,
+    scale: Annotated[
+        _Factor | None, Field(description="Factor of the scores; null: 1/sqrt(D).")
+    ] = None,
+    softcap: Annotated[
+        _Cap | None,
+        Field(description="Scores become softcap * tanh(score / softcap), before the mask."),
+    ] = None,
+    window: Annotated[
+        tuple[_Count | None, _Count | None] | None,
+        Field(
+            description="[left, right]: how many keys before and after its position a query sees, "
+            "both inclusive; null: unbounded."
+        ),
+    ] = None,
+    dropout: Annotated[
+        float, Field(ge=0, lt=1, description="Probability that a weight is dropped.")
+    ] = 0.0,
+    seed: Annotated[int, Field(ge=0, lt=2**64, description="What dropout is drawn from.")] = 0,
+    outputs: frozenset[str] = frozenset({"output"}),
+    place_BH: Int64[Tensor, "B H"] | None = None,
+) -> Softmax:
+    """Attends exactly.
+
+    Scores and sums are float32, or float64 for float64 inputs. The weights are those the values
+    were averaged with: after dropout. A row that sees no key is zeros. Where only the output is
+    asked for, torch's fused kernel runs (backend "sdpa"); softcap, dropout and inputs that could
+    overflow take plain products, a block of rows at a time (backend "explicit").
+
+    Args:
+        query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
+        key_BGSD: keys.
+        value_BGSE: values; E may differ from D.
+        mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
+        key_lengths_B: keys at and past it are padding.
+        outputs: which of `output`, `weights`, `scores` to return.
+        place_BH: b * H + h of each plane within its own request, where planes of several requests
+            are stacked; None: all are one request's. Only dropout looks at it.
+    """
+    (B, H, L, D), S = query_BHLD.shape, key_BGSD.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    if B * H * S > _kernel.BIAS_ELEMENTS and B * H > 1:
+        # one row of all heads would be a large matrix by itself
+        return _halved(
+            attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), place_BH,
+            causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
+            dropout=dropout, seed=seed, outputs=outputs,
+        )  # fmt: skip
+    exact = score_dtype(query_BHLD.dtype)
+    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
+    plain = outputs <= {"output"} and softcap is None and not dropout
+    if plain and _kernel.takes(query_BHLD, mask_BHLS, scale):
+        output = _kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, scale)
+        if output is not None:
+            return Softmax(output, backend="sdpa")
+        safe = False
+    else:
+        safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
+    value = value_BGSE
+    if not safe:
+        visible = visible._replace(dtype=torch.float64)
+        value = visible.without_padding(value)
+    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
+    return _explicit(scores, value.to(visible.dtype), outputs, query_BHLD.dtype)
+
+
+def decided(
+    shapes: Mapping[str, tuple[int, ...]], parameters: Any, outputs: frozenset[str]
+) -> Callable[..., Softmax] | None:
+    """What `attend` comes to for inputs of these shapes and numbers below 1e9: the bare kernel, or
+    where weights are asked for, the bare products; None where it may be more than that."""
+    if set(shapes) != {"query", "key", "value"}:
+        return None
+    (B, H, L, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
+    scale = D**-0.5 if parameters.scale is None else parameters.scale
+    more = ("softcap", "window", "dropout", "query_offset")
+    if scale < 1e-30 or B * H * S > _kernel.BIAS_ELEMENTS:
+        return None
+    if any(getattr(parameters, name) for name in more):
+        return None
+    causal, grouped = parameters.causal, H != G
+
+    def fused(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
+        made = scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        return Softmax(made, backend="sdpa")
+
+    def explicit(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
+        query = query.unflatten(1, (G, -1))
+        scores = torch.einsum("bgkld,bgsd->bgkls", query, key).mul_(scale)
+        weights, made = torch.softmax(scores, dim=-1), None
+        if "output" in outputs:
+            made = torch.einsum("bgkls,bgse->bgkle", weights, value).flatten(1, 2)
+        return Softmax(made, weights.flatten(1, 2), scores.flatten(1, 2))
+
+    if outputs == {"output"}:
+        return fused if D == E else None
+    is_one_block = len(row_blocks(L, B * H * S, _SCORE_ELEMENTS)) == 1
+    return explicit if is_one_block and not causal and L * S * D * E else None
+
+
+def weights(
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    place_BH: Int64[Tensor, "B H"] | None = None,
+) -> Callable[[slice], Tensor]:
+    """What makes blocks of rows of A, after dropout: from a slice of L to (B, H, R, S), in memory
+    O(R S). The arguments are `attend`'s."""
+    L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
+    scale = D**-0.5 if scale is None else scale
+    safe = is_safe(query_BHLD, key_BGSD, None, scale)
+    exact = score_dtype(query_BHLD.dtype)
+    visible = Visibility.of(
+        L, S, mask_BHLS, key_lengths_B, causal, query_offset, window,
+        exact if safe else torch.float64,
+    )  # fmt: skip
+    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
+
+    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+        block = scores.block(rows)
+        if block.keys == slice(0, S):
+            return block.weights.to(exact)
+        whole_BHRS = block.weights.new_zeros(*block.weights.shape[:-1], S, dtype=exact)
+        whole_BHRS[..., block.keys] = block.weights
+        return whole_BHRS
+
+    return rows_of
+
+
+def _halved(
+    attend: Callable[..., Softmax],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    place_BH: Tensor | None,
+    **parameters: Any,
+) -> Softmax:
+    """Attends to half of the items, else half of the key heads, else half of the query heads that
+    read one, and then to the other half."""
+    query, key, value, mask, lengths = tensors
+    (B, H), G = query.shape[:2], key.shape[1]
+    if place_BH is None:
+        place_BH = torch.arange(B * H, device=query.device).view(B, H)
+    axis, size = (0, B) if B > 1 else (1, H)
+    middle = (size if axis == 0 or G == 1 else G) // 2 * (1 if axis == 0 or G == 1 else H // G)
+    parts = []
+    for half in (slice(0, middle), slice(middle, size)):
+        items, heads = (half, slice(0, H)) if axis == 0 else (slice(0, 1), half)
+        groups = slice(heads.start * G // H, -(-heads.stop * G // H))
+        if mask is not None:  # what is 1 is for all
+            own = mask[items if mask.shape[0] > 1 else slice(1)]
+            own = own[:, heads if mask.shape[1] > 1 else slice(1)]
+        parts.append(
+            attend(
+                query[items, heads], key[items, groups], value[items, groups],
+                None if mask is None else own, None if lengths is None else lengths[items],
+                place_BH=place_BH[items, heads], **parameters,
+            )
+        )  # fmt: skip
+    outputs, weights, scores, backends = zip(*parts, strict=True)
+    output, weight, score = (
+        None if a[0] is None else torch.cat(a, axis) for a in (outputs, weights, scores)
+    )
+    return Softmax(output, weight, score, backends[0] if len(set(backends)) == 1 else "explicit")
+
+
+def _explicit(
+    scores: Scores, value_BGSE: Tensor, outputs: frozenset[str], dtype: torch.dtype
+) -> Softmax:
+    """Plain products, a block of rows at a time; whole matrices only where they are asked for."""
+    B, G, K, L, _ = scores.query_BGKLD.shape
+    H, S, E = G * K, scores.visible.S, value_BGSE.shape[-1]
+    exact, blocks = score_dtype(dtype), row_blocks(L, B * H * S, _SCORE_ELEMENTS)
+    if len(blocks) == 1:
+        block = scores.block(blocks[0])
+        if block.keys == slice(0, S):
+            return Softmax(
+                _averaged(scores, block, value_BGSE).to(dtype) if "output" in outputs else None,
+                block.weights.to(exact) if "weights" in outputs else None,
+                block.scores.to(exact) if "scores" in outputs else None,
+            )
+    output = value_BGSE.new_zeros(B, H, L, E, dtype=dtype) if "output" in outputs else None
+    weights = value_BGSE.new_zeros(B, H, L, S, dtype=exact) if "weights" in outputs else None
+    logits = (
+        value_BGSE.new_full((B, H, L, S), -torch.inf, dtype=exact) if "scores" in outputs else None
+    )
+    for rows in blocks:
+        block = scores.block(rows)
+        if output is not None:
+            output[:, :, rows] = _averaged(scores, block, value_BGSE)
+        if weights is not None:
+            weights[:, :, rows, block.keys] = block.weights
+        if logits is not None:
+            logits[:, :, rows, block.keys] = block.scores
+    return Softmax(output, weights, logits)
+
+
+def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
+    """A @ value for a block of rows: (B, H, R, E)."""
+    heads = scores.query_BGKLD.shape[1:3]
+    weights_BGKRS, value = block.weights.unflatten(1, heads), value_BGSE[:, :, block.keys]
+    if scores.exponents is None:
+        return torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value).flatten(1, 2)
+    # values at the end of float64's range: their sum may pass it on the way to an average that
+    # does not, and weights that round up may carry an average past what it averages
+    room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
+    output = torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value / room).flatten(1, 2)
+    if not scores.dropout:
+        most = largest(value_BGSE) / room
+        output.clamp_(-most, most)
+    return output.mul_(room)
+
+
+def reference(
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSE: Tensor,
+    mask_BHLS: Tensor | None = None,
+    key_lengths_B: Tensor | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> Softmax:
+    """The same in plain float64 numpy, one head at a time, as a textbook writes it."""
+    query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
+    (B, H, L, D), (_, G, S, _) = query.shape, key.shape
+    weights, scores = np.zeros((B, H, L, S)), np.full((B, H, L, S), -np.inf)
+    output = np.zeros((B, H, L, value.shape[-1]))
+    for b, h in np.ndindex(B, H):
+        valid = S if key_lengths_B is None else int(key_lengths_B[b])
+        offset = valid - L if query_offset == "end" else query_offset
+        k, v = key[b, h * G // H, :valid], value[b, h * G // H, :valid]
+        s = query[b, h] @ k.T * (1 / np.sqrt(D) if scale is None else scale)
+        if softcap is not None:
+            s = softcap * np.tanh(s / softcap)
+        i, j = np.ogrid[offset : offset + L, :valid]
+        if mask_BHLS is not None:
+            mask = mask_BHLS.expand(B, H, L, S)[b, h, :, :valid]
+            s = (
+                np.where(mask, s, -np.inf)
+                if mask.dtype == torch.bool
+                else s + mask.double().numpy()
+            )
+        left, right = window or (None, None)
+        hidden = (j > i) & causal
+        hidden |= (j < i - left) if left is not None else False
+        hidden |= (j > i + right) if right is not None else False
+        s[np.broadcast_to(hidden, s.shape)] = -np.inf
+        top = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        a = np.exp(s - np.where(np.isneginf(top), 0, top))
+        a /= np.maximum(a.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+        if dropout:
+            a *= _kept(dropout, seed, b * H + h, L, valid) / (1 - dropout)
+        weights[b, h, :, :valid], scores[b, h, :, :valid], output[b, h] = a, s, a @ v
+    output_BHLE, weights_BHLS, scores_BHLS = map(torch.from_numpy, (output, weights, scores))
+    return Softmax(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
+
+
+def _kept(dropout: float, seed: int, place: int, L: int, S: int) -> Any:
+    """The definition of `_dropout` in unsigned numpy, written apart from it."""
+
+    def mix(x: Any) -> Any:
+        x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+        return x ^ (x >> 16)
+
+    low, high, plane = (np.array([w], np.uint32) for w in (seed % 2**32, seed >> 32, place))
+    i, j = np.arange(L, dtype=np.uint32)[:, None], np.arange(S, dtype=np.uint32)
+    u = mix(mix(mix(mix(mix(low) ^ high) ^ plane) ^ i) ^ mix(~j))
+    return u >= np.floor(dropout * 2.0**32)
+
+
+def backward(
+    grad_output_BHLE: Float[Tensor, "B H L E"],
+    query_BHLD: Float[Tensor, "B H L D"],
+    key_BGSD: Float[Tensor, "B G S D"],
+    value_BGSE: Float[Tensor, "B G S E"],
+    mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
+    key_lengths_B: Int64[Tensor, "B"] | None = None,
+    *,
+    causal: bool = False,
+    query_offset: int | Literal["end"] = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    place_BH: Int64[Tensor, "B H"] | None = None,
+) -> dict[str, Tensor]:
+    """Gradients of sum(grad_output * output), a block of rows at a time; the arguments are
+    `attend`'s.
+
+    With P the weights before dropout and M what dropout multiplies them with: dV = (P M)^T dY,
+    dP = (dY V^T) M, ds = P (dP - rowsum(dP P)), dQ = scale ds K, dK = scale ds^T Q (Dao et al.,
+    FlashAttention, arXiv:2205.14135, appendix B.2). In float32, or in float64 for float64 inputs
+    and where float32 could overflow.
+    """
+    (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    visible = Visibility.of(
+        L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, score_dtype(query_BHLD.dtype)
+    )
+    key, value = visible.without_padding(key_BGSD), visible.without_padding(value_BGSE)
+    tensors = (grad_output_BHLE, query_BHLD, key, value)
+    safe = is_safe(query_BHLD, key, value, scale) and is_ordinary(tensors, scale, dropout)
+    if not safe:
+        visible = visible._replace(dtype=torch.float64)
+    scores = Scores.of(query_BHLD, key, visible, scale, softcap, dropout, seed, place_BH, safe)
+    grad, query, key, value = (x.to(visible.dtype) for x in tensors)
+    if safe:
+        return by_scores(scores, grad, query, key, value)
+    (grad, g), (query, q), (key, k), (value, v) = map(sized, (grad, query, key, value))
+    exponents = {"query": g + v + k, "key": g + v + q, "value": g, "mask": g + v}
+    made = by_scores(scores, grad, query, key, value)
+    return {name: regrown(gradient, exponents[name]) for name, gradient in made.items()}

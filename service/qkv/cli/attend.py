@@ -1,0 +1,152 @@
+"""`qkv attend` and `qkv gradients`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qkv.cli import tensor_files as files
+from qkv.cli.errors import one_line_errors
+from qkv.cli.options import (
+    HEADS,
+    KEY,
+    LAYOUT,
+    LOCAL,
+    PARAMETERS,
+    SOURCE,
+    TARGET,
+    URL,
+    given,
+    override,
+    override_inside,
+    parameter,
+)
+from qkv.cli.service import report, send
+from qkv.client.request_builders import build_message, gradients_path, run_path
+
+__all__ = ["attend", "gradients"]
+
+
+@click.command(short_help="Run a variant on the tensors in a file.")
+@click.argument("variant")
+@SOURCE
+@TARGET
+@PARAMETERS
+@click.option(
+    "--return",
+    "outputs",
+    multiple=True,
+    metavar="NAME",
+    help="An output to return, instead of output and weights.  Repeatable.",
+)
+@click.option(
+    "--weights",
+    metavar="FORM",
+    help="In what form the weights are returned: full, none, stats, rows=0,5, top_k=8 or pool=64.",
+)
+@LAYOUT
+@HEADS
+@URL
+@KEY
+@LOCAL
+def attend(
+    variant: str,
+    source: Path,
+    target: Path,
+    outputs: tuple[str, ...],
+    weights: str | None,
+    **how: Any,
+) -> None:
+    """Run VARIANT on the tensors in the file SOURCE.
+
+    They are query, key and value, and maybe mask and key_lengths. With a layer's weights beside
+    them (layer.W_query.weight and so on), query, key and value are embeddings, or x stands for
+    all three.
+
+    Files are .safetensors, .npz or .json. A .json is a request's body; a .safetensors may hold
+    its fields too, as JSON under qkv in the metadata. Flags go before what the file says. An .npz
+    knows no bfloat16: it is written as float32, which holds it exactly.
+
+    \b
+    qkv attend softmax in.npz -o out.npz -p causal=true -p 'window=[128,0]'
+    qkv attend softmax in.json -o out.json --local --return output
+    qkv attend softmax in.npz -o out.npz --weights top_k=8
+    """
+    form = None if weights is None else _form(weights)
+    flags = given(outputs=list(outputs) or None, weights=form)
+    _pass(run_path(variant), "outputs", variant, source, target, flags, **how)
+
+
+@click.command(short_help="The gradients of a variant at the tensors in a file.")
+@click.argument("variant")
+@SOURCE
+@TARGET
+@PARAMETERS
+@LAYOUT
+@HEADS
+@URL
+@KEY
+@LOCAL
+def gradients(variant: str, source: Path, target: Path, **how: Any) -> None:
+    """Write the gradients of VARIANT at the tensors in the file SOURCE.
+
+    They are those of a run, and grad_output, the gradient of its output. What is written are the
+    gradients of sum(grad_output * output), by the names of what they are the gradients of: the
+    inputs, and the layer's tensors. Files are as for `qkv attend`.
+
+    \b
+    qkv gradients softmax in.npz -o out.npz -p causal=true
+    """
+    _pass(gradients_path(variant), "gradients", variant, source, target, {}, **how)
+
+
+def _pass(
+    path: str,
+    group: str,
+    variant: str,
+    source: Path,
+    target: Path,
+    flags: dict[str, Any],
+    *,
+    parameters: tuple[str, ...],
+    layout: str | None,
+    heads: int | None,
+    url: str,
+    api_key: str | None,
+    local: bool,
+) -> None:
+    """Sends a file forward or backward through a variant, and writes what is made."""
+    with one_line_errors():
+        files.check_target(target)
+        message = files.read(source, "inputs")
+        override(message.fields, **flags)
+        override_inside(message.fields, "parameters", dict(map(parameter, parameters)))
+        override_inside(message.fields, "layer", given(layout=layout, heads=heads))
+        if local:
+            from qkv.engine import local as here
+
+            run = here.attend if group == "outputs" else here.gradients
+            answer = run(variant, message)
+        else:
+            answer = send(url, api_key, build_message(path, message, "inputs", group))
+        files.write(target, replace(answer, encoding=message.encoding), group)
+    report(answer, target)
+    timing = answer.fields["timing"]
+    click.echo(f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})")
+
+
+def _form(text: str) -> Any:
+    """A form of the weights, as a request has it, where it is judged."""
+    kind, equals, value = text.partition("=")
+    if not equals:
+        return text
+    try:
+        numbers = [int(number) for number in value.split(",")]
+    except ValueError:
+        raise click.UsageError(
+            f"--weights {text!r} must hold whole numbers, such as rows=0,5 or top_k=8"
+        ) from None
+    return {kind: numbers if kind == "rows" or len(numbers) > 1 else numbers[0]}

@@ -1,0 +1,86 @@
+"""The command line: serve, and what `ask` holds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from qkv.cli.attend import attend, gradients
+from qkv.cli.compare import compare
+from qkv.cli.convert import convert
+from qkv.cli.errors import Commands, one_line_errors
+from qkv.cli.sweep import sweep
+from qkv.cli.variants import variants
+from qkv.version import __version__
+
+__all__ = ["main"]
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__)
+def main() -> None:
+    """Attention as a service: serve it, ask it, or run it right here.
+
+    \b
+    qkv serve
+    qkv attend softmax in.safetensors -o out.safetensors -p causal=true
+    qkv COMMAND --help
+    """
+
+
+@main.command(short_help="Serve over HTTP.")
+@click.option(
+    "--host",
+    metavar="ADDRESS",
+    help="Address to listen on.  [env var: QKV_HOST; default: 127.0.0.1]",
+)
+@click.option(
+    "--port", type=int, help="Port; 0 takes a free one.  [env var: QKV_PORT; default: 8000]"
+)
+@click.option(
+    "--workers",
+    type=int,
+    help="Worker processes; 0: one per CPU, or one on a GPU.  [env var: QKV_WORKERS; default: 0]",
+)
+def serve(**flags: Any) -> None:
+    """Serve over HTTP until stopped with Ctrl-C or SIGTERM.
+
+    The other settings come from the environment: QKV_DEVICE, QKV_MAX_BATCH and more, which
+    docs/running.md lists.
+    """
+    with one_line_errors():
+        settings = _settings(flags)
+        from qkv.server.supervisor import (
+            serve as run,  # torch: seconds, which a bad setting need not wait for
+        )
+
+        sys.exit(run(settings))
+
+
+for command in (variants, attend, gradients, compare, sweep, convert):
+    main.add_command(command)
+
+
+def _settings(flags: dict[str, Any]) -> Any:
+    import pydantic
+
+    from qkv.settings import Settings, refuse_unknown
+
+    try:
+        refuse_unknown(os.environ)
+        return Settings(**{n: v for n, v in flags.items() if v is not None})
+    except pydantic.ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        name = str(fault["loc"][0])
+        came = "no list of keys" if name == "api_keys" else repr(fault["input"])  # keys stay secret
+        raise click.ClickException(
+            f"setting {name} (QKV_{name.upper()}) is {came}: {fault['msg']}"
+        ) from None
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None

@@ -1,0 +1,129 @@
+"""Tensors in files: .safetensors, .npz and .json, as messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from qkv.errors import InvalidContent, QkvError
+from qkv.tensors import RawTensor
+from qkv.wire import Chunk, json, safetensors
+from qkv.wire.message import Message
+
+__all__ = ["SUFFIXES", "check_target", "read", "replace", "write"]
+
+SUFFIXES: Final = (".safetensors", ".npz", ".json")
+
+_LAYER: Final = "layer."
+
+
+def read(path: Path, group: str) -> Message:
+    """Reads a file. Tensors of a layer are named `layer.<name>`, in JSON under /layer/tensors;
+    .json and .safetensors may hold parameters too, as a request does.
+
+    Raises:
+        QkvError: it is not what its suffix says.
+        OSError: it cannot be read.
+    """
+    if path.suffix not in SUFFIXES:
+        raise _unknown(path)
+    content = path.read_bytes()
+    try:
+        match path.suffix:
+            case ".safetensors":
+                # read in place, where torch warns of what it may not write to
+                return safetensors.decode(memoryview(bytearray(content)), group)
+            case ".json":
+                return json.decode(content, group)
+        return _read_npz(content)
+    except QkvError as error:
+        error.detail = f"{path}: {error.detail}"
+        raise
+
+
+def write(path: Path, message: Message, group: str) -> None:
+    """Writes a file, whole or not at all. An .npz keeps the tensors alone, bfloat16, which it
+    has not, as float32, which holds it exactly.
+
+    Raises:
+        InvalidContent: its suffix is unknown.
+        OSError: it cannot be written.
+    """
+    match path.suffix:
+        case ".safetensors":
+            chunks = safetensors.encode(message, group)
+        case ".json":
+            chunks = json.encode(message, group)
+        case ".npz":
+            chunks = [_npz({name: tensor.numpy() for name, tensor in message.tensors.items()})]
+        case _:
+            raise _unknown(path)
+    replace(path, chunks)
+
+
+def replace(path: Path, chunks: Iterable[Chunk]) -> None:
+    """Writes bytes in place of whatever is there, all of them or none.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = path.resolve()  # a link stays one
+    # beside it: only within one file system is a rename all or nothing
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.writelines(chunks)
+        part.replace(path)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
+
+
+def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
+    """Raises before the work is done what `write` would raise after it."""
+    if path.suffix not in suffixes:
+        raise _unknown(path, suffixes)
+    if path.is_dir():
+        raise InvalidContent(f"{path} is a directory")
+    if not path.parent.is_dir():
+        raise InvalidContent(f"{path} lies in a directory that is not there: {path.parent}")
+
+
+def _read_npz(content: bytes) -> Message:
+    try:
+        with np.load(BytesIO(content), allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # numpy, zipfile and zlib have a dozen for what is damaged
+        raise InvalidContent(f"not an .npz file of plain arrays: {error}") from None
+    tensors = {}
+    for name, array in arrays.items():
+        try:
+            tensors[name] = RawTensor.from_numpy(array)
+        except QkvError as error:
+            error.detail = f"{name}: {error.detail}"
+            raise
+    layer = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
+    return Message({}, {n: t for n, t in tensors.items() if not n.startswith(_LAYER)}, layer)
+
+
+def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
+    room = BytesIO()
+    plain = {
+        n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in arrays.items()
+    }
+    np.savez(room, allow_pickle=False, **plain)
+    return room.getvalue()
+
+
+def _unknown(path: Path, suffixes: Sequence[str] = SUFFIXES) -> InvalidContent:
+    hint = ""
+    if path.suffix == ".npy" and ".npz" in suffixes:
+        hint = "; an .npy has one array and no name for it: numpy.savez writes several into an .npz"
+    return InvalidContent(f"{path} has none of the suffixes {', '.join(suffixes)}{hint}")

@@ -1,0 +1,59 @@
+"""`qkv variants`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from qkv.cli.errors import one_line_errors
+from qkv.cli.options import KEY, LOCAL, URL
+from qkv.cli.service import send
+from qkv.client.request_builders import build_variants
+from qkv.wire import json
+
+__all__ = ["variants"]
+
+
+@click.command(short_help="List the variants, or describe one.")
+@click.argument("name", required=False)
+@URL
+@KEY
+@LOCAL
+def variants(name: str | None, url: str, api_key: str | None, local: bool) -> None:
+    """List the variants, or describe the one called NAME."""
+    with one_line_errors():
+        if local:
+            from qkv.engine.local import variants as ask
+
+            catalogue = ask()
+        else:
+            catalogue = send(url, api_key, build_variants())
+    if name is None:
+        width = max(len(v["variant"]) for v in catalogue)
+        for v in catalogue:
+            click.echo(f"{v['variant']:{width}}  {v['summary']}")
+        return
+    found = [v for v in catalogue if v["variant"] == name]
+    if not found:
+        raise click.ClickException(
+            f"no variant {name!r}; there are {', '.join(v['variant'] for v in catalogue)}"
+        )
+    _describe(found[0])
+
+
+def _describe(variant: dict[str, Any]) -> None:
+    click.echo(f"{variant['variant']}: {variant['summary']}\n")
+    for label in ("formula", "paper", "cost"):
+        click.echo(f"  {label:9}{variant[label]}")
+    click.echo("\ninputs")
+    for name, spec in variant["inputs"].items():
+        optional = " (optional)" if spec["optional"] else ""
+        click.echo(f"  {name:14}({', '.join(spec['shape'])}){optional}")
+    click.echo("\nparameters")
+    for name, schema in variant["parameters"]["properties"].items():
+        click.echo(
+            f"  {name:14}{json.dump(schema.get('default')).decode():7}"
+            f"{schema.get('description', '')}"
+        )
+    click.echo(f"\noutputs\n  {', '.join(variant['outputs'])}")

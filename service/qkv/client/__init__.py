@@ -1,0 +1,1 @@
+"""The Python client and the objects it returns. Works without torch."""

@@ -1,0 +1,192 @@
+"""The client's twin for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from qkv.client.comparison import Comparison
+from qkv.client.event_parser import Event, Events
+from qkv.client.request_builders import (
+    Call,
+    Choice,
+    Stream,
+    build_attend,
+    build_compare,
+    build_convert,
+    build_gradients,
+    build_sweep,
+    build_variants,
+)
+from qkv.client.results import Converted, Gradients, Run
+from qkv.client.retries import (
+    BROKEN,
+    URL,
+    backoff,
+    check_events,
+    key_header,
+    parsed,
+    refusal,
+    wait_before_next,
+)
+from qkv.client.sweep import AsyncSweep
+
+__all__ = ["AsyncClient"]
+
+_T = TypeVar("_T")
+
+
+class AsyncClient:
+    """The twin of `Client` for asyncio; the same arguments, results and errors."""
+
+    def __init__(
+        self,
+        url: str = URL,
+        *,
+        timeout: float | None = 60.0,
+        api_key: str | None = None,
+        retries: int = 3,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=key_header(api_key), timeout=timeout, transport=transport
+        )
+        self._retries = retries
+
+    async def attend(
+        self,
+        variant: str,
+        *,
+        layer: Mapping[str, Any] | str | None = None,
+        outputs: list[str] | None = None,
+        weights: str | Mapping[str, Any] | None = None,
+        **inputs_and_parameters: Any,
+    ) -> Run:
+        """Runs a variant: see `Client.attend`."""
+        return await self.send(
+            build_attend(variant, layer, outputs, weights, inputs_and_parameters)
+        )
+
+    async def gradients(
+        self,
+        variant: str,
+        *,
+        grad_output: Any,
+        layer: Mapping[str, Any] | str | None = None,
+        **inputs_and_parameters: Any,
+    ) -> Gradients:
+        """The gradients of sum(grad_output * output): see `Client.gradients`."""
+        return await self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
+
+    async def compare(
+        self,
+        variants: Sequence[Choice],
+        *,
+        anchor: Choice = "softmax",
+        repeats: int | None = None,
+        rows: int | None = 1024,
+        layer: Mapping[str, Any] | str | None = None,
+        **inputs_and_parameters: Any,
+    ) -> Comparison:
+        """Runs variants side by side on the same inputs: see `Client.compare`."""
+        return await self.send(
+            build_compare(variants, anchor, repeats, rows, layer, inputs_and_parameters)
+        )
+
+    def sweep(
+        self,
+        variants: Sequence[Choice],
+        lengths: Iterable[int],
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        width: int | None = None,
+        dtype: str | None = None,
+        repeats: int | None = None,
+        seed: int | None = None,
+        progress: bool = True,
+        **parameters: Any,
+    ) -> AsyncSweep:
+        """Times variants at lengths: see `Client.sweep`. What it returns is not awaited but
+        iterated over, with `async for`."""
+        inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
+        fields = {**inputs, "repeats": repeats, "seed": seed}
+        call = build_sweep(variants, lengths, fields, parameters)
+        return AsyncSweep(self.stream(call), progress)
+
+    async def convert(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        source: str,
+        target: str,
+        heads: int | None = None,
+        bias: str | None = None,
+    ) -> Converted:
+        """Takes weights from one layout to another: see `Client.convert`."""
+        return await self.send(build_convert(tensors, source, target, heads, bias))
+
+    async def variants(self) -> list[dict[str, Any]]:
+        """The catalogue: see `Client.variants`."""
+        return await self.send(build_variants())
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def send(self, call: Call[_T]) -> _T:
+        """Sends a call that one of the `build` functions made."""
+        for attempt in range(self._retries + 1):
+            last = attempt == self._retries
+            try:
+                response = await self._http.request(
+                    call.method, call.path, content=call.content, headers=call.headers
+                )
+                if last or (wait := wait_before_next(response)) is None:
+                    return parsed(call, response)
+            except BROKEN:
+                if last:
+                    raise
+                wait = backoff(attempt)
+            await asyncio.sleep(wait)
+        raise AssertionError
+
+    async def stream(self, call: Stream) -> AsyncGenerator[Event]:
+        """The events that answer a call; sent again, where that helps, until the first came."""
+        for attempt in range(self._retries + 1):
+            last, begun = attempt == self._retries, False
+            try:
+                async with self._http.stream(
+                    "POST", call.path, content=call.content, headers=call.headers
+                ) as response:
+                    if response.is_success:
+                        check_events(response)
+                        events = Events()
+                        async for chunk in response.aiter_bytes():
+                            for event in events.feed(chunk):
+                                begun = True
+                                yield event
+                        return
+                    await response.aread()
+                    if last or (wait := wait_before_next(response)) is None:
+                        raise refusal(response)
+            except BROKEN:
+                if last or begun:
+                    raise
+                wait = backoff(attempt)
+            await asyncio.sleep(wait)

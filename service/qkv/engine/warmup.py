@@ -1,0 +1,40 @@
+"""The first call of each variant, which costs torch more than all others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import numpy as np
+
+from qkv.attention import catalogue
+from qkv.engine.engine import Engine
+from qkv.errors import QkvError
+from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+
+__all__ = ["warm_up"]
+
+_log = logging.getLogger("qkv.app")
+
+_LIMITS: Final = Limits(answer=1 << 20, request=1 << 20)
+
+
+async def warm_up(engine: Engine) -> None:
+    """Runs each variant once, the smallest request there is: a first call costs torch some 30 ms,
+    which nobody's timing should show."""
+    for name, variant in catalogue.variants().items():
+        tensors = {
+            i.name: RawTensor.from_numpy(
+                np.zeros([catalogue.fixed_size(x) or 2 for x in i.letters], np.float32)
+            )
+            for i in variant.inputs.values()
+            if not i.optional
+        }
+        for outputs in (["output"], list(variant.outputs)):
+            job = Job.of(name, Message({"outputs": outputs}, tensors), _LIMITS)
+            try:
+                await engine.submit(job)
+            except QkvError:
+                _log.exception("warming %s up failed", name)

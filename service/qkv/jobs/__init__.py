@@ -1,0 +1,1 @@
+"""Validated requests: what to compute, and on which tensors."""

@@ -1,0 +1,1 @@
+"""The jobs behind compare and sweep."""

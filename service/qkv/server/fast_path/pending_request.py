@@ -1,0 +1,134 @@
+"""What takes the shortest way: a request that is told by its first bytes, until it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+from qkv.api.fast_path.run_cache import Asked, Done, Header, Known
+from qkv.engine.admission import Place
+
+__all__ = ["Head", "Round", "Short"]
+
+_log = logging.getLogger("qkv.short")
+
+_LONGEST: Final = 4096  # bytes of a head that is kept, for each connection
+_CACHED: Final = 1 << 18  # bytes of answers, beside what they are made of and with
+
+
+class Short:
+    """A request whose head the shortcuts know, until it is answered or goes the long way.
+
+    Attributes:
+        asked: what it says before its body.
+        known: what is known of such requests.
+        id: that it says it has.
+        chunks: of its body.
+        since: when it came, by `time.perf_counter`.
+        unparsed: its first piece, where no parser has seen it.
+        is_whole: its last byte is there.
+        has_run: it has been run, or cannot be.
+        done: what came of it.
+        place: where it is counted, if it is waited for.
+    """
+
+    __slots__ = (
+        "asked", "chunks", "done", "has_run", "id", "is_whole", "known", "place", "since",
+        "unparsed",
+    )  # fmt: skip
+
+    def __init__(
+        self, asked: Asked, known: Known, id: bytes | None, unparsed: bytes | None = None
+    ) -> None:
+        self.asked, self.known, self.id, self.unparsed = asked, known, id, unparsed
+        self.chunks: list[bytes | memoryview] = []
+        self.since = time.perf_counter()
+        self.is_whole = self.has_run = False
+        self.done: Done | None = None
+        self.place: Place | None = None
+
+
+class Head(NamedTuple):
+    """What came before a body, byte for byte, and what a parser found in it.
+
+    Attributes:
+        text: its bytes.
+        length: of the whole request.
+        headers: all of them.
+    """
+
+    text: bytes
+    length: int
+    asked: Asked
+    known: Known
+    id: bytes | None
+    headers: list[Header]
+
+    @classmethod
+    def of(cls, data: bytes, short: Short, headers: list[Header]) -> Head | None:
+        """What a request's first piece began with; None where it is no such piece, or long."""
+        length = data.find(b"\r\n\r\n", 0, _LONGEST) + 4
+        if length < 4 or length + sum(map(len, short.chunks)) != len(data):
+            return None
+        whole = length + short.asked.size
+        return cls(data[:length], whole, short.asked, short.known, short.id, headers)
+
+
+class Answering(Protocol):
+    """A connection whose request is whole."""
+
+    def run(self) -> int:
+        """Runs what came, if it has not been; the bytes of tensors that wait to be answered."""
+
+    def answer(self) -> None:
+        """Answers it, if it has not been."""
+
+    def drop(self) -> None:
+        """Ends it as it is."""
+
+
+class Round:
+    """Requests that the event loop read in one look at the network: all are run, and then all are
+    answered, since torch's code, the network's and ours drive one another out of the CPU's caches;
+    but no more than such a cache holds the answers of."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Answering] = []
+        self._headers: Sequence[Header] = ()
+        self._first = b""
+
+    def first_lines(self, headers: Sequence[Header]) -> bytes:
+        """What answers begin with; `headers` are the same object until others hold, which is once
+        a second."""
+        if headers is not self._headers:
+            self._headers = headers
+            lines = [b"%b: %b\r\n" % header for header in headers]
+            self._first = b"".join((b"HTTP/1.1 200 OK\r\n", *lines))
+        return self._first
+
+    def add(self, connection: Answering, loop: asyncio.AbstractEventLoop) -> None:
+        """One more, whose request is whole."""
+        if not self._waiting:
+            loop.call_soon(self._go)
+        self._waiting.append(connection)
+
+    def _go(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        first = size = 0
+        for i, connection in enumerate(waiting, start=1):
+            size += connection.run()
+            if size > _CACHED or i == len(waiting):
+                for each in waiting[first:i]:
+                    _answer(each)
+                first, size = i, 0
+
+
+def _answer(connection: Answering) -> None:
+    try:
+        connection.answer()
+    except Exception:  # ends one connection, and keeps nobody else's answer
+        _log.exception("an answer failed")
+        connection.drop()

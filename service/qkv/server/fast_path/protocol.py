@@ -1,0 +1,371 @@
+"""HTTP/1.1 as uvicorn speaks it, with a shorter way for what can be answered at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import uvicorn
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.server import ServerState
+
+from qkv.api.auth import Keys
+from qkv.api.direct_routes import ACCEPTED
+from qkv.api.fast_path.run_cache import Asked, Header, Reply, Shortcuts
+from qkv.api.observability import ID, ID_OF, REFUSAL, Observer, Refusal, said_id
+from qkv.api.request_body import REST
+from qkv.engine.admission import Door
+from qkv.errors import NotNow, QkvError
+from qkv.server.body_receiver import Filling
+from qkv.server.connection_timeouts import Watch
+from qkv.server.fast_path.busy_poll import BusyPoll
+from qkv.server.fast_path.pending_request import Head, Round, Short
+from qkv.server.http_connection import BODY, NOTHING, Connection, path_of
+from qkv.telemetry.worker_state import Worker
+
+__all__ = ["Protocol"]
+
+_log = logging.getLogger("qkv.protocol")
+
+_JOINED: Final = 1 << 16  # bytes; less is copied sooner than it is written in pieces
+
+
+class Protocol(Connection):
+    """One connection.
+
+    A request that the shortcuts know is kept from uvicorn until its last byte is there. They
+    answer it then, or uvicorn goes on with all of it as if it had just come: a task, an ASGI
+    application and two queues for each request take longer than a small attention.
+
+    Args:
+        config, server_state, app_state, _loop: as uvicorn's protocols take them.
+        watch, refusal: as `Connection` takes them.
+        worker: counts requests, and says when the service ends; then there are no short ways.
+        shortcuts: what can be answered at once.
+        round: of all connections of this process.
+        poll: keeps its loop awake for a lone caller.
+        door: lets in what they are asked, where it does not come with its head.
+        keys: who has none of them goes the long way, which refuses; None: all are let in.
+        observer: sees what they answer, and all bodies that come.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        watch: Watch,
+        refusal: Callable[[QkvError, str], Response],
+        worker: Worker,
+        shortcuts: Shortcuts,
+        round: Round,
+        poll: BusyPoll,
+        door: Door,
+        observer: Observer,
+        keys: Keys | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
+        self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
+        self._observer, self._round, self._door = observer, round, door
+        self._poll = poll
+        self._short: Short | None = None
+        self._filling: Filling | None = None
+        self._piece_of: bytes | None = None  # what is parsed, where a request begins with it
+        self._head: Head | None = None
+        self._is_long = False  # what is parsed goes the long way
+        self._is_behind = False  # a body has gone past the parser
+
+    def data_received(self, data: bytes) -> None:
+        """A request that begins with the very bytes of the last one's head needs no parser."""
+        if (
+            self._is_resting
+            and (head := self._head) is not None
+            and len(data) <= head.length
+            and data.startswith(head.text)
+            and not self.flow.write_paused
+        ):
+            self._take_again(head, data)
+            return
+        self.answer()  # before a parser goes on
+        self._is_resting = False
+        self._piece_of = data if self._reads == NOTHING else None
+        self._parse(data)
+        short = self._short
+        is_waiting = self._filling is not None or self._farewell is not None
+        if short is not None and not short.is_whole and not is_waiting:
+            self._keep_head(short)
+            self._await(short)
+        self._piece_of = None
+
+    def _take_again(self, head: Head, data: bytes) -> None:
+        """A request behind a head that came before, and nothing is in its way."""
+        self._is_resting = False
+        self.url, self.headers = head.asked.url, head.headers
+        self._short = short = Short(head.asked, head.known, head.id, data)
+        self._worker.asks(1)
+        body = memoryview(data)[len(head.text) :]
+        short.chunks.append(body)
+        self._observer.received(len(body))
+        self._received += len(data)
+        if len(data) == head.length:
+            self._complete(short)
+        else:
+            self._await(short)
+
+    def _keep_head(self, short: Short) -> None:
+        """What began with its first piece may begin with the same bytes again."""
+        if self._piece_of is not None:
+            self._head = Head.of(self._piece_of, short, self.headers) or self._head
+
+    def _await(self, short: Short) -> None:
+        """More of its body is to come, and needs no parser.
+
+        Only now it takes room, as those do that go the long way: what comes with its head is gone
+        when this turn of the loop ends.
+        """
+        try:
+            short.place = self._door.enter(short.asked.size)
+        except NotNow:
+            self._take_long_way()  # it is refused there
+            return
+        rest = np.empty(short.asked.size - sum(map(len, short.chunks)), np.uint8).data
+        short.chunks.append(rest)
+        self._reads = BODY
+        self._fill(rest)
+
+    def on_headers_complete(self) -> None:
+        if not self.check_head():
+            self._piece_of = None  # it comes again in other words
+            return
+        if not self._is_long and self._is_free() and self.parser.get_method() == b"POST":
+            asked = Asked.of(self.url, self.headers)
+            if (
+                (known := self._shortcuts.find(asked)) is not None
+                and self.parser.get_http_version() == "1.1"
+                and (self._keys is None or self._keys.admit(self.headers))
+            ):
+                self._short = Short(asked, known, said_id(self.headers))
+                self._reads = BODY
+                self._worker.asks(1)
+                return
+        self._start()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing -= len(body)
+        if not self._is_long:
+            self._observer.received(len(body))
+        if self._short is not None:
+            self._short.chunks.append(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._short is None:
+            super().on_message_complete()
+            return
+        self._reads = NOTHING
+        self._keep_head(self._short)
+        self._complete(self._short)
+
+    def _complete(self, short: Short) -> None:
+        """All of it is there; what others have sent is read before it is answered: a caller who is
+        quick to ask again would be read again and again."""
+        short.is_whole = True
+        if len(self.connections) > 1:
+            self._round.add(self, self.loop)
+        else:
+            self.answer()
+
+    def on_message_begin(self) -> None:
+        self.answer()  # one after the other, in their order
+        self._is_resting = False
+        super().on_message_begin()
+
+    def run(self) -> int:
+        """Runs what came in short and whole, once, if it can be answered at once; the bytes of
+        tensors that it made."""
+        short = self._short
+        if short is None or not short.is_whole or short.has_run:
+            return 0
+        short.has_run = True
+        if self._worker.fleet.draining:  # then more is to be said than the answer
+            return 0
+        try:
+            short.done = self._shortcuts.run(short.known, short.chunks)
+        except Exception:  # the long way says it to the caller
+            _log.exception("a shortcut failed")
+        return 0 if short.done is None else short.done.alone.job.bytes_out
+
+    def answer(self) -> None:
+        """Answers what came in short and whole, if it has not been."""
+        self.run()
+        short = self._short
+        if short is None or not short.has_run:
+            return
+        reply = None
+        if short.done is not None:
+            try:
+                reply = self._shortcuts.reply(short.done)
+            except Exception:
+                _log.exception("a shortcut failed")
+        if reply is None:
+            self._take_long_way()
+        else:
+            self._write(short, reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._short is not None:
+            self._forget(self._short)
+        if self._filling is not None:
+            self._filling.end(False)
+            self._filling = None
+        super().connection_lost(exc)
+
+    def drop(self) -> None:
+        """What came in short goes with it."""
+        if self._short is not None:
+            self._forget(self._short)
+        super().drop()
+
+    def part(self, error: QkvError) -> None:
+        """What came in short is due as well, or what is refused."""
+        self.answer()
+        self._take_long_way()
+        self._stop_filling()
+        self._is_resting = False
+        super().part(error)
+
+    def _written(self, error: QkvError, *more: Header) -> bytes:
+        """Where the application never sees the request, it is seen here; else it is told."""
+        headers: Iterable[Header] = ()
+        url = b""
+        if self._reads != NOTHING:  # else they are those of the request before
+            headers = self.scope["headers"] if self._reads == BODY else self.headers or ()
+            url = self.url
+        begun = self.scope["state"] if self._reads == BODY else {}
+        id = begun.get(ID_OF) or said_id(headers) or self._observer.new_id()
+        written = super()._written(error, *more, (ID, id))
+        refusal = Refusal(error, len(written.partition(b"\r\n\r\n")[2]))
+        if self._reads == BODY and not self.pipeline:
+            if not self.cycle.response_started:
+                begun[REFUSAL] = refusal
+        else:
+            method = self.parser.get_method().decode() if url else "?"
+            self._observer.refused(method, path_of(url) if url else "", headers, id, refusal)
+        return written
+
+    def shutdown(self) -> None:
+        """uvicorn would close a connection whose request it does not know."""
+        self._take_long_way()
+        super().shutdown()
+
+    def _is_free(self) -> bool:
+        """Whether nothing on this connection is being answered, or waits to be read by its caller,
+        and the service goes on."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle and not self.flow.write_paused and not self._worker.fleet.draining
+
+    def _start(self) -> None:
+        """uvicorn's own way, with a shorter one for the body."""
+        super().on_headers_complete()
+        self.scope["state"][REST] = partial(self._rest, self.cycle)
+        self.scope["state"][ID_OF] = said_id(self.scope["headers"]) or self._observer.new_id()
+        if self._is_long:
+            self.scope["state"][ACCEPTED] = True
+
+    def _rest(self, cycle: RequestResponseCycle, buffer: memoryview) -> asyncio.Future[bool]:
+        """A `Rest` of the request that a cycle answers."""
+        came, cycle.body = cycle.body, bytearray()
+        buffer[: len(came)] = came
+        done = self.loop.create_future()
+        if cycle.disconnected or len(came) == len(buffer):
+            done.set_result(not cycle.disconnected)
+        else:
+            self._fill(buffer[len(came) :], done)
+            self.flow.resume_reading()
+        return done
+
+    def _fill(self, buffer: memoryview, done: asyncio.Future[bool] | None = None) -> None:
+        self._filling = Filling(self, buffer, done)
+        self.transport.set_protocol(self._filling)
+
+    def took(self, count: int) -> None:
+        """So many bytes of a body came that is being filled."""
+        self._received += count
+        self._observer.received(count)
+
+    def filled(self) -> None:
+        """All of a body came, and no parser has seen it."""
+        self._filling, self._is_behind = None, True
+        self.transport.set_protocol(self)
+        self.on_message_complete()
+
+    def _parse(self, data: bytes) -> None:
+        """Where the last body went past the parser, that waits for it still, and is asked for what
+        it knows of its request; until the next."""
+        if self._is_behind:
+            self._is_behind = False
+            self.parse_anew()
+        super().data_received(data)
+
+    def _stop_filling(self) -> bytes:
+        """What has come of what is filled, and no parser has seen."""
+        filling, self._filling = self._filling, None
+        if filling is None:
+            return b""
+        filling.end(False)
+        self.transport.set_protocol(self)
+        return bytes(filling.came)
+
+    def _take_long_way(self) -> None:
+        """Gives what came in short, if anything did, to uvicorn."""
+        if (short := self._short) is None:
+            return
+        self._forget(short)
+        self._head = None  # what is known of it may be another's by now
+        self._is_long = True
+        if self._filling is not None:
+            short.chunks.pop()
+        unseen = self._stop_filling()
+        if short.unparsed is not None:
+            for piece in (short.unparsed, *short.chunks[1:]):
+                self._parse(bytes(piece))
+        else:
+            self._start()
+            for chunk in short.chunks:
+                super().on_body(bytes(chunk))
+            if short.is_whole:
+                super().on_message_complete()
+        if unseen:
+            self._parse(unseen)
+        self._is_long = False
+
+    def _forget(self, short: Short) -> None:
+        self._short = None
+        if short.place is not None:
+            short.place.leave()
+        self._worker.asks(-1)
+
+    def _write(self, short: Short, reply: Reply) -> None:
+        """Answers, and counts it before: who has its answer finds it counted, whichever worker it
+        asks."""
+        size, id = sum(map(len, reply.body)), short.id or self._observer.new_id()
+        last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
+        first = self._round.first_lines(self.server_state.default_headers)
+        head = b"".join((first, reply.lines, last))
+        self._observer.answered_at_once(self.url, self.headers, id, short.since, reply, size)
+        self._forget(short)
+        if size > _JOINED:
+            self.transport.writelines((head, *reply.body))
+        else:
+            self.transport.write(b"".join((head, *reply.body)))
+        self._begin_rest()
+        if len(self.connections) == 1:
+            self._poll.begin(self.loop)

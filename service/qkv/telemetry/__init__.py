@@ -1,0 +1,1 @@
+"""Metrics, model statistics, state shared by workers, logs and traces."""

@@ -1,0 +1,399 @@
+"""The OpenAPI document is exact: its examples run, and what it says of bodies is what is done."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import openapi_spec_validator
+import pytest
+
+from conftest import Server, serving
+from qkv.api.openapi import examples
+from qkv.attention import catalogue
+from qkv.attention.layers.layouts import LAYOUTS
+from qkv.jobs.job import Job
+from qkv.telemetry.worker_state import Fleet
+from qkv.tensors import RawTensor
+from qkv.wire import CODECS, json, safetensors
+from qkv.wire.message import Message
+from support.known_requests import random_case, refused
+from support.openapi_schemas import described, fits, kept
+
+RUNS: Final = [f"/v1/attention/{name}" for name in catalogue.variants()] + [
+    f"/v1/gradients/{v.name}" for v in catalogue.variants().values() if v.backward
+]
+SOFTMAX: Final = "/v1/attention/softmax"
+CONVERT: Final = "/v1/convert"
+MEASURED: Final = ["/v1/compare", "/v1/sweep"]  # have tests of their own
+POSTS: Final = [CONVERT, *RUNS]
+
+SQUARE: Final = [[1, 0], [0, 1]]
+INPUTS: Final = {"query": SQUARE, "key": SQUARE, "value": SQUARE}
+V1: Final = {"W_query": SQUARE, "W_key": SQUARE, "W_value": SQUARE}
+V2: Final = {f"{name}.weight": SQUARE for name in V1}
+LAYER: Final = {"layout": "v1", "tensors": V1}
+BYTES: Final = {"dtype": "float32", "shape": [1, 2], "data": "AAAAAAAAAAA="}
+NUMBERS: Final = {"dtype": "int64", "shape": [1], "data": "AQAAAAAAAAA="}
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> dict[str, Any]:
+    """The document as it is served."""
+    found: dict[str, Any] = server.http.get("/openapi.json").json()
+    return found
+
+
+def timeless(answer: Any) -> Any:
+    """An answer without the times measured."""
+    timing = {n: v for n, v in answer.get("timing", {}).items() if not n.endswith("_ms")}
+    return answer | {"timing": timing}
+
+
+def test_it_is_a_valid_document(document: dict[str, Any]) -> None:
+    openapi_spec_validator.validate(document)
+    assert document["openapi"].startswith("3.1")
+
+
+def test_it_is_what_its_author_wrote(server: Server, document: dict[str, Any]) -> None:
+    """Nothing of FastAPI's own is left, and nothing was rounded or dropped on the way."""
+    assert "HTTPValidationError" not in str(document)
+    assert "Successful Response" not in str(document)
+    run = document["paths"][SOFTMAX]["post"]["requestBody"]["content"][json.MEDIA_TYPE]["schema"]
+    parameters = run["properties"]["parameters"]["properties"]
+    assert str(parameters["seed"]["exclusiveMaximum"]) == str(2**64)
+    assert parameters["scale"]["default"] is None
+    operations = [o for methods in document["paths"].values() for o in methods.values()]
+    assert len({o["operationId"] for o in operations}) == len(operations)
+    assert all(o["operationId"].isidentifier() and len(o["operationId"]) < 30 for o in operations)
+    tags = [tag["name"] for tag in document["tags"]]
+    assert {tag for o in operations for tag in o["tags"]} == set(tags)
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_every_example_runs_and_is_answered_as_shown(
+    server: Server, document: dict[str, Any], path: str
+) -> None:
+    operation = document["paths"][path]["post"]
+    content = operation["requestBody"]["content"]
+    answers = operation["responses"]["200"]["content"]
+    assert content.keys() == answers.keys() == CODECS.keys()
+    asked, shown = content[json.MEDIA_TYPE]["examples"], answers[json.MEDIA_TYPE]["examples"]
+    assert asked.keys() == shown.keys()
+    assert asked
+    for name, example in asked.items():
+        assert fits(example["value"], content[json.MEDIA_TYPE]["schema"], document), name
+        response = server.http.post(path, json=example["value"])
+        assert response.status_code == 200, response.text
+        assert timeless(response.json()) == timeless(shown[name]["value"])
+        assert fits(shown[name]["value"], answers[json.MEDIA_TYPE]["schema"], document)
+        kept(document, response)
+        file = server.http.post(
+            path, json=example["value"], headers={"Accept": safetensors.MEDIA_TYPE}
+        )
+        assert described(document, file) == answers[safetensors.MEDIA_TYPE]
+
+
+@pytest.mark.parametrize("path", ["/v1/variants", "/livez", "/readyz"])
+def test_every_plain_answer_is_as_described(
+    server: Server, document: dict[str, Any], path: str
+) -> None:
+    response = server.http.get(path)
+    assert response.status_code == 200
+    content = described(document, response)
+    assert fits(response.json(), content["schema"], document)
+    assert not fits({"nope": 1}, content["schema"], document)
+    assert content.get("example", response.json()) == response.json()
+
+
+def test_the_page_is_as_described(server: Server, document: dict[str, Any]) -> None:
+    page = server.http.get("/")
+    assert described(document, page)["schema"] == {"type": "string"}
+    same = server.http.get("/", headers={"If-None-Match": page.headers["etag"]})
+    assert str(same.status_code) in document["paths"]["/"]["get"]["responses"]
+
+
+def test_a_catalogue_entry_is_as_described(server: Server, document: dict[str, Any]) -> None:
+    operation = document["paths"]["/v1/variants/{variant}"]["get"]
+    schema = operation["responses"]["200"]["content"][json.MEDIA_TYPE]["schema"]
+    (parameter,) = operation["parameters"]
+    assert parameter["schema"]["enum"] == list(catalogue.variants())
+    for name in parameter["schema"]["enum"]:
+        entry = server.http.get(f"/v1/variants/{name}").json()
+        assert fits(entry, schema, document)
+        assert not fits(entry | {"nope": 1}, schema, document)
+        for word in entry:
+            rest = {n: v for n, v in entry.items() if n != word}
+            assert not fits(rest, schema, document)
+            assert not fits(rest | {f"{word}_": entry[word]}, schema, document)
+    missing = server.http.get("/v1/variants/sotfmax")
+    shown = operation["responses"]["404"]["content"][json.PROBLEM_TYPE]
+    assert refused(missing, 404) == shown["example"]
+    assert fits(missing.json(), shown["schema"], document)
+
+
+def test_a_picture_is_as_described(server: Server, document: dict[str, Any]) -> None:
+    path = "/v1/variants/{variant}/picture"
+    answers = document["paths"][path]["get"]["responses"]
+    found = server.http.get(path.format(variant="softmax"))
+    assert answers["200"]["content"].keys() == {found.headers["content-type"]}
+    again = server.http.get(str(found.url), headers={"If-None-Match": found.headers["etag"]})
+    assert "content" not in answers[str(again.status_code)]
+    for response in (found, again):
+        headers = answers[str(response.status_code)]["headers"]
+        assert all(name in response.headers for name in headers)
+    missing = refused(server.http.get(path.format(variant="sotfmax")), 404)
+    assert missing == answers["404"]["content"][json.PROBLEM_TYPE]["example"]
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("encoding", ["lists", "base64"])
+def test_every_run_and_its_answer_are_as_described(
+    server: Server, document: dict[str, Any], seed: int, encoding: str
+) -> None:
+    body = random_case(seed, seed).document | {"encoding": encoding}
+    content = document["paths"][SOFTMAX]["post"]["requestBody"]["content"][json.MEDIA_TYPE]
+    assert fits(body, content["schema"], document)
+    response = server.http.post(SOFTMAX, json=body)
+    assert response.status_code == 200, response.text
+    kept(document, response)
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_every_conversion_is_as_described(
+    server: Server, document: dict[str, Any], source: str, target: str
+) -> None:
+    tensors = {"v1": V1, "v2": V2}[source]
+    for odd in (1, "NaN", "Infinity"):
+        changed = dict(tensors) | {next(iter(tensors)): [[odd, 0], [0, 1]]}
+        response = server.http.post(
+            CONVERT, json={"from": source, "to": target, "tensors": changed}
+        )
+        assert response.status_code == 200, response.text
+        kept(document, response)
+
+
+def run(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return SOFTMAX, {"inputs": INPUTS} | fields
+
+
+def one_item(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/attention/linear_layer", {"inputs": {"x": [1, -2], "weight": SQUARE}} | fields
+
+
+def sent(**inputs: Any) -> tuple[str, dict[str, Any]]:
+    return SOFTMAX, {"inputs": INPUTS | inputs}
+
+
+def through(layer: Any, *names: str) -> tuple[str, dict[str, Any]]:
+    return SOFTMAX, {"inputs": dict.fromkeys(names or ["x"], SQUARE), "layer": layer}
+
+
+def converting(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return CONVERT, {"from": "v1", "to": "v2", "tensors": V1} | fields
+
+
+GOOD: Final = [
+    run(), run(outputs=None), run(outputs=["scores"]), run(encoding=None), run(layer=None),
+    run(weights="none"), run(weights="none", outputs=["output"]), run(dtype="bfloat16"),
+    run(weights="stats"), run(weights={"rows": [1, 0, 1]}), run(weights={"top_k": 2}),
+    run(weights={"pool": 3}), run(weights={"pool": 1}, outputs=["weights"]),
+    run(weights="stats", outputs=None), run(weights="stats", outputs=["scores", "weights"]),
+    one_item(weights="stats"), one_item(weights={"top_k": 1}), one_item(weights={"pool": 1}),
+    run(parameters={}), run(parameters={"causal": True, "query_offset": "end", "scale": 1}),
+    run(parameters={"query_offset": 2**31 - 1}), run(parameters={"seed": 2**64 - 1}),
+    run(parameters={"window": [1, None]}), run(parameters={"window": None, "scale": None}),
+    run(parameters={"dropout": 0}), run(parameters={"softcap": 1e-30}),
+    sent(query=[["NaN", "-Infinity"]]), sent(query=BYTES), sent(mask=True),
+    sent(mask=[[True, False]]), sent(mask=0.5), sent(mask=[["-Infinity", 0]]),
+    sent(key_lengths=[2]), sent(key_lengths=[1.0]), sent(key_lengths=NUMBERS),
+    through(LAYER), through(LAYER, "query", "key", "value"), through(LAYER | {"heads": 2}),
+    through(LAYER | {"heads": None}), through({"layout": "v2", "tensors": V2}),
+    through({"layout": "v2", "tensors": V2 | {"W_key.bias": [1, 2]}}),
+    through({"layout": "v1", "tensors": {"W_query": SQUARE, "W_keys": SQUARE, "W_values": SQUARE}}),
+    converting(), converting(heads=2), converting(heads=None), converting(bias="augment"),
+    converting(dtype="float64"), converting(encoding="base64"), converting(to="v1"),
+    (CONVERT, {"from": "v2", "to": "v1", "tensors": V2}),
+]  # fmt: skip
+BAD: Final = [
+    (SOFTMAX, {}), (SOFTMAX, {"inputs": {}}), (SOFTMAX, {"inputs": []}),
+    (SOFTMAX, {"inputs": {"query": SQUARE, "key": SQUARE}}),
+    run(nope=1), run(outputs=[]), run(outputs=["nope"]), run(outputs=["output", "output"]),
+    run(outputs="output"), run(outputs=["weights"], weights="none"), run(weights="half"),
+    run(weights=None), run(weights={}), run(weights={"rows": []}), run(weights={"rows": [-1]}),
+    run(weights={"rows": 0}), run(weights={"rows": [0.5]}), run(weights={"top_k": 0}),
+    run(weights={"top_k": "1"}), run(weights={"top_k": True}), run(weights={"pool": 0}),
+    run(weights={"pool": None}), run(weights={"pool": 1, "top_k": 1}), run(weights={"bins": 1}),
+    run(weights="top_k"), run(weights=["stats"]), run(weights="stats", outputs=["output"]),
+    run(weights={"pool": 2}, outputs=["scores"]), one_item(weights={"rows": [0]}),
+    run(dtype="int64"), run(dtype=None), run(encoding="raw"), run(layer=1),
+    run(parameters=None), run(parameters=[]), run(parameters={"nope": 1}),
+    run(parameters={"causal": 1}), run(parameters={"causal": None}),
+    run(parameters={"query_offset": 2**31}), run(parameters={"query_offset": "start"}),
+    run(parameters={"query_offset": 0.5}), run(parameters={"scale": "NaN"}),
+    run(parameters={"scale": True}), run(parameters={"scale": 1.1e9}),
+    run(parameters={"softcap": 0}), run(parameters={"window": [1]}),
+    run(parameters={"window": [1, -1]}), run(parameters={"window": [1, 2, 3]}),
+    run(parameters={"dropout": 1}), run(parameters={"dropout": -0.1}),
+    run(parameters={"seed": -1}),
+    sent(nope=SQUARE), sent(x=SQUARE), sent(query=None), sent(query="nope"),
+    sent(query=[["nope", 1]]), sent(query=[[None, 1]]), sent(query=[[True, False]]),
+    sent(query=[[True, 1]]), sent(mask=[[True, 0]]), sent(query={}), sent(query=NUMBERS),
+    sent(query=BYTES | {"more": 1}), sent(query=BYTES | {"dtype": "int8"}),
+    sent(query=BYTES | {"shape": [-1, 2]}), sent(query=BYTES | {"shape": 2}),
+    sent(query=BYTES | {"shape": [1] * 9}), sent(query=BYTES | {"data": 1}),
+    sent(query=BYTES | {"data": "AAAA-AAAAAA="}), sent(key_lengths=[True]),
+    sent(key_lengths=[1.5]), sent(key_lengths=["NaN"]), sent(key_lengths=BYTES),
+    through({}), through(LAYER | {"more": 1}), through(LAYER | {"heads": 0}),
+    through(LAYER | {"heads": 65537}), through(LAYER | {"layout": "v3"}),
+    through(LAYER | {"layout": "v2"}), through({"layout": "v1"}),
+    through(LAYER | {"tensors": V1 | {"W_keys": SQUARE}}),
+    through(LAYER | {"tensors": V1 | {"W_query.bias": [1, 2]}}),
+    through(LAYER | {"tensors": V1 | {"W_key": [[True]]}}),
+    through({"layout": "v2", "tensors": V2 | {"W_keys.bias": [1, 2]}}),
+    through(LAYER, "x", "query"), through(LAYER, "query", "key"), through(None, "x"),
+    (CONVERT, {}), converting(nope=1), converting(to="v3"), converting(to=None),
+    converting(tensors={}), converting(tensors=[]), converting(tensors=V2),
+    converting(tensors=V1 | {"W_out": SQUARE}), converting(heads=0), converting(bias=None),
+    converting(bias="drop"), converting(dtype="bool"), converting(encoding="raw"),
+    (CONVERT, {"from": "v1", "tensors": V1}), (CONVERT, {"to": "v1", "tensors": V1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "good"),
+    [*((*one, True) for one in GOOD), *((*one, False) for one in BAD)],
+)
+def test_the_schema_and_the_service_agree(
+    server: Server, document: dict[str, Any], path: str, body: dict[str, Any], good: bool
+) -> None:
+    schema = document["paths"][path]["post"]["requestBody"]["content"][json.MEDIA_TYPE]["schema"]
+    response = server.http.post(path, json=body)
+    if good:
+        assert response.status_code == 200, response.text
+    else:
+        refused(response, 422, body)
+    assert fits(body, schema, document) is good
+    kept(document, response)
+
+
+FAULTS: Final = [
+    (400, {"content": b"[]", "headers": {"Content-Type": json.MEDIA_TYPE}}),
+    (404, {"json": {"inputs": {}, "layer": "encoder"}}),
+    (406, {"json": {}, "headers": {"Accept": "text/html"}}),
+    (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),
+    (422, {"json": {"inputs": {}, "encoding": "raw"}}),
+]
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(("status", "request_"), FAULTS)
+def test_every_fault_is_described_and_shown(
+    server: Server, document: dict[str, Any], path: str, status: int, request_: dict[str, Any]
+) -> None:
+    if (path, status) == (CONVERT, 404):
+        assert "404" not in document["paths"][path]["post"]["responses"]
+        return
+    response = server.http.post(path, **request_)
+    problem = refused(response, status)
+    kept(document, response)
+    assert described(document, response)["example"] == problem
+
+
+def test_what_does_not_fit_is_described(document: dict[str, Any]) -> None:
+    with serving(max_body_bytes=100, max_answer_bytes=8) as small:
+        for path in POSTS:
+            large = small.http.post(path, content=b" " * 101)
+            assert refused(large, 413)["limit"] == 100
+            kept(document, large)
+        wide = b'{"inputs":{"query":[[1]],"key":[[1]],"value":[[1,1,1]]}}'
+        answer = small.http.post(SOFTMAX, content=wide)
+        assert refused(answer, 413)["limit"] == 8
+        kept(document, answer)
+
+
+def test_what_is_not_now_is_described(document: dict[str, Any]) -> None:
+    """Every operation says so while the service stops, and the probes in their own way."""
+    with serving() as stopping:
+        fleet = stopping.app.user_middleware[0].kwargs["fleet"]
+        assert isinstance(fleet, Fleet)
+        fleet.drain()
+        shown = next(e for e in examples.PROBLEMS if e.status == 503).problem()
+        for path, methods in document["paths"].items():
+            (method,) = methods
+            if "{" in path or path in ("/livez", "/v2/health/live"):
+                continue
+            response = stopping.http.request(method, path)
+            assert response.status_code == 503
+            kept(document, response)
+            if path == "/v2/health/ready":
+                assert response.json() == {"live": True, "ready": False}
+            elif path.startswith("/v2"):
+                assert response.json() == {"error": shown["detail"]}
+            else:
+                assert path == "/readyz" or response.json() == shown
+
+
+def test_our_own_fault_is_described(
+    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    with serving() as server:
+        monkeypatch.setattr(Job, "of", broken)
+        response = server.http.post(SOFTMAX, json={"inputs": INPUTS})
+    assert response.status_code == 500
+    kept(document, response)
+    assert described(document, response)["example"] == response.json()
+
+
+def test_every_operation_describes_the_faults_it_can_have(document: dict[str, Any]) -> None:
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            answers = operation["responses"].keys()
+            of_connection = {"400", "408", "431"} | ({"413"} if method == "post" else set())
+            assert of_connection <= answers, path
+            if path.startswith("/v2"):
+                continue
+            asked = {"406", "415", "422"} if method == "post" else set()
+            named = {"404"} if path in {*RUNS, *MEASURED} or "{" in path else set()
+            asked |= {"504"} if path in {*RUNS, "/v1/compare"} else set()
+            again = {"304"} if path == "/" or path.endswith("/picture") else set()
+            assert answers == {"200", "500", "503"} | of_connection | asked | named | again, path
+
+
+@pytest.mark.parametrize("name", catalogue.variants())
+def test_parameters_are_described_per_variant(document: dict[str, Any], name: str) -> None:
+    body = document["paths"][f"/v1/attention/{name}"]["post"]["requestBody"]["content"]
+    parameters = body[json.MEDIA_TYPE]["schema"]["properties"]["parameters"]
+    fields = catalogue.find(name).parameters.model_fields
+    assert parameters["properties"].keys() == fields.keys()
+    assert parameters["additionalProperties"] is False
+    assert all(schema["description"] for schema in parameters["properties"].values())
+
+
+def test_the_page_comes_from_here_alone(server: Server) -> None:
+    page = server.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "//" not in page.text.replace("// ", "")  # no other host
+    for part in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        assert part in page.text
+        assert server.http.get(f"/static-offline-docs/{part}").is_success
+
+
+def test_safetensors_as_described(url: str) -> None:
+    one = RawTensor.from_numpy(np.eye(2, dtype=np.float32))
+    body = b"".join(
+        safetensors.encode(Message({}, {"query": one, "key": one, "value": one}), "inputs")
+    )
+    response = httpx.post(
+        f"{url}/v1/attention/softmax",
+        content=body,
+        headers={"Content-Type": safetensors.MEDIA_TYPE},
+    )
+    answer = safetensors.decode(response.content, "outputs")
+    assert answer.tensors.keys() == {"output", "weights"}
+    assert answer.fields["variant"] == "softmax"

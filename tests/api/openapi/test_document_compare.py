@@ -1,0 +1,89 @@
+"""Comparisons are as the OpenAPI document describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conftest import Server
+from qkv.wire import safetensors
+from support.compare_requests import (
+    COMPARE,
+    INPUTS,
+    UNFIT,
+    VARIANTS,
+    WRONG,
+    drawn,
+    named,
+    post,
+    same,
+)
+from support.known_requests import refused
+from support.openapi_schemas import described, fits, kept
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> dict[str, Any]:
+    """The OpenAPI document."""
+    found: dict[str, Any] = server.http.get("/openapi.json").json()
+    return found
+
+
+def asked_schema(document: dict[str, Any]) -> dict[str, Any]:
+    """Of the body."""
+    content = document["paths"][COMPARE]["post"]["requestBody"]["content"]
+    schema: dict[str, Any] = content["application/json"]["schema"]
+    return schema
+
+
+def test_every_example_runs_and_is_answered_as_shown(
+    server: Server, document: dict[str, Any]
+) -> None:
+    operation = document["paths"][COMPARE]["post"]
+    content = operation["requestBody"]["content"]
+    assert content.keys() == {"application/json", safetensors.MEDIA_TYPE}
+    answers = operation["responses"]["200"]["content"]["application/json"]
+    assert content["application/json"]["examples"].keys() == answers["examples"].keys()
+    for name, example in content["application/json"]["examples"].items():
+        assert fits(example["value"], asked_schema(document), document)
+        response = post(server, example["value"])
+        assert response.status_code == 200, response.text
+        same(response.json(), answers["examples"][name]["value"])
+        assert fits(answers["examples"][name]["value"], answers["schema"], document)
+        kept(document, response)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_answer_is_as_described(server: Server, document: dict[str, Any], name: str) -> None:
+    inputs = {n: a.tolist() for n, a in drawn().items()}
+    fields = {"variants": [named(name), named("softmax", causal=True)], "repeats": 1}
+    for more in ({}, {"rows": 0}, {"dtype": "float64"}):
+        body = {"inputs": inputs} | fields | more
+        assert fits(body, asked_schema(document), document)
+        response = post(server, body)
+        assert response.status_code == 200, response.text
+        kept(document, response)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_unfit"),
+    [(fields, False) for *_, fields in WRONG] + [(fields, True) for *_, fields in UNFIT],
+)
+def test_what_is_refused_is_described(
+    server: Server, document: dict[str, Any], fields: dict[str, Any], is_unfit: bool
+) -> None:
+    body = {"inputs": INPUTS} | fields
+    assert fits(body, asked_schema(document), document) is is_unfit
+    kept(document, post(server, body))
+
+
+def test_its_other_faults_are_described(server: Server, document: dict[str, Any]) -> None:
+    for status, how in (
+        (400, {"content": b"[]"}),
+        (406, {"json": {}, "headers": {"Accept": "text/html"}}),
+        (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),
+    ):
+        response = server.http.post(COMPARE, **how)
+        assert described(document, response)["example"] == refused(response, status)
+        kept(document, response)

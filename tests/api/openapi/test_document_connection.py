@@ -1,0 +1,113 @@
+"""What a connection refuses itself is in the OpenAPI document, for every operation and no more."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, Final
+
+import pytest
+from test_http_connection import answers
+
+from conftest import PATIENCE, Server, serving
+from support.openapi_schemas import fits
+
+REFUSED: Final = (400, 408, 413, 431)
+CHUNKS: Final = b"1\r\n \r\n" * 400_000  # 2 MB around 400 KB
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Server]:
+    """A service that does not wait for long."""
+    with serving(read_timeout_s=0.8) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(hasty: Server) -> dict[str, Any]:
+    found: dict[str, Any] = hasty.http.get("/openapi.json").json()
+    return found
+
+
+def heads(document: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
+    """Every operation's path and method, and the first line of a request for it."""
+    for path, methods in document["paths"].items():
+        for method in methods:
+            filled = path.replace("{model}", "softmax").replace("{variant}", "softmax")
+            yield path, method, f"{method.upper()} {filled} HTTP/1.1\r\n".encode()
+
+
+def sent(line: bytes, status: int) -> bytes:
+    """A request for that line which is refused with that status, or, for 408, the start of one."""
+    if status == 400:
+        return line + b"\r\n"  # no Host
+    line += b"Host: here\r\n"
+    if status == 408:
+        return line
+    if status == 431:
+        return line + b"".join(b"X-%d: v\r\n" % i for i in range(101)) + b"\r\n"
+    return line + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS
+
+
+def held(document: dict[str, Any], path: str, method: str, answer: Any) -> None:
+    """An answer is one that the document has for that operation."""
+    status, headers, body = answer
+    said = document["paths"][path][method]["responses"][str(status)]
+    schema = said["content"][headers["content-type"]]["schema"]
+    if headers["content-type"].endswith("json"):
+        assert fits(json.loads(body), schema, document), body
+
+
+@pytest.mark.parametrize("status", [400, 408, 431])
+def test_what_every_operation_may_be_refused_with(
+    hasty: Server, document: dict[str, Any], status: int
+) -> None:
+    with ExitStack() as stack:
+        asked = []
+        for path, method, line in heads(document):
+            connection = socket.create_connection(hasty.address, PATIENCE)
+            stack.enter_context(connection)
+            connection.sendall(sent(line, status))
+            asked.append((path, method, connection))
+        for path, method, connection in asked:
+            (answer,) = answers(connection)
+            assert answer[0] == status
+            held(document, path, method, answer)
+
+
+def test_too_much_around_a_body_is_said_to_those_who_are_to_send_one(
+    hasty: Server, document: dict[str, Any]
+) -> None:
+    """All else has answered by then, and only the connection ends, once that is read."""
+    for path, method, line in heads(document):
+        with socket.create_connection(hasty.address, PATIENCE) as connection:
+            connection.sendall(sent(line, 413))
+            found = answers(connection)
+        statuses = [answer[0] for answer in found]
+        documented = "413" in document["paths"][path][method]["responses"]
+        assert documented is (method == "post")
+        if documented:
+            assert statuses == [413], path
+            held(document, path, method, found[0])
+        else:
+            assert len(statuses) == 1
+            assert statuses != [413]
+
+
+def test_whatever_is_answered_is_in_the_document(hasty: Server, document: dict[str, Any]) -> None:
+    """A body that does not end is refused with what is documented, wherever one is read."""
+    line = b"Host: here\r\nContent-Length: 10\r\n\r\n1"
+    with ExitStack() as stack:
+        asked = []
+        for path, method, head in heads(document):
+            connection = socket.create_connection(hasty.address, PATIENCE)
+            stack.enter_context(connection)
+            connection.sendall(head + line)
+            asked.append((path, method, connection))
+        for path, method, connection in asked:
+            found = answers(connection)
+            for answer in found:
+                held(document, path, method, answer)
+            assert [a[0] for a in found][-1] == 408 or method == "get", path

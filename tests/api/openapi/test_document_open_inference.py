@@ -1,0 +1,100 @@
+"""What the OpenAPI document says of /v2 is what is answered."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from conftest import Server
+from support.openapi_schemas import fits, renamed
+
+MODEL: Final = "/v2/models/softmax"
+INFER: Final = f"{MODEL}/infer"
+GETS: Final = (
+    "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models", "/v2/models/stats",
+    MODEL, f"{MODEL}/ready", f"{MODEL}/stats", "/v2/models/none",
+)  # fmt: skip
+SQUARE: Final = {"datatype": "FP32", "shape": [2, 2], "data": [1, 0, 0, 1]}
+INPUTS: Final = [SQUARE | {"name": name} for name in ("query", "key", "value")]
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.http.get("/openapi.json").json()
+    return found
+
+
+def kept(document: dict[str, Any], response: httpx.Response) -> None:
+    """Holds an answer against the document, and the document against near misses."""
+    request = response.request
+    template = request.url.path.replace("/models/softmax", "/models/{model}")
+    template = template.replace("/models/none", "/models/{model}")
+    said = document["paths"][template][request.method.lower()]["responses"]
+    content = said[str(response.status_code)]["content"]
+    answer, schema = response.json(), content[response.headers["content-type"]]["schema"]
+    assert fits(answer, schema, document), answer
+    for other in renamed(answer):
+        assert not fits(other, schema, document), other
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_what_is_asked_with_get(server: Server, document: dict[str, Any], path: str) -> None:
+    server.http.post(INFER, json={"inputs": INPUTS})  # so that there are statistics
+    kept(document, server.http.get(path))
+
+
+@pytest.mark.parametrize("verb", ["index", "models/softmax/unload", "models/softmax/load"])
+def test_the_repository(server: Server, document: dict[str, Any], verb: str) -> None:
+    try:
+        kept(document, server.http.post(f"/v2/repository/{verb}", json={}))
+        kept(document, server.http.get(f"{MODEL}/ready"))
+    finally:
+        server.http.post("/v2/repository/models/softmax/load")
+
+
+@pytest.mark.parametrize(
+    ("fields", "good"),
+    [
+        ({}, True),
+        ({"id": "1", "parameters": {"causal": True, "priority": 1}, "model_name": "softmax"}, True),
+        ({"outputs": [{"name": "weights", "parameters": {"binary_data": False}}]}, True),
+        ({"inputs": [entry | {"data": [[1, 0], [0, 1]]} for entry in INPUTS]}, True),
+        ({"id": 5}, False),
+        ({"outputs": [{"name": 5}]}, False),
+        ({"outputs": [{"parameters": {}}]}, False),
+        ({"outputs": [{"name": "output", "data": []}]}, False),
+        ({"unknown": 1}, False),
+        ({"inputs": {}}, False),
+        ({"inputs": [*INPUTS[:2], SQUARE]}, False),
+        ({"inputs": [*INPUTS[:2], INPUTS[2] | {"datatype": "FP8"}]}, False),
+        ({"inputs": [*INPUTS[:2], INPUTS[2] | {"shape": [-2, 2]}]}, False),
+        ({"inputs": [*INPUTS[:2], INPUTS[2] | {"parameters": {"shared_memory": "a"}}]}, False),
+        ({"inputs": [*INPUTS[:2], {k: v for k, v in INPUTS[2].items() if k != "data"}]}, False),
+    ],
+)  # fmt: skip
+def test_a_request_and_its_answer(
+    server: Server, document: dict[str, Any], fields: dict[str, Any], good: bool
+) -> None:
+    """The schema and the service agree on what is a request."""
+    body = {"inputs": INPUTS} | fields
+    content = document["paths"]["/v2/models/{model}/infer"]["post"]["requestBody"]["content"]
+    assert fits(body, content["application/json"]["schema"], document) == good
+    response = server.http.post(INFER, json=body)
+    assert response.status_code == (200 if good else 400), response.text
+    kept(document, response)
+
+
+def test_the_example_runs_and_is_answered_as_shown(
+    server: Server, document: dict[str, Any]
+) -> None:
+    operation = document["paths"]["/v2/models/{model}/infer"]["post"]
+    asked = operation["requestBody"]["content"]["application/json"]["example"]
+    shown = operation["responses"]["200"]["content"]["application/json"]["example"]
+    answer = server.http.post(INFER, json=asked).json()
+    for document_ in (answer, shown):
+        document_["parameters"] = {
+            n: v for n, v in document_["parameters"].items() if not n.endswith("_ms")
+        }
+    assert answer == shown

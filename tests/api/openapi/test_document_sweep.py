@@ -1,0 +1,55 @@
+"""Sweeps are as the OpenAPI document describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from conftest import Server
+from qkv.api.openapi.measure_schemas import EVENTS
+from qkv.errors import NotNow
+from support.known_requests import refused
+from support.openapi_schemas import fits, kept, renamed
+from support.sweep_requests import REFUSED, SMALL, SWEEP, parsed, swept
+
+
+def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> None:
+    small = serve(max_scores=2 * 100 * 100)
+    document = small.http.get("/openapi.json").json()
+    operation, schemas = document["paths"][SWEEP]["post"], document["components"]["schemas"]
+    content = operation["requestBody"]["content"]["application/json"]
+    assert fits(content["example"], content["schema"], document)
+    assert small.http.post(SWEEP, json=content["example"]).is_success
+    body = SMALL | {"variants": ["softmax", "linear"], "lengths": [64, 128]}
+    assert fits(body, content["schema"], document)
+    for _, _, fields in REFUSED:
+        assert not fits(
+            {"variants": ["mean"], "lengths": [8]} | fields, content["schema"], document
+        )
+    told = swept(small, **body)
+    assert any("problem" in what for _, what in told)
+    told.append(("error", {"problem": NotNow("the service is stopping").problem()}))
+    answer = operation["responses"]["200"]["content"]["text/event-stream"]
+    told += list(parsed(iter(answer["example"].split("\n"))))
+    for name, what in told:
+        component = schemas[EVENTS[name]]
+        assert (
+            f"`{name}`, whose data is a `{EVENTS[name]}`"
+            in (operation["responses"]["200"]["description"])
+        )
+        assert fits(what, component, document), what
+        for other in renamed(what):
+            assert not fits(other, component, document), other
+
+
+def test_its_faults_are_described(server: Server) -> None:
+    document = server.http.get("/openapi.json").json()
+    for status, how in (
+        (400, {"content": b"[]"}),
+        (404, {"json": {"variants": ["sotfmax"], "lengths": [1]}}),
+        (406, {"json": {}, "headers": {"Accept": "text/html"}}),
+        (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),
+        (422, {"json": {}}),
+    ):
+        response = server.http.post(SWEEP, **how)
+        refused(response, status)
+        kept(document, response)

@@ -1,0 +1,66 @@
+"""schemathesis against the OpenAPI document and the service: every check, and none fails.
+
+A sample: SCHEMATHESIS_EXAMPLES says how many random bodies each operation gets, here 3. By hand:
+
+    SCHEMATHESIS_EXAMPLES=300 make test ARGS=tests/test_schemathesis.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import Server
+from qkv.attention import catalogue
+from qkv.wire import json, safetensors
+from support.fitting_requests import Fitting
+from support.paths import ROOT
+
+EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "3"))
+PATHS = [
+    f"/v1/{what}/{name}" for what in ("attention", "gradients") for name in catalogue.variants()
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)  # by hand it takes as long as it is told to
+def test_no_check_of_schemathesis_fails(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """Examples, boundaries, random bodies and sequences of requests, both good and bad ones."""
+    served = serve()
+    led = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"),
+            *("--max-examples", str(EXAMPLES), "--generation-deterministic", "--no-color"),
+        ],
+        cwd=tmp_path,  # it leaves files
+        env=os.environ | {"SCHEMATHESIS_HOOKS": "support.schemathesis_hooks", "PYTHONPATH": led},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
+    assert served.http.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/convert", "/v1/compare"])
+def test_what_is_made_to_fit_is_answered(server: Server, path: str) -> None:
+    variant = path.rpartition("/")[2]
+    if path.startswith("/v1/gradients") and catalogue.find(variant).backward is None:
+        pytest.skip("it has none")
+    for seed in range(20):
+        drawn = np.random.default_rng(seed)
+        dtype = str(drawn.choice(["float64", "float32", "float16", "bfloat16"]))
+        body = Fitting(path, seed).document({} if seed % 2 else {"dtype": dtype})
+        response = server.http.post(path, content=json.dump(body))
+        assert response.status_code == 200, response.text
+        file, _ = Fitting(path, seed).body()
+        headers = {"Content-Type": safetensors.MEDIA_TYPE}
+        response = server.http.post(path, content=file, headers=headers)
+        assert response.status_code == 200, response.text

@@ -1,0 +1,303 @@
+"""Who has no key is let in nowhere, on none of the ways that a request may take; and no page of
+another origin may ask unless it is named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import httpx
+import openapi_spec_validator
+import pytest
+
+from conftest import PATIENCE, Process, Server, serving
+from qkv import AsyncClient, Client
+from qkv.api.auth import Keys
+from qkv.engine.engine import Engine
+from qkv.engine.executor import Standing
+from qkv.errors import Unauthorized
+from support.raw_connection import PATH, body_of, drawn, request_of
+
+KEYS: Final = ("first-key.0123456789", "second~key+/==")
+OPEN: Final = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/")
+SQUARE: Final = [[1, 0], [0, 1]]
+RUN: Final = {"inputs": {"query": SQUARE, "key": SQUARE, "value": SQUARE}}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    """A service with two keys, and pages of one origin."""
+    with serving(api_keys=", ".join(KEYS), cors_origins="https://pages.example") as server:
+        yield server
+
+
+def unauthorized(response: httpx.Response) -> None:
+    assert response.status_code == 401, response.text
+    assert response.headers["www-authenticate"].startswith("Bearer")
+    if response.request.url.path.startswith("/v2"):
+        assert list(response.json()) == ["error"]
+    else:
+        assert response.headers["content-type"] == "application/problem+json"
+        assert response.json()["type"] == "urn:qkv:problem:unauthorized"
+
+
+WRONG: Final[tuple[dict[str, str], ...]] = (
+    {},
+    {"Authorization": "Bearer"},
+    bearer("wrong"),
+    bearer(KEYS[0][:-1]),
+    bearer(KEYS[0] + "x"),
+    bearer(KEYS[0].upper()),
+    bearer(", ".join(KEYS)),
+    {"Authorization": KEYS[0]},
+    {"Authorization": f"Basic {KEYS[0]}"},
+    {"X-API-Key": KEYS[0]},
+)
+
+
+@pytest.mark.parametrize("headers", WRONG)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/metrics"),
+        ("GET", "/playground/"), ("GET", "/playground/nothing.js"),
+        ("GET", "/v1/variants"), ("GET", "/nowhere"), ("GET", "/livez/"), ("GET", "//livez"),
+        ("OPTIONS", "/v1/convert"), ("HEAD", "/v1/variants"), ("POST", "/v1/attention/softmax"),
+        ("POST", "/v1/convert"), ("POST", PATH), ("GET", "/v2"), ("GET", "/v2/models"),
+        ("POST", "/v2/repository/models/softmax/unload"), ("GET", "/livez%2f..%2fdocs"),
+    ],
+)  # fmt: skip
+def test_who_has_no_key_gets_nowhere(
+    guarded: Server, method: str, path: str, headers: dict[str, str]
+) -> None:
+    with httpx.Client(timeout=PATIENCE) as http:  # without a base: it takes //livez for a host
+        response = http.request(method, guarded.url + path, headers=headers)
+    if method == "HEAD":
+        assert response.status_code == 401
+        assert not response.content
+    else:
+        unauthorized(response)
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_probes_need_none(guarded: Server, path: str) -> None:
+    for method in ("GET", "HEAD"):
+        assert guarded.http.request(method, path).status_code == 200
+        assert guarded.http.request(method, path, headers=bearer("wrong")).status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens_all(guarded: Server, key: str) -> None:
+    for headers in (bearer(key), {"Authorization": f"bearer  {key}"}):
+        for path in ("/", "/docs", "/openapi.json", "/v1/variants", "/v2", "/v2/models/softmax"):
+            assert guarded.http.get(path, headers=headers).status_code == 200
+        answer = guarded.http.post("/v1/attention/softmax", json=RUN, headers=headers)
+        assert answer.status_code == 200
+    assert guarded.http.get("/nowhere", headers=bearer(key)).status_code == 404
+
+
+def test_two_headers_are_no_key() -> None:
+    one = (b"authorization", b"Bearer a")
+    keys = Keys(["a"])
+    assert keys.admit([one])
+    assert not keys.admit([one, one])
+    assert not keys.admit([one, (b"authorization", b"Bearer b")])
+
+
+def test_the_shortest_way_asks_for_a_key_each_time(
+    guarded: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the same words were answered before, on the same connection."""
+    taken: list[Standing] = []
+    run_standing = Engine.run_standing
+
+    def counted(engine: Engine, standing: Standing) -> Any:
+        taken.append(standing)
+        return run_standing(engine, standing)
+
+    monkeypatch.setattr(Engine, "run_standing", counted)
+    body, length = body_of(drawn(0))
+
+    def status(connection: socket.socket, *lines: str) -> bytes:
+        connection.sendall(request_of(body, length, PATH, *lines))
+        came = connection.recv(1 << 20)
+        head, _, rest = came.partition(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        while len(rest) < size:
+            rest += connection.recv(1 << 20)
+        return came[9:12]
+
+    with socket.create_connection(guarded.address, PATIENCE) as connection:
+        for key in KEYS:
+            for _ in range(3):
+                assert status(connection, f"Authorization: Bearer {key}") == b"200"
+        before = len(taken)
+        assert before >= 4  # the second key goes the way that the first one opened
+        for line in ((), ("Authorization: Bearer wrong",), ("Authorization: Basic x",)):
+            for _ in range(2):
+                assert status(connection, *line) == b"401"
+        assert len(taken) == before
+        assert status(connection, f"Authorization: Bearer {KEYS[1]}") == b"200"
+        assert len(taken) == before + 1
+
+
+def test_the_body_is_not_waited_for(guarded: Server) -> None:
+    head = f"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: {1 << 20}\r\n\r\n"
+    with socket.create_connection(guarded.address, PATIENCE) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+
+
+def test_the_application_alone_is_guarded_too(guarded: Server) -> None:
+    """Where somebody serves it without `front`."""
+
+    async def ask(headers: dict[str, str]) -> int:
+        transport = httpx.ASGITransport(guarded.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            return (await http.get("/v1/variants", headers=headers)).status_code
+
+    assert asyncio.run(ask({})) == 401
+    assert asyncio.run(ask(bearer(KEYS[0]))) == 200
+
+
+def test_clients_send_a_key(guarded: Server) -> None:
+    with Client(guarded.url, api_key=KEYS[1]) as client:
+        assert client.variants()
+    with Client(guarded.url) as client, pytest.raises(Unauthorized):
+        client.variants()
+
+    async def ask() -> int:
+        async with AsyncClient(guarded.url, api_key=KEYS[0]) as client:
+            return len(await client.variants())
+
+    assert asyncio.run(ask()) > 1
+    for bad in ("", "with space", "line\nend", "é"):
+        with pytest.raises(ValueError, match="characters that no key has") as raised:
+            Client(guarded.url, api_key=bad)
+        assert not bad or bad not in str(raised.value)
+
+
+def test_commands_send_a_key(guarded: Server, command: Callable[..., Process]) -> None:
+    asked = command("variants", "--url", guarded.url, QKV_API_KEY=KEYS[0])
+    assert asked.wait() == 0, asked.lines
+    refused = command("variants", "--url", guarded.url, QKV_API_KEY="a-wrong-one")
+    assert refused.wait() == 1
+    assert len(refused.lines) == 1
+    assert "needs a key" in refused.lines[0]
+    assert "a-wrong-one" not in refused.lines[0]
+
+
+@pytest.mark.parametrize("keys", ["", ",", "good,", "good,with space", "good,line\nend", "café"])
+def test_what_is_no_list_of_keys_is_refused_and_not_shown(
+    command: Callable[..., Process], keys: str
+) -> None:
+    served = command("serve", "--port", "0", QKV_API_KEYS=keys)
+    assert served.wait() == 1
+    (line,) = served.lines
+    assert "QKV_API_KEYS" in line
+    assert not any(part in line for part in ("good", "with space", "line", "café"))
+
+
+@pytest.mark.parametrize("origins", ["", "pages.example", "https://a/path", "https://A", "null"])
+def test_what_is_no_list_of_origins_is_refused(
+    command: Callable[..., Process], origins: str
+) -> None:
+    served = command("serve", "--port", "0", QKV_CORS_ORIGINS=origins)
+    assert served.wait() == 1
+    assert "QKV_CORS_ORIGINS" in served.lines[0]
+
+
+def test_keys_are_in_no_log_and_no_answer(
+    guarded: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        for path in ("/", "/openapi.json", "/nowhere", "/v2/nothing"):
+            for headers in (bearer(KEYS[0]), bearer("a-wrong-one")):
+                response = guarded.http.get(path, headers=headers)
+                assert KEYS[0] not in response.text + str(response.headers)
+                assert "a-wrong-one" not in response.text + str(response.headers)
+    ours = [r for r in caplog.records if not r.name.startswith(("httpx", "httpcore"))]
+    assert not any(word in r.getMessage() for r in ours for word in (KEYS[0], "a-wrong-one"))
+    assert KEYS[0] not in repr(guarded.app.state.settings)
+
+
+def test_the_document_says_what_needs_a_key(guarded: Server, server: Server) -> None:
+    document = guarded.http.get("/openapi.json", headers=bearer(KEYS[0])).json()
+    openapi_spec_validator.validate(document)
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert document["security"] == [{"key": []}]
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert (operation.get("security") == []) is (path in OPEN)
+            assert ("401" in operation["responses"]) is (path not in OPEN)
+    plain = server.http.get("/openapi.json").json()
+    assert "security" not in plain
+    assert not any("401" in o["responses"] for m in plain["paths"].values() for o in m.values())
+
+
+ASKS: Final = {
+    "Origin": "https://pages.example",
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,inference-header-content-length",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert", PATH])
+def test_pages_of_an_origin_that_is_named_may_ask(guarded: Server, path: str) -> None:
+    origin = {"Origin": "https://pages.example"}
+    may = guarded.http.options(path, headers=ASKS)
+    assert may.status_code == 200
+    assert may.headers["access-control-allow-origin"] == "https://pages.example"
+    assert "authorization" in may.headers["access-control-allow-headers"].lower()
+    refused = guarded.http.post(path, headers=origin)
+    assert refused.status_code == 401
+    for answer in (refused, guarded.http.post(path, headers=origin | bearer(KEYS[0]))):
+        assert answer.headers.get_list("access-control-allow-origin") == ["https://pages.example"]
+        assert "Origin" in answer.headers["vary"]
+        assert "access-control-allow-credentials" not in answer.headers
+    other = {"Origin": "https://other.example"}
+    assert guarded.http.options(path, headers=ASKS | other).status_code == 400
+    answer = guarded.http.post(path, headers=other | bearer(KEYS[0]))
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_page_sees_what_is_said_of_its_answer(guarded: Server) -> None:
+    """Whatever came before in the same words, without an origin."""
+    body, length = body_of(drawn(0))
+    plain = {"Inference-Header-Content-Length": str(length)} | bearer(KEYS[0])
+    for _ in range(3):
+        assert guarded.http.post(PATH, content=body, headers=plain).status_code == 200
+        answer = guarded.http.post(
+            PATH, content=body, headers=plain | {"Origin": "https://pages.example"}
+        )
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://pages.example"
+        shown = {"Inference-Header-Content-Length", "Retry-After", "X-Request-ID"}
+        assert shown <= set(answer.headers["access-control-expose-headers"].split(", "))
+
+
+def test_no_page_may_ask_where_none_is_named(server: Server) -> None:
+    for path in ("/", "/v1/convert", PATH):
+        may = server.http.options(path, headers=ASKS)
+        assert may.status_code == 405
+        asked = server.http.post(path, headers={"Origin": "https://pages.example"})
+        for answer in (may, asked):
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_every_worker_of_a_running_service_is_guarded(command: Callable[..., Process]) -> None:
+    served = command("serve", "--port", "0", "--workers", "2", QKV_API_KEYS=",".join(KEYS))
+    for _ in range(8):  # on connections of their own
+        unauthorized(httpx.get(f"{served.url}/v1/variants", timeout=PATIENCE))
+        assert httpx.get(f"{served.url}/readyz", timeout=PATIENCE).status_code == 200
+        answer = httpx.get(f"{served.url}/v1/variants", headers=bearer(KEYS[1]), timeout=PATIENCE)
+        assert answer.status_code == 200
+    assert served.end() == 0
+    assert not any(key in line for line in served.lines for key in KEYS)

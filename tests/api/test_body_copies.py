@@ -1,0 +1,246 @@
+"""From the socket to torch a body is held once, and from torch to the socket an answer is: counted
+on requests of 64 MiB, whose client is another process."""
+
+from __future__ import annotations
+
+import json as stdlib
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from conftest import PATIENCE, Server
+from qkv.api import request_body as receiving
+from qkv.api.request_body import Chunk, Outgoing
+from qkv.engine import executor as run
+from qkv.engine import forward as passes
+from qkv.tensors import RawTensor
+from qkv.wire import open_inference as v2
+from qkv.wire import safetensors
+from qkv.wire.message import Message
+from support.known_requests import Array
+
+MiB: Final = 1 << 20
+BODY: Final = 64 * MiB
+SMALL: Final = 8 * MiB
+"""What all else may take: chunks of the socket, messages, and Python's own."""
+
+ROWS, WIDTH = BODY // 256, 64  # of queries; with one key the answer is as large
+TENSORS: Final = "application/vnd.safetensors"
+CLIENT: Final = """
+import http.client, json, sys
+host, port, path, headers, content, answer, chunked = sys.argv[1:]
+with open(content, "rb") as file:
+    whole = file.read()
+pieces = (whole[i : i + 100_000] for i in range(0, len(whole), 100_000))
+connection = http.client.HTTPConnection(host, int(port))
+connection.request("POST", path, pieces if chunked else whole, json.loads(headers),
+                   encode_chunked=bool(chunked))
+came = connection.getresponse()
+with open(answer, "wb") as file:
+    file.write(came.read())
+print(json.dumps([came.status, dict(came.getheaders())]))
+"""
+
+
+@dataclass
+class Seen:
+    """Where the memory of one request lay.
+
+    Attributes:
+        buffers: address and size of each that a body was received into.
+        arguments: address of each tensor that the variant was given.
+        result: address and size of the output that the variant returned.
+        sent: address and size of each piece of the answer.
+        traced: most bytes that Python and numpy held beyond what they held before.
+        resident: the same of the whole process, torch included; None where it cannot be told.
+    """
+
+    buffers: list[tuple[int, int]] = field(default_factory=list)
+    arguments: dict[str, int] = field(default_factory=dict)
+    result: tuple[int, int] = (0, 0)
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    traced: int = 0
+    resident: int | None = None
+
+
+def place(buffer: Chunk) -> tuple[int, int]:
+    return np.frombuffer(buffer, np.uint8).ctypes.data, len(buffer)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What is filled while a service of this process answers."""
+    seen = Seen()
+    aligned, through = receiving._aligned, passes.through
+    going = Outgoing.__init__
+
+    def spy_aligned(size: int, at: int) -> memoryview:
+        buffer = aligned(size, at)
+        seen.buffers.append(place(buffer))
+        return buffer
+
+    def spy_through(job: Any, tensors: dict[str, Any], *others: Any) -> Any:
+        seen.arguments = {n: t.data_ptr() for n, t in tensors.items()}
+        passed = through(job, tensors, *others)
+        output = passed.tensors["output"]
+        seen.result = output.data_ptr(), output.nbytes
+        return passed
+
+    def spy_going(self: Outgoing, chunks: Sequence[Chunk], *args: Any) -> None:
+        seen.sent = [place(chunk) for chunk in chunks]
+        going(self, chunks, *args)
+
+    monkeypatch.setattr(receiving, "_aligned", spy_aligned)
+    monkeypatch.setattr(run, "through", spy_through)
+    monkeypatch.setattr(Outgoing, "__init__", spy_going)
+    return seen
+
+
+def resident(most: bool) -> int | None:
+    """Bytes of memory that the process has, or the most it had since `forget` (Linux alone)."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM" if most else "VmRSS")]
+    return 1024 * int(found[0]) if found else None
+
+
+def forget() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak starts anew
+    except OSError:
+        return False
+    return True
+
+
+def ask(
+    server: Server,
+    seen: Seen,
+    folder: Path,
+    path: str,
+    chunks: Sequence[Chunk],
+    headers: Mapping[str, str],
+    chunked: bool = False,
+) -> tuple[dict[str, str], bytes]:
+    """Has another process post it; the answer's headers and body."""
+    with (folder / "content").open("wb") as file:
+        file.writelines(chunks)
+    host, port = server.address
+    command = [sys.executable, "-c", CLIENT, host, str(port), path, stdlib.dumps(dict(headers))]
+    command += [str(folder / "content"), str(folder / "answer"), "1" if chunked else ""]
+    is_known, before = forget(), resident(most=False)
+    tracemalloc.start()
+    try:
+        ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE, check=True)
+        seen.traced = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    after = resident(most=True)
+    if is_known and before is not None and after is not None:
+        seen.resident = after - before
+    status, named = stdlib.loads(ran.stdout)
+    assert status == 200
+    return {n.lower(): v for n, v in named.items()}, (folder / "answer").read_bytes()
+
+
+def large(**first: Array) -> dict[str, RawTensor]:
+    row = np.arange(WIDTH, dtype="f4")
+    arrays = {
+        **first,
+        "query": np.broadcast_to(row / 7, (1, 1, ROWS, WIDTH)),
+        "key": row.reshape(1, 1, 1, -1),
+        "value": row.reshape(1, 1, 1, -1) - 5,
+    }
+    return {name: RawTensor.from_numpy(a) for name, a in arrays.items()}
+
+
+def check(output: Array) -> None:
+    """With one key every row is that key's value."""
+    assert output.shape == (1, 1, ROWS, WIDTH)
+    assert (output == np.arange(WIDTH, dtype="f4") - 5).all()
+
+
+def over_v2(
+    server: Server, seen: Seen, folder: Path, tensors: dict[str, RawTensor], chunked: bool = False
+) -> None:
+    message = Message({"parameters": {"binary_data_output": True}}, tensors)
+    chunks, length = v2.encode(message, "inputs", tensors.keys())
+    headers = {v2.LENGTH_HEADER: str(length), "Content-Type": "application/octet-stream"}
+    path = "/v2/models/softmax/infer"
+    named, answer = ask(server, seen, folder, path, chunks, headers, chunked)
+    length = v2.json_length(named[v2.LENGTH_HEADER.lower()])
+    check(v2.decode(answer, "outputs", length).tensors["output"].numpy())
+
+
+def over_safetensors(
+    server: Server, seen: Seen, folder: Path, tensors: dict[str, RawTensor], chunked: bool = False
+) -> None:
+    chunks = safetensors.encode(Message({"outputs": ["output"]}, tensors), "inputs")
+    headers = {"Content-Type": TENSORS}
+    path = "/v1/attention/softmax"
+    _, answer = ask(server, seen, folder, path, chunks, headers, chunked)
+    check(safetensors.decode(answer, "outputs").tensors["output"].numpy())
+
+
+PROTOCOLS: Final[dict[str, Callable[..., None]]] = {"v2": over_v2, "safetensors": over_safetensors}
+
+
+def check_sent(seen: Seen) -> None:
+    """The answer leaves from the tensor that the variant returned."""
+    assert seen.result[1] == BODY
+    assert seen.result in seen.sent
+    assert sum(size for _, size in seen.sent) - BODY < SMALL
+
+
+def is_within(seen: Seen, name: str) -> bool:
+    ((first, size),) = seen.buffers
+    return first <= seen.arguments[name] < first + size
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_body_is_held_once_from_socket_to_torch(
+    server: Server, seen: Seen, tmp_path: Path, protocol: str
+) -> None:
+    PROTOCOLS[protocol](server, seen, tmp_path, large())
+    assert len(seen.buffers) == 1
+    assert all(is_within(seen, n) for n in ("query", "key", "value"))
+    assert seen.arguments["query"] % 64 == 0  # the first tensor is aligned as it comes
+    assert seen.arguments["query"] - seen.buffers[0][0] < SMALL
+    check_sent(seen)
+    assert BODY <= seen.traced < BODY + SMALL  # the body is numpy's; the answer is torch's
+    if seen.resident is not None:  # the body, the answer, and no copy of either
+        assert seen.resident < 2 * BODY + BODY // 2
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_tensor_that_is_not_aligned_is_copied_once(
+    server: Server, seen: Seen, tmp_path: Path, protocol: str
+) -> None:
+    tensors = large(mask=np.ones((1, 1), bool))  # one byte, and the queries behind it
+    PROTOCOLS[protocol](server, seen, tmp_path, tensors)
+    assert not is_within(seen, "query")
+    assert seen.arguments["query"] % 64 == 0
+    check_sent(seen)
+    assert BODY <= seen.traced < BODY + SMALL
+    if seen.resident is not None:
+        assert seen.resident < 3 * BODY + BODY // 2
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_body_of_unknown_length_is_held_twice_at_most(
+    server: Server, seen: Seen, tmp_path: Path, protocol: str
+) -> None:
+    """It is placed when all of it has come, and so copied."""
+    PROTOCOLS[protocol](server, seen, tmp_path, large(), chunked=True)
+    assert all(is_within(seen, n) for n in ("query", "key", "value"))
+    assert seen.arguments["query"] % 64 == 0
+    check_sent(seen)
+    assert seen.traced < 2 * BODY + SMALL

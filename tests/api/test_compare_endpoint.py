@@ -1,0 +1,155 @@
+"""Comparisons over HTTP: answered as in this process, beside others, and ended by who leaves."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from conftest import Process, Server, until
+from qkv.errors import QkvError
+from qkv.jobs.job import Job
+from qkv.tensors import RawTensor
+from qkv.wire import safetensors
+from qkv.wire.message import Message
+from support.compare_requests import COMPARE, INPUTS, X, compare, drawn, named, post, same
+from support.known_requests import as_json, refused
+
+
+def test_a_service_answers_what_this_process_does(server: Server) -> None:
+    inputs = drawn()
+    fields = {"variants": ["linear", named("taylor", causal=True)], "repeats": 2}
+    for encoding in ("lists", "base64"):
+        body = {"inputs": {n: as_json(a, encoding) for n, a in inputs.items()}, **fields}
+        response = post(server, body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"] == "application/json"
+        assert "x-request-id" in response.headers
+        same(response.json(), compare(inputs, **fields))
+    raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
+    file = b"".join(safetensors.encode(Message(fields, raw), "inputs"))
+    headers = {"Content-Type": safetensors.MEDIA_TYPE}
+    response = server.http.post(COMPARE, content=file, headers=headers)
+    same(response.json(), compare(inputs, **fields))
+    assert set(response.headers["server-timing"].split(";dur=")) >= {"queue"}
+    timing = response.json()["timing"]
+    assert timing["runs"] == 3 + 3 * 2 + 1 + 2
+    assert timing["device"] == "cpu"
+    assert timing["total_ms"] >= timing["compute_ms"] > 0
+
+
+def test_a_device_process_compares_too(command: Callable[..., Process]) -> None:
+    process = command(
+        "serve", "--port", "0", "--workers", "1", QKV_DEVICE_PROCESS="one",
+        QKV_MAX_QUEUE_BYTES=str(64 << 20),
+    )  # fmt: skip
+    inputs = drawn() | {"key_lengths": np.array([9, 4])}
+    fields = {"variants": ["linear", "taylor"], "repeats": 2}
+    body = {"inputs": {n: as_json(a, "base64") for n, a in inputs.items()}, **fields}
+    answer = httpx.post(f"{process.url}{COMPARE}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    same(answer.json(), compare(inputs, **fields))
+    assert process.end() == 0, process.lines
+
+
+def test_what_only_some_take_goes_to_those(server: Server) -> None:
+    half = np.random.default_rng(0).normal(size=(2, 3)).tolist()
+    inputs = INPUTS | {"key_projection": half, "value_projection": half}
+    response = post(server, {"inputs": inputs, "variants": ["linformer", "mean"]})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "accept", ["application/json", "*/*", "application/*", "text/html, */*;q=0.1"]
+)
+def test_json_is_all_that_comes(server: Server, accept: str) -> None:
+    body = {"inputs": INPUTS, "variants": ["linear"], "repeats": 1}
+    assert post(server, body, headers={"Accept": accept}).status_code == 200
+    for other in ("text/html", safetensors.MEDIA_TYPE, "application/json;q=0"):
+        refused(post(server, body, headers={"Accept": other}), 406)
+
+
+def slow(server: Server) -> bytes:
+    """A request that takes 1700 runs, and seconds."""
+    inputs = dict.fromkeys(INPUTS, X * 200)
+    body = json.dumps({"inputs": inputs, "variants": ["softmax"] * 16, "repeats": 100}).encode()
+    head = f"POST {COMPARE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.fixture
+def counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Every job that is submitted."""
+    jobs: list[Job] = []
+    submit = server.engine.submit
+
+    def counting(job: Job, **how: Any) -> Any:
+        jobs.append(job)
+        return submit(job, **how)
+
+    monkeypatch.setattr(server.engine, "submit", counting)
+    return jobs
+
+
+def test_who_leaves_ends_it(server: Server, counted: list[Job]) -> None:
+    with socket.create_connection(server.address) as leaver:
+        leaver.sendall(slow(server))
+        with server.engine.hold():
+            until(lambda: server.waiting == 1)
+            leaver.close()
+            until(lambda: server.waiting == 0)
+        seen = len(counted)
+        assert post(server, {"inputs": INPUTS, "variants": ["mean"], "repeats": 1}).is_success
+    own = 2 + 2 + 1 + 1
+    assert len(counted) == seen + own
+
+
+def test_others_are_answered_meanwhile(server: Server, counted: list[Job]) -> None:
+    """Each run waits for its own turn: between two of them there is room for others."""
+    with socket.create_connection(server.address) as asking:
+        asking.sendall(slow(server))
+        until(lambda: len(counted) > 5)
+        before = len(counted)
+        for _ in range(5):
+            response = server.http.post("/v1/attention/softmax", json={"inputs": INPUTS})
+            assert response.status_code == 200
+        assert before <= len(counted) < 17 * 101
+    until(lambda: server.waiting == 0)
+
+
+def test_a_deadline_is_each_runs_own(server: Server) -> None:
+    body = {"inputs": INPUTS, "variants": ["linear"], "repeats": 1}
+    with server.engine.hold():
+        late = post(server, body, headers={"X-Request-Timeout": "0.05"})
+    refused(late, 504)
+    refused(post(server, body, headers={"X-Request-Timeout": "soon"}), 400)
+    assert post(server, body, headers={"X-Request-Timeout": "30"}).status_code == 200
+
+
+def test_an_engine_that_fails_is_said(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise QkvError("no")
+
+    monkeypatch.setattr(server.engine, "submit", full)
+    assert post(server, {"inputs": INPUTS, "variants": ["linear"]}).status_code == 500
+
+
+def test_many_at_once_are_all_answered(server: Server) -> None:
+    body = {"inputs": INPUTS, "variants": ["linear", "mean"], "repeats": 3}
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{server.url}{COMPARE}", json=body, timeout=60).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 8

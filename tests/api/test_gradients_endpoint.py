@@ -1,0 +1,352 @@
+"""Gradients over HTTP: of every variant that has them, through layers of both layouts, in every
+format; held against torch's autograd in float64."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+from torch.nn.functional import linear as dense
+
+from conftest import Server
+from qkv import AsyncClient, Client, QkvError
+from qkv.attention.catalogue import Variant, fixed_size, variants
+from qkv.cli.main import main
+from qkv.engine.executor import run
+from qkv.jobs.gradient_job import GradientJob
+from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.known_requests import EPS, FLOATING, refused
+
+PATH: Final = "/v1/gradients/softmax"
+SIZES: Final = {"B": 2, "H": 4, "G": 2, "L": 5, "S": 5, "D": 3, "E": 3}
+LIMITS: Final = Limits(answer=1 << 20, request=1 << 20)
+with_gradients = pytest.mark.parametrize(
+    "variant", [v for v in variants().values() if v.backward], ids=lambda v: v.name
+)
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    with Client(server.url) as client:
+        yield client
+
+
+def inputs_of(variant: Variant, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Random tensors for all that it needs, and the gradient of its output."""
+    inputs = {
+        i.name: torch.randn([fixed_size(x) or SIZES.get(x, 7) for x in i.letters]).to(dtype)
+        for i in variant.inputs.values()
+        if not i.optional
+    }
+    output = variant.attend(
+        **{variant.inputs[n].argument: x for n, x in inputs.items()}, outputs=frozenset({"output"})
+    ).output
+    return inputs | {"grad_output": torch.randn(output.shape).to(dtype)}
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
+    """softmax attention in torch's own operations; query head h reads key head h // (H / G)."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    return torch.softmax(scores, -1) @ value
+
+
+def split(x_BNX: Tensor, heads: int) -> Tensor:
+    split_BHNX: Tensor = x_BNX.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return split_BHNX
+
+
+def assert_gradients(
+    found: Mapping[str, Any], output: Tensor, grad_output: Tensor, of: Mapping[str, Tensor]
+) -> None:
+    """Those of autograd, to float64's last digits but three of the largest: a key's bias drops out
+    of a softmax, and its gradient is what roundings leave."""
+    made = torch.autograd.grad(output, list(of.values()), grad_output)
+    assert found.keys() == of.keys()
+    close = 1000 * EPS["float64"] * max(float(gradient.abs().max()) for gradient in made)
+    for (name, tensor), gradient in zip(of.items(), made, strict=True):
+        assert found[name].shape == tensor.shape
+        torch.testing.assert_close(torch.as_tensor(found[name]), gradient, rtol=0, atol=close)
+
+
+@with_gradients
+def test_every_variant_answers_its_own(client: Client, variant: Variant) -> None:
+    inputs = inputs_of(variant)
+    found = client.gradients(variant.name, **inputs)
+    grad = inputs.pop("grad_output")
+    assert variant.backward is not None
+    made = variant.backward(grad, **{variant.inputs[n].argument: x for n, x in inputs.items()})
+    assert found.variant == variant.name
+    assert found.gradients.keys() == made.keys() == inputs.keys()
+    assert all(torch.equal(found[name], made[name]) for name in made)
+    assert found.timing["batch_size"] == 1
+    assert found.timing["bytes"] == 8 * (2 * sum(x.numel() for x in inputs.values()) + grad.numel())
+
+
+@with_gradients
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_a_gradient_has_the_dtype_of_what_it_is_of(
+    client: Client, variant: Variant, dtype: str
+) -> None:
+    inputs = inputs_of(variant, getattr(torch, dtype))
+    found = client.gradients(variant.name, **inputs)
+    wide = client.gradients(variant.name, **{n: x.double() for n, x in inputs.items()})
+    for name, gradient in found.gradients.items():
+        assert gradient.dtype == inputs[name].dtype
+        scale = float(wide[name].abs().max())
+        close = EPS[dtype] * scale + 100 * EPS["float32" if dtype != "float64" else dtype] * scale
+        torch.testing.assert_close(gradient.double(), wide[name], rtol=0, atol=close)
+
+
+def test_seed_004_is_finished(client: Client) -> None:
+    """x, Wq, Wk and Wv of the seed's layer at its shapes: B=2, N=3, D=4."""
+    x, *weights = (
+        torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True),
+        *(torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)),
+    )
+    tensors = dict(zip(("W_query", "W_key", "W_value"), weights, strict=True))
+    grad = torch.randn(2, 3, 4, dtype=torch.float64)
+    plain = {n: t.detach() for n, t in tensors.items()}
+    found = client.gradients(
+        "softmax", x=x.detach(), grad_output=grad, layer={"layout": "v1", "tensors": plain}
+    )
+    query, key, value = ((x @ w)[:, None] for w in weights)
+    assert_gradients(found.gradients, attention(query, key, value)[:, 0], grad, {"x": x} | tensors)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
+def test_through_a_layer_with_heads_and_biases(
+    client: Client, causal: bool, separate: bool
+) -> None:
+    """Four query heads over two key heads; one embedding for all, or three."""
+    roles, widths = ("query", "key", "value"), (12, 6, 10)
+    names = roles if separate else ("x",)
+    lengths = (4, 6, 6) if separate else (5,)
+    embeddings: dict[str, Any] = {
+        n: torch.randn(2, size, 7, dtype=torch.float64, requires_grad=True)
+        for n, size in zip(names, lengths, strict=True)
+    }
+    tensors: dict[str, Any] = {}
+    for role, width in zip(roles, widths, strict=True):
+        tensors[f"W_{role}.weight"] = torch.randn(width, 7, dtype=torch.float64)
+        tensors[f"W_{role}.bias"] = torch.randn(width, dtype=torch.float64)
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    grad = torch.randn(2, lengths[0], 20, dtype=torch.float64)
+    found = client.gradients(
+        "softmax",
+        grad_output=grad,
+        layer={"layout": "v2", "heads": 4, "tensors": {n: t.detach() for n, t in tensors.items()}},
+        causal=causal,
+        **{n: x.detach() for n, x in embeddings.items()},
+    )
+    query, key, value = (
+        split(
+            dense(
+                embeddings.get("x", embeddings.get(role)),  # type: ignore[arg-type]
+                tensors[f"W_{role}.weight"],
+                tensors[f"W_{role}.bias"],
+            ),
+            heads,
+        )
+        for role, heads in zip(roles, (4, 2, 2), strict=True)
+    )
+    output = attention(query, key, value, causal).transpose(1, 2).flatten(2)
+    assert_gradients(found.gradients, output, grad, embeddings | tensors)
+
+
+def test_what_a_variant_does_not_look_at_has_gradient_zero(client: Client) -> None:
+    """mean reads the value alone: the projections of query and key are there all the same."""
+    x = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
+    tensors = {
+        f"W_{n}": torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+        for n in ("query", "key", "value")
+    }
+    layer = {"layout": "v1", "tensors": {n: t.detach() for n, t in tensors.items()}}
+    grad = torch.randn(1, 4, 2, dtype=torch.float64)
+    found = client.gradients("mean", x=x.detach(), grad_output=grad, layer=layer)
+    value = x @ tensors["W_value"]
+    output = value.cumsum(1) / torch.arange(1, 5)[:, None]
+    assert_gradients(
+        {n: found[n] for n in ("x", "W_value")}, output, grad,
+        {"x": x, "W_value": tensors["W_value"]},
+    )  # fmt: skip
+    assert found.gradients.keys() == {"x", *tensors}
+    assert not found["W_query"].any()
+    assert not found["W_key"].any()
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_every_rank_comes_back_as_it_came(client: Client, rank: int) -> None:
+    shape = (2, 3, 4, 5)[4 - rank :]
+    tensors: dict[str, Any] = {
+        n: torch.randn(shape, dtype=torch.float64) for n in ("query", "key", "value")
+    }
+    grad = torch.randn(shape, dtype=torch.float64)
+    found = client.gradients("softmax", grad_output=grad, **tensors)
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    whole = [t.view((1,) * (4 - rank) + shape) for t in tensors.values()]
+    output = attention(*whole).view(shape)
+    assert_gradients(found.gradients, output, grad, tensors)
+
+
+def test_a_mask_of_numbers_has_one_and_key_lengths_have_none(client: Client) -> None:
+    tensors: dict[str, Any] = {
+        n: torch.randn(2, 1, 4, 5, dtype=torch.float64) for n in ("query", "key", "value")
+    }
+    mask = torch.randn(4, 4, dtype=torch.float32)
+    lengths = torch.tensor([4, 2])
+    grad = torch.randn(2, 1, 4, 5, dtype=torch.float64)
+    found = client.gradients("softmax", grad_output=grad, mask=mask, key_lengths=lengths, **tensors)
+    assert found.gradients.keys() == {"query", "key", "value", "mask"}
+    assert found["mask"].shape == (4, 4)
+    assert found["mask"].dtype == torch.float32
+    assert not found["key"][1, :, 2:].any()
+    booleans = client.gradients("softmax", grad_output=grad, mask=mask > 0, **tensors)
+    assert booleans.gradients.keys() == {"query", "key", "value"}
+
+
+def test_every_format_says_the_same(server: Server) -> None:
+    inputs = {
+        "query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]],
+        "grad_output": [[1, -2], [3, 0]],
+    }  # fmt: skip
+    lists = server.http.post(PATH, json={"inputs": inputs}).json()
+    arrays: dict[str, Any] = {n: np.array(v, np.float32) for n, v in inputs.items()}
+    with Client(server.url) as client:
+        exact = client.gradients("softmax", **arrays)
+    for name, gradient in lists["gradients"].items():
+        assert np.array_equal(np.array(gradient, np.float32), exact[name])
+        assert isinstance(exact[name], np.ndarray)
+    packed = server.http.post(PATH, json={"inputs": inputs, "encoding": "base64"}).json()
+    assert packed["gradients"]["query"]["dtype"] == "float32"
+    assert set(lists) == set(packed) == {"variant", "gradients", "timing"}
+    assert "total;dur=" in server.http.post(PATH, json={"inputs": inputs}).headers["server-timing"]
+
+
+def test_async_and_without_a_service_the_same_bits(server: Server, tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {
+        n: np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+        for n in ("query", "key", "value", "grad_output")
+    }
+
+    async def ask() -> Any:
+        async with AsyncClient(server.url) as client:
+            return await client.gradients("softmax", causal=True, **arrays)
+
+    found = asyncio.run(ask())
+    np.savez(tmp_path / "in.npz", **arrays)
+    for more in (["--local"], ["--url", server.url]):
+        done = CliRunner().invoke(
+            main,
+            ["gradients", "softmax", str(tmp_path / "in.npz"), "-o", str(tmp_path / "out.npz"),
+             "-p", "causal=true", *more],
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+        assert "closed form" in done.output
+        with np.load(tmp_path / "out.npz") as written:
+            assert set(written) == {"query", "key", "value"}
+            assert all(np.array_equal(written[n], found[n]) for n in written)
+
+
+GOOD: Final = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]], "grad_output": [[1, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer", "words"),
+    [
+        ({"inputs": GOOD | {"grad_output": [[1, 2, 3]]}}, "/inputs/grad_output", "[1, 3]"),
+        ({"inputs": GOOD | {"grad_output": [1, 2]}}, "/inputs/grad_output", "[1, 2]"),
+        (
+            {"inputs": GOOD | {"grad_output": {"dtype": "int64", "shape": [0], "data": ""}}},
+            "/inputs/grad_output", "int64",
+        ),
+        (
+            {"inputs": GOOD | {"grad_output": {"dtype": "float16", "shape": [1, 2],
+                                               "data": "AAAAAA=="}}},
+            "/inputs/grad_output", "float16",
+        ),
+        (
+            {"inputs": {n: v for n, v in GOOD.items() if n != "grad_output"}},
+            "/inputs", "need grad_output",
+        ),
+        ({"inputs": {n: v for n, v in GOOD.items() if n != "key"}}, "/inputs", "key"),
+        ({"inputs": GOOD | {"nope": [[1]]}}, "/inputs/nope", "nope"),
+        ({"inputs": GOOD, "outputs": ["output"]}, "/outputs", "outputs"),
+        ({"inputs": GOOD, "weights": "none"}, "/weights", "weights"),
+        ({"inputs": GOOD, "parameters": {"scael": 1}}, "/parameters/scael", "scael"),
+        ({"inputs": GOOD, "layer": "mine"}, "/layer", "mine"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    server: Server, body: dict[str, Any], pointer: str, words: str
+) -> None:
+    status = 404 if pointer == "/layer" else 422
+    problem = refused(server.http.post(PATH, json=body), status, body)
+    assert problem["pointer"] == pointer
+    assert words in problem["detail"]
+
+
+def test_an_unknown_variant_is_404(server: Server, client: Client) -> None:
+    assert "sotfmax" in refused(server.http.post("/v1/gradients/sotfmax", json={}), 404)["detail"]
+    with pytest.raises(QkvError) as caught:
+        client.gradients("so/ft?max", **inputs_of(variants()["softmax"]))
+    assert caught.value.status == 404
+
+
+def test_limits_hold_for_gradients(serve: Any) -> None:
+    server = serve(max_answer_bytes=100)
+    wide = {n: [[0.0] * 20] for n in GOOD}
+    assert "bytes" in refused(server.http.post(PATH, json={"inputs": wide}), 413)["detail"]
+
+
+def test_gradients_are_no_inferences(serve: Any) -> None:
+    """The Open Inference Protocol's statistics count runs."""
+    server = serve()
+    for path, times in ((PATH, 3), ("/v1/attention/softmax", 2)):
+        inputs = GOOD if path == PATH else {n: v for n, v in GOOD.items() if n != "grad_output"}
+        for _ in range(times):
+            assert server.http.post(path, json={"inputs": inputs}).status_code == 200
+    (stats,) = server.http.get("/v2/models/softmax/stats").json()["model_stats"]
+    assert stats["inference_count"] == 2
+
+
+def job_of(tensors: Mapping[str, Tensor], layer: Mapping[str, Tensor] | None = None) -> Job:
+    def raw(named: Mapping[str, Tensor]) -> dict[str, RawTensor]:
+        return {n: RawTensor.from_numpy(t.numpy()) for n, t in named.items()}
+
+    fields = {} if layer is None else {"layer": {"layout": "v1"}}
+    return GradientJob.of("softmax", Message(fields, raw(tensors), raw(layer or {})), LIMITS)
+
+
+def test_stacked_each_gets_its_own() -> None:
+    """As on a GPU; but what sums over the items of one request is not stacked."""
+    names = ("query", "key", "value", "grad_output")
+    jobs = [job_of({n: torch.randn(B, 2, 4, 3) for n in names}) for B in (1, 2, 3)]
+    assert len({job.key for job in jobs}) == 1
+    device = torch.device("cpu")
+    together = run(jobs, device, stack=True)
+    for job, ran in zip(jobs, together, strict=True):
+        assert ran.stacked == 3
+        (alone,) = run([job], device, stack=False)
+        for name, gradient in ran.outputs.items():
+            np.testing.assert_allclose(
+                gradient.numpy(), alone.outputs[name].numpy(), rtol=0, atol=100 * EPS["float32"]
+            )
+    layer = {n: torch.randn(3, 3) for n in ("W_query", "W_key", "W_value")}
+    embedded = [job_of({n: torch.randn(1, 4, 3) for n in names}, layer) for _ in range(3)]
+    assert all(a.key != b.key for a, b in itertools.combinations(embedded, 2))

@@ -1,0 +1,132 @@
+"""Six hundred mixed requests at once: every answer right, and of the bits that it has alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+
+from conftest import PATIENCE, Server, serving
+from support.known_requests import Case, random_case, refused
+
+THREADS: Final = 16
+KINDS: Final = 60  # of shapes, dtypes and parameters
+OF_EACH: Final = 10
+
+
+def cases() -> list[Case]:
+    """In an order in which those that may share a batch come in runs, and far apart."""
+    drawn = [random_case(kind, seed) for kind in range(KINDS) for seed in range(OF_EACH)]
+    # half are sent as lists and half as base64, whatever they were drawn as
+    drawn = [replace(c, encoding=("lists", "base64")[i % 2]) for i, c in enumerate(drawn)]
+    order = np.random.default_rng(0).permutation(len(drawn) // 4)
+    return [drawn[4 * i + j] for i in order for j in range(4)]
+
+
+HEAD: Final = b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
+CASES: Final = cases()
+BODIES: Final = [json.dumps(case.document | {"encoding": "base64"}).encode() for case in CASES]
+
+
+@contextmanager
+def asking(server: Server) -> Iterator[httpx.Client]:
+    limits = httpx.Limits(max_connections=THREADS)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE, limits=limits) as http:
+        yield http
+
+
+def ask(http: httpx.Client, body: bytes) -> Any:
+    headers = {"Content-Type": "application/json"}
+    response = http.post("/v1/attention/softmax", content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[Any]:
+    """The outputs of each, sent when nothing else runs."""
+    return [ask(server.http, body)["outputs"] for body in BODIES]
+
+
+@pytest.fixture(scope="module")
+def batching(_settings_of_the_tests_only: None) -> Iterator[Server]:
+    """A service that groups requests as one with a GPU does."""
+    with serving(max_batch=32) as served:
+        yield served
+
+
+def test_every_answer_is_right(alone: list[Any]) -> None:
+    assert len(CASES) == 600
+    for case, outputs in zip(CASES, alone, strict=True):
+        case.check(outputs)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_six_hundred_at_once_have_the_bits_of_each_alone(
+    server: Server, alone: list[Any], order: int
+) -> None:
+    with asking(server) as http, ThreadPoolExecutor(THREADS) as pool:
+        for outputs, answer in zip(
+            alone[::order], pool.map(lambda b: ask(http, b), BODIES[::order]), strict=True
+        ):
+            assert answer["outputs"] == outputs
+            assert answer["timing"]["batch_size"] == 1
+
+
+def test_grouped_with_strangers_they_have_the_bits_of_each_alone(
+    batching: Server, alone: list[Any]
+) -> None:
+    """The device is held while each wave of requests comes in, so that groups are certain."""
+    sizes: list[int] = []
+    with asking(batching) as http, ThreadPoolExecutor(THREADS) as pool:
+        for start in range(0, len(BODIES), THREADS):
+            wave = slice(start, start + THREADS)
+            with batching.engine.hold():
+                futures = [pool.submit(ask, http, body) for body in BODIES[wave]]
+                batching.await_waiting(len(futures))
+            answers = [future.result() for future in futures]
+            for case, outputs, answer in zip(CASES[wave], alone[wave], answers, strict=True):
+                assert answer["outputs"] == outputs, str(case)
+            sizes += [answer["timing"]["batch_size"] for answer in answers]
+    assert len(sizes) == len(CASES)
+    assert max(sizes) >= 4  # the runs of four were together
+    assert batching.waiting == 0
+
+
+def test_mixed_with_what_is_refused_and_who_leaves(batching: Server, alone: list[Any]) -> None:
+    """A neighbour's fault, or his leaving, is nobody else's."""
+    some = range(0, len(BODIES), 5)
+    stop = threading.Event()
+
+    def disturb(number: int) -> int:
+        count = 0
+        with httpx.Client(base_url=batching.url, timeout=PATIENCE) as http:
+            while not stop.is_set():
+                body = BODIES[(number + 7 * count) % len(BODIES)]
+                if number % 2:
+                    refused(http.post("/v1/attention/softmax", content=body[:-9]), 400)
+                else:
+                    with socket.create_connection(batching.address, PATIENCE) as leaving:
+                        leaving.sendall(HEAD % len(body) + body)
+                count += 1
+        return count
+
+    with asking(batching) as http, ThreadPoolExecutor(THREADS) as pool:
+        disturbing = [pool.submit(disturb, number) for number in range(4)]
+        try:
+            for i, answer in zip(some, pool.map(lambda i: ask(http, BODIES[i]), some), strict=True):
+                assert answer["outputs"] == alone[i]
+        finally:
+            stop.set()
+        assert all(future.result() for future in disturbing)
+    batching.await_waiting(0)
+    assert batching.http.get("/readyz").is_success

@@ -1,0 +1,291 @@
+"""Every answer has an id, whichever way its request took, and every request a line of log where
+that is wanted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from test_metrics import ran as ran
+from test_supervisor import JSON, PATH, TINY
+
+from conftest import PATIENCE, Process, Server
+from qkv.engine.executor import Standing
+from qkv.jobs.job import Job
+from support.raw_connection import body_of, calling, drawn, request_of
+
+INFER: Final = "/v2/models/softmax/infer"
+MADE: Final = re.compile(r"[0-9a-f]{24,}")
+ID: Final = "X-Request-ID"
+BAD: Final = [
+    b"", b"a b", b"a" * 129, b"a\tb", b'a"b', b"<x>", b"a,b", b"\xc3\xa9", b"a;b", b"{}", b"a\\n",
+]  # fmt: skip
+
+
+def test_the_id_of_a_request_is_on_its_answer_on_every_way(
+    server: Server, ran: list[Standing]
+) -> None:
+    body, length = body_of(drawn(3))
+    with calling(server) as caller:
+        for i in range(6):
+            caller.send(request_of(body, length, INFER, f"x-request-ID: a-{i}"))
+            assert caller.answer()[0]["x-request-id"] == f"a-{i}"
+        assert len(ran) >= 4  # of one plan, whatever the id
+    for method, path in (
+        ("POST", PATH), ("POST", f"{PATH}?a=b"), ("GET", "/v1/variants"), ("HEAD", "/livez"),
+        ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"),
+    ):  # fmt: skip
+        said = {ID: f"of {path}".replace(" ", ":").replace("?", "_"), **JSON}
+        answer = server.http.request(method, path, content=TINY, headers=said)
+        assert answer.status_code == 200
+        assert answer.headers.get_list(ID) == [said[ID]]
+
+
+def test_who_brings_none_is_given_one_of_its_own(server: Server, ran: list[Standing]) -> None:
+    body, length = body_of(drawn(3))
+    ids = []
+    with calling(server) as caller:
+        for _ in range(20):
+            caller.send(request_of(body, length))
+            ids.append(caller.answer()[0]["x-request-id"])
+    assert len(ran) >= 18
+    ids += [server.http.get(path).headers[ID] for path in ("/livez", "/nowhere") * 10]
+    assert len(set(ids)) == 40
+    assert all(MADE.fullmatch(id) for id in ids)
+
+
+def test_faults_have_it_too(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve(max_body_bytes=1000)
+    statuses: list[int] = []
+
+    def ask(method: str, path: str, content: bytes = TINY, type: str = "application/json") -> None:
+        id = f"number-{len(statuses)}"
+        answer = server.http.request(
+            method, path, content=content, headers={"Content-Type": type, ID: id}
+        )
+        assert answer.headers.get_list(ID) == [id]
+        statuses.append(answer.status_code)
+
+    ask("POST", PATH, b"{")
+    ask("POST", PATH, b"{}")
+    ask("POST", PATH, b" " * 2000)
+    ask("POST", PATH, type="text/html")
+    ask("POST", "/v1/attention/none")
+    ask("DELETE", PATH)
+    ask("POST", INFER, b"{}")
+    monkeypatch.setattr(Job, "of", lambda *_: 1 / 0)
+    ask("POST", PATH)
+    assert statuses == [400, 422, 413, 415, 404, 405, 400, 500]
+    fleet = server.app.state.protocol.keywords["worker"].fleet
+    fleet.drain()
+    ask("POST", PATH)
+    ask("GET", "/v1/variants")
+    assert statuses[-2:] == [503, 503]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_may_not_be_echoed_is_not(server: Server, bad: bytes) -> None:
+    """On no way: the third time the shortest."""
+    body, length = body_of(drawn(3))
+    with calling(server) as caller:
+        for _ in range(3):
+            whole = request_of(body, length, INFER)
+            caller.send(whole.replace(b"\r\n\r\n", b"\r\nX-Request-ID: %b\r\n\r\n" % bad, 1))
+            assert MADE.fullmatch(caller.answer()[0]["x-request-id"])
+    answer = server.http.get("/livez", headers=[(ID.encode(), bad)])
+    assert MADE.fullmatch(answer.headers[ID])
+
+
+def test_requests_in_a_row_on_one_connection_keep_their_ids(server: Server) -> None:
+    """Sent before any is answered, some of them known and some not."""
+    body, length = body_of(drawn(3))
+    with calling(server) as caller:
+        wholes = []
+        for i in range(30):
+            more = [f"Accept: a/{i}"] if i % 3 == 0 else []
+            wholes.append(request_of(body, length, INFER, f"X-Request-ID: {i}", *more))
+        caller.send(b"".join(wholes))
+        assert [caller.answer()[0]["x-request-id"] for _ in wholes] == list(map(str, range(30)))
+
+
+def test_what_is_logged_of_a_fault_of_ours_names_the_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Job, "of", lambda *_: 1 / 0)
+    body, length = body_of(drawn(3), id="not seen before")
+    for path in (INFER, "/v2/models/softmax/versions/1/infer"):  # the framework has the second
+        headers = {ID: "it-was-me", "Inference-Header-Content-Length": str(length)}
+        assert server.http.post(path, content=body, headers=headers).status_code == 500
+    ours = [r.getMessage() for r in caplog.records if r.name == "qkv.app"]
+    assert len(ours) == 2
+    assert all("it-was-me" in message for message in ours)
+
+
+# ---------------------------------------------------------------- the log
+
+
+@contextmanager
+def logging_to(path: Path, *arguments: str, **environment: str) -> Iterator[Process]:
+    """A service whose standard output is a file."""
+    with path.open("wb") as file:
+        process = Process(("serve", "--port", "0", *arguments), environment, file)
+        try:
+            assert process.url
+            yield process
+        finally:
+            if process.popen.poll() is None:
+                process.popen.kill()
+            process.wait()
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    body, length = body_of(drawn(0))
+    infer = {"Inference-Header-Content-Length": str(length)}
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    with logging_to(path, "--workers", "1", QKV_REQUEST_LOG="json") as process:
+        with httpx.Client(base_url=process.url, timeout=60) as http:
+            for i in range(5):
+                headers = infer | trace | {ID: f"short-{i}"}
+                last = http.post(f"{INFER}?secret=1", content=body, headers=headers)
+            http.post(PATH, content=TINY, headers=JSON | {ID: "native"})
+            http.post("/v1/attention/none", content=TINY, headers={ID: "unknown"})
+            http.get("/v1/" + "é" * 3000, headers={ID: "long"})
+            http.get("/v1/%0a%22%00", headers={ID: "odd"})
+        assert process.end() == 0, process.lines
+    lines = {line["request_id"]: line for line in lines_of(path)}
+    assert list(lines) == [*(f"short-{i}" for i in range(5)), "native", "unknown", "long", "odd"]
+    short = lines["short-4"]
+    assert short == lines["short-0"] | {
+        name: short[name]
+        for name in short
+        if name in ("time", "request_id", "bytes_out") or "_ms" in name
+    }
+    assert (short["method"], short["path"], short["variant"]) == ("POST", INFER, "softmax")
+    assert (short["status"], short["outcome"]) == (200, "ok")
+    assert (short["bytes_in"], short["bytes_out"]) == (len(body), len(last.content))
+    assert short["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
+    assert "secret" not in path.read_text()
+    for line in (short, lines["short-0"], lines["native"]):
+        assert 0 < line["compute_ms"] <= line["duration_ms"]
+        assert 0 <= line["queue_ms"] <= line["duration_ms"]
+        age = time.time() - datetime.fromisoformat(line["time"]).timestamp()
+        assert 0 <= age < PATIENCE
+    assert "trace_id" not in lines["native"]
+    unknown = {"variant": "unknown", "status": 404, "outcome": "not-found"}
+    assert unknown.items() <= lines["unknown"].items()
+    assert "compute_ms" not in lines["unknown"]
+    assert lines["odd"]["path"] == "/v1/%0a%22%00"  # as it came
+    assert (lines["odd"]["variant"], lines["odd"]["bytes_in"]) == (None, None)
+    assert max(map(len, path.read_bytes().splitlines())) < 4096
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "outcome", "method", "path"),
+    [
+        (b"rubbish\r\n\r\n", 400, "unparseable", "?", ""),
+        (b"GET /livez HTTP/1.1\r\nX-Request-ID: mine\r\n\r\n", 400, "unparseable", "GET", "/livez"),
+        (b"PUT /a?b HTTP/1.1\r\nHost: a\r\nX: %b\r\n\r\n" % (b"x" * 70_000), 431, "too-long", "PUT",
+         "/a"),
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "too-slow", "GET", "/livez"),
+        (b"POST /v1/attention/softmax HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{", 408,
+         "too-slow", "POST", PATH),
+        (b"POST http://a/v1/attention/soft%6dax HTTP/1.1\r\nHost: a\r\n"
+         b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "unparseable", "POST",
+         "/v1/attention/soft%6dax"),
+        (b"POST http://a/v2/models/softmax/infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400,
+         "unparseable", "POST", INFER),
+    ],
+)  # fmt: skip
+def test_what_a_connection_refuses_by_itself_is_seen_as_well(
+    tmp_path: Path, sent: bytes, status: int, outcome: str, method: str, path: str
+) -> None:
+    """With an id, a line and a count, once."""
+    log = tmp_path / "log"
+    how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "1"}
+    with logging_to(log, "--workers", "1", **how) as process:
+        url = httpx.URL(process.url)
+        assert url.port
+        with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+            connection.sendall(sent)
+            answer = b""
+            while came := connection.recv(1 << 16):
+                answer += came
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        counts = httpx.get(f"{process.url}/metrics").text
+        assert process.end() == 0
+    (line,) = (line for line in lines_of(log) if line["path"] != "/metrics")
+    assert (line["method"], line["path"], line["outcome"]) == (method, path, outcome)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert (line["status"], line["bytes_out"]) == (status, len(body))
+    assert line["variant"] == ("softmax" if method == "POST" else None)
+    ids = re.findall(rb"(?i)x-request-id: (\S+)", head)
+    assert ids == [line["request_id"].encode()]
+    assert body.startswith(b'{"error":' if path == INFER else b'{"type":"urn:qkv:problem:')
+    assert (b"mine" in ids) == (b"mine" in sent)
+    counted = f'qkv_requests_total{{variant="softmax",outcome="{outcome}"}} 1' in counts
+    assert counted == (method == "POST")
+    (rejected,) = re.findall(r'qkv_rejected_total\{reason="([^"]*)"\} [1-9]', counts)
+    assert rejected == outcome
+
+
+def test_no_line_is_lost_or_mixed_with_another(tmp_path: Path) -> None:
+    """Of several workers into one pipe, and up to SIGTERM."""
+    body, length = body_of(drawn(0))
+    reader, writer = os.pipe()
+    written: list[bytes] = []
+
+    def read() -> None:
+        while came := os.read(reader, 1 << 16):
+            written.append(came)
+
+    listener = threading.Thread(target=read)
+    listener.start()
+    process = Process(
+        ("serve", "--port", "0", "--workers", "3"), {"QKV_REQUEST_LOG": "json"}, writer
+    )
+    os.close(writer)
+    try:
+
+        def post(k: int) -> None:
+            with httpx.Client(base_url=process.url, timeout=60) as http:
+                for i in range(150):
+                    headers = {"Inference-Header-Content-Length": str(length), ID: f"{k}-{i}"}
+                    assert http.post(INFER, content=body, headers=headers).status_code == 200
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(post, range(8)))
+        assert process.end() == 0
+    finally:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.wait()
+        listener.join(PATIENCE)
+        os.close(reader)
+    ids = [json.loads(line)["request_id"] for line in b"".join(written).splitlines()]
+    assert Counter(ids) == {f"{k}-{i}": 1 for k in range(8) for i in range(150)}
+
+
+def test_without_the_setting_nothing_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with logging_to(path, "--workers", "1") as process:
+        assert httpx.post(process.url + PATH, content=TINY, headers=JSON).status_code == 200
+        assert process.end() == 0
+    assert path.read_bytes() == b""

@@ -1,0 +1,424 @@
+"""What /v2 does with requests that Triton's client does not send: over HTTP, byte by byte."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import tracemalloc
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+
+from conftest import Server
+from qkv.attention import catalogue
+from qkv.telemetry.worker_state import Fleet
+from support.known_requests import refused
+
+Array = np.ndarray[Any, Any]
+
+INFER: Final = "/v2/models/softmax/infer"
+NATIVE: Final = "/v1/attention/softmax"
+LENGTH: Final = "Inference-Header-Content-Length"
+CODINGS: Final[dict[str, Callable[[bytes], bytes]]] = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+}
+DTYPES: Final[dict[str, Any]] = {
+    "FP64": np.float64,
+    "FP32": np.float32,
+    "FP16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+DRAWN: Final[dict[str, Array]] = {
+    name: np.random.default_rng(i).normal(size=(1, 2, 3, 4)).astype(np.float32)
+    for i, name in enumerate(("query", "key", "value"))
+}
+
+
+def entry(name: str, array: Array, **changed: Any) -> dict[str, Any]:
+    """An input with its data, flat."""
+    shape, data = list(array.shape), array.ravel().tolist()
+    return {"name": name, "datatype": "FP32", "shape": shape, "data": data} | changed
+
+
+def listed(**fields: Any) -> dict[str, Any]:
+    """A request whose inputs are lists."""
+    return {"inputs": [entry(name, array) for name, array in DRAWN.items()]} | fields
+
+
+def in_binary(**fields: Any) -> tuple[bytes, bytes]:
+    """A request whose inputs are bytes: its JSON, and they."""
+    inputs = []
+    for name, array in DRAWN.items():
+        inputs.append(entry(name, array, parameters={"binary_data_size": array.nbytes}))
+        del inputs[-1]["data"]
+    tail = b"".join(array.tobytes() for array in DRAWN.values())
+    return json.dumps({"inputs": inputs} | fields).encode(), tail
+
+
+def post(server: Server, content: Any, headers: Mapping[str, str] | None = None) -> httpx.Response:
+    """Sends bytes or a document with no Content-Type."""
+    if isinstance(content, dict):
+        content = json.dumps(content).encode()
+    request = server.http.build_request("POST", INFER, content=content, headers=headers)
+    assert "content-type" not in request.headers
+    return server.http.send(request)
+
+
+def error(response: httpx.Response, status: int = 400) -> str:
+    """The one sentence that an error is."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    document = response.json()
+    assert list(document) == ["error"]
+    assert 0 < len(document["error"]) < 2000
+    return str(document["error"])
+
+
+def outputs(response: httpx.Response) -> dict[str, Array]:
+    """The outputs of an answer, read apart from the service's own codec."""
+    assert response.status_code == 200, response.text
+    length = response.headers.get(LENGTH)
+    kind = "application/json" if length is None else "application/octet-stream"
+    assert response.headers["content-type"] == kind
+    document = json.loads(response.content[: None if length is None else int(length)])
+    tail = b"" if length is None else response.content[int(length) :]
+    found = {}
+    for tensor in document["outputs"]:
+        dtype = np.dtype(DTYPES[tensor["datatype"]])
+        if "data" in tensor:
+            flat = np.array(tensor["data"], np.float64).astype(dtype)
+        else:
+            size = tensor["parameters"]["binary_data_size"]
+            flat, tail = np.frombuffer(tail[:size], dtype), tail[size:]
+        found[tensor["name"]] = flat.reshape(tensor["shape"])
+    assert not tail
+    return found
+
+
+@pytest.fixture(scope="module")
+def right(server: Server) -> bytes:
+    """The bits of the output, by way of the native API."""
+    answer = server.http.post(
+        NATIVE,
+        json={
+            "inputs": {name: array.tolist() for name, array in DRAWN.items()},
+            "outputs": ["output"],
+        },
+    )
+    rows = answer.json()["outputs"]["output"]
+    return np.array(rows, np.float32).tobytes()
+
+
+def test_no_content_type_lists_flat_or_nested(server: Server, right: bytes) -> None:
+    nested = [entry(name, array, data=array.tolist()) for name, array in DRAWN.items()]
+    mixed = [nested[2], listed()["inputs"][0], nested[1]]
+    for inputs in (listed()["inputs"], nested, mixed):
+        answer = post(server, {"inputs": inputs})
+        assert outputs(answer)["output"].tobytes() == right
+        assert LENGTH not in answer.headers
+        assert "id" not in answer.json()
+    for kind in ("application/json", "application/octet-stream", "text/plain"):
+        answer = server.http.post(
+            INFER, content=json.dumps(listed()), headers={"Content-Type": kind}
+        )
+        assert outputs(answer)["output"].tobytes() == right
+
+
+@pytest.mark.parametrize("datatype", DTYPES)
+def test_every_datatype_in_json(server: Server, datatype: str) -> None:
+    inputs = [entry(name, array, datatype=datatype) for name, array in DRAWN.items()]
+    came = outputs(post(server, {"inputs": inputs}))["output"]
+    as_bytes = {"parameters": {"binary_data_output": True}}
+    exact = outputs(post(server, {"inputs": inputs} | as_bytes))["output"]
+    assert came.dtype == exact.dtype == DTYPES[datatype]
+    assert came.tobytes() == exact.tobytes()
+
+
+COMBINATIONS: Final = list(itertools.product((None, True, False), repeat=3))
+
+
+@pytest.mark.parametrize(("of_request", "of_one", "of_other"), COMBINATIONS)
+def test_which_outputs_are_binary(
+    server: Server, of_request: bool | None, of_one: bool | None, of_other: bool | None
+) -> None:
+    asked = [
+        {"name": name} | ({} if chosen is None else {"parameters": {"binary_data": chosen}})
+        for name, chosen in (("weights", of_one), ("output", of_other))
+    ]
+    fields = {} if of_request is None else {"parameters": {"binary_data_output": of_request}}
+    answer = post(server, listed(outputs=asked, **fields))
+    assert list(outputs(answer)) == ["weights", "output"]
+    document = json.loads(answer.content[: int(answer.headers.get(LENGTH, len(answer.content)))])
+    for tensor, chosen in zip(document["outputs"], (of_one, of_other), strict=True):
+        assert ("data" not in tensor) == bool(of_request if chosen is None else chosen)
+        assert ("parameters" in tensor) == ("data" not in tensor)
+
+
+def test_the_id_is_any_string(server: Server) -> None:
+    for name in ("", "7", "é 日本 \U0001f600", 'a"b\\c\n\0', "x" * 5000):
+        assert post(server, listed(id=name)).json()["id"] == name
+    assert "id" not in post(server, listed(id=None)).json()
+    assert "id came as 7" in error(post(server, listed(id=7)))
+
+
+def test_names_that_a_client_repeats(server: Server, right: bytes) -> None:
+    for fields in (
+        {"model_name": "softmax"},
+        {"model_name": "softmax", "model_version": "1"},
+        {"model_name": None, "model_version": "", "outputs": None, "parameters": None},
+    ):
+        assert outputs(post(server, listed(**fields)))["output"].tobytes() == right
+    assert "the path says 'softmax'" in error(post(server, listed(model_name="linear")))
+    assert "the path says '1'" in error(post(server, listed(model_version="2")))
+
+
+def test_binary_whole_and_in_pieces(server: Server, right: bytes) -> None:
+    text, tail = in_binary(parameters={"binary_data_output": True})
+    headers = {LENGTH: str(len(text))}
+    assert outputs(post(server, text + tail, headers))["output"].tobytes() == right
+    whole = text + tail
+    for size in (1, 7, len(text), len(whole)):
+        pieces = (whole[i : i + size] for i in range(0, len(whole), size))
+        answer = post(server, pieces, headers)
+        assert answer.request.headers["transfer-encoding"] == "chunked"
+        assert outputs(answer)["output"].tobytes() == right
+    plain = json.dumps(listed()).encode()
+    assert outputs(post(server, iter([plain[:9], plain[9:]])))["output"].tobytes() == right
+    all_json = post(server, plain, {LENGTH: str(len(plain))})
+    assert outputs(all_json)["output"].tobytes() == right
+
+
+@pytest.mark.parametrize("length", ["-1", "+1", "1.5", "abc", "", "1 2", "1e3", "9" * 30, "0x10"])
+def test_a_header_length_that_is_no_number(server: Server, length: str) -> None:
+    text, tail = in_binary()
+    assert "must be a whole number" in error(post(server, text + tail, {LENGTH: length}))
+
+
+def test_lengths_that_do_not_add_up(server: Server) -> None:
+    text, tail = in_binary()
+
+    def told(content: bytes, length: int | None) -> str:
+        return error(post(server, content, {} if length is None else {LENGTH: str(length)}))
+
+    assert "the body has" in told(text + tail, len(text + tail) + 1)
+    assert "the body has" in told(text + tail, 10**19)
+    assert "not JSON" in told(text + tail, len(text) - 1)
+    assert "not JSON" in told(text + tail, len(text) + 1)
+    assert "not JSON" in told(text + tail, 0)
+    assert "not JSON" in told(text + tail, None)
+    assert "1 bytes behind the JSON belong to no tensor" in told(text + tail + b"x", len(text))
+    assert "value has binary_data_size 96; 95 bytes are left" in told(text + tail[:-1], len(text))
+    assert "query has binary_data_size 96; 0 bytes are left" in told(text, len(text))
+
+
+BAD: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"shape": [1, 2, 3, -4]}, "none negative"),
+    ({"shape": [1 << 40, 1 << 40, 3, 4]}, "less than 2**63 bytes"),
+    ({"shape": [1, 2, 3.0, 4]}, "whole numbers"),
+    ({"shape": [True, 2, 3, 4]}, "whole numbers"),
+    ({"shape": "1234"}, "whole numbers"),
+    ({"shape": [1] * 100}, "at most"),
+    ({"shape": [1, 2, 3, 5]}, "30 elements; its data came as [24]"),
+    ({"data": [[1.0, 2.0], [3.0]]}, "ragged"),
+    ({"data": [[[[0.0] * 3] * 4] * 2]}, "its data came as [1, 2, 4, 3]"),
+    ({"data": 7}, "query"),
+    ({"data": ["a"] * 24}, "query"),
+    ({"datatype": "BYTES"}, "served are FP64"),
+    ({"datatype": None}, "served are FP64"),
+    ({"datatype": "FP16", "data": [1e6] * 24}, "past the range of float16"),
+    ({"datatype": "BOOL", "data": [2] * 24}, "other than true and false"),
+    ({"datatype": "INT64", "data": [0.5] * 24}, "must be whole numbers"),
+    ({"datatype": "INT64", "data": [1] * 24}, "query came as int64"),
+    ({"parameters": {"binary_data_size": 96}}, "both data and binary_data_size"),
+    ({"parameters": {"shared_memory_region": "a"}}, "lies in shared memory"),
+    ({"parameters": {"size": 96}}, "has the parameter 'size'"),
+    ({"parameters": 5}, "must be an object"),
+    ({"dtype": "FP32"}, "has 'dtype'; known are name, datatype, shape, parameters, data"),
+    ({"name": "key"}, "'key' comes twice"),
+    ({"name": "kye"}, "softmax has no input 'kye'"),
+    ({"name": 5}, "has name 5"),
+]
+
+
+@pytest.mark.parametrize(("changed", "says"), BAD)
+def test_an_input_that_is_wrong(server: Server, changed: dict[str, Any], says: str) -> None:
+    document = listed()
+    document["inputs"][0] |= changed
+    assert says in error(post(server, document))
+
+
+@pytest.mark.parametrize("size", [95, 97, -96, 96.0, True, "96", 1 << 62])
+def test_a_binary_size_that_is_not_what_the_shape_takes(server: Server, size: Any) -> None:
+    document = json.loads((sent := in_binary())[0])
+    document["inputs"][0]["parameters"]["binary_data_size"] = size
+    text = json.dumps(document).encode()
+    says = error(post(server, text + sent[1], {LENGTH: str(len(text))}))
+    assert "query has binary_data_size" in says
+    assert "takes 96" in says
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"foo": 1}, "unknown field 'foo'; known are inputs, id"),
+        ({"inputs": {}}, "inputs must be a list of tensors"),
+        ({"inputs": [5]}, "inputs/0 must be an object"),
+        ({"inputs": [{}] * 300}, "more than 256"),
+        ({"inputs": []}, "softmax needs query, key, value"),
+        ({"outputs": "output"}, "outputs came as"),
+        ({"outputs": [{"name": "outptu"}]}, "softmax has no output 'outptu'"),
+        ({"outputs": [{}]}, "outputs.0.name is missing"),
+        ({"outputs": [{"name": "output", "data": 1}]}, "unknown field 'data' of outputs.0"),
+        ({"outputs": [{"name": "output"}, {"name": "output"}]}, "output is named twice"),
+        ({"outputs": [{"name": "output", "parameters": {"binary_data": 1}}]}, "true or false"),
+        ({"parameters": {"binary_data_output": "yes"}}, "parameters.binary_data_output"),
+        ({"parameters": {"priority": -1}}, "parameters.priority"),
+        ({"parameters": {"timeout": 1.5}}, "parameters.timeout"),
+        ({"parameters": {"timeout": 1 << 63}}, "parameters.timeout"),
+        ({"parameters": {"causal": "yes"}}, "causal"),
+        ({"parameters": {"window": "{1"}}, "looks like JSON"),
+        ({"parameters": {"sequence_end": True}}, "no model keeps state"),
+        ({"parameters": []}, "parameters came as"),
+    ],
+)
+def test_a_field_that_is_wrong(server: Server, fields: dict[str, Any], says: str) -> None:
+    assert says in error(post(server, listed() | fields))
+
+
+def test_what_is_no_json_object(server: Server) -> None:
+    for content in (b"", b"[]", b"{", b"\xff", b"null", b'{"id": nan}', b"[" * 5000):
+        assert "JSON" in error(post(server, content))
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_packed_bodies(server: Server, right: bytes, coding: str) -> None:
+    pack = CODINGS[coding]
+    headers = {"Content-Encoding": coding}
+    text, tail = in_binary(parameters={"binary_data_output": True})
+    lengths = {LENGTH: str(len(text))} | headers  # of the JSON unpacked
+    packed = pack(text + tail)
+    for content in (packed, iter([packed[:5], packed[5:]])):
+        answer = post(server, content, lengths | {"Accept-Encoding": coding})
+        assert answer.headers["content-encoding"] == coding
+        assert outputs(answer)["output"].tobytes() == right
+    answer = post(server, pack(json.dumps(listed()).encode()), headers)
+    assert "gzip" in answer.request.headers["accept-encoding"]  # among others: not told to
+    assert "content-encoding" not in answer.headers
+    assert outputs(answer)["output"].tobytes() == right
+    for cut in (packed[:-9], packed[:20], b""):
+        assert "ends too early" in error(post(server, cut, lengths))
+    assert "bytes follow" in error(post(server, packed + b"x", lengths))
+    assert "cannot be unpacked" in error(post(server, text + tail, lengths))
+    assert "send gzip, deflate" in error(post(server, packed, {"Content-Encoding": "br"}))
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_packed_bodies_of_the_native_api(server: Server, coding: str) -> None:
+    inputs = {name: array.tolist() for name, array in DRAWN.items()}
+    plain = json.dumps({"inputs": inputs, "outputs": ["output"]}).encode()
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    packed = CODINGS[coding](plain)
+
+    def ask(content: Any, **changed: str) -> httpx.Response:
+        return server.http.post(NATIVE, content=content, headers=headers | changed)
+
+    right = server.http.post(NATIVE, json=json.loads(plain)).json()["outputs"]
+    assert ask(packed).json()["outputs"] == right
+    assert ask(iter([packed[:5], packed[5:]])).json()["outputs"] == right
+    refused(ask(packed[:-9]), 400)
+    refused(ask(packed, **{"Content-Encoding": "br"}), 415)
+
+
+@pytest.mark.parametrize("path", [INFER, NATIVE])
+@pytest.mark.parametrize("coding", CODINGS)
+def test_a_bomb_is_never_unpacked(serve: Callable[..., Server], path: str, coding: str) -> None:
+    limit, size = 200_000, 100_000_000
+    bomb = CODINGS[coding](b" " * size)
+    assert len(bomb) < limit
+    server = serve(max_body_bytes=limit)
+    headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+    tracemalloc.start()
+    try:
+        for content in (bomb, iter([bomb])):
+            answer = server.http.post(path, content=content, headers=headers)
+            if path == INFER:
+                assert "unpacks to more than 200000 bytes" in error(answer, 413)
+            else:
+                refused(answer, 413)
+        assert tracemalloc.get_traced_memory()[1] < size / 10
+    finally:
+        tracemalloc.stop()
+    assert "more than" in error(post(server, iter([b" " * limit, b" "])), 413)
+    assert "at most" in error(post(server, b" " * (limit + 1)), 413)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("HEAD", INFER, 405), ("PUT", "/v2", 405), ("POST", "/v2/health/ready", 405),
+        ("GET", INFER, 405), ("GET", "/v2/repository/index", 405), ("DELETE", "/v2/models", 405),
+        ("GET", "/v2/nothing", 404), ("POST", "/v2/nothing", 404), ("HEAD", "/v2/nothing", 404),
+        ("GET", "/v2/models/nope", 404), ("GET", "/v2/models/nope/ready", 404),
+        ("POST", "/v2/models/nope/infer", 404), ("GET", "/v2/models/softmax/versions/2", 404),
+        ("POST", "/v2/models/softmax/versions/2/infer", 404), ("GET", "/v2/models/%00", 404),
+        ("GET", "/v2/models/" + "x" * 3000, 404), ("POST", "/v2/repository/models/x/load", 404),
+    ],
+)  # fmt: skip
+def test_what_is_not_there(server: Server, method: str, path: str, status: int) -> None:
+    answer = server.http.request(method, path)
+    if method == "HEAD":
+        assert (answer.status_code, answer.content) == (status, b"")
+    else:
+        error(answer, status)
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_the_list_of_models_and_the_repository(server: Server) -> None:
+    names = list(catalogue.variants())
+    assert server.http.get("/v2/models").json() == {"models": names}
+    index = "/v2/repository/index"
+    for content in (b"", b" \n", b"{}", b'{"ready": false}', b'{"ready": true}'):
+        entries = server.http.post(index, content=content).json()
+        assert [e["name"] for e in entries] == names
+        assert {(e["version"], e["state"], e["reason"]) for e in entries} == {("1", "READY", "")}
+    for content, says in ((b'{"ready": 1}', "true or false"), (b'{"foo": 1}', "unknown field")):
+        assert says in error(server.http.post(index, content=content))
+    error(server.http.post(index, content=b" " * 70_000), 413)
+
+
+def test_server_timing_is_what_the_parameters_say(server: Server) -> None:
+    for fields in ({}, {"parameters": {"binary_data_output": True}}):
+        answer = post(server, listed(**fields))
+        length = int(answer.headers.get(LENGTH, len(answer.content)))
+        timing = json.loads(answer.content[:length])["parameters"]
+        stages = ("queue", "transfer", "compute", "total")
+        assert answer.headers["server-timing"] == ", ".join(
+            f"{stage};dur={timing[f'{stage}_ms']:.4f}" for stage in stages
+        )
+        assert {"batch_size", "device", "backend", "flops", "bytes"} < set(timing)
+
+
+@pytest.fixture
+def draining(serve: Callable[..., Server]) -> Server:
+    stopping = serve()
+    fleet = stopping.app.user_middleware[0].kwargs["fleet"]
+    assert isinstance(fleet, Fleet)
+    fleet.drain()
+    return stopping
+
+
+def test_while_it_drains(draining: Server) -> None:
+    assert draining.http.get("/v2/health/live").json() == {"live": True}
+    ready = draining.http.get("/v2/health/ready")
+    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    for answer in (post(draining, listed()), draining.http.get("/v2/models/softmax/ready")):
+        assert "stopping" in error(answer, 503)
+        assert int(answer.headers["retry-after"]) > 0
+        assert answer.headers["connection"] == "close"

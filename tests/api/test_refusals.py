@@ -1,0 +1,223 @@
+"""What the service refuses: paths, media types, and more than its limits allow."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from conftest import PATIENCE, Process, Server
+from support.json_requests import EXAMPLE, EYE, ask, layered, post, tensors
+from support.known_requests import Case, as_json, refused
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+
+def test_an_unknown_variant_is_told_which_there_are(server: Server) -> None:
+    known = [v["variant"] for v in server.http.get("/v1/variants").json()["variants"]]
+    assert "softmax" in known
+    for method, path in (("POST", "/v1/attention/sofmax"), ("GET", "/v1/variants/sofmax")):
+        problem = refused(server.http.request(method, path, json=EXAMPLE), 404)
+        assert "'sofmax'" in problem["detail"]
+        assert all(name in problem["detail"] for name in known)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1", 404),
+        ("POST", "/v1/attention", 404),
+        ("POST", "/v1/attention/", 404),
+        ("POST", "/v1/attention/a%2Fb", 404),
+        ("POST", "/v1/attention/%ff%00", 404),
+        ("POST", "/v1/attention/" + "a" * 5000, 404),
+        ("POST", "/v1/attention/SOFTMAX", 404),
+        ("POST", "/v1/attention/_scores", 404),
+        ("POST", "/v1/attention/__init__", 404),
+        ("GET", "/v1/attention/softmax", 405),
+        ("PUT", "/v1/attention/softmax", 405),
+        ("DELETE", "/v1/convert", 405),
+        ("POST", "/v1/variants", 405),
+        ("POST", "/livez", 405),
+    ],
+)
+def test_paths_and_methods_that_are_not(
+    server: Server, method: str, path: str, status: int
+) -> None:
+    response = server.http.request(method, path, json=EXAMPLE)
+    refused(response, status)
+    assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "multipart/form-data; boundary=x"},
+        {"Content-Type": "application/jsonx"},
+        {"Content-Type": "json"},
+        {"Content-Type": ""},
+        {"Content-Type": "application/json", "Content-Encoding": "br"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert"])
+def test_media_types_without_a_codec(server: Server, path: str, headers: dict[str, str]) -> None:
+    body = json.dumps(EXAMPLE).encode()
+    problem = refused(server.http.post(path, content=body, headers=headers), 415)
+    assert "application/json" in problem["detail"] or "gzip" in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    "media_type", ["application/json", "APPLICATION/JSON", "application/json; charset=utf-8", None]
+)
+def test_media_types_of_json(server: Server, media_type: str | None) -> None:
+    headers = {} if media_type is None else {"Content-Type": media_type}
+    body = json.dumps(EXAMPLE).encode()
+    assert server.http.post("/v1/attention/softmax", content=body, headers=headers).is_success
+
+
+@pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert"])
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"])
+def test_too_long_a_body_is_refused_before_it_is_sent(
+    server: Server, path: str, expect: str
+) -> None:
+    limit = server.app.state.settings.max_body_bytes
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: here\r\n{expect}Content-Length: {10**12}\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = connection.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert f"{10**12} bytes; at most {limit}" in answer
+
+
+def test_a_body_that_no_memory_holds_is_refused(serve: Callable[..., Server]) -> None:
+    """An operator may have said that any length will do."""
+    server = serve(max_body_bytes=1 << 62)
+    headers = {"Content-Type": "application/vnd.safetensors", "Content-Length": str(1 << 60)}
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n{lines}\r\n"
+        connection.sendall(head.encode() + bytes(8))
+        answer = connection.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert f"{1 << 60} bytes, for which there is no memory" in answer
+
+
+@pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert"])
+def test_too_long_a_body_is_refused_while_it_grows(serve: Callable[..., Server], path: str) -> None:
+    server = serve(max_body_bytes=1000)
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head.encode())
+        for _ in range(11):
+            connection.sendall(b"64\r\n" + b" " * 100 + b"\r\n")
+        answer = connection.recv(65536).decode()  # the last chunk is never sent
+    assert answer.startswith("HTTP/1.1 413 ")
+    assert "more than 1000 bytes" in answer
+    exact = json.dumps(EXAMPLE).encode()
+    assert post(server, exact.ljust(1000)).is_success
+    problem = refused(post(server, exact.ljust(1001)), 413)
+    assert "1001" in problem["detail"]
+    assert problem["limit"] == 1000
+    assert server.http.post("/v1/attention/softmax", content=iter([exact, b" " * 500])).is_success
+    refused(server.http.post("/v1/attention/softmax", content=iter([exact, b" " * 1000])), 413)
+
+
+def test_weights_that_never_fit_are_refused_and_told_what_would(
+    server: Server, serve: Callable[..., Server]
+) -> None:
+    long = as_json(np.zeros((20_000, 1), np.float32), "base64")
+    document = {"inputs": dict.fromkeys(("query", "key", "value"), long)}
+    problem = refused(post(server, document), 413)
+    assert str(20_000 * 20_000 * 4 + 20_000 * 4) in problem["detail"]
+    assert '"weights": "none"' in problem["detail"]
+    small = serve(max_answer_bytes=64 * 64 * 4)
+    case = Case({n: np.ones((64, 1), np.float32) for n in ("query", "key", "value")})
+    for outputs, status in ((["output", "weights"], 413), (["weights"], 200), (["output"], 200)):
+        assert post(small, case.document | {"outputs": outputs}).status_code == status
+    tiny = serve(max_queue_bytes=100)
+    assert ask(tiny, EXAMPLE)["timing"]["bytes"] == 80
+    assert "100" in refused(post(tiny, EXAMPLE | {"dtype": "float64"}), 413)["detail"]
+
+
+def test_more_scores_than_allowed_are_refused(serve: Callable[..., Server]) -> None:
+    server = serve(max_scores=2 * 4 * 3 * 5)
+    case = Case(tensors(4), outputs=("output",))
+    assert post(server, case.document).is_success
+    more = Case(case.inputs | {"query": np.zeros((2, 4, 4, 8), "f4")}, outputs=("output",))
+    assert str(2 * 4 * 4 * 5) in refused(post(server, more.document), 413)["detail"]
+
+
+def test_when_too_much_waits_a_retry_makes_sense(serve: Callable[..., Server]) -> None:
+    server = serve(max_queue_bytes=200)
+    with ThreadPoolExecutor(2) as pool:
+        with server.engine.hold():
+            waiting = [
+                pool.submit(httpx.post, f"{server.url}/v1/attention/softmax", json=EXAMPLE)
+                for _ in range(2)
+            ]
+            server.await_waiting(2)
+            response = post(server, EXAMPLE)
+            refused(response, 503)
+            assert int(response.headers["retry-after"]) >= 1
+        assert all(future.result().is_success for future in waiting)
+    assert post(server, EXAMPLE).is_success
+
+
+def test_who_leaves_gives_the_place_back(server: Server) -> None:
+    body = json.dumps(EXAMPLE).encode()
+    head = "POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n"
+    with server.engine.hold():
+        with socket.create_connection(server.address, PATIENCE) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            server.await_waiting(1)
+        server.await_waiting(0)
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:20])
+    assert post(server, EXAMPLE).is_success
+
+
+def test_declared_shapes_cost_nothing(process: Process) -> None:
+    """A tensor that says it has 2**60 elements is answered without room made for them."""
+    status = Path(f"/proc/{process.popen.pid}/status")
+    if not status.exists():
+        pytest.skip("/proc says how much memory a process took, and is not here")
+
+    def most() -> int:
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+        assert found
+        return int(found[1])
+
+    example = Case(tensors(2)).document
+    layer = {"inputs": {"x": EYE}, "layer": layered("v1", 2, 2)}
+    convert = {"from": "v1", "to": "v2", "tensors": layer["layer"]["tensors"]}
+    with httpx.Client(base_url=process.url, timeout=PATIENCE) as http:
+        assert http.post("/v1/attention/softmax", json=example).is_success
+        assert http.post("/v1/attention/softmax", json=layer).is_success
+        assert http.post("/v1/convert", json=convert).is_success
+        before = most()
+        for shape in ([2**60], [2**30, 2**30], [2**20] * 3, [2**62] * 8, [2**62, 4, 0], [0, 2**60]):
+            huge = {"dtype": "float32", "shape": shape, "data": ""}
+            for path, document, names in (
+                ("attention/softmax", example, [["inputs", n] for n in ("query", "key", "value")]),
+                ("attention/softmax", layer, [["inputs", "x"], ["layer", "tensors", "W_key"]]),
+                ("convert", convert, [["tensors", "W_query"]]),
+            ):
+                for *path_to, name in names:
+                    changed = copy.deepcopy(document)
+                    node = changed
+                    for step in path_to:
+                        node = node[step]
+                    node[name] = huge
+                    refused(http.post(f"/v1/{path}", json=changed), 422, changed)
+        assert most() - before < 16 << 10

@@ -1,0 +1,257 @@
+"""The service over a real socket: what it promises to answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import Server
+from support.json_requests import EXAMPLE, LEADS, TENSORS, ask, layered, post, tensors
+from support.known_requests import DTYPES, FLOATING, Case, as_array, as_json, random_case
+
+TIMES = ("queue_ms", "transfer_ms", "compute_ms", "total_ms")
+
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+
+def test_the_example_of_the_design(server: Server) -> None:
+    answer = ask(server, EXAMPLE | {"parameters": {"causal": True}, "weights": "full"})
+    assert list(answer) == ["variant", "outputs", "weights_are", "timing"]
+    assert answer["variant"] == "softmax"
+    outputs = {name: np.round(tensor, 4).tolist() for name, tensor in answer["outputs"].items()}
+    assert outputs == {
+        "output": [[1.0, 2.0], [2.3395, 3.3395]],
+        "weights": [[1.0, 0.0], [0.3302, 0.6698]],
+    }
+    timing = answer["timing"]
+    assert {n: timing[n] for n in timing if n not in TIMES} == {
+        "batch_size": 1, "device": "cpu", "backend": "explicit", "flops": 32, "bytes": 80,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["lists", "base64"])
+@pytest.mark.parametrize("rank", LEADS)
+def test_the_answer_has_the_rank_of_the_request(server: Server, rank: int, encoding: str) -> None:
+    case = Case(tensors(rank), encoding=encoding)
+    outputs = ask(server, case.document)["outputs"]
+    case.check(outputs)
+    assert list(outputs) == ["output", "weights", "scores"]
+    assert as_array(outputs["output"]).shape == (*LEADS[rank], 3, 6)
+    assert as_array(outputs["weights"]).shape == (*LEADS[rank], 3, 5)
+    assert as_array(outputs["scores"]).shape == (*LEADS[rank], 3, 5)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_query_heads_read_their_group_of_key_heads(server: Server, groups: int) -> None:
+    case = Case(tensors(4, groups=groups))
+    grouped = ask(server, case.document)["outputs"]
+    case.check(grouped)
+    repeated = {
+        n: a if n == "query" else a.repeat(4 // groups, axis=1) for n, a in case.inputs.items()
+    }
+    Case(repeated).check(grouped)
+
+
+@pytest.mark.parametrize("kind", ["bool", *FLOATING])
+@pytest.mark.parametrize("rank", LEADS)
+def test_masks_broadcast_from_the_right(server: Server, rank: int, kind: str) -> None:
+    draw = np.random.default_rng(rank)
+    whole = (*LEADS[rank], 3, 5)
+    shapes = [whole[i:] for i in range(rank + 1)]
+    shapes += [tuple(1 if i == axis else n for i, n in enumerate(whole)) for axis in range(rank)]
+    for shape in shapes:
+        allowed = draw.random(shape) < 0.6
+        mask = np.where(allowed, draw.normal(size=shape), -np.inf).astype(DTYPES[kind])
+        inputs = tensors(rank) | {"mask": allowed if kind == "bool" else mask}
+        for encoding in ("lists", "base64"):
+            case = Case(inputs, encoding=encoding)
+            case.check(ask(server, case.document)["outputs"])
+
+
+@pytest.mark.parametrize("rank", LEADS)
+def test_key_lengths_hide_padding(server: Server, rank: int) -> None:
+    lengths = np.array([2, 5] if rank > 2 else [2])
+    for offset in (0, "end"):
+        case = Case(
+            tensors(rank) | {"key_lengths": lengths}, {"causal": True, "query_offset": offset}
+        )
+        case.check(ask(server, case.document)["outputs"])
+
+
+def test_what_stands_in_padding_is_not_looked_at(server: Server) -> None:
+    case = Case(tensors(2) | {"key_lengths": np.array([3])})
+    for names in (("key",), ("value",), ("key", "value")):
+        inputs = dict(case.inputs)
+        for name in names:
+            inputs[name] = inputs[name].copy()
+            inputs[name][3:] = np.nan
+        case.check(ask(server, Case(inputs).document)["outputs"])
+
+
+def test_a_row_that_sees_nothing_is_zeros(server: Server) -> None:
+    hidden = {"mask": np.array([[True] * 5, [False] * 5, [True] * 5])}
+    for extra, rows in ((hidden, [1]), ({"key_lengths": np.array([0])}, [0, 1, 2])):
+        for outputs in (("output",), ("output", "weights")):
+            case = Case(tensors(2) | extra, outputs=outputs)
+            answered = ask(server, case.document)["outputs"]
+            case.check(answered)
+            for name in outputs:
+                assert not as_array(answered[name])[rows].any()
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_dtype_says_what_numbers_in_lists_are(server: Server, dtype: str) -> None:
+    inputs = tensors(3, dtype)
+    listed = Case(inputs, dtype=dtype, encoding="lists").document | {"encoding": "base64"}
+    answer = ask(server, listed)
+    assert answer["outputs"] == ask(server, Case(inputs, dtype=dtype).document)["outputs"]
+    exact = "float64" if dtype == "float64" else "float32"
+    came = {name: tensor["dtype"] for name, tensor in answer["outputs"].items()}
+    assert came == {"output": dtype, "weights": exact, "scores": exact}
+
+
+def test_numbers_in_lists_are_float32_unless_said(server: Server) -> None:
+    assert ask(server, EXAMPLE, encoding="base64")["outputs"]["output"]["dtype"] == "float32"
+
+
+def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
+    mixed = {n: as_json(a, "lists") for n, a in tensors(2).items()}
+    for name in mixed:
+        inputs = mixed | {name: as_json(tensors(2)[name], "base64")}
+        first = "base64" if name == "query" else "lists"
+        for asked, comes in (({}, first), ({"encoding": None}, first)):
+            output = ask(server, {"inputs": inputs}, **asked)["outputs"]["output"]
+            assert isinstance(output, dict) == (comes == "base64")
+        for encoding in ("lists", "base64"):
+            outputs = ask(server, {"inputs": inputs}, encoding=encoding)["outputs"]
+            assert all(isinstance(t, dict) == (encoding == "base64") for t in outputs.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, ["output", "weights"]),
+        ({"outputs": None}, ["output", "weights"]),
+        ({"weights": "full"}, ["output", "weights"]),
+        ({"weights": "none"}, ["output"]),
+        ({"outputs": ["output"]}, ["output"]),
+        ({"outputs": ["weights"]}, ["weights"]),
+        ({"outputs": ["scores"]}, ["scores"]),
+        ({"outputs": ["scores", "output"]}, ["output", "scores"]),
+        ({"outputs": ["output"], "weights": "none"}, ["output"]),
+        ({"outputs": ["output", "weights", "scores"]}, ["output", "weights", "scores"]),
+    ],
+)
+def test_what_to_return(server: Server, fields: dict[str, Any], names: list[str]) -> None:
+    case = Case(tensors(4), {"causal": True}, outputs=tuple(names))
+    answer = ask(server, {k: v for k, v in case.document.items() if k != "outputs"}, **fields)
+    assert list(answer["outputs"]) == names
+    case.check(answer["outputs"])
+
+
+def test_timing_is_measured_and_goes_out_as_a_header(server: Server) -> None:
+    response = post(server, Case(tensors(4)).document)
+    timing = response.json()["timing"]
+    assert timing.keys() == {*TIMES, "batch_size", "device", "backend", "flops", "bytes"}
+    assert all(isinstance(timing[name], float) and timing[name] >= 0 for name in TIMES)
+    assert timing["compute_ms"] > 0
+    assert sum(timing[name] for name in TIMES[:3]) <= timing["total_ms"]
+    header = dict(re.findall(r"(\w+);dur=([\d.]+)", response.headers["server-timing"]))
+    assert {f"{n}_ms": float(t) for n, t in header.items()} == {
+        n: round(timing[n], 4) for n in TIMES
+    }
+
+
+@pytest.mark.parametrize("outputs", [("output",), ("weights", "output"), ("scores",)])
+def test_flops_and_bytes_are_the_analytic_counts(server: Server, outputs: tuple[str, ...]) -> None:
+    B, H, G, L, S, D, E = 2, 4, 2, 3, 5, 8, 6
+    mask = np.ones((1, S), bool)
+    case = Case(tensors(4, "float16") | {"mask": mask}, dtype="float16", outputs=outputs)
+    timing = ask(server, case.document)["timing"]
+    assert timing["flops"] == 2 * B * H * L * S * (D + E)
+    came = 2 * (B * H * L * D + B * G * S * (D + E)) + S
+    gone = {"output": 2 * B * H * L * E, "weights": 4 * B * H * L * S, "scores": 4 * B * H * L * S}
+    assert timing["bytes"] == came + sum(gone[name] for name in outputs)
+
+
+def test_a_layer_counts_too(server: Server) -> None:
+    B, L, M, heads, out = 2, 3, 4, 2, 6
+    layer = layered("v2", M, out, bias=True)
+    x = np.ones((B, L, M), np.float32)
+    document = {"inputs": {"x": as_json(x, "base64")}, "layer": layer | {"heads": heads}}
+    answer = ask(server, document)
+    width = out // heads
+    assert answer["timing"]["flops"] == (
+        3 * 2 * B * L * M * out + 2 * B * heads * L * L * (width + width)
+    )
+    assert answer["timing"]["bytes"] == 4 * (
+        B * L * M + 3 * (M * out + out) + B * L * out + B * heads * L * L
+    )
+    assert as_array(answer["outputs"]["output"]).shape == (B, L, out)
+
+
+@pytest.mark.parametrize("x_shape", [(3, 4), (2, 3, 4)])
+@pytest.mark.parametrize(("heads", "axis"), [(None, ()), (1, (1,)), (2, (2,)), (6, (6,))])
+def test_heads_add_an_axis_to_weights_and_scores(
+    server: Server, x_shape: tuple[int, ...], heads: int | None, axis: tuple[int, ...]
+) -> None:
+    x = np.random.default_rng(0).normal(size=x_shape).astype(np.float32)
+    document: dict[str, Any] = {
+        "inputs": {"x": as_json(x, "base64")},
+        "layer": layered("v1", 4, 6) | ({} if heads is None else {"heads": heads}),
+        "outputs": ["output", "weights", "scores"],
+    }
+    outputs = {n: as_array(t) for n, t in ask(server, document)["outputs"].items()}
+    assert outputs["output"].shape == (*x_shape[:-1], 6)
+    shape = (*x_shape[:-2], *axis, 3, 3)
+    assert outputs["weights"].shape == outputs["scores"].shape == shape
+    named = document["layer"]["tensors"]
+    query, key, value = (x @ as_array(named[f"W_{role}"]) for role in TENSORS)
+    lead, count, width = x_shape[:-2], heads or 1, 6 // (heads or 1)
+    split = {
+        n: np.moveaxis(t.reshape(*lead, 3, count, width), -2, -3).reshape(-1, count, 3, width)
+        for n, t in (("query", query), ("key", key), ("value", value))
+    }
+    merged = np.moveaxis(outputs["output"].reshape(*lead, 3, count, width), -2, -3)
+    Case(split, outputs=("output",)).check(
+        {"output": as_json(merged.reshape(-1, count, 3, width), "base64")}
+    )
+
+
+def test_words_stand_for_what_json_lacks(server: Server) -> None:
+    words = EXAMPLE["inputs"] | {"value": [["Infinity", 2], ["-Infinity", "NaN"]]}
+    outputs = ask(server, {"inputs": words})["outputs"]["output"]
+    assert outputs == [["NaN", "NaN"], ["NaN", "NaN"]]
+    mask = EXAMPLE["inputs"] | {"mask": [[0.0, "-Infinity"], ["-Infinity", "-Infinity"]]}
+    answer = ask(server, {"inputs": mask}, outputs=["output", "scores"])
+    assert answer["outputs"]["output"] == [[1.0, 2.0], [0.0, 0.0]]
+    assert answer["outputs"]["scores"][1] == ["-Infinity", "-Infinity"]
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-40, 1e-50, 1e9, -1e9])
+@pytest.mark.parametrize("outputs", [("output",), ("output", "weights", "scores")])
+def test_any_scale_gives_numbers(server: Server, scale: float, outputs: tuple[str, ...]) -> None:
+    small = {n: np.sign(a) * 2.0**-20 for n, a in tensors(4).items()}
+    inputs = {n: a.astype(np.float32) for n, a in small.items()}
+    for causal in (False, True):
+        case = Case(inputs, {"scale": scale, "causal": causal}, outputs=outputs)
+        case.check(ask(server, case.document)["outputs"])
+
+
+@pytest.mark.parametrize("kind", range(150))
+def test_everything_at_once_against_the_reference(server: Server, kind: int) -> None:
+    case = random_case(10_000 + kind, 0)
+    case.check(ask(server, case.document)["outputs"])
+
+
+@pytest.mark.parametrize("encoding", ["lists", "base64"])
+def test_what_is_too_long_for_the_event_loop(server: Server, encoding: str) -> None:
+    """Bodies and answers past a MiB take another way through the service."""
+    draw = np.random.default_rng(1)
+    inputs = {n: draw.normal(size=(640, 600)).astype(np.float32) for n in ("query", "key", "value")}
+    case = Case(inputs, {"causal": True}, outputs=("output", "weights"), encoding=encoding)
+    case.check(ask(server, case.document)["outputs"])

@@ -1,0 +1,198 @@
+"""Seed 003: exact attention and four that are linear in the length, at the notebook's shapes and by
+its own formulas; and every variant behind a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import elu
+
+from conftest import Server
+from qkv import Client
+from qkv.attention.catalogue import Variant, variants
+from qkv.attention.layers.projections import ROLES
+from support.known_requests import EPS
+
+N: Final = 1000
+D: Final = 256
+RANK: Final = 100
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.url) as client:
+        yield client
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q, -1) @ (torch.softmax(k, -2).mT @ v)
+
+
+def linear_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Method 2 as it stands there: without a normaliser."""
+    return (elu(q) + 1) @ ((elu(k) + 1).mT @ v)
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return linear_alone(q, k, v) / linear_alone(q, k, torch.ones_like(v[..., :1]))
+
+
+def taylor(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    ones = torch.ones_like(v[..., :1])
+    return (v.mT @ ones + (q @ (k.mT @ v)).mT).mT / (len(v) + q @ (k.mT @ ones))
+
+
+def linformer(q: Tensor, k: Tensor, v: Tensor, E: Tensor, F: Tensor) -> Tensor:
+    return softmax(q, E @ k, F @ v)
+
+
+METHODS: Final[dict[str, tuple[str, Any, dict[str, Any]]]] = {
+    "the original": ("softmax", softmax, {}),
+    "method 1": ("efficient", efficient, {}),
+    "method 2": ("linear", linear_alone, {"normalize": False}),
+    "method 2, normalised": ("linear", linear, {}),
+    "method 3": ("taylor", taylor, {}),
+    "method 4": ("linformer", linformer, {}),
+}
+
+
+def seed_003() -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """X, the layer's weights, and E and F."""
+    torch.manual_seed(3)
+    x = torch.randn(N, D)
+    weights = {f"W_{role}": torch.randn(D, D) / math.sqrt(D) for role in ROLES}
+    projections = torch.randn(2, RANK, N) / math.sqrt(RANK)
+    return x, weights, (projections[0], projections[1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_each_method_at_the_notebooks_shapes(
+    client: Client, method: str, dtype: torch.dtype
+) -> None:
+    name, formula, parameters = METHODS[method]
+    x, weights, projections = seed_003()
+    x, weights = x.to(dtype), {n: w.to(dtype) for n, w in weights.items()}
+    given: dict[str, Any] = dict(
+        zip(("key_projection", "value_projection"), projections, strict=True)
+    )
+    given = {n: p.to(dtype) for n, p in given.items()} if name == "linformer" else {}
+    found = client.attend(
+        name, x=x, layer={"layout": "v1", "tensors": weights}, **given, **parameters
+    )
+    q, k, v = (x.double() @ w.double() for w in weights.values())
+    truth = formula(q, k, v, *(p.double() for p in given.values()))
+    assert found.output.shape == (N, D)
+    assert found.output.dtype == dtype
+    # projections are rounded, and a product over D = 256 and sums over N follow: their roundings
+    # are as good as independent, and an answer lies within ten times the root of their number
+    close = 10 * math.sqrt(N + 2 * D) * EPS[str(dtype).removeprefix("torch.")]
+    assert float((found.output.double() - truth).abs().max()) < close * float(truth.abs().max())
+    again = found.weights.double() @ v
+    assert float((again - truth).abs().max()) < close * float(truth.abs().max())
+    signs = {"linformer": "signed", "linear": "unnormalised" if parameters else "stochastic"}
+    assert found.weights_are == signs.get(name, "stochastic")
+    if found.weights_are == "stochastic":  # the notebook's own check
+        sums = found.weights.double().sum(-1)
+        assert float((sums - 1).abs().max()) < N * EPS["float32"]
+
+
+def test_method_4_answers_its_map_too(client: Client) -> None:
+    x, weights, (E, F) = seed_003()
+    found = client.attend(
+        "linformer",
+        x=x,
+        layer={"layout": "v1", "tensors": weights},
+        outputs=["output", "map", "weights"],
+        key_projection=E,
+        value_projection=F,
+    )
+    assert found.outputs["map"].shape == (N, RANK)
+    assert float((found.outputs["map"].sum(-1) - 1).abs().max()) < RANK * EPS["float32"]
+    again = found.outputs["map"].double() @ F.double()
+    close = RANK * EPS["float32"] * float(again.abs().max())
+    assert float((again - found.weights).abs().max()) < close
+    drawn = client.attend(
+        "linformer", x=x, layer={"layout": "v1", "tensors": weights}, outputs=["map"], rank=RANK
+    )
+    assert drawn.outputs["map"].shape == (N, RANK)
+
+
+LAYERED: Final = [v for v in variants().values() if set(ROLES) & set(v.inputs)]
+
+
+def split(x_BNX: Tensor, heads: int) -> Tensor:
+    split_BHNX: Tensor = x_BNX.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return split_BHNX
+
+
+def projected(
+    variant: Variant, embeddings: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Four query heads over two key heads, in float64."""
+    heads = {"query": 4, "key": 2, "value": 2}
+    return {
+        variant.inputs[role].argument: split(
+            embeddings["x" if "x" in embeddings else role].double() @ weights[f"W_{role}"].double(),
+            heads[role],
+        )
+        for role in ROLES
+        if role in variant.inputs
+    }
+
+
+@pytest.mark.parametrize("variant", LAYERED, ids=lambda v: v.name)
+@pytest.mark.parametrize("separate", [False, True])
+def test_every_variant_behind_a_layer(client: Client, variant: Variant, separate: bool) -> None:
+    """x, or embeddings of each role's own; held against the file's reference."""
+    torch.manual_seed(4)
+    weights = {
+        f"W_{role}": torch.randn(6, width, dtype=torch.float64) / 2
+        for role, width in zip(ROLES, (12, 6, 10), strict=True)
+    }
+    lengths = {"query": 5, "key": 7, "value": 7}
+    roles = {r: n for r, n in lengths.items() if r in variant.inputs} if separate else {"x": 5}
+    embeddings: dict[str, Any] = {
+        r: torch.randn(2, n, 6, dtype=torch.float64) for r, n in roles.items()
+    }
+    layer = {"layout": "v1", "heads": 4, "tensors": weights}
+    found = client.attend(variant.name, layer=layer, **embeddings)
+    truth = variant.module.reference(**projected(variant, embeddings, weights))
+    merged = truth.output.transpose(1, 2).flatten(2)
+    torch.testing.assert_close(found.output, merged, rtol=0, atol=1000 * EPS["float64"])
+    torch.testing.assert_close(found.weights, truth.weights, rtol=0, atol=1000 * EPS["float64"])
+
+
+def test_the_head_of_seed_002_drops_nothing_unless_asked(client: Client) -> None:
+    """Embeddings of their own, causal; with dropout its weights are those without, dropped and
+    grown, and a seed repeats them."""
+    torch.manual_seed(1337)
+    embeddings: dict[str, Any] = {role: torch.randn(4, 8, 32) for role in ROLES}
+    weights = {f"W_{role}.weight": torch.randn(16, 32) / 8 for role in ROLES}
+    head: dict[str, Any] = {"layer": {"layout": "v2", "tensors": weights}, "causal": True}
+    plain = client.attend("softmax", **embeddings, **head)
+    again = client.attend("softmax", **embeddings, **head, dropout=0.0, seed=5)
+    assert torch.equal(plain.output, again.output)
+    assert torch.equal(plain.weights, again.weights)
+    first, second, other = (
+        client.attend("softmax", **embeddings, **head, dropout=0.25, seed=seed)
+        for seed in (5, 5, 6)
+    )
+    assert torch.equal(first.output, second.output)
+    assert not torch.equal(first.weights, other.weights)
+    kept = first.weights != 0
+    seen = plain.weights != 0
+    assert 0.65 < float(kept[seen].float().mean()) < 0.85
+    torch.testing.assert_close(
+        first.weights[kept], plain.weights[kept] / 0.75, rtol=4 * EPS["float32"], atol=0
+    )

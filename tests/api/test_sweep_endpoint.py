@@ -1,0 +1,255 @@
+"""Events of sweeps on real sockets: callers who leave, others meanwhile, and how they end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from conftest import PATIENCE, Process, Server, serving, until
+from qkv.api import event_stream as events
+from qkv.jobs.job import Job
+from qkv.jobs.measure.sweep_request import Sweep
+from qkv.telemetry.worker_state import Fleet
+from support.paths import ROOT
+from support.sweep_requests import CELL, SMALL, SWEEP, asking, parsed, swept
+from support.sweep_requests import counted as counted
+
+
+def test_headers_and_bytes_on_the_wire(server: Server) -> None:
+    with asking(server, variants=["mean"], lengths=[8]) as asked:
+        came = b""
+        while not came.endswith(b"0\r\n\r\n"):
+            piece = asked.recv(1 << 16)
+            assert piece, came
+            came += piece
+    head, _, body = came.partition(b"\r\n\r\n")
+    lines = {line.lower() for line in head.split(b"\r\n")}
+    assert b"http/1.1 200 ok" in lines
+    assert b"content-type: text/event-stream" in lines
+    assert b"cache-control: no-store" in lines
+    assert b"transfer-encoding: chunked" in lines
+    assert not any(line.startswith(b"content-length") for line in lines)
+    assert any(line.startswith(b"x-request-id: ") for line in lines)
+    assert body.count(b"event: ") == 3
+    assert b'event: progress\ndata: {"done":0,' in body
+
+
+def test_events_come_while_it_runs(server: Server) -> None:
+    """The first cell is there before the second runs."""
+    with server.engine.hold(), asking(server, variants=["mean"], lengths=[8, 16]) as asked:
+        until(lambda: server.waiting == 1)
+        came = asked.recv(1 << 16)
+        if b"progress" not in came:
+            came += asked.recv(1 << 16)
+        assert came.count(b"event: progress") == 1
+        assert b"event: cell" not in came
+
+
+def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert events.HEARTBEAT_S == 10
+    monkeypatch.setattr(events, "HEARTBEAT_S", 0.02)
+    body = SMALL | {"variants": ["mean"], "lengths": [8]}
+    with server.engine.hold(), server.http.stream("POST", SWEEP, json=body) as response:
+        lines = response.iter_lines()
+        came = [next(lines) for _ in range(12)]
+        assert came.count(": still at work") >= 3
+    assert [name for name, _ in parsed(iter([*came, ""]))] == ["progress"]
+
+
+def test_who_leaves_ends_it(server: Server, counted: list[tuple[Job, int]]) -> None:
+    """What is left of its cells never reaches the device."""
+    lengths = list(range(8, 40))
+    with asking(server, variants=["mean", "linear"], lengths=lengths) as leaver:
+        with server.engine.hold():
+            until(lambda: server.waiting == 1)
+            leaver.close()
+            until(lambda: server.waiting == 0)
+        seen = len(counted)
+    assert server.http.post("/v1/attention/mean", json={"inputs": {"value": [[1]]}}).is_success
+    swept(server, variants=["mean"], lengths=[8])
+    assert len(counted) == seen + 1 + SMALL["repeats"]
+    assert seen < len(lengths)
+
+
+def test_who_leaves_has_room_for_as_long_as_a_thread_draws(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = serve()
+    begun, goes_on = threading.Event(), threading.Event()
+    drawn = Sweep.drawn
+
+    def slowly(*arguments: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        return drawn(*arguments)
+
+    monkeypatch.setattr(Sweep, "drawn", slowly)
+    with asking(own, variants=["mean"], lengths=[8]) as leaver:
+        assert begun.wait(PATIENCE)
+        held = own.engine.door.comes
+        leaver.close()
+        own.http.get("/livez")
+        time.sleep(0.1)  # what would be given back is, by then
+        assert own.engine.door.comes == held
+        assert held.bytes
+        goes_on.set()
+    until(lambda: not own.engine.door.comes.bytes)
+
+
+def test_who_leaves_is_counted_as_that(serve: Callable[..., Server]) -> None:
+    own = serve()
+
+    def left() -> bool:
+        return 'qkv_other_requests_total{outcome="left"} 1\n' in own.http.get("/metrics").text
+
+    with own.engine.hold(), asking(own, variants=["mean"], lengths=[8]) as leaver:
+        until(lambda: own.waiting == 1)
+        leaver.close()
+        until(lambda: own.waiting == 0)
+    until(left)
+
+
+def test_others_are_answered_meanwhile_and_before_it(
+    server: Server, counted: list[tuple[Job, int]]
+) -> None:
+    """Of what waits, everybody else's goes first; and a sweep never has more than one waiting."""
+    value = np.ones((600, 64)).tolist()  # too large to run on the loop
+    asked = asking(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
+    try:
+        until(lambda: len(counted) > 3)
+        ran: list[int] = []
+        with server.engine.hold():
+            until(lambda: server.waiting == 1)
+            sweeping = counted[-1][0]
+            threads = [
+                threading.Thread(
+                    target=lambda: ran.append(
+                        httpx.post(
+                            f"{server.url}/v1/attention/softmax",
+                            json={
+                                "inputs": dict.fromkeys(("query", "key", "value"), value),
+                                "weights": "none",
+                            },
+                            timeout=PATIENCE,
+                        ).status_code
+                    )
+                )
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            until(lambda: server.waiting == 5)
+            with server.engine._changed:
+                first = server.engine._queue.oldest()
+            assert first is not None
+            assert first.job is not sweeping
+        for thread in threads:
+            thread.join()
+        assert ran == [200] * 4
+        assert len(counted) < 64 * 101, "it is not over yet"
+    finally:
+        asked.close()
+        until(lambda: server.waiting == 0)
+
+
+def test_keys_are_asked_for(serve: Callable[..., Server]) -> None:
+    guarded = serve(api_keys="secret")
+    body = SMALL | {"variants": ["mean"], "lengths": [8]}
+    assert guarded.http.post(SWEEP, json=body).status_code == 401
+    headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine"}
+    answer = guarded.http.post(SWEEP, json=body, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"] == "mine"
+
+
+def test_a_fault_of_ours_ends_the_stream(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = serve()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(own.engine, "submit", broken)
+    said = swept(own, variants=["mean"], lengths=[8])
+    assert [name for name, _ in said] == ["progress", "error"]
+    assert said[-1][1]["problem"]["status"] == 500
+    assert "ZeroDivision" not in str(said)
+
+
+def test_a_service_that_stops_says_so() -> None:
+    with serving() as stopping:
+        fleet = stopping.app.user_middleware[0].kwargs["fleet"]
+        assert isinstance(fleet, Fleet)
+        body = SMALL | {"variants": ["mean"], "lengths": [8, 16], "repeats": 100}
+        with stopping.http.stream("POST", SWEEP, json=body) as response:
+            told = parsed(response.iter_lines())
+            assert next(told)[0] == "progress"
+            fleet.drain()
+            *_, (name, what) = told
+        assert name == "error"
+        assert what["problem"]["type"] == "urn:qkv:problem:not-now"
+
+
+def test_sigterm_does_not_wait_for_it(command: Callable[..., Process]) -> None:
+    process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="30")
+    body = {"variants": ["softmax"], "lengths": [256, 512], "repeats": 100}
+    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
+        told = parsed(response.iter_lines())
+        assert next(told)[0] == "progress"
+        since = time.monotonic()
+        process.popen.send_signal(signal.SIGTERM)
+        names = [name for name, _ in told]
+    assert names[-1] == "error"
+    assert process.wait() == 0, process.lines
+    assert time.monotonic() - since < 20
+
+
+def test_a_long_cell_does_not_outlast_the_time_to_end(command: Callable[..., Process]) -> None:
+    """Its caller is told, in an event."""
+    process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="0")
+    body = {"variants": ["softmax"], "lengths": [12288], "repeats": 100}
+    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
+        told = parsed(response.iter_lines())
+        assert next(told)[0] == "progress"
+        time.sleep(0.5)  # until its inputs are drawn, and its first run goes on
+        process.popen.send_signal(signal.SIGTERM)
+        *_, (name, what) = told
+    assert name == "error"
+    assert what["problem"]["type"] == "urn:qkv:problem:not-now"
+    process.wait()
+    assert not [line for line in process.lines if "Traceback" in line]
+
+
+def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:
+    process = command(
+        "serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one",
+        QKV_MAX_QUEUE_BYTES=str(64 << 20),
+    )  # fmt: skip
+    body = SMALL | {"variants": ["linear", "mean"], "lengths": [16, 64]}
+    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
+        said = list(parsed(response.iter_lines()))
+    assert [name for name, _ in said] == ["progress", "cell"] * 4 + ["done"]
+    assert all(what.keys() == CELL for name, what in said if name == "cell")
+    assert process.end() == 0, process.lines
+
+
+def test_the_documented_example_runs(url: str) -> None:
+    page = (ROOT / "docs/http.md").read_text()
+    (line,) = re.findall(r"^curl -N .*/v1/sweep.*$", page, re.MULTILINE)
+    done = subprocess.run(
+        ["bash", "-c", line.replace("http://127.0.0.1:8000", url).replace("curl ", "curl -sS ")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [name for name, _ in parsed(iter(done.stdout.split("\n")))][-1] == "done"

@@ -1,0 +1,354 @@
+"""Conversion between layouts: no number changes, and what has no place is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import Server
+from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, refused
+
+ROLES = ("query", "key", "value")
+State = dict[str, Array]
+
+
+def post(server: Server, state: dict[str, Any], source: str, target: str, **fields: Any) -> Any:
+    encoding = fields.pop("form", "base64")
+    tensors = {
+        n: as_json(a, encoding) if isinstance(a, np.ndarray) else a for n, a in state.items()
+    }
+    document = {"from": source, "to": target, "tensors": tensors} | fields
+    response = server.http.post("/v1/convert", json=document)
+    if response.status_code != 200:
+        refused(response, response.status_code, document)
+    return response
+
+
+def converted(
+    server: Server, state: State, source: str, target: str, **fields: Any
+) -> tuple[State, dict[str, Any]]:
+    response = post(server, state, source, target, **fields)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert list(answer) == ["from", "to", "tensors", "check"]
+    assert (answer["from"], answer["to"]) == (source, target)
+    return {n: as_array(t) for n, t in answer["tensors"].items()}, answer["check"]
+
+
+def v2(
+    dtype: str = "float32", bias: tuple[str, ...] = (), width: int = 5, out: int = 6, seed: int = 0
+) -> State:
+    """W_*.weight (out, width), biases for the roles named; each role's numbers are its own."""
+    draw = np.random.default_rng(seed)
+    state = {}
+    for role in ROLES:
+        state[f"W_{role}.weight"] = draw.normal(size=(out, width)).astype(DTYPES[dtype])
+        if role in bias:
+            state[f"W_{role}.bias"] = draw.normal(size=out).astype(DTYPES[dtype])
+    return state
+
+
+def v1(dtype: str = "float32", width: int = 5, out: int = 6) -> State:
+    state = v2(dtype, width=width, out=out)
+    return {n.removesuffix(".weight"): np.ascontiguousarray(w.T) for n, w in state.items()}
+
+
+def same_bits(one: State, other: State) -> bool:
+    seen = [[(n, a.dtype.name, a.shape, a.tobytes()) for n, a in s.items()] for s in (one, other)]
+    return seen[0] == seen[1]
+
+
+def is_tiny(check: dict[str, Any]) -> bool:
+    """Both layers ran in float64: they differ by what rounding makes of some hundred terms, among
+    them scores up to a few hundred in an exponent."""
+    bound: float = EPS["float64"] * 1e5 * check["largest_absolute_output"]
+    return 0.0 <= float(check["largest_absolute_difference"]) <= bound
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_there_and_back_keeps_every_bit(server: Server, dtype: str) -> None:
+    state = v2(dtype)
+    there, check = converted(server, state, "v2", "v1")
+    assert same_bits(there, {n.removesuffix(".weight"): w.T for n, w in state.items()})
+    assert is_tiny(check)
+    back, check = converted(server, there, "v1", "v2")
+    assert same_bits(back, state)
+    assert is_tiny(check)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_lists_are_of_the_dtype_that_is_asked_for(server: Server, dtype: str) -> None:
+    state = v2(dtype)
+    there, _ = converted(server, state, "v2", "v1", form="lists", dtype=dtype)
+    assert [a.astype(DTYPES[dtype]).tobytes() for a in there.values()] == [
+        w.T.tobytes() for w in state.values()
+    ]
+    exact, _ = converted(server, state, "v2", "v1", form="lists", dtype=dtype, encoding="base64")
+    assert {a.dtype for a in exact.values()} == {DTYPES[dtype]}
+
+
+def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
+    for form, encoding, comes in (
+        ("lists", None, list), ("base64", None, dict),
+        ("lists", "base64", dict), ("base64", "lists", list),
+    ):  # fmt: skip
+        answer = post(server, v2(), "v2", "v1", form=form, encoding=encoding).json()
+        assert all(isinstance(t, comes) for t in answer["tensors"].values())
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_bits_come_through(server: Server, data: st.DataObject) -> None:
+    """NaN, infinities and the smallest numbers too."""
+    dtype = DTYPES[data.draw(st.sampled_from(FLOATING))]
+    width, out = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    size = width * out * dtype.itemsize
+    state = {
+        f"W_{role}": np.frombuffer(
+            data.draw(st.binary(min_size=size, max_size=size)), dtype
+        ).reshape(width, out)
+        for role in ROLES
+    }
+    all_bits_come_through(server, state)
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_signalling_nan_comes_through(server: Server, dtype: str) -> None:
+    size = DTYPES[dtype].itemsize
+    quiet_bit = {8: 51, 4: 22, 2: 9 if dtype == "float16" else 6}[size]
+    bits = int.from_bytes(np.array(np.inf, DTYPES[dtype]).tobytes(), "little") | 1
+    assert not bits >> quiet_bit & 1
+    odd = np.frombuffer(bits.to_bytes(size, "little") * 30, DTYPES[dtype]).reshape(5, 6)
+    all_bits_come_through(server, v1(dtype) | {"W_value": odd})
+
+
+def all_bits_come_through(server: Server, state: State) -> None:
+    there, check = converted(server, state, "v1", "v2")
+    assert same_bits(there, {f"{n}.weight": w.T for n, w in state.items()})
+    for number in (check["largest_absolute_difference"], check["largest_absolute_output"]):
+        assert isinstance(number, float) or number in ("NaN", "Infinity")
+    assert same_bits(converted(server, there, "v2", "v1")[0], state)
+
+
+@pytest.mark.parametrize("key", ["W_key", "W_keys"])
+@pytest.mark.parametrize("value", ["W_value", "W_values"])
+def test_names_are_answered_as_they_were_spelled(server: Server, key: str, value: str) -> None:
+    names = ["W_query", key, value]
+    state = dict(zip(names, v1().values(), strict=True))
+    there, _ = converted(server, state, "v1", "v2")
+    assert list(there) == [f"{n}.weight" for n in names]
+    back, _ = converted(server, there, "v2", "v1")
+    assert same_bits(back, state)
+    biased = there | {f"{n}.bias": np.ones(6, np.float32) for n in names}
+    augmented, _ = converted(server, biased, "v2", "v1", bias="augment")
+    assert list(augmented) == names
+    back, _ = converted(server, augmented, "v1", "v2", bias="augment")
+    assert {n: a.tobytes() for n, a in back.items()} == {n: a.tobytes() for n, a in biased.items()}
+
+
+@pytest.mark.parametrize("layout", ["v1", "v2"])
+def test_a_layout_converts_to_itself(server: Server, layout: str) -> None:
+    state = v1() if layout == "v1" else v2(bias=("query", "value"))
+    same, check = converted(server, state, layout, layout)
+    assert same_bits(same, state)
+    assert is_tiny(check)
+
+
+@pytest.mark.parametrize("biased", [("query",), ("key",), ("value",), ROLES])
+def test_a_bias_has_no_place_in_v1(server: Server, biased: tuple[str, ...]) -> None:
+    problem = post(server, v2(bias=biased), "v2", "v1").json()
+    name = f"W_{biased[0]}.bias"
+    assert name in problem["detail"]
+    assert "augment" in problem["detail"]
+    assert problem["pointer"] == f"/tensors/{name}"
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("biased", [(), ("key",), ROLES])
+def test_augmented_weights_are_the_same_layer_exactly(
+    server: Server, dtype: str, biased: tuple[str, ...]
+) -> None:
+    state = v2(dtype, biased)
+    there, check = converted(server, state, "v2", "v1", bias="augment")
+    assert is_tiny(check)
+    for role in ROLES:
+        weight = there[f"W_{role}"]
+        assert weight[:-1].tobytes() == state[f"W_{role}.weight"].T.tobytes()
+        bias = state.get(f"W_{role}.bias", np.zeros(6, DTYPES[dtype]))
+        assert weight[-1].tobytes() == bias.tobytes()
+    back, check = converted(server, there, "v1", "v2", bias="augment")
+    assert is_tiny(check)
+    for name, tensor in back.items():
+        expected = state.get(name, np.zeros(6, DTYPES[dtype]))
+        assert tensor.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("heads", [None, 1, 3])
+def test_the_augmented_layer_answers_as_the_biased_one(server: Server, heads: int | None) -> None:
+    """The v1 layer takes x with a column of ones, and both are run by /v1/attention."""
+    state = v2("float64", ROLES)
+    there, _ = converted(server, state, "v2", "v1", bias="augment")
+    x = np.random.default_rng(1).normal(size=(2, 7, 5))
+    ones = np.concatenate([x, np.ones((2, 7, 1))], axis=-1)
+    outputs = []
+    for layout, tensors, embedding in (("v2", state, x), ("v1", there, ones)):
+        document = {
+            "inputs": {"x": as_json(embedding, "base64")},
+            "layer": {
+                "layout": layout,
+                "heads": heads,
+                "tensors": {n: as_json(a, "base64") for n, a in tensors.items()},
+            },
+            "parameters": {"causal": True},
+        }
+        response = server.http.post("/v1/attention/softmax", json=document)
+        assert response.status_code == 200, response.text
+        outputs.append({n: as_array(t) for n, t in response.json()["outputs"].items()})
+    # a sum over M + 1 = 6, one over up to 6 and one over 7, of numbers of up to 5 or so
+    bound = EPS["float64"] * (6 + 6 + 7) * 5**4
+    for name in ("output", "weights"):
+        assert np.abs(outputs[0][name] - outputs[1][name]).max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_out", "value_out"), [(1, 6, 4), (2, 6, 8), (3, 6, 6), (6, 2, 4), (2, 3, 7)]
+)
+def test_heads_and_widths_of_their_own(
+    server: Server, heads: int, key_out: int, value_out: int
+) -> None:
+    """Grouped key heads, values of another width, and embeddings of three widths."""
+    draw = np.random.default_rng(heads)
+    state = {
+        "W_query": draw.normal(size=(4, 6)),
+        "W_key": draw.normal(size=(3, key_out)),
+        "W_value": draw.normal(size=(2, value_out)),
+    }
+    for bias in ("refuse", "augment"):
+        there, check = converted(server, state, "v1", "v2", heads=heads, bias=bias)
+        assert is_tiny(check)
+        assert check["elements"] == 8 * heads * (value_out // (key_out // (6 // heads)))
+        assert check["dtype"] == "float64"
+        back, check = converted(server, there, "v2", "v1", heads=heads, bias=bias)
+        assert same_bits(back, state)
+        assert is_tiny(check)
+
+
+def test_dtypes_may_differ_between_tensors(server: Server) -> None:
+    """No number changes, whatever stands beside it."""
+    state: State = {}
+    for role, dtype in zip(ROLES, ("bfloat16", "float16", "float64"), strict=True):
+        state |= {n: a for n, a in v2(dtype, (role,)).items() if role in n}
+    back, check = converted(server, state, "v2", "v2")
+    assert same_bits(back, state)
+    assert is_tiny(check)
+    there, _ = converted(server, {n: a for n, a in state.items() if "bias" not in n}, "v2", "v1")
+    assert [a.dtype for a in there.values()] == [
+        DTYPES[d] for d in ("bfloat16", "float16", "float64")
+    ]
+    folded, _ = converted(server, state, "v2", "v1", bias="augment")
+    assert [a.dtype for a in folded.values()] == [a.dtype for a in there.values()]
+
+
+@pytest.mark.parametrize(("weight", "bias"), [("bfloat16", "float16"), ("float32", "float64")])
+def test_a_bias_of_another_dtype_is_folded_in_exactly_or_refused(
+    server: Server, weight: str, bias: str
+) -> None:
+    state = v2(weight) | {n: a for n, a in v2(bias, ("key",)).items() if n.endswith("bias")}
+    response = post(server, state, "v2", "v1", bias="augment")
+    if response.status_code == 200:
+        row = as_array(response.json()["tensors"]["W_key"])[-1]
+        assert np.array_equal(row.astype(float), state["W_key.bias"].astype(float))
+    else:
+        assert response.json()["pointer"].startswith("/tensors")
+        assert "bias" in response.json()["detail"]
+
+
+def base64_of(shape: list[int], dtype: str = "float32") -> Any:
+    return as_json(np.zeros(shape, DTYPES[dtype]), "base64")
+
+
+WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str, str]] = [
+    # from, to, tensors that change (None: left out), fields, what the detail says, the pointer
+    ("v1", "v2", {"W_query": None}, {}, "W_query", "/tensors"),
+    ("v1", "v2", {"W_key": None}, {}, "W_key or W_keys", "/tensors"),
+    ("v2", "v1", {"W_value.weight": None}, {}, "W_value.weight", "/tensors"),
+    ("v1", "v2", {"W_keys": base64_of([5, 6])}, {}, "'W_keys'", "/tensors"),
+    ("v1", "v2", {"W_other": base64_of([5, 6])}, {}, "'W_other'", "/tensors"),
+    ("v1", "v2", {"W_query.weight": base64_of([5, 6])}, {}, "'W_query.weight'", "/tensors"),
+    ("v2", "v1", {"W_query": base64_of([5, 6])}, {}, "'W_query'", "/tensors"),
+    ("v2", "v2", {"W_keys.bias": base64_of([6])}, {}, "'W_keys.bias'", "/tensors"),
+    ("v2", "v1", {"a~/b": base64_of([6])}, {}, "'a~/b'", "/tensors"),
+    ("v1", "v2", {"W_key": base64_of([6])}, {}, "[6]", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": base64_of([1, 5, 6])}, {}, "[1, 5, 6]", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": base64_of([])}, {}, "[]", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": 1.5}, {}, "[]", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": base64_of([5, 0])}, {}, "[5, 0]", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": base64_of([0, 6])}, {}, "[0, 6]", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": []}, {}, "[0]", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": base64_of([5, 7])}, {}, "7 outputs", "/tensors"),
+    ("v1", "v2", {"W_key": base64_of([5, 6], "int64")}, {}, "int64", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": base64_of([5, 6], "bool")}, {}, "bool", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": [[True, False]]}, {}, "booleans", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": [[1, 2], [3]]}, {}, "ragged", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": [[1, None]]}, {}, "null", "/tensors/W_key"),
+    ("v1", "v2", {"W_key": None, "W_keys": {}}, {}, "nothing came", "/tensors/W_keys"),
+    ("v1", "v2", {"W_key": [[1e39] * 6]}, {}, "float32", "/tensors/W_key"),
+    ("v2", "v2", {"W_key.bias": base64_of([5])}, {}, "out=5", "/tensors/W_key.bias"),
+    ("v2", "v2", {"W_key.bias": base64_of([1, 6])}, {}, "[1, 6]", "/tensors/W_key.bias"),
+    ("v2", "v1", {"W_key.bias": base64_of([6])}, {}, "W_key.bias", "/tensors/W_key.bias"),
+    ("v1", "v3", {}, {}, '"v3"', "/to"),
+    ("V1", "v2", {}, {}, '"V1"', "/from"),
+    ("v1", "v2", {}, {"heads": 0}, "0", "/heads"),
+    ("v1", "v2", {}, {"heads": -1}, "-1", "/heads"),
+    ("v1", "v2", {}, {"heads": True}, "true", "/heads"),
+    ("v1", "v2", {}, {"heads": "2"}, "2", "/heads"),
+    ("v1", "v2", {}, {"heads": 4}, "heads=4", "/heads"),
+    ("v1", "v2", {}, {"heads": 65537}, "65537", "/heads"),
+    ("v1", "v2", {}, {"bias": "drop"}, "drop", "/bias"),
+    ("v1", "v2", {}, {"bias": None}, "null", "/bias"),
+    ("v1", "v1", {}, {"bias": "augment"}, "v1 to v1", "/bias"),
+    ("v2", "v2", {}, {"bias": "augment"}, "v2 to v2", "/bias"),
+    ("v1", "v2", {"W_key": base64_of([1, 6])}, {"bias": "augment"}, "[1, 6]", "/tensors/W_key"),
+    ("v1", "v2", {}, {"dtype": "int64"}, "int64", "/dtype"),
+    ("v1", "v2", {}, {"encoding": "npz"}, "npz", "/encoding"),
+    ("v1", "v2", {}, {"biases": "augment"}, "'biases'", "/biases"),
+    ("v1", "v2", {}, {"layer": {}}, "'layer'", "/layer"),
+    ("v1", "v2", {}, {"a~/b": 1}, "'a~/b'", "/a~0~1b"),
+    ("v1", "v2", {}, {"to": None}, "null", "/to"),
+    ("v1", "v2", {}, {"from": ["v1"]}, "v1", "/from"),
+    ("v1", "v2", {}, {"tensors": None}, "null", "/tensors"),
+    ("v1", "v2", {}, {"tensors": {}}, "nothing", "/tensors"),
+    ("v1", "v2", {}, {"tensors": [[1]]}, "list", "/tensors"),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "changes", "fields", "detail", "pointer"), WRONG)
+def test_what_is_wrong_is_said(
+    server: Server,
+    source: str,
+    target: str,
+    changes: dict[str, Any],
+    fields: dict[str, Any],
+    detail: str,
+    pointer: str,
+) -> None:
+    state: dict[str, Any] = dict(v2() if source == "v2" else v1()) | changes
+    state = {n: a for n, a in state.items() if a is not None}
+    response = post(server, state, source, target, **fields)
+    assert response.status_code == 422, response.text
+    problem = response.json()
+    assert detail in problem["detail"]
+    assert problem["pointer"] == pointer
+
+
+@pytest.mark.parametrize("field", ["from", "to", "tensors"])
+def test_a_field_that_is_missing_is_named(server: Server, field: str) -> None:
+    document = {"from": "v1", "to": "v2", "tensors": {n: a.tolist() for n, a in v1().items()}}
+    del document[field]
+    problem = refused(server.http.post("/v1/convert", json=document), 422, document)
+    assert field in problem["detail"] or field == "tensors"
+    assert problem["pointer"] == f"/{field}"

@@ -1,0 +1,402 @@
+"""Efficient attention: against the reference, keys that rise by any amount, numbers at the ends of
+the range, and memory that is linear in the length."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conftest import Server
+from qkv.attention.variants import efficient
+from qkv.engine.executor import run
+from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.known_requests import refused
+from support.peak_memory import needs_proc, peaks
+
+BOTH: Final = frozenset({"output", "weights"})
+OUTPUT: Final = frozenset({"output"})
+DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PATH: Final = "/v1/attention/efficient"
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+wide_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+causal_or_not = pytest.mark.parametrize("causal", [False, True])
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def roundings(query: Tensor, key: Tensor) -> float:
+    """How many of its eps a weight may be off: an e^x for each of query and key is off by |x| eps,
+    x as far from 0 as numbers are apart that matter; its sums over D and S by as many."""
+    D, S = query.shape[-1], key.shape[2]
+
+    def apart(x: Tensor, dim: int) -> float:
+        # what is further below the largest than this is 0 in float32 and, e^-700, in float64
+        end = 700.0 if x.dtype == torch.float64 else 100.0
+        x = x.double().clamp(-1e300, 1e300)
+        return min(end, float((x.amax(dim) - x.amin(dim)).max()))
+
+    return 8 + 2 * D + 2 * S + apart(query, -1) + 2 * apart(key, 2)
+
+
+def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
+    """Output and weights; the output has the same bits when it is asked for alone, and the weights
+    are what makes it."""
+    found = efficient.attend(*tensors, **parameters, outputs=BOTH)
+    alone = efficient.attend(*tensors, **parameters, outputs=OUTPUT)
+    assert found.output is not None
+    assert found.weights is not None
+    assert alone.output is not None
+    assert alone.weights is None
+    assert torch.equal(alone.output, found.output)
+    assert found.output.dtype == tensors[0].dtype
+    assert found.weights.dtype == exact(tensors[0].dtype)
+    return found.output.double(), found.weights.double()
+
+
+def assert_right(
+    tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
+) -> None:
+    """The reference's numbers, to as many roundings as there are."""
+    query, key, value = tensors
+    output, weights = attended(*tensors, lengths, **parameters)
+    if lengths is not None:  # what is padding is in neither
+        key, value = key.clone(), value.clone()
+        for b, length in enumerate(lengths):
+            key[b, :, length:], value[b, :, length:] = key[b, :, :1], 0.0
+    truth = efficient.reference(query, key, value, lengths, **parameters)
+    assert truth.output is not None
+    assert truth.weights is not None
+    K, kind = query.shape[1] // key.shape[1], exact(query.dtype)
+    close = roundings(query, key) * torch.finfo(kind).eps
+    mass = truth.weights @ value.double().abs().repeat_interleave(K, 1)
+    bound = close * mass + torch.finfo(query.dtype).eps * truth.output.abs()
+    bound += torch.finfo(query.dtype).smallest_normal
+    assert ((output - truth.output).abs() <= bound).all()
+    # a shift of up to 300 in float64 takes as much off what is left before it underflows
+    lost = np.exp(300.0) if kind == torch.float64 else 1.0
+    least = torch.finfo(kind).smallest_normal * query.shape[-1] * lost
+    small = close * truth.weights + least
+    assert ((weights - truth.weights).abs() <= small).all()
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    B, G, K, D, E = (draw(st.integers(1, most)) for most in (3, 3, 3, 9, 9))
+    L, S = draw(st.integers(1, 60)), draw(st.integers(1, 150))
+    dtype = draw(st.sampled_from(DTYPES))
+    size = draw(st.sampled_from([0.0, 1e-3, 1.0, 5.0, 50.0]))
+    slope = draw(st.sampled_from([0.0, 0.0, -1.0, 0.2, 3.0, 100.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    key = normal(B, G, S, D) * size + slope * torch.arange(S)[:, None] * normal(D)
+    tensors = (normal(B, G * K, L, D) * size, key, normal(B, G, S, E))
+    query, key, value = (tensor.to(dtype) for tensor in tensors)
+    lengths = None
+    if draw(st.booleans()):
+        lengths = torch.randint(0, S + 1, (B,), generator=generator)
+        for b, length in enumerate(lengths):
+            key[b, :, length:], value[b, :, length:] = torch.nan, torch.inf
+    return (query, key, value), lengths
+
+
+@given(
+    request=requests(),
+    causal=st.booleans(),
+    offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
+)
+def test_against_reference(request: Any, causal: bool, offset: Any) -> None:
+    tensors, lengths = request
+    assert_right(tensors, lengths, causal=causal, query_offset=offset)
+
+
+@every_dtype
+@causal_or_not
+@pytest.mark.parametrize("length", [16, 17, 64, 65, 1000])
+@pytest.mark.parametrize("slope", [0.0, 5.0])
+def test_lengths_past_a_chunk(dtype: torch.dtype, causal: bool, length: int, slope: float) -> None:
+    query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
+    key = key + slope * torch.arange(length)[:, None]
+    assert_right((query.to(dtype), key.to(dtype), value.to(dtype)), causal=causal)
+
+
+@pytest.mark.parametrize("offset", [0, -7, 40, "end"])
+@pytest.mark.parametrize("slope", [0.0, 50.0])
+def test_blocks_of_rows_are_the_rows(offset: Any, slope: float) -> None:
+    query, key = torch.randn(2, 4, 50, 5), torch.randn(2, 2, 70, 5)
+    key += slope * torch.arange(70)[:, None]
+    lengths, parameters = torch.tensor([70, 33]), {"causal": True, "query_offset": offset}
+    _, whole = attended(query, key, torch.randn(2, 2, 70, 3), lengths, **parameters)
+    rows_of = efficient.weights(query, key, lengths, **parameters)
+    for rows in (slice(0, 50), slice(3, 4), slice(17, 49), slice(49, 50)):
+        block = rows_of(rows).double()
+        close = 2 * roundings(query, key) * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(block, whole[:, :, rows], rtol=close, atol=1e-37)
+
+
+@every_dtype
+@causal_or_not
+@pytest.mark.parametrize("slope", [0.0, 100.0])
+def test_weights_are_what_makes_the_output(dtype: torch.dtype, causal: bool, slope: float) -> None:
+    """A @ value is the output, A is the output for the identity, and its rows sum to 1."""
+    query, key, value = (torch.randn(1, 2, 40, 6).to(dtype) for _ in range(3))
+    key = key + (slope * torch.arange(40)[:, None]).to(dtype)
+    output, weights = attended(query, key, value, causal=causal)
+    close = 2 * roundings(query, key) * torch.finfo(exact(dtype)).eps
+    unit = torch.finfo(dtype).eps
+    mass = weights @ value.double().abs()
+    assert ((weights @ value.double() - output).abs() <= (close + unit) * mass).all()
+    identity = torch.eye(40, dtype=dtype).expand(1, 2, 40, 40)
+    made, _ = attended(query, key, identity, causal=causal)
+    least = torch.finfo(dtype).smallest_normal
+    assert ((made - weights).abs() <= (close + unit) * weights + least).all()
+    assert ((weights.sum(-1) - 1).abs() <= close).all()
+
+
+@wide_dtypes
+@causal_or_not
+def test_a_constant_added_to_a_channel_changes_nothing(dtype: torch.dtype, causal: bool) -> None:
+    query, key, value = (torch.randn(2, 2, 90, 5, dtype=dtype) for _ in range(3))
+    key = (key * 2**10).round() / 2**10  # what is added and taken off again is exact
+    output, weights = attended(query, key, value, causal=causal)
+    shifts = torch.tensor([0.0, 3, -100, 500, -1000], dtype=dtype)
+    again = attended(query, key + shifts, value, causal=causal)
+    close = 2 * roundings(query, key) * torch.finfo(dtype).eps
+    assert ((again[0] - output).abs() <= close * (weights @ value.double().abs())).all()
+    torch.testing.assert_close(again[1], weights, rtol=close, atol=0)
+
+
+@every_dtype
+def test_the_order_of_keys_changes_nothing(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 30, 6).to(dtype) for _ in range(3))
+    order = torch.randperm(30)
+    output, weights = attended(query, key, value)
+    again = attended(query, key[:, :, order], value[:, :, order])
+    close = 2 * roundings(query, key) * torch.finfo(exact(dtype)).eps
+    mass = weights @ value.double().abs()
+    assert ((again[0] - output).abs() <= (close + torch.finfo(dtype).eps) * mass).all()
+    torch.testing.assert_close(again[1], weights[..., order], rtol=close, atol=0)
+
+
+@every_dtype
+@causal_or_not
+def test_one_key_returns_the_value(dtype: torch.dtype, causal: bool) -> None:
+    query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
+    output, _ = attended(query * 5, key * 50, value, causal=causal)
+    # a query's softmax over 4 channels sums to 1, but for its roundings
+    close = 8 * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
+    torch.testing.assert_close(output, value.double().expand(2, 2, 3, 4), rtol=close, atol=0)
+    assert (output.abs() <= value.double().abs().amax((1, 2, 3), keepdim=True)).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("late", [39, 41, 120, 299, 301, 1000, 1e4])
+@pytest.mark.parametrize("channels", [1, 4])
+def test_a_late_key_leaves_the_early_rows(dtype: torch.dtype, late: float, channels: int) -> None:
+    query, key, value = (torch.randn(1, 1, 100, 4).to(dtype) for _ in range(3))
+    key[:, :, 50:, :channels] += late
+    output, _ = attended(query, key, value, causal=True)
+    early, _ = attended(*(x[:, :, :50] for x in (query, key, value)), causal=True)
+    close = 2 * roundings(query, key) * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
+    assert ((output[:, :, :50] - early).abs() <= close * value.double().abs().max()).all()
+    assert_right((query, key, value), causal=True)
+
+
+@wide_dtypes
+@pytest.mark.parametrize("length", [5, 16, 50, 300])
+def test_keys_that_each_bury_all_before(dtype: torch.dtype, length: int) -> None:
+    """Each row is its own value, where each key is e^1000 times the one before."""
+    query, value = torch.randn(1, 2, length, 3, dtype=dtype), torch.randn(1, 2, length, 2)
+    key = 1000.0 * torch.arange(length, dtype=dtype)[:, None].expand(1, 2, length, 3)
+    output, weights = attended(query, key, value.to(dtype), causal=True)
+    close = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output, value.double(), rtol=close, atol=0)
+    identity = torch.eye(length, dtype=torch.float64).expand(1, 2, length, length)
+    torch.testing.assert_close(weights, identity, rtol=close, atol=0)
+    falling, _ = attended(query, -key, value.to(dtype), causal=True)
+    torch.testing.assert_close(
+        falling, value.double()[:, :, :1].expand_as(falling), rtol=close, atol=0
+    )
+
+
+@every_dtype
+@causal_or_not
+@pytest.mark.parametrize("least", [False, True])
+def test_queries_and_keys_at_the_ends_of_the_range(
+    dtype: torch.dtype, causal: bool, least: bool
+) -> None:
+    """Differences overflow; the largest takes all, and what is alike shares."""
+    info = torch.finfo(dtype)
+    big = info.smallest_normal if least else info.max
+    signs = torch.tensor([[1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]], dtype=dtype)
+    value = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=dtype)
+    tensors = tuple(x[None, None] for x in (signs * big, signs * big, value))
+    output, weights = attended(*tensors, causal=causal)
+    truth = efficient.reference(*tensors, causal=causal)
+    close = 32 * torch.finfo(exact(dtype)).eps
+    assert truth.weights is not None
+    torch.testing.assert_close(weights, truth.weights, rtol=close, atol=0)
+    assert ((output - truth.weights @ value.double()).abs() <= (close + info.eps) * 8).all()
+
+
+@wide_dtypes
+@causal_or_not
+def test_equal_queries_and_keys_of_any_size(dtype: torch.dtype, causal: bool) -> None:
+    value = torch.arange(1.0, 11, dtype=dtype).view(1, 1, 5, 2)
+    for size in (1e30, -1e30, 0.0, 1e-30):
+        same = torch.full((1, 1, 5, 4), size, dtype=dtype)
+        output, _ = attended(same, same, value, causal=causal)
+        truth = value.double().cumsum(2) / torch.arange(1.0, 6).view(5, 1)
+        truth = truth if causal else truth[:, :, -1:].expand_as(truth)
+        torch.testing.assert_close(output, truth, rtol=16 * torch.finfo(dtype).eps, atol=0)
+
+
+@every_dtype
+@causal_or_not
+@pytest.mark.parametrize("slope", [0.0, 100.0])
+def test_values_at_the_end_of_the_range(dtype: torch.dtype, causal: bool, slope: float) -> None:
+    most = torch.finfo(dtype).max
+    value = torch.full((1, 1, 50, 2), most, dtype=dtype)
+    query = torch.randn(1, 1, 50, 4).to(dtype)
+    key = query + (slope * torch.arange(50)[:, None]).to(dtype)
+    output, _ = attended(query, key, value, causal=causal)
+    close = roundings(query, key) * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
+    assert (output <= most).all()
+    assert ((output / most - 1).abs() <= close).all()
+    value[:, :, :3] = 1e-3  # and what is small beside it is not lost
+    output, _ = attended(query, key, value, causal=True)
+    small = value[:, :, :3].double()
+    torch.testing.assert_close(output[:, :, :3], small, rtol=close, atol=0)
+
+
+@wide_dtypes
+@pytest.mark.parametrize("rise", [0.0, 38.0, 250.0, 1000.0])
+def test_small_values_keep_their_digits(dtype: torch.dtype, rise: float) -> None:
+    """Though a shift leaves e^-rise of the early keys, times a value that is small itself."""
+    query, key = torch.randn(2, 1, 1, 40, 4, dtype=dtype)
+    key = key / 10
+    key[:, :, 30:] += rise
+    value = torch.rand(1, 1, 40, 3, dtype=dtype) + 1
+    value[:, :, 5] = 0.0
+    output, _ = attended(query, key, value, causal=True)
+    power = 2.0 ** (-120 if dtype == torch.float32 else -1015)
+    again, _ = attended(query, key, value * power, causal=True)
+    close = 2 * roundings(query, key) * torch.finfo(dtype).eps
+    torch.testing.assert_close(again / power, output, rtol=close, atol=0)
+
+
+@wide_dtypes
+def test_rows_that_see_only_small_values_keep_them(dtype: torch.dtype) -> None:
+    small = 1e-30 if dtype == torch.float32 else 1e-120
+    value = torch.full((1, 1, 201, 1), small, dtype=dtype)
+    value[:, :, 200] = torch.finfo(dtype).max
+    query, key = torch.randn(2, 1, 1, 201, 3, dtype=dtype)
+    for late in (0.0, 35.0, 290.0, 1000.0):
+        late_key = key.clone()
+        late_key[:, :, 200:] += late
+        output, _ = attended(query, late_key, value, causal=True)
+        close = roundings(query, late_key) * torch.finfo(dtype).eps
+        truth = value[:, :, :200].double()
+        torch.testing.assert_close(output[:, :, :200], truth, rtol=close, atol=0)
+
+
+@every_dtype
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e4])
+@causal_or_not
+@pytest.mark.parametrize("slope", [0.0, 1000.0])
+def test_padding_may_hold_anything(
+    dtype: torch.dtype, garbage: float, causal: bool, slope: float
+) -> None:
+    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
+    key = key + (slope * torch.arange(7)[:, None]).to(dtype)
+    lengths = torch.tensor([7, 3, 0])
+    spoilt_key, spoilt_value = key.clone(), value.clone()
+    for b, length in enumerate(lengths):
+        spoilt_key[b, :, length:], spoilt_value[b, :, length:] = garbage, garbage
+    for offset in (0, "end"):
+        kept = attended(query, key, value, lengths, causal=causal, query_offset=offset)
+        spoilt = attended(
+            query, spoilt_key, spoilt_value, lengths, causal=causal, query_offset=offset
+        )
+        assert torch.equal(kept[0], spoilt[0])
+        assert torch.equal(kept[1], spoilt[1])
+        assert not spoilt[0][2].any()
+        assert not spoilt[1][2].any()
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=6, max_size=6
+    )
+)
+def test_whatever_finite_comes_the_answer_is_an_average(sizes: list[float]) -> None:
+    query, key, value = torch.tensor(sizes).view(3, 1, 1, 2, 1)
+    for dtype in (torch.float32, torch.float64):
+        x = [tensor.to(dtype).expand(1, 1, 2, 2) for tensor in (query, key, value)]
+        output, weights = attended(*x, causal=True)
+        assert output.isfinite().all()
+        assert (weights >= 0).all()
+        assert (output.abs() <= x[2].double().abs().max()).all()
+
+
+MEASURED: Final = """
+from qkv.attention.variants import efficient
+x = torch.randn(1, 8, 65536, 64)
+key = x + float(sys.argv[2]) * torch.arange(65536)[:, None]
+found = efficient.attend(
+    x, key, x, causal=sys.argv[1] == "True", outputs=frozenset({"output"})
+)
+assert found.output.isfinite().all()
+say()
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("causal", "slope"),
+    [(False, 0), (True, 0), pytest.param(True, 1000, marks=pytest.mark.slow)],
+)
+def test_65536_tokens_fit_in_4_gib(causal: bool, slope: int) -> None:
+    assert peaks(MEASURED, causal, slope)[-1].whole < 4 << 30
+
+
+def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
+    """Their bits would depend on it: it would take them along."""
+
+    def job(size: float) -> Job:
+        key = np.full((1, 1, 3, 4), size, np.float32)
+        key[:, :, 0] = -size
+        arrays = {"query": key, "key": key, "value": np.full((1, 1, 3, 4), 2, np.float32)}
+        tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+        message = Message({"parameters": {"causal": True}}, tensors)
+        return Job.of("efficient", message, Limits(1 << 20, 1 << 20))
+
+    ran = run([job(19.0), job(21.0), job(2.0)], torch.device("cpu"), stack=True)
+    assert [r.stacked for r in ran] == [2, 1, 2]
+    for r, size in zip(ran, (19.0, 21.0, 2.0), strict=True):
+        alone = run([job(size)], torch.device("cpu"), stack=True)[0]
+        assert np.array_equal(r.outputs["output"].numpy(), alone.outputs["output"].numpy())
+
+
+def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+    inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
+    for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
+        body = {"inputs": inputs, "parameters": {name: 1}}
+        problem = refused(server.http.post(PATH, json=body), 422)
+        assert f"efficient refuses '{name}'" in problem["detail"]
+    body = {"inputs": inputs | {"mask": [[True]]}}
+    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]

@@ -1,0 +1,251 @@
+"""Linear attention: against the reference and exact fractions, the traps of its feature map, and
+memory that is linear in the length."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conftest import Server
+from qkv.attention.variants import linear
+from qkv.engine.executor import run
+from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.known_requests import refused
+from support.peak_memory import needs_proc, peaks
+
+BOTH: Final = frozenset({"output", "weights"})
+OUTPUT: Final = frozenset({"output"})
+DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PATH: Final = "/v1/attention/linear"
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def assert_right(
+    tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
+) -> None:
+    """The reference's numbers, to as many roundings as there are sums."""
+    query, _, value = tensors
+    found = linear.attend(*tensors, lengths, **parameters, outputs=BOTH)
+    truth = linear.reference(*tensors, lengths, **parameters)
+    alone = linear.attend(*tensors, lengths, **parameters, outputs=OUTPUT)
+    assert found.output is not None
+    assert found.weights is not None
+    assert truth.output is not None
+    assert truth.weights is not None
+    assert alone.output is not None
+    assert alone.weights is None
+    assert torch.equal(alone.output, found.output)
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    assert (found.output.dtype, found.weights.dtype) == (query.dtype, exact)
+    (H, D), (G, S) = (query.shape[i] for i in (1, 3)), value.shape[1:3]
+    eps, tiny = torch.finfo(exact).eps, torch.finfo(exact).smallest_normal
+    roundings = 8 + 2 * D + S  # phi twice, the product, the sum over keys and its division
+    mass = truth.weights @ value.double().abs().repeat_interleave(H // G, 1)
+    bound = roundings * eps * mass + torch.finfo(query.dtype).eps * truth.output.abs()
+    bound += torch.finfo(query.dtype).smallest_normal
+    fits = truth.output.abs() < 0.99 * torch.finfo(query.dtype).max  # sums may pass float16's range
+    assert ((found.output.double() - truth.output).abs() <= bound)[fits].all()
+    off = (found.weights.double() - truth.weights).abs()
+    assert (off <= roundings * eps * truth.weights + tiny).all()
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    B, G, K, D, E = (draw(st.integers(1, most)) for most in (3, 3, 3, 9, 9))
+    L, S = draw(st.integers(1, 150)), draw(st.integers(1, 150))
+    dtype = draw(st.sampled_from(DTYPES))
+    size = draw(st.sampled_from([0.0, 1e-3, 1.0, 5.0, 50.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tensors = (normal(B, G * K, L, D) * size, normal(B, G, S, D) * size, normal(B, G, S, E))
+    lengths = None
+    if draw(st.booleans()):
+        lengths = torch.randint(0, S + 1, (B,), generator=generator)
+    query, key, value = (tensor.to(dtype) for tensor in tensors)
+    return (query, key, value), lengths
+
+
+@given(
+    request=requests(),
+    causal=st.booleans(),
+    offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
+    normalize=st.booleans(),
+)
+def test_against_reference(request: Any, causal: bool, offset: Any, normalize: bool) -> None:
+    tensors, lengths = request
+    assert_right(tensors, lengths, causal=causal, query_offset=offset, normalize=normalize)
+
+
+@every_dtype
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [64, 65, 1000, 4096])
+def test_lengths_past_a_chunk(dtype: torch.dtype, causal: bool, length: int) -> None:
+    tensors = [torch.randn(1, 2, length, 8).to(dtype) for _ in range(3)]
+    assert_right((tensors[0], tensors[1], tensors[2]), causal=causal)
+
+
+@every_dtype
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [-8, -30, -40, -60, -300, -1e4, 30, 300, 6e4])
+def test_features_of_any_size_cancel(dtype: torch.dtype, causal: bool, size: float) -> None:
+    """elu(x) + 1 is exactly 0 from -30 on; where all are alike the answer is the plain mean."""
+    same = torch.full((1, 1, 5, 4), size, dtype=dtype)
+    value = torch.arange(10.0, dtype=dtype).view(1, 1, 5, 2)
+    found = linear.attend(same, same, value, causal=causal, outputs=BOTH)
+    truth = value.double().cumsum(2) / torch.arange(1.0, 6).view(5, 1)
+    truth = truth if causal else truth[:, :, -1:].expand_as(truth)
+    assert found.output is not None
+    close = 16 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
+    torch.testing.assert_close(found.output.double(), truth, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_early_row_is_not_lost_below_a_late_key(dtype: torch.dtype) -> None:
+    """A shift that all keys share leaves nothing of the early ones: those rows are made anew."""
+    key = torch.full((1, 1, 6, 3), -900.0, dtype=dtype)
+    key[:, :, 4:] = 50.0
+    query = torch.full_like(key, -2.0)
+    value = torch.arange(12.0, dtype=dtype).view(1, 1, 6, 2)
+    found = linear.attend(query, key, value, causal=True, outputs=BOTH)
+    assert found.output is not None
+    assert found.weights is not None
+    close = 8 * torch.finfo(dtype).eps
+    mean = value[:, :, :4].cumsum(2) / torch.arange(1, 5).view(4, 1)
+    torch.testing.assert_close(found.output[:, :, :4], mean, rtol=close, atol=close)
+    sums = found.weights.sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_queries_and_keys_that_share_no_large_feature(dtype: torch.dtype) -> None:
+    query = torch.tensor([[[[0.0, -2000.0]]]], dtype=dtype)
+    key = torch.tensor([[[[-2000.0, 0.0], [-2000.0, -1.0]]]], dtype=dtype)
+    value = torch.tensor([[[[1.0], [3.0]]]], dtype=dtype)
+    found = linear.attend(query, key, value, outputs=BOTH)
+    # e^-2000 + e^-2000 against e^-2000 + e^-2001
+    a = 2 / (3 + torch.tensor(-1.0, dtype=torch.float64).exp())
+    assert found.output is not None
+    close = 8 * torch.finfo(dtype).eps
+    assert abs(float(found.output) - float(a + 3 * (1 - a))) <= 3 * close
+
+
+@every_dtype
+def test_values_at_the_end_of_the_range(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    value = torch.full((1, 1, 50, 2), most, dtype=dtype)
+    query = torch.randn(1, 1, 50, 4).to(dtype)
+    for causal in (False, True):
+        found = linear.attend(query, query, value, causal=causal, outputs=OUTPUT)
+        assert found.output is not None
+        assert ((found.output / most - 1).abs() <= 128 * torch.finfo(dtype).eps).all()
+
+
+@pytest.mark.parametrize(("dtype", "small"), [(torch.float32, 1e-30), (torch.float64, 1e-120)])
+def test_rows_that_see_only_small_values_keep_them(dtype: torch.dtype, small: float) -> None:
+    value = torch.full((1, 1, 4, 1), small, dtype=dtype)
+    value[:, :, 3] = torch.finfo(dtype).max
+    query = torch.randn(1, 1, 4, 3, dtype=dtype)
+    found = linear.attend(query, query, value, causal=True, outputs=OUTPUT)
+    assert found.output is not None
+    close = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.output[:, :, :3], value[:, :, :3], rtol=close, atol=0)
+
+
+@pytest.mark.parametrize("shift", [0.0, -7.0, -15.0, -25.0])
+@pytest.mark.parametrize("exponent", [-30, -60, -90, -110])
+@pytest.mark.parametrize("causal", [False, True])
+def test_small_values_keep_their_digits_behind_small_features(
+    shift: float, exponent: int, causal: bool
+) -> None:
+    """phi(-25) squared is 2e-22: float32 has no room for it times 1e-20."""
+    query, key = torch.randn(2, 1, 2, 40, 16) * 0.8 + shift
+    value = torch.ldexp(torch.randn(1, 2, 40, 8), torch.tensor(exponent))
+    value[..., 0] = 0
+    value[..., 1] = 1
+    found = linear.attend(query, key, value, causal=causal, outputs=OUTPUT)
+    truth = linear.reference(query, key, value, causal=causal).output
+    size = linear.reference(query, key, value.abs(), causal=causal).output
+    assert found.output is not None
+    assert truth is not None
+    assert size is not None
+    assert ((found.output - truth).abs() <= 32 * torch.finfo(torch.float32).eps * size).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float, causal: bool) -> None:
+    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
+    lengths = torch.tensor([7, 3, 0])
+    spoilt_key, spoilt_value = key.clone(), value.clone()
+    for b, length in enumerate(lengths):
+        spoilt_key[b, :, length:], spoilt_value[b, :, length:] = garbage, garbage
+    kept = linear.attend(query, key, value, lengths, causal=causal, outputs=BOTH)
+    spoilt = linear.attend(query, spoilt_key, spoilt_value, lengths, causal=causal, outputs=BOTH)
+    assert kept.output is not None
+    assert spoilt.output is not None
+    assert torch.equal(kept.output, spoilt.output)
+    assert not spoilt.output[2].any()
+
+
+@every_dtype
+def test_one_key_returns_the_value(dtype: torch.dtype) -> None:
+    """To within what a sum of D features and one of D features times the value round to."""
+    query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
+    found = linear.attend(query, key, value, outputs=OUTPUT)
+    assert found.output is not None
+    close = (4 + 1) * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.output, value.expand(2, 2, 3, 4), rtol=close, atol=0)
+
+
+MEASURED: Final = """
+from qkv.attention.variants import linear
+x = torch.randn(1, 8, 65536, 64)
+found = linear.attend(x, x, x, causal=sys.argv[1] == "True", outputs=frozenset({"output"}))
+assert found.output.isfinite().all()
+say()
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize("causal", [False, True])
+def test_65536_tokens_fit_in_4_gib(causal: bool) -> None:
+    assert peaks(MEASURED, causal)[-1].whole < 4 << 30
+
+
+def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
+    """Their bits would depend on it: it would take them along."""
+
+    def job(size: float) -> Job:
+        query, key, value = (np.full((1, 1, 3, 4), size, np.float32) for _ in range(3))
+        arrays = {"query": query, "key": -key, "value": value}
+        tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+        return Job.of("linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
+
+    ran = run([job(1.0), job(40.0), job(2.0)], torch.device("cpu"), stack=True)
+    assert [r.stacked for r in ran] == [2, 1, 2]
+    assert [r.batch_size for r in ran] == [3, 3, 3]
+    for r, size in zip(ran, (1.0, 40.0, 2.0), strict=True):
+        np.testing.assert_allclose(r.outputs["output"].numpy(), size, rtol=1e-6)
+
+
+def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+    inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
+    for name in ("scale", "softcap", "window", "dropout", "seed"):
+        body = {"inputs": inputs, "parameters": {name: 1}}
+        problem = refused(server.http.post(PATH, json=body), 422)
+        assert f"linear refuses '{name}'" in problem["detail"]
+    body = {"inputs": inputs | {"mask": [[True]]}}
+    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]

@@ -1,0 +1,328 @@
+"""A linear layer as attention: against exact arithmetic, torch's own attention, and the seed."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from conftest import Server
+from qkv.attention.catalogue import find
+from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.variants import linear_layer
+from qkv.client.client import Client
+from qkv.engine.executor import run
+from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.known_requests import as_array, refused
+from support.small_requests import together
+
+DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+ALL: Final = frozenset(find("linear_layer").outputs)
+PATH: Final = "/v1/attention/linear_layer"
+INFER: Final = "/v2/models/linear_layer/infer"
+LIMITS: Final = Limits(answer=1 << 20, request=1 << 20)
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def layer(B: int, I: int, O: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:  # noqa: E741
+    """Ordinary inputs, one in five of them 0, and a weight."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(B, I, generator=generator, dtype=torch.float64)
+    x[torch.rand(B, I, generator=generator) < 0.2] = 0.0
+    weight = torch.randn(O, I, generator=generator, dtype=torch.float64)
+    return x.to(dtype), weight.to(dtype)
+
+
+def tensor(found: Tensor | None) -> Tensor:
+    assert found is not None
+    return found
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The least number there is, a denormal."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+@given(
+    B=st.integers(1, 4),
+    I=st.integers(1, 40),
+    O=st.integers(1, 9),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_against_reference(B: int, I: int, O: int, dtype: torch.dtype, seed: int) -> None:  # noqa: E741
+    x, weight = layer(B, I, O, dtype, seed)
+    found = linear_layer.attend(x, weight, outputs=ALL)
+    truth = linear_layer.reference(x, weight)
+    eps, double = torch.finfo(score_dtype(dtype)).eps, torch.finfo(torch.float64).eps
+    mass = x.double().abs() @ weight.double().abs().mT
+    plain = x.double() @ weight.double().mT
+    bound = (I + 2) * (eps + 2 * double) * mass + torch.finfo(dtype).eps / 2 * plain.abs()
+    output = tensor(found.output)
+    assert output.dtype == dtype
+    for right in (plain, tensor(truth.output)):
+        assert ((output.double() - right).abs() <= bound + smallest(dtype)).all()
+    for name in ALL - {"output"}:
+        made, right = getattr(found, name), getattr(truth, name)
+        assert made.dtype == score_dtype(dtype)
+        size = right.abs() + (right.abs().amax() if name == "scores" else 0)  # a difference of logs
+        close = (2 * eps + 2 * (I + 4) * double) * (1 + size if name == "scores" else size)
+        close = close.masked_fill(right.isinf(), 0.0)
+        same = made.double() == right
+        assert (same | ((made.double() - right).abs() <= close)).all(), name
+
+
+def numbers(dtype: torch.dtype) -> st.SearchStrategy[float]:
+    """Any finite number of the dtype, the largest and the denormal ones often."""
+    info = torch.finfo(dtype)
+    edges = [0.0, info.max, info.min, smallest(dtype), -info.smallest_normal, 1.0, -1.0]
+    powers = st.integers(round(math.log2(smallest(dtype))), round(math.log2(info.max)) - 1)
+    anywhere = st.tuples(st.floats(-1.99, 1.99), powers).map(lambda m: math.ldexp(*m))
+    rounded = anywhere.map(lambda v: torch.tensor(v, dtype=torch.float64).to(dtype).item())
+    return st.sampled_from(edges) | rounded
+
+
+@st.composite
+def extremes(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    dtype = draw(st.sampled_from(DTYPES))
+    B, I, O = (draw(st.integers(1, n)) for n in (2, 5, 3))  # noqa: E741
+    x, weight = (draw(st.lists(numbers(dtype), min_size=n * I, max_size=n * I)) for n in (B, O))
+    return (
+        torch.tensor(x, dtype=torch.float64).view(B, I).to(dtype),
+        torch.tensor(weight, dtype=torch.float64).view(O, I).to(dtype),
+    )
+
+
+def assert_near(found: Tensor, truth: Fraction, bound: Fraction) -> None:
+    """Within the bound; infinite only where the truth is past the largest number, or all but."""
+    value, info = found.item(), torch.finfo(found.dtype)
+    assert not math.isnan(value)
+    if math.isinf(value):
+        assert (value > 0) == (truth > 0)
+        assert abs(truth) + bound >= Fraction(info.max)
+    else:
+        assert abs(Fraction(value) - truth) <= bound
+
+
+@given(extremes())
+def test_any_finite_numbers_against_exact_arithmetic(case: tuple[Tensor, Tensor]) -> None:
+    x, weight = case
+    dtype, exact = x.dtype, score_dtype(x.dtype)
+    (B, I), O = x.shape, len(weight)  # noqa: E741
+    found = linear_layer.attend(x, weight, outputs=ALL)
+    eps, tiny = Fraction(torch.finfo(exact).eps), Fraction(smallest(exact))
+    narrow, least = Fraction(torch.finfo(dtype).eps), Fraction(smallest(dtype))
+    for b in range(B):
+        xs = [Fraction(v) for v in x[b].tolist()]
+        total = sum(map(abs, xs))
+        for o in range(O):
+            products = [a * Fraction(w) for a, w in zip(xs, weight[o].tolist(), strict=True)]
+            truth = sum(products, Fraction(0))
+            bound = (I + 2) * (eps * sum(map(abs, products)) + tiny) + narrow * abs(truth) + least
+            assert_near(tensor(found.output)[b, o], truth, bound)
+        for i, a in enumerate(xs):
+            share = abs(a) / total if total else Fraction(0)
+            assert_near(tensor(found.weights)[b, i], share, (I + 4) * eps * share + tiny)
+            for o in range(O):
+                sign = (a > 0) - (a < 0)
+                truth = sign * total * Fraction(weight[o, i].item())
+                bound = (I + 4) * eps * abs(truth) + tiny
+                assert_near(tensor(found.value)[b, i, o], truth, bound)
+            score, key = (tensor(t)[b, i].item() for t in (found.scores, found.key))
+            if not a:
+                assert score == key == -math.inf
+                continue
+            for log, size in ((score, share), (key, abs(a))):
+                right = math.log(size.numerator) - math.log(size.denominator)
+                # logarithms of numerator and denominator are below 2300, and so is their error
+                assert abs(log - right) <= 4 * 2300 * 2.0**-52 + float(eps) * (abs(right) + I)
+
+
+@every_dtype
+def test_torchs_attention_takes_query_key_and_value_back_to_the_layer(dtype: torch.dtype) -> None:
+    x, weight = layer(5, 24, 7, dtype)
+    found = linear_layer.attend(x, weight, outputs=ALL)
+    query, key, value = (tensor(t) for t in (found.query, found.key, found.value))
+    output = F.scaled_dot_product_attention(query[:, None], key, value, scale=1.0)[:, 0]
+    plain = x.double() @ weight.double().mT
+    mass = x.double().abs() @ weight.double().abs().mT
+    logs = key.double().masked_fill(key.isinf(), 0.0).abs().amax()
+    eps = torch.finfo(key.dtype).eps
+    # keys are rounded once, exp and its sum and the product with them as often as there are
+    assert ((output.double() - plain).abs() <= (2 * float(logs) + 2 * 24 + 8) * eps * mass).all()
+    weights = torch.softmax(torch.einsum("bd,bid->bi", query, key), -1)
+    bound = (2 * float(logs) + 2 * 24 + 8) * eps * tensor(found.weights)
+    assert ((weights - tensor(found.weights)).abs() <= bound).all()
+    again = torch.softmax(tensor(found.scores), -1)
+    assert ((again - tensor(found.weights)).abs() <= bound * 2).all()
+
+
+@every_dtype
+def test_zeros_weigh_nothing_and_a_row_of_zeros_is_zeros(dtype: torch.dtype) -> None:
+    x = torch.tensor([[0, 3, -1], [0, 0, 0]], dtype=dtype)
+    weight = torch.tensor([[5, 7, 2], [1, -2, 4]], dtype=dtype)
+    found = linear_layer.attend(x, weight, outputs=ALL)
+    assert tensor(found.output).tolist() == [[19, -10], [0, 0]]
+    assert tensor(found.weights).tolist() == [[0, 0.75, 0.25], [0, 0, 0]]
+    assert tensor(found.value).tolist() == [[[0, 0], [28, -8], [-8, -16]], [[0, 0]] * 3]
+    assert tensor(found.query).tolist() == [[1], [1]]
+    for logs in (tensor(found.scores), tensor(found.key)[..., 0]):
+        assert torch.equal(logs == -math.inf, x == 0)
+
+
+@every_dtype
+def test_what_overflows_on_the_way_does_not_in_the_end(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    x = torch.tensor([[most, most, most, most], [1, 0, 0, 0]], dtype=dtype)
+    weight = torch.tensor([[most, most, -most, -most], [0.5, 0.5, -0.5, 0]], dtype=dtype)
+    found = linear_layer.attend(x, weight, outputs=ALL)
+    assert tensor(found.output).tolist() == [[0, most / 2], [most, 0.5]]
+    assert tensor(found.weights).tolist() == [[0.25] * 4, [1, 0, 0, 0]]
+    assert tensor(found.scores)[0].tolist() == pytest.approx([math.log(0.25)] * 4, rel=1e-6)
+    small = torch.full((1, 4), smallest(dtype), dtype=dtype)
+    assert tensor(linear_layer.attend(small, weight, outputs=ALL).weights).tolist() == [[0.25] * 4]
+
+
+def test_an_item_whose_neighbour_overflows_has_its_own_bits() -> None:
+    x, weight = layer(3, 33, 5, torch.float32)
+    alone = tensor(linear_layer.attend(x, weight, outputs=frozenset({"output"})).output)
+    x[1] *= 1e38
+    beside = tensor(linear_layer.attend(x, weight, outputs=frozenset({"output"})).output)
+    assert torch.equal(alone[[0, 2]], beside[[0, 2]])
+
+
+def test_seed_000s_example(server: Server) -> None:
+    torch.manual_seed(42)
+    x, fc_weight = torch.randn(4, 8), torch.randn(32, 8)
+    y1 = x @ fc_weight.T
+    body = {
+        "inputs": {"x": x.tolist(), "weight": fc_weight.tolist()},
+        "outputs": list(find("linear_layer").outputs),
+    }
+    answer = server.http.post(PATH, json=body).json()["outputs"]
+    found = {name: torch.tensor(value) for name, value in answer.items()}
+    x_abs = x.abs()
+    x_sum = x_abs.sum(dim=-1, keepdim=True)
+    attn_weights = (x_abs / x_sum)[:, None]
+    v = fc_weight.T[None] * (x_sum[..., None] * x.sign()[..., None])
+    assert torch.allclose(found["weights"][:, None], attn_weights)
+    assert torch.allclose(found["value"], v)
+    assert torch.allclose(found["output"], y1, atol=1e-6)  # at the default it depends on the seed
+    assert torch.allclose(torch.softmax(found["scores"], -1)[:, None], attn_weights)
+    y2 = F.scaled_dot_product_attention(
+        found["query"][:, None], found["key"], found["value"], scale=1.0
+    )
+    assert torch.allclose(y2[:, 0], y1, atol=1e-5)  # the seed's own recovery needed 1e-3
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_over_http(server: Server, rank: int, dtype: str) -> None:
+    x, weight = [[1.0, -2.0, 0.0], [0.5, 0.5, 1.0]], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    body: dict[str, Any] = {
+        "inputs": {"x": x[0] if rank == 1 else x, "weight": weight},
+        "dtype": dtype,
+        "encoding": "base64",
+    }
+    outputs = server.http.post(PATH, json=body).json()["outputs"]
+    exact = "float64" if dtype == "float64" else "float32"
+    assert {n: t["dtype"] for n, t in outputs.items()} == {"output": dtype, "weights": exact}
+    output = np.array([[-3, -6], [4.5, 10.5]])
+    expected = output[0] if rank == 1 else output
+    np.testing.assert_array_equal(as_array(outputs["output"]).astype(float), expected)
+    body["outputs"] = list(find("linear_layer").outputs)
+    outputs = server.http.post(PATH, json=body).json()["outputs"]
+    shapes = {"output": [2], "weights": [3], "value": [3, 2], "scores": [3], "query": [1],
+              "key": [3, 1]}  # fmt: skip
+    batch = [] if rank == 1 else [2]
+    assert {n: t["shape"] for n, t in outputs.items()} == {n: batch + s for n, s in shapes.items()}
+
+
+def test_the_python_client(server: Server) -> None:
+    x, weight = (t.numpy() for t in layer(2, 3, 4, torch.float32))
+    with Client(server.url) as client:
+        ran = client.attend("linear_layer", x=x, weight=weight, weights="none")
+    np.testing.assert_allclose(ran.output, x @ weight.T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_over_v2(server: Server, rank: int) -> None:
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [1, 2][2 - rank :], "data": [1, -2]},
+        {"name": "weight", "datatype": "FP32", "shape": [3, 2], "data": [1, 2, 3, 4, 5, 6]},
+    ]
+    (output,) = server.http.post(INFER, json={"inputs": inputs}).json()["outputs"]
+    assert (output["name"], output["shape"]) == ("output", [1, 3][2 - rank :])
+    assert output["data"] == [-3, -5, -7]
+    said = {o["name"]: o for o in server.http.get("/v2/models/linear_layer").json()["outputs"]}
+    assert (said["query"]["shape"], said["key"]["shape"]) == ([-1, 1], [-1, -1, 1])
+    config = server.http.get("/v2/models/linear_layer/config").json()
+    assert {o["name"]: o["dims"] for o in config["output"]}["key"] == [-1, -1, 1]
+
+
+def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+    inputs: dict[str, Any] = {"x": [1, 2], "weight": [[3, 4]]}
+    names = ("causal", "scale", "softcap", "window", "dropout", "seed", "query_offset", "normalize")
+    for name in names:
+        problem = refused(server.http.post(PATH, json={"inputs": inputs, "parameters": {name: 1}}))
+        assert f"linear_layer refuses '{name}'" in problem["detail"]
+    for name in ("key_lengths", "query", "mask"):
+        problem = refused(server.http.post(PATH, json={"inputs": inputs | {name: [1]}}))
+        assert f"no input '{name}'; it takes x, weight" in problem["detail"]
+    eye = {f"W_{role}.weight": [[1, 0], [0, 1]] for role in ("query", "key", "value")}
+    inline = {"layout": "v2", "tensors": eye}
+    problem = refused(server.http.post(PATH, json={"inputs": inputs, "layer": inline}))
+    assert problem["detail"] == "linear_layer takes no layer"
+    for wrong, says in (
+        ({"weight": [[3, 4, 5]]}, "weight has I=3 where x has I=2"),
+        ({"x": [[[1, 2]]]}, "it must be (B, I) or (I)"),
+        ({"weight": [3, 4]}, "it must be (O, I)"),
+    ):
+        problem = refused(server.http.post(PATH, json={"inputs": inputs | wrong}))
+        assert says in problem["detail"]
+
+
+def job(x: Tensor, weight: RawTensor) -> Job:
+    raw = {"x": RawTensor.from_numpy(x.numpy()), "weight": weight}
+    return Job.of("linear_layer", Message({"outputs": sorted(ALL)}, raw), LIMITS)
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_only_requests_with_the_very_same_weight_batch(stack: bool) -> None:
+    (x, weight), (other_x, other) = (layer(2, 8, 4, torch.float32, seed) for seed in (1, 2))
+    shared = RawTensor.from_numpy(weight.numpy())
+    one, two, longer = job(x, shared), job(other_x, shared), job(torch.cat([x, x]), shared)
+    assert one.key == two.key == longer.key
+    assert one.key != job(x, RawTensor.from_numpy(other.numpy())).key
+    assert one.key != job(x, RawTensor.from_numpy(weight.numpy().copy())).key
+    jobs = [one, two, longer]
+    for asked, ran in zip(jobs, run(jobs, torch.device("cpu"), stack), strict=True):
+        (alone,) = run([asked], torch.device("cpu"), stack)
+        for name in ALL:
+            found, expected = (r.outputs[name].numpy() for r in (ran, alone))
+            if stack:  # which on a CPU keeps the numbers, not the bits
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+            else:
+                np.testing.assert_array_equal(found, expected)
+
+
+def test_concurrent_requests_with_other_weights_do_not_mix(server: Server) -> None:
+    cases = [layer(2, 8, 4, torch.float32, seed) for seed in range(8)]
+    inputs = [{"x": x.tolist(), "weight": weight.tolist()} for x, weight in cases]
+    answers = together(server, PATH, [{"inputs": each} for each in inputs])
+    for (x, weight), answer in zip(cases, answers, strict=True):
+        assert answer["timing"]["batch_size"] == 1
+        output = torch.tensor(answer["outputs"]["output"])
+        assert torch.equal(output, tensor(linear_layer.attend(x, weight, outputs=ALL).output))

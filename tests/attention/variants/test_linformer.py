@@ -1,0 +1,226 @@
+"""Linformer: the reference, given and drawn projections, the extremes, memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qkv.attention.variants import linformer
+from support.dtypes import every_dtype, exact_dtype
+from support.linformer_reference import ALL, OUTPUT, assert_right, attended, drawn, requests
+from support.peak_memory import needs_proc, peaks
+
+
+@settings(max_examples=300)
+@given(request=requests(), block=st.none() | st.integers(1, 300))
+def test_against_reference(request: Any, block: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if block is not None:
+            patch.setattr(linformer, "_ELEMENTS", block)
+        assert_right(request[0], **request[1])
+
+
+@every_dtype
+def test_the_seeds_shape(dtype: torch.dtype) -> None:
+    """Seed 003: N = 1000, d = 256, rank 100."""
+    query, key, value = (torch.randn(1, 1, 1000, 256).to(dtype) for _ in range(3))
+    assert_right((query, key, value, None, None, None), rank=100)
+
+
+@every_dtype
+def test_a_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
+    """Given or drawn, with the same bits as if they were made for it."""
+    query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
+    E, F = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
+    longer = attended(query, key, value, E, F)
+    by_hand = attended(query, key, value, E[:, :20].contiguous(), F[:, :20].contiguous())
+    for name in ALL:
+        assert torch.equal(getattr(longer, name), getattr(by_hand, name))
+    assert torch.equal(
+        linformer._drawn(1, 5, 3, torch.zeros(1, 1, 64, 1))[:, :20],
+        linformer._drawn(1, 5, 3, torch.zeros(1, 1, 20, 1)),
+    )
+
+
+@every_dtype
+def test_drawn_is_as_if_it_had_been_given(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
+    for seed in (0, 7, 2**64 - 1):
+        E, F = (drawn(stream, 6, 20, seed).to(dtype) for stream in (0, 1))
+        expected = attended(query, key, value, E, F)
+        for came in ((None, None), (E, None), (None, F)):
+            found = attended(query, key, value, *came, rank=6, seed=seed)
+            for name in ALL:
+                assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert not torch.equal(E, F)
+    one, two = (attended(query, key, value, rank=6, seed=seed).map for seed in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("rank", [1, 64, 256])
+def test_drawn_numbers_have_variance_1_over_rank(rank: int) -> None:
+    """Mean and variance within five standard deviations; E, F and other seeds uncorrelated."""
+    n = rank * 2000
+    parts = [
+        linformer._drawn(stream, rank, seed, torch.zeros(1, 1, 2000, 1).double())
+        for stream, seed in ((0, 0), (1, 0), (0, 1), (0, 2**63))
+    ]
+    for part in parts:
+        unit = part.flatten() * math.sqrt(rank)
+        assert abs(float(unit.mean())) < 5 / math.sqrt(n)
+        assert abs(float((unit**2).mean()) - 1) < 5 * math.sqrt(2 / n)
+    correlated = torch.corrcoef(torch.stack([p.flatten() for p in parts])) - torch.eye(4)
+    assert (correlated.abs() < 5 / math.sqrt(n)).all()
+
+
+@every_dtype
+def test_map_weights_and_output_are_of_one_piece(dtype: torch.dtype) -> None:
+    """map @ F is the weights, weights @ value is the output, to the rounding of those products."""
+    query, key = torch.randn(2, 4, 9, 8).to(dtype), torch.randn(2, 2, 30, 8).to(dtype)
+    value, (E, F) = torch.randn(2, 2, 30, 3).to(dtype), torch.randn(2, 7, 30).to(dtype)
+    lengths = torch.tensor([30, 11])
+    padding = torch.arange(30) >= lengths[:, None]
+    found = attended(query, key, value, E, F, lengths)
+    P, A, Y = (getattr(found, n).double() for n in ("map", "weights", "output"))
+    eps, f = torch.finfo(exact_dtype(dtype)).eps, F.double()
+    torch.testing.assert_close(P.sum(-1), torch.ones(2, 4, 9).double(), rtol=0, atol=9 * eps)
+    expected = (P @ f).masked_fill(padding[:, None, None], 0.0)
+    assert ((A - expected).abs() <= 9 * eps * (P @ f.abs())).all()
+    v = value.double().repeat_interleave(2, 1)
+    bound = 48 * eps * (P @ f.abs() @ v.abs()) + torch.finfo(dtype).eps * Y.abs()
+    assert ((Y - A @ v).abs() <= bound).all()
+    assert (A < 0).any()
+
+
+@every_dtype
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, "largest"])
+def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float | str) -> None:
+    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
+    lengths = torch.tensor([7, 3, 0])
+    fill = torch.finfo(dtype).max if isinstance(garbage, str) else garbage
+    padding = (torch.arange(7) >= lengths[:, None])[:, None, :, None]
+    dirty_key, dirty_value = (x.masked_fill(padding, fill) for x in (key, value))
+    for outputs in (ALL, OUTPUT):
+        kept = linformer.attend(query, key, value, None, None, lengths, outputs=outputs)
+        found = linformer.attend(
+            query, dirty_key, dirty_value, None, None, lengths, outputs=outputs
+        )
+        for name in outputs:
+            assert torch.equal(getattr(found, name), getattr(kept, name))
+        assert found.output is not None
+        assert not found.output[2].any()
+        assert found.weights is None or not found.weights[2].any()
+
+
+# ---------------------------------------------------------------- the extremes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_numbers_whose_products_overflow(dtype: torch.dtype) -> None:
+    """Powers of two that cancel: E K, F V and Q (E K)^T overflow, the answer is the plain one."""
+    query, key, value = (torch.randn(2, 2, 9, 4).to(dtype) for _ in range(3))
+    E, F = torch.randn(5, 9).to(dtype), torch.randn(5, 9).to(dtype)
+    e = 900 if dtype == torch.float64 else 110
+    eps = torch.finfo(dtype).eps
+    plain = attended(query, key, value, E, F, scale=0.5)
+    for factors in ((-e, e, e, -e), (e, -e, e, -e), (e, e, -e, -e), (e, e, e, -2 * e - e)):
+        a, b, c, d = (2.0**f if abs(f) < 1000 else 0.0 for f in factors)
+        if not d:
+            continue
+        found = attended(query * a, key * b, value * 2.0 ** (e // 2), E * c, F, scale=0.5 * d)
+        for name, scaled in (("map", 1.0), ("weights", 1.0), ("output", 2.0 ** (e // 2))):
+            close = 500 * eps  # about 50 roundings of scores and sums of a size of 10
+            expected = getattr(plain, name) * scaled
+            assert getattr(found, name).isfinite().all()
+            off = (getattr(found, name) - expected).abs().amax() / scaled
+            assert off <= close * max(1.0, float(expected.abs().amax() / scaled)), name
+
+
+def test_mixtures_that_overflow_and_cancel() -> None:
+    """F V of 1e310 and its opposite average to 0; a weight of e^-100 brings 1e310 back."""
+    key = torch.tensor([[[[1.0], [0.0]]]], dtype=torch.float64)
+    value = torch.tensor([[[[1e110], [1.0]]]], dtype=torch.float64)
+    query = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    F = torch.tensor([[1e200, 0.0], [-1e200, 0.0]], dtype=torch.float64)
+    E = torch.zeros(2, 2, dtype=torch.float64)
+    for outputs in (ALL, OUTPUT):
+        found = linformer.attend(query, key, value, E, F, outputs=outputs)
+        assert found.output is not None
+        assert float(found.output) == 0.0
+        far = torch.tensor([[0.0, 0.0], [-100.0, 0.0]], dtype=torch.float64)
+        one = torch.tensor([[0.0, 1.0], [1e200, 0.0]], dtype=torch.float64)
+        found = linformer.attend(query, key, value, far, one, outputs=outputs)
+        assert found.output is not None
+        expected = math.exp(-100.0) * 1e300 * 1e10
+        assert float(found.output) == pytest.approx(expected, rel=1e-13)
+        gone = torch.tensor([[0.0, 0.0], [-1e5, 0.0]], dtype=torch.float64)
+        found = linformer.attend(query, key, value, gone, one, outputs=outputs)
+        assert found.output is not None
+        assert float(found.output) == 1.0
+
+
+@every_dtype
+def test_the_largest_numbers_everywhere(dtype: torch.dtype) -> None:
+    """The map is one-hot or even: of powers of two, so that equal scores stay equal."""
+    most = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
+
+    def signs(*shape: int) -> Tensor:
+        return (torch.randint(0, 2, shape) * 2.0 - 1.0).to(dtype) * most
+
+    E, F = signs(3, 7), signs(3, 7)
+    for factor in (1.0, 2.0**-9):
+        query, key, value = signs(1, 2, 5, 4), signs(1, 2, 7, 4), signs(1, 2, 7, 2)
+        found = attended(query, key, value * 0, E * factor, F)
+        assert found.output is not None
+        assert found.weights is not None
+        assert found.map is not None
+        assert not found.output.any()
+        assert found.map.isfinite().all()
+        assert (found.weights.abs() <= most).all()
+        rows = found.map.sum(-1).double()
+        eps = torch.finfo(exact_dtype(dtype)).eps
+        torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=4 * eps)
+        truth = np.einsum(
+            "bhld,rs,bhsd->bhlr", *(x.double().sign().numpy() for x in (query, E, key))
+        )
+        best = torch.from_numpy(truth == truth.max(-1, keepdims=True)).double()
+        expected = best / best.sum(-1, keepdim=True)
+        torch.testing.assert_close(found.map.double(), expected, rtol=0, atol=4 * eps)
+
+
+@every_dtype
+def test_scores_past_any_softmax(dtype: torch.dtype) -> None:
+    """Huge but ordinary products: rows are finite, and the largest score takes all."""
+    query, key, value = (torch.randn(1, 2, 6, 4).to(dtype) * 200 for _ in range(3))
+    for scale in (1e9, -1e9, 1e-30, 0.0):
+        found = attended(query, key, value, rank=3, scale=scale)
+        truth = linformer.reference(query, key, value, rank=3, scale=scale)
+        assert truth.map is not None
+        torch.testing.assert_close(found.map.double(), truth.map, rtol=0, atol=1e-5)  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------- memory
+
+MEASURED: Final = """
+from qkv.attention.variants import linformer
+x = torch.randn(1, 8, 65536, 64)
+found = linformer.attend(x, x, x, outputs=frozenset(sys.argv[1:]))
+assert all(getattr(found, name).isfinite().all() for name in sys.argv[1:])
+say()
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize("outputs", [["output"], ["output", "map"]], ids=str)
+def test_65536_tokens_fit_in_4_gib(outputs: list[str]) -> None:
+    """H = 8, D = 64, rank 256: the map alone has half a GiB."""
+    assert peaks(MEASURED, *outputs)[-1].whole < 4 << 30

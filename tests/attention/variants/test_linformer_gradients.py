@@ -1,0 +1,84 @@
+"""Gradients of linformer: finite differences, any dtype, and padding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkv.attention.variants import linformer
+from support.dtypes import every_dtype
+from support.linformer_reference import OUTPUT
+
+
+class Attend(torch.autograd.Function):
+    """attend, whose gradients are backward's."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        ctx.save_for_backward(*arguments[:6])
+        ctx.parameters = arguments[6]
+        output = linformer.attend(*arguments[:6], **arguments[6], outputs=OUTPUT).output
+        assert output is not None
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        found = linformer.backward(grads[0], *ctx.saved_tensors, **ctx.parameters)
+        names = ("query", "key", "value", "key_projection", "value_projection")
+        return *(found.get(name) for name in names), None, None
+
+
+def differentiable(lengths: Tensor | None, *given: bool) -> list[Any]:
+    query, key = torch.randn(2, 4, 3, 5).double(), torch.randn(2, 2, 6, 5).double()
+    value = torch.randn(2, 2, 6, 2).double()
+    projections = [torch.randn(3, 8).double() if g else None for g in given]
+    tensors = [t if t is None else t.requires_grad_() for t in (query, key, value, *projections)]
+    return [*tensors, lengths]
+
+
+@pytest.mark.parametrize("block", [None, 1])
+@pytest.mark.parametrize("lengths", [None, torch.tensor([6, 2]), torch.tensor([0, 5])], ids=str)
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True), (False, False)])
+def test_gradients_are_those_of_finite_differences(
+    given: tuple[bool, bool], lengths: Tensor | None, block: int | None
+) -> None:
+    parameters = {"scale": 0.7} if any(given) else {"rank": 3, "seed": 5}
+    with pytest.MonkeyPatch.context() as patch:
+        if block is not None:
+            patch.setattr(linformer, "_ELEMENTS", block)
+        tensors = differentiable(lengths, *given)
+        inputs: tuple[Any, ...] = (*tensors, parameters)
+        assert torch.autograd.gradcheck(Attend.apply, inputs)
+
+
+@every_dtype
+def test_gradients_of_any_dtype(dtype: torch.dtype) -> None:
+    """By autograd through the textbook's lines in float64; padding's are zeros, garbage or not."""
+    lengths = torch.tensor([6, 2])
+    came: list[Any] = [t.detach().to(dtype) for t in differentiable(None, True, True)[:5]]
+    grad = torch.randn(2, 4, 3, 2).to(dtype)
+    query, key, value, E, F = (t.double().requires_grad_() for t in came)
+    padding = (torch.arange(6) >= lengths[:, None])[:, None, :, None]
+    k, v = (x.masked_fill(padding, 0.0).repeat_interleave(2, 1) for x in (key, value))
+    P = torch.softmax(query @ (E[:, :6] @ k).mT * 5**-0.5, -1)
+    output = P @ (F[:, :6] @ v)
+    expected = torch.autograd.grad(output, (query, key, value, E, F), grad.double())
+    for i in (1, 2):
+        came[i] = came[i].masked_fill(padding, math.nan)
+    query, key, value, E, F = came
+    found = linformer.backward(grad, query, key, value, E, F, lengths)
+    assert list(found) == ["query", "key", "value", "key_projection", "value_projection"]
+    for tensor, truth in zip(found.values(), expected, strict=True):
+        assert tensor.dtype == torch.float64
+        close = 200 * torch.finfo(torch.float64).eps * float(truth.abs().amax())
+        torch.testing.assert_close(tensor, truth, rtol=0, atol=close)
+    for name in ("key", "value"):
+        assert not found[name].masked_select(padding).any()
+    for name in ("key_projection", "value_projection"):
+        assert not found[name][:, 6:].any()
+    drawn_only = linformer.backward(grad, query, key, value, None, None, lengths)
+    assert list(drawn_only) == ["query", "key", "value"]

@@ -1,0 +1,171 @@
+"""Requests to linformer: letters that no tensor binds, refusals, over HTTP, and in batches."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import Server
+from qkv.attention.variants import linformer
+from qkv.engine.executor import run
+from qkv.errors import InvalidContent, TooLarge
+from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.known_requests import refused
+from support.linformer_reference import ALL
+from support.small_requests import together
+
+PATH: Final = "/v1/attention/linformer"
+LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
+INPUTS: Final = {"query": [[1, 0]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}
+
+
+def raw(x: Tensor) -> RawTensor:
+    return RawTensor.from_numpy(x.numpy())
+
+
+def job(*tensors: RawTensor, **parameters: Any) -> Job:
+    names = ("query", "key", "value", "key_projection", "value_projection")
+    fields = {"parameters": parameters, "outputs": sorted(ALL)}
+    return Job.of("linformer", Message(fields, dict(zip(names, tensors, strict=False))), LIMITS)
+
+
+def test_letters_that_no_tensor_binds() -> None:
+    tensors = [raw(torch.randn(1, 2, 300, 4)) for _ in range(3)]
+    E = raw(torch.randn(9, 301))
+    for made, rank in (
+        (job(*tensors), 256),
+        (job(*tensors, rank=7), 7),
+        (job(*tensors, rank=1000), 1000),
+        (job(*tensors, E), 9),
+        (job(*tensors, E, rank=9), 9),
+        (job(*(raw(torch.randn(1, 2, 30, 4)) for _ in range(3))), 30),
+    ):
+        L = made.inputs.bound.sizes["L"]
+        assert made.inputs.bound.sizes["R"] == rank
+        assert made.answer_shape("map") == (1, 2, L, rank)
+        drawn = 1 if "key_projection" in made.inputs.tensors else 2  # L is S here
+        assert made.pairs == 2 * L * rank + 32 * drawn * rank * L
+        assert made.flops == 2 * 2 * rank * 8 * (L + L)
+
+
+def test_what_does_not_fit_is_found_before_it_is_queued() -> None:
+    tensors = [raw(torch.randn(1, 1, 8, 4)) for _ in range(3)]
+    with pytest.raises(InvalidContent, match=r"at most N=7 keys; S=8 came"):
+        job(*tensors, raw(torch.randn(3, 7)))
+    with pytest.raises(InvalidContent, match=r"'rank' is 4 where a projection has R=3") as caught:
+        job(*tensors, raw(torch.randn(3, 8)), rank=4)
+    assert caught.value.pointer == "/parameters/rank"
+    with pytest.raises(InvalidContent, match="value_projection has R=4 where key_projection has"):
+        job(*tensors, raw(torch.randn(3, 8)), raw(torch.randn(4, 8)))
+    with pytest.raises(InvalidContent, match="value_projection has N=9 where key_projection has"):
+        job(*tensors, raw(torch.randn(3, 8)), raw(torch.randn(3, 9)))
+    message = Message({"parameters": {"rank": 3}}, dict(zip(INPUTS, tensors, strict=True)))
+    # 8 x 3 pairs, and two projections of 3 x 8 to draw
+    with pytest.raises(TooLarge, match=f"would compute {24 + 32 * 2 * 24} scores"):
+        Job.of("linformer", message, LIMITS._replace(scores=23))
+    Job.of("linformer", message, LIMITS._replace(scores=24 + 32 * 2 * 24))
+
+
+@pytest.mark.parametrize(
+    ("S", "width", "rank"),
+    [(5000, 4, 65536), (1, 8192, 65536), (1, 1, 1 << 27)],
+    ids=["drawn", "mixed", "given"],
+)
+def test_what_would_be_held_is_bounded(S: int, width: int, rank: int) -> None:
+    """A rank may make much of little: projections by length, keys and values by width."""
+    sizes = dict.fromkeys("BHGL", 1) | {"S": S, "D": width, "E": width}
+
+    class Parameters:
+        def __init__(self, rank: int | None) -> None:
+            self.rank = rank
+
+    if rank > 65536:
+        sizes |= {"R": rank, "N": S}
+    with pytest.raises(TooLarge, match="numbers beside the inputs") as caught:
+        linformer.complete(sizes, Parameters(None if rank > 65536 else rank))
+    assert caught.value.members == {"limit": 1 << 26}
+    sizes |= {"S": 65536, "H": 8, "G": 8, "D": 64, "E": 64, "R": 256, "N": 65536}
+    assert linformer.complete(sizes, Parameters(None)) == {"R": 256}
+
+
+def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+    for name in ("causal", "query_offset", "window", "softcap", "dropout", "normalize"):
+        body: dict[str, Any] = {"inputs": INPUTS, "parameters": {name: 1}}
+        problem = refused(server.http.post(PATH, json=body), 422)
+        assert f"linformer refuses '{name}'" in problem["detail"]
+        assert problem["pointer"] == f"/parameters/{name}"
+    body = {"inputs": INPUTS | {"mask": [[True, True]]}}
+    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]
+    for name, value in (("rank", 0), ("rank", 65537), ("rank", 1.5), ("seed", -1), ("seed", 0.5)):
+        body = {"inputs": INPUTS, "parameters": {name: value}}
+        assert name in refused(server.http.post(PATH, json=body), 422)["detail"]
+    body = {"inputs": INPUTS | {"key_projection": [[1]]}}
+    problem = refused(server.http.post(PATH, json=body), 422)
+    assert problem["detail"] == "the projections are made for at most N=1 keys; S=2 came"
+    assert problem["pointer"] == "/inputs"
+
+
+def test_over_http(server: Server) -> None:
+    """Output and weights unless more is named; over a layer too, where heads have no letters."""
+    answer = server.http.post(PATH, json={"inputs": INPUTS}).json()
+    assert list(answer["outputs"]) == ["output", "weights"]
+    identity = {"key_projection": [[1, 0], [0, 1]], "value_projection": [[1, 0], [0, 1]]}
+    body: dict[str, Any] = {"inputs": INPUTS | identity, "outputs": ["output", "map"]}
+    answer = server.http.post(PATH, json=body).json()
+    exact = server.http.post("/v1/attention/softmax", json={"inputs": INPUTS}).json()["outputs"]
+    np.testing.assert_allclose(answer["outputs"]["map"], exact["weights"], rtol=1e-6)
+    np.testing.assert_allclose(answer["outputs"]["output"], exact["output"], rtol=1e-6)
+    eye = {f"W_{role}.weight": [[1, 0], [0, 1]] for role in ("query", "key", "value")}
+    layer = {"layout": "v2", "tensors": eye, "heads": 2}
+    x = {"x": [[1, 0], [0, 1], [2, 1]]}
+    body = {"inputs": x, "layer": layer, "parameters": {"rank": 2}, "outputs": ["output", "map"]}
+    found = server.http.post(PATH, json=body).json()["outputs"]
+    assert np.shape(found["output"]) == (3, 2)
+    assert np.shape(found["map"]) == (2, 3, 2)
+    body["inputs"] = x | {"value_projection": [[1, 2], [3, 4]]}
+    problem = refused(server.http.post(PATH, json=body), 422)
+    assert "at most N=2 keys; S=3 came" in problem["detail"]
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_only_requests_with_the_very_same_projections_batch(stack: bool) -> None:
+    tensors = [[raw(torch.randn(b, 2, 6, 4)) for _ in range(3)] for b in (1, 2)]
+    E, F, other = (raw(torch.randn(3, 6)) for _ in range(3))
+    one, two = (job(*came, E, F) for came in tensors)
+    apart, drawn_one, drawn_two = job(*tensors[0], E, other), *(job(*t, seed=4) for t in tensors)
+    assert one.key == two.key != apart.key
+    assert drawn_one.key == drawn_two.key != job(*tensors[0], seed=5).key
+    for jobs in ([one, two], [drawn_one, drawn_two]):
+        for asked, ran in zip(jobs, run(jobs, torch.device("cpu"), stack), strict=True):
+            (alone,) = run([asked], torch.device("cpu"), stack)
+            for name in ALL:
+                found, expected = (r.outputs[name].numpy() for r in (ran, alone))
+                assert found.shape == expected.shape
+                if stack:  # which on a CPU keeps the numbers, not the bits
+                    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+                else:
+                    np.testing.assert_array_equal(found, expected)
+    with_other, without = (run([j], torch.device("cpu"), stack)[0] for j in (apart, one))
+    found, expected = (r.outputs["output"].numpy() for r in (with_other, without))
+    assert not np.array_equal(found, expected)
+
+
+def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -> None:
+    cases = [[torch.randn(6, 4) for _ in range(3)] + list(torch.randn(2, 3, 6)) for _ in range(6)]
+    names = ("query", "key", "value", "key_projection", "value_projection")
+    inputs = [{n: t.tolist() for n, t in zip(names, case, strict=True)} for case in cases]
+    documents = [{"inputs": each, "outputs": sorted(ALL)} for each in inputs]
+    answers = together(server, PATH, documents)
+    for case, answer in zip(cases, answers, strict=True):
+        assert answer["timing"]["batch_size"] == 1
+        (alone,) = run([job(*map(raw, case))], torch.device("cpu"), stack=False)
+        for name in ALL:
+            np.testing.assert_array_equal(
+                np.array(answer["outputs"][name], np.float32), alone.outputs[name].numpy()
+            )

@@ -1,0 +1,127 @@
+"""Dropout of softmax: the function that it is said to be, its rate, its seed, its places."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qkv.attention.common.dropout import keep
+from qkv.attention.variants import softmax
+from support.checked_softmax import ALL, OUTPUT, attend, weights
+from support.dtypes import every_dtype
+from support.tolerances import assert_within, bounds
+
+
+def kept_by_reference(dropout: float, seed: int, place: int, L: int, S: int) -> Tensor:
+    """The mask by the reference's own lines, which share nothing with `_dropout`."""
+    return torch.from_numpy(softmax._kept(dropout, seed, place, L, S))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dropout=st.floats(0, 1, exclude_max=True),
+    seed=st.integers(0, 2**64 - 1) | st.sampled_from((0, 2**31, 2**32 - 1, 2**32, 2**63)),
+    places=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3),
+    L=st.integers(1, 20),
+    S=st.integers(1, 20),
+    data=st.data(),
+)
+def test_dropout_is_the_function_it_is_said_to_be(
+    dropout: float, seed: int, places: list[int], L: int, S: int, data: st.DataObject
+) -> None:
+    """Bit for bit the reference's, for every plane, and a block is a part of the whole."""
+    found = keep(dropout, seed, torch.tensor([places]), slice(0, L), slice(0, S))
+    for h, place in enumerate(places):
+        assert torch.equal(found[0, h], kept_by_reference(dropout, seed, place, L, S))
+    rows, keys = (sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in (L, S))
+    block = keep(dropout, seed, torch.tensor([places]), slice(*rows), slice(*keys))
+    assert torch.equal(block, found[:, :, slice(*rows), slice(*keys)])
+
+
+@pytest.mark.parametrize("dropout", [0.01, 0.1, 0.5, 0.9])
+def test_dropout_keeps_as_many_as_it_should(dropout: float) -> None:
+    """Within five standard deviations, over the whole and over each row, column and plane."""
+    B, H, L, S = 2, 4, 200, 300
+    places = torch.arange(B * H).view(B, H)
+    kept = keep(dropout, 123, places, slice(0, L), slice(0, S)).double()
+    for axes in ((0, 1, 2, 3), (2, 3), (0, 1, 2), (0, 1, 3)):
+        rate, n = kept.mean(axes), math.prod(kept.shape[a] for a in axes)
+        sigma = math.sqrt(dropout * (1 - dropout) / n)
+        assert ((rate - (1 - dropout)).abs() < 5 * sigma).all(), axes
+
+
+def test_dropout_follows_its_seed() -> None:
+    """Same seed, same bits; other seed, other rows, other heads and other items: other masks."""
+    query, key, value = (torch.randn(1, 1, 16, 8).expand(2, 2, 16, 8) for _ in range(3))
+
+    def run(seed: int, outputs: frozenset[str] = ALL) -> softmax.Softmax:
+        return attend(query, key, value, dropout=0.5, seed=seed, outputs=outputs)
+
+    first, again, other = run(1), run(1), run(2)
+    for name in ALL:
+        assert torch.equal(getattr(first, name), getattr(again, name))
+    assert first.output is not None
+    assert first.weights is not None
+    assert other.weights is not None
+    assert not torch.equal(first.weights, other.weights)
+    assert not torch.equal(first.weights, run(2**32 + 1).weights)  # type: ignore[arg-type]
+    planes = first.weights.flatten(0, 1) > 0
+    assert len({plane.numpy().tobytes() for plane in planes}) == 4  # b, h: each its own
+    assert len({row.numpy().tobytes() for row in planes[0]}) == 16
+    none = attend(query, key, value, outputs=ALL)
+    assert none.weights is not None
+    dropped = first.weights == 0
+    assert torch.equal(first.weights[~dropped], none.weights[~dropped] * 2)
+    assert torch.equal(run(1, OUTPUT).output, first.output)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dropout", [0.5, 0.9, 0.999])
+def test_dropout_of_values_at_the_end_of_the_range(dropout: float) -> None:
+    """What dropout adds to each weight may pass the range on the way to a sum that does not."""
+    most, L = torch.finfo(torch.float64).max, 4000
+    query, key = torch.zeros(1, 1, L, 3).double(), torch.zeros(1, 1, 2, 3).double()
+    value = torch.tensor([[1.0, 1e-4], [-1.0, 1e-4]]).double()[None, None]
+    kept = kept_by_reference(dropout, 4, 0, L, 2).double()
+    expected = kept @ value[0, 0] / 2 / (1 - dropout)  # in units of the largest
+    for outputs in (OUTPUT, ALL):
+        found = attend(query, key, value * most, dropout=dropout, seed=4, outputs=outputs).output
+        assert found is not None
+        fits = expected.abs() < 1
+        off = (found[0, 0] / most - expected).abs()[fits]
+        assert (off <= 4 * 2**-52 / (1 - dropout)).all()
+        assert found[0, 0][expected.abs() > 1].isinf().all()
+
+
+@every_dtype
+def test_stacked_requests_drop_what_they_drop_alone(dtype: torch.dtype) -> None:
+    """`place_BH` tells each plane its place within its own request: the same mask."""
+    H, L, S, D = 2, 9, 12, 8
+    batches = (1, 3, 2)
+    requests = [
+        (torch.randn(b, H, L, D).to(dtype), *torch.randn(2, b, H, S, D).to(dtype)) for b in batches
+    ]
+    places = torch.cat([torch.arange(b * H).view(b, H) for b in batches])
+    stacked = [torch.cat(parts) for parts in zip(*requests, strict=True)]
+    parameters = {"dropout": 0.3, "seed": 7, "causal": True}
+    together = attend(*stacked, **parameters, outputs=ALL, place_BH=places)
+    by_rows = weights(*stacked[:2], **parameters, place_BH=places)(slice(2, 5))
+    assert together.weights is not None
+    first = 0
+    for request, b in zip(requests, batches, strict=True):
+        alone = attend(*request, **parameters, outputs=ALL)
+        truth = softmax.reference(*request, **parameters)  # type: ignore[arg-type]
+        bound = bounds(request[0], request[1], request[2], None, parameters, truth)
+        part = slice(first, first + b)
+        first += b
+        assert alone.weights is not None
+        assert truth.weights is not None
+        assert torch.equal(together.weights[part] == 0, alone.weights == 0)
+        assert_within(together.weights[part], truth.weights, bound.weights)
+        assert_within(by_rows[part], truth.weights[:, :, 2:5], bound.weights[:, :, 2:5])
+        assert together.output is not None
+        assert_within(together.output[part], truth.output, bound.output)

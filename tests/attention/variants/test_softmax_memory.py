@@ -1,0 +1,66 @@
+"""Memory of softmax: no path holds a matrix of scores."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from support.peak_memory import Peak, needs_proc, peaks
+
+_MEASURE: Final = """
+from qkv.attention.softmax import attend
+B, H, G, L, S, D, E = SIZES
+query = torch.randn(B, H, L, D, dtype=DTYPE)
+key, value = torch.randn(B, G, S, D, dtype=DTYPE), torch.randn(B, G, S, E, dtype=DTYPE)
+start()
+for parameters in PARAMETERS:
+    with torch.inference_mode():
+        output = attend(query, key, value, **parameters).output
+    assert output.isfinite().all()
+    say()
+"""
+
+
+def held(sizes: str, dtype: str, *parameters: str) -> list[Peak]:
+    """At most, after each call."""
+    script = _MEASURE.replace("SIZES", sizes).replace("DTYPE", f"torch.{dtype}")
+    return peaks(script.replace("PARAMETERS", f"[{', '.join(parameters)}]"))
+
+
+@needs_proc
+@pytest.mark.slow
+def test_every_parameter_at_65536_tokens_fits_in_4_gib() -> None:
+    """N = 65,536, H = 8, D = 64, float32: an (L, S) matrix of one head would be 16 GiB."""
+    everything = (
+        "dict(causal=True, query_offset='end', scale=0.2, softcap=20.0, window=(100, 0), "
+        "dropout=0.1, seed=3, key_lengths_B=torch.tensor([S - 7]), "
+        "mask_BHLS=torch.zeros(1, 1, 1, S))"
+    )
+    ((whole, _),) = held("1, 8, 8, 65536, 65536, 64, 64", "float32", everything)
+    assert whole < 4 << 30
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "parameters"),
+    [
+        ("1, 2, 2, 16384, 16384, 64, 64", "float32",
+         ("dict()", "dict(causal=True)", "dict(key_lengths_B=torch.tensor([S - 9]))",
+          "dict(causal=True, query_offset=-5)")),
+        ("1, 2, 1, 16384, 16384, 16, 16", "bfloat16",
+         ("dict()", "dict(causal=True, window=(2000, None), query_offset='end')")),
+        ("1, 2, 1, 16384, 16384, 16, 24", "float32",
+         ("dict()", "dict(mask_BHLS=torch.zeros(1, 2, 1, S))")),
+        ("1, 1, 1, 16384, 16384, 8, 8", "float32",
+         ("dict(softcap=9.0)", "dict(dropout=0.5, causal=True)")),
+    ],
+    ids=["plain", "grouped bfloat16", "wide values", "explicit"],
+)  # fmt: skip
+def test_no_path_holds_a_matrix_of_scores(
+    sizes: str, dtype: str, parameters: tuple[str, ...]
+) -> None:
+    """At N = 16,384 one (L, S) float32 matrix is 1 GiB; half of it is never passed."""
+    for parameter, (_, above) in zip(parameters, held(sizes, dtype, *parameters), strict=True):
+        assert above < 1 << 29, parameter

@@ -1,0 +1,343 @@
+"""Taylor attention: against the reference and exact digits, keys that oppose the query, rows of any
+size, and memory that is linear in the length."""
+
+from __future__ import annotations
+
+from decimal import Decimal, localcontext
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conftest import Server
+from qkv.attention.variants import taylor
+from support.known_requests import refused
+from support.peak_memory import needs_proc, peaks
+
+BOTH: Final = frozenset({"output", "weights"})
+OUTPUT: Final = frozenset({"output"})
+DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+EPS: Final = torch.finfo(torch.float64).eps
+NARROW_EPS: Final = torch.finfo(torch.float32).eps
+PATH: Final = "/v1/attention/taylor"
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+causal_or_not = pytest.mark.parametrize("causal", [False, True])
+
+
+def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
+    """Output and weights; the output has the same bits when it is asked for alone."""
+    found = taylor.attend(*tensors, **parameters, outputs=BOTH)
+    alone = taylor.attend(*tensors, **parameters, outputs=OUTPUT)
+    assert found.output is not None
+    assert found.weights is not None
+    assert alone.output is not None
+    assert alone.weights is None
+    assert torch.equal(alone.output, found.output)
+    assert found.output.dtype == tensors[0].dtype
+    exact = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    assert found.weights.dtype == exact
+    return found.output.double(), found.weights.double()
+
+
+def visible(
+    shape: tuple[int, ...],
+    lengths: Tensor | None,
+    causal: bool = False,
+    query_offset: int | str = 0,
+) -> Tensor:
+    """Which keys each query sees; one that opposes it has weight 0 and is seen all the same."""
+    B, _, L, S = shape
+    length = torch.full((B,), S) if lengths is None else lengths
+    length = length.view(-1, 1, 1, 1)
+    seen = torch.arange(S) < length
+    if causal:
+        offset = length - L if query_offset == "end" else int(query_offset)
+        seen = seen & (torch.arange(S) <= torch.arange(L)[:, None] + offset)
+    return seen.expand(shape)
+
+
+def assert_right(
+    tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
+) -> None:
+    """The reference's numbers, to as many roundings as there are sums, grown by what the
+    denominator d has lost of n, and one rounding to the dtype. Roundings are float64's in weights;
+    in outputs of narrower inputs float32's, but for items with a row of d < n / 8."""
+    query, key, value = tensors
+    output, weights = attended(*tensors, lengths, **parameters)
+    truth = taylor.reference(*tensors, lengths, **parameters)
+    assert truth.output is not None
+    assert truth.weights is not None
+    K, (S, D) = query.shape[1] // key.shape[1], key.shape[2:]
+    seen = visible(truth.weights.shape, lengths, **parameters)
+    n = seen.sum(-1, keepdim=True)
+    directions = [torch.nn.functional.normalize(x.double(), dim=-1, eps=0) for x in (query, key)]
+    query, key = (x.nan_to_num(0.0) for x in directions)
+    cosines = query @ key.repeat_interleave(K, 1).mT
+    d = torch.where(seen, 1 + cosines, 0).sum(-1, keepdim=True)
+    roundings = 8 + 2 * D + S
+    grown = roundings * EPS / d.clamp(min=EPS)
+    values = value.double().abs().repeat_interleave(K, 1)
+    bound = grown * (seen.double() @ values + n * truth.output.abs())
+    if value.dtype != torch.float64:
+        # where the denominator is close to n / 8, its own roundings decide
+        wide = (d < (taylor._NARROW - roundings * NARROW_EPS) * n).flatten(1).any(1)
+        bound = bound * torch.where(wide, 1.0, NARROW_EPS / EPS)[:, None, None, None]
+    bound += torch.finfo(value.dtype).eps * truth.output.abs()
+    bound += torch.finfo(value.dtype).smallest_normal
+    assert ((output - truth.output).abs() <= bound).all()
+    exact = torch.float64 if value.dtype == torch.float64 else torch.float32
+    bound = grown * (1 + n * truth.weights) + torch.finfo(exact).eps * truth.weights
+    assert ((weights - truth.weights).abs() <= bound).all()
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    B, G, K, D, E = (draw(st.integers(1, most)) for most in (3, 3, 3, 9, 9))
+    L, S = draw(st.integers(1, 150)), draw(st.integers(1, 150))
+    dtype = draw(st.sampled_from(DTYPES))
+    size = draw(st.sampled_from([0.0, 1e-3, 1.0, 50.0]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tensors = (normal(B, G * K, L, D) * size, normal(B, G, S, D) * size, normal(B, G, S, E))
+    lengths = None
+    if draw(st.booleans()):
+        lengths = torch.randint(0, S + 1, (B,), generator=generator)
+    query, key, value = (tensor.to(dtype) for tensor in tensors)
+    return (query, key, value), lengths
+
+
+@given(
+    request=requests(),
+    causal=st.booleans(),
+    offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
+)
+def test_against_reference(request: Any, causal: bool, offset: Any) -> None:
+    tensors, lengths = request
+    assert_right(tensors, lengths, causal=causal, query_offset=offset)
+
+
+@every_dtype
+@causal_or_not
+@pytest.mark.parametrize("length", [64, 65, 129, 1000])
+def test_lengths_past_a_chunk(dtype: torch.dtype, causal: bool, length: int) -> None:
+    tensors = [torch.randn(1, 2, length, 8).to(dtype) for _ in range(3)]
+    assert_right((tensors[0], tensors[1], tensors[2]), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@causal_or_not
+@pytest.mark.parametrize("angle", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+def test_keys_that_oppose_the_query(dtype: torch.dtype, causal: bool, angle: float) -> None:
+    """1 + q'.k' cancels; what is left is held against 60 digits, for the inputs as rounded."""
+    turns = torch.tensor([1.0, -1.5, 0.5, 2.0], dtype=torch.float64) * angle
+    key = -torch.stack([turns.cos(), turns.sin()], -1) * torch.tensor([[1.0], [3], [0.1], [7]])
+    query = torch.tensor([[1.0, 0.0]] * 4, dtype=torch.float64)
+    key, query = key.to(dtype), query.to(dtype)
+    value = torch.tensor([[1.0], [-2.0], [4.0], [8.0]], dtype=dtype)
+    output, weights = attended(*(x[None, None] for x in (query, key, value)), causal=causal)
+    with localcontext(prec=60):
+        similar = []
+        for x, y in key.tolist():
+            along, across = Decimal(x), Decimal(y)
+            similar.append(1 + along / (along**2 + across**2).sqrt())
+        for i in range(4):
+            seen = similar[: i + 1] if causal else similar
+            rows = [float(a / sum(seen)) for a in seen]
+            truth = torch.tensor(rows + [0.0] * (4 - len(rows)), dtype=torch.float64)
+            # the least angle is half of what the others are: roundings of a direction over it
+            close = 2 * (8 + 4) * EPS / (angle / 2) + 4 * torch.finfo(dtype).eps
+            assert ((weights[0, 0, i] - truth).abs() <= close * truth).all()
+            mass = float(truth @ value[:, 0].double().abs())
+            assert abs(float(output[0, 0, i]) - float(truth @ value[:, 0].double())) <= close * mass
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@causal_or_not
+def test_an_item_is_made_in_float64_whatever_its_neighbours(
+    dtype: torch.dtype, causal: bool
+) -> None:
+    """One whose keys oppose the queries, one whose values' sums overflow, and two ordinary ones,
+    one with rows of extreme sizes: each has the bits that it has alone."""
+    query, key, value = (torch.randn(4, 2, 300, 16).to(dtype) for _ in range(3))
+    query[1], key[1] = query[1, :1, :1], -query[1, :1, :1] + 0.1 * key[1]
+    value[2] *= torch.finfo(dtype).max / 8
+    key[3] *= 2.0 ** torch.randint(-20, 8, (2, 300, 1))
+    lengths = torch.tensor([300, 290, 300, 17])
+    together = taylor.attend(query, key, value, lengths, causal=causal, outputs=OUTPUT).output
+    assert together is not None
+    for b in range(4):
+        own = [x[b : b + 1] for x in (query, key, value, lengths)]
+        alone = taylor.attend(*own, causal=causal, outputs=OUTPUT).output
+        assert alone is not None
+        assert torch.equal(alone[0], together[b])
+        assert_right((own[0], own[1], own[2]), own[3], causal=causal)
+
+
+@every_dtype
+@causal_or_not
+@pytest.mark.parametrize("D", [1, 2, 3, 64])
+def test_a_query_that_all_keys_oppose_gets_zeros(dtype: torch.dtype, causal: bool, D: int) -> None:
+    """0/0; however the rows are scaled, and but for the query that one key does not oppose."""
+    direction = torch.randn(D).to(dtype)
+    factors = 2.0 ** torch.arange(-4, 4, dtype=dtype)[:, None]
+    key = -(direction * factors)
+    query, value = direction.expand(8, D), torch.ones(8, 2, dtype=dtype)
+    output, weights = attended(*(x[None, None] for x in (query, key, value)), causal=causal)
+    assert not output.any()
+    assert not weights.any()
+    key = key.clone()
+    key[5] = 0.0
+    output, weights = attended(*(x[None, None] for x in (query, key, value)), causal=causal)
+    row = torch.zeros(8, dtype=torch.float64)
+    row[5] = 1.0
+    close = 8 * (8 + 2 * D + 8)  # of 1 in n, without a need to make the row again
+    assert ((weights[0, 0, 5:] - row).abs() <= close * EPS).all()
+    # not causal the denominator is n / 8, or a rounding less: float32 may do
+    held = EPS if causal or dtype == torch.float64 else NARROW_EPS
+    assert ((output[0, 0, 5:] - 1).abs() <= close * held + torch.finfo(dtype).eps).all()
+    assert bool(weights[0, 0, :5].any()) == (not causal)
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.1, 1 / 3])
+def test_opposed_but_for_roundings_is_opposed(factor: float) -> None:
+    query = torch.randn(1, 1, 9, 5, dtype=torch.float64)[:, :, :1]
+    output, _ = attended(query, -query * factor, query)
+    assert not output.any()
+
+
+@every_dtype
+def test_without_a_direction_the_similarity_is_1(dtype: torch.dtype) -> None:
+    query = torch.tensor([[0.0, 0.0], [2.0, 0.0]], dtype=dtype)
+    key = torch.tensor([[0.0, 0.0], [0.0, 5.0], [3.0, 0.0], [-1.0, 0.0]], dtype=dtype)
+    value = torch.eye(4, dtype=dtype)
+    output, weights = attended(*(x[None, None] for x in (query, key, value)))
+    truth = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 0.0]], dtype=torch.float64) / 4
+    assert torch.equal(weights[0, 0], truth)
+    assert torch.equal(output[0, 0], truth)
+
+
+@every_dtype
+@causal_or_not
+def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:
+    """Past 1000 opposed keys one without a direction holds the row."""
+    key = torch.tensor([-1.0, 0.5], dtype=dtype).expand(1, 1, 3000, 2).clone()
+    key[:, :, 7] = 0.0
+    value = torch.arange(6000.0).view(1, 1, 3000, 2).remainder(97).to(dtype)
+    output, _ = attended(-key[:, :, :1].expand(1, 1, 3000, 2), key, value, causal=causal)
+    truth = value.double()[:, :, 7:8].expand(1, 1, 3000, 2).clone()
+    if causal:
+        truth[:, :, :7] = 0.0
+    # up to 1000 keys of at most 97 go into one sum whose denominator is 1
+    close = 1000 * EPS * 1000 * 97 + torch.finfo(dtype).eps * truth.abs()
+    assert ((output - truth).abs() <= close).all()
+
+
+@settings(max_examples=30)
+@given(request=requests(), causal=st.booleans(), seed=st.integers(0, 99))
+def test_the_length_of_a_row_changes_nothing(request: Any, causal: bool, seed: int) -> None:
+    (query, key, value), _ = request
+    generator = torch.Generator().manual_seed(seed)
+
+    def scaled(x: Tensor) -> Tensor:
+        exponents = torch.randint(-60, 60, (*x.shape[:3], 1), generator=generator)
+        return x.double() * 2.0**exponents  # exact
+
+    query, key, value = query.double(), key.double(), value.double()
+    output, weights = attended(query, key, value, causal=causal)
+    again = attended(scaled(query), scaled(key), value, causal=causal)
+    assert torch.equal(again[0], output)
+    assert torch.equal(again[1], weights)
+    assert_right((query * 3, key * 0.7, value), causal=causal)
+
+
+@every_dtype
+def test_the_order_of_keys_changes_nothing(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 30, 6).to(dtype) for _ in range(3))
+    order = torch.randperm(30)
+    output, weights = attended(query, key, value)
+    again = attended(query, key[:, :, order], value[:, :, order])
+    held = EPS if dtype == torch.float64 else NARROW_EPS
+    # as in assert_right, d above n / 8: the sum of sizes and n times the output, each over d
+    close = (8 + 2 * 6 + 30) * held * 8 * 2 * float(value.abs().max())
+    assert ((again[0] - output).abs() <= 2 * (close + torch.finfo(dtype).eps * output.abs())).all()
+    close = 100 * EPS + torch.finfo(torch.float64 if dtype == DTYPES[0] else torch.float32).eps
+    torch.testing.assert_close(again[1], weights[..., order], rtol=2 * close, atol=100 * EPS)
+
+
+@every_dtype
+@causal_or_not
+def test_rows_of_any_size(dtype: torch.dtype, causal: bool) -> None:
+    """Huge, tiny and denormal rows have directions as others have."""
+    info = torch.finfo(dtype)
+    shape = torch.tensor([[1.0, 0.5, -0.25], [0.25, 1.0, 1.0], [-1.0, 0.5, 0.5]], dtype=dtype)
+    value = torch.tensor([[1.0, 2.0], [3.0, 5.0], [-7.0, 11.0]], dtype=dtype)[None, None]
+    plain = attended(shape[None, None], shape[None, None], value, causal=causal)
+    denormal = info.smallest_normal * info.eps
+    for large in (info.max / 2, info.smallest_normal * 4, denormal * 4):
+        power = 2.0 ** torch.tensor(large, dtype=torch.float64).log2().floor()
+        rows = (shape.double() * power).to(dtype)[None, None]
+        for query, key in ((rows, shape[None, None]), (shape[None, None], rows), (rows, rows)):
+            found = attended(query, key, value, causal=causal)
+            assert torch.equal(found[0], plain[0])
+            assert torch.equal(found[1], plain[1])
+
+
+@every_dtype
+@causal_or_not
+def test_values_at_the_end_of_the_range(dtype: torch.dtype, causal: bool) -> None:
+    most = torch.finfo(dtype).max
+    query = torch.randn(1, 1, 50, 4).to(dtype)
+    value = torch.full((1, 1, 50, 2), most, dtype=dtype)
+    output, _ = attended(query, query, value, causal=causal)
+    assert ((output / most - 1).abs() <= 100 * EPS * 1e3 + torch.finfo(dtype).eps).all()
+    value[:, :, 0] = 1e-3  # and what is small beside it is not lost
+    assert abs(float(attended(query, query, value, causal=True)[0][0, 0, 0, 0]) - 1e-3) < 1e-5
+
+
+@every_dtype
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30])
+@causal_or_not
+def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float, causal: bool) -> None:
+    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
+    lengths = torch.tensor([7, 3, 0])
+    spoilt_key, spoilt_value = key.clone(), value.clone()
+    for b, length in enumerate(lengths):
+        spoilt_key[b, :, length:], spoilt_value[b, :, length:] = garbage, garbage
+    kept = attended(query, key, value, lengths, causal=causal)
+    spoilt = attended(query, spoilt_key, spoilt_value, lengths, causal=causal)
+    assert torch.equal(kept[0], spoilt[0])
+    assert torch.equal(kept[1], spoilt[1])
+    assert not spoilt[0][2].any()
+    assert_right((query, key, value), lengths, causal=causal)
+
+
+MEASURED: Final = """
+from qkv.attention.variants import taylor
+x = torch.randn(1, 8, 65536, 64)
+found = taylor.attend(x, x, x, causal=sys.argv[1] == "True", outputs=frozenset({"output"}))
+assert found.output.isfinite().all()
+say()
+"""
+
+
+@needs_proc
+@causal_or_not
+def test_65536_tokens_fit_in_4_gib(causal: bool) -> None:
+    assert peaks(MEASURED, causal)[-1].whole < 4 << 30
+
+
+def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+    inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
+    for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
+        body = {"inputs": inputs, "parameters": {name: 1}}
+        problem = refused(server.http.post(PATH, json=body), 422)
+        assert f"taylor refuses '{name}'" in problem["detail"]
+    body = {"inputs": inputs | {"mask": [[True]]}}
+    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]

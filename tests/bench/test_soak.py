@@ -1,0 +1,99 @@
+"""bench/soak.py for a moment, and that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import soak
+from questions import LENGTHS, Question, questions
+from service import serving
+from soak import Caller, Seen, internal, medians, report, slope
+
+import qkv.engine.engine
+from conftest import Server
+
+SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Question]:
+    return list(questions([n for n in LENGTHS if n < 100]))
+
+
+@pytest.mark.slow
+def test_a_moment_of_it(asked: list[Question]) -> None:
+    limits = {"QKV_MAX_BODY_BYTES": str(soak.LIMIT), "QKV_MAX_ANSWER_BYTES": str(soak.ANSWER)}
+    with serving(QKV_WORKERS="2", **limits) as service:
+        seen = soak.soak(service, asked, SECONDS)
+        text, good = report(seen, SECONDS, service.workers)
+    assert good, text
+    assert set(seen.counts) >= {"ask 200", "spoil 200", "spoil 400", "leave left", "too large 413"}
+    assert not [what for what in seen.counts if what.endswith(" 500")]
+    assert len(seen.memory) > SECONDS / 2
+    assert "p99" in text
+    assert "too short to say" in text
+
+
+def asking(server: Server, question: Question) -> Seen:
+    """What one caller sees of one question, asked at least once."""
+    caller = Caller(server.address, [question], 0, time.monotonic() + 0.2)
+    return caller.run()
+
+
+def test_it_sees_a_wrong_answer(server: Server, asked: list[Question]) -> None:
+    """Off by more than roundings, of other bits than before, or not what was asked for."""
+    for question in asked[:4]:  # one in every format
+        right = {name: x + 1e-1 for name, x in question.right.items()}
+        none = dict.fromkeys(question.right, b"")
+        for wrong, words in [
+            (dataclasses.replace(question, right=right), "is off by"),
+            (dataclasses.replace(question, bits=none), "has other bits"),
+            (dataclasses.replace(question, right={"output": question.right["output"]}), "came"),
+        ]:
+            seen = asking(server, wrong)
+            assert any(words in fault for fault in seen.faults), seen.faults[:3]
+            assert not report(seen, 1.0, 1)[1]
+
+
+def test_it_sees_what_fails(server: Server, asked: list[Question]) -> None:
+    missing = dataclasses.replace(asked[0], path="/v1/attention/sotfmax")
+    seen = asking(server, missing)
+    assert seen.counts["ask 404"]
+    text, good = report(seen, 1.0, 1)
+    assert not good
+    assert "sotfmax" in text
+
+
+def test_it_sees_what_failed_for_who_left(
+    serve: Callable[..., Server], asked: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError
+
+    served = serve()
+    assert internal(served.address) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(qkv.engine.engine, "run", failing)
+        seen = asking(served, asked[0])
+    assert 0 < seen.counts["ask 500"] <= internal(served.address)
+
+
+@pytest.mark.parametrize(("growth", "flat"), [(0.0, True), (0.02, True), (0.05, False)])
+def test_memory_that_grows_is_not_flat(growth: float, flat: bool) -> None:
+    """What it takes to grow warm is not counted, nor are peaks that come and go."""
+    draw = np.random.default_rng(0)
+    seen = Seen(seconds={"safetensors": [0.001]})
+    for i in range(1200):
+        warm, peak = min(1.0, 0.5 + i / 400), draw.exponential(0.02)
+        held = 1 + growth * (i - 400) / 800
+        seen.memory.append((float(i), int((warm * held + peak) * 2**30)))
+    assert slope(seen.memory).rise == pytest.approx(growth, abs=0.005)
+    text, good = report(seen, 1200.0, 1)
+    assert good is flat
+    assert ("NOT FLAT" not in text) is flat
+    _, middle, last = medians(seen.memory)
+    assert last / middle - 1 == pytest.approx(growth / 2, abs=0.005)

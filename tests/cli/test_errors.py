@@ -1,0 +1,248 @@
+"""What commands that ask say in one line: of files, flags, content, services and this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import Process, Server, await_sleep
+from qkv.cli import tensor_files as files
+from qkv.errors import QkvError
+from support.commands import PLACES, limited, normal, one_error, put, refused, tensors, where
+from support.commands import source as source
+
+
+def test_an_npz_of_a_dtype_that_does_not_travel_says_which(tmp_path: Path) -> None:
+    put(tmp_path / "in.npz", "inputs", tensors() | {"key": np.zeros((2, 2), ml_dtypes.bfloat16)})
+    line = refused(
+        tmp_path, "attend", "softmax", tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--local"
+    )
+    assert "key: dtype" in line
+    assert "in.npz" in line
+
+
+def test_heads_without_a_layer_are_not_forgotten(source: Path, tmp_path: Path) -> None:
+    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local", "--heads", "2")
+    assert "layer" in refused(tmp_path, *words)
+
+
+def damage() -> list[tuple[str, bytes]]:
+    """Contents that are not what their suffix says."""
+    npz = files._npz({"query": normal(2, 2)})
+    length = (20).to_bytes(8, "little")
+    return [
+        (".json", b""),
+        (".json", b'{"inputs": {'),
+        (".json", b"[1]"),
+        (".json", b'"\xff"'),
+        (".json", b'{"inputs": [1]}'),
+        (".json", b'{"inputs": {"query": [[1], [1, 2]]}}'),
+        (".json", b'{"encoding": 3, "inputs": {}}'),
+        (".safetensors", b""),
+        (".safetensors", b"1234567"),
+        (".safetensors", length + b"{}"),
+        (".safetensors", (2).to_bytes(8, "little") + b"[]"),
+        (".safetensors", b"\xff" * 100),
+        (".npz", npz[: len(npz) // 2]),
+        (".npz", npz.replace(b"(2, 2)", b"(9, 9)")),
+        (".npz", npz.replace(b"<f4", b"|O8")),
+    ]
+
+
+@pytest.mark.parametrize(("suffix", "content"), damage())
+def test_a_damaged_file_is_one_line_that_names_it(
+    tmp_path: Path, suffix: str, content: bytes
+) -> None:
+    source = tmp_path / f"in{suffix}"
+    source.write_bytes(content)
+    words = ("attend", "softmax", source, "-o", tmp_path / "out.json", "--local")
+    assert str(source) in refused(tmp_path, *words)
+
+
+@given(st.data())
+def test_no_npz_is_damaged_in_a_way_that_is_not_known(data: st.DataObject) -> None:
+    content = bytearray(files._npz({"query": normal(2, 2), "key": normal(3)}))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(QkvError):
+        files._read_npz(bytes(content))
+
+
+@pytest.mark.parametrize("command", ["attend", "convert"])
+def test_files_that_cannot_be_read_or_written(source: Path, tmp_path: Path, command: str) -> None:
+    words = {
+        "attend": ("attend", "softmax", "--local"),
+        "convert": ("convert", "--from", "v2", "--to", "v1", "--local"),
+    }[command]
+    (tmp_path / "folder.json").mkdir()
+    target = tmp_path / "out.npz"
+    for name, said in (
+        ("none.json", "none.json: No such file or directory"),
+        ("folder.json", "folder.json: Is a directory"),
+        ("in.txt", "in.txt has none of the suffixes .safetensors, .npz, .json"),
+        ("in", "suffixes"),
+    ):
+        assert said in refused(tmp_path, *words, tmp_path / name, "-o", target)
+    for name, said in (
+        ("out.txt", "out.txt has none of the suffixes .safetensors, .npz, .json"),
+        ("none/out.npz", "none/out.npz lies in a directory that is not there"),
+        ("folder.json", "folder.json is a directory"),
+        ("in.json/out.npz", "is not there"),
+    ):
+        assert said in refused(tmp_path, *words, source, "-o", tmp_path / name)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("-p", "causal"), ["'causal'", "NAME=VALUE"]),
+        (("-p", "=3"), ["'=3'", "NAME=VALUE"]),
+        (("-p", "nope=3"), ["'nope'", "causal", "(/parameters/nope)"]),
+        (("-p", "causal=maybe"), ["maybe", "(/parameters/causal)"]),
+        (("-p", "scale={"), ["(/parameters/scale)"]),
+        (("--return", "nope"), ["nope", "scores", "(/outputs/0)"]),
+        (("--layout", "v7"), ['"v7"', "v1, v2", "(/layer/layout)"]),
+        (("--layout", "v2"), ["W_query.weight"]),
+    ],
+)
+def test_wrong_flags(
+    url: str, source: Path, tmp_path: Path, place: str, flags: tuple[str, ...], said: list[str]
+) -> None:
+    target = tmp_path / "out.npz"
+    line = refused(tmp_path, "attend", "softmax", source, "-o", target, *flags, *where(place, url))
+    assert all(word in line for word in said), line
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("flags", [(), ("-p", "causal=true"), ("--layout", "v2")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (field, value)
+        for field in ("parameters", "layer", "outputs", "weights")
+        for value in ([1], "word", 3, None, True)
+        if value is not None or field not in ("layer", "outputs")  # where null is as if absent
+    ],
+)
+def test_fields_of_the_wrong_kind_in_the_file(
+    url: str, tmp_path: Path, field: str, value: Any, flags: tuple[str, ...], place: str
+) -> None:
+    source = put(tmp_path / "in.safetensors", "inputs", tensors(), **{field: value})
+    target = tmp_path / "out.npz"
+    line = refused(tmp_path, "attend", "softmax", source, "-o", target, *flags, *where(place, url))
+    if not flags or field in ("parameters", "layer"):
+        assert "(/" in line
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wrong_content_says_where(url: str, tmp_path: Path, place: str) -> None:
+    for change, pointer in (
+        ({"key": normal(2, 2, 6, 7)}, "(/inputs/key)"),
+        ({"extra": normal(2)}, "(/inputs/extra)"),
+        ({"mask": normal(4, 4)}, "(/inputs/mask)"),
+    ):
+        source = put(tmp_path / "in.npz", "inputs", tensors() | change)
+        words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", *where(place, url))
+        assert pointer in refused(tmp_path, *words)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["soft", "softmax?", "softmax#x", "softmax/..", "ä", "a\nb"])
+def test_no_such_variant(url: str, source: Path, tmp_path: Path, place: str, name: str) -> None:
+    words = ("attend", name, source, "-o", tmp_path / "out.npz", *where(place, url))
+    assert refused(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://nosuch.invalid",
+        "http://a..b",
+        "http://xn--/",
+        "http://[::",
+        "http://127.0.0.1:port",
+        "ftp://127.0.0.1",
+        "127.0.0.1:8000",
+        "here",
+        "",
+    ],
+)
+def test_no_service_there(source: Path, tmp_path: Path, address: str) -> None:
+    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", address)
+    assert f"no answer from {address!r}: " in refused(tmp_path, *words)
+
+
+def test_a_proxy_that_is_none(tmp_path: Path) -> None:
+    for proxy in ("socks9://127.0.0.1", "http://[::"):
+        line = refused(tmp_path, "variants", "--url", "http://127.0.0.1", ALL_PROXY=proxy)
+        assert "no answer" in line
+
+
+def test_usage_is_one_line_too(source: Path, tmp_path: Path) -> None:
+    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
+    for more, said in (
+        (("--weights", "rows=all"), "rows=0,5"),
+        (("--wieghts", "full"), "--weights"),
+        (("--heads", "two"), "two"),
+        (("more",), "more"),
+    ):
+        line = refused(tmp_path, *words, *more)
+        assert said in line
+        assert "--help" in line
+    assert "--output" in refused(tmp_path, "attend", "softmax", source)
+    assert "atend" in refused(tmp_path, "atend")
+
+
+def test_an_answer_too_large_for_the_service(
+    serve: Callable[..., Server], source: Path, tmp_path: Path
+) -> None:
+    served = serve(max_answer_bytes=100)
+    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", served.url)
+    assert "100" in refused(tmp_path, *words)
+
+
+def test_a_run_too_large_for_this_machine(tmp_path: Path) -> None:
+    long = np.zeros((1 << 17, 1), np.float32)
+    source = put(tmp_path / "in.npz", "inputs", {"query": long, "key": long, "value": long})
+    words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
+    done = limited("RLIMIT_AS", 1 << 35, *words)
+    assert "out of memory" in one_error(done.stderr)
+    assert done.returncode == 1
+
+
+def test_a_full_disk_leaves_what_was_there(url: str, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    target.write_bytes(b"old")
+    done = limited("RLIMIT_FSIZE", 100, "attend", "softmax", source, "-o", target, "--url", url)
+    assert f"{target}: File too large" in one_error(done.stderr)
+    assert done.returncode == 1
+    assert target.read_bytes() == b"old"
+    assert set(tmp_path.iterdir()) == {source, target}
+
+
+def test_ctrl_c_ends_it_in_one_line(
+    serve: Callable[..., Server],
+    command: Callable[..., Process],
+    source: Path,
+    tmp_path: Path,
+) -> None:
+    served = serve()
+    with served.engine.hold():
+        asking = command(
+            "attend", "softmax", str(source), "-o", str(tmp_path / "out.npz"), "--url", served.url
+        )
+        served.await_waiting(1)
+        await_sleep(asking.popen.pid)
+        assert asking.end(signal.SIGINT) == 130
+    assert asking.lines == ["Error: interrupted"]
+    assert list(tmp_path.iterdir()) == [source]

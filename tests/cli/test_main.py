@@ -1,0 +1,228 @@
+"""The command line as a person or a supervisor meets it: real processes and signals."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+import qkv
+from conftest import PATIENCE, Process, Server, until
+from qkv.cli.main import main
+
+ANSWER = [[1.6605, 2.6605], [2.3395, 3.3395]]  # what the curl line it prints is answered
+Command = Callable[..., Process]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
+def rounded(answer: Any) -> list[list[float]]:
+    return [[round(x, 4) for x in row] for row in answer["outputs"]["output"]]
+
+
+def test_it_says_where_it_is_and_gives_a_line_to_paste(process: Process) -> None:
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+", process.url)
+    assert any(f"on {process.url} (cpu" in line for line in process.lines[:-1])
+    words = shlex.split(process.lines[-1])
+    assert words[0] == "curl"
+    if shutil.which("curl"):
+        done = subprocess.run(
+            [*words, "--silent", "--show-error"], capture_output=True, text=True, check=True
+        )
+        assert rounded(json.loads(done.stdout)) == ANSWER
+    body = words[words.index("--json") + 1]
+    response = httpx.post(words[1], content=body, headers={"Content-Type": "application/json"})
+    assert rounded(response.json()) == ANSWER
+
+
+def test_flags_go_before_the_environment_and_sigterm_ends_it_well(command: Command) -> None:
+    port, other = str(free_port()), str(free_port())
+    arguments = ("serve", "--port", port, "--host", "127.0.0.2")
+    served = command(*arguments, QKV_PORT=other, QKV_HOST="127.0.0.3")
+    assert served.url == f"http://127.0.0.2:{port}"
+    assert httpx.get(f"{served.url}/readyz").is_success
+    assert served.end(signal.SIGTERM) == 0
+    assert served.serves  # it still was the last thing said: no traceback, no warning
+
+
+def test_the_environment_sets_what_flags_do_not_and_sigint_ends_it_well(command: Command) -> None:
+    port = free_port()
+    served = command("serve", QKV_PORT=str(port), QKV_MAX_BODY_BYTES="50", QKV_MAX_BATCH="8")
+    assert served.url == f"http://127.0.0.1:{port}"
+    response = httpx.post(f"{served.url}/v1/attention/softmax", content=b" " * 51)
+    assert response.status_code == 413
+    assert response.json()["limit"] == 50
+    assert served.end(signal.SIGINT) == 0
+    assert served.serves
+
+
+def test_what_it_has_begun_to_read_it_still_answers(command: Command) -> None:
+    """SIGTERM between a request's head and its body."""
+    served = command("serve", "--port", "0")
+    url = httpx.URL(served.url)
+    assert url.port
+    body = shlex.split(served.lines[-1])[-1].encode()
+    with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+        connection.sendall(
+            b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body)
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
+        served.popen.send_signal(signal.SIGTERM)
+        until(lambda: refuses(url.host, url.port or 0))
+        connection.sendall(body)
+        answer = b""
+        while more := connection.recv(4096):
+            answer += more
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert rounded(json.loads(answer.partition(b"\r\n\r\n")[2])) == ANSWER
+    assert served.wait() == 0
+
+
+def refuses(host: str, port: int) -> bool:
+    """Whether nothing listens there any more."""
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ((), {"QKV_PORT": "http"}, ["QKV_PORT", "http"]),
+        ((), {"QKV_PORT": "65536"}, ["QKV_PORT", "65536"]),
+        (("--port", "-1"), {}, ["port", "-1"]),
+        (("--port", "70000"), {"QKV_PORT": "0"}, ["port", "70000"]),
+        ((), {"QKV_DEVICE": "tpu"}, ["QKV_DEVICE", "tpu", "cpu"]),
+        ((), {"QKV_MAX_BATCH": "-1"}, ["QKV_MAX_BATCH", "-1"]),
+        ((), {"QKV_MAX_BODY_BYTES": "256MB"}, ["QKV_MAX_BODY_BYTES", "256MB"]),
+        ((), {"QKV_THREADS": "1.5"}, ["QKV_THREADS", "1.5"]),
+        ((), {"QKV_READ_TIMEOUT_S": "inf"}, ["QKV_READ_TIMEOUT_S", "inf", "finite"]),
+        ((), {"QKV_WORKER": "3"}, ["QKV_WORKER is", "QKV_WORKERS?"]),
+        ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
+        (("--port", "0"), {"QKV_COLOUR": "red"}, ["QKV_COLOUR", "QKV_HOST", "QKV_STUCK_S"]),
+        (("--port", "-1"), {"QKV_URL": "http://127.0.0.1"}, ["port", "-1"]),  # the client's
+        (("--port", "-1"), {"QKV_API_KEY": "a"}, ["port", "-1"]),
+    ],
+)
+def test_a_bad_setting_is_one_line(
+    arguments: tuple[str, ...], environment: dict[str, str], said: list[str]
+) -> None:
+    failed = CliRunner().invoke(main, ["serve", *arguments], env=environment)
+    assert failed.exit_code == 1
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert all(word in line for word in said), line
+
+
+def test_an_address_that_cannot_be_had_is_a_failure_that_says_so(
+    command: Command, server: Server
+) -> None:
+    _, taken = server.address
+    port = command("serve", "--port", str(taken))
+    host = command("serve", "--port", "0", "--host", "192.0.2.1")  # of nobody: RFC 5737
+    name = command("serve", "--port", "0", "--host", "nosuch.invalid")
+    none = command("serve", "--port", "0", "--host", f"{'a' * 64}.invalid")
+    for failed, said in (
+        (port, ["in use", str(taken)]),
+        (host, ["192.0.2.1"]),
+        (name, ["cannot listen on nosuch.invalid:0: "]),
+        (none, [".invalid:0: "]),
+    ):
+        assert failed.wait() == 1
+        (line,) = failed.lines
+        assert line.startswith("Error: cannot listen on ")
+        assert all(word in line for word in said), line
+        assert "attempting" not in line
+
+
+def test_flags_that_are_not_numbers_or_not_known(command: Command) -> None:
+    for arguments in (("serve", "--port", "http"), ("serve", "--threads", "2"), ("served",)):
+        failed = command(*arguments)
+        assert failed.wait() == 2
+        (line,) = failed.lines
+        assert line.startswith("Error: ")
+        assert any(word in line for word in arguments[1:] or arguments)
+    bare = command()
+    assert bare.wait() == 2
+    assert "Usage: " in bare.lines[0]
+
+
+def run(*words: str) -> str:
+    """What a command that ends prints."""
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_help_and_version() -> None:
+    module = (sys.executable, "-m", "qkv")
+    for flag in ("--help", "-h"):
+        text = run(*module, flag)
+        assert text.startswith("Usage: ")
+        assert "serve" in text
+        text = run(*module, "serve", flag)
+        assert all(word in text for word in ("--host", "--port", "QKV_HOST", "QKV_PORT", "8000"))
+    assert qkv.__version__ in run(*module, "--version")
+    script = Path(sys.executable).with_name("qkv")
+    if script.exists():
+        assert run(str(script), "--version") == run(*module, "--version")
+
+
+def test_a_bad_setting_is_found_before_the_seconds_that_torch_takes() -> None:
+    program = (
+        "import sys; sys.modules.update(torch=None); from qkv.cli.main import main;"
+        "main(['serve', '--port', '70000'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "70000" in done.stderr
+
+
+def test_without_the_server_it_says_what_to_install() -> None:
+    """The base install is the client's: the command is there, and says what it lacks."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'fastapi', 'uvicorn')));"
+        "from qkv.cli.main import main; main(['serve'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "qkv[server]" in line
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04broken", b"\x93NUMPY\x01\x00v\x00{}"])
+def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "in.npz").write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "qkv", "attend", "softmax", "in.npz", "-o", "out.json", "--local"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,143 @@
+"""The client's arrays: whatever kind goes in, the same kind comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qkv import Client
+from support.clients import ROLES, as_numpy, ask, encoded, numbers, torches
+from support.clients import client as client
+from support.known_requests import FLOATING, Array, Case, random_case
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_numpy_in_numpy_out(client: Client, dtype: str) -> None:
+    inputs = numbers(dtype)
+    run = client.attend("softmax", **inputs, causal=True, outputs=["output", "weights", "scores"])
+    assert run.variant == "softmax"
+    assert all(type(a) is np.ndarray for a in run.outputs.values())
+    exact = "float64" if dtype == "float64" else "float32"
+    came = [a.dtype.name for a in (run.output, run.weights, run.scores)]
+    assert came == [dtype, exact, exact]
+    Case(inputs, {"causal": True}, dtype).check(encoded(run.outputs))
+    assert run.timing["batch_size"] == 1
+    run.output[:] = 0  # the caller's own
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_torch_in_torch_out(client: Client, dtype: str) -> None:
+    inputs = numbers(dtype)
+    tensors = torches(inputs)
+    tensors["query"].requires_grad_()
+    run = client.attend("softmax", **tensors)
+    assert all(type(t) is torch.Tensor for t in run.outputs.values())
+    assert run.output.dtype == tensors["query"].dtype
+    assert not run.output.requires_grad
+    same = client.attend("softmax", **inputs)
+    for name in ("output", "weights"):
+        assert as_numpy(run.outputs[name]).tobytes() == same.outputs[name].tobytes()
+    run.output.zero_()
+
+
+@pytest.mark.parametrize("kind", range(30))
+def test_everything_that_softmax_takes(client: Client, kind: int) -> None:
+    case = random_case(20_000 + kind, 0)
+    if "window" in case.parameters:  # a tuple is as good as a list
+        case.parameters["window"] = tuple(case.parameters["window"])
+    run = ask(client, case)
+    case.check(encoded(run.outputs))
+    tensors = torches(case.inputs) | case.parameters
+    again = client.attend("softmax", outputs=list(case.outputs), **tensors)
+    for name, array in run.outputs.items():
+        assert as_numpy(again.outputs[name]).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_arrays_need_not_be_contiguous(client: Client, dtype: str) -> None:
+    dense = numbers(dtype)
+    expected = client.attend("softmax", **dense).output.tobytes()
+
+    def views(array: Array) -> Iterator[Array]:
+        """The same numbers, lying otherwise."""
+        yield np.asfortranarray(array)
+        yield array[..., ::-1].copy()[..., ::-1]
+        yield np.repeat(array, 2, axis=-1)[..., ::2]
+        yield array.transpose(3, 1, 0, 2).copy().transpose(2, 1, 3, 0)
+
+    for some in zip(*(views(dense[n]) for n in ROLES), strict=True):
+        odd = dict(zip(ROLES, some, strict=True))
+        assert client.attend("softmax", **odd).output.tobytes() == expected
+        if all(s >= 0 for a in some for s in a.strides):
+            run = client.attend("softmax", **torches(odd))
+            assert as_numpy(run.output).tobytes() == expected
+
+
+def test_read_only_and_big_endian_arrays(client: Client) -> None:
+    dense = numbers()
+    expected = client.attend("softmax", **dense).output.tobytes()
+    swapped = {n: a.astype(">f4") for n, a in dense.items()}
+    assert client.attend("softmax", **swapped).output.tobytes() == expected
+    for array in dense.values():
+        array.flags.writeable = False
+    assert client.attend("softmax", **dense).output.tobytes() == expected
+
+
+class Arrayish:
+    """What numpy can make an array of."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        return self._array
+
+
+class Packed:
+    """What speaks DLPack and nothing else."""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [Arrayish, Packed])
+def test_other_arrays_are_answered_in_numpy(client: Client, kind: Callable[[Array], Any]) -> None:
+    dense = numbers()
+    run = client.attend("softmax", **{n: kind(a) for n, a in dense.items()})
+    assert type(run.output) is np.ndarray
+    assert run.output.tobytes() == client.attend("softmax", **dense).output.tobytes()
+
+
+def test_masks_and_lengths_are_arrays_too(client: Client) -> None:
+    inputs = numbers() | {"key_lengths": np.array([2, 5]), "mask": np.ones((1, 5), bool)}
+    Case(inputs, outputs=("output", "weights")).check(
+        encoded(client.attend("softmax", **inputs).outputs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", np.float64(0.5)),
+        ("scale", np.float32(0.5)),
+        ("causal", np.bool_(True)),
+        ("query_offset", np.int64(1)),
+    ],
+)
+def test_parameters_may_be_scalars_of_numpy(client: Client, name: str, value: Any) -> None:
+    """`scale=1 / np.sqrt(D)` is a numpy scalar."""
+    inputs = numbers()
+    plain: dict[str, Any] = {"causal": True} | {name: value.item()}
+    odd: dict[str, Any] = {"causal": True} | {name: value}
+    one, other = (client.attend("softmax", **inputs, **p).output for p in (plain, odd))
+    assert one.tobytes() == other.tobytes()

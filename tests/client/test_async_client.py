@@ -1,0 +1,108 @@
+"""The client's twin for asyncio: the same answers, the same exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from conftest import Server
+from qkv import AsyncClient, Client, Converted, QkvError, Run, errors
+from support.clients import Attention, as_numpy, ask, attend, in_asyncio, numbers, same_run, torches
+from support.clients import client as client
+from support.known_requests import random_case
+
+
+@pytest.mark.parametrize("kind", range(10))
+def test_the_twin_gives_the_same_bits(client: Client, server: Server, kind: int) -> None:
+    case = random_case(50_000 + kind, 0)
+    arguments: dict[str, Any] = {"outputs": list(case.outputs)} | case.inputs | case.parameters
+    run = in_asyncio(server.url, lambda twin: twin.attend("softmax", **arguments))
+    assert type(run) is Run
+    assert same_run(run, client.attend("softmax", **arguments))
+    tensors = torches(case.inputs)
+    again = in_asyncio(server.url, lambda twin: twin.attend("softmax", **(arguments | tensors)))
+    for name, array in run.outputs.items():
+        assert as_numpy(again.outputs[name]).tobytes() == array.tobytes()
+
+
+def test_the_twin_converts_and_reads_the_catalogue(client: Client, server: Server) -> None:
+    state = Attention(False).state_dict()
+    there = in_asyncio(server.url, lambda twin: twin.convert(state, source="v2", target="v1"))
+    assert type(there) is Converted
+    same = client.convert(state, source="v2", target="v1")
+    assert there.check == same.check
+    assert there.tensors.keys() == same.tensors.keys()
+    assert all(torch.equal(there.tensors[n], t) for n, t in same.tensors.items())
+    assert in_asyncio(server.url, lambda twin: twin.variants()) == client.variants()
+
+
+def test_one_twin_runs_many_at_once(client: Client, server: Server) -> None:
+    cases = [random_case(60_000 + kind, 0) for kind in range(40)]
+
+    async def all_at_once(twin: AsyncClient) -> list[Run]:
+        named: list[dict[str, Any]] = [
+            {"outputs": list(c.outputs)} | c.inputs | c.parameters for c in cases
+        ]
+        calls: list[Any] = [twin.attend("softmax", **arguments) for arguments in named]
+        return list(await asyncio.gather(*calls))
+
+    runs = in_asyncio(server.url, all_at_once)
+    assert all(same_run(run, ask(client, c)) for run, c in zip(runs, cases, strict=True))
+
+
+def test_calls_of_the_twin_wait_beside_each_other(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def together(twin: AsyncClient) -> list[Run]:
+        with server.engine.hold():
+            calls = [asyncio.ensure_future(twin.attend("softmax", **numbers())) for _ in range(5)]
+            await asyncio.to_thread(server.await_waiting, 5)
+        return list(await asyncio.gather(*calls))
+
+    runs = in_asyncio(server.url, together)
+    assert all(same_run(run, runs[0]) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (attend(variant="sofmax"), errors.NotFound),
+        (attend(causal="yes"), errors.InvalidContent),
+        (attend(scale=float("nan")), errors.InvalidContent),
+        (attend(query=np.ones((2, 2), "c8")), errors.InvalidContent),
+        (
+            lambda c: c.convert({"W_query": np.ones((2, 2))}, source="v1", target="v7"),
+            errors.InvalidContent,
+        ),
+    ],
+)
+def test_the_twin_raises_the_same(
+    client: Client, server: Server, call: Callable[[Any], Any], kind: type[QkvError]
+) -> None:
+    with pytest.raises(kind) as caught:
+        call(client)
+    with pytest.raises(kind) as twins:
+        in_asyncio(server.url, call)
+    assert type(twins.value) is type(caught.value)
+    assert twins.value.problem() == caught.value.problem()
+
+
+def test_the_twin_closes_and_times_out(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def closed() -> None:
+        async with AsyncClient(server.url) as twin:
+            assert await twin.variants()
+        with pytest.raises(RuntimeError, match="closed"):
+            await twin.variants()
+        await twin.close()
+
+    asyncio.run(closed())
+    with server.engine.hold(), pytest.raises(httpx.TimeoutException):
+        in_asyncio(server.url, lambda twin: twin.attend("softmax", **numbers()), timeout=0.05)

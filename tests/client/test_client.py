@@ -1,0 +1,113 @@
+"""The client: layers, conversions, the catalogue, threads, and how it closes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import qkv
+from conftest import PATIENCE, Server
+from qkv import Client
+from support.clients import ROLES, Attention, ask, numbers
+from support.clients import client as client
+from support.known_requests import random_case
+
+
+def test_outputs_and_weights_choose_what_comes(client: Client) -> None:
+    inputs = numbers()
+    assert list(client.attend("softmax", **inputs).outputs) == ["output", "weights"]
+    assert list(client.attend("softmax", **inputs, weights="none").outputs) == ["output"]
+    run = client.attend("softmax", **inputs, outputs=["scores"])
+    assert list(run.outputs) == ["scores"]
+    with pytest.raises(KeyError, match="weights"):
+        _ = run.weights
+    assert client.attend("softmax", **inputs, scale=None, window=None).timing["flops"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_modules_state_is_a_layer(client: Client, bias: bool, dtype: torch.dtype) -> None:
+    module = Attention(bias).to(dtype)
+    x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer = {"layout": "v2", "tensors": module.state_dict()}
+    run = client.attend("softmax", x=x, layer=layer, causal=True)
+    assert run.output.dtype == dtype
+    assert run.output.shape == (2, 4, 6)
+    with torch.no_grad():
+        q, k, v = (m(x) for m in (module.W_query, module.W_key, module.W_value))
+    direct = client.attend("softmax", query=q, key=k, value=v, causal=True)
+    # the projections are rounded to the dtype, and sum M = 5 products in some order
+    bound = 16 * torch.finfo(dtype).eps * float(v.abs().max()) * (1 + float((q @ k.mT).abs().max()))
+    assert float((run.output - direct.output).abs().max()) <= bound
+    apart = client.attend("softmax", query=x, key=x, value=x, layer=layer, causal=True)
+    assert torch.equal(apart.output, run.output)
+    heads = client.attend("softmax", x=x, layer=layer | {"heads": 2})
+    assert heads.weights.shape == (2, 2, 4, 4)
+
+
+def test_weights_convert_there_and_back(client: Client) -> None:
+    state = {n: t.detach() for n, t in Attention(False).state_dict().items()}
+    there = client.convert(state, source="v2", target="v1")
+    assert all(type(t) is torch.Tensor for t in there.tensors.values())
+    for role in ROLES:
+        assert torch.equal(there.tensors[f"W_{role}"], state[f"W_{role}.weight"].T)
+    assert there.check["largest_absolute_difference"] < 1e-12
+    back = client.convert(there.tensors, source="v1", target="v2", heads=3)
+    assert back.tensors.keys() == state.keys()
+    assert all(torch.equal(back.tensors[n], t) for n, t in state.items())
+    biased = {n: t.detach().numpy() for n, t in Attention(True).state_dict().items()}
+    folded = client.convert(biased, source="v2", target="v1", bias="augment")
+    assert all(type(a) is np.ndarray for a in folded.tensors.values())
+    again = client.convert(folded.tensors, source="v1", target="v2", bias="augment")
+    assert {n: a.tobytes() for n, a in again.tensors.items()} == {
+        n: a.tobytes() for n, a in biased.items()
+    }
+    module = Attention(True).to(torch.bfloat16)
+    halves = client.convert(module.state_dict(), source="v2", target="v1", bias="augment")
+    assert {t.dtype for t in halves.tensors.values()} == {torch.bfloat16}
+
+
+def test_the_catalogue(client: Client) -> None:
+    (entry,) = (v for v in client.variants() if v["variant"] == "softmax")
+    assert entry["inputs"].keys() == {"query", "key", "value", "mask", "key_lengths"}
+    assert entry["outputs"].keys() == {"output", "weights", "scores"}
+    assert entry["parameters"]["properties"]["causal"]["default"] is False
+
+
+def test_one_client_serves_many_threads(client: Client) -> None:
+    cases = [random_case(30_000 + kind, 0) for kind in range(40)]
+    alone = [ask(client, case) for case in cases]
+    start = threading.Barrier(8, timeout=PATIENCE)
+
+    def run(offset: int) -> list[Any]:
+        start.wait()
+        runs = [ask(client, case) for case in cases[offset:] + cases[:offset]]
+        return runs[len(cases) - offset :] + runs[: len(cases) - offset]
+
+    with ThreadPoolExecutor(8) as pool:
+        for runs in pool.map(run, range(0, 40, 5)):
+            for one, other in zip(runs, alone, strict=True):
+                assert list(one.outputs) == list(other.outputs)
+                for name, array in one.outputs.items():
+                    assert array.tobytes() == other.outputs[name].tobytes()
+
+
+def test_it_closes(server: Server) -> None:
+    with Client(server.url) as client:
+        assert client.variants()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.variants()
+    other = Client(server.url)
+    other.close()
+    other.close()
+
+
+def test_the_public_names() -> None:
+    assert qkv.__all__ == sorted(qkv.__all__)
+    assert {"Client", "QkvError"} <= set(qkv.__all__)
+    assert all(hasattr(qkv, name) for name in qkv.__all__)

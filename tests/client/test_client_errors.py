@@ -1,0 +1,153 @@
+"""The client's exceptions: what the service refuses, where nothing listens, and what is no qkv."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from conftest import PATIENCE, Server
+from qkv import Client, QkvError, errors
+from support.clients import attend, numbers
+from support.clients import client as client
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said", "pointer"),
+    [
+        (attend(variant="sofmax"), errors.NotFound, "softmax", None),
+        (attend(variant="a/b?c#d"), errors.NotFound, "a/b", None),
+        (attend(layer="mine"), errors.NotFound, "mine", "/layer"),
+        (attend(causal="yes"), errors.InvalidContent, "causal", "/parameters/causal"),
+        (attend(nothing=1), errors.InvalidContent, "nothing", "/parameters/nothing"),
+        (attend(nothing=np.ones(3)), errors.InvalidContent, "nothing", "/inputs/nothing"),
+        (attend(key=np.ones((2, 2, 5, 7), "f4")), errors.InvalidContent, "D=7", "/inputs/key"),
+        (attend(key=np.ones((2, 2, 5, 8))), errors.InvalidContent, "float64", "/inputs/key"),
+        (attend(outputs=["all"]), errors.InvalidContent, "all", "/outputs/0"),
+        (attend(weights="some"), errors.InvalidContent, "some", "/weights"),
+        (attend(layer={"layout": "v9"}), errors.InvalidContent, "v9", "/layer/layout"),
+        (
+            lambda c: c.convert({"W_query": np.ones((2, 2))}, source="v1", target="v2"),
+            errors.InvalidContent, "W_key", "/tensors",
+        ),
+        (
+            lambda c: c.convert({"W_query": np.ones((2, 2))}, source="v1", target="v7"),
+            errors.InvalidContent, "v7", "/to",
+        ),
+        (
+            lambda c: c.convert({}, source="v1", target="v2"),
+            errors.InvalidContent, "nothing", "/tensors",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_service_refuses_is_raised(
+    client: Client,
+    call: Callable[[Client], object],
+    kind: type[QkvError],
+    said: str,
+    pointer: str | None,
+) -> None:
+    with pytest.raises(QkvError) as caught:
+        call(client)
+    assert type(caught.value) is kind
+    assert said in caught.value.detail
+    assert str(caught.value) == caught.value.detail
+    assert caught.value.pointer == pointer
+    assert caught.value.problem()["status"] == kind.status
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"query": [[1.0]], "key": [[1.0]], "value": [[1.0]]},
+        {},
+        {"query": np.ones((2, 2), "c8"), "key": np.ones((2, 2)), "value": np.ones((2, 2))},
+        {"query": np.array([["a"]]), "key": np.ones((2, 2)), "value": np.ones((2, 2))},
+        {"query": np.array([None]), "key": np.ones((2, 2)), "value": np.ones((2, 2))},
+        {"query": torch.ones(2, 2, dtype=torch.int32), "key": np.ones((2, 2))},
+        {"query": np.ones((2, 2)), "key": torch.ones(2, 2, dtype=torch.complex64)},
+    ],
+)
+def test_what_is_no_array_is_refused_without_asking(
+    client: Client, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(errors.InvalidContent):
+        client.attend("softmax", **arguments)
+
+
+def test_limits_of_the_service_are_raised(serve: Callable[..., Server]) -> None:
+    inputs = numbers()
+    small = serve(max_body_bytes=1000)
+    with Client(small.url) as client:
+        with pytest.raises(errors.TooLarge) as too_large:
+            client.attend("softmax", **inputs)
+        assert too_large.value.members == {"limit": 1000}
+    busy = serve(max_queue_bytes=3000)
+    with ThreadPoolExecutor(1) as pool, Client(busy.url, timeout=PATIENCE) as client:
+        with busy.engine.hold():
+            waiting = pool.submit(client.attend, "softmax", **inputs)
+            busy.await_waiting(1)
+            with pytest.raises(errors.NotNow) as not_now:
+                client.attend("softmax", **inputs)
+            assert not_now.value.retry_after >= 1
+        assert waiting.result().output.shape == (2, 4, 3, 6)
+
+
+def test_where_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with Client(f"http://127.0.0.1:{port}") as client:
+        for call in (lambda: client.attend("softmax", **numbers()), client.variants):
+            with pytest.raises(httpx.ConnectError):
+                call()
+
+
+def test_a_timeout_is_httpxs_own(serve: Callable[..., Server]) -> None:
+    server = serve()
+    with Client(server.url, timeout=0.05) as client, server.engine.hold():
+        with pytest.raises(httpx.TimeoutException):
+            client.attend("softmax", **numbers())
+        server.await_waiting(0)  # whoever waits no longer has left
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "content"),
+    [
+        (502, {"content-type": "text/html"}, b"<h1>Bad gateway</h1>"),
+        (502, {"content-type": "application/json"}, b"[]"),
+        (502, {"content-type": "application/json"}, b'"bad gateway"'),
+        (500, {}, b""),
+        (404, {"content-type": "application/json"}, b'{"detail": "Not Found"}'),
+        (
+            503,
+            {
+                "content-type": "application/problem+json",
+                "retry-after": "Wed, 21 Oct 2015 07:28:00 GMT",
+            },
+            b'{"type": "urn:qkv:problem:not-now", "detail": "busy"}',
+        ),
+        (200, {}, b"<h1>Welcome</h1>"),
+        (200, {"content-type": "application/json"}, b"{}"),
+        (200, {"content-type": "application/json"}, b"[]"),
+    ],
+)
+def test_what_answers_may_be_no_qkv(status: int, headers: dict[str, str], content: bytes) -> None:
+    """A proxy, or something else at that address: an error of ours all the same."""
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, headers=headers, content=content)
+
+    with Client("http://elsewhere", transport=httpx.MockTransport(answer)) as client:
+        for call in (
+            lambda: client.attend("softmax", **numbers()),
+            lambda: client.convert({"W": np.ones(2)}, source="v1", target="v2"),
+            client.variants,
+        ):
+            with pytest.raises(QkvError):
+                call()

@@ -1,0 +1,232 @@
+"""A run in a notebook: the picture shows the weights, in whatever form, and nothing runs."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import re
+from typing import Any, Final
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from test_variant_pictures import cells
+
+from qkv import Client, QkvError, Run, heatmap
+from qkv.api import variant_pictures as variant_picture
+from qkv.attention import catalogue
+from qkv.client.head_panels import picture
+
+TIMING: Final = {"compute_ms": 0.1234, "device": "cpu", "backend": "explicit"}
+
+
+def softmax(*shape: int, seed: int = 0) -> np.ndarray:
+    scores = 3 * np.random.default_rng(seed).normal(size=shape)
+    exact = np.exp(scores - scores.max(-1, keepdims=True))
+    weights: np.ndarray = (exact / exact.sum(-1, keepdims=True)).astype(np.float32)
+    return weights
+
+
+def shown(form: Any = "full", **outputs: Any) -> tuple[str, str]:
+    """What a notebook gets, and the picture in it."""
+    page = Run("softmax", outputs, TIMING, "stochastic", form)._repr_html_()
+    (encoded,) = re.findall(
+        r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)" alt="[^"]+">', page
+    )
+    return page, base64.b64decode(encoded).decode()
+
+
+def matrices(form: Any = "full", **outputs: Any) -> list[np.ndarray]:
+    drawn = picture(outputs, form)
+    assert drawn is not None
+    return [panel.matrix for panel in drawn.panels]
+
+
+def test_every_cell_is_a_weight() -> None:
+    """To half a shade, and to the three digits that a shade's number is written with."""
+    weights = softmax(2, 3, 5, 7)
+    weights[0, 1, 2, 3] = 0
+    page, svg = shown(weights=weights, output=weights)
+    panels = cells(svg)
+    assert len(panels) == 3
+    for panel, plane in zip(panels, weights[0], strict=True):
+        assert panel.keys() == {(i, j) for i, j in np.argwhere(plane != 0).tolist()}
+        for at, number in panel.items():
+            share, exact = np.sqrt(np.array([number, plane[at]]) / plane.max())
+            assert abs(share - exact) <= (0.5 + 1e-5) / heatmap.LEVELS + share / 400
+    words = [e.text for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"softmax, stochastic weights", "head 0", "head 2", "query 0 to 4", "key 0 to 6"} <= set(
+        words
+    )
+    assert "The first of 2 sequences." in page
+    assert "0.123 ms on cpu (explicit), weights float32 2×3×5×7" in page
+
+
+@pytest.mark.parametrize(("shape", "titles"), [((4, 4), [""]), ((3, 4, 4), ["sequence 0"])])
+def test_ranks_without_heads(shape: tuple[int, ...], titles: list[str]) -> None:
+    drawn = picture({"weights": softmax(*shape)}, "full")
+    assert drawn is not None
+    assert [panel.title for panel in drawn.panels][:1] == titles
+
+
+def test_a_large_one_is_pooled_and_keeps_its_mass() -> None:
+    """4 × 4 weights to a cell: over its keys the sum, over its queries the mean."""
+    weights = softmax(1, 2, 256, 256)
+    for matrix, plane in zip(matrices(weights=weights), weights[0].astype("f8"), strict=True):
+        assert matrix.shape == (64, 64)
+        pooled = plane.reshape(64, 4, 64, 4).sum(3).mean(1)
+        assert np.abs(matrix - pooled).max() <= 256 * np.finfo("f8").eps
+        assert matrix.sum(1) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(65, 200), (129, 1), (1, 300), (1000, 127)])
+def test_what_is_left_over_at_an_edge_is_as_dark_as_the_rest(shape: tuple[int, int]) -> None:
+    (matrix,) = matrices(weights=np.full(shape, 0.5, np.float32))
+    tall, wide = (math.ceil(size / 120) for size in shape)
+    assert matrix.shape == tuple(math.ceil(s / n) for s, n in zip(shape, (tall, wide), strict=True))
+    assert matrix == pytest.approx(0.5 * wide)
+
+
+def test_the_top_k_stand_where_they_belong() -> None:
+    """Those that are not there are empty; a large one is pooled without being spread out."""
+    weights = softmax(1, 2, 100, 90)
+    indices = np.argsort(-weights, -1)[..., :8]
+    largest = np.take_along_axis(weights, indices, -1)
+    sparse = np.zeros_like(weights)
+    np.put_along_axis(sparse, indices, largest, -1)
+    form = {"top_k": 8}
+    placed = matrices(form, weights=largest, indices=indices)
+    assert all(
+        np.allclose(one, other, rtol=0, atol=1e-6)
+        for one, other in zip(placed, matrices(weights=sparse), strict=True)
+    )
+    many = np.arange(32768)[None, None, :, None] % 960
+    (matrix,) = matrices(
+        {"top_k": 1},
+        weights=np.ones((1, 1, 32768, 1), "f4"),
+        indices=np.broadcast_to(many, (1, 1, 32768, 1)),
+    )
+    assert max(matrix.shape) <= 120
+    assert matrix.sum(1) == pytest.approx(1)
+
+
+def test_a_row_that_sees_nothing_has_no_index() -> None:
+    weights = np.array([[0.75, 0.25], [0.0, 0.0]], np.float32)
+    indices = np.array([[2, 0], [-1, -1]])
+    (matrix,) = matrices({"top_k": 2}, weights=weights, indices=indices)
+    assert matrix.tolist() == [[0.25, 0.0, 0.75], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("form", "axes"),
+    [
+        ({"rows": [4, 9000, 2]}, ("query 4, 9,000, 2", "key 0 to 299")),
+        ({"rows": list(range(9))}, ("9 queries, as asked", "key 0 to 299")),
+        ({"pool": 9}, ("bin of queries 0 to 8", "bin of keys 0 to 299")),
+        ("full", ("query 0 to 8", "key 0 to 299")),
+    ],
+)
+def test_axes_say_what_they_are(form: Any, axes: tuple[str, str]) -> None:
+    rows = len(form["rows"]) if "rows" in form else 9
+    drawn = picture({"weights": softmax(1, 1, rows, 300)}, form)
+    assert drawn is not None
+    assert (drawn.panels[0].row_axis, drawn.panels[0].column_axis) == axes
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+def test_statistics_are_drawn_by_heads(lead: tuple[int, ...]) -> None:
+    weights = softmax(*lead, 200, 130)
+    entropy = -(weights * np.log(weights)).sum(-1)
+    statistics = {
+        "entropy": entropy, "largest": weights.max(-1), "largest_index": weights.argmax(-1),
+        "effective_keys": np.exp(entropy), "received": weights.sum(-2),
+    }  # fmt: skip
+    page, _ = shown("stats", **statistics)
+    assert "A cell is the mean of 4 queries, or of 3 keys." in page
+    first, *_, received = matrices("stats", **statistics)
+    heads = lead[-1] if lead else 1
+    own = entropy.reshape(-1, 200)[:heads].astype("f8")
+    assert np.allclose(first, own.reshape(heads, 50, 4).mean(2), rtol=1e-6)
+    assert received.shape == (heads, 44)
+
+
+def test_many_heads_are_the_first_sixteen() -> None:
+    page, svg = shown(weights=softmax(1, 20, 40, 40))
+    assert len(cells(svg)) == 16
+    assert "The first 16 of 20 heads." in page
+    assert "A cell is 2 queries by 2 keys" in page
+    assert len(page) < 300_000
+
+
+def test_signed_ones_are_diverging() -> None:
+    weights = softmax(4, 4) - np.float32(0.25)
+    page, svg = shown(weights=weights)
+    (panel,) = cells(svg)
+    assert {np.sign(number) for number in panel.values()} >= {-1.0, 1.0}
+    assert "Below 0 is orange." in page
+    assert "orange" not in shown(weights=softmax(4, 4))[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_finite_is_left_out_and_said() -> None:
+    weights = np.array([[np.nan, 1.0], [np.inf, 0.5]], np.float64)
+    page, svg = shown(weights=weights)
+    assert [panel.keys() for panel in cells(svg)] == [{(0, 1), (1, 1)}]
+    assert "What is not finite is left out." in page
+    huge = np.full((300, 300), np.finfo(np.float64).max)
+    assert np.isfinite(matrices(weights=huge)[0]).all()
+
+
+@pytest.mark.parametrize("weights", [np.zeros((0, 4)), np.zeros(3)])
+def test_where_there_is_nothing_to_draw_there_is_no_picture(weights: np.ndarray) -> None:
+    assert picture({"weights": weights}, "full") is None
+    page = Run("mean", {"output": np.zeros((2, 3))}, TIMING, None, "none")._repr_html_()
+    assert "<img" not in page
+    assert "<b>mean</b>" in page
+    assert "output float64 2×3" in page
+
+
+def test_it_is_escaped_and_inert() -> None:
+    odd = "<script>alert('\"&')</script>"
+    timing = {"compute_ms": 1.0, "device": odd, "backend": odd}
+    page = Run(odd, {"weights": softmax(2, 2)}, timing, odd)._repr_html_()
+    assert not re.search(r"<(?!/?(div|small|img|b)\b)", page)
+    assert html.escape(odd) in page
+    (encoded,) = re.findall(r"base64,([^\"]+)", page)
+    svg = base64.b64decode(encoded).decode()
+    assert "<script" not in svg
+    ElementTree.fromstring(svg)
+    assert "prefers-color-scheme:dark" in svg
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_tensors_of_torch_are_drawn_too(dtype: torch.dtype) -> None:
+    weights = torch.full((1, 2, 3, 3), 0.25, dtype=dtype)
+    _, svg = shown(weights=weights)
+    assert cells(svg) == [{(i, j): 0.25 for i in range(3) for j in range(3)}] * 2
+
+
+FORMS: Final = ("full", "stats", {"rows": [3, 0]}, {"top_k": 3}, {"pool": 4})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", catalogue.variants())
+def test_whatever_the_service_answers_is_drawn(url: str, name: str, form: Any) -> None:
+    variant = catalogue.find(name)
+    inputs: dict[str, Any] = variant_picture.inputs(variant)
+    with Client(url) as client:
+        if name == "linear_layer" and "rows" in form:
+            with pytest.raises(QkvError, match="each item is one row"):
+                client.attend(name, weights=form, **inputs)
+            return
+        run = client.attend(name, weights=form, **inputs)
+    assert run.form == form
+    page = run._repr_html_()
+    (encoded,) = re.findall(r"base64,([^\"]+)", page)
+    panels = cells(base64.b64decode(encoded).decode())
+    assert len(panels) == (4 if form == "stats" else 1)
+    if form == "full":
+        weights = run.weights.reshape(run.weights.shape[-2:])
+        assert panels[0].keys() == {(i, j) for i, j in np.argwhere(weights).tolist()}

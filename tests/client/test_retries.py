@@ -1,0 +1,219 @@
+"""The client's retries: what is sent again, how often, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import PATIENCE
+from qkv import Client, QkvError, errors
+from support.clients import client as client
+from support.clients import in_asyncio, numbers, same_run
+
+Answer = tuple[int, dict[str, str], bytes] | None
+GOOD: Answer = (200, {"content-type": "application/json"}, b'{"variants": [{"variant": "a"}]}')
+
+
+def problem(status: int, name: str, **headers: str) -> Answer:
+    text = f'{{"type": "urn:qkv:problem:{name}", "status": {status}, "detail": "because"}}'
+    named = {n.replace("_", "-"): v for n, v in headers.items()}
+    return status, {"content-type": "application/problem+json"} | named, text.encode()
+
+
+def busy(retry_after: str = "0") -> Answer:
+    return problem(503, "not-now", retry_after=retry_after)
+
+
+@dataclass
+class Script:
+    """A service that answers as written, one line an attempt; None closes without a word.
+
+    Attributes:
+        url: where.
+        answers: what is still to be said; the last line is said for ever.
+        came: bodies, in order.
+    """
+
+    url: str
+    answers: list[Answer]
+    came: list[bytes] = field(default_factory=list)
+
+    def next(self, body: bytes) -> Answer:
+        self.came.append(body)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@contextlib.contextmanager
+def scripted(*answers: Answer, port: int = 0) -> Iterator[Script]:
+    script = Script("", list(answers))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            said = script.next(self.rfile.read(int(self.headers.get("content-length", 0))))
+            if said is None:
+                self.close_connection = True
+                return
+            status, headers, content = said
+            self.send_response(status)
+            for name, value in (headers | {"content-length": str(len(content))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
+        script.url = f"http://127.0.0.1:{http.server_address[1]}"
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield script
+        finally:
+            http.shutdown()
+            thread.join(PATIENCE)
+
+
+def one(url: str, call: Callable[[Any], Any], **options: Any) -> Any:
+    with Client(url, **options) as client:
+        return call(client)
+
+
+KINDS = pytest.mark.parametrize("send", [one, in_asyncio], ids=["sync", "async"])
+
+
+def catalogue(client: Any) -> Any:
+    return client.variants()
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "before",
+    [[], [busy()], [busy(), busy()], [None], [None, busy()], [busy(), None]],
+    ids=["at once", "busy", "busy twice", "closed", "closed, busy", "busy, closed"],
+)
+def test_what_is_refused_for_now_is_sent_again(send: Any, before: list[Answer]) -> None:
+    with scripted(*before, GOOD) as script:
+        assert send(script.url, catalogue) == [{"variant": "a"}]
+        assert len(script.came) == len(before) + 1
+
+
+@KINDS
+def test_a_run_is_sent_again_as_it_was(client: Client, send: Any) -> None:
+    sent: list[bytes] = []
+
+    def keep(request: httpx.Request) -> httpx.Response:
+        sent.append(request.content)
+        response = httpx.post(client._http.base_url.join(request.url.path), content=request.content,
+                              headers=request.headers)  # fmt: skip
+        said.append((200, {"content-type": response.headers["content-type"]}, response.content))
+        return httpx.Response(200, content=response.content)
+
+    said: list[Answer] = []
+    with Client("http://elsewhere", transport=httpx.MockTransport(keep)) as through:
+        first = through.attend("softmax", **numbers())
+    with scripted(busy(), None, said[0]) as script:
+        again = send(script.url, lambda c: c.attend("softmax", **numbers()))
+        assert same_run(first, again)
+        assert script.came == sent * 3
+
+
+@KINDS
+@pytest.mark.parametrize("retries", [0, 1, 2])
+def test_it_is_sent_again_only_so_often(send: Any, retries: int) -> None:
+    with scripted(busy()) as script:
+        with pytest.raises(errors.NotNow, match="because"):
+            send(script.url, catalogue, retries=retries)
+        assert len(script.came) == retries + 1
+    with scripted(None) as script:
+        with pytest.raises(httpx.RemoteProtocolError):
+            send(script.url, catalogue, retries=retries)
+        assert len(script.came) == retries + 1
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        problem(422, "invalid-content"), problem(422, "invalid-content", retry_after="0"),
+        problem(400, "unparseable"), problem(404, "not-found"), problem(413, "too-large"),
+        problem(500, "internal"), problem(503, "not-now"), problem(504, "too-late"),
+        (502, {}, b"<h1>Bad gateway</h1>"), (200, {}, b"<h1>Welcome</h1>"),
+    ],
+    ids=lambda refusal: str(refusal[0]),
+)  # fmt: skip
+def test_what_is_refused_for_good_is_sent_once(send: Any, refusal: Answer) -> None:
+    with scripted(refusal) as script:
+        with pytest.raises(QkvError):
+            send(script.url, catalogue)
+        assert len(script.came) == 1
+
+
+@KINDS
+def test_who_listens_only_later_is_reached(send: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with pytest.raises(httpx.ConnectError):
+        send(url, catalogue, retries=0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(send, url, catalogue, retries=6)
+        time.sleep(0.05)  # its first attempt is refused, or its only one is answered
+        with scripted(GOOD, port=port) as script:
+            assert answer.result(PATIENCE) == [{"variant": "a"}]
+            assert len(script.came) == 1
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "retry_after",
+    [
+        "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "", "nan", "-nan", "-1", "-inf", "1e-400", "0x1",
+        "1_0e-9", "\u00bd",
+    ],
+)  # fmt: skip
+def test_any_retry_after_is_borne(
+    send: Any, retry_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    async def sleeps(delay: float) -> None:
+        waited.append(delay)
+
+    # the client's own names: others sleep too
+    monkeypatch.setattr("qkv.client.client.time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr("qkv.client.async_client.asyncio", SimpleNamespace(sleep=sleeps))
+    for retries in (1, 0):
+        answers = {"a": [busy(retry_after), GOOD], "b": [busy(retry_after)]}
+        with scripted(*answers["a" if retries else "b"]) as script:
+            if retries:
+                assert send(script.url, catalogue, retries=1) == [{"variant": "a"}]
+            else:
+                with pytest.raises(errors.NotNow):
+                    send(script.url, catalogue, retries=0)
+            assert len(script.came) == retries + 1
+    assert len(waited) == 1
+    assert 0 <= waited[0] <= 10
+
+
+@KINDS
+@pytest.mark.parametrize("retry_after", ["3", "10", "30", "3600"])
+def test_a_retry_after_is_told_as_it_came(send: Any, retry_after: str) -> None:
+    with scripted(busy(retry_after)) as script, pytest.raises(errors.NotNow) as caught:
+        send(script.url, catalogue, retries=0)
+    assert caught.value.retry_after == int(retry_after)

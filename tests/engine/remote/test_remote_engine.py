@@ -1,0 +1,400 @@
+"""Workers' remotes and the device process on one loop: real sockets and shared memory, no forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from test_same_bits import KINDS, group
+
+import qkv.engine.engine
+from qkv.attention.catalogue import Variant, variants
+from qkv.engine.engine import Answer, Engine
+from qkv.engine.executor import run as run_jobs
+from qkv.engine.remote.device_process import DeviceProcess
+from qkv.engine.remote.remote_engine import Remote
+from qkv.engine.remote.shared_memory import Arena
+from qkv.engine.remote.socket_handover import Exchange
+from qkv.errors import Internal, InvalidContent, NotNow, QkvError, TooLate
+from qkv.jobs.job import Job, Limits
+from qkv.telemetry.worker_state import Fleet
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.engines import CPU, bits
+
+LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
+
+
+class Service:
+    """Several workers' remotes and a device process."""
+
+    def __init__(self, workers: int, size: int, **options: Any) -> None:
+        self.fleet = Fleet(workers, models=tuple(variants()), most_together=32, device_process=True)
+        self.arena = Arena(workers, size)
+        self.engine = Engine(CPU, **{"max_batch": 32, "stack": True} | options)
+        self.exchange = Exchange(workers)
+        self._boxes = [self.exchange.mailbox(workers)]
+        self._leash = os.pipe()
+        worker = self.fleet.worker(workers)
+        process = DeviceProcess(
+            self.engine, worker, self.arena, LIMITS, self._boxes[0], self._leash[0]
+        )
+        self._running = asyncio.ensure_future(process.run())
+        self.remotes = [self.remote(index) for index in range(workers)]
+
+    def remote(self, index: int) -> Remote:
+        """Starts a worker's remote, or another in its place."""
+        self._boxes.append(self.exchange.mailbox(index))
+        made = Remote(CPU, self.arena.region(index), self._boxes[-1], self.fleet)
+        made.start()
+        self.exchange.introduce(index)
+        return made
+
+    async def close(self) -> None:
+        """Ends as when the parent is killed: remotes first."""
+        for remote in self.remotes:
+            await remote.stop()
+        os.close(self._leash[1])
+        await self._running
+        os.close(self._leash[0])
+        for box in self._boxes:
+            box.close()
+        self.exchange.close()
+
+
+@asynccontextmanager
+async def service(workers: int = 2, size: int = 64 << 20, **options: Any) -> AsyncIterator[Service]:
+    made = Service(workers, size, **options)
+    try:
+        for remote in made.remotes:
+            await remote.until_ready()
+        yield made
+    finally:
+        await made.close()
+
+
+def run(test: Callable[[Service], Awaitable[None]], *sizes: int, **options: Any) -> None:
+    """Runs a test on a loop of its own."""
+
+    async def whole() -> None:
+        async with service(*sizes, **options) as made:
+            await test(made)
+
+    asyncio.run(whole())
+
+
+def plain(seed: int, length: int = 4, **fields: Any) -> Job:
+    """A job of one item, whose key depends on its length."""
+    draw = np.random.default_rng(seed)
+    tensors = {
+        name: RawTensor.from_numpy(draw.normal(size=(1, 2, length, 8)).astype(np.float32))
+        for name in ("query", "key", "value")
+    }
+    return Job.of("softmax", Message({"outputs": ["output"]} | fields, tensors), LIMITS)
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not happened():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def waiting(engine: Engine) -> int:
+    with engine._changed:
+        return len(engine._queue)
+
+
+async def is_whole(remote: Remote, arena: Arena) -> None:
+    """Returns once nothing of a remote's region is taken."""
+    await until(lambda: _free(remote) == arena._size)
+
+
+def _free(remote: Remote) -> int:
+    """Bytes that can be had at once, after what came back is put together."""
+    remote._region.take(0)
+    remote._region.take(0)
+    holes = remote._region._holes
+    back = sum(size for _, size in remote._region._returned)
+    return sum(size for _, size in holes) + back
+
+
+@pytest.mark.parametrize(("variant", "kind"), KINDS)
+def test_answers_have_the_bits_and_keys_of_an_engine_at_hand(
+    variant: Variant, kind: type[Job]
+) -> None:
+    async def test(made: Service) -> None:
+        for seed in range(8):
+            for job in group(variant, kind, seed):
+                there = await made.remotes[seed % 2].submit(job)
+                here = await made.engine.submit(job)
+                assert bits(there) == bits(here)
+                assert list(there.outputs) == list(here.outputs)
+                assert list(there.timing) == list(here.timing)
+                for name in ("batch_size", "device", "backend", "flops", "bytes"):
+                    assert there.timing[name] == here.timing[name]
+                assert 0 < there.timing["queue_ms"] < 60e3
+
+    run(test)
+
+
+def test_layers_travel_too() -> None:
+    draw = np.random.default_rng(0)
+    x = RawTensor.from_numpy(draw.normal(size=(2, 5, 6)).astype(np.float32))
+    for layout, (suffix, turned) in {"v1": ("", False), "v2": (".weight", True)}.items():
+        weights = {
+            f"W_{role}{suffix}": RawTensor.from_numpy(
+                draw.normal(size=(8, 6) if turned else (6, 8)).astype(np.float32)
+            )
+            for role in ("query", "key", "value")
+        }
+        fields = {"outputs": ["output"], "layer": {"layout": layout, "heads": 2}}
+        job = Job.of("softmax", Message(fields, {"x": x}, weights), LIMITS)
+
+        async def test(made: Service, job: Job = job) -> None:
+            for _ in range(2):
+                there = await made.remotes[0].submit(job)
+                assert bits(there) == bits(await made.engine.submit(job))
+
+        run(test)
+
+
+def test_jobs_of_several_workers_are_one_batch() -> None:
+    async def test(made: Service) -> None:
+        jobs = [plain(seed) for seed in range(9)]
+        alone = [await made.engine.submit(job) for job in jobs]
+        with made.engine.hold():
+            futures = [made.remotes[i % 3].submit(job) for i, job in enumerate(jobs)]
+            await until(lambda: waiting(made.engine) == 9)
+        for one, other in zip(alone, await asyncio.gather(*futures), strict=True):
+            assert bits(one) == bits(other)
+            assert other.timing["batch_size"] == 9
+
+    run(test, 3)
+
+
+def test_priorities_and_deadlines_hold() -> None:
+    async def test(made: Service) -> None:
+        ended: list[int] = []
+        with made.engine.hold():
+            for priority in (3, 2, 1):
+                future = made.remotes[0].submit(plain(0, priority), priority=priority)
+                future.add_done_callback(lambda _, p=priority: ended.append(p))  # type: ignore[misc]
+            late = made.remotes[0].submit(plain(0, 9), wait_s=0.05)
+            with pytest.raises(TooLate, match="50 ms"):
+                await late
+        await until(lambda: len(ended) == 3)
+        assert ended == [1, 2, 3]
+
+    run(test)
+
+
+def test_the_deadline_counts_from_the_worker() -> None:
+    async def test(made: Service) -> None:
+        with made.engine.hold():
+            future = made.remotes[0].submit(plain(0), wait_s=30.0)
+            await until(lambda: waiting(made.engine) == 1)
+            await asyncio.sleep(0.05)
+        answer = await future
+        assert answer.timing["queue_ms"] > 50
+
+    run(test)
+
+
+def test_a_leaver_takes_its_job_with_it() -> None:
+    async def test(made: Service) -> None:
+        with made.engine.hold():
+            futures = [made.remotes[i % 2].submit(plain(i)) for i in range(4)]
+            await until(lambda: waiting(made.engine) == 4)
+            for future in futures[:3]:
+                future.cancel()
+            await until(lambda: waiting(made.engine) == 1)
+        assert (await futures[3]).timing["batch_size"] == 1
+        futures.clear()
+        del future
+        for remote in made.remotes:
+            await is_whole(remote, made.arena)
+
+    run(test)
+
+
+def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Has the engine say when it runs something, and wait for leave to go on."""
+    runs, goes = threading.Event(), threading.Event()
+
+    def waits(*arguments: Any) -> Any:
+        runs.set()
+        assert goes.wait(60)
+        return run_jobs(*arguments)
+
+    monkeypatch.setattr(qkv.engine.engine, "run", waits)
+    return runs, goes
+
+
+def test_what_the_device_may_read_is_not_taken_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has left, and it runs."""
+
+    async def test(made: Service) -> None:
+        runs, goes = gated(monkeypatch)
+        future = made.remotes[0].submit(plain(0))
+        await asyncio.to_thread(runs.wait)
+        future.cancel()
+        del future
+        await asyncio.sleep(0.1)
+        assert _free(made.remotes[0]) < made.arena._size
+        goes.set()
+        await is_whole(made.remotes[0], made.arena)
+
+    run(test)
+
+
+def test_a_worker_in_anothers_place_waits_for_what_that_one_left_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(made: Service) -> None:
+        runs, goes = gated(monkeypatch)
+        old = made.remotes[0]
+        lost = old.submit(plain(0))
+        await asyncio.to_thread(runs.wait)
+        made.remotes[0] = made.remote(0)
+        assert old._channel is not None
+        old._channel.close()
+        with pytest.raises(NotNow):
+            await lost
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(made.remotes[0].until_ready(), 0.3)
+        with pytest.raises(NotNow, match="starts again"):
+            made.remotes[0].submit(plain(1))
+        goes.set()
+        await made.remotes[0].until_ready()
+        answer = await made.remotes[0].submit(plain(1))
+        assert bits(answer) == bits(await made.engine.submit(plain(1)))
+
+    run(test)
+
+
+def test_a_full_region_is_not_now_and_one_that_was_is_whole_again() -> None:
+    async def test(made: Service) -> None:
+        job = plain(0, 4096)
+        futures: list[Any] = []
+        with made.engine.hold():
+            futures += [made.remotes[0].submit(job) for _ in range(9)]  # of 1 MiB, in and out
+            with pytest.raises(NotNow, match="memory"):
+                made.remotes[0].submit(job)
+            futures.append(made.remotes[1].submit(job))  # which has a region of its own
+            assert not futures[-1].done()
+        answers = await asyncio.gather(*futures)
+        assert len({str(bits(answer)) for answer in answers}) == 1
+        futures.clear()
+        with pytest.raises(NotNow):  # an answer counts until it is sent
+            made.remotes[0].submit(plain(0, 20000))
+        answers.clear()
+        await is_whole(made.remotes[0], made.arena)
+        await made.remotes[0].submit(plain(0, 20000))
+        await is_whole(made.remotes[0], made.arena)
+
+    run(test, 2, 8 << 20)
+
+
+def test_a_thousand_jobs_leave_nothing_taken() -> None:
+    async def test(made: Service) -> None:
+        draw = np.random.default_rng(0)
+        for _ in range(100):
+            sizes = [int(draw.choice([1, 7, 64, 1000, 5000])) for _ in range(10)]
+            futures = [made.remotes[i % 2].submit(plain(i, n)) for i, n in enumerate(sizes)]
+            for future in futures[::3]:
+                future.cancel()
+            answers = await asyncio.gather(*futures, return_exceptions=True)
+            assert all(isinstance(a, Answer | asyncio.CancelledError) for a in answers)
+            del answers, futures, future
+        for remote in made.remotes:
+            await is_whole(remote, made.arena)
+            assert not remote._waiting
+
+    run(test)
+
+
+def test_failures_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: list[Exception] = [
+        InvalidContent("no", pointer="/inputs/query"), NotNow("later", retry_after=7),
+        MemoryError(), ValueError("a secret"),
+    ]  # fmt: skip
+
+    async def test(made: Service) -> None:
+        for fault in faults:
+
+            def fails(*_: Any, fault: Exception = fault) -> Any:
+                raise fault
+
+            monkeypatch.setattr(qkv.engine.engine, "run", fails)
+            found: list[QkvError] = []
+            for engine in (made.engine, made.remotes[0]):
+                with pytest.raises(QkvError) as caught:
+                    await engine.submit(plain(0))
+                found.append(caught.value)
+            here, there = found
+            assert type(here) is type(there)
+            assert here.problem() == there.problem()
+            assert here.headers() == there.headers()
+        assert isinstance(there, Internal)
+
+    run(test)
+
+
+def test_statistics_are_the_device_process() -> None:
+    async def test(made: Service) -> None:
+        for remote in made.remotes:
+            await remote.submit(plain(0))
+        found = made.fleet.models.statistics("softmax")
+        assert (found["inference_count"], found["execution_count"]) == (2, 2)
+        assert made.fleet.models.statistics("mean")["inference_count"] == 0
+
+    run(test)
+
+
+def test_where_the_device_process_ends_whoever_waits_is_told() -> None:
+    async def test(made: Service) -> None:
+        remote = made.remotes[0]
+        with made.engine.hold():
+            small, large = remote.submit(plain(0)), remote.submit(plain(0, 20000))
+            await until(lambda: waiting(made.engine) == 2)
+            assert remote._channel is not None
+            remote._channel.close()
+            for future in (small, large):
+                with pytest.raises(NotNow, match="ended"):
+                    await future
+            assert not remote.ready
+            assert remote.alive
+        made.exchange.introduce(0)
+        await remote.until_ready()
+        await remote.submit(plain(0))
+        del small, large, future
+        await is_whole(remote, made.arena)
+
+    run(test)
+
+
+def test_a_remote_that_stops_takes_nothing_more() -> None:
+    async def test(made: Service) -> None:
+        future = made.remotes[0].submit(plain(0))
+        await made.remotes[0].stop()
+        assert future.done()
+        with pytest.raises(NotNow, match="stopping"):
+            made.remotes[0].submit(plain(0))
+
+    run(test)
+
+
+def test_answers_are_where_kernels_want_them() -> None:
+    async def test(made: Service) -> None:
+        answer = await made.remotes[1].submit(plain(0, 5, outputs=["output", "weights", "scores"]))
+        for tensor in answer.outputs.values():
+            assert torch.frombuffer(tensor.data, dtype=torch.uint8).data_ptr() % 64 == 0
+
+    run(test)

@@ -1,0 +1,103 @@
+"""Requests that wait and never run: their time is up, or whoever asked has left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from conftest import PATIENCE, Server, until
+from qkv.jobs.job import Job
+from support.known_requests import refused
+from support.small_requests import HEAD, INFER, SAFETENSORS, Serve, body, connected, post
+from support.small_requests import ran as ran
+
+
+def test_a_request_may_say_how_long_it_waits(serve: Serve, ran: list[Job]) -> None:
+    server = serve()
+    document = {
+        "inputs": [
+            {"name": n, "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
+            for n in ("query", "key", "value")
+        ]
+    }
+    with server.engine.hold():
+        ran.clear()
+        problem = refused(post(server.url, body(), **{"X-Request-Timeout": "0.05"}), 504)
+        assert problem["detail"] == "the device was not free within 50 ms"
+        late = httpx.post(server.url + INFER, json=document, headers={"X-Request-Timeout": "0.05"})
+        assert late.status_code == 503
+        assert "50 ms" in late.text
+        document["parameters"] = {"timeout": 20_000}  # type: ignore[assignment]
+        late = httpx.post(server.url + INFER, json=document, headers={"X-Request-Timeout": "9"})
+        assert "20 ms" in late.text
+        assert server.waiting == 0
+    assert post(server.url, body(), **{"X-Request-Timeout": "9"}).is_success
+    assert len(ran) == 1
+
+
+def test_the_service_may_have_a_deadline_for_all(serve: Serve, ran: list[Job]) -> None:
+    server = serve(request_timeout_s=0.05)
+    with server.engine.hold():
+        ran.clear()
+        assert "50 ms" in refused(post(server.url, body()), 504)["detail"]
+        for said, wait in (("0.02", "20 ms"), ("20", "50 ms")):
+            response = post(server.url, body(), **{"X-Request-Timeout": said})
+            assert wait in refused(response, 504)["detail"]
+    assert post(server.url, body()).is_success
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "nan", "inf", "soon", "", "1e10", "1_0"])
+def test_what_is_no_deadline_is_refused(server: Server, said: str) -> None:
+    problem = refused(post(server.url, body(), **{"X-Request-Timeout": said}), 400)
+    assert "X-Request-Timeout" in problem["detail"]
+
+
+def test_one_whose_time_is_up_does_not_run_though_the_loop_was_too_busy_to_say_so(
+    serve: Serve, ran: list[Job]
+) -> None:
+    server = serve()
+    entered, leave = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        assert leave.wait(PATIENCE)
+
+    assert server.engine._loop is not None
+    with ThreadPoolExecutor(1) as pool:
+        with server.engine.hold():
+            ran.clear()
+            late = pool.submit(post, server.url, body(), **{"X-Request-Timeout": "0.5"})
+            server.await_waiting(1)
+            server.engine._loop.call_soon_threadsafe(block)
+            assert entered.wait(PATIENCE)
+            time.sleep(0.6)
+        until(lambda: server.waiting == 0)  # the device is free, and takes it
+        leave.set()
+        assert "500 ms" in refused(late.result(PATIENCE), 504)["detail"]
+    assert ran == []
+
+
+def test_of_two_hundred_who_leave_none_is_run(serve: Serve, ran: list[Job]) -> None:
+    server = serve(max_batch=32)
+    content = body()
+    head = f"{HEAD}Content-Type: {SAFETENSORS['Content-Type']}\r\nContent-Length: {len(content)}"
+    with ThreadPoolExecutor(1) as pool:
+        with server.engine.hold():
+            ran.clear()
+            with ExitStack() as stack:
+                for _ in range(200):
+                    leaving = stack.enter_context(connected(server))
+                    leaving.sendall(head.encode() + b"\r\n\r\n" + content)
+                server.await_waiting(200)
+                staying = pool.submit(post, server.url, body(seed=1))
+                server.await_waiting(201)
+            server.await_waiting(1)
+        assert staying.result(PATIENCE).is_success
+    assert len(ran) == 1
+    assert server.engine._queue.waits.requests == 0

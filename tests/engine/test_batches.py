@@ -1,0 +1,287 @@
+"""Jobs that run together: the same bits as alone one by one, the same numbers in a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qkv.attention.variants import softmax
+from qkv.jobs.job import Job
+from qkv.tensors import RawTensor
+from support.engines import Held, bits, job_of, plain
+from support.softmax_requests import Request, requests
+from support.tolerances import assert_within, bounds
+
+
+@pytest.fixture(scope="module")
+def held() -> Iterator[Held]:
+    """Runs a group one by one, as on a CPU."""
+    bench = Held()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(scope="module")
+def stacked() -> Iterator[Held]:
+    """Runs a group as one call, as on a GPU."""
+    bench = Held(stack=True)
+    yield bench
+    bench.close()
+
+
+def job_from(request: Request, outputs: Sequence[str], rank: int = 4) -> Job:
+    """The job of a drawn request, its tensors sent with fewer axes where that says the same."""
+    query, key, value, mask, lengths = request.tensors()
+    axes = {4: (), 3: (1,), 2: (0, 0)}[rank]
+
+    def dropped(tensor: Tensor | None) -> Tensor | None:
+        for axis in axes if tensor is not None else ():
+            assert tensor is not None
+            tensor = tensor.squeeze(axis)
+        return tensor
+
+    tensors = {"query": query, "key": key, "value": value, "mask": mask}
+    sent = {name: dropped(t) for name, t in tensors.items()} | {"key_lengths": lengths}
+    return job_of(sent, outputs, **request.parameters)
+
+
+def tensor_of(raw: RawTensor) -> Tensor:
+    """An output as a float64 or float32 tensor."""
+    array = raw.numpy()
+    return torch.from_numpy(array.astype(np.float32) if raw.dtype == "bfloat16" else array.copy())
+
+
+OUTPUTS: Final = (("output",), ("output", "weights"), ("weights",), ("output", "weights", "scores"))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[list[Request], tuple[str, ...]]:
+    """Requests whose keys are equal: other numbers, other batch sizes, other key lengths."""
+    first = draw(requests())
+    group = []
+    for _ in range(draw(st.integers(2, 4))):
+        B, lengths = draw(st.integers(1, 4)), None
+        if first.key_lengths is not None:
+            of = st.integers(0, first.S)
+            lengths = tuple(draw(st.lists(of, min_size=B, max_size=B)))
+        seed = draw(st.integers(0, 2**32 - 1))
+        group.append(replace(first, B=B, key_lengths=lengths, seed=seed))
+    return group, draw(st.sampled_from(OUTPUTS))
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups(), st.randoms(use_true_random=False))
+def test_same_bits_alone_and_with_strangers(
+    held: Held, group: tuple[list[Request], tuple[str, ...]], random: Any
+) -> None:
+    """Any shapes, dtypes and parameters; in any order; strangers of other keys in between."""
+    members, outputs = group
+    jobs = []
+    for request in members:
+        ranks = [4]
+        if request.G * request.K == 1:
+            ranks += [3] + [2] * (request.B == 1)
+        jobs.append(job_from(request, outputs, random.choice(ranks)))
+    assert len({job.key for job in jobs}) == 1
+    strangers = [plain(seed) for seed in range(2)]
+    order = random.sample(range(len(jobs) + 2), len(jobs) + 2)
+    everyone = jobs + strangers
+    alone = held.alone(jobs)
+    found = held.together([everyone[i] for i in order])
+    for i, answer in zip(order, found, strict=True):
+        size = len(jobs) if i < len(jobs) else len(strangers)
+        assert answer.timing["batch_size"] >= size  # more where a stranger's key is theirs
+        if i < len(jobs):
+            assert alone[i].timing["batch_size"] == 1
+            assert bits(answer) == bits(alone[i])
+            assert answer.timing["backend"] == alone[i].timing["backend"]
+
+
+def layer_group(seed: int) -> list[Job]:
+    """Jobs over one layer, as those over a saved layer are: the very same object."""
+    random = np.random.default_rng(seed)
+    layout = str(random.choice(["v1", "v2"]))
+    M, G, K, D, E, L, S = (int(n) for n in random.choice([1, 2, 3, 5, 7, 16, 33], 7))
+    G, K = min(G, 3), min(K, 3)
+    dtype = np.dtype(random.choice(["float64", "float32", "float16"]))
+    tensors = {}
+    for name, out in (("query", G * K * D), ("key", G * D), ("value", G * E)):
+        weight = random.normal(0, M**-0.5, (M, out)).astype(dtype)
+        tensors.update({f"W_{name}": weight} if layout == "v1" else {f"W_{name}.weight": weight.T})
+        if layout == "v2" and random.random() < 0.5:
+            tensors[f"W_{name}.bias"] = random.normal(size=out).astype(dtype)
+    layer = {"layout": layout, "heads": G * K, "tensors": tensors}
+    choices: list[dict[str, Any]] = [{}, {"causal": True}, {"dropout": 0.4, "seed": seed}]
+    parameters = choices[int(random.integers(3))]
+    outputs = OUTPUTS[int(random.integers(len(OUTPUTS)))]
+    one = bool(random.integers(2))
+    jobs = []
+    for _ in range(int(random.integers(2, 5))):
+        B = int(random.integers(1, 5))
+        lengths = {"x": L} if one else {"query": L, "key": S, "value": S}
+        sent = {n: random.normal(size=(B, size, M)).astype(dtype) for n, size in lengths.items()}
+        jobs.append(job_of(sent, outputs, layer, **parameters))
+    return [jobs[0], *(with_layer(job, jobs[0]) for job in jobs[1:])]
+
+
+def with_layer(job: Job, other: Job) -> Job:
+    """The job with the very layer of the other, as a saved one would be."""
+    return replace(job, inputs=job.inputs._replace(layer=other.inputs.layer))
+
+
+@pytest.mark.parametrize("first", range(0, 150, 25))
+def test_same_bits_with_layers(held: Held, first: int) -> None:
+    """Projections do not depend on who is beside: a hundred and fifty layers of many widths."""
+    for seed in range(first, first + 25):
+        jobs = layer_group(seed)
+        alone, grouped = held.alone(jobs), held.together(jobs)
+        for one, answer in zip(alone, grouped, strict=True):
+            assert answer.timing["batch_size"] == len(jobs)
+            assert bits(answer) == bits(one), f"seed {seed}"
+
+
+def moved(raw: RawTensor, offset: int, writeable: bool = True) -> RawTensor:
+    """The same tensor in a buffer that begins `offset` bytes past a 64-byte boundary."""
+    room = np.empty(raw.nbytes + 192, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    there = room[start : start + raw.nbytes]
+    there[:] = np.frombuffer(raw.data, np.uint8)
+    there.flags.writeable = writeable
+    return RawTensor(raw.dtype, raw.shape, there.data)
+
+
+def at(job: Job, offsets: Mapping[str, int], writeable: bool = True) -> Job:
+    """The job with each of its tensors so many bytes past an aligned address."""
+    tensors = {n: moved(t, offsets[n], writeable) for n, t in job.inputs.tensors.items()}
+    return replace(job, inputs=job.inputs._replace(tensors=tensors))
+
+
+@settings(max_examples=80, deadline=None)
+@given(requests(), st.lists(st.integers(0, 63), min_size=5, max_size=5), st.booleans())
+def test_where_a_buffer_begins_does_not_matter(
+    held: Held, request: Request, offsets: list[int], writeable: bool
+) -> None:
+    """Bodies put tensors anywhere; the answer's bits are those of aligned ones."""
+    job = job_from(request, ("output", "weights"))
+    names = list(job.inputs.tensors)
+    shifts = dict(zip(names, offsets, strict=False))
+    aligned = at(job, dict.fromkeys(names, 0))
+    anywhere = at(job, shifts, writeable)
+    first, second = held.alone([aligned, anywhere])
+    assert bits(first) == bits(second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("H", "N", "D"), [(3, 33, 65), (1, 64, 64), (2, 16, 16), (33, 65, 8), (1, 200, 16)]
+)
+def test_where_a_larger_buffer_begins_does_not_matter(
+    held: Held, dtype: torch.dtype, H: int, N: int, D: int
+) -> None:
+    """Shapes whose bits do change with it where the engine does not see to that."""
+    tensors = {n: torch.randn(1, H, N, D).to(dtype) for n in ("query", "key", "value")}
+    for outputs in (("output",), ("output", "weights")):
+        job = job_of(tensors, outputs)
+        jobs = [at(job, dict.fromkeys(tensors, offset)) for offset in (0, 4, 8, 16, 24, 32, 48)]
+        first, *others = held.alone(jobs)
+        assert all(bits(other) == bits(first) for other in others)
+
+
+@settings(max_examples=50, deadline=None)
+@given(requests())
+def test_inputs_are_never_written_to(held: Held, request: Request) -> None:
+    """They are views of the request's own buffers."""
+    job = job_from(request, ("output", "weights", "scores"))
+    ready = at(job, dict.fromkeys(job.inputs.tensors, 0))
+    before = {n: bytes(t.data) for n, t in ready.inputs.tensors.items()}
+    held.alone([ready])
+    assert {n: bytes(t.data) for n, t in ready.inputs.tensors.items()} == before
+
+
+# ---------------------------------------------------------------- stacked, as on a GPU
+
+
+@settings(max_examples=150, deadline=None)
+@given(groups())
+def test_a_stack_answers_as_each_alone(
+    stacked: Held, group: tuple[list[Request], tuple[str, ...]]
+) -> None:
+    """Within what rounding allows, masks, key lengths, dropout's places and all."""
+    members, _ = group
+    jobs = [job_from(request, ("output", "weights", "scores")) for request in members]
+    found, alone = stacked.together(jobs), stacked.alone(jobs)
+    for request, answer, one in zip(members, found, alone, strict=True):
+        assert answer.timing["batch_size"] == len(jobs)
+        query, key, value, mask, lengths = request.tensors()
+        truth = softmax.reference(query, key, value, mask, lengths, **request.parameters)
+        bound = bounds(query, key, value, mask, request.parameters, truth)
+        for name, raw in answer.outputs.items():
+            assert raw.dtype == one.outputs[name].dtype
+            assert_within(tensor_of(raw), getattr(truth, name), getattr(bound, name))
+        if request.parameters.get("dropout"):
+            masks = [tensor_of(a.outputs["weights"]) == 0 for a in (answer, one)]
+            assert torch.equal(*masks)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_stack_over_a_layer_answers_as_each_alone(stacked: Held, seed: int) -> None:
+    jobs = layer_group(seed)
+    found, alone = stacked.together(jobs), stacked.alone(jobs)
+    # two orders of summation over M, D and S, all sizes of order one: half of the digits
+    close = {"float64": 2.0**-26, "float32": 2.0**-12, "float16": 2.0**-5}[jobs[0].inputs.dtype]
+    for answer, one in zip(found, alone, strict=True):
+        assert answer.timing["batch_size"] == len(jobs)
+        assert answer.outputs.keys() == one.outputs.keys()
+        for name in answer.outputs:
+            left, right = tensor_of(answer.outputs[name]), tensor_of(one.outputs[name])
+            torch.testing.assert_close(left, right, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 1e30), (torch.float64, 1e200), (torch.bfloat16, 1e30)],
+    ids=str,
+)
+def test_a_strangers_huge_numbers_leave_a_stack_alone(
+    stacked: Held, dtype: torch.dtype, size: float
+) -> None:
+    """Which path a request takes depends on its own numbers: else its bits would on others'."""
+    names = ("query", "key", "value")
+    ordinary, huge = (
+        job_of({n: (torch.randn(1, 2, 33, 8).double() * x).to(dtype) for n in names})
+        for x in (1.0, size)
+    )
+    for outputs in (("output",), ("output", "weights")):
+        first = replace(ordinary, outputs=frozenset(outputs))
+        second = replace(huge, outputs=frozenset(outputs))
+        (alone,) = stacked.alone([first])
+        found, _ = stacked.together([first, second])
+        assert found.timing["batch_size"] == 2
+        assert bits(found) == bits(alone)
+
+
+def test_a_strangers_overflowing_projection_leaves_a_stack_alone(stacked: Held) -> None:
+    """The same where it is a layer that makes the numbers large: easily so in float16."""
+    weight = torch.randn(64, 16).half()
+    names = ("query", "key", "value")
+    layer = {"layout": "v1", "heads": 2, "tensors": {f"W_{n}": weight for n in names}}
+    first, second = (
+        job_of({"x": torch.randn(1, 9, 64).half() * size}, ("output", "weights"), layer)
+        for size in (1.0, 2e4)
+    )
+    second = with_layer(second, first)
+    (alone,) = stacked.alone([first])
+    found, _ = stacked.together([first, second])
+    assert found.timing["batch_size"] == 2
+    assert bits(found) == bits(alone)

@@ -1,0 +1,294 @@
+"""The engine on a real loop: which jobs run together, how many may wait, and what timing says."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import qkv.engine.engine
+from qkv.engine.engine import ANY_LOAD, Answer, Engine
+from qkv.engine.executor import Ran, run
+from qkv.engine.work_queue import Load
+from qkv.errors import NotNow
+from qkv.jobs.job import Job
+from support.engines import job_of, plain, together, with_engine
+
+# ---------------------------------------------------------------- which jobs run together
+
+
+def test_only_equal_keys_share_a_batch() -> None:
+    """Parameters, lengths, dtypes and outputs part; batch sizes, numbers and ranks do not."""
+    flat = {n: torch.randn(4, 8) for n in ("query", "key", "value")}
+    jobs = [
+        plain(1), plain(2, batch=3),
+        plain(3, length=5), plain(4, causal=True), plain(5, outputs=("output",)),
+        plain(6, dropout=0.5, seed=1), plain(7, dropout=0.5, seed=2),
+        job_of(flat), job_of({n: t[None, None] for n, t in flat.items()}),
+        job_of({n: t.double() for n, t in flat.items()}),
+    ]  # fmt: skip
+
+    async def test(engine: Engine) -> list[int]:
+        return [a.timing["batch_size"] for a in await together(engine, jobs)]
+
+    assert with_engine(test) == [2, 2, 1, 1, 1, 1, 1, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"max_batch": 2}, [2, 2, 2, 2, 1]),
+        ({"max_batch": 1}, [1, 1, 1, 1, 1]),
+        ({"max_batch": 0}, [1, 1, 1, 1, 1]),  # a CPU's default
+    ],
+)
+def test_max_batch(options: dict[str, int], sizes: list[int]) -> None:
+    async def test(engine: Engine) -> list[int]:
+        answers = await together(engine, [plain(seed) for seed in range(5)])
+        return [a.timing["batch_size"] for a in answers]
+
+    assert with_engine(test, **options) == sizes
+
+
+def test_the_oldest_group_runs_first() -> None:
+    """And takes the younger ones of its kind along, past those who came in between."""
+    jobs = [plain(0), plain(1, length=5), plain(2), plain(3, length=6), plain(4, length=5)]
+
+    async def test(engine: Engine) -> list[int]:
+        done: list[int] = []
+        with engine.hold():
+            futures = [engine.submit(job) for job in jobs]
+            for i, future in enumerate(futures):
+                future.add_done_callback(lambda _, i=i: done.append(i))  # type: ignore[misc]
+        await asyncio.gather(*futures)
+        return done
+
+    assert with_engine(test) == [0, 2, 1, 4, 3]
+
+
+def test_a_batch_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes in and out; a job that is past it by itself still runs, alone."""
+    small, large = plain(0), plain(0, batch=8)
+    one = small.bytes_in + small.bytes_out
+    monkeypatch.setattr(qkv.engine.engine, "_BATCH_BYTES", 2 * one)
+    jobs = [plain(1), plain(2), plain(3), large, plain(4)]
+    assert {job.key for job in jobs} == {small.key}
+
+    async def test(engine: Engine) -> list[int]:
+        return [a.timing["batch_size"] for a in await together(engine, jobs)]
+
+    assert with_engine(test) == [2, 2, 1, 1, 1]
+
+
+def test_callers_that_have_gone_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled while they wait, at the front, inside a group, and all of one: none runs."""
+    ran: list[Job] = []
+
+    def recorded(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+        ran.extend(jobs)
+        return run(jobs, *how)
+
+    monkeypatch.setattr(qkv.engine.engine, "run", recorded)
+    jobs = [plain(seed, length=4 + seed % 2) for seed in range(6)] + [plain(6, length=9)]
+    gone = {0, 3, 6}
+
+    async def test(engine: Engine) -> None:
+        with engine.hold():
+            futures = [engine.submit(job) for job in jobs]
+            for i in gone:
+                futures[i].cancel()
+        answers = await asyncio.gather(*futures, return_exceptions=True)
+        assert {i for i, a in enumerate(answers) if isinstance(a, asyncio.CancelledError)} == gone
+        sizes = [a.timing["batch_size"] for a in answers if isinstance(a, Answer)]
+        assert sizes == [2, 2, 2, 2]
+        with engine.hold():
+            futures = [engine.submit(plain(seed)) for seed in range(3)]
+            for future in futures:
+                future.cancel()
+        await engine.submit(plain(9))  # nothing of them is left in the way
+
+    with_engine(test)
+    assert [jobs.index(job) for job in ran[:-1]] == [1, 5, 2, 4]
+
+
+def test_a_caller_may_leave_while_its_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+        entered.set()
+        assert leave.wait(60)
+        return run(jobs, *how)
+
+    monkeypatch.setattr(qkv.engine.engine, "run", slow)
+
+    async def test(engine: Engine) -> None:
+        with engine.hold():
+            leaving, staying = engine.submit(plain(1)), engine.submit(plain(2))
+        assert await asyncio.to_thread(entered.wait, 60)
+        leaving.cancel()
+        leave.set()
+        assert (await staying).timing["batch_size"] == 2
+        assert leaving.cancelled()
+        await engine.submit(plain(3))
+
+    with_engine(test)
+
+
+# ---------------------------------------------------------------- who waits
+
+
+def test_only_so_many_bytes_may_wait() -> None:
+    """More is refused for now; what leaves the queue, run or cancelled, makes room again."""
+    job = plain(1)
+    size = job.bytes_in + job.bytes_out
+
+    async def test(engine: Engine) -> None:
+        for _ in range(3):
+            with engine.hold():
+                futures = [engine.submit(plain(seed)) for seed in range(3)]
+                with pytest.raises(NotNow) as caught:
+                    engine.submit(plain(3))
+                assert caught.value.status == 503
+                assert int(caught.value.headers()["Retry-After"]) >= 1
+                futures[1].cancel()
+                await asyncio.sleep(0)
+                futures.append(engine.submit(plain(4)))  # in the place of the one that left
+                with pytest.raises(NotNow):
+                    engine.submit(plain(5))
+            answers = await asyncio.gather(*futures, return_exceptions=True)
+            assert [type(a) for a in answers].count(Answer) == 3
+        assert engine._queue.waits == Load()
+
+    with_engine(test, most=ANY_LOAD._replace(bytes=3 * size))
+
+
+def test_one_that_is_larger_than_the_queue_may_wait_alone() -> None:
+    async def test(engine: Engine) -> None:
+        with engine.hold():
+            future = engine.submit(plain(1))
+            with pytest.raises(NotNow):
+                engine.submit(plain(2))
+        await future
+
+    with_engine(test, most=ANY_LOAD._replace(bytes=1))
+
+
+def test_stopping_answers_those_who_wait() -> None:
+    async def test(engine: Engine) -> None:
+        with engine.hold():
+            futures = [engine.submit(plain(seed, length=3 + seed % 3)) for seed in range(6)]
+            stopping = asyncio.ensure_future(engine.stop())
+            await asyncio.sleep(0.02)
+            assert (engine.ready, engine.alive) == (False, True)
+            with pytest.raises(NotNow, match="stopping"):
+                engine.submit(plain(9))
+        answers = await asyncio.gather(*futures)
+        assert len(answers) == 6
+        await stopping
+        assert (engine.ready, engine.alive) == (False, False)
+        with pytest.raises(NotNow):
+            engine.submit(plain(9))
+
+    with_engine(test)
+
+
+def test_holds_nest() -> None:
+    async def test(engine: Engine) -> None:
+        with engine.hold():
+            with engine.hold():
+                future = engine.submit(plain(1))
+            await asyncio.sleep(0.02)
+            assert not future.done()
+        await future
+
+    with_engine(test)
+
+
+def test_nothing_of_a_job_is_kept() -> None:
+    """Neither its tensors nor its answer: an idle engine holds no memory of the last one."""
+
+    async def test(engine: Engine) -> None:
+        job = plain(1)
+        kept = weakref.ref(job)
+        answer = weakref.ref((await engine.submit(job)).outputs["output"].data.obj)
+        del job
+        deadline = time.monotonic() + 10
+        while (kept() is not None or answer() is not None) and time.monotonic() < deadline:
+            gc.collect()
+            await asyncio.sleep(0.01)
+        assert kept() is None
+        assert answer() is None
+
+    with_engine(test)
+
+
+# ---------------------------------------------------------------- timing
+
+
+def test_timing_is_measured() -> None:
+    async def test(engine: Engine) -> None:
+        began = time.perf_counter()
+        with engine.hold():
+            early = engine.submit(plain(1, outputs=("output",)))
+            await asyncio.sleep(0.05)
+            late = engine.submit(plain(2, length=5))
+        first, second = (await early).timing, (await late).timing
+        most = (time.perf_counter() - began) * 1e3
+        assert first["queue_ms"] >= 50
+        assert 0 < second["queue_ms"] <= most - 50  # it came later
+        for timing in (first, second):
+            assert timing["compute_ms"] > 0
+            assert timing["transfer_ms"] > 0
+            assert sum(timing[f"{s}_ms"] for s in ("queue", "compute", "transfer")) <= most
+        assert (first["device"], first["backend"], second["backend"]) == ("cpu", "sdpa", "explicit")
+        idle = [(await engine.submit(plain(3))).timing for _ in range(5)]
+        assert min(timing["queue_ms"] for timing in idle) < first["queue_ms"]
+        assert {timing["batch_size"] for timing in idle} == {1}
+
+    with_engine(test)
+
+
+def test_compute_grows_with_the_work() -> None:
+    """Two orders of magnitude more of it take longer, whatever else this machine does."""
+
+    async def test(engine: Engine) -> None:
+        few, many = plain(1, length=8), plain(2, length=2048)
+        times = {id(j): [] for j in (few, many)}  # type: dict[int, list[float]]
+        for _ in range(3):
+            for job in (few, many):
+                times[id(job)].append((await engine.submit(job)).timing["compute_ms"])
+        assert min(times[id(many)]) > min(times[id(few)])
+
+    with_engine(test)
+
+
+def test_flops_and_bytes_are_counted() -> None:
+    """2 B H L S (D + E), and the tensors that came and went; a layer's projections count."""
+    query, key = torch.randn(3, 4, 5, 6), torch.randn(3, 2, 7, 6)
+    value = torch.randn(3, 2, 7, 8)
+    job = job_of({"query": query, "key": key, "value": value})
+    weight = torch.randn(6, 8)
+    layer = {
+        "layout": "v1",
+        "heads": 2,
+        "tensors": {f"W_{n}": weight for n in ("query", "key", "value")},
+    }
+    layered = job_of({"x": torch.randn(3, 5, 6)}, ("output",), layer)
+
+    async def test(engine: Engine) -> None:
+        timing = (await engine.submit(job)).timing
+        assert timing["flops"] == 2 * 3 * 4 * 5 * 7 * (6 + 8)
+        sent = query.numel() + key.numel() + value.numel()
+        assert timing["bytes"] == 4 * (sent + 3 * 4 * 5 * 8 + 3 * 4 * 5 * 7)
+        timing = (await engine.submit(layered)).timing
+        assert timing["flops"] == 3 * 2 * 3 * 5 * 6 * 8 + 2 * 3 * 2 * 5 * 5 * (4 + 4)
+        assert timing["bytes"] == 4 * (3 * 5 * 6 + 3 * 6 * 8 + 3 * 5 * 8)
+
+    with_engine(test)

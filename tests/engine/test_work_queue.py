@@ -1,0 +1,109 @@
+"""Who waits: limits, and what those are told who must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qkv.engine.admission import Door
+from qkv.engine.device_errors import Budget, is_out_of_memory, is_sticky
+from qkv.engine.work_queue import Load, Rate
+from qkv.errors import NotNow
+
+COUNTS = st.integers(0, 1 << 60)
+LOADS = st.builds(Load, COUNTS, COUNTS, COUNTS)
+
+
+@given(LOADS, LOADS)
+def test_what_is_added_can_be_taken_away(one: Load, other: Load) -> None:
+    assert one.plus(other).minus(other) == one
+
+
+@pytest.mark.parametrize("field", Load._fields)
+def test_each_bound_holds_by_itself_and_not_where_nothing_waits(field: str) -> None:
+    most = Load(10, 10, 10)
+    there, more = Load(1, 5, 5), Load(1, 5, 5)._replace(**{field: 10})
+    assert "at most 10" in (most.exceeds(there, more) or "")
+    assert most.exceeds(Load(), more) is None
+    assert most.exceeds(there, Load(1, 5, 5)) is None
+
+
+def test_retry_after_is_what_waits_divided_by_the_rate() -> None:
+    rate = Rate()
+    assert rate.retry_after(Load(1000, 1000, 1000)) == 1  # nothing is known yet
+    for _ in range(100):
+        rate.add(Load(4, 400, 40_000), 2.0)  # two requests a second
+    assert rate.retry_after(Load()) == 1
+    assert rate.retry_after(Load(1, 100, 10_000)) == 1
+    assert rate.retry_after(Load(9, 900, 90_000)) == 5  # 4.5
+    assert rate.retry_after(Load(9, 900, 300_000)) == 15  # few, but large
+    assert rate.retry_after(Load(1 << 40, 0, 0)) == 60
+
+
+def test_the_rate_is_that_of_late() -> None:
+    rate = Rate()
+    for seconds in (10.0, 0.1):
+        for _ in range(100):
+            rate.add(Load(1, 1, 0), seconds)
+    assert rate.retry_after(Load(100, 100, 0)) in (10, 11)
+
+
+def test_a_door_counts_what_waits_and_what_comes() -> None:
+    waits = [Load()]
+    door = Door(Load(3, 100, 1), lambda: waits[0], lambda there: there.requests + 6)
+    with door.enter(1000):  # there is nothing else
+        with pytest.raises(NotNow, match="1000 bytes") as caught:
+            door.enter(1)
+        assert caught.value.retry_after == 7
+    waits[0] = Load(1, 50, 0)
+    with pytest.raises(NotNow, match="50 bytes"):
+        door.enter(51)
+    with door.enter(20) as place:
+        place.grow(20)
+        with door.enter(10), pytest.raises(NotNow, match="3 requests"):
+            door.enter(0)
+        with pytest.raises(NotNow, match="90 bytes"):
+            door.enter(11)
+    assert door.comes == Load()
+
+
+def test_who_does_not_send_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Door(Load(2, 100, 1), Load, lambda _: 1)
+    with door.enter(100) as slow:
+        with pytest.raises(NotNow):
+            door.enter(1)
+        door.patience_s = 0.0
+        monkeypatch.setattr("qkv.engine.admission._SLOWEST", 1e12)
+        with door.enter(60):
+            slow.grow(1)  # it comes yet, and counts no more
+            assert door.comes == Load(1, 60)
+    assert door.comes == Load()
+
+
+def test_a_budget_shrinks_at_once_and_grows_slowly() -> None:
+    budget = Budget(1 << 30)
+    budget.lower(1 << 28)
+    assert budget.bytes == 1 << 27
+    budget.recover(1 << 20)  # so little says nothing
+    assert budget.bytes == 1 << 27
+    steps = 0
+    while budget.bytes < 1 << 30:
+        budget.recover(budget.bytes)
+        steps += 1
+    assert 30 < steps < 70
+    for _ in range(100):
+        budget.lower(budget.bytes)
+    assert budget.bytes > 0
+
+
+def test_a_failed_launch_is_no_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are called a CUDA error; after one of them the next runs."""
+    error, cpu = RuntimeError("CUDA error: invalid configuration argument"), torch.device("cpu")
+    assert not is_sticky(error, cpu)
+    monkeypatch.setattr("qkv.engine.device_errors.works", lambda _: False)
+    assert is_sticky(error, cpu)
+    assert not is_sticky(RuntimeError("shapes differ"), cpu)
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_out_of_memory(error)

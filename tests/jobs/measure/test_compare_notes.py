@@ -1,0 +1,72 @@
+"""What a comparison says of its figures: where they have no meaning, and what they show."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from support.compare_requests import INPUTS, compare, drawn, named
+
+
+def test_random_tensors_make_an_empty_comparison() -> None:
+    numbers = np.random.default_rng(0)
+    inputs = {n: numbers.normal(size=(1, 2, 256, 64)).astype("f4") for n in INPUTS}
+    answer = compare(inputs, variants=["linear", "taylor", "efficient"])
+    (note,) = answer["notes"]
+    assert note.startswith("Near uniform on these inputs: linear, taylor and efficient. ")
+    calm = compare(inputs | {"query": inputs["query"] * 0.01}, variants=["taylor"])
+    assert any("comparison is empty" in note for note in calm["notes"])
+    meant = {n: np.eye(16, dtype="f4")[None, None] * 8 for n in INPUTS}
+    assert compare(meant, variants=["linear"])["notes"] == []
+
+
+def test_what_has_no_meaning_is_null_and_said() -> None:
+    inputs = drawn()
+    names = [named("linformer"), named("linear", normalize=False), named("mean")]
+    answer = compare(inputs, variants=[*names, named("softmax", causal=True)])
+    signed, sums, mean, causal = (entry["weights"] for entry in answer["variants"])
+    notes = answer["notes"]
+    for weights, kind in ((signed, "signed"), (sums, "unnormalised")):
+        assert weights["kl_divergence"] is weights["js_divergence"] is weights["entropy"] is None
+        assert weights["total_variation"] is not None
+        assert any(f"are {kind}: there is no entropy" in note for note in notes)
+    assert causal["kl_divergence"] is None
+    assert causal["js_divergence"]["worst"] <= math.log(2)
+    assert any("the KL divergence is infinite: mean and softmax." in note for note in notes)
+    assert any(note.startswith("Causal where the anchor is not") for note in notes)
+    assert any("Of linformer projections did not come" in note for note in notes)
+    even = compare(inputs, variants=[named("mean", causal=False)])
+    assert even["variants"][0]["weights"]["rank_correlation"] is None
+    assert any("no order" in note for note in even["notes"])
+    assert mean["rank_correlation"] is not None  # it sees some keys and others not
+
+
+def test_numbers_that_are_not_finite_are_said() -> None:
+    inputs = drawn()
+    inputs["value"][0, 0, 0, 0] = np.inf
+    answer = compare(inputs, variants=["linear"])
+    (entry,) = answer["variants"]
+    nothing = {"relative_error": None, "largest_error": None, "cosine": None}
+    assert entry["output"] == answer["anchor"]["output"] == nothing
+    assert (
+        "The output of softmax and linear, or what it is held against, is not finite."
+        in (answer["notes"])
+    )
+    inputs = drawn()
+    inputs["query"][0, 0, 0, 0] = np.nan
+    json.dumps(compare(inputs, variants=["linear"]), allow_nan=False)
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e200, 1.7e308, 0.0])
+def test_outputs_of_any_size(size: float) -> None:
+    inputs = drawn("float64")
+    inputs["value"] = np.full_like(inputs["value"], size)
+    (entry,) = compare(inputs, variants=["linear"])["variants"]
+    if size:
+        assert entry["output"]["cosine"] == pytest.approx(1.0)
+        assert entry["output"]["relative_error"] < 1e-2
+    else:
+        assert entry["output"] == {"relative_error": None, "largest_error": 0.0, "cosine": None}

@@ -1,0 +1,271 @@
+"""Comparisons: every figure against plain numpy in float64, from full matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+from qkv.attention import catalogue
+from qkv.engine import local
+from qkv.jobs.measure import compare_request as comparison
+from qkv.jobs.measure import row_divergence as divergence
+from qkv.jobs.measure.compare_request import Comparison
+from qkv.jobs.measure.row_metrics import FIGURES, figures
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.compare_requests import INPUTS, NEEDED, UNLIMITED, VARIANTS, compare, drawn, named
+from support.known_requests import DTYPES, EPS, Array
+
+APART: Final = ("total_variation", "kl_divergence", "js_divergence", "rank_correlation")
+
+
+def reference(name: str, inputs: dict[str, Array], **parameters: Any) -> Array:
+    """A variant's whole weights in float64, (B, H, L, S)."""
+    variant = catalogue.find(name)
+    arguments = {
+        spec.argument: tensor_of(inputs[n]) for n, spec in variant.inputs.items() if n in inputs
+    }
+    made = variant.module.reference(**arguments, **NEEDED.get(name, {}), **parameters)
+    weights: Array = made.weights.numpy()
+    return weights
+
+
+def tensor_of(array: Array) -> torch.Tensor:
+    """In its own dtype: what a variant draws is rounded to that."""
+    if array.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(array.astype("f4")).bfloat16()
+    return torch.from_numpy(array)
+
+
+def ranks(x: Array) -> Array:
+    """How many are smaller, and half of those that are equal."""
+    smaller, equal = x[None, :] < x[:, None], x[None, :] == x[:, None]
+    rank: Array = smaller.sum(1) + (equal.sum(1) - 1) / 2
+    return rank
+
+
+def entropy(p: Array) -> float:
+    return float(-sum(x * math.log(x) for x in p if x > 0))
+
+
+def by_row(b: Array, a: Array) -> dict[str, float]:
+    """The figures of a variant's row b beside an anchor's row a."""
+    found = {"total_variation": float(np.abs(a - b).sum() / 2)}
+    seen = (a != 0) | (b != 0)
+    if (a >= 0).all() and (b >= 0).all():
+        with np.errstate(divide="ignore"):
+            found["kl_divergence"] = float(
+                sum(x * np.log(x / y) for x, y in zip(a, b, strict=False) if x > 0)
+            )
+        middle = (a + b) / 2
+        found["js_divergence"] = entropy(middle) - (entropy(a) + entropy(b)) / 2
+    rank_b, rank_a = ranks(b[seen]), ranks(a[seen])
+    if rank_b.std() > 0 and rank_a.std() > 0:
+        found["rank_correlation"] = float(np.corrcoef(rank_b, rank_a)[0, 1])
+    return found
+
+
+def expected(b: Array, a: Array, kinds: set[str]) -> dict[str, Any]:
+    """What is answered of the weights of a variant, b, beside those of an anchor, a."""
+    rows = [
+        (x, y) for x, y in zip(b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1]), strict=False)
+    ]
+    rows = [(x, y) for x, y in rows if x.any() or y.any()]
+    each = [by_row(x, y) for x, y in rows]
+    said: dict[str, Any] = {}
+    for name in APART:
+        values = [one[name] for one in each if name in one]
+        if name in ("kl_divergence", "js_divergence") and kinds != {"stochastic"}:
+            values = []
+        worst = min if name == "rank_correlation" else max
+        has = bool(values) and bool(np.isfinite(values).all())
+        said[name] = {"mean": float(np.mean(values)), "worst": worst(values)} if has else None
+    return said
+
+
+def close(came: Any, right: Any) -> bool:
+    """Alike but for what sums of a few float64 are off by."""
+    if right is None or came is None:
+        return came is right
+    if isinstance(right, dict):
+        return came.keys() == right.keys() and all(close(came[n], right[n]) for n in right)
+    return bool(abs(came - right) <= 1e-11 * max(1.0, abs(right)))
+
+
+def kind_of(name: str, **parameters: Any) -> str:
+    variant = catalogue.find(name)
+    return variant.weights_are(variant.parse(NEEDED.get(name, {}) | parameters))
+
+
+def takes(name: str, **parameters: Any) -> dict[str, Any]:
+    """Those of some parameters that a variant has."""
+    known = catalogue.find(name).parameters.model_fields
+    return {n: v for n, v in parameters.items() if n in known}
+
+
+@pytest.mark.parametrize("anchor", VARIANTS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_pair_differs_as_the_full_matrices_do(anchor: str, causal: bool) -> None:
+    inputs = drawn()
+    own = {name: takes(name, causal=causal) for name in VARIANTS}
+    answer = compare(
+        inputs,
+        variants=[named(n, **own[n]) for n in VARIANTS],
+        anchor=named(anchor, **own[anchor]),
+    )
+    full = {n: reference(n, inputs, **own[n]) for n in VARIANTS}
+    for name, entry in zip(VARIANTS, answer["variants"], strict=True):
+        kinds = {kind_of(name, **own[name]), kind_of(anchor, **own[anchor])}
+        right = expected(full[name], full[anchor], kinds)
+        assert close({n: entry["weights"][n] for n in APART}, right), (name, entry, right)
+        _check_entropy(entry, full[name], kind_of(name, **own[name]))
+    _check_entropy(answer["anchor"], full[anchor], kind_of(anchor, **own[anchor]))
+    assert answer["anchor"]["weights"].keys() == {"entropy"}
+
+
+def _check_entropy(entry: dict[str, Any], full: Array, kind: str) -> None:
+    assert entry["weights_are"] == kind
+    each = [entropy(row) for row in full.reshape(-1, full.shape[-1]) if row.any()]
+    right = {"mean": float(np.mean(each)), "least": min(each), "most": max(each)}
+    assert close(entry["weights"]["entropy"], right if kind == "stochastic" else None)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("lengths", [False, True])
+def test_grouped_padded_and_half_precision(dtype: str, lengths: bool) -> None:
+    """Weights are those of the inputs as they came, in float64, whatever their dtype."""
+    inputs = drawn(dtype, H=4, G=2)
+    if lengths:
+        inputs["key_lengths"] = np.array([9, 4])
+        inputs["key"][1, :, 4:] = np.nan
+    names = ("linear", "taylor", "efficient", "linformer")
+    answer = compare(inputs, variants=[named(n) for n in names])
+    clean = dict(inputs)
+    if lengths:
+        clean["key"] = inputs["key"].copy()
+        clean["key"][1, :, 4:] = 0
+    anchor = reference("softmax", clean)
+    for name, entry in zip(names, answer["variants"], strict=True):
+        right = expected(reference(name, clean), anchor, {"stochastic", kind_of(name)})
+        assert close({n: entry["weights"][n] for n in APART}, right), (name, entry, right)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+def test_outputs_are_held_against_the_anchor_and_it_against_float64(dtype: str) -> None:
+    inputs = drawn(dtype)
+    answer = compare(inputs, variants=["linear", "softmax"], anchor=named("softmax", causal=True))
+
+    def output(name: str, wide: bool = False, **parameters: Any) -> Array:
+        came = {n: a.astype(np.float64) if wide else a for n, a in inputs.items()}
+        raw = {n: RawTensor.from_numpy(a) for n, a in came.items()}
+        asked = Message({"outputs": ["output"], "parameters": parameters}, raw)
+        made: Array = local.attend(name, asked).tensors["output"].numpy().astype(np.float64)
+        return made
+
+    def apart(b: Array, a: Array) -> dict[str, float]:
+        return {
+            "relative_error": float(np.linalg.norm(b - a) / np.linalg.norm(a)),
+            "largest_error": float(np.abs(b - a).max()),
+            "cosine": float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)),
+        }
+
+    anchor = output("softmax", causal=True)
+    for name, entry in zip(("linear", "softmax"), answer["variants"], strict=True):
+        assert close(entry["output"], apart(output(name), anchor))
+    own = answer["anchor"]["output"]
+    if dtype == "float64":
+        assert own is None
+        assert any("float64 itself" in note for note in answer["notes"])
+    else:
+        assert close(own, apart(anchor, output("softmax", wide=True, causal=True)))
+        assert 0 < own["relative_error"] < 20 * EPS[dtype]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_anchor_is_off_by_no_more_than_its_roundings(name: str, dtype: str) -> None:
+    """What it draws by itself is the same in float64."""
+    numbers = np.random.default_rng(3)
+    inputs = {n: numbers.normal(size=(1, 2, 16, 8)).astype(dtype) for n in INPUTS}
+    own = compare(inputs, variants=["softmax"], anchor=named(name))["anchor"]["output"]
+    assert 0 < own["relative_error"] < 4 * EPS[dtype]
+
+
+def test_an_anchor_with_a_mask_and_a_layer() -> None:
+    """What is masked counts as unseen; a layer projects for each of them."""
+    numbers = np.random.default_rng(2)
+    mask = numbers.random((9, 9)) < 0.6
+    mask[3] = False
+    inputs = drawn() | {"mask": mask}
+    answer = compare(inputs, variants=[named("softmax", scale=3.0)])
+    anchor, other = reference("softmax", inputs), reference("softmax", inputs, scale=3.0)
+    (entry,) = answer["variants"]
+    assert not anchor[:, :, 3].any()
+    assert close({n: entry["weights"][n] for n in APART}, expected(other, anchor, {"stochastic"}))
+
+    tensors = {
+        f"W_{r}": numbers.normal(size=(5, 8)).astype("f4") for r in ("query", "key", "value")
+    }
+    x = numbers.normal(size=(2, 6, 5)).astype("f4")
+    message = Message(
+        {"variants": ["linear", "mean"], "layer": {"layout": "v1", "heads": 2}, "repeats": 1},
+        {"x": RawTensor.from_numpy(x)},
+        {n: RawTensor.from_numpy(a) for n, a in tensors.items()},
+    )
+    answer = local.compare(message)
+    projected = {r: (x.astype("f8") @ tensors[f"W_{r}"]).reshape(2, 6, 2, 4) for r in INPUTS}
+    projected = {r: np.ascontiguousarray(p.transpose(0, 2, 1, 3)) for r, p in projected.items()}
+    for name, entry in zip(("linear", "mean"), answer["variants"], strict=True):
+        full = reference(name, projected), reference("softmax", projected)
+        right = expected(*full, {"stochastic"})
+        assert close({n: entry["weights"][n] for n in APART}, right)
+
+
+def test_linear_layer_is_compared_with_its_like() -> None:
+    inputs = {"x": np.array([[1.0, -3.0], [2.0, 2.0]]), "weight": np.eye(2)}
+    (entry,) = compare(inputs, variants=["linear_layer"], anchor="linear_layer")["variants"]
+    assert entry["weights"]["total_variation"] == {"mean": 0.0, "worst": 0.0}
+    assert entry["output"]["relative_error"] == 0.0
+
+
+def test_ties_share_their_ranks() -> None:
+    b = np.array([[1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
+    a = np.array([[2.0, 1.0, 1.0, 1.0, 4.0, 5.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
+    found = figures(torch.from_numpy(b), torch.from_numpy(a), (False, False))
+    assert found.keys() == set(FIGURES)
+    right = by_row(b[0], a[0])["rank_correlation"]
+    assert found["rank_correlation"].tolist() == [pytest.approx(right, rel=1e-14)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 16, 40, 64, 100, None])
+def test_rows_are_evenly_spread_and_as_many_as_are_asked_for(
+    rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they are cut into jobs and blocks."""
+    inputs = drawn(B=1, N=100)
+    raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
+    asked = Comparison(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
+    chosen = [i for first, last in asked.rows for i in range(first, last)]
+    assert len(set(chosen)) == len(chosen) <= (100 if rows is None else rows)
+    assert len(chosen) > (99 if rows is None else rows - 16)
+    whole = compare(inputs, variants=["linear"], rows=rows)
+    if rows == 0:
+        assert whole["variants"][0]["weights"] is whole["anchor"]["weights"] is None
+        return
+    b, a = (reference(n, inputs)[:, :, chosen] for n in ("linear", "softmax"))
+    (entry,) = whole["variants"]
+    assert close({n: entry["weights"][n] for n in APART}, expected(b, a, {"stochastic"}))
+    assert any("evenly spread" in note for note in whole["notes"]) is (len(chosen) < 100)
+    monkeypatch.setattr(comparison, "_TOGETHER", 7 * 2 * 100)
+    monkeypatch.setattr(divergence, "_BLOCK", 2 * 2 * 100)
+    monkeypatch.setattr(divergence, "_PART", 3 * 100)
+    cut = Comparison(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
+    jobs = list(cut.divergences(cut.variants[0]))
+    assert [i for j in jobs for r in j.rows for i in range(*r)] == chosen
+    assert all(job.pairs <= 7 * 2 * 100 for job in jobs)
+    again = compare(inputs, variants=["linear"], rows=rows)
+    assert close(again["variants"][0]["weights"], entry["weights"])

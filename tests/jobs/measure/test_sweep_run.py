@@ -1,0 +1,238 @@
+"""Sweeps: cells that are true, where curves cross, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from conftest import Server
+from qkv.errors import QkvError, TooLarge
+from qkv.jobs.job import Job, Limits
+from qkv.jobs.measure.probe_jobs import PeakJob, TimedJob
+from qkv.jobs.measure.sweep_request import Crossover, Sweep, Sweeping, crossovers
+from qkv.wire import json as wire
+from support.known_requests import DTYPES, explained, refused
+from support.sweep_requests import CELL, REFUSED, SMALL, SWEEP, parsed, swept
+from support.sweep_requests import counted as counted
+
+UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
+
+
+# ------------------------------------------------------------ where curves cross
+
+
+def test_a_crossing_lies_on_straight_lines_in_logarithms() -> None:
+    """t = n^2 / 4096 and t = n / 4 cross at 1024, where no point is."""
+    square = {n: n**2 / 4096 for n in (256, 512, 2048, 4096)}
+    line = {n: n / 4 for n in (256, 512, 2048, 4096)}
+    (there,), (back,) = crossovers([square, line]), crossovers([line, square])
+    assert (there.from_, there.to, back.from_, back.to) == (0, 1, 1, 0)
+    assert there.length == back.length == pytest.approx(1024)
+    assert crossovers([square, square]) == crossovers([square]) == crossovers([]) == []
+    assert crossovers([square, {n: 2 * t for n, t in square.items()}]) == []
+
+
+def test_curves_are_compared_where_both_have_points() -> None:
+    one, other = {1: 1.0, 2: 1.0, 4: 9.0, 8: 9.0}, {1: 2.0, 4: 2.0, 16: 1.0}
+    ((from_, to, length),) = crossovers([one, other])
+    assert (from_, to) == (0, 1)
+    assert 1 < length < 4
+    assert crossovers([one, {3: 1.0}]) == crossovers([one, {}]) == []
+
+
+def test_equal_times_are_a_crossing_only_between_two_sides() -> None:
+    flat = dict.fromkeys((1, 2, 4, 8), 1.0)
+    assert crossovers([flat, {1: 2.0, 2: 1.0, 4: 1.0, 8: 0.5}]) == [Crossover(0, 1, 2.0)]
+    assert crossovers([flat, {1: 2.0, 2: 1.0, 4: 2.0, 8: 2.0}]) == []
+    assert crossovers([flat, {1: 1.0, 2: 1.0, 4: 2.0, 8: 2.0}]) == []
+
+
+def test_curves_may_cross_again_and_each_pair_is_told() -> None:
+    wave = {1: 1.0, 2: 3.0, 4: 1.0}
+    flat = dict.fromkeys((1, 2, 4), 2.0)
+    low = dict.fromkeys((1, 2, 4), 1.5)
+    found = crossovers([wave, flat, low])
+    assert [(c.from_, c.to) for c in found] == [(0, 1), (1, 0), (0, 2), (2, 0)]
+    assert [1 < c.length < 2 for c in found] == [True, False, True, False]
+
+
+# ------------------------------------------------------------ what is run
+
+
+def test_numbers_are_drawn_once_for_all_variants() -> None:
+    fields = {"variants": ["softmax", "linear", "mean"], "lengths": [5, 7], **SMALL, "seed": 3}
+    sweep, again = Sweep(fields, UNLIMITED), Sweep(fields, UNLIMITED)
+    drawn = [sweep.drawn(sweep.job(c, 7), 7) for c in sweep.choices]
+    for job in drawn:
+        for name, tensor in job.inputs.tensors.items():
+            assert tensor.shape == (1, 2, 7, 8)
+            assert bytes(tensor.data) == bytes(drawn[0].inputs.tensors[name].data)
+    twin = again.drawn(again.job(again.choices[0], 7), 7)
+    other = Sweep(fields | {"seed": 4}, UNLIMITED)
+    apart = other.drawn(other.job(other.choices[0], 7), 7)
+    for name, tensor in drawn[0].inputs.tensors.items():
+        assert bytes(tensor.data) == bytes(twin.inputs.tensors[name].data)
+        assert bytes(tensor.data) != bytes(apart.inputs.tensors[name].data)
+    query, key = (drawn[0].inputs.tensors[n].numpy() for n in ("query", "key"))
+    assert not np.array_equal(query, key)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_numbers_are_normal_in_every_dtype(dtype: str) -> None:
+    fields = {"variants": ["softmax"], "lengths": [512], "dtype": dtype, "batch": 2}
+    sweep = Sweep(fields, UNLIMITED)
+    query = sweep.drawn(sweep.job(sweep.choices[0], 512), 512).inputs.tensors["query"].numpy()
+    assert query.dtype == DTYPES[dtype]
+    assert query.shape == (2, 8, 512, 64)
+    assert abs(query.astype("f8").mean()) < 0.01
+    assert abs(query.astype("f8").std() - 1) < 0.01
+
+
+def test_every_cell_is_told_in_order_and_true(server: Server) -> None:
+    linformer = {"variant": "linformer", "parameters": {"rank": 4}}
+    said = swept(server, variants=["softmax", linformer], lengths=[16, 64, 32])
+    names = [name for name, _ in said]
+    assert names == ["progress", "cell"] * 6 + ["done"]
+    progress = [what for name, what in said if name == "progress"]
+    assert [p["done"] for p in progress] == list(range(6))
+    assert all(p.keys() == {"done", "total", "variant", "length"} for p in progress)
+    cells = [what for name, what in said if name == "cell"]
+    places = [(c["index"], c["variant"], c["length"]) for c in cells]
+    order = [(0, "softmax"), (1, "linformer")]
+    assert places == [(i, name, n) for n in (16, 64, 32) for i, name in order]
+    for cell, before in zip(cells, progress, strict=True):
+        assert cell.keys() == CELL
+        assert (before["variant"], before["length"]) == (cell["variant"], cell["length"])
+        assert before["total"] == 6
+        assert 0 < cell["least_ms"] <= cell["median_ms"] <= cell["most_ms"]
+        assert cell["repeats"] == 2
+        assert cell["bytes"] == 4 * 4 * 2 * cell["length"] * 8
+        assert cell["peak_bytes"] >= cell["bytes"] // 4
+    assert [c["flops"] for c in cells if not c["index"]] == [4 * 2 * n**2 * 8 for n in (16, 64, 32)]
+    assert cells[1]["parameters"] == {"rank": 4}
+    assert said[-1][1]["cells"] == 6
+    curves = [{c["length"]: c["median_ms"] for c in cells if c["index"] == i} for i in (0, 1)]
+    told = [(c["from"], c["to"], c["length"]) for c in said[-1][1]["crossovers"]]
+    assert told == [tuple(c) for c in crossovers(curves)]
+
+
+def test_whole_numbers_may_have_a_point(server: Server) -> None:
+    """JSON Schema takes 8.0 for an integer."""
+    body = b'{"variants":["mean"],"lengths":[8.0],"heads":1e0,"seed":7.0,"repeats":1.0}'
+    assert server.http.post(SWEEP, content=body).is_success
+
+
+def test_each_repeat_is_a_job_of_its_own_after_all_others(
+    server: Server, counted: list[tuple[Job, int]]
+) -> None:
+    swept(server, variants=["linear"], lengths=[8, 16], repeats=3)
+    assert [type(job) for job, _ in counted] == [PeakJob, TimedJob, TimedJob, TimedJob] * 2
+    assert {priority for _, priority in counted} == {3}
+
+
+def test_a_cell_that_cannot_run_is_told_and_the_rest_goes_on(serve: Callable[..., Server]) -> None:
+    small = serve(max_scores=2 * 100 * 100, max_queue_bytes=1 << 20, max_answer_bytes=1 << 18)
+    said = swept(small, variants=["softmax", "linear"], lengths=[64, 128, 1 << 14])
+    cells = [what for name, what in said if name == "cell"]
+    problems = {(c["index"], c["length"]): c["problem"] for c in cells if "problem" in c}
+    assert problems.keys() == {(0, 128), (0, 1 << 14), (1, 1 << 14)}
+    for cell in cells:
+        assert cell.keys() == CELL or cell.keys() == {
+            "index", "variant", "parameters", "length", "problem",
+        }  # fmt: skip
+    assert all(p["type"] == "urn:qkv:problem:too-large" for p in problems.values())
+    assert problems[0, 128]["limit"] == 20_000
+    assert said[-1] == ("done", {"cells": 6, "crossovers": said[-1][1]["crossovers"]})
+    huge = swept(small, variants=["mean"], lengths=[1 << 20], batch=4096, heads=4096, width=65536)
+    assert huge[1][1]["problem"]["status"] == 413
+
+
+def test_a_deadline_is_each_runs_own(server: Server) -> None:
+    body = SMALL | {"variants": ["mean"], "lengths": [8]}
+    headers = {"X-Request-Timeout": "0.05"}
+    with (
+        server.engine.hold(),
+        server.http.stream("POST", SWEEP, json=body, headers=headers) as response,
+    ):
+        said = list(parsed(response.iter_lines()))
+    assert said[1][1]["problem"]["type"] == "urn:qkv:problem:too-late"
+    refused(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
+
+
+@pytest.mark.parametrize(("status", "pointer", "fields"), REFUSED)
+def test_what_is_wrong_is_said_before_anything_runs(
+    server: Server,
+    counted: list[tuple[Job, int]],
+    status: int,
+    pointer: str,
+    fields: dict[str, Any],
+) -> None:
+    body = {"variants": ["mean"], "lengths": [8]} | fields
+    assert refused(server.http.post(SWEEP, json=body), status, body)["pointer"] == pointer
+    assert counted == []
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(
+    strategies.dictionaries(
+        strategies.sampled_from([*Sweeping.model_fields, "no"]),
+        strategies.recursive(
+            strategies.none() | strategies.integers(-3, 2**65) | strategies.floats()
+            | strategies.sampled_from(["mean", "softmax", "float16", "variant", ""]),
+            lambda inner: strategies.lists(inner, max_size=3)
+            | strategies.dictionaries(strategies.sampled_from(["variant", "parameters"]), inner),
+            max_leaves=6,
+        ),
+    )
+)  # fmt: skip
+def test_whatever_comes_is_refused_or_has_cells(fields: dict[str, Any]) -> None:
+    asked = {"variants": ["mean"], "lengths": [8]} | fields
+    limits = Limits(answer=1 << 24, request=1 << 24)
+    try:
+        sweep = Sweep(wire.plain(json.dumps(asked).encode()), limits)
+    except QkvError as error:
+        explained(error, asked)
+        return
+    for length in sweep.lengths:
+        for choice in sweep.choices:
+            try:
+                job = sweep.drawn(sweep.job(choice, length), length)
+            except TooLarge:
+                continue
+            assert job.inputs.nbytes <= 1 << 24
+
+
+def test_other_faults(server: Server, serve: Callable[..., Server]) -> None:
+    body = SMALL | {"variants": ["mean"], "lengths": [8]}
+    for text in (b"", b"[]", b"{", b'{"variants": ["mean"], "lengths": [8]} x', b"\xff"):
+        refused(server.http.post(SWEEP, content=text), 400)
+    refused(server.http.post(SWEEP, content=b"x", headers={"Content-Type": "text/plain"}), 415)
+    for accept in ("application/vnd.safetensors", "text/html", "text/event-stream;q=0"):
+        refused(server.http.post(SWEEP, json=body, headers={"Accept": accept}), 406)
+    for accept in ("text/event-stream", "text/*", "application/json", "*/*"):
+        assert server.http.post(SWEEP, json=body, headers={"Accept": accept}).is_success
+    refused(server.http.get(SWEEP), 405)
+    tight = serve(max_body_bytes=20)
+    assert refused(tight.http.post(SWEEP, json=body), 413)["limit"] == 20
+
+
+@pytest.mark.parametrize(
+    ("named", "length", "sizes"),
+    [
+        ({"variant": "mean", "parameters": {"method": "loop"}}, 16384, {"heads": 1, "width": 256}),
+        ({"variant": "softmax", "parameters": {"dropout": 0.5}}, 32768, {"heads": 1, "width": 64}),
+        ({"variant": "softmax"}, 1 << 18, {"heads": 1, "width": 1}),
+    ],
+)
+def test_few_bytes_do_not_buy_minutes(
+    server: Server, named: dict[str, Any], length: int, sizes: dict[str, int]
+) -> None:
+    """Each held a worker for a minute and more, whoever left."""
+    told = swept(server, variants=[named], lengths=[length], **sizes)
+    assert told[1][1]["problem"]["status"] == 413

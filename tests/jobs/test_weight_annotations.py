@@ -1,0 +1,52 @@
+"""What an answer says of its weights is true of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Server
+from qkv import Client
+from qkv.attention.catalogue import Variant, fixed_size, variants
+
+SIZES = {"B": 2, "H": 2, "G": 2, "L": 9, "S": 9, "D": 4, "E": 4}
+
+
+def kind(weights: torch.Tensor) -> str:
+    """What they are, seen from themselves; rows of zeros see nothing."""
+    if (weights < 0).any():
+        return "signed"
+    sums = weights.sum(-1)
+    close = 1000 * torch.finfo(weights.dtype).eps
+    return "stochastic" if (((sums - 1).abs() < close) | (sums == 0)).all() else "unnormalised"
+
+
+def inputs_of(variant: Variant) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        i.name: torch.randn([fixed_size(x) or SIZES.get(x, 7) for x in i.letters])
+        for i in variant.inputs.values()
+        if not i.optional
+    }
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in variants().values() if "weights" in v.outputs], ids=lambda v: v.name
+)
+def test_every_variant_marks_its_weights(server: Server, variant: Variant) -> None:
+    every: list[dict[str, Any]] = [{}]
+    fields = variant.parameters.model_fields
+    every += [{"causal": True}] * ("causal" in fields)
+    every += [{"normalize": False}] * ("normalize" in fields)
+    every += [{"dropout": 0.5, "seed": 3}] * ("dropout" in fields)
+    with Client(server.url) as client:
+        for parameters in every:
+            found = client.attend(variant.name, **inputs_of(variant), **parameters)
+            assert found.weights_are == kind(found.weights), parameters
+        found = client.attend(variant.name, **inputs_of(variant), weights="none")
+        assert found.weights_are is None
+    said = variant.describe()["weights"].partition(";")[0]
+    assert said in ("stochastic", "signed", "unnormalised")
+    assert said == variant.weights_are(variant.parse({}))

@@ -1,0 +1,458 @@
+"""Each form of the weights is what the whole matrix gives, at any length, over every wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+
+from conftest import Server
+from qkv.attention.catalogue import Variant, fixed_size, variants
+from qkv.client.client import Client
+from qkv.engine import local
+from qkv.engine import weight_blocks as blocks
+from qkv.engine.remote.job_codec import Opener, head_of, room_for, sizes_in, write
+from qkv.jobs import weight_forms as forms
+from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
+from qkv.wire import json, safetensors
+from qkv.wire.message import Message
+from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, refused
+from support.peak_memory import needs_proc, peaks
+
+SIZES: Final = dict(zip("BHGLSDEIOR", (2, 6, 2, 21, 37, 6, 3, 37, 5, 8), strict=True))
+LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
+PARAMETERS: Final[list[dict[str, Any]]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "query_offset": -4},
+    {"causal": True, "query_offset": "end", "key_lengths": [37, 9]},
+    {"key_lengths": [0, 20]},
+    {"mask": "bool"},
+    {"mask": "float64", "causal": True, "query_offset": 3},
+    {"window": [5, 2], "softcap": 3.0, "scale": 0.7},
+    {"dropout": 0.4, "seed": 2**63},
+    {"normalize": False},
+    {"causal": False, "method": "loop"},
+    {"rank": 3, "seed": 5, "scale": -2.0},
+]
+FORMS: Final[list[Any]] = [
+    {"rows": [20, 0, 3, 3, 4]}, {"top_k": 1}, {"top_k": 5}, {"top_k": 37}, {"pool": 1},
+    {"pool": 4}, {"pool": 30}, {"pool": 99}, "stats",
+]  # fmt: skip
+every_dtype = pytest.mark.parametrize("dtype", FLOATING)
+
+
+def takes(variant: Variant, parameters: Mapping[str, Any]) -> bool:
+    known = {*variant.parameters.model_fields, *variant.inputs}
+    return known >= set(parameters)
+
+
+CASES: Final = [
+    pytest.param(v, p, id=f"{v.name}-{p}")
+    for v in variants().values()
+    for p in PARAMETERS
+    if takes(v, p)
+]
+
+
+def request_for(
+    variant: Variant, parameters: Mapping[str, Any], dtype: str, sizes: Mapping[str, int] = SIZES
+) -> Message:
+    """A request of these sizes; some of the parameters are tensors."""
+    random = np.random.default_rng(7)
+    arrays = {}
+    for i in variant.inputs.values():
+        shape = [fixed_size(x) or sizes.get(x, 4) for x in i.letters]
+        if not i.optional:
+            arrays[i.name] = (1.5 * random.normal(size=shape)).astype(DTYPES[dtype])
+        elif i.name == "key_lengths" and i.name in parameters:
+            arrays[i.name] = np.array(parameters[i.name])
+        elif i.name == "mask" and i.name in parameters:
+            allowed = random.random(shape) < 0.7
+            allowed[0, 0, 2] = False  # a row that sees nothing
+            added = np.where(allowed, random.normal(size=shape), -np.inf)
+            arrays[i.name] = allowed if parameters["mask"] == "bool" else added
+    if "key_lengths" in arrays and "key" in arrays:
+        arrays["key"][:, :, max(parameters["key_lengths"]) :] = np.nan  # garbage that padding holds
+    own = {n: v for n, v in parameters.items() if n in variant.parameters.model_fields}
+    tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+    return Message({"parameters": own}, tensors)
+
+
+def asked(variant: Variant, message: Message, weights: Any) -> dict[str, Array]:
+    """What a run answers for a form, and nothing else."""
+    fields = message.fields | {"weights": weights, "outputs": ["weights"]}
+    answer = local.attend(variant.name, Message(fields, message.tensors))
+    return {name: tensor.numpy() for name, tensor in answer.tensors.items()}
+
+
+class Truth:
+    """What the whole matrix gives, in float64, with how far rounding may be from it.
+
+    Args:
+        whole: (..., L, S), each number within 64 eps of its row's mass times the sums behind it.
+    """
+
+    def __init__(self, whole: Array, eps: float) -> None:
+        self.whole = whole.astype(np.float64)
+        self.L, self.S = whole.shape[-2:]
+        self.mass = np.abs(self.whole).sum(-1, keepdims=True)
+        self.off = 64 * eps * (self.S + SIZES["D"]) * max(self.mass.max(), 1e-30)
+
+    def check(self, form: Any, found: Mapping[str, Array]) -> None:
+        if form == "stats":
+            return self._check_stats(found)
+        ((kind, value),) = form.items()
+        getattr(self, f"_check_{kind}")(value, found)
+        return None
+
+    def _check_rows(self, rows: list[int], found: Mapping[str, Array]) -> None:
+        assert found.keys() == {"weights"}
+        near(found["weights"], self.whole[..., rows, :], self.off)
+
+    def _check_top_k(self, k: int, found: Mapping[str, Array]) -> None:
+        assert found.keys() == {"weights", "indices"}
+        weights, indices = found["weights"], found["indices"]
+        assert indices.dtype == np.int64
+        near(weights, -np.sort(-self.whole, -1)[..., :k], self.off)
+        near(weights, np.take_along_axis(self.whole, indices, -1), self.off)
+        assert all(len(set(row)) == k for row in indices.reshape(-1, k).tolist())
+        assert (np.diff(weights) <= 0).all()
+        assert (np.diff(indices)[np.diff(weights) == 0] > 0).all()  # of equal ones the first
+
+    def _check_pool(self, bins: int, found: Mapping[str, Array]) -> None:
+        assert found.keys() == {"weights"}
+        P, Q = min(bins, self.L), min(bins, self.S)
+        query_bin, key_bin = np.arange(self.L) * P // self.L, np.arange(self.S) * Q // self.S
+        expected = np.zeros((*self.whole.shape[:-2], P, Q))
+        for p in range(P):
+            mean = self.whole[..., query_bin == p, :].mean(-2)
+            for q in range(Q):
+                expected[..., p, q] = mean[..., key_bin == q].sum(-1)
+        near(found["weights"], expected, self.off * -(-self.S // Q))
+
+    def _check_stats(self, found: Mapping[str, Array]) -> None:
+        names = ["entropy", "largest", "largest_index", "effective_keys", "received"]
+        assert sorted(found) == sorted(names)
+        entropy, largest, index, effective, received = (found[name] for name in names)
+        assert index.dtype == np.int64
+        sees = self.mass[..., 0] > 0
+        share = np.abs(self.whole) / np.where(self.mass == 0, 1, self.mass)
+        terms = np.where(share > 0, share * np.log(np.where(share > 0, share, 1)), 0)
+        # x log x moves by no more than d (1 - log d) where x moves by d
+        d = 2 * self.off / self.mass[self.mass > 0].min(initial=1.0)
+        off = self.S * d * (1 + abs(math.log(d)))
+        near(entropy, -terms.sum(-1), off)
+        near(effective, np.where(sees, np.exp(-terms.sum(-1)), 0), self.S * math.expm1(2 * off))
+        near(largest, self.whole.max(-1), self.off)
+        assert ((index == -1) == ~sees).all()
+        at = np.take_along_axis(self.whole, index.clip(0)[..., None], -1)[..., 0]
+        near(np.where(sees, at, 0), np.where(sees, self.whole.max(-1), 0), 2 * self.off)
+        assert (entropy[~sees] == 0).all()
+        near(received, self.whole.sum(-2), self.off * self.L)
+
+
+def near(found: Array, expected: Array, off: float) -> None:
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= off
+
+
+def check(variant: Variant, parameters: Mapping[str, Any], dtype: str) -> None:
+    message = request_for(variant, parameters, dtype)
+    whole = asked(variant, message, "full")["weights"]
+    one_row = forms.query_axis(variant.outputs["weights"]) is None
+    truth = Truth(whole[:, None] if one_row else whole, EPS[whole.dtype.name])
+    for form in FORMS:
+        if one_row and "rows" in form:
+            continue
+        found = asked(variant, message, form)
+        for name, array in found.items():
+            assert array.dtype in (whole.dtype, np.int64), name
+            if one_row and name != "received":
+                found[name] = array[:, None]
+        truth.check(form, found)
+
+
+@every_dtype
+@pytest.mark.parametrize(("variant", "parameters"), CASES)
+def test_a_form_is_what_the_whole_matrix_gives(
+    variant: Variant, parameters: dict[str, Any], dtype: str
+) -> None:
+    """Masked, causal, grouped, with padding that holds NaN, with rows that see nothing."""
+    check(variant, parameters, dtype)
+
+
+@pytest.mark.parametrize("elements", [1, 300, 2500])
+@pytest.mark.parametrize(("variant", "parameters"), CASES)
+def test_where_it_is_cut_does_not_matter(
+    variant: Variant, parameters: dict[str, Any], elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into blocks of rows, heads and items of any size; pooled with and without attending."""
+    for name in ("_ON_CPU", "_HELD"):
+        monkeypatch.setattr(blocks, name, elements)
+    monkeypatch.setattr(blocks, "_ROWS", 2 if elements == 300 else 5)
+    monkeypatch.setattr(blocks, "_BINS", 7)
+    monkeypatch.setattr(blocks, "_FEW", 0 if elements == 1 else 128)
+    check(variant, parameters, "float32")
+
+
+def test_equal_weights_are_told_apart_by_their_keys() -> None:
+    """Of equal ones the first, whether they are within the k, at its edge, or past it."""
+    ones, mean = {"value": RawTensor.from_numpy(np.ones((1, 2, 50, 3)))}, variants()["mean"]
+    for k in (1, 7, 49, 50):
+        found = asked(mean, Message({}, ones), {"top_k": k})["indices"]
+        assert (found == np.arange(k)).all()
+    query = np.ones((1, 1, 4, 1))
+    key = np.array([0.0, 2, 1, 2, 1, 0, 2, 1])[None, None, :, None]
+    tensors = {"query": query, "key": key, "value": key}
+    message = Message({}, {n: RawTensor.from_numpy(a) for n, a in tensors.items()})
+    for k in range(1, 9):
+        found = asked(variants()["softmax"], message, {"top_k": k})["indices"]
+        assert (found == [1, 3, 6, 2, 4, 7, 0, 5][:k]).all()
+
+
+@pytest.mark.parametrize("form", [{"top_k": 3}, {"pool": 2}, "stats", {"rows": [0]}], ids=str)
+@every_dtype
+def test_what_is_no_number_is_answered(form: Any, dtype: str) -> None:
+    for variant in variants().values():
+        if "rows" in form and forms.query_axis(variant.outputs["weights"]) is None:
+            continue
+        message = request_for(variant, {}, dtype)
+        first = next(iter(message.tensors))
+        array = message.tensors[first].numpy().copy()
+        array[0, ..., 0] = np.nan
+        tensors = message.tensors | {first: RawTensor.from_numpy(array)}
+        whole = asked(variant, Message({}, tensors), "full")["weights"]
+        for name, found in asked(variant, Message({}, tensors), form).items():
+            if name == "weights" and np.isnan(whole).any():
+                assert np.isnan(found).any()
+
+
+def test_uniform_weights_have_the_entropy_of_their_number() -> None:
+    value = RawTensor.from_numpy(np.ones((5, 2), np.float32))
+    found = asked(variants()["mean"], Message({}, {"value": value}), "stats")
+    n = np.arange(1, 6)
+    eps = EPS["float32"]
+    assert np.allclose(found["entropy"], np.log(n), rtol=8 * eps, atol=8 * eps)
+    assert np.allclose(found["effective_keys"], n, rtol=32 * eps)
+    assert np.allclose(found["largest"], 1 / n, rtol=eps)
+    assert (found["largest_index"] == 0).all()
+    assert np.allclose(found["received"], np.cumsum(1 / n[::-1])[::-1], rtol=8 * eps)
+
+
+# ---------------------------------------------------------------- over the wire
+
+SQUARE: Final = np.array([[1, 0], [0, 2], [1, 1]], np.float32)
+INPUTS: Final = {"query": SQUARE, "key": SQUARE, "value": SQUARE}
+PATH: Final = "/v1/attention/softmax"
+NAMES: Final = {
+    "stats": {"entropy", "largest", "largest_index", "effective_keys", "received"},
+    "rows": {"weights"}, "top_k": {"weights", "indices"}, "pool": {"weights"},
+}  # fmt: skip
+ASKED: Final[list[Any]] = ["stats", {"rows": [2, 0]}, {"top_k": 2}, {"pool": 2}]
+
+
+@pytest.mark.parametrize("form", ASKED, ids=str)
+@pytest.mark.parametrize("way", ["lists", "base64", "safetensors"])
+def test_every_wire_format_carries_every_form(server: Server, form: Any, way: str) -> None:
+    here = asked(variants()["softmax"], Message({}, _raw(INPUTS)), form)
+    kind = form if isinstance(form, str) else next(iter(form))
+    for _ in range(3):  # the second may be answered by a shorter way
+        found, fields = _post(server, {"weights": form}, way)
+        assert found.keys() == {"output"} | NAMES[kind]
+        assert fields["weights_are"] == "stochastic"
+        for name in NAMES[kind]:
+            if way != "lists":
+                assert found[name].dtype == here[name].dtype
+            assert np.array_equal(found[name].astype(here[name].dtype), here[name]), name
+
+
+def _raw(arrays: Mapping[str, Array]) -> dict[str, RawTensor]:
+    return {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+
+
+def _post(
+    server: Server, fields: dict[str, Any], way: str
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    if way == "safetensors":
+        content = b"".join(safetensors.encode(Message(fields, _raw(INPUTS)), "inputs"))
+        headers = {"Content-Type": safetensors.MEDIA_TYPE}
+        response = server.http.post(PATH, content=content, headers=headers)
+        assert response.status_code == 200, response.text
+        answer = safetensors.decode(response.content, "outputs")
+        return {n: t.numpy() for n, t in answer.tensors.items()}, answer.fields
+    inputs = {name: as_json(array, way) for name, array in INPUTS.items()}
+    response = server.http.post(PATH, json={"inputs": inputs} | fields)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    if "indices" in body["outputs"] and way == "lists":
+        assert isinstance(body["outputs"]["indices"][0][0], int)
+    return {n: as_array(t) for n, t in body["outputs"].items()}, body
+
+
+@pytest.mark.parametrize("form", ASKED, ids=str)
+def test_the_rank_of_the_inputs_is_kept(server: Server, form: Any) -> None:
+    """Without heads, without a batch, and through layers with heads and without."""
+    whole, fewer = np.stack([np.stack([SQUARE] * 2)] * 2), SQUARE
+    for layer, inputs, lead in (
+        (None, dict.fromkeys(INPUTS, whole), (2, 2)),
+        (None, dict.fromkeys(INPUTS, whole[0]), (2,)),
+        (None, INPUTS, ()),
+        ({"heads": 1}, {"x": fewer}, (1,)),
+        ({"heads": None}, {"x": whole[0]}, (2,)),
+    ):
+        fields: dict[str, Any] = {"weights": form, "outputs": ["weights"]}
+        if layer is not None:
+            square = np.eye(2).tolist()
+            weights = {f"W_{n}": square for n in INPUTS}
+            fields["layer"] = {"layout": "v1", "tensors": weights, **layer}
+        body = {"inputs": {n: a.tolist() for n, a in inputs.items()}} | fields
+        response = server.http.post(PATH, json=body)
+        assert response.status_code == 200, response.text
+        for tensor in response.json()["outputs"].values():
+            assert np.shape(tensor)[: len(lead)] == lead
+            assert np.ndim(tensor) - len(lead) in (1, 2)
+
+
+REFUSED: Final[list[tuple[Any, str, str]]] = [
+    ("half", "/weights", '"half"'),
+    (None, "/weights", "null"),
+    (3, "/weights", "top_k"),
+    (["stats"], "/weights", "top_k"),
+    ({}, "/weights", "{}"),
+    ({"best": 2}, "/weights", "top_k"),
+    ({"top_k": 2, "pool": 2}, "/weights", "top_k"),
+    ({"top_k": 0}, "/weights/top_k", "1 or more"),
+    ({"top_k": 4}, "/weights/top_k", "S=3"),
+    ({"top_k": 1.5}, "/weights/top_k", "1.5"),
+    ({"top_k": True}, "/weights/top_k", "true"),
+    ({"pool": -1}, "/weights/pool", "-1"),
+    ({"pool": "4"}, "/weights/pool", '"4"'),
+    ({"rows": 1}, "/weights/rows", "list"),
+    ({"rows": []}, "/weights/rows", "at least one"),
+    ({"rows": [0, -1]}, "/weights/rows/1", "-1"),
+    ({"rows": [0, 1, 3]}, "/weights/rows/2", "L=3"),
+    ({"rows": [0, "1"]}, "/weights/rows/1", '"1"'),
+]
+
+
+@pytest.mark.parametrize(("weights", "pointer", "words"), REFUSED, ids=str)
+def test_what_is_wrong_is_refused_by_name(
+    server: Server, weights: Any, pointer: str, words: str
+) -> None:
+    body = {"inputs": {n: a.tolist() for n, a in INPUTS.items()}, "weights": weights}
+    problem = refused(server.http.post(PATH, json=body), 422, body)
+    assert problem["pointer"] == pointer
+    assert words in problem["detail"]
+    assert "\n" not in problem["detail"]
+
+
+def test_a_form_without_weights_is_refused(server: Server) -> None:
+    inputs = {n: a.tolist() for n, a in INPUTS.items()}
+    body = {"inputs": inputs, "weights": {"top_k": 1}, "outputs": ["output"]}
+    problem = refused(server.http.post(PATH, json=body), 422, body)
+    assert problem["pointer"] == "/weights"
+    body = {"inputs": {"x": [1.0, 2.0], "weight": [[1.0, 2.0]]}, "weights": {"rows": [0]}}
+    problem = refused(server.http.post("/v1/attention/linear_layer", json=body), 422, body)
+    assert problem["pointer"] == "/weights/rows"
+    assert "(B, I)" in problem["detail"]
+
+
+def test_weights_that_can_never_fit_name_the_other_forms(serve: Callable[..., Server]) -> None:
+    server = serve(max_answer_bytes=10_000)
+    inputs = {n: np.ones((60, 2)).tolist() for n in INPUTS}
+    problem = refused(server.http.post(PATH, json={"inputs": inputs}), 413)
+    for name in ("stats", "rows", "top_k", "pool", "none"):
+        assert f'"{name}"' in problem["detail"]
+    for form in ASKED:
+        response = server.http.post(PATH, json={"inputs": inputs, "weights": form})
+        assert response.status_code == 200, response.text
+    body = {"inputs": inputs, "weights": {"top_k": 60}}
+    refused(server.http.post(PATH, json=body), 413)
+
+
+def test_equal_forms_batch_and_cross_processes() -> None:
+    def job(form: Any) -> Job:
+        return Job.of("softmax", Message({"weights": form}, _raw(INPUTS)), LIMITS)
+
+    keys = [job(form).key for form in [*ASKED, "full", "none", {"top_k": 1}, {"rows": [0, 2]}]]
+    assert len(set(keys)) == len(keys)
+    for form in ASKED:
+        assert job(form).key == job(form).key
+        one = job(form)
+        data = np.zeros(room_for(sizes_in(one)), np.uint8)
+        write(one, data)
+        other = Opener(LIMITS).open(head_of(one), data)
+        assert other.form == one.form
+        assert other.answers == one.answers
+
+
+def test_python_asks_for_forms(server: Server) -> None:
+    with Client(server.url) as client:
+        arrays = {"query": SQUARE, "key": SQUARE, "value": SQUARE}
+        ask = partial(client.attend, "softmax", **arrays)  # type: ignore[arg-type]
+        run = ask(weights={"top_k": 2})
+        assert run.weights.shape == run.outputs["indices"].shape == (3, 2)
+        assert run.outputs["indices"].dtype == np.int64
+        run = ask(weights="stats")
+        assert run.outputs["received"].shape == (3,)
+        assert "weights" not in run.outputs
+
+
+def test_an_answer_in_lists_reads_back(server: Server) -> None:
+    body = {"inputs": {n: a.tolist() for n, a in INPUTS.items()}, "weights": {"top_k": 3}}
+    response: httpx.Response = server.http.post(PATH, json=body)
+    answer = json.decode(response.content, "outputs")
+    assert answer.tensors["indices"].dtype == "int64"
+
+
+# ---------------------------------------------------------------- memory
+
+_MEASURE: Final = """
+from qkv.attention import catalogue
+from qkv.engine import weight_blocks as blocks
+from qkv.jobs import weight_forms as forms
+variant, N = catalogue.find(sys.argv[1]), int(sys.argv[2])
+sizes = {letter: 1 for letter in "B"} | dict(H=8, G=8, L=N, S=N, D=64, E=64, R=256)
+tensors = {
+    i.argument: torch.randn([sizes[x] for x in i.letters])
+    for i in variant.inputs.values() if not i.optional
+}
+parameters = variant.parse({})
+arguments = tensors | {n: getattr(parameters, n) for n in type(parameters).model_fields}
+start()
+for form in (
+    forms.Form("rows", rows=(0, N // 2, N - 1)), forms.Form("pool", 64), forms.Form("pool", 200),
+    forms.Form("stats"), forms.Form("top_k", 8),
+)[int(sys.argv[3]):int(sys.argv[4])]:
+    with torch.inference_mode():
+        made = blocks.made(variant, form, arguments, parameters, sizes)
+    assert all(t.isfinite().all() for t in made.values())
+    say()
+"""
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softmax", "linear", "taylor", "efficient", "linformer", "mean"])
+def test_no_form_holds_the_matrix(name: str) -> None:
+    """At N = 4,096 and H = 8 the whole matrix is 512 MiB; half of it is never passed."""
+    assert peaks(_MEASURE, name, 4096, 0, 5)[-1].above < 256 << 20
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("linear", 2), ("taylor", 2), ("efficient", 2), ("linformer", 2), ("softmax", 1)],
+)
+def test_32768_tokens_take_less_than_2_gib(name: str, most: int) -> None:
+    """H = 8, D = 64: rows, and where it takes no minute the pooled map; bench/forms.py measures all
+    of them."""
+    assert peaks(_MEASURE, name, 32768, 0, most)[-1].above < 2 << 30

@@ -1,0 +1,202 @@
+"""Who may use the playground: by ear, by keys, in the dark, on a telephone, and with a key."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from conftest import Server
+from support.browser import Open, choose, drawn
+from support.paths import ROOT
+
+TAKEN: Final = runpy.run_path(str(ROOT / "docs/screenshots.py"))
+PICTURES: Final = TAKEN["SHOWN"] | TAKEN["OTHERS"]
+SHOW: Final = TAKEN["show"]
+WIDTHS: Final = {390: 844, 1440: 900}
+THEMES: Final = ("light", "dark")
+BOTH: Final = pytest.mark.parametrize(
+    ("width", "theme"), [(width, theme) for width in WIDTHS for theme in THEMES]
+)
+
+
+def violations(page: Page) -> list[tuple[str, list[str]]]:
+    """What axe finds, each with where."""
+    found: list[dict[str, Any]] = Axe().run(page).response["violations"]
+    return [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in found]
+
+
+def overflow(page: Page) -> int:
+    """How many pixels the page is wider than its window."""
+    pixels: int = page.evaluate(
+        "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
+    )
+    return pixels
+
+
+def unfold(page: Page) -> None:
+    """Opens all that is folded."""
+    page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
+
+
+@BOTH
+def test_axe_finds_nothing_and_nothing_sticks_out(
+    open_page: Open, server: Server, width: int, theme: str
+) -> None:
+    opened = open_page(server.url, width=width, height=WIDTHS[width], theme=theme)
+    opened.expect_status(422)
+    page = drawn(opened)
+    expect(page.get_by_role("region", name="Comparison").get_by_role("table")).to_be_visible()
+    assert (violations(page), overflow(page)) == ([], 0)
+    unfold(page)
+    page.get_by_role("button", name="Paste").click()
+    page.get_by_role("button", name="Use these").click()
+    page.get_by_label("softcap", exact=True).fill("-1")
+    expect(page.locator("#alert")).to_be_visible()
+    assert (violations(page), overflow(page)) == ([], 0)
+    page.get_by_label("Example").select_option("induction")  # heads, and signed differences
+    expect(page.get_by_role("group", name="Heads")).to_be_visible()
+    page.locator("#map [role=application]").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    sweep = page.locator("#sweep")
+    sweep.get_by_label("Up to").select_option("512")
+    for label in ("Heads", "Width", "Repeats"):
+        sweep.get_by_label(label).fill("2")
+    sweep.get_by_role("button", name="Measure").click()
+    expect(sweep.get_by_role("status")).to_contain_text("measured")
+    unfold(page)
+    assert (violations(page), overflow(page)) == ([], 0)
+
+
+def test_no_example_sticks_out_of_a_telephone(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url, width=390, height=844)
+    for example in ("layer", "local", "document", "linear-layer"):
+        page = choose(opened, example)
+        unfold(page)
+        assert overflow(page) == 0, example
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_theme_is_the_system_s_until_another_is_chosen(
+    open_page: Open, server: Server, theme: str
+) -> None:
+    page = drawn(open_page(server.url, theme=theme))
+
+    def light() -> float:
+        style = "() => getComputedStyle(document.documentElement).backgroundColor"
+        return sum(float(part) for part in re.findall(r"[\d.]+", page.evaluate(style))[:3]) / 3
+
+    first = light()
+    assert (first > 200) == (theme == "light")
+    assert (first < 60) == (theme == "dark")
+    page.locator("#theme").click()
+    assert (light() < 60) == (theme == "light")
+    page.reload()
+    drawn_again = light()
+    assert (drawn_again < 60) == (theme == "light")
+    page.evaluate("() => localStorage.clear()")
+    page.reload()
+    page.emulate_media(color_scheme="dark" if theme == "light" else "light")
+    expect(page.locator("#theme")).to_have_accessible_name(f"Change to the {theme} theme")
+
+
+def test_the_keys_reach_every_control_and_show_where_they_are(
+    open_page: Open, server: Server
+) -> None:
+    page = drawn(open_page(server.url))
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the weights")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#weights")).to_be_focused()
+    page.evaluate("() => { document.body.focus(); document.activeElement.blur(); }")
+    every = page.evaluate(
+        """() => {
+            const kinds = "a, button, input, select, textarea, summary, [tabindex='0']";
+            const shown = (e) => e.tabIndex >= 0 && e.checkVisibility({ visibilityProperty: true });
+            return [...document.querySelectorAll(kinds)].filter(shown).length;
+        }"""
+    )
+    reached, hidden = set(), []
+    page.locator("a.skip").focus()
+    for _ in range(every + 5):
+        where, outlined = page.evaluate(
+            """() => {
+                const e = document.activeElement;
+                const all = [...document.querySelectorAll("*")];
+                const { outlineStyle, boxShadow } = getComputedStyle(e);
+                const near = e.labels?.[0] && getComputedStyle(e.labels[0]);
+                const shown = [outlineStyle, near?.outlineStyle].some((s) => s && s !== "none");
+                return [all.indexOf(e), shown || boxShadow !== "none"];
+            }"""
+        )
+        reached.add(where)
+        if not outlined:
+            hidden.append(page.evaluate("() => document.activeElement.outerHTML.slice(0, 120)"))
+        page.keyboard.press("Tab")
+    assert len(reached) >= every
+    assert not [html for html in hidden if not html.startswith("<body")]
+
+
+def test_a_service_with_keys_is_asked_with_one(
+    open_page: Open, serve: Callable[..., Server]
+) -> None:
+    served = serve(api_keys="first,second")
+    opened = open_page(served.url)
+    opened.expect_status(401)
+    page = opened.page
+    dialogue = page.get_by_role("dialog", name="A key, please")
+    expect(dialogue).to_be_visible()
+    expect(dialogue.get_by_label("API key")).to_be_focused()
+    assert violations(page) == []
+    dialogue.get_by_label("API key").fill("neither")
+    page.keyboard.press("Enter")
+    expect(dialogue).to_contain_text("did not take that key")
+    dialogue.get_by_label("API key").fill("second")
+    dialogue.get_by_role("button", name="Use it").click()
+    drawn(opened)
+    expect(page.locator("#kind")).to_have_text("stochastic")
+    said = page.locator("#request code").inner_text()
+    assert "QKV_API_KEY" in said
+    assert "second" not in said
+    page.reload()  # the tab knows it now
+    drawn(opened)
+    expect(dialogue).to_be_hidden()
+
+
+def test_who_has_no_key_is_told_so(open_page: Open, serve: Callable[..., Server]) -> None:
+    opened = open_page(serve(api_keys="first").url)
+    opened.expect_status(401)
+    page = opened.page
+    page.get_by_role("dialog").get_by_role("button", name="Not now").click()
+    expect(page.locator("#alert")).to_contain_text("key")
+    page.reload()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#alert")).to_contain_text("key")
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_of_it_can_be_taken(open_page: Open, server: Server, name: str) -> None:
+    picture = PICTURES[name]
+    opened = open_page(server.url, picture.width, picture.height, picture.theme)
+    SHOW(opened.page, picture)
+    png = opened.page.screenshot()
+    assert png[16:24] == struct.pack(">II", picture.width, picture.height)
+    assert len(png) > 20_000  # an empty page has a tenth of this
+    shown = f'src="docs/{name}"' in (ROOT / "README.md").read_text()
+    assert shown == (ROOT / "docs" / name).exists() == (name in TAKEN["SHOWN"])
+
+
+def test_the_page_forbids_what_it_does_not_need(open_page: Open, server: Server) -> None:
+    policy = server.http.get("/").headers["Content-Security-Policy"]
+    directives = dict(part.strip().partition(" ")[::2] for part in policy.split(";"))
+    assert directives["default-src"] == "'none'"
+    for kind, sources in directives.items():
+        assert sources in ("'self'", "'none'"), kind

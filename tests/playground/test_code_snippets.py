@@ -1,0 +1,204 @@
+"""What the playground gives to copy really runs: curl in bash, Python as a program."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from playwright.sync_api import Page
+
+from conftest import Server
+
+_LISTS: Final = {
+    "query": [[1, 0], [0, 1]],
+    "key": [[1, 0], [0, 1]],
+    "value": [[1, 2], ["NaN", 4.5e-7]],
+}
+_HALVES: Final = {
+    name: {"dtype": "bfloat16", "shape": [2, 2], "data": base64.b64encode(bytes(8)).decode()}
+    for name in ("query", "key", "value")
+}
+_LAYER: Final = {
+    "layout": "v2",
+    "heads": 2,
+    "tensors": {f"W_{role}.weight": [[1, 2, 3], [4, 5, 6]] for role in ("query", "key", "value")},
+}
+
+REQUESTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "lists": ("softmax", {"inputs": _LISTS, "parameters": {"causal": True, "scale": None}}),
+    "base64": ("linear", {"inputs": _HALVES, "encoding": "base64"}),
+    "mask": ("softmax", {"inputs": {**_LISTS, "mask": [[True, False], [True, True]]}}),
+    "bias": ("softmax", {"inputs": {**_LISTS, "mask": [[0, "-Infinity"], [0.5, 0]]}}),
+    "lengths": (
+        "softmax",
+        {"inputs": {n: [rows] for n, rows in _LISTS.items()} | {"key_lengths": [1]}},
+    ),
+    "float64": ("mean", {"inputs": {"value": _LISTS["value"]}, "dtype": "float64"}),
+    "layer": ("softmax", {"inputs": {"x": [[1, 2, 3]]}, "layer": _LAYER, "outputs": ["output"]}),
+    "window": ("softmax", {"inputs": _LISTS, "parameters": {"window": [1, None]}}),
+}
+
+
+@pytest.fixture
+def written(modules: Page, url: str) -> Callable[..., str]:
+    """What a module writes of a request: `written("curl", path, body)`."""
+
+    def write(kind: str, path: str, body: Any, at: str = url, keyed: bool = False) -> str:
+        text: str = modules.evaluate(
+            f"([request, url, keyed]) => snippets.{kind}(request, url, keyed)",
+            [{"path": path, "body": body}, at, keyed],
+        )
+        return text
+
+    return write
+
+
+def bash(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-euo", "pipefail"],  # typed, as who pastes it does
+        input=command,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def python(program: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    file = path / "copied.py"
+    file.write_text(program)
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(file)],
+        cwd=path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_copied_curl_command_is_answered_as_the_request_is(
+    written: Callable[..., str], server: Server, name: str
+) -> None:
+    variant, body = REQUESTS[name]
+    path = f"/v1/attention/{variant}"
+    ran = bash(written("curl", path, body))
+    assert not ran.stderr
+    answer, asked = json.loads(ran.stdout), server.http.post(path, json=body).json()
+    assert answer["outputs"] == asked["outputs"]
+
+
+def test_a_body_that_is_too_large_to_paste_is_read_from_files(
+    written: Callable[..., str], modules: Page, server: Server, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((400, 16), np.float32) for _ in range(3))
+    data = base64.b64encode(query.tobytes()).decode()
+    body = {
+        "inputs": {
+            "query": {"dtype": "float32", "shape": [400, 16], "data": data},
+            "key": key.tolist(),
+            "value": [["NaN", *row[1:]] for row in value.tolist()],
+        },
+        "outputs": ["output"],
+    }
+    path = "/v1/attention/softmax"
+    (tmp_path / "request.json").write_text(
+        modules.evaluate("body => snippets.written(body).json", body)
+    )
+    command, program = (written(kind, path, body) for kind in ("curl", "python"))
+    assert max(len(command), len(program)) < 1000
+    ran = bash(f"cd {tmp_path}\n{command}")
+    assert not ran.stderr
+    assert json.loads(ran.stdout)["outputs"] == server.http.post(path, json=body).json()["outputs"]
+    ran = python(program, tmp_path)
+    assert not ran.stderr
+    asked = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
+    assert str(np.array(asked["output"], np.float64).astype(np.float32)) in ran.stdout
+
+
+def test_arrays_are_loaded_from_the_files_that_they_came_in(
+    modules: Page, server: Server, url: str, tmp_path: Path
+) -> None:
+    value = np.random.default_rng(0).standard_normal((400, 16), np.float32)
+    np.save(tmp_path / "my value.npy", value)
+    body = {"inputs": {"value": value.tolist()}, "outputs": ["output"]}
+    request = {"path": "/v1/attention/mean", "body": body, "files": {"value": "my value.npy"}}
+    program = modules.evaluate(
+        "([request, url]) => snippets.python(request, url, false)", [request, url]
+    )
+    assert 'value=np.load("my value.npy")' in program
+    ran = python(program, tmp_path)
+    assert not ran.stderr
+    asked = server.http.post("/v1/attention/mean", json=body).json()["outputs"]["output"]
+    assert str(np.array(asked, np.float64).astype(np.float32)) in ran.stdout
+
+
+@pytest.mark.parametrize("value", ["it's", '$(exit 9) `exit 9` \\ \n ! "', "é 😀 \u2028"])
+def test_quotes_in_a_body_stay_in_it(
+    written: Callable[..., str], server: Server, value: str
+) -> None:
+    body = {"inputs": _LISTS, "parameters": {"scale": value}, "dtype": value}
+    ran = bash(written("curl", "/v1/attention/softmax", body))
+    assert not ran.stderr
+    asked = server.http.post("/v1/attention/softmax", json=body).json()
+    assert json.loads(ran.stdout)["detail"] == asked["detail"]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_copied_program_prints_what_the_service_answers(
+    written: Callable[..., str], server: Server, name: str, tmp_path: Path
+) -> None:
+    variant, body = REQUESTS[name]
+    path = f"/v1/attention/{variant}"
+    ran = python(written("python", path, body), tmp_path)
+    assert not ran.stderr
+    asked = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
+    for output, lists in asked.items():
+        numbers = np.array(lists, np.float64)
+        assert f"{output}\n{numbers.shape}\n" in ran.stdout
+        dtype = np.float64 if body.get("dtype") == "float64" else np.float32
+        if "data" not in str(body):
+            assert str(numbers.astype(dtype)) in ran.stdout
+
+
+def test_a_key_is_read_from_the_environment(
+    written: Callable[..., str], serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    served = serve(api_keys="sec-ret")
+    variant, body = REQUESTS["lists"]
+    path = f"/v1/attention/{variant}"
+    command = written("curl", path, body, served.url, True)
+    program = written("python", path, body, served.url, True)
+    assert "sec-ret" not in command + program
+    assert "outputs" in json.loads(bash(command, QKV_API_KEY="sec-ret").stdout)
+    assert "QKV_API_KEY: holds no key" in bash(command, QKV_API_KEY="").stderr
+    ran = python(program, tmp_path, QKV_API_KEY="sec-ret")
+    assert not ran.stderr
+    assert "output\n(2, 2)" in ran.stdout
+
+
+def test_a_comparison_and_a_sweep_are_written_too(
+    written: Callable[..., str], server: Server, tmp_path: Path
+) -> None:
+    variants = ["linear", {"variant": "taylor", "parameters": {"causal": True}}]
+    inputs = dict.fromkeys(_LISTS, _LISTS["query"])
+    compared = {"inputs": inputs, "variants": variants, "anchor": "softmax", "repeats": 1}
+    swept = {"variants": variants, "lengths": [4, 8], "heads": 1, "width": 4, "repeats": 1}
+    answer = json.loads(bash(written("curl", "/v1/compare", compared)).stdout)
+    assert [entry["variant"] for entry in answer["variants"]] == ["linear", "taylor"]
+    events = bash(written("curl", "/v1/sweep", swept)).stdout
+    assert events.count("event: cell") == 4
+    ran = python(written("python", "/v1/compare", compared), tmp_path)
+    assert all(name in ran.stdout for name in ("softmax", "linear", "taylor")), ran.stderr
+    ran = python(written("python", "/v1/sweep", swept), tmp_path)
+    assert ran.stdout.count("median_ms=") == 4, ran.stderr

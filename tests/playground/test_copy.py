@@ -1,0 +1,64 @@
+"""What the playground says of its calls, in Chromium, and what it gives to copy: it really runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from playwright.sync_api import expect
+
+from conftest import Server
+from support.browser import Open, Watched, drawn, weights_shown
+
+
+def test_every_call_s_times_are_shown(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    calls = page.locator("#timing ol > li")
+    expect(calls.first).to_contain_text(
+        re.compile(r"queue .*transfer .*compute .*batch of \d+ · cpu", re.S)
+    )
+    before = calls.count()
+    page.get_by_role("button", name="Run").click()
+    drawn(Watched(page))
+    assert calls.count() >= min(before + 1, 5)
+
+
+def test_a_copied_curl_command_answers_what_is_shown(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    command = page.evaluate("() => navigator.clipboard.readText()")
+    ran = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
+    assert not ran.stderr
+    answer = json.loads(ran.stdout)["outputs"]["weights"]
+    np.testing.assert_allclose(answer, list(weights_shown(page).values()), rtol=0, atol=0.51e-4)
+
+
+def test_a_copied_program_prints_what_is_shown(
+    open_page: Open, server: Server, tmp_path: Path
+) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_role("button", name="Python").click()
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    program = tmp_path / "copied.py"
+    program.write_text(page.evaluate("() => navigator.clipboard.readText()"))
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert not ran.stderr
+    assert "weights\n(6, 6)\n[[0.209" in ran.stdout
+
+
+def test_a_comparison_is_there_to_copy_too(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("What for").select_option("the comparison")
+    code = page.locator("#request code")
+    expect(code).to_contain_text("/v1/compare")
+    page.get_by_role("button", name="Python").click()
+    expect(code).to_contain_text("comparison.table()")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("#comparison table")).to_be_visible()
+    expect(code).to_contain_text("qkv.compare(")

@@ -1,0 +1,300 @@
+"""Tensors that somebody brings to the playground, in Chromium: every way in, and what is said."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from playwright.sync_api import FilePayload, Page, expect
+
+from conftest import Server
+from support.browser import Open, Watched, drawn, weights_shown
+
+RNG: Final = np.random.default_rng(3)
+QUERY, KEY, VALUE = (RNG.standard_normal((5, 4)).astype(np.float32) for _ in range(3))
+TENSORS: Final = {"query": QUERY, "key": KEY, "value": VALUE}
+
+
+def payload(name: str, data: bytes) -> FilePayload:
+    return {"name": name, "mimeType": "application/octet-stream", "buffer": data}
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def softmax(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    scores = query.astype(np.float64) @ key.T.astype(np.float64) / np.sqrt(query.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(weights / weights.sum(-1, keepdims=True))
+
+
+UPLOADS: Final = {
+    "npy": [payload(f"{name}.npy", npy(array)) for name, array in TENSORS.items()],
+    "fortran": [payload(f"{n}.npy", npy(np.asfortranarray(a))) for n, a in TENSORS.items()],
+    "safetensors": [payload("all.safetensors", safetensors.numpy.save(TENSORS))],
+    "json": [payload("x.json", json.dumps({n: a.tolist() for n, a in TENSORS.items()}).encode())],
+}
+
+
+@pytest.mark.parametrize("kind", UPLOADS)
+def test_uploads(open_page: Open, server: Server, kind: str) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("Upload").set_input_files(UPLOADS[kind])
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+    expect(page.get_by_label("Example")).to_have_value("")
+    shown = np.array(list(weights_shown(page).values()))
+    np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
+
+
+def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    asked, needed = len(opened.bodies), page.locator("#tensors .needed .name")
+    alert = page.locator("#alert")
+    upload = page.get_by_label("Upload")
+    upload.set_input_files(UPLOADS["npy"][0])
+    expect(needed).to_have_text(["key", "value"])  # what the example had is gone
+    expect(alert).to_have_text(
+        "softmax still needs key and value: upload them too.", ignore_case=True
+    )
+    page.get_by_label("causal", exact=True).check()
+    upload.set_input_files(UPLOADS["npy"][1])
+    expect(needed).to_have_text(["value"])
+    assert len(opened.bodies) == asked  # nothing is asked for in vain
+    upload.set_input_files(UPLOADS["npy"][2])
+    expect(needed).to_have_count(0)
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+    expect(alert).to_be_hidden()
+    mask = np.tri(5, dtype=bool)[::-1].T.copy()
+    with page.expect_request(lambda r: '"mask"' in (r.post_data or "")) as sent:
+        upload.set_input_files([payload("mask.npy", npy(mask))])
+    assert (sent.value.post_data_json or {})["parameters"] == {
+        "causal": True
+    }  # what was set still is
+    expect(page.locator("#tensors .name")).to_have_text(["query", "key", "value", "mask"])
+    page.get_by_role("button", name="Remove key", exact=True).click()
+    expect(needed).to_have_text(["key"])
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("Q_proj", "k1", "V")])
+def test_files_of_any_names_add_up_by_choice_or_by_their_letters(
+    open_page: Open, server: Server, names: tuple[str, str, str]
+) -> None:
+    page = drawn(open_page(server.url))
+    for name, array in zip(names, TENSORS.values(), strict=True):
+        page.get_by_label("Upload").set_input_files([payload(f"{name}.npy", npy(array))])
+        if name == "a":  # alone it is all three, until somebody says so
+            page.get_by_label("What a is for").select_option("query")
+        expect(page.locator("#tensors .name").first).to_have_text(names[0])
+    for name, role in zip(names, TENSORS, strict=True):
+        expect(page.get_by_label(f"What {name} is for")).to_have_value(role)
+    expect(page.locator("#tensors .needed")).to_have_count(0)
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+    page.wait_for_load_state("networkidle")
+    shown = np.array(list(weights_shown(page).values()))
+    np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
+
+
+def test_what_nothing_lacks_begins_anew(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    upload = page.get_by_label("Upload")
+    upload.set_input_files(UPLOADS["npy"])
+    upload.set_input_files([payload("a.npy", npy(QUERY[:3]))])
+    expect(page.locator("#status")).to_have_text(re.compile("3 queries, 3 keys"))
+    expect(page.locator("#tensors .name")).to_have_text(["a"])
+    upload.set_input_files(UPLOADS["safetensors"])  # several, which are all that there is
+    expect(page.locator("#tensors .name")).to_have_text(["key", "query", "value"])
+
+
+def test_files_are_dropped_too(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    transfer = page.evaluate_handle(
+        """text => {
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([text], "two.json"));
+            return transfer;
+        }""",
+        '{"query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}',
+    )
+    page.dispatch_event("#ask", "drop", {"dataTransfer": transfer})
+    expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
+
+
+def test_one_tensor_is_query_key_and_value(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("Upload").set_input_files([payload("x.npy", npy(QUERY))])
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+    expect(page.get_by_label("What x is for")).to_have_value("query, key, value")
+    shown = np.array(list(weights_shown(page).values()))
+    np.testing.assert_allclose(shown, softmax(QUERY, QUERY), rtol=0, atol=0.51e-4)
+
+
+def test_tensors_are_pasted(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_role("button", name="Paste").click()
+    text = page.get_by_label("Tensors as JSON")
+    expect(text).to_be_focused()
+    text.fill('[[1, 2], [3, "four"]]')
+    page.get_by_role("button", name="Use these").click()
+    expect(text).to_have_accessible_description(
+        '[1][1] is "four"; numbers are read, "NaN", "Infinity", "-Infinity", or true and false'
+    )
+    text.fill(json.dumps(QUERY.tolist()))
+    page.get_by_role("button", name="Use these").click()
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+    expect(page.locator("#paste-error")).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy holds 77 bytes of data"),
+        ("x.npz", b"PK\x03\x04", "x.npz: this is an archive"),
+        ("words.json", b'{"query": ["Your"]}', 'words.json: query: [0] is "Your"'),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_beside_the_upload(
+    open_page: Open, server: Server, name: str, data: bytes, said: str
+) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("Upload").set_input_files([payload(name, data)])
+    expect(page.locator("#inputs-error")).to_contain_text(said)
+    expect(page.get_by_label("Example")).to_have_value("words")  # what was there still is
+    page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
+    expect(page.locator("#inputs-error")).to_be_hidden()
+
+
+def test_what_is_wrong_with_a_tensor_is_said_beside_it(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    opened.expect_status(422)
+    page = drawn(opened)
+    wrong = {"query": QUERY, "key": KEY[:, :3], "value": VALUE}
+    page.get_by_label("Upload").set_input_files(
+        [payload("all.safetensors", safetensors.numpy.save(wrong))]
+    )
+    expect(page.locator("#tensors li.wrong")).to_contain_text("D=")
+    expect(page.locator("#alert")).to_contain_text("D=")
+    page.get_by_label("Example").select_option("words")
+    expect(page.locator("#alert")).to_be_hidden()
+
+
+def test_a_tensor_is_given_another_part_or_taken_away(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    opened.expect_status(422)
+    page = drawn(opened)
+    mask = (np.arange(25).reshape(5, 5) % 3 > 0).tolist()
+    text = json.dumps({n: a.tolist() for n, a in TENSORS.items()} | {"allowed": mask})
+    page.get_by_label("Upload").set_input_files([payload("x.json", text.encode())])
+    expect(page.locator("#status")).to_have_text(re.compile("5 queries"))
+    with page.expect_request(lambda r: "mask" in (r.post_data or "")):
+        page.get_by_label("What allowed is for").select_option("mask")
+    expect(page.locator("#alert")).to_be_hidden()
+    drawn(opened)
+    shown = np.array(list(weights_shown(page).values()))
+    assert ((shown == 0) == ~np.array(mask)).all()
+    page.get_by_role("button", name="Remove value").click()
+    expect(page.locator("#alert")).to_contain_text("value")
+
+
+def uploaded(opened: Watched, **arrays: np.ndarray) -> Page:
+    """The page, once it has drawn other tensors."""
+    page = drawn(opened)
+    page.evaluate("() => (document.getElementById('status').textContent = '')")
+    data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
+    page.get_by_label("Upload").set_input_files([payload("all.safetensors", data)])
+    return drawn(opened)
+
+
+def test_one_query_is_the_one_that_is_shown(open_page: Open, server: Server) -> None:
+    page = uploaded(open_page(server.url), query=QUERY[:1], key=KEY, value=VALUE)
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("query 0")
+    expect(page.locator("#status")).to_have_text(re.compile("^softmax: 1 query, 5 keys; "))
+    weights = softmax(QUERY[:1], KEY)[0]
+    first = page.locator("#row tbody tr").first
+    expect(first).to_contain_text(f"key {weights.argmax()}")
+    expect(first).to_contain_text(f"{weights.max():.4f}")
+
+
+def test_what_takes_no_mask_is_not_compared_with_what_does(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)  # an answer of 422 would be a complaint
+    mask = np.tri(5, dtype=bool)
+    page = uploaded(opened, query=QUERY, key=KEY, value=VALUE, mask=mask)
+    expect(page.locator("#comparison")).to_contain_text("No other variant answers the same")
+    expect(page.get_by_role("button", name="Compare", exact=True)).to_be_disabled()
+    expect(page.locator("#comparison [role=alert]")).to_be_hidden()
+
+
+def test_items_of_a_batch_and_heads_are_told_apart(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    heads = np.stack([QUERY, KEY, VALUE])[None].repeat(2, 0)
+    page = uploaded(opened, query=heads, key=heads, value=heads)
+    expect(page.locator("#status")).to_contain_text("5 keys, 2 items of 3 heads;")
+    expect(page.get_by_role("button", name="item 1, head 2")).to_be_visible()
+    page = uploaded(opened, query=heads[0], key=heads[0], value=heads[0])
+    expect(page.locator("#status")).to_contain_text("5 keys, 3 items;")
+
+
+def test_maps_of_two_shapes_have_no_difference(open_page: Open, server: Server) -> None:
+    page = uploaded(open_page(server.url), query=QUERY[:3], key=KEY, value=VALUE)
+    expect(page.locator("#difference figure")).to_be_visible()
+    page.get_by_label("Variant", exact=True).select_option("mean")  # 5 by 5
+    expect(page.locator("#status")).to_have_text(re.compile("^mean:"))
+    expect(page.locator("#difference figure")).to_be_hidden()
+
+
+def test_names_are_words_whatever_is_in_them(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    name = "<img src=/playground/none onerror=alert(1)>"
+    page = uploaded(opened, **{name: QUERY, "key": KEY, "value": VALUE, "query": QUERY})
+    page.get_by_label("Token labels").fill("<b>a</b> <i>b</i> c d e")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text(re.compile("<i>b</i>"))
+    expect(page.locator("#tensors")).to_contain_text(name)
+    assert page.locator("#tensors img, #row i, #row b").count() == 0
+
+
+def test_a_large_request_is_saved_or_read_from_what_was_uploaded(
+    open_page: Open, server: Server, tmp_path: Path
+) -> None:
+    page = drawn(open_page(server.url))
+    save = page.get_by_role("button", name="Save request.json")
+    expect(save).to_be_hidden()
+    arrays = {n: RNG.standard_normal((300, 16)).astype(np.float32) for n in TENSORS}
+    page.get_by_label("Upload").set_input_files(
+        [payload(f"{name}.npy", npy(array)) for name, array in arrays.items()]
+    )
+    with page.expect_download() as download:
+        save.click()
+    download.value.save_as(tmp_path / download.value.suggested_filename)
+    inputs = json.loads((tmp_path / "request.json").read_text())["inputs"]
+    assert base64.b64decode(inputs["key"]["data"]) == arrays["key"].tobytes()
+    code = page.locator("#request code")
+    expect(code).to_contain_text("--json @request.json")
+    page.get_by_role("button", name="Python", exact=True).click()
+    expect(code).to_contain_text('query=np.load("query.npy")')
+    expect(page.locator("#request .hint")).to_have_text(
+        "Run it in a folder that has query.npy, key.npy, value.npy."
+    )
+    expect(save).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [((7, 3, 4), "7 heads of 3 positions"), ((3, 7, 4), None), ((1, 8, 1, 4), None)],
+)
+def test_axes_that_may_be_swapped_are_pointed_out(
+    open_page: Open, server: Server, shape: tuple[int, ...], said: str | None
+) -> None:
+    page = uploaded(open_page(server.url), **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))
+    expect(page.locator("#tensors .swapped")).to_have_count(3 if said else 0)
+    if said:
+        expect(page.locator("#tensors .swapped").first).to_contain_text(said)

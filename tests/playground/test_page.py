@@ -1,0 +1,159 @@
+"""The playground in Chromium: every variant, every control, every kind of error."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from typing import Any
+
+from playwright.sync_api import Locator, Page, Request, expect
+
+from conftest import Server
+from support.browser import Open, drawn, weights_shown
+
+
+def test_it_opens_with_six_words_drawn(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    expect(page).to_have_title(re.compile("qkv"))
+    expect(page.get_by_label("Example")).to_have_value("words")
+    expect(page.locator("#kind")).to_have_text("stochastic")
+    row = page.locator("#row")
+    expect(row.get_by_role("heading")).to_have_text("journey")
+    # the README's figures
+    expect(row.locator("tbody tr").first).to_have_text(re.compile("journey.*0.2379"))
+    assert weights_shown(page)["journey"] == [0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]
+
+
+def picked(page: Page, variant: str) -> None:
+    """Has the page show a variant, with its parameters as they are by default."""
+    page.get_by_label("Example").select_option("words")
+    page.get_by_label("Variant", exact=True).select_option(variant)
+    expect(page.locator("#status")).to_have_text(re.compile(f"^{variant}: .* at the service"))
+
+
+def test_every_variant_runs_and_is_drawn(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    for variant in server.http.get("/v1/variants").json()["variants"]:
+        picked(page, variant["variant"])
+        expect(page.locator("#alert")).to_be_hidden()
+        expect(page.locator("#formula")).to_have_text(variant["formula"])
+        if "weights" in variant["outputs"]:
+            expect(page.locator("#kind")).to_have_text(re.compile("stochastic|signed|unnormal"))
+        for parameter in variant["parameters"]["properties"]:
+            expect(page.get_by_label(parameter, exact=True)).to_be_visible()
+
+
+def other(schema: dict[str, Any]) -> Any:
+    """A value that a parameter may have, and does not have by default."""
+    default = schema.get("default")
+    for kind in schema.get("anyOf", [schema]):
+        least = kind.get("minimum", kind.get("exclusiveMinimum", 0))
+        candidates = {
+            "boolean": [not default],
+            "integer": [max(least, 1), max(least, 1) + 1],
+            "number": [0.5, 0.25],
+            "array": [[1, 1]],
+        }.get(kind.get("type"), [])
+        for value in kind.get("enum", candidates):
+            if value != default:
+                return value
+    raise AssertionError(schema)
+
+
+def test_every_parameter_s_control_changes_the_request(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    opened.expect_status(422)  # some of these go with others only
+    page = drawn(opened)
+    for variant in server.http.get("/v1/variants").json()["variants"]:
+        path = f"/v1/attention/{variant['variant']}"
+        picked(page, variant["variant"])
+        for name, schema in variant["parameters"]["properties"].items():
+            value = other(schema)
+            with page.expect_request(partial(says, path=path, name=name, value=value)):
+                answered(page.get_by_label(name, exact=True), value)
+
+
+def says(request: Request, path: str, name: str, value: Any) -> bool:
+    """Whether a request is for this path, with such a parameter."""
+    if not request.url.endswith(path):
+        return False
+    parameters: dict[str, Any] = (request.post_data_json or {}).get("parameters", {})
+    return bool(parameters.get(name) == value)
+
+
+def answered(control: Locator, value: Any) -> None:
+    """Has a control say a value, whatever kind it is."""
+    if isinstance(value, bool):
+        control.set_checked(value)
+    elif control.evaluate("element => element.tagName") == "SELECT":
+        control.select_option(str(value))
+    else:
+        control.fill(json.dumps(value))
+
+
+def test_what_is_wrong_with_a_parameter_is_said_beside_it_until_it_is_right(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    opened.expect_status(422)
+    page = drawn(opened)
+    scale = page.get_by_label("softcap", exact=True)
+    scale.fill("-1")
+    expect(scale).to_have_attribute("aria-invalid", "true")
+    expect(scale).to_have_accessible_description(re.compile("softcap|greater|at least", re.I))
+    expect(page.locator("#parameter-softcap-error")).to_contain_text("-1")
+    expect(page.locator("#alert")).to_contain_text("softcap")
+    scale.fill("1")
+    expect(page.locator("#alert")).to_be_hidden()
+    expect(page.locator("#parameter-softcap-error")).to_be_hidden()
+    expect(scale).not_to_have_attribute("aria-invalid", "true")
+
+
+def test_what_cannot_be_read_in_a_field_is_said_before_it_is_sent(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    before = len(opened.requests)
+    page.get_by_label("window", exact=True).fill("[1, ")
+    expect(page.get_by_label("window", exact=True)).to_have_accessible_description(
+        re.compile("This is not a list such as")
+    )
+    page.wait_for_timeout(300)  # past the moment that the page waits for more to be typed
+    assert len(opened.requests) == before
+
+
+def test_labels_name_rows_and_keys(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("Token labels").fill("a b c d e f")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("b")
+    assert list(weights_shown(page)) == list("abcdef")
+
+
+def test_a_service_that_went_away_is_said_so(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    opened.expected.append("ERR_FAILED|net::")
+    page.route("**/v1/**", lambda route: route.abort())
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#alert")).to_contain_text("cannot be reached")
+
+
+def test_nothing_runs_that_is_not_the_service_s_own(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    opened.expected.append("Content Security Policy")
+    page.evaluate(
+        """() => {
+            const script = document.createElement("script");
+            script.textContent = "window.ran = true";
+            document.body.append(script);
+        }"""
+    )
+    assert page.evaluate("() => window.ran") is None
+    assert any("Content Security Policy" in c for c in opened.complaints)
+    before = len(opened.complaints)
+    opened.expected.append("asked another host")
+    page.evaluate("() => fetch('https://example.com').catch(() => {})")
+    assert len(opened.complaints) > before

@@ -1,0 +1,225 @@
+"""What the playground draws, in Chromium: maps by mouse and by keys, rows, heads, long inputs."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+import numpy as np
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from conftest import Server
+from support.browser import Open, choose, drawn, parts, weights_shown
+
+EXAMPLES: Final = ["words", "layer", "induction", "local", "document", "linear-layer"]
+WORDS: Final = ["Your", "journey", "starts", "with", "one", "step"]
+MAP: Final = "#map [role=application]"
+
+
+def painted(canvas: Locator) -> int:
+    """How many colours a canvas shows."""
+    colours: int = canvas.evaluate(
+        """canvas => {
+            const { width, height } = canvas;
+            const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+            return new Set(new Uint32Array(data.buffer)).size;
+        }"""
+    )
+    return colours
+
+
+def focused(page: Page, row: int, col: int) -> None:
+    """Goes to a cell of the map by the keys."""
+    page.locator(MAP).focus()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Home")
+    for _ in range(20):
+        page.keyboard.press("ArrowUp")
+    for key, times in (("ArrowDown", row), ("ArrowRight", col)):
+        for _ in range(times):
+            page.keyboard.press(key)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_drawn(open_page: Open, server: Server, example: str) -> None:
+    opened = open_page(server.url)
+    page = choose(opened, example)
+    assert page.locator("#example option[value]:not([value=''])").count() == len(EXAMPLES)
+    expect(page.locator("#example-about")).not_to_be_empty()
+    expect(page.locator("#alert")).to_be_hidden()
+    for canvas in ("#map", "#output"):
+        expect(page.locator(f"{canvas} [role=application]")).to_have_attribute(
+            "aria-label", re.compile(r"\d+ .* by \d+")
+        )
+        assert painted(page.locator(f"{canvas} canvas").first) > 10
+    expect(page.locator("#row tbody tr").first).to_be_visible()
+
+
+def test_the_mouse_shows_a_row_and_a_click_holds_it(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    weights = weights_shown(page)
+    surface = page.locator(MAP)
+    surface.focus()
+    page.keyboard.press("Escape")  # the example holds a row from the start
+    box = page.locator(f"{MAP} canvas").bounding_box()
+    assert box is not None
+    heading = page.locator("#row").get_by_role("heading")
+    seen = set()
+    for step in range(4, 60):  # down the map: every row comes by
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * step / 60)
+        seen.add(heading.inner_text())
+    assert seen == set(WORDS)
+    readout = page.locator("#map .readout")
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    row, col, said = parts(r"(\w+) → (\w+) ([\d.]+)", readout.inner_text())
+    assert float(said) == pytest.approx(weights[row][WORDS.index(col)], abs=1e-4)
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.get_by_role("button", name="Let go of this row")).to_be_visible()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * 0.9)
+    expect(heading).to_have_text(row)
+    page.get_by_role("button", name="Let go of this row").click()
+    expect(page.get_by_role("button", name="Hold this row")).to_be_visible()
+
+
+def test_the_keys_do_all_that_the_mouse_does_and_it_is_said_aloud(
+    open_page: Open, server: Server
+) -> None:
+    page = drawn(open_page(server.url))
+    weights = weights_shown(page)
+    focused(page, 4, 1)
+    spoken = page.locator("#spoken")
+    expect(spoken).to_have_attribute("aria-live", "polite")
+    expect(spoken).to_have_text(re.compile("^one to journey: "))
+    assert float(spoken.inner_text().split()[-1]) == pytest.approx(weights["one"][1], abs=1e-4)
+    page.keyboard.press("Enter")
+    expect(spoken).to_have_text("Holding one")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("one")
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("one")
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowUp")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("starts")
+    page.keyboard.press("End")
+    expect(spoken).to_have_text(re.compile("^starts to step: "))
+    page.get_by_label("Query", exact=True).fill("5")
+    page.keyboard.press("Enter")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("step")
+
+
+def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    page = choose(opened, "local")
+    page.get_by_label("Query", exact=True).fill("9")
+    page.keyboard.press("Enter")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("query 9")
+    asked = [b for b in opened.asked("/v1/attention/softmax") if "weights" not in b][-1]
+    answer = server.http.post("/v1/attention/softmax", json=asked | {"encoding": "lists"}).json()
+    row = np.array(answer["outputs"]["weights"])[0, 0, 9]
+    order = np.argsort(-row, kind="stable")[:8]
+    shown = page.locator("#row tbody tr").all_inner_texts()
+    for text, key, sum_ in zip(shown, order, np.cumsum(row[order]), strict=True):
+        name, weight, together = re.split(r"\s*\t\s*", text.strip())
+        assert name == f"key {key}"
+        assert float(weight) == pytest.approx(row[key], abs=0.51e-4)
+        assert float(together.split()[0]) == pytest.approx(100 * sum_, abs=0.51)
+    entropy = -np.sum(row[row > 0] * np.log(row[row > 0]))
+    facts = page.locator("#row dl").inner_text()
+    assert float(parts(r"([\d.]+) nats", facts)[0]) == pytest.approx(entropy, rel=2e-3)
+
+
+def test_heads_are_side_by_side_and_one_is_shown_large(open_page: Open, server: Server) -> None:
+    page = choose(open_page(server.url), "induction")
+    grid = page.get_by_role("group", name="Heads")
+    heads = grid.get_by_role("button")
+    expect(heads).to_have_count(4)
+    expect(heads.nth(0)).to_have_attribute("aria-pressed", "true")
+    before = weights_shown(page)
+    heads.nth(2).click()
+    expect(heads.nth(2)).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(MAP)).to_have_attribute("aria-label", re.compile("head 2"))
+    assert weights_shown(page) != before
+    for index in range(4):
+        assert painted(heads.nth(index).locator("canvas")) > 2
+
+
+def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = drawn(opened)
+    opened.bodies.clear()
+    opened.received.clear()
+    choose(opened, "document")
+    expect(page.locator("#status")).to_have_text(re.compile("4096 queries, 4096 keys"))
+    page.get_by_label("Query", exact=True).fill("2000")
+    page.keyboard.press("Enter")
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("query 2000")
+    page.locator(MAP).focus()
+    page.keyboard.press("Escape")
+    page.evaluate(
+        """() => {
+            const canvas = document.querySelector("#map canvas");
+            const { left, top, width, height } = canvas.getBoundingClientRect();
+            for (let step = 0; step < 200; step += 1) {
+                const [clientX, clientY] = [left + width / 2, top + (height * step) / 400];
+                const moved = new PointerEvent("pointermove", { clientX, clientY, bubbles: true });
+                canvas.dispatchEvent(moved);
+            }
+        }"""
+    )
+    expect(page.locator("#row").get_by_role("heading")).not_to_have_text("query 2000")
+    drawn(opened)
+    asked = [body["weights"] for body in opened.asked("/v1/attention/softmax")]
+    assert asked[0] == {"pool": 256}  # drawn before all else is there
+    rest = [form for form in asked[1:] if form != "stats"]
+    assert len(rest) == len(asked) - 2
+    assert all("rows" in form and len(form["rows"]) == 1 for form in rest)
+    assert {"rows": [2000]} in asked
+    assert len(asked) <= 8  # the rows that a pointer passes are not all asked for
+    # the whole map of two heads has 134 MB
+    assert sum(opened.received.values()) < 4e6
+
+
+def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server: Server) -> None:
+    page = drawn(open_page(server.url))
+    page.get_by_label("Example").select_option("local")
+    heading = page.locator("#row").get_by_role("heading")
+    expect(heading).to_have_text("query 32")
+    page.get_by_label("Example").select_option("linear-layer")
+    expect(heading).to_have_text("journey")
+    page.get_by_label("Query", exact=True).fill("5")
+    page.keyboard.press("Enter")
+    expect(heading).to_have_text("step")
+    page.get_by_role("button", name="Paste").click()
+    two = [[1, 0], [0, 1]]
+    page.get_by_label("Tensors as JSON").fill(json.dumps({"x": two, "weight": two}))
+    page.get_by_role("button", name="Use these").click()
+    expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
+    expect(heading).to_have_text("query 1")
+
+
+def test_what_there_is_shows_on_a_laptop_and_on_a_telephone(
+    open_page: Open, server: Server
+) -> None:
+    page = drawn(open_page(server.url, width=1440, height=900))
+    upload = page.locator("label[for=upload]").bounding_box()
+    go = page.locator(".go").bounding_box()
+    assert upload is not None
+    assert go is not None
+    assert upload["y"] + upload["height"] < go["y"]  # without scrolling
+    page = drawn(open_page(server.url, width=390, height=844))
+    for name in ("Weights", "Compare", "Length"):
+        expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+    page.locator("#comparison table").wait_for()
+    area = page.locator("#comparison .scroll")
+    assert area.evaluate("area => (area.scrollLeft = 9999) && area.scrollLeft > 100")
+    variant = page.locator("#comparison tbody th").first.bounding_box()
+    edge = area.bounding_box()
+    assert variant is not None
+    assert edge is not None
+    assert variant["x"] == pytest.approx(edge["x"], abs=1)  # stays, as the rest goes by
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 390

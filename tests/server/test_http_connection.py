@@ -1,0 +1,482 @@
+"""What a stranger may send on a connection is bounded, in size and in time, and what is wrong is
+said behind the answers that are due."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from conftest import PATIENCE, Server, serving, until
+from support.raw_connection import PATH, body_of, calling, drawn, request_of
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+LIVE: Final = b"GET /livez HTTP/1.1\r\nHost: here\r\n\r\n"
+SQUARE: Final = [[1, 0], [0, 1]]
+BODY: Final = json.dumps({"inputs": dict.fromkeys(("query", "key", "value"), SQUARE)}).encode()
+RUN: Final = (
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+)
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Server]:
+    """A service that does not wait for long."""
+    with serving(read_timeout_s=0.8) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def unread() -> Iterator[Server]:
+    """A service that does not wait for long to be read."""
+    with serving(write_timeout_s=0.8) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        yield connection
+
+
+def answers(connection: socket.socket) -> list[tuple[int, dict[str, str], bytes]]:
+    """All that come until the other side has said its last word."""
+    came = b""
+    while more := connection.recv(1 << 20):
+        came += more
+    found = []
+    while came:
+        head, _, came = came.partition(b"\r\n\r\n")
+        first, *lines = head.decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        size = int(headers["content-length"])
+        found.append((int(first.split()[1]), headers, came[:size]))
+        came = came[size:]
+    return found
+
+
+def only(connection: socket.socket, status: int) -> dict[str, Any]:
+    """The problem that is all that is said, before the connection ends."""
+    ((found, headers, body),) = answers(connection)
+    assert found == status, body
+    assert headers["connection"] == "close"
+    said: dict[str, Any] = json.loads(body)
+    return said
+
+
+def lines_of(count: int, size: int = 10) -> bytes:
+    return b"".join(b"X-%d: %b\r\n" % (i, b"v" * size) for i in range(count))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [lines_of(101), lines_of(90, 800), b"X: " + b"v" * 70_000 + b"\r\n", lines_of(100_000)],
+)
+@pytest.mark.parametrize("start", [b"GET /livez", b"POST /v1/convert", b"POST " + PATH.encode()])
+def test_a_head_that_is_too_long(server: Server, start: bytes, lines: bytes) -> None:
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(start + b" HTTP/1.1\r\nHost: here\r\n" + lines + b"\r\n")
+        said = only(connection, 431)
+    assert ("error" in said) is start.endswith(b"infer")
+    assert server.http.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET /livez HTTP/1.1\r\nHost: here\r\nX: "])
+def test_a_head_that_never_ends(server: Server, start: bytes) -> None:
+    """Neither a url nor a single header is kept beyond a MiB."""
+    with connected(server) as connection:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(start)
+            for _ in range(400):
+                sent += connection.send(b"a" * 10_000)
+                time.sleep(0.0005)
+        assert only(connection, 431)
+    assert sent > 1 << 20
+
+
+def test_a_hundred_headers_are_read(server: Server) -> None:
+    with connected(server) as connection:
+        lines = lines_of(98, 600)
+        connection.sendall(LIVE[:-2] + lines + b"Connection: close\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200]
+
+
+CHUNKED: Final = (
+    b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+def test_chunks_of_one_byte_come_to_an_end(server: Server) -> None:
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(CHUNKED + b"1\r\n \r\n" * 400_000)
+        assert "chunks" in only(connection, 413)["detail"]
+
+
+@pytest.mark.parametrize("last", [b"5;x=" + b"a" * 2_000_000, b"0\r\n" + lines_of(100_000)])
+def test_what_stands_around_chunks_comes_to_an_end(server: Server, last: bytes) -> None:
+    with connected(server) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(CHUNKED + b"%x\r\n" % len(BODY) + BODY + b"\r\n" + last)
+        assert answers(connection)[-1][0] == 413
+
+
+@pytest.mark.parametrize(
+    ("trailers", "status"),
+    [(b"", 200), (b"Content-Encoding: br\r\nHost: b\r\n", 200), (b"Content-Length: 3\r\n", 400)],
+)
+def test_a_few_chunks_are_a_body(server: Server, trailers: bytes, status: int) -> None:
+    """What stands behind them as a header is none."""
+    pieces = [BODY[i : i + 3] for i in range(0, len(BODY), 3)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    with connected(server) as connection:
+        connection.sendall(CHUNKED + chunks + b"0\r\n" + trailers + b"\r\n" + b"rubbish\r\n\r\n")
+        found = [status for status, *_ in answers(connection)]
+    assert found == ([200, 400] if status == 200 else [400])
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: a\r\nHost: b\r\n"])
+@pytest.mark.parametrize("start", [b"GET /livez", b"POST " + PATH.encode()])
+def test_there_is_one_host(server: Server, start: bytes, hosts: bytes) -> None:
+    with connected(server) as connection:
+        connection.sendall(start + b" HTTP/1.1\r\n" + hosts + b"\r\n")
+        assert only(connection, 400)
+
+
+def test_there_is_one_host_on_the_shortest_way(server: Server) -> None:
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    with connected(server) as connection:
+        connection.sendall(request * 3 + request.replace(b"Host: here\r\n", b""))
+        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+
+
+def test_http_1_0_needs_none(server: Server) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200]
+
+
+RUBBISH: Final = (
+    b"rubbish\r\n\r\n",
+    b"\x16\x03\x01\x02",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_rubbish_is_answered_behind_what_is_due(server: Server, rubbish: bytes, count: int) -> None:
+    infer = request_of(*body_of(drawn(0)))
+    for request in (LIVE, RUN + BODY, infer, infer + LIVE + RUN + BODY):
+        each = 3 if request.startswith(infer + b"GET") else 1
+        with connected(server) as connection:
+            connection.sendall(request * count + rubbish)
+            statuses = [status for status, *_ in answers(connection)]
+        assert statuses == [200] * (each * count) + [400]
+
+
+@pytest.mark.parametrize("wait", [0, 0.2])
+def test_a_body_that_breaks_off(server: Server, wait: float) -> None:
+    """Its own request is refused, those before it are answered."""
+    with connected(server) as connection:
+        connection.sendall((RUN + BODY) * 3 + CHUNKED + b"5\r\n12345\r\n")
+        time.sleep(wait)
+        connection.sendall(b"rubbish")
+        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
+def test_no_other_protocol_is_spoken(server: Server, protocol: bytes) -> None:
+    """And nothing of what came is lost."""
+    lines = (
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAM\r\n" % protocol
+    )
+    run = RUN[:-2] + lines + b"\r\n" + BODY
+    for request in (run, LIVE[:-2] + lines + b"\r\n"):
+        with connected(server) as connection:
+            connection.sendall(request * 2 + LIVE + b"rubbish\r\n\r\n")
+            assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+    with connected(server) as connection:
+        for i in range(0, len(run), 7):
+            connection.sendall(run[i : i + 7])
+        close = lines.replace(b"Upgrade,", b"Upgrade, close,")
+        connection.sendall(LIVE[:-2] + close + b"\r\n")
+        assert [status for status, *_ in answers(connection)] == [200, 200]
+
+
+def test_many_in_a_row_that_want_another_protocol(server: Server) -> None:
+    lines = b"Connection: upgrade\r\nUpgrade: x\r\n"
+    with connected(server) as connection:
+        connection.sendall(RUN + BODY + (LIVE[:-2] + lines + b"\r\n") * 3000 + b"rubbish\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200] * 3001 + [400]
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://here", 200),
+        (b"http://here?a=b", 200),
+        (b"HTTP://here:80?c", 200),
+        (b"http://here/livez", 200),
+        (b"http://here/nowhere", 404),
+        (b"*", 404),
+        (b"here", 400),
+    ],
+)
+def test_a_target_in_absolute_form(server: Server, target: bytes, status: int) -> None:
+    """Without a path it means "/"."""
+    with connected(server) as connection:
+        connection.sendall(b"GET %b HTTP/1.1\r\nHost: here\r\n\r\nrubbish\r\n\r\n" % target)
+        assert answers(connection)[0][0] == status
+
+
+def test_connect_is_refused(server: Server) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"CONNECT there:443 HTTP/1.1\r\nHost: there:443\r\n\r\n")
+        assert only(connection, 400)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"\r\n", b"G", LIVE[:-2], RUN, RUN + BODY[:10], CHUNKED + b"5\r\n1", LIVE + b"\r\n"],
+)
+def test_who_falls_silent_is_not_waited_for(hasty: Server, sent: bytes) -> None:
+    with connected(hasty) as connection:
+        connection.sendall(sent)
+        begun = time.monotonic()
+        statuses = [status for status, *_ in answers(connection)]
+        assert time.monotonic() - begun > 0.5
+    expected = {b"": [], b"\r\n": [], LIVE + b"\r\n": [200]}
+    assert statuses == expected.get(sent, [408])
+
+
+@pytest.mark.parametrize(
+    "head", [LIVE[:-2] + b"X: ", RUN.replace(b"Length: ", b"Length: 9"), CHUNKED]
+)
+def test_who_trickles_is_not_waited_for(hasty: Server, head: bytes) -> None:
+    piece = b"1\r\n \r\n" if head is CHUNKED else b" "
+    with connected(hasty) as connection:
+        connection.settimeout(0.05)
+        connection.sendall(head)
+        begun, came = time.monotonic(), b""
+        while not came:
+            assert time.monotonic() - begun < PATIENCE
+            with contextlib.suppress(TimeoutError):
+                came = connection.recv(100)
+            with contextlib.suppress(ConnectionError):
+                connection.send(piece)
+    assert came.startswith(b"HTTP/1.1 408 ")
+
+
+def test_the_shortest_way_waits_no_longer(hasty: Server) -> None:
+    worker = hasty.app.state.protocol.keywords["worker"]
+    request = request_of(*body_of(drawn(0)))
+    with connected(hasty) as connection:
+        connection.sendall(request * 3 + request[:-100])
+        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 408]
+    until(lambda: worker.fleet.asked == 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
+def test_a_body_past_any_parser_is_waited_for_no_longer(
+    hasty: Server, shape: tuple[int, ...]
+) -> None:
+    worker = hasty.app.state.protocol.keywords["worker"]
+    request = request_of(*body_of(drawn(0, shape)))
+    with calling(hasty) as caller:
+        for _ in range(3):
+            caller.send(request)
+            caller.answer()
+        caller.send(request[:-100])
+        assert [status for status, *_ in answers(caller.socket)] == [408]
+    until(lambda: worker.fleet.asked == 0)
+
+
+def test_who_is_a_little_slow_each_time_is_answered_each_time(hasty: Server) -> None:
+    body, length = body_of(drawn(0))
+    request = request_of(body, length)
+    with calling(hasty) as caller:
+        for _ in range(10):  # each is seen to wait, and none for long
+            caller.send(request[: -len(body)])
+            time.sleep(0.3)
+            caller.send(body)
+            caller.answer()
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 128, 64), (1, 4, 256, 128)])
+def test_who_is_only_slow_is_answered(hasty: Server, shape: tuple[int, ...]) -> None:
+    """A body that takes longer than a head may, each part of it in time."""
+    request = request_of(*body_of(drawn(0, shape)))
+    with calling(hasty) as caller:
+        for _ in range(2):
+            for i in range(0, len(request), 100_000):
+                caller.send(request[i : i + 100_000])
+                time.sleep(0.15)
+            caller.answer()
+
+
+def test_who_waits_for_the_device_is_not_late(hasty: Server) -> None:
+    with connected(hasty) as connection, hasty.engine.hold():
+        connection.sendall(RUN + BODY)
+        hasty.await_waiting(1)
+        time.sleep(2)
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            connection.recv(1)
+    with connected(hasty) as connection:
+        connection.sendall(RUN + BODY + b"rubbish\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [200, 400]
+
+
+@contextlib.contextmanager
+def sipping(server: Server) -> Iterator[socket.socket]:
+    """A connection of which little fits into what lies between both ends."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        connection.settimeout(PATIENCE)
+        connection.connect(server.address)
+        yield connection
+
+
+def has(server: Server, connection: socket.socket) -> bool:
+    """Whether the service still has a connection."""
+    return connection.getsockname() in [
+        found.client for found in list(server.app.state.protocol.keywords["watch"]._open)
+    ]
+
+
+def size_of(came: bytes) -> int:
+    """Bytes of the answer that begins so."""
+    head = came.partition(b"\r\n\r\n")[0]
+    (size,) = re.findall(rb"\r\ncontent-length: (\d+)", head)
+    return len(head) + 4 + int(size)
+
+
+LARGE: Final = {  # little to send, and 16 MiB of an answer
+    name: np.ones((1, 1, *shape), np.float32)
+    for name, shape in {"query": (4096, 1), "key": (1, 1), "value": (1, 1024)}.items()
+}
+
+
+@pytest.mark.parametrize("line", ["Accept: */*", "Connection: close"])
+def test_an_answer_that_is_not_read_is_not_kept(unread: Server, line: str) -> None:
+    with sipping(unread) as connection:
+        connection.sendall(request_of(*body_of(LARGE), PATH, line))
+        came = connection.recv(100)
+        assert came.startswith(b"HTTP/1.1 200 ")
+        until(lambda: not has(unread, connection))
+        while more := connection.recv(1 << 20):
+            came += more
+    assert len(came) < size_of(came)
+
+
+def test_small_answers_that_are_not_read_are_not_kept(unread: Server) -> None:
+    """Whoever goes on asking, and reads nothing, is cut off as well."""
+    request = request_of(*body_of(drawn(0, (1, 1, 64, 64))))
+    with sipping(unread) as connection:
+        connection.settimeout(0.05)
+
+        def is_cut_off() -> bool:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                connection.send(request)
+            return not has(unread, connection)
+
+        until(lambda: has(unread, connection))
+        until(is_cut_off)
+
+
+def test_who_leaves_with_requests_in_a_row_frees_all_places(hasty: Server) -> None:
+    with hasty.engine.hold():
+        with connected(hasty) as connection:
+            connection.sendall((RUN + BODY) * 2)
+            hasty.await_waiting(1)
+        hasty.await_waiting(0)
+
+
+def test_who_reads_slowly_is_answered(unread: Server) -> None:
+    """In several times what a caller may take who reads nothing."""
+    with sipping(unread) as connection:
+        connection.sendall(request_of(*body_of(LARGE)))
+        begun, came = time.monotonic(), b""
+        while time.monotonic() < begun + 4:
+            came += connection.recv(1 << 15)
+            time.sleep(0.05)
+        assert len(came) < size_of(came)
+        left = size_of(came) - len(came)
+        while left:
+            more = connection.recv(min(left, 1 << 20))
+            assert more, "it was cut off"
+            left -= len(more)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/livez", "/docs", "/openapi.json", "/v1/variants", "/v2", "/v2/health/live"]
+)
+def test_what_answers_get_answers_head(server: Server, path: str) -> None:
+    head, got = server.http.head(path), server.http.get(path)
+    assert head.status_code == got.status_code == 200
+    assert not head.content
+    assert head.headers["content-length"] == str(len(got.content))
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert server.http.get(path).status_code == 200  # nothing of a body is left on the way
+    assert server.http.put(path).headers["allow"] == "GET, HEAD"
+
+
+def test_a_second_line_of_content_encoding_counts(server: Server) -> None:
+    for codings in (["gzip", "br"], ["identity", "gzip"], ["br", "gzip"]):
+        headers = [("Content-Encoding", coding) for coding in codings]
+        answer = server.http.post("/v1/attention/softmax", content=BODY, headers=headers)
+        assert answer.status_code == 415
+
+
+def test_what_comes_after_its_answer_comes_to_an_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkv.server.http_connection._MOST_IGNORED", 1 << 20)
+    head = b"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 999999999999\r\n\r\n"
+    with connected(server) as connection:
+        connection.sendall(head)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"a" * 100_000_000)
+    small = serving(max_body_bytes=1000)
+    with small as server, connected(server) as connection:
+        connection.sendall(RUN.replace(b"%d" % len(BODY), b"2000") + b"a" * 2000 + LIVE)
+        connection.sendall(b"rubbish\r\n\r\n")
+        assert [status for status, *_ in answers(connection)] == [413, 200, 400]
+
+
+@pytest.mark.parametrize("connection_header", ["close", "keep-alive"])
+@pytest.mark.parametrize(
+    ("start", "status"), [("POST /nowhere", 404), ("POST /v1/variants", 405), ("GET /livez", 200)]
+)
+def test_who_sends_all_before_reading_reads_an_answer(
+    server: Server, start: str, status: int, connection_header: str
+) -> None:
+    """Also where the connection is to be closed, and slower than its caller may be idle."""
+    size = 8 << 20
+    head = f"{start} HTTP/1.1\r\nHost: here\r\nConnection: {connection_header}\r\n"
+    with connected(server) as connection:
+        connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
+        for _ in range(8):
+            connection.sendall(bytes(size // 8))
+            time.sleep(0.1)
+        came = connection.recv(1 << 16)
+        assert came.startswith(b"HTTP/1.1 %d " % status)
+        if connection_header == "keep-alive":
+            connection.sendall(LIVE)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        else:
+            until(lambda: not has(server, connection))

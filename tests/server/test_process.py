@@ -1,0 +1,54 @@
+"""Processes of the service keep one heap, whatever threads they have."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from conftest import PATIENCE
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+
+HEAPS = """
+import ctypes, threading, tempfile
+def heaps():
+    '''How many malloc has once eight threads were there at the same time.'''
+    libc, barrier = ctypes.CDLL(None), threading.Barrier(8)
+    libc.fopen.restype = ctypes.c_void_p
+    def work():
+        barrier.wait()
+        held = [bytes(10_000) for _ in range(100)]
+        barrier.wait()
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    with tempfile.NamedTemporaryFile() as file:
+        opened = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+        libc.malloc_info(0, opened)
+        libc.fclose(opened)
+        return file.read().count(b"<heap ")
+"""
+PLAIN = "print(heaps())"
+KEPT = "from qkv.server import malloc as heap; assert heap.keep_one(); print(heaps())"
+WORKER = """
+from qkv import settings
+from qkv.server import supervisor as serve
+serve._work = lambda *_: print(heaps(), flush=True)
+serve.serve(settings.Settings(port=0, workers=1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "is_one"),
+    [(PLAIN, False), (KEPT, True), (WORKER, True)],
+    ids=["plain", "kept", "worker"],
+)
+def test_threads_have_one_heap(code: str, is_one: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HEAPS + code],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    count = int(done.stdout)
+    assert (count == 1) is is_one, done.stderr

@@ -1,0 +1,89 @@
+"""The client and its twin, and what they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from conftest import Server
+from qkv import AsyncClient, Client, Run
+from support.known_requests import DTYPES, Array, Case, as_json
+
+ROLES = ("query", "key", "value")
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.url) as shared:
+        yield shared
+
+
+def numbers(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    shapes = {"query": (2, 4, 3, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 6)}
+    return {n: draw.normal(size=shape).astype(DTYPES[dtype]) for n, shape in shapes.items()}
+
+
+def as_torch(array: Array) -> torch.Tensor:
+    if array.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def torches(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    return {name: as_torch(array) for name, array in arrays.items()}
+
+
+def ask(client: Client, case: Case) -> Run:
+    named: dict[str, Any] = case.inputs | case.parameters
+    return client.attend("softmax", outputs=list(case.outputs), **named)
+
+
+def as_numpy(tensor: torch.Tensor) -> Array:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(DTYPES["bfloat16"])
+    array: Array = tensor.numpy()
+    return array
+
+
+def encoded(outputs: Any) -> dict[str, Any]:
+    return {name: as_json(array, "base64") for name, array in outputs.items()}
+
+
+class Attention(nn.Module):
+    """A layer with names that the service knows."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.W_query = nn.Linear(5, 6, bias=bias)
+        self.W_key = nn.Linear(5, 6, bias=bias)
+        self.W_value = nn.Linear(5, 6, bias=bias)
+
+
+def attend(**changes: Any) -> Callable[[Client], object]:
+    arguments: dict[str, Any] = {"variant": "softmax"} | numbers() | changes
+    return lambda client: client.attend(**arguments)
+
+
+def in_asyncio(url: str, call: Callable[[AsyncClient], Any], **options: Any) -> Any:
+    """What a call of an `AsyncClient` answers or raises."""
+
+    async def run() -> Any:
+        async with AsyncClient(url, **options) as client:
+            return await call(client)
+
+    return asyncio.run(run())
+
+
+def same_run(one: Run, other: Run) -> bool:
+    seen = [
+        [(n, a.dtype, a.shape, a.tobytes()) for n, a in run.outputs.items()] for run in (one, other)
+    ]
+    return one.variant == other.variant and seen[0] == seen[1]

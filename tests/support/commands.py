@@ -1,0 +1,131 @@
+"""Commands as somebody runs them, and the files that they read and write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from click.testing import CliRunner, Result
+
+from conftest import PATIENCE
+from qkv.cli.main import main
+from support.known_requests import Array, as_array, as_json
+
+SUFFIXES: Final = (".safetensors", ".npz", ".json")
+PLACES: Final = ("service", "local")
+
+
+def ask(*words: object, **environment: str) -> Result:
+    """What a command says and how it ends, in 80 columns."""
+    return CliRunner().invoke(
+        main, [str(word) for word in words], env=environment, terminal_width=80
+    )
+
+
+def answered(*words: object, **environment: str) -> str:
+    """What a command that ends well prints."""
+    done = ask(*words, **environment)
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    return done.stdout
+
+
+def refused(folder: Path, *words: object, **environment: str) -> str:
+    """The one line of a command that fails and leaves every file as it was."""
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    done = ask(*words, **environment)
+    assert isinstance(done.exception, SystemExit), done.exception  # no traceback
+    assert done.exit_code != 0
+    assert done.stdout == ""
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+    return one_error(done.stderr)
+
+
+def one_error(stderr: str) -> str:
+    (line,) = stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line
+
+
+def where(place: str, url: str) -> tuple[str, ...]:
+    return ("--local",) if place == "local" else ("--url", url)
+
+
+def put(path: Path, group: str, arrays: dict[str, Array], **fields: Any) -> Path:
+    """Writes a file apart from the service's own code; a layer's arrays begin with `layer.`."""
+    if path.suffix == ".npz":
+        assert not fields
+        np.savez(path, allow_pickle=False, **arrays)
+    elif path.suffix == ".safetensors":
+        metadata = {"qkv": json.dumps(fields)} if fields else None
+        safetensors.numpy.save_file(arrays, path, metadata)
+    else:
+        written = {n: as_json(a, fields.get("encoding", "lists")) for n, a in arrays.items()}
+        layer = {n.removeprefix("layer."): t for n, t in written.items() if n.startswith("layer.")}
+        fields[group] = {n: t for n, t in written.items() if not n.startswith("layer.")}
+        if layer:
+            fields["layer"] = fields.get("layer", {}) | {"tensors": layer}
+        path.write_text(json.dumps(fields))
+    return path
+
+
+def got(path: Path, group: str = "outputs") -> dict[str, Array]:
+    """Reads a file apart from the service's own code; lists as float64."""
+    if path.suffix == ".npz":
+        with np.load(path) as archive:
+            return dict(archive)
+    if path.suffix == ".safetensors":
+        return safetensors.numpy.load_file(path)
+    return {name: as_array(tensor) for name, tensor in json.loads(path.read_text())[group].items()}
+
+
+def same(ours: dict[str, Array], theirs: Any) -> None:
+    """Bit for bit, once what had been lists has its dtype again."""
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert ours[name].shape == array.shape
+        assert ours[name].astype(array.dtype).tobytes() == array.tobytes(), name
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def tensors() -> dict[str, Any]:
+    """Grouped heads, a mask of booleans and lengths: every dtype that a file must carry."""
+    return {
+        "query": normal(2, 4, 5, 8),
+        "key": normal(2, 2, 6, 8, seed=1),
+        "value": normal(2, 2, 6, 3, seed=2),
+        "mask": normal(5, 6, seed=3) > -1,
+        "key_lengths": np.array([6, 4]),
+    }
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file that can be run."""
+    return put(tmp_path / "in.json", "inputs", tensors())
+
+
+def limited(limit: str, size: int, *words: object) -> subprocess.CompletedProcess[str]:
+    """A command in a process that the system lets have no more than so much."""
+    program = (
+        f"import resource; resource.setrlimit(resource.{limit}, ({size}, {size}));"
+        f"from qkv.cli.main import main; main({[str(word) for word in words]!r})"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )

@@ -1,0 +1,98 @@
+"""Comparisons to ask for, in this process and over HTTP, and those that are wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import httpx
+import numpy as np
+
+from conftest import Server
+from qkv.engine import local
+from qkv.jobs.job import Limits
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.known_requests import DTYPES, Array
+
+COMPARE: Final = "/v1/compare"
+UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
+VARIANTS: Final = ("efficient", "linear", "linformer", "mean", "softmax", "taylor")
+NEEDED: Final = {"linformer": {"rank": 3}}
+X: Final = [[0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64]]
+INPUTS: Final = {"query": X, "key": X, "value": X}
+
+
+def drawn(
+    dtype: str = "float32", B: int = 2, H: int = 2, G: int = 2, N: int = 9, D: int = 4
+) -> dict[str, Array]:
+    """Inputs of equal lengths, which every variant takes."""
+    numbers = np.random.default_rng(5)
+    shapes = {"query": (B, H, N, D), "key": (B, G, N, D), "value": (B, G, N, D)}
+    return {n: numbers.normal(0, 2, s).astype(DTYPES[dtype]) for n, s in shapes.items()}
+
+
+def compare(inputs: dict[str, Array], **fields: Any) -> dict[str, Any]:
+    """What this process answers, as JSON has it."""
+    raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
+    fields.setdefault("repeats", 1)
+    answer: dict[str, Any] = json.loads(json.dumps(local.compare(Message(fields, raw))))
+    return answer
+
+
+def named(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"variant": name, "parameters": NEEDED.get(name, {}) | parameters}
+
+
+def post(server: Server, body: dict[str, Any], **more: Any) -> httpx.Response:
+    return server.http.post(COMPARE, json=body, **more)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for a, b in zip(
+        (one["anchor"], *one["variants"]), (other["anchor"], *other["variants"]), strict=True
+    ):
+        assert {n: v for n, v in a.items() if n != "timing"} == {
+            n: v for n, v in b.items() if n != "timing"
+        }
+    assert one["notes"] == other["notes"]
+
+
+L4: Final = [[1, 0, 0]] * 4
+WRONG: Final = [
+    (422, "/variants", {"variants": []}),
+    (422, "/variants", {}),
+    (422, "/variants", {"variants": "linear"}),
+    (422, "/variants", {"variants": ["linear"] * 17}),
+    (422, "/variants/1", {"variants": ["linear", 3]}),
+    (404, "/variants/1", {"variants": ["linear", "sotfmax"]}),
+    (404, "/variants/0/variant", {"variants": [{"variant": "sotfmax"}]}),
+    (422, "/variants/0/variant", {"variants": [{}]}),
+    (422, "/variants/0/scale", {"variants": [{"variant": "linear", "scale": 1}]}),
+    (422, "/variants/1/parameters/scale", {"variants": ["mean", named("taylor", scale=1)]}),
+    (422, "/variants/0/parameters/causal", {"variants": [named("linear", causal=1)]}),
+    (422, "/variants/0/parameters", {"variants": [{"variant": "linear", "parameters": 1}]}),
+    (404, "/anchor", {"variants": ["linear"], "anchor": "nope"}),
+    (422, "/anchor", {"variants": ["linear"], "anchor": None}),
+    (422, "/anchor/parameters/window", {"variants": ["mean"], "anchor": named("linear", window=1)}),
+    (422, "/repeats", {"variants": ["linear"], "repeats": 0}),
+    (422, "/repeats", {"variants": ["linear"], "repeats": 101}),
+    (422, "/rows", {"variants": ["linear"], "rows": -1}),
+    (422, "/dtype", {"variants": ["linear"], "dtype": "int64"}),
+    (422, "/parameters", {"variants": ["linear"], "parameters": {}}),
+    (422, "/weights", {"variants": ["linear"], "weights": "none"}),
+    (404, "/layer", {"variants": ["linear"], "layer": "encoder"}),
+    (422, "/inputs/nope", {"variants": ["linear"], "inputs": INPUTS | {"nope": X}}),
+    (422, "/encoding", {"variants": ["linear"], "encoding": "raw"}),
+]  # fmt: skip
+UNFIT: Final = [  # for tensors that came, which no schema knows
+    (422, "/variants/1/parameters/rank", {
+        "variants": ["mean", named("linformer", rank=2)], "inputs": INPUTS | {"key_projection": X},
+    }),
+    (422, "/inputs/mask", {"variants": ["linear"], "inputs": INPUTS | {"mask": [[True] * 3] * 3}}),
+    (422, "/inputs/weight", {"variants": ["mean"], "inputs": INPUTS | {"weight": X}}),
+    (422, "/inputs/key", {"variants": ["mean"], "inputs": INPUTS | {"key": [[1, 2]]}}),
+    (422, "/inputs", {"variants": ["mean"], "inputs": {"value": X}}),
+    (422, "/inputs", {"variants": ["linear_layer"]}),
+    (422, "/variants/1", {"variants": ["linear", "mean"], "inputs": INPUTS | {"query": L4}}),
+]  # fmt: skip

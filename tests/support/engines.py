@@ -1,0 +1,98 @@
+"""Engines to try out, small jobs for them, and the bits of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+
+from qkv.client.arrays import to_raw
+from qkv.engine.engine import Answer, Engine
+from qkv.jobs.job import Job, Limits
+from qkv.wire.message import Message
+
+T = TypeVar("T")
+
+LIMITS: Final = Limits(answer=1 << 30, request=4 << 30)
+CPU: Final = torch.device("cpu")
+
+
+def with_engine(test: Callable[[Engine], Awaitable[T]], **options: Any) -> T:
+    """Runs a test with an engine of its own, which groups as one on a GPU would."""
+
+    async def main() -> T:
+        engine = Engine(CPU, **({"max_batch": 32, "threads": 2} | options))
+        engine.start()
+        try:
+            return await test(engine)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(main())
+
+
+class Held:
+    """One engine for many examples, on one loop."""
+
+    def __init__(self, **options: Any) -> None:
+        self._runner = asyncio.Runner()
+        self.engine = Engine(CPU, max_batch=32, threads=2, **options)
+        self._runner.run(self._start())
+
+    async def _start(self) -> None:
+        self.engine.start()
+
+    def alone(self, jobs: Sequence[Job]) -> list[Answer]:
+        """Each job's answer with nothing beside it."""
+
+        async def each() -> list[Answer]:
+            return [await self.engine.submit(job) for job in jobs]
+
+        return self._runner.run(each())
+
+    def together(self, jobs: Sequence[Job]) -> list[Answer]:
+        """The answers of jobs that wait at the same time."""
+        return self._runner.run(together(self.engine, jobs))
+
+    def close(self) -> None:
+        """Ends the thread and the loop."""
+        self._runner.run(self.engine.stop())
+        self._runner.close()
+
+
+async def together(engine: Engine, jobs: Sequence[Job]) -> list[Answer]:
+    """Submits jobs while the device is held, so that those with equal keys are one group."""
+    with engine.hold():
+        futures = [engine.submit(job) for job in jobs]
+    return await asyncio.gather(*futures)
+
+
+def job_of(
+    tensors: Mapping[str, Any],
+    outputs: Sequence[str] = ("output", "weights"),
+    layer: Mapping[str, Any] | None = None,
+    **parameters: Any,
+) -> Job:
+    """A job as a request would make it."""
+    fields: dict[str, Any] = {"parameters": parameters, "outputs": list(outputs)}
+    layer_tensors = {}
+    if layer is not None:
+        fields["layer"] = {k: v for k, v in layer.items() if k != "tensors"}
+        layer_tensors = {name: to_raw(t) for name, t in layer["tensors"].items()}
+    raw = {name: to_raw(t) for name, t in tensors.items() if t is not None}
+    return Job.of("softmax", Message(fields, raw, layer_tensors), LIMITS)
+
+
+def plain(number: int = 0, length: int = 4, batch: int = 1, **parameters: Any) -> Job:
+    """A small ordinary job; those of one length and these parameters share a batch."""
+    generator = torch.Generator().manual_seed(number)
+    names = ("query", "key", "value")
+    tensors = {n: torch.randn(batch, 2, length, 8, generator=generator) for n in names}
+    return job_of(tensors, **parameters)
+
+
+def bits(answer: Answer) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """All that an answer's outputs are."""
+    return {n: (t.dtype, t.shape, bytes(t.data)) for n, t in answer.outputs.items()}

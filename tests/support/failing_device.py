@@ -1,0 +1,60 @@
+"""`python -m faulty` is `qkv` on a device that fails where a request's first number says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import qkv.engine.device_errors
+import qkv.engine.engine
+from qkv.cli.main import main
+from qkv.engine.executor import Ran, run
+from qkv.jobs.job import Job
+
+POISON: Final = 6661.0
+"""Its batch fails."""
+STICKY: Final = 6662.0
+"""So does all that comes after it in the process."""
+GREEDY: Final = 6663.0
+"""Memory runs out where it is not alone."""
+ENDING: Final = 6664.0
+"""Something calls sys.exit."""
+
+_broken: list[bool] = []
+
+
+def first_number(job: Job) -> float:
+    """Of its query."""
+    query = job.inputs.tensors.get("query")
+    return 0.0 if query is None else float(np.frombuffer(query.data, np.float32)[0])
+
+
+def failing(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+    """As `run`, where it does not fail."""
+    seen = {first_number(job) for job in jobs}
+    if STICKY in seen:
+        _broken.append(True)
+    if _broken:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if POISON in seen:
+        raise RuntimeError("marked")
+    if ENDING in seen:
+        sys.exit("marked")
+    if GREEDY in seen and len(jobs) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    return run(jobs, *how)
+
+
+def works(_: torch.device) -> bool:
+    """As `faults.works` says it of a device whose context is broken."""
+    return not _broken
+
+
+if __name__ == "__main__":
+    qkv.engine.engine.run = failing  # type: ignore[attr-defined, assignment]
+    qkv.engine.device_errors.works = works  # type: ignore[assignment]
+    main(prog_name="qkv")

@@ -1,0 +1,217 @@
+"""Requests whose tensors fit together, for a generator that only knows the OpenAPI document.
+
+A schema says what a tensor looks like, not that S is the same in key and value. What comes from the
+schema is kept where it does not depend on the tensors: parameters, outputs, dtype, encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from qkv.attention import catalogue
+from qkv.attention.catalogue import Input, Variant, fixed_size
+from qkv.tensors import RawTensor
+from qkv.wire import json, safetensors
+from qkv.wire import open_inference as v2
+from qkv.wire.message import Message
+from support.known_requests import DTYPES, Array, as_json
+
+_ROLES: Final = ("query", "key", "value")
+_FIELDS: Final = ("outputs", "weights", "dtype", "encoding")
+_WIDTH: Final = 8  # of a layer's projections
+
+
+class Fitting:
+    """Draws what fits a path; the same seed draws the same.
+
+    Args:
+        path: of the operation, a model's name filled in.
+        seed: what is drawn from.
+    """
+
+    def __init__(self, path: str, seed: int) -> None:
+        self._path, self._draw = path, np.random.default_rng(seed)
+        self._form: str | None = None  # how tensors are written; None: as it comes
+
+    def document(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A JSON body in place of one that fits the schema."""
+        if self._path == "/v1/convert":
+            return self._conversion(given)
+        if self._path == "/v1/compare":
+            return self._comparison(given)
+        if self._path == "/v1/sweep":
+            return self._sweep(given)
+        variant = self._variant
+        if self._path.startswith("/v2"):
+            return self._inference(variant, given)
+        return self._run(variant, given)
+
+    def body(self) -> tuple[bytes, int | None]:
+        """A binary body, and for the Open Inference Protocol how long its JSON is."""
+        self._form = "base64"
+        if self._path == "/v1/convert":
+            fields = self._conversion({})
+            return self._file(fields, "tensors", fields.pop("tensors")), None
+        if self._path == "/v1/compare":
+            fields = self._comparison({})
+            return self._file(fields, "inputs", fields.pop("inputs")), None
+        variant = self._variant
+        if self._path.startswith("/v2"):
+            arrays = self._inputs(variant)
+            raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+            binary = raw if self._chance() else {}
+            chunks, length = v2.encode(Message({}, raw), "inputs", binary)
+            return b"".join(chunks), length
+        fields = self._run(variant, {})
+        return self._file(fields, "inputs", fields.pop("inputs")), None
+
+    @property
+    def _variant(self) -> Variant:
+        """The path's; any, where it names none that there is."""
+        every = catalogue.variants()
+        return every.get(self._path.split("/")[3], every["softmax"])
+
+    def _file(self, fields: dict[str, Any], group: str, tensors: dict[str, Any]) -> bytes:
+        text = json.dump({group: tensors, **fields})
+        message = json.decode(text, group)
+        return b"".join(safetensors.encode(message, group))
+
+    def _chance(self) -> bool:
+        return bool(self._draw.random() < 0.5)
+
+    def _size(self, most: int = 5) -> int:
+        return int(self._draw.integers(1, most + 1))
+
+    def _numbers(self, shape: Sequence[int], dtypes: Sequence[str] = ("float32",)) -> Array:
+        dtype = str(self._draw.choice(list(dtypes)))
+        if dtype == "bool":
+            return self._draw.random(shape) < 0.7
+        return self._draw.normal(size=shape).astype(DTYPES[dtype])
+
+    def _inputs(self, variant: Variant) -> dict[str, Array]:
+        sizes = {letter: self._size() for letter in "BGLSDEMIOR"}
+        sizes["H"] = sizes["G"] * self._size(3)
+        sizes["N"] = sizes["S"] + self._size()
+        return {
+            spec.name: self._input(spec, sizes)
+            for spec in variant.inputs.values()
+            if not spec.optional or self._chance()
+        }
+
+    def _input(self, spec: Input, sizes: Mapping[str, int]) -> Array:
+        shape = [fixed_size(letter) or sizes[letter] for letter in spec.letters]
+        if spec.broadcasts:
+            shape = [1 if self._chance() else n for n in shape]
+        if spec.name == "key_lengths":
+            return self._draw.integers(0, sizes["S"] + 1, shape)
+        # one dtype for all: JSON converts what has none, and a tensor in base64 keeps its own
+        return self._numbers(shape, [d for d in spec.dtypes if d in ("float32", "bool")])
+
+    def _run(self, variant: Variant, given: Mapping[str, Any]) -> dict[str, Any]:
+        arrays = self._inputs(variant)
+        fields: dict[str, Any] = {name: given[name] for name in _FIELDS if name in given}
+        if "parameters" in given:
+            fields["parameters"] = dict(given["parameters"])
+            if any(name.endswith("_projection") for name in arrays):
+                fields["parameters"].pop("rank", None)  # it is the projection's
+        if "weights" in fields:
+            fields["weights"] = self._form_of_weights(variant, arrays, fields["weights"])
+        shape = self._output(variant, arrays)
+        # lists become what `dtype` says; bytes are float32, which then need not be said
+        form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
+        if set(_ROLES) <= arrays.keys() and self._chance():
+            fields["layer"] = self._layer(arrays, form)
+            shape = [*arrays["query"].shape[:2], _WIDTH]
+        if self._path.startswith("/v1/gradients"):
+            arrays["grad_output"] = self._numbers(shape)
+        return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}
+
+    def _form_of_weights(self, variant: Variant, arrays: Mapping[str, Array], given: Any) -> Any:
+        """The form given, with rows and keys that there are."""
+        if not isinstance(given, dict):
+            return given
+        rows, keys = arrays[next(iter(arrays))].shape[-2], self._sizes(variant, arrays)
+        most = keys[variant.outputs["weights"].letters[-1]]
+        return {
+            name: [row % rows for row in asked]
+            if name == "rows"
+            else min(asked, most)
+            if name == "top_k"
+            else asked
+            for name, asked in given.items()
+        }
+
+    def _output(self, variant: Variant, arrays: Mapping[str, Array]) -> list[int]:
+        sizes = self._sizes(variant, arrays)
+        return [fixed_size(x) or sizes[x] for x in variant.outputs["output"].letters]
+
+    def _sizes(self, variant: Variant, arrays: Mapping[str, Array]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for name, array in arrays.items():
+            if not variant.inputs[name].broadcasts:
+                sizes |= dict(zip(variant.inputs[name].letters, array.shape, strict=True))
+        return sizes
+
+    def _layer(self, arrays: dict[str, Array], form: str) -> dict[str, Any]:
+        """A layer around the variant: embeddings in place of its query, key and value."""
+        B, _, L, _ = arrays["query"].shape
+        S, M = arrays["key"].shape[-2], self._size()
+        for name in _ROLES:
+            arrays[name] = self._numbers((B, L if name == "query" else S, M))
+        arrays.pop("mask", None)
+        layout = str(self._draw.choice(["v1", "v2"]))
+        return {"layout": layout, "tensors": self._weights(layout, M, form)}
+
+    def _weights(self, layout: str, width: int, form: str) -> dict[str, Any]:
+        shape, suffix = ((width, _WIDTH), "") if layout == "v1" else ((_WIDTH, width), ".weight")
+        return {f"W_{role}{suffix}": as_json(self._numbers(shape), form) for role in _ROLES}
+
+    def _comparison(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Of variants that answer alike, and whose parameters fit whatever comes."""
+        fields = {n: given[n] for n in ("dtype", "encoding", "rows") if n in given}
+        B, H, N, D = (self._size() for _ in "BHND")
+        arrays = {name: self._numbers((B, H, N, D)) for name in _ROLES}
+        form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
+        names = ["efficient", "linear", "linformer", "mean", "softmax", "taylor"]
+        fields |= {"variants": self._draw.choice(names, self._size(3)).tolist(), "repeats": 1}
+        if self._chance():
+            fields["anchor"] = {"variant": "softmax", "parameters": {"causal": self._chance()}}
+        return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}
+
+    def _sweep(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What is done soon."""
+        small = {"batch": 1, "heads": 2, "width": self._size(), "repeats": self._size(2)}
+        lengths = [int(n) for n in self._draw.choice(64, 2, replace=False) + 1]
+        fields = {n: given[n] for n in ("dtype", "seed") if n in given}
+        return {"variants": ["softmax", "linear"], "lengths": lengths, **small, **fields}
+
+    def _conversion(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {n: given[n] for n in ("from", "to", "bias", "dtype", "encoding") if n in given}
+        fields = {"from": "v1", "to": "v2"} | kept
+        if given.get("heads"):
+            fields["heads"] = int(self._draw.choice([1, 2, 4, 8]))
+        form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
+        return fields | {"tensors": self._weights(fields["from"], self._size(), form)}
+
+    def _inference(self, variant: Variant, given: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {name: given[name] for name in ("id",) if name in given}
+        arrays = self._inputs(variant)
+        if given.get("outputs"):
+            names = sorted(variant.outputs)[: len(given["outputs"])]
+            fields["outputs"] = [{"name": name} for name in names]
+        if given.get("parameters") is not None:
+            causal = {"causal": True} if "causal" in variant.parameters.model_fields else {}
+            fields["parameters"] = causal | {"binary_data_output": self._chance(), "priority": 1}
+        entries = [
+            {
+                "name": name,
+                "shape": list(array.shape),
+                "datatype": v2.DATATYPES[array.dtype.name],
+                "data": array.ravel().tolist(),
+            }
+            for name, array in arrays.items()
+        ]
+        return fields | {"inputs": entries}

@@ -1,0 +1,87 @@
+"""Small requests to send many of, and which of them the device ran."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+
+import qkv
+import qkv.engine.engine
+from conftest import PATIENCE, Server
+from qkv.client.request_builders import build_attend
+from qkv.engine.engine import GPU_BATCH
+from qkv.engine.executor import Ran, run
+from qkv.jobs.job import Job
+
+PATH: Final = "/v1/attention/softmax"
+SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
+INFER: Final = "/v2/models/softmax/infer"
+HEAD: Final = "POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n"
+Serve = Callable[..., Server]
+
+
+def body(first: float = 1.0, rows: int = 2, width: int = 4, seed: int = 0) -> bytes:
+    draw, shape = np.random.default_rng(seed), (1, 1, rows, width)
+    arrays = {n: draw.normal(size=shape).astype(np.float32) for n in ("query", "key", "value")}
+    arrays["query"][0, 0, 0, 0] = first
+    return build_attend("softmax", None, ["output"], "none", arrays).content
+
+
+def post(url: str, content: bytes, **headers: str) -> httpx.Response:
+    sent = SAFETENSORS | headers
+    return httpx.post(url + PATH, content=content, headers=sent, timeout=PATIENCE)
+
+
+def outputs(response: httpx.Response) -> bytes:
+    """The tensor's bytes, which come last."""
+    assert response.status_code == 200, response.text
+    return response.content[-32:]
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    with socket.create_connection(server.address, PATIENCE) as connection:
+        yield connection
+
+
+def answer(connection: socket.socket) -> str:
+    got = b""
+    while b"\r\n\r\n" not in got:
+        piece = connection.recv(65536)
+        assert piece, "the connection ended without an answer"
+        got += piece
+    return got.decode("latin-1")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that the device runs."""
+    every: list[Job] = []
+
+    def recorded(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+        every.extend(jobs)
+        return run(jobs, *how)
+
+    monkeypatch.setattr(qkv.engine.engine, "run", recorded)
+    return every
+
+
+def together(server: Server, path: str, documents: Sequence[Any]) -> list[Any]:
+    """What a server answers to documents that all wait before the first runs, and may be as many
+    in a batch as on a GPU."""
+    server.engine._max_batch, before = GPU_BATCH, server.engine._max_batch
+    try:
+        with ThreadPoolExecutor(len(documents)) as pool:
+            with server.engine.hold():
+                futures = [pool.submit(server.http.post, path, json=d) for d in documents]
+                server.await_waiting(len(documents))
+            return [future.result().json() for future in futures]
+    finally:
+        server.engine._max_batch = before

@@ -1,0 +1,488 @@
+"""/metrics is what Prometheus reads, true over all processes, and bounded; the dashboard asks for
+nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+from ruamel.yaml import YAML
+from test_supervisor import JSON, PATH, TINY, children
+
+from conftest import Process, Server, running, until
+from qkv.attention.catalogue import variants
+from qkv.engine.executor import Standing
+from qkv.jobs.job import Job
+from qkv.telemetry.metrics import BUCKETS, OUTCOMES, Meter, Metrics, Usage
+from qkv.telemetry.model_stats import Recorder
+from qkv.telemetry.worker_state import Worker
+from support.paths import ROOT
+from support.raw_connection import body_of, calling, drawn, request_of
+
+INFER: Final = "/v2/models/softmax/infer"
+WORKERS: Final = 3
+Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
+    """What has taken the shortest way."""
+    taken: list[Standing] = []
+    run = Standing.run
+
+    def counted(standing: Standing) -> Any:
+        taken.append(standing)
+        return run(standing)
+
+    monkeypatch.setattr(Standing, "run", counted)
+    return taken
+
+
+def samples(url: str) -> list[Sample]:
+    response = httpx.get(f"{url}/metrics", timeout=60)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+
+
+def page(url: str) -> Page:
+    found = samples(url)
+    values = {(s.name, frozenset(s.labels.items())): s.value for s in found}
+    assert len(values) == len(found)  # none is said twice
+    return values
+
+
+def value(url: str, name: str, **labels: str) -> float:
+    return page(url)[f"qkv_{name}", frozenset(labels.items())]
+
+
+def rise(before: Page, after: Page) -> dict[str, float]:
+    """What has changed, but for times and what the asking itself changes."""
+    return {
+        f"{name.removeprefix('qkv_')} {' '.join(v for _, v in sorted(labels))}".strip(): now - was
+        for ((name, labels), was), now in zip(before.items(), after.values(), strict=True)
+        if now != was and not re.search(r"seconds|other|response|connections|in_progress", name)
+    }
+
+
+def test_it_is_what_prometheus_reads_with_the_names_that_are_usual(url: str) -> None:
+    text = httpx.get(f"{url}/metrics").text
+    families = list(text_string_to_metric_families(text))
+    assert text.endswith("\n")
+    assert text.count("# HELP") == text.count("# TYPE") == len(families)
+    for family in families:
+        assert re.fullmatch(r"qkv_[a-z_]+", family.name)
+        assert family.documentation.endswith(".")
+        assert (f"{family.name}_total " in text) == (family.type == "counter")
+        assert family.samples or family.name.startswith("qkv_device_memory")
+        assert all(sample.value >= 0 for sample in family.samples)
+
+
+def test_histograms_add_up(server: Server) -> None:
+    for _ in range(3):
+        server.http.post(PATH, content=TINY, headers=JSON)
+    found = page(server.url)
+    for name in ("request_duration_seconds", "queue_wait_seconds", "compute_seconds", "batch_size"):
+        for variant in variants():
+            label = ("variant", variant)
+            below = [
+                count
+                for (n, labels), count in found.items()
+                if n == f"qkv_{name}_bucket" and label in labels
+            ]
+            assert below == sorted(below)
+            count = found[f"qkv_{name}_count", frozenset([label])]
+            assert (
+                below[-1]
+                == count
+                == found[f"qkv_{name}_bucket", frozenset([label, ("le", "+Inf")])]
+            )
+            assert (found[f"qkv_{name}_sum", frozenset([label])] > 0) == (count > 0)
+    assert found["qkv_compute_seconds_count", frozenset([("variant", "softmax")])] >= 3
+
+
+def test_a_bucket_holds_its_bound() -> None:
+    metrics = Metrics(["one", "two"], 2)
+    for process in range(2):
+        meter = metrics.meter(process)
+        meter.ran("two", BUCKETS[3], 1e9)
+        meter.ran("two", BUCKETS[3] * 1.001, 0.0)
+    counts, total = metrics.times("two", "queue_wait")
+    assert counts == [0, 0, 0, 2, 2, *[0] * (len(BUCKETS) - 4)]
+    assert total == pytest.approx(4.002 * BUCKETS[3])
+    counts, total = metrics.times("two", "compute")
+    assert (counts[0], counts[-1], total) == (2, 2, 2e9)
+    assert sum(metrics.times("one", "compute")[0]) == 0
+    metrics.meter(0).answered("two", "too-late", 1.0, 5)
+    metrics.meter(1).answered("two", "ok", 1.0, 6)
+    assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "too-late": 1}
+    assert sum(metrics.times("two", "request_duration")[0]) == 1  # of those that were answered
+    assert metrics.totals["response_body_bytes"] == 11
+
+
+def test_every_way_is_counted_once(serve: Callable[..., Server], ran: list[Standing]) -> None:
+    server = serve()
+    before = page(server.url)
+    body, length = body_of(drawn(0))
+    sent = 0
+    with calling(server) as caller:
+        for _ in range(7):
+            caller.send(request_of(body, length))
+            caller.answer()
+            sent += len(body)
+    assert len(ran) >= 5
+    headers = {"Inference-Header-Content-Length": str(length)}
+    for path in (PATH, f"{PATH}?x=1", "/v1/attention/%73oftmax"):
+        assert server.http.post(path, content=TINY, headers=JSON).status_code == 200
+        sent += len(TINY)
+    versioned = "/v2/models/softmax/versions/1/infer"
+    assert server.http.post(versioned, content=body, headers=headers).status_code == 200
+    sent += len(body)
+    gradients = b'{"inputs": {"value": [[1, 2]], "grad_output": [[1, 0]]}}'
+    answer = server.http.post("/v1/gradients/mean", content=gradients, headers=JSON)
+    assert answer.status_code == 200
+    sent += len(gradients)
+    after = page(server.url)
+    changed = rise(before, after)
+    batches = {k: v for k, v in changed.items() if k.startswith("batch_size")}
+    assert batches["batch_size_count softmax"] == batches["batch_size_sum softmax"] == 11
+    assert {k: v for k, v in changed.items() if k not in batches} == {
+        "requests_total ok softmax": 11,
+        "requests_total ok mean": 1,
+        "request_body_bytes_total": sent,
+    }
+    for name in ("request_duration", "queue_wait", "compute"):
+        for variant, count in (("softmax", 11), ("mean", 1)):
+            key = f"qkv_{name}_seconds_count", frozenset([("variant", variant)])
+            assert after[key] - before[key] == count
+
+
+def test_who_has_an_answer_finds_it_counted(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever worker is asked: on every way, nothing is counted behind the answer."""
+    counted: list[str] = []
+    for kind, name in ((Recorder, "ran"), (Meter, "ran"), (Meter, "answered")):
+        count = getattr(kind, name)
+
+        def slow(*args: Any, count: Any = count, what: str = name) -> None:
+            time.sleep(0.05)
+            count(*args)
+            counted.append(what)
+
+        monkeypatch.setattr(kind, name, slow)
+    server = serve()
+    request, tasks = request_of(*body_of(drawn(0))), ["answered", "ran", "ran"]
+    with calling(server) as caller:
+        for _ in range(3):
+            counted.clear()
+            caller.send(request)
+            caller.answer()
+            assert sorted(counted) == tasks
+    for method, path, expected in (
+        ("POST", PATH, tasks),
+        ("GET", "/v1/variants", ["answered"]),
+        ("GET", "/nowhere", ["answered"]),
+    ):
+        counted.clear()
+        server.http.request(method, path, content=TINY, headers=JSON)
+        assert sorted(counted) == expected
+
+
+def test_what_the_service_ran_for_itself_does_not_wait(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def once(worker: Worker, load: Callable[[], Usage]) -> None:
+        """The one beat that comes while it warms up."""
+        worker.beat()
+        worker.loads(load())
+
+    monkeypatch.setattr(Worker, "pulse", once)
+    now = page(serve().url)
+    for name in ("queue_depth", "queue_bytes"):
+        assert now[f"qkv_{name}", frozenset()] == 0
+
+
+def test_answers_bytes_are_counted_on_every_way(serve: Callable[..., Server]) -> None:
+    server = serve()
+    body, length = body_of(drawn(0))
+
+    def told() -> tuple[int, int]:
+        """The count, and how long the page was that said it: that is counted once it is made."""
+        text = httpx.get(f"{server.url}/metrics").text
+        (found,) = re.findall(r"^qkv_response_body_bytes_total (\d+)$", text, re.MULTILINE)
+        return int(found), len(text)
+
+    before, itself = told()
+    went = 0
+    with calling(server) as caller:
+        for _ in range(5):
+            caller.send(request_of(body, length))
+            headers, *_ = caller.answer()
+            went += int(headers["content-length"])
+    for answer in (server.http.post(PATH, content=TINY, headers=JSON), server.http.get("/no")):
+        went += len(answer.content)
+    assert told()[0] == before + itself + went
+
+
+def test_faults_are_counted_by_what_they_are(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(max_body_bytes=4096)
+    before = page(server.url)
+    post, headers = server.http.post, JSON
+    assert post(PATH, content=b"{", headers=headers).status_code == 400
+    assert post(PATH, content=b"{}", headers=headers).status_code == 422
+    assert post(PATH, content=b" " * 5000, headers=headers).status_code == 413
+    assert post(PATH, content=TINY, headers={"Content-Type": "text/html"}).status_code == 415
+    assert post(PATH, content=TINY, headers=JSON | {"Accept": "image/png"}).status_code == 406
+    assert post("/v1/attention/sotfmax", content=TINY, headers=headers).status_code == 404
+    assert post(INFER, json={"inputs": 1}).status_code == 400
+    assert post("/v1/convert", content=b"{", headers=headers).status_code == 400
+    assert server.http.get(PATH).status_code == 405
+    assert server.http.get("/nowhere").status_code == 404
+    # /v2 says 400 and 503 of these; they are counted as what they are
+    wrong = {"inputs": [], "parameters": {"no_such": 1}}
+    assert post(INFER, json=wrong).status_code == 400
+    monkeypatch.setattr(Job, "of", lambda *_: 1 / 0)
+    assert post(PATH, content=TINY, headers=headers).status_code == 500
+    after = page(server.url)
+    changed = rise(before, after)
+    changed.pop("request_body_bytes_total")
+    softmax = {k.split()[1]: v for k, v in changed.items() if k.startswith("requests_total")}
+    assert changed["requests_total not-found unknown"] == 1
+    assert softmax["internal"] == softmax["too-large"] == softmax["not-acceptable"] == 1
+    assert softmax["unsupported-media-type"] == 1
+    assert softmax["unparseable"] + softmax["invalid-content"] == 4
+    rejected = {k.split()[1]: v for k, v in changed.items() if k.startswith("rejected_total")}
+    assert sum(rejected.values()) == 12
+    assert rejected["not-found"] == 2
+    assert rejected["method-not-allowed"] == 1
+
+
+def test_who_waits_too_long_or_leaves_is_told_apart(serve: Callable[..., Server]) -> None:
+    server = serve()
+    body, length = body_of(drawn(0, (1, 8, 300, 64)), parameters={"timeout": 1000})
+    headers = {"Inference-Header-Content-Length": str(length)}
+    with server.engine.hold():
+        assert server.http.post(INFER, content=body, headers=headers).status_code == 503
+    assert value(server.url, "requests_total", variant="softmax", outcome="too-late") == 1
+    patient, length = body_of(drawn(0, (1, 8, 300, 64)))
+    with server.engine.hold(), calling(server) as caller:
+        caller.send(request_of(patient, length))
+        server.await_waiting(1)
+        caller.socket.close()
+        server.await_waiting(0)
+    until(lambda: value(server.url, "requests_total", variant="softmax", outcome="left") == 1)
+    assert value(server.url, "compute_seconds_count", variant="softmax") == 0
+
+
+def test_what_waits_is_there_to_see(serve: Callable[..., Server]) -> None:
+    server = serve()
+    until(lambda: value(server.url, "queue_depth") == value(server.url, "queue_bytes") == 0)
+    with ThreadPoolExecutor(3) as pool:
+        with server.engine.hold():
+            asked = [
+                pool.submit(httpx.post, server.url + PATH, content=TINY, headers=JSON, timeout=60)
+                for _ in range(3)
+            ]
+            server.await_waiting(3)
+            until(lambda: value(server.url, "queue_depth") == 3)
+            assert value(server.url, "requests_in_progress") == 3
+            assert value(server.url, "queue_bytes") == 3 * 4 * (3 * 4 + 2 * 4)
+            assert value(server.url, "connections") == 0  # a server without an acceptor counts none
+        assert [a.result().status_code for a in asked] == [200] * 3
+    until(lambda: value(server.url, "queue_depth") == 0)
+    assert value(server.url, "requests_in_progress") == 0
+    assert value(server.url, "queue_wait_seconds_sum", variant="softmax") > 0
+
+
+def test_nothing_that_callers_say_makes_a_series(serve: Callable[..., Server]) -> None:
+    server = serve()
+    before = page(server.url)
+    for i in range(20):
+        for path in (
+            f"/v1/attention/none{i}", f"/v1/gradients/x{i}", f"/v2/models/m{i}/infer", f"/p{i}",
+            f"/v2/models/softmax/versions/{i}/infer", f"/v1/attention/%22%0a{i}",
+            f"/v1/attention/softmax{i}/", "/v1/attention/unknown", "/v1/attention/other",
+        ):  # fmt: skip
+            headers = {"X-Request-ID": f"id-{i}", "User-Agent": f"agent {i}"}
+            assert server.http.post(path, content=TINY, headers=headers).status_code >= 400
+            server.http.request(f"METHOD{i}", path)
+    after = page(server.url)
+    assert after.keys() == before.keys()
+    unknown = sum(n for k, n in rise(before, after).items() if k.endswith(" unknown"))
+    assert unknown == 20 * 6
+    assert len(after) < 1000
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Processes that do nothing meanwhile: who connects is another's."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def post(url: str, count: int) -> None:
+    """Requests on connections of their own, in words that come again."""
+    body, length = body_of(drawn(0))
+    headers = {"Inference-Header-Content-Length": str(length)}
+    for _ in range(count):
+        with httpx.Client(base_url=url, timeout=60) as http:
+            for _ in range(4):
+                assert http.post(INFER, content=body, headers=headers).status_code == 200
+
+
+def test_every_worker_answers_for_all_and_for_those_that_are_no_more(
+    command: Callable[..., Process],
+) -> None:
+    fleet = command("serve", "--port", "0", "--workers", str(WORKERS))
+    workers, url = children(fleet.popen.pid) if fleet.url else [], fleet.url
+    assert value(url, "workers") == value(url, "workers_ready") == WORKERS
+    for i, worker in enumerate(workers, start=1):
+        with stopped([pid for pid in workers if pid != worker]):
+            post(url, i)
+            assert value(url, "requests_total", variant="softmax", outcome="ok") == 4 * sum(
+                range(1, i + 1)
+            )
+    total = 4 * sum(range(1, WORKERS + 1))
+    os.kill(workers[-1], signal.SIGKILL)
+    until(lambda: workers[-1] not in children(fleet.popen.pid))
+    until(lambda: value(url, "workers_ready") == WORKERS)
+    for name in ("request_duration_seconds", "queue_wait_seconds", "compute_seconds", "batch_size"):
+        assert value(url, f"{name}_count", variant="softmax") == total
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: post(url, 5), range(8)))
+    total += 8 * 5 * 4
+    until(lambda: value(url, "requests_total", variant="softmax", outcome="ok") == total)
+    assert value(url, "batch_size_sum", variant="softmax") == total
+    assert fleet.end() == 0
+
+
+def test_a_device_process_is_counted_with_its_workers(command: Callable[..., Process]) -> None:
+    fleet = command("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one")
+    url = fleet.url
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: post(url, 3), range(4)))
+    until(lambda: value(url, "requests_total", variant="softmax", outcome="ok") == 48)
+    for name in ("request_duration_seconds", "queue_wait_seconds", "compute_seconds"):
+        assert value(url, f"{name}_count", variant="softmax") == 48
+    assert value(url, "batch_size_sum", variant="softmax") == 48
+    computed = value(url, "device_seconds_total", variant="softmax")
+    assert 0 < computed <= value(url, "compute_seconds_sum", variant="softmax") * 1.001
+    assert value(url, "workers") == 2
+    assert fleet.end() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_devices_memory_is_there_to_see() -> None:
+    for workers in ("1", "2"):
+        with running("serve", "--port", "0", "--workers", workers, QKV_DEVICE="cuda") as process:
+            url = process.url
+            post(url, 2)
+            until(lambda url=url: value(url, "device_memory_reserved_bytes") > 0)  # type: ignore[misc]
+            total = torch.cuda.get_device_properties(0).total_memory
+            assert value(url, "device_memory_total_bytes") == total
+            held = value(url, "device_memory_reserved_bytes")
+            assert 0 <= value(url, "device_memory_allocated_bytes") <= held < total
+            assert value(url, "build_info", version="0.1.0", device="cuda") == 1
+
+
+# ---------------------------------------------------------------- the dashboard
+
+DASHBOARD: Final = json.loads((ROOT / "observe/dashboard.json").read_text())
+PROMQL: Final = {"sum", "max", "by", "rate", "histogram_quantile"}
+
+
+def queries() -> list[str]:
+    """Of every panel and variable."""
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    return panels + [v["query"] for v in DASHBOARD["templating"]["list"]]
+
+
+@pytest.mark.parametrize("query", queries())
+def test_the_dashboard_asks_for_what_there_is(server: Server, query: str) -> None:
+    """Every name in a query is a metric's that /metrics has, and every label one that it bears."""
+    text = httpx.get(f"{server.url}/metrics").text
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        if not family.samples:  # as of a device's memory, where the device is a CPU
+            labels[family.name] = set()
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    if listed := re.fullmatch(r"label_values\((\w+), (\w+)\)", query):
+        assert listed[2] in labels[listed[1]]
+        return
+    grouped = re.findall(r"by \((\w+)\)", query)
+    matched = re.findall(r'(\w+)=~?"', query)
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|by \(\w+\)", " ", query)
+    named = set(re.findall(r"[a-z_]\w*", bare)) - PROMQL
+    assert named
+    for name in named:
+        assert name in labels, name
+        assert {*grouped, *matched} <= labels[name]
+    assert ("rate(" in query) == any(re.search("_(total|sum|count|bucket)$", n) for n in named)
+    assert (query.count("("), query.count("{")) == (query.count(")"), query.count("}"))
+
+
+def test_a_query_for_what_is_not_there_fails_that_test(server: Server) -> None:
+    for wrong in ("sum(qkv_nothing)", "sum by (outcome) (rate(qkv_batch_size_sum[5m]))"):
+        with pytest.raises(AssertionError):
+            test_the_dashboard_asks_for_what_there_is(server, wrong)
+
+
+def test_every_metric_but_what_names_the_build_is_on_the_dashboard(server: Server) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    said = " ".join(queries())
+    families = {family.name for family in text_string_to_metric_families(text)}
+    unseen = {name for name in families if name not in said}
+    assert unseen == {"qkv_build_info", "qkv_other_requests"}
+
+
+def test_the_profile_hands_prometheus_and_grafana_these_files() -> None:
+    def read(path: str) -> Any:
+        return YAML(typ="safe").load((ROOT / path).read_text())
+
+    services = read("docker-compose.yml")["services"]
+    watching = {n: s for n, s in services.items() if s.get("profiles") == ["observe"]}
+    assert watching.keys() == {"prometheus", "grafana"}
+    mounted = {}
+    for service in watching.values():
+        for volume in service["volumes"]:
+            source, target, *_ = volume.split(":")
+            if source.startswith("./"):
+                assert volume.endswith(":ro")
+                assert (ROOT / source).is_file()
+                mounted[target] = source
+    (job,) = read("observe/prometheus.yml")["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    assert set(found["names"]) == services.keys() - watching.keys()
+    (source,) = read("observe/datasource.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {source["uid"]}
+    (provider,) = read("observe/dashboards.yml")["providers"]
+    home = watching["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert mounted[home] == "./observe/dashboard.json"
+    assert Path(home).parent == Path(provider["options"]["path"])

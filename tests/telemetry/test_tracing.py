@@ -1,0 +1,359 @@
+"""Traces reach a collector of OpenTelemetry's protocol, on each way that a request may take; where
+nobody asks for them, nothing of what makes them is even imported."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from test_supervisor import PATH, TINY
+
+from conftest import PATIENCE, Process, Server, serving, until
+from qkv import __version__
+from qkv.engine.executor import Standing
+from qkv.settings import asks_for_traces
+from support.raw_connection import PATH as INFER
+from support.raw_connection import body_of, calling, drawn, request_of
+from support.raw_connection import ran as ran
+
+SERVER: Final = 2  # SPAN_KIND_SERVER
+ERROR: Final = 2  # STATUS_CODE_ERROR
+TRACE: Final = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT: Final = "00f067aa0ba902b7"
+
+
+def traceparent(flags: str = "01") -> dict[str, str]:
+    return {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "tracestate": "there=1"}
+
+
+@dataclass
+class Collector:
+    """What an OTLP/HTTP collector has been sent."""
+
+    url: str
+    spans: list[Any] = field(default_factory=list)
+    resources: list[dict[str, Any]] = field(default_factory=list)
+
+    def named(self, **attributes: Any) -> list[Any]:
+        """The spans that have these attributes, dots as two underscores."""
+        wanted = {name.replace("__", "."): value for name, value in attributes.items()}
+        return [span for span in self.spans if wanted.items() <= said(span).items()]
+
+
+def said(span: Any) -> dict[str, Any]:
+    """The attributes of a span, or of a resource."""
+    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            assert self.path == "/v1/traces"
+            assert self.headers["Content-Type"] == "application/x-protobuf"
+            for part in ExportTraceServiceRequest.FromString(body).resource_spans:
+                found.resources.append(
+                    {a.key: a.value.string_value for a in part.resource.attributes}
+                )
+                for scope in part.scope_spans:
+                    assert (scope.scope.name, scope.scope.version) == ("qkv", __version__)
+                    found.spans.extend(scope.spans)
+            answer = ExportTraceServiceResponse().SerializeToString()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        found = Collector(f"http://127.0.0.1:{http.server_port}")
+        yield found
+        http.shutdown()
+        thread.join(PATIENCE)
+
+
+@pytest.fixture
+def traced(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A service that sends its traces there, soon."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with serving() as server:
+        yield server
+
+
+def test_the_shortest_way(traced: Server, collector: Collector, ran: list[Standing]) -> None:
+    """A traceparent of its own for each request keeps none of them from it."""
+    ways = []
+    with calling(traced) as caller:
+        for i in range(4):
+            line = f"traceparent: 00-{TRACE}-{i + 1:016x}-01"
+            lines = (line, "baggage: a=1", f"User-Agent: test/{i}")
+            before = len(ran)
+            caller.send(request_of(*body_of(drawn(0)), INFER, *lines))
+            caller.answer()
+            ways.append(len(ran) > before)
+    assert ways == [False, True, True, True]
+    until(lambda: len(collector.spans) == 4)
+    for i, span in enumerate(sorted(collector.spans, key=lambda s: bytes(s.parent_span_id))):
+        assert span.name == "POST /v2/models/{model}/infer"
+        assert span.kind == SERVER
+        assert span.trace_id.hex() == TRACE
+        assert int.from_bytes(span.parent_span_id, "big") == i + 1
+        attributes = said(span)
+        assert attributes["http.request.method"] == "POST"
+        assert attributes["http.route"] == "/v2/models/{model}/infer"
+        assert attributes["http.response.status_code"] == 200
+        assert attributes["url.path"] == INFER
+        assert attributes["url.scheme"] == "http"
+        assert attributes["server.address"] == "here"
+        assert attributes["user_agent.original"] == f"test/{i}"
+        assert attributes["qkv.variant"] == "softmax"
+        assert "error.type" not in attributes
+        assert attributes["http.request.body.size"] == len(body_of(drawn(0))[0])
+        took_ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
+        stages = [attributes[f"qkv.{stage}_ms"] for stage in ("queue", "transfer", "compute")]
+        assert 0 < sum(stages) <= took_ms
+        assert abs(time.time_ns() - span.end_time_unix_nano) < PATIENCE * 1e9
+        assert span.status.code == 0
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"baggage": "a" + " " * 30_000 + "b"},
+        {"baggage": ",".join(f"a{i}=\x9b" for i in range(180))},
+        {"tracestate": "a" + " " * 30_000 + "b"},
+        {"tracestate": "\x9b31mFORGED\x85line=1"},
+        {"tracestate": ",".join(f"a{i}=b" for i in range(40))},
+        {"content-length": str(2**63)},
+        {"content-length": str(2**64 - 1)},
+    ],
+    ids=lambda lines: " ".join(lines),
+)
+def test_what_a_stranger_says_of_it_is_not_said_again(
+    traced: Server, collector: Collector, caplog: pytest.LogCaptureFixture, lines: dict[str, str]
+) -> None:
+    """Nothing in the log, which would be in his words, and no time that grows with a square."""
+    host, port = traced.address
+    said_of = {"Host": host, "Connection": "close"} | traceparent() | lines
+    head = "".join(f"{name}: {value}\r\n" for name, value in said_of.items())
+    with socket.create_connection((host, port), PATIENCE) as connection:
+        connection.sendall(f"GET /livez HTTP/1.1\r\n{head}\r\n".encode("latin-1"))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    until(lambda: len(collector.spans) == 1)
+    (span,) = collector.spans
+    assert span.trace_id.hex() == TRACE
+    assert "http.request.body.size" not in said(span)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "port"),
+    [("a:80", "a", 80), ("a:\xb2", "a:\xb2", None), ("a:", None, None), ("a", "a", None)],
+)
+def test_where_it_was_asked(
+    traced: Server, collector: Collector, host: str, address: str | None, port: int | None
+) -> None:
+    """A superscript two is a digit, and no number."""
+    headers = [(b"Host", host.encode("latin-1"))]
+    assert traced.http.get("/v1/variants", headers=headers).is_success
+    until(lambda: len(collector.spans) == 1)
+    attributes = said(collector.spans[0])
+    assert attributes.get("server.address") == address
+    assert attributes.get("server.port") == port
+
+
+def test_before_the_framework_and_through_it(traced: Server, collector: Collector) -> None:
+    http, port = traced.http, traced.address[1]
+    answers = [
+        http.post(PATH, content=TINY, headers=traceparent()),
+        http.post(PATH, content=b"[]", headers=traceparent()),
+        http.get("/v1/variants/softmax?a=1", headers=traceparent()),
+        http.get("/nowhere"),
+        http.request("PURGE", "/livez"),
+        http.post("/v1/attention/sotfmax", content=TINY),
+    ]
+    assert [a.status_code for a in answers] == [200, 400, 200, 404, 405, 404]
+    until(lambda: len(collector.spans) == 6)
+    by_id = {said(span)["qkv.request_id"]: span for span in collector.spans}
+    spans = [by_id[a.headers["X-Request-ID"]] for a in answers]
+    assert [span.name for span in spans] == [
+        f"POST {PATH}", f"POST {PATH}", "GET /v1/variants/{variant}", "GET", "HTTP /livez",
+        "POST /v1/attention/{variant}",
+    ]  # fmt: skip
+    for span, answer in zip(spans, answers, strict=True):
+        attributes = said(span)
+        assert attributes["http.response.status_code"] == answer.status_code
+        assert attributes["server.port"] == port
+        assert span.status.code == 0  # what a caller does wrong is no error of a server's span
+        assert attributes["http.response.body.size"] == len(answer.content)
+    for span in spans[:3]:
+        assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
+        assert span.trace_state == "there=1"
+    assert len({span.trace_id for span in spans[2:]}) == 4
+    assert not any(span.parent_span_id for span in spans[3:])
+    assert said(spans[0])["qkv.compute_ms"] > 0
+    assert said(spans[1])["qkv.outcome"] == "unparseable"
+    assert said(spans[4])["http.request.method"] == "_OTHER"
+    assert said(spans[4])["http.request.method_original"] == "PURGE"
+    assert said(spans[2])["url.path"] == "/v1/variants/softmax"
+
+
+def test_what_the_service_fails_at_is_an_error(
+    traced: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("qkv.jobs.job.Job.of", broken)
+    assert traced.http.post(PATH, content=TINY).status_code == 500
+    until(lambda: len(collector.spans) == 1)
+    (span,) = collector.spans
+    assert span.status.code == ERROR
+    assert said(span)["error.type"] == "internal"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "flags", "kept"),
+    [("", "01", True), ("", "00", False), ("always_off", "01", False), ("always_on", "00", True)],
+)
+def test_which_are_kept_is_as_the_environment_says(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str, flags: str, kept: bool
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler or "parentbased_always_on")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    with serving() as server:
+        server.http.post(PATH, content=TINY, headers=traceparent(flags)).raise_for_status()
+    assert len(collector.spans) == kept
+
+
+@pytest.mark.parametrize("device_process", ["each", "one"])
+def test_what_is_left_is_sent_at_sigterm_by_every_worker(
+    collector: Collector, command: Callable[..., Process], device_process: str
+) -> None:
+    process = command(
+        *("serve", "--port", "0", "--workers", "2"),
+        QKV_DEVICE_PROCESS=device_process,
+        QKV_REQUEST_LOG="json",
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+        OTEL_BSP_SCHEDULE_DELAY="600000",
+        OTEL_SERVICE_NAME="team-attention",
+        OTEL_RESOURCE_ATTRIBUTES="deployment.environment.name=test",
+    )
+    assert process.url
+
+    def ask(i: int) -> None:
+        headers = {"X-Request-ID": f"r-{i}"} | traceparent()
+        answer = httpx.post(process.url + PATH, content=TINY, headers=headers, timeout=PATIENCE)
+        answer.raise_for_status()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(100)))
+    assert collector.spans == []
+    assert process.end() == 0
+    asked = collector.named(url__path=PATH)
+    assert {said(span)["qkv.request_id"] for span in asked} == {f"r-{i}" for i in range(100)}
+    assert all(said(span)["qkv.compute_ms"] > 0 for span in asked)
+    assert len(collector.resources) == 2  # both workers
+    for resource in collector.resources:
+        assert resource["service.name"] == "team-attention"
+        assert resource["service.version"] == __version__
+        assert resource["deployment.environment.name"] == "test"
+
+
+def test_a_collector_that_is_not_there_keeps_nobody_waiting(
+    command: Callable[..., Process],
+) -> None:
+    process = command("serve", "--port", "0", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
+    for _ in range(20):
+        httpx.post(process.url + PATH, content=TINY, timeout=PATIENCE).raise_for_status()
+    assert process.end() == 0  # within QKV_DRAIN_S
+
+
+ENDPOINT: Final = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4318"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({}, False), ({"OTEL_SERVICE_NAME": "a"}, False), (ENDPOINT, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": " "}, False), ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        (ENDPOINT | {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, False),
+        (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
+    ],
+)  # fmt: skip
+def test_when_traces_are_asked_for(environment: dict[str, str], asked: bool) -> None:
+    assert asks_for_traces(environment) is asked
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "there"),
+    [
+        ("OTEL_TRACES_EXPORTER", "console", "otlp, none"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    command: Callable[..., Process], name: str, value: str, there: str
+) -> None:
+    process = command("serve", "--port", "0", **ENDPOINT | {name: value})
+    assert process.wait() == 1
+    assert any(name in line and there in line for line in process.lines), process.lines
+
+
+def test_without_the_extra_it_says_how_to_have_it(command: Callable[..., Process]) -> None:
+    """Python knows a module as missing where None stands for it."""
+    program = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None; from qkv.cli.main import main;"
+        "sys.argv = ['qkv', 'serve', '--port', '0']; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | ENDPOINT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(r"pip install 'qkv\[tracing\]'", done.stderr), done.stderr
+
+
+def test_nothing_of_it_is_imported_where_nobody_asks() -> None:
+    """FastAPI imports the interface, which does nothing by itself."""
+    program = (
+        "import sys, qkv.server.supervisor; from qkv.api.app import create_app;"
+        "from qkv.settings import Settings;"
+        "create_app(Settings(device='cpu'));"
+        "made = ('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf',"
+        "'qkv.telemetry.tracing');"
+        "assert not [n for n in sys.modules if n.startswith(made)]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,507 @@
+"""The JSON codec: what goes in comes out, and what is no message is said to be none."""
+
+from __future__ import annotations
+
+import base64
+import json as stdlib
+import re
+import string
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes
+
+from qkv.errors import InvalidContent, QkvError, TooLarge, Unparseable
+from qkv.tensors import RawTensor
+from qkv.wire import json
+from qkv.wire.casting import typed
+from qkv.wire.message import Message
+from support.known_requests import DTYPES, FLOATING, Array, as_array, as_json
+
+GROUPS = ("inputs", "outputs", "tensors")
+SPECIAL = [0.0, -0.0, 1.0, -1.5, 0.1, np.inf, -np.inf, np.nan, 1e-8, 5e-324, 65504.0, 3e38, 1e308]
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+
+
+@st.composite
+def arrays(draw: st.DrawFn, dtype: str | None = None) -> Array:
+    """Any bits of any dtype that travels, in any shape; numbers that people write, too."""
+    kind = DTYPES[dtype or draw(st.sampled_from(list(DTYPES)))]
+    shape = draw(array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
+    shape = shape if int(np.prod(shape)) <= 64 else shape[:3]
+    size = int(np.prod(shape))
+    if kind == np.dtype(bool):
+        return np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool).reshape(
+            shape
+        )
+    if kind != np.dtype("<i8") and draw(st.booleans()):
+        numbers = draw(st.lists(st.sampled_from(SPECIAL), min_size=size, max_size=size))
+        with np.errstate(over="ignore"):
+            return np.array(numbers, np.float64).astype(kind).reshape(shape)
+    data = draw(st.binary(min_size=size * kind.itemsize, max_size=size * kind.itemsize))
+    return np.frombuffer(data, kind).reshape(shape)
+
+
+def there_and_back(message: Message, group: str = "inputs") -> Message:
+    return json.decode(b"".join(json.encode(message, group)), group)
+
+
+def same_values(one: Array, other: Array) -> bool:
+    """Equal, the signs of zeros too; any NaN is as good as another."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        wide, wider = (x if x.dtype.kind in "bi" else x.astype(np.float64) for x in (one, other))
+    signs = np.signbit(wide) == np.signbit(wider) if wide.dtype.kind == "f" else np.True_
+    return np.array_equal(wide, wider, equal_nan=wide.dtype.kind == "f") and bool(
+        np.all(signs | (wide != wide))
+    )
+
+
+@given(arrays(), st.sampled_from(GROUPS))
+def test_base64_keeps_every_bit(array: Array, group: str) -> None:
+    raw = RawTensor.from_numpy(array)
+    back = there_and_back(Message({}, {"a": raw}, encoding="base64"), group).tensors["a"]
+    assert (back.dtype, back.shape, back.literal) == (raw.dtype, raw.shape, False)
+    assert bytes(back.data) == bytes(raw.data) == array.tobytes()
+
+
+@given(arrays(), st.sampled_from(GROUPS))
+def test_lists_keep_every_value(array: Array, group: str) -> None:
+    raw = RawTensor.from_numpy(array)
+    back = there_and_back(Message({}, {"a": raw}, encoding="lists"), group).tensors["a"]
+    assert back.literal
+    if 0 in array.shape:  # what no list was written for has left no trace
+        assert back.shape == array.shape[: array.shape.index(0) + 1]
+        return
+    assert back.shape == array.shape
+    if raw.dtype in FLOATING:
+        back = typed(back, "a", FLOATING, raw.dtype, "/inputs/a")
+    assert back.dtype == raw.dtype
+    assert same_values(back.numpy(), array)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("encoding", ["lists", "base64"])
+def test_arrays_that_are_not_contiguous_are_written_row_by_row(dtype: str, encoding: str) -> None:
+    whole = np.arange(4 * 6 * 5).reshape(4, 6, 5).astype(DTYPES[dtype])
+    for view in (whole.T, whole[::2, ::-1], whole[:, 1:4, ::3], whole[..., 0].T, whole[2:2]):
+        raw = RawTensor.from_numpy(view)
+        back = there_and_back(Message({}, {"a": raw}, encoding=encoding)).tensors["a"]
+        assert np.array_equal(back.numpy().astype(float).reshape(view.shape), view.astype(float))
+
+
+@given(arrays())
+def test_both_encodings_are_what_they_are_said_to_be(array: Array) -> None:
+    """Read by another's codec, and read from another's codec."""
+    raw = {"a": RawTensor.from_numpy(array)}
+    for encoding in ("lists", "base64"):
+        document = stdlib.loads(
+            b"".join(json.encode(Message({}, raw, encoding=encoding), "outputs")),
+            parse_constant=pytest.fail,  # NaN and Infinity are no JSON
+        )
+        read = as_array(document["outputs"]["a"])
+        if array.size and array.dtype != np.int64:  # which floats do not hold
+            assert same_values(read.astype(array.dtype), array)
+        body = stdlib.dumps({"inputs": {"a": as_json(array, encoding)}}, allow_nan=False).encode()
+        back = json.decode(body, "inputs").tensors["a"].numpy()
+        assert same_values(back.reshape(array.shape), array) or not array.size
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | NAMES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.dictionaries(NAMES.filter(lambda n: n not in (*GROUPS, "layer", "encoding")), json_values),
+    st.dictionaries(NAMES, arrays(), max_size=3),
+    st.dictionaries(NAMES, arrays("float32"), min_size=1, max_size=3),
+    st.sampled_from(["lists", "base64"]),
+)
+def test_whole_messages_come_back(
+    fields: dict[str, Any], tensors: dict[str, Array], layer: dict[str, Array], encoding: str
+) -> None:
+    sent = Message(
+        fields | {"layer": {"layout": "v2", "heads": 2}},
+        {name: RawTensor.from_numpy(a) for name, a in tensors.items()},
+        {name: RawTensor.from_numpy(a) for name, a in layer.items()},
+        encoding,
+    )
+    back = there_and_back(sent)
+    assert back.fields == sent.fields
+    assert back.encoding == sent.encoding
+    assert list(back.tensors) == list(tensors)
+    assert list(back.layer) == list(layer)
+    if encoding == "base64":
+        for name, raw in {**sent.tensors}.items():
+            assert bytes(back.tensors[name].data) == bytes(raw.data)
+
+
+@pytest.mark.parametrize(
+    ("document", "encoding"),
+    [
+        ('{"inputs": {"a": [1], "b": {"dtype": "bool", "shape": [0], "data": ""}}}', "lists"),
+        ('{"inputs": {"b": {"dtype": "bool", "shape": [0], "data": ""}, "a": [1]}}', "base64"),
+        ('{"inputs": {"a": [1]}, "encoding": "base64"}', "base64"),
+        ('{"encoding": "lists", "inputs": {"a": [1]}}', "lists"),
+        ('{"inputs": {}}', "lists"),
+        ("{}", "lists"),
+    ],
+)
+def test_the_first_tensor_says_how_to_answer_unless_the_message_does(
+    document: str, encoding: str
+) -> None:
+    assert json.decode(document.encode(), "inputs").encoding == encoding
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "values"),
+    [
+        ("[1, 2]", "int64", [1, 2]),
+        ("[1, 2.5]", "float64", [1, 2.5]),
+        ("[2.5, 1]", "float64", [2.5, 1]),
+        ("[true, false]", "bool", [True, False]),
+        ('["NaN", "Infinity", "-Infinity", 1]', "float64", [np.nan, np.inf, -np.inf, 1]),
+        ('[[1], ["-Infinity"]]', "float64", [[1], [-np.inf]]),
+        ('"NaN"', "float64", np.nan),
+        ("3", "int64", 3),
+        ("false", "bool", False),
+        ("[-0.0]", "float64", [-0.0]),
+        ("[9223372036854775807]", "int64", [2**63 - 1]),
+        ("[-9223372036854775808]", "int64", [-(2**63)]),
+        ("[9223372036854775808]", "float64", [2.0**63]),
+        ("[1, 18446744073709551615]", "float64", [1, 2.0**64]),
+        ("[1, 18446744073709551616]", "float64", [1, 2.0**64]),
+        ("[[-9223372036854775809 ],\n[ 1]]", "float64", [[-(2.0**63)], [1]]),
+        ("[100000000000000000000,-100000000000000000000,0.5]", "float64", [1e20, -1e20, 0.5]),
+        ("123456789012345678901234567890", "float64", 123456789012345678901234567890.0),
+        ("[1e308, 5e-324]", "float64", [1e308, 5e-324]),
+        ("[]", "float64", []),
+        ("[[], []]", "float64", [[], []]),
+        ("[[[[[[[[1]]]]]]]]", "int64", [[[[[[[[1]]]]]]]]),
+    ],
+)
+@pytest.mark.parametrize("beside", ["", ', "note": "[[["'])
+def test_numbers_as_people_write_them(text: str, dtype: str, values: Any, beside: str) -> None:
+    body = f'{{"inputs": {{"a": {text}}}{beside}}}'.encode()
+    raw = json.decode(body, "inputs").tensors["a"]
+    assert raw.dtype == dtype
+    assert raw.literal
+    assert same_values(raw.numpy(), np.array(values, DTYPES[dtype]))
+
+
+def test_only_what_no_64_bits_hold_becomes_a_float() -> None:
+    wide = "123456789012345678901234567890"
+    note = f'[1, {wide}, 2] \\" , {wide} , '
+    body = (
+        f'{{"inputs": {{"a": [{wide}, 1], "b": [1234567890123456789], "{wide}": [1]}}, '
+        f'"note": "{note}", "{"9" * 18}": -9223372036854775808, "seed": 18446744073709551615}}'
+    )
+    read = json.decode(body.encode(), "inputs")
+    assert read.tensors["b"].numpy().tolist() == [1234567890123456789]
+    assert read.tensors["a"].numpy().tolist() == [float(wide), 1.0]
+    assert list(read.tensors) == ["a", "b", wide]
+    said = {"note": stdlib.loads(f'"{note}"'), "9" * 18: -(2**63), "seed": 2**64 - 1}
+    assert read.fields == said
+
+
+def test_a_million_strings_are_not_searched_for_wide_numbers() -> None:
+    text = b'{"inputs": {"a": [' + b'"NaN", ' * (1 << 20) + b"18446744073709551616]}}"
+    with pytest.raises(Unparseable, match="number"):
+        json.decode(text, "inputs")
+
+
+def test_long_lists_are_read_whole() -> None:
+    array = np.random.default_rng(0).normal(size=(40, 50, 7))
+    body = stdlib.dumps({"inputs": {"a": array.tolist()}}).encode()
+    assert np.array_equal(json.decode(body, "inputs").tensors["a"].numpy(), array)
+
+
+def base64_tensor(dtype: Any = "float32", shape: Any = (2,), data: Any = "AAAAAAAAAAA=") -> str:
+    return stdlib.dumps({"dtype": dtype, "shape": shape, "data": data})
+
+
+NOT_TENSORS = [
+    # text, what the detail says, the pointer's end (...: shape or data, both are right)
+    ("[1, [2], 3]", "list at [1]", ""),
+    ("[[1], 2]", "ragged: on axis 1 there are lists beside", ""),
+    ("[[1], [2, 3]]", "ragged: on axis 1 there are 1 and 2", ""),
+    ("[[1, 2], [3]]", "ragged: on axis 1 there are 1 and 2", ""),
+    ("[[], [1]]", "ragged: on axis 1 there are 0 and 1", ""),
+    ("[[[]], 1]", "ragged", ""),
+    ("[[[1]], [[1, 2]]]", "ragged: on axis 2 there are 1 and 2", ""),
+    ("[[1, []], [2, [3, 4]]]", "list at [0, 1]", ""),
+    ("[1, []]", "list at [1]", ""),
+    ("[1.5, [[]]]", "list at [1]", ""),
+    ("[true, []]", "true at [0]", ""),
+    ("null", "null", ""),
+    ("[null]", "null at [0]", ""),
+    ("[[1, 2], [3, null]]", "null at [1, 1]", ""),
+    ("[1, true]", "true at [1]", ""),
+    ("[0.0, false]", "false at [1]", ""),
+    ("[[1, 0], [0, true]]", "true at [1, 1]", ""),
+    ("[true, 1]", "true at [0]", ""),
+    ('["one"]', '"one" at [0]', ""),
+    ('["nan"]', '"nan" at [0]', ""),
+    ('["NaN", true]', "true at [1]", ""),
+    ('"text"', '"text"', ""),
+    ("[{}]", "an object at [0]", ""),
+    ('[1, {"a": [1]}]', "an object at [1]", ""),
+    ("[[[[[[[[[1]]]]]]]]]", "more than 8 axes", ""),
+    ("{}", "nothing came", ""),
+    ('{"dtype": "float32", "shape": [2]}', "dtype, shape came", ""),
+    (base64_tensor()[:-1] + ', "order": "C"}', "dtype, shape, data, order came", ""),
+    (base64_tensor("float31"), '"float31"', "/dtype"),
+    (base64_tensor("FLOAT32"), '"FLOAT32"', "/dtype"),
+    (base64_tensor(None), "dtype null", "/dtype"),
+    (base64_tensor(["float32"]), '["float32"]', "/dtype"),
+    (base64_tensor({}), "{}", "/dtype"),
+    (base64_tensor(shape=2), "shape 2", "/shape"),
+    (base64_tensor(shape=None), "shape null", "/shape"),
+    (base64_tensor(shape=[-1]), "[-1]", "/shape"),
+    (base64_tensor(shape=[2, -1]), "[2, -1]", "/shape"),
+    (base64_tensor(shape=[True]), "[true]", "/shape"),
+    (base64_tensor(shape=[2.0]), "[2.0]", "/shape"),
+    (base64_tensor(shape=["2"]), '["2"]', "/shape"),
+    (base64_tensor(shape=[[2]]), "[[2]]", "/shape"),
+    (base64_tensor(shape=[1] * 9), "at most 8", "/shape"),
+    (base64_tensor(shape=[2**63]), str(2**63), "/shape"),
+    (base64_tensor(shape=[2**60]), f"{2**62} bytes", "/data"),
+    (base64_tensor(shape=[2**62] * 3), str(2**62), "..."),
+    (base64_tensor(shape=[2**62] * 8), str(2**62), "..."),
+    (base64_tensor(shape=[2**62, 4, 0], data=""), str(2**62), "..."),
+    (base64_tensor(shape=[0] * 4 + [2**62] * 4, data=""), str(2**62), "..."),
+    (base64_tensor(shape=[0]), "12 characters came", "/data"),
+    (base64_tensor(shape=[3]), "12 characters came", "/data"),
+    (base64_tensor(shape=[1]), "12 characters came", "/data"),
+    (base64_tensor(data=None), "data null", "/data"),
+    (base64_tensor(data=[0, 0]), "data [0,", "/data"),
+    (base64_tensor(data=""), "0 characters came", "/data"),
+    (base64_tensor(data="AAAAAAAAAA=="), "7 came", "/data"),
+    (base64_tensor(data="AAAAAAAAAAAA"), "9 came", "/data"),
+    (base64_tensor(data="AAAAAAAAAAA"), "11 characters came", "/data"),
+    (base64_tensor(data="AAAAAAAA*AA="), "not base64", "/data"),
+    (base64_tensor(data="AAAAAAAA_-A="), "not base64", "/data"),
+    (base64_tensor(data="AAAA AAAAAA="), "not base64", "/data"),
+    (base64_tensor(data="AAAAAAAAAA\n="), "not base64", "/data"),
+    (base64_tensor(data="============"), "not base64", "/data"),
+    (base64_tensor(data="AAAA=AAAAAAA"), "", "/data"),
+    (base64_tensor(data="AAAAAAAAAAÄ="), "not base64", "/data"),
+    (base64_tensor("bool", [3], "AAEC"), "bytes other than 0 and 1", "/data"),
+    (base64_tensor("bool", [1], "/w=="), "bytes other than 0 and 1", "/data"),
+    ('{"dtype": "float32", "dtype": "float32", "shape": [0], "data": ""}', "twice", "/dtype"),
+]
+
+
+@pytest.mark.parametrize(("text", "detail", "where"), NOT_TENSORS)
+@pytest.mark.parametrize("group", ["inputs", "tensors", "layer"])
+def test_what_is_no_tensor(text: str, detail: str, where: str, group: str) -> None:
+    body = f'{{"{group}": {{"a~/b": {text}}}}}'
+    pointer = f"/{group}/a~0~1b"
+    if group == "layer":
+        body = f'{{"layer": {{"tensors": {{"a~/b": {text}}}}}}}'
+        pointer = "/layer/tensors/a~0~1b"
+    with pytest.raises(InvalidContent) as caught:
+        json.decode(body.encode(), "inputs" if group == "layer" else group)
+    assert detail in caught.value.detail
+    ends = ("/shape", "/data") if where == "..." else (where,)
+    assert caught.value.pointer in [pointer + end for end in ends]
+    assert len(caught.value.detail) < 1000
+
+
+NOT_MESSAGES = [
+    # body, class, what the detail says, the pointer
+    (b"", Unparseable, "empty", None),
+    (b" \n", Unparseable, "empty", None),
+    (b"{", Unparseable, "not JSON", None),
+    (b'{"inputs": {"a": [1, 2', Unparseable, "not JSON", None),
+    (b'{"inputs": {"a": [1, 2]}', Unparseable, "not JSON", None),
+    (b'{"inputs": {"a": [1, 2]}}}', Unparseable, "not JSON", None),
+    (b'{"inputs": {}} {"inputs": {}}', Unparseable, "not JSON", None),
+    (b'{"inputs": {"a": [1,, 2]}}', Unparseable, "not JSON", None),
+    (b'{"inputs":\n {"a": [1, 2],}}', Unparseable, "trailing comma is not allowed: line 2", None),
+    (b"{'inputs': {}}", Unparseable, "not JSON", None),
+    (b'{"a": NaN}', Unparseable, "not JSON", None),
+    (b'{"a": Infinity}', Unparseable, "not JSON", None),
+    (b'{"a": 01}', Unparseable, "leading zero is not allowed: line 1 column 7", None),
+    (b'{"a": +1}', Unparseable, "not JSON", None),
+    (b'{"a": 1.}', Unparseable, "not JSON", None),
+    (b'{"inputs": {"a": [1e400]}}', Unparseable, "number", None),
+    (b'{"inputs": {"a": [' + b"9" * 5000 + b"]}}", Unparseable, "number", None),
+    (b'{"inputs": {"a": [0' + b"9" * 20 + b"]}}", Unparseable, "number", None),
+    (b'{"inputs": {"a": [' + b"9" * 20 + b' "]}}', Unparseable, "not JSON", None),
+    (b'{"a": "\xff"}', Unparseable, "UTF-8", None),
+    (b'{"\xc3": 1}', Unparseable, "UTF-8", None),
+    (b'{"a": "\\ud800"}', Unparseable, "string", None),
+    (b'{"a": "\n"}', Unparseable, "not JSON", None),
+    (b"\x00", Unparseable, "not JSON", None),
+    (b"{}\x00", Unparseable, "not JSON", None),
+    ('{"a": 1}'.encode("utf-16"), Unparseable, "not", None),
+    (b"\x93NUMPY", Unparseable, "not", None),
+    (b"[]", Unparseable, "object", None),
+    (b"1", Unparseable, "object", None),
+    (b"null", Unparseable, "object", None),
+    (b'"inputs"', Unparseable, "object", None),
+    (b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}", Unparseable, "depth", None),
+    (b'{"inputs": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", InvalidContent, "axes", "/inputs/a"),
+    (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", Unparseable, "deeper than 32", "/a" + "/0" * 33),
+    (b"[" * 1000, Unparseable, "improper structure", None),
+    (b'\xef\xbb\xbf{"a": 01}', Unparseable, "leading zero", None),
+    (b'{"b": ' * 40 + b"1" + b"}" * 40, Unparseable, "deeper than 32", "/b" * 34),
+    (b'{"inputs": []}', InvalidContent, "a list came", "/inputs"),
+    (b'{"inputs": null}', InvalidContent, "null came", "/inputs"),
+    (b'{"layer": {"tensors": 1}}', InvalidContent, "must be an object", "/layer/tensors"),
+    (b'{"encoding": "yaml"}', InvalidContent, '"yaml"', "/encoding"),
+    (b'{"encoding": ["lists"]}', InvalidContent, '["lists"]', "/encoding"),
+    (b'{"encoding": 1}', InvalidContent, "1", "/encoding"),
+    (b'{"a": 1, "a": 1}', InvalidContent, "'a' comes twice", "/a"),
+    (b'{"a": 1, "\\u0061": 1}', InvalidContent, "'a' comes twice", "/a"),
+    (b'{"inputs": {}, "inputs": {}}', InvalidContent, "twice", "/inputs"),
+    (b'{"inputs": {"a": [1], "a": [1]}}', InvalidContent, "twice", "/inputs/a"),
+    (b'{"layer": {"heads": 1, "heads": 1}}', InvalidContent, "twice", "/layer/heads"),
+    (b'{"layer": {"tensors": {"a": 1, "a": 1}}}', InvalidContent, "twice", "/layer/tensors/a"),
+    (b'{"a": {"b": [{"c": 1, "c": 2}]}}', InvalidContent, "twice", "/a/b/0/c"),
+    (b'{"a\\u0000b": 1}', InvalidContent, "no name", "/a\0b"),
+    (b'{"a": 1, "a\\u0000b": 2}', InvalidContent, "no name", "/a\0b"),
+    (b'{"\\u0000": 2}', InvalidContent, "no name", "/\0"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind", "detail", "pointer"), NOT_MESSAGES)
+def test_what_is_no_message(
+    body: bytes, kind: type[QkvError], detail: str, pointer: str | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        json.decode(body, "inputs")
+    assert detail.lower() in caught.value.detail.lower()
+    assert caught.value.pointer == pointer
+    assert not re.search("[A-Z0-9]+_[A-Z]+", caught.value.detail)  # a parser's name for it
+
+
+def test_a_long_body_is_not_read_again_to_say_where_it_is_wrong() -> None:
+    with pytest.raises(Unparseable, match=r"^the body is not JSON: The JSON document") as caught:
+        json.decode(b'{"a": "%b",}' % bytes(1 << 20).replace(b"\0", b"a"), "inputs")
+    assert caught.value.detail.endswith("etc.")
+
+
+@pytest.mark.parametrize("where", ['{"%s"}', '{"inputs": {"%s"}}', '{"parameters": {"a": {"%s"}}}'])
+def test_a_hundred_thousand_names_are_refused_unread(where: str) -> None:
+    names = '": 1, "'.join(map(str, range(100_000))) + '": 1, "last": "'
+    with pytest.raises(InvalidContent, match="more than 256 names"):
+        json.decode((where % names).encode(), "inputs")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + "[1], " * 2**20 + "[1]]",
+        "[" + "true, " * 2**20 + "true]",
+        "[" + "1, " * 2**20 + '"NaN"]',
+    ],
+    ids=["lists", "booleans", "words"],
+)
+def test_what_would_take_a_million_objects_is_refused(text: str) -> None:
+    with pytest.raises(TooLarge, match="send it as base64") as caught:
+        json.decode(f'{{"inputs": {{"a": {text}}}}}'.encode(), "inputs")
+    assert caught.value.pointer == "/inputs/a"
+
+
+def test_a_byte_order_mark_is_passed_over() -> None:
+    """RFC 8259, section 8.1, lets a parser."""
+    assert json.decode(b'\xef\xbb\xbf{"inputs": {"a": 1}}', "inputs").tensors["a"].shape == ()
+
+
+VALID = stdlib.dumps(
+    {
+        "inputs": {
+            "query": [[1, 0.5], ["NaN", -3e5]],
+            "key": as_json(np.eye(2, dtype=np.float32), "base64"),
+            "mask": [[True, False]],
+            "key_lengths": [2],
+        },
+        "layer": {"layout": "v1", "tensors": {"W_query": [[1.5]]}, "heads": None},
+        "parameters": {"causal": True, "window": [1, None], "scale": 1e-3},
+        "outputs": ["output"],
+        "encoding": "lists",
+    }
+).encode()
+
+
+def tried(body: bytes) -> None:
+    """Decodes, or is refused as the client's fault."""
+    try:
+        message = json.decode(body, "inputs")
+    except QkvError as refused:
+        problem = stdlib.loads(json.dump(refused.problem()))
+    else:
+        for raw in (*message.tensors.values(), *message.layer.values()):
+            assert raw.numpy().shape == raw.shape
+        return
+    assert 400 <= problem["status"] < 500
+    assert problem["detail"]
+    assert problem.get("pointer", "") == "" or problem["pointer"].startswith("/")
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200) | st.text('[]{}",:0123456789.-+eE truefalsn\\u', max_size=60))
+@example(b"")
+def test_anything_at_all_is_read_or_refused(body: bytes | str) -> None:
+    tried(body if isinstance(body, bytes) else body.encode())
+
+
+SNIPPETS = [
+    b"[", b"]", b"{", b"}", b'"', b",", b":", b"null", b"true", b"1e999", b"-", b"\\u0000",
+    b"\\ud800", b"\xff", b"\x00", b"[]", b"{}", b'"NaN"', b"0", b"99999999999999999999", b"[[1]]",
+    b'"query": 1,', b'{"dtype": "bool", "shape": [1], "data": "Ag=="}',
+]  # fmt: skip
+
+
+@settings(max_examples=600)
+@given(st.data())
+def test_a_valid_body_with_something_changed_is_read_or_refused(data: st.DataObject) -> None:
+    body = bytearray(VALID)
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(body)))
+        stop = min(len(body), start + data.draw(st.sampled_from([0, 0, 1, 1, 2, 5, 20])))
+        new = data.draw(st.sampled_from(SNIPPETS) | st.binary(max_size=4))
+        body[start:stop] = new
+    tried(bytes(body))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_valid_document_with_any_value_in_any_place(data: st.DataObject) -> None:
+    document = stdlib.loads(VALID)
+    node: Any = document
+    while True:
+        at = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+        if not (isinstance(node[at], dict | list) and node[at]) or data.draw(st.booleans()):
+            break
+        node = node[at]
+    node[at] = data.draw(json_values)
+    tried(stdlib.dumps(document).encode())
+
+
+@given(st.text(string.ascii_letters + string.digits + "+/=", max_size=16), st.integers(0, 4))
+def test_base64_is_taken_only_where_it_is_exact(text: str, size: int) -> None:
+    body = f'{{"inputs": {{"a": {base64_tensor("float16", [size], text)}}}}}'.encode()
+    try:
+        exact = base64.b64decode(text, validate=True)
+    except ValueError:
+        exact = None
+    fits = exact is not None and len(exact) == 2 * size
+    try:
+        raw = json.decode(body, "inputs").tensors["a"]
+    except InvalidContent:
+        assert not fits or len(text) != 4 * -(-2 * size // 3)
+    else:
+        assert fits
+        assert bytes(raw.data) == exact

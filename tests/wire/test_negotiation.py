@@ -1,0 +1,264 @@
+"""Content negotiation over a real socket: what comes and what goes are chosen apart."""
+
+from __future__ import annotations
+
+import json as stdlib
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from conftest import Server
+from qkv.tensors import RawTensor
+from qkv.wire import safetensors
+from qkv.wire.message import Message
+from support.known_requests import Array, Case, as_array, as_json, random_case, refused
+
+JSON, TENSORS = "application/json", "application/vnd.safetensors"
+BOTH = (JSON, TENSORS)
+RUN, CONVERT = "/v1/attention/softmax", "/v1/convert"
+CASE = Case({n: np.eye(3, dtype="f4") for n in ("query", "key", "value")}, {"causal": True})
+STATE = {
+    f"W_{n}": np.arange(6, dtype="f4").reshape(2, 3) + i
+    for i, n in enumerate(("query", "key", "value"))
+}
+
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+
+def body_of(
+    media_type: str,
+    named: Mapping[str, Array],
+    fields: dict[str, Any],
+    group: str = "inputs",
+    form: str = "base64",
+) -> bytes:
+    if media_type == JSON:
+        written = {n: as_json(a, form) for n, a in named.items()}
+        return stdlib.dumps(fields | {group: written}).encode()
+    raw = {n: RawTensor.from_numpy(a) for n, a in named.items()}
+    return b"".join(safetensors.encode(Message(fields, raw), group))
+
+
+def post(server: Server, content: Any, path: str = RUN, **headers: str | None) -> httpx.Response:
+    """Posts with exactly these of the headers Content-Type and Accept."""
+    named = {"content-type": headers.get("came"), "accept": headers.get("accept")}
+    request = server.http.build_request("POST", path, content=content)
+    for name, value in named.items():
+        request.headers.pop(name, None)
+        if value is not None:
+            raw = (name.encode(), value.encode("latin-1"))
+            request.headers = httpx.Headers([*request.headers.raw, raw])
+    return server.http.send(request)
+
+
+def read(response: httpx.Response, media_type: str, group: str = "outputs") -> dict[str, Array]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == media_type
+    assert int(response.headers["content-length"]) == len(response.content)
+    if media_type == JSON:
+        return {n: as_array(t) for n, t in response.json()[group].items()}
+    message = safetensors.decode(response.content, group)
+    return {n: t.numpy() for n, t in message.tensors.items()}
+
+
+def bits(named: Mapping[str, Array]) -> list[Any]:
+    return [(n, a.dtype.name, a.shape, a.tobytes()) for n, a in named.items()]
+
+
+def fields_of(case: Case) -> dict[str, Any]:
+    return {"parameters": case.parameters, "outputs": list(case.outputs)}
+
+
+def run(server: Server, case: Case, came: str, accept: str | None) -> httpx.Response:
+    content = body_of(came, case.inputs, fields_of(case))
+    return post(server, content, came=came, accept=accept)
+
+
+@pytest.mark.parametrize("kind", range(20))
+def test_the_same_bits_whatever_comes_and_goes(server: Server, kind: int) -> None:
+    case = random_case(40_000 + kind, 0)
+    seen = [bits(read(run(server, case, came, go), go)) for came in BOTH for go in BOTH]
+    assert seen[1:] == seen[:1] * 3
+    case.check(
+        {n: as_json(a, "base64") for n, a in read(run(server, case, TENSORS, JSON), JSON).items()}
+    )
+
+
+def test_fields_and_timing_are_the_same_in_both(server: Server) -> None:
+    for came in BOTH:
+        as_text = run(server, CASE, came, JSON).json()
+        message = safetensors.decode(run(server, CASE, came, TENSORS).content, "outputs")
+        assert message.fields.keys() == as_text.keys() - {"outputs"}
+        assert message.fields["variant"] == as_text["variant"] == "softmax"
+        assert list(message.fields["timing"]) == list(as_text["timing"])
+
+
+@pytest.mark.parametrize("came", BOTH)
+@pytest.mark.parametrize("go", BOTH)
+def test_server_timing_is_told_in_both(server: Server, came: str, go: str) -> None:
+    stages = run(server, CASE, came, go).headers["server-timing"].split(", ")
+    assert [s.partition(";dur=")[0] for s in stages] == ["queue", "transfer", "compute", "total"]
+    assert all(float(s.partition(";dur=")[2]) >= 0 for s in stages)
+
+
+@pytest.mark.parametrize(
+    ("accept", "goes"),
+    [
+        (None, None),
+        ("", None),
+        ("*/*", None),
+        ("application/*", None),
+        ("*/*;q=0.1", None),
+        ("text/html, */*;q=0.8", None),
+        (JSON, JSON),
+        ("Application/JSON", JSON),
+        (f"{JSON}; charset=utf-8", JSON),
+        (TENSORS, TENSORS),
+        (f"text/plain, {TENSORS}", TENSORS),
+        (f"{TENSORS};q=0.5, {JSON}", JSON),
+        (f"{TENSORS}, {JSON};q=0.5", TENSORS),
+        (f"{JSON};q=0.2,{TENSORS};q=0.3,*/*;q=0.1", TENSORS),
+        (f"{JSON} ; q=0.2 , {TENSORS} ; q=0.9", TENSORS),
+        (f"{JSON};q=0, {TENSORS}", TENSORS),
+        (f"{TENSORS};q=0, {JSON};q=0.001", JSON),
+        (f"{JSON};q=0, */*", TENSORS),
+        (f"{TENSORS};q=0, application/*", JSON),
+        (f",, {JSON},", JSON),
+    ],
+)
+@pytest.mark.parametrize("came", BOTH)
+def test_the_answer_goes_as_it_is_liked_best(
+    server: Server, came: str, accept: str | None, goes: str | None
+) -> None:
+    """RFC 9110, section 12.5.1: the most specific range says how much a type is liked."""
+    read(run(server, CASE, came, accept), goes or came)
+
+
+@pytest.mark.parametrize(
+    "accept",
+    ["text/html", "image/*", f"{JSON};q=0", "*/*;q=0", f"{JSON};q=x", "json", ";", "\xff"],
+)
+@pytest.mark.parametrize("came", BOTH)
+def test_what_cannot_be_written_is_not_acceptable(server: Server, came: str, accept: Any) -> None:
+    for path in (RUN, CONVERT):
+        assert (
+            TENSORS in refused(post(server, b"{}", path, came=came, accept=accept), 406)["detail"]
+        )
+
+
+@pytest.mark.parametrize("came", BOTH)
+def test_several_accept_headers_are_one_list(server: Server, came: str) -> None:
+    """RFC 9110, section 5.3."""
+    headers = [("content-type", came), ("accept", "text/html"), ("accept", TENSORS)]
+    content = body_of(came, CASE.inputs, fields_of(CASE))
+    read(server.http.post(RUN, content=content, headers=headers), TENSORS)
+
+
+@pytest.mark.parametrize("accept", [JSON, TENSORS, "*/*", "text/html"])
+@pytest.mark.parametrize("came", BOTH)
+def test_faults_are_problems_whatever_is_accepted(server: Server, came: str, accept: str) -> None:
+    good = accept != "text/html"
+    wrong = body_of(came, CASE.inputs, {"parameters": {"causal": "yes"}})
+    problem = refused(post(server, wrong, came=came, accept=accept), 422 if good else 406)
+    assert not good or problem["pointer"] == "/parameters/causal"
+    refused(post(server, b"\xff" * 20, came=came, accept=accept), 400 if good else 406)
+    refused(post(server, b"{}", came="text/plain", accept=accept), 415)
+    refused(post(server, b"{}", "/v1/attention/sofmax", came=came, accept=accept), 404)
+    refused(server.http.get(RUN, headers={"accept": accept}), 405)
+
+
+def test_json_answers_to_tensors_are_exact_unless_lists_are_asked_for(server: Server) -> None:
+    for asked, comes in ((None, dict), ("base64", dict), ("lists", list)):
+        fields = fields_of(CASE) | ({} if asked is None else {"encoding": asked})
+        content = body_of(TENSORS, CASE.inputs, fields)
+        answer = post(server, content, came=TENSORS, accept=JSON)
+        assert all(isinstance(t, comes) for t in answer.json()["outputs"].values())
+        CASE.check(answer.json()["outputs"])
+
+
+def test_lists_may_be_answered_as_tensors(server: Server) -> None:
+    content = body_of(JSON, CASE.inputs, fields_of(CASE), form="lists")
+    named = read(post(server, content, came=JSON, accept=TENSORS), TENSORS)
+    assert bits(named) == bits(read(run(server, CASE, TENSORS, TENSORS), TENSORS))
+
+
+@pytest.mark.parametrize("came", BOTH)
+@pytest.mark.parametrize("go", BOTH)
+def test_weights_convert_in_both(server: Server, came: str, go: str) -> None:
+    content = body_of(came, STATE, {"from": "v1", "to": "v2"}, "tensors")
+    response = post(server, content, CONVERT, came=came, accept=go)
+    named = read(response, go, "tensors")
+    assert bits(named) == bits({f"{n}.weight": w.T for n, w in STATE.items()})
+    fields = response.json() if go == JSON else safetensors.decode(response.content, "").fields
+    assert (fields["from"], fields["to"]) == ("v1", "v2")
+    assert fields["check"]["largest_absolute_difference"] < 1e-9
+
+
+@pytest.mark.parametrize("go", BOTH)
+def test_a_layer_inline_in_both(server: Server, go: str) -> None:
+    x, layer = np.eye(2, dtype="f4"), {n: RawTensor.from_numpy(w) for n, w in STATE.items()}
+    message = Message({"layer": {"layout": "v1"}}, {"x": RawTensor.from_numpy(x)}, layer)
+    content = b"".join(safetensors.encode(message, "inputs"))
+    document = {
+        "inputs": {"x": as_json(x, "base64")},
+        "layer": {
+            "layout": "v1", "tensors": {n: as_json(w, "base64") for n, w in STATE.items()}
+        },
+    }  # fmt: skip
+    one = read(post(server, content, came=TENSORS, accept=go), go)
+    other = read(post(server, stdlib.dumps(document).encode(), came=JSON, accept=go), go)
+    assert bits(one) == bits(other)
+
+
+@pytest.mark.parametrize(("path", "fields"), [(CONVERT, {"from": "v1", "to": "v2"}), (RUN, {})])
+def test_tensors_of_a_layer_that_nobody_asked_for(
+    server: Server, path: str, fields: dict[str, Any]
+) -> None:
+    """Nothing that comes is dropped without a word."""
+    named = STATE if path == CONVERT else CASE.inputs
+    content = body_of(TENSORS, named | {"layer.extra": np.ones(2, "f4")}, fields)
+    problem = refused(post(server, content, path, came=TENSORS))
+    assert "layer" in problem["detail"]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7, 8, 9, 64, 1000])
+def test_tensors_may_come_in_chunks(server: Server, cut: int) -> None:
+    case = random_case(40_100, 0)
+    whole = body_of(TENSORS, case.inputs, fields_of(case))
+    pieces = [whole[at : at + cut] for at in range(0, min(len(whole), 60 * cut), cut)]
+    pieces.append(whole[min(len(whole), 60 * cut) :])
+    response = post(server, iter([p for p in pieces if p]), came=TENSORS)
+    assert "content-length" not in response.request.headers
+    assert bits(read(response, TENSORS)) == bits(read(run(server, case, TENSORS, TENSORS), TENSORS))
+    for short in (b"", whole[:5], whole[:-1]):
+        refused(post(server, iter([short]), came=TENSORS), 400)
+        refused(post(server, short, came=TENSORS), 400)
+
+
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize("field", ["parameters", "outputs", "weights", "layer", "dtype", "new"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        DEEP, f'{{"causal": {DEEP}}}', '{"scale": 1e400}', '{"query_offset": 1e400}',
+        '{"window": [1e400, 1]}', '{"softcap": -1e400}', f'{{"query_offset": {2**70}}}',
+        f'{{"scale": {10**400}}}', f'{{"seed": {2**64}}}', f'{{"window": [{2**63}, 1]}}',
+        '{"\\ud800": 1}', '"\\ud800"', '["\\ud800"]', '{"layout": "\\ud800"}', '{"a\\u0000b": 1}',
+    ],
+    ids=lambda value: value[:24],
+)  # fmt: skip
+def test_fields_that_json_would_not_carry(server: Server, field: str, value: str) -> None:
+    """What simdjson refuses of itself, Python's own parser may let through."""
+    metadata = {"__metadata__": {"qkv": f'{{"{field}": {value}}}'}}
+    plain = body_of(TENSORS, CASE.inputs, {})
+    length = int.from_bytes(plain[:8], "little")
+    header = stdlib.dumps(stdlib.loads(plain[8 : 8 + length]) | metadata).encode()
+    content = len(header).to_bytes(8, "little") + header + plain[8 + length :]
+    response = post(server, content, came=TENSORS)
+    refused(response, 400 if response.status_code == 400 else 422)

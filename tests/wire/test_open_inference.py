@@ -1,0 +1,362 @@
+"""The Open Inference Protocol's codec: bytes as its specification has them, and refusals of all
+else."""
+
+from __future__ import annotations
+
+import json as stdlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_json import NAMES, arrays, json_values, same_values
+
+from qkv.api.endpoints.oip_models import refusal
+from qkv.errors import InvalidContent, QkvError
+from qkv.tensors import RawTensor
+from qkv.wire import json
+from qkv.wire.message import Message
+from qkv.wire.open_inference import DATATYPES, decode, encode, json_length
+from support.known_requests import DTYPES, Array
+
+GROUPS = ("inputs", "outputs")
+FIELDS = st.dictionaries(NAMES.filter(lambda n: n not in GROUPS), json_values, max_size=3)
+
+
+def raws(named: dict[str, Array]) -> dict[str, RawTensor]:
+    return {name: RawTensor.from_numpy(a) for name, a in named.items()}
+
+
+def same(raw: RawTensor, array: Array) -> bool:
+    came = (raw.dtype, raw.shape, bytes(raw.data), raw.literal)
+    return came == (array.dtype.name, array.shape, array.tobytes(), False)
+
+
+# golden bytes
+
+GOLDEN_JSON = (
+    b'{"id":"42","parameters":{"causal":true},"inputs":['
+    b'{"name":"flat","datatype":"FP32","shape":[2,2],"data":[1,2.5,-3,"Infinity"]},'
+    b'{"name":"half","shape":[2],"datatype":"FP16","parameters":{"binary_data_size":4}},'
+    b'{"name":"nested","shape":[1,2],"datatype":"INT64","data":[[9007199254740993,-1]]},'
+    b'{"name":"brain","shape":[3],"datatype":"BF16","parameters":{"binary_data_size":6}},'
+    b'{"name":"yes","shape":[3],"datatype":"BOOL","data":[true,false,true]},'
+    b'{"name":"long","shape":[1],"datatype":"INT64","parameters":{"binary_data_size":8}},'
+    b'{"name":"no","shape":[2],"datatype":"BOOL","parameters":{"binary_data_size":2}},'
+    b'{"name":"wide","shape":[],"datatype":"FP64","parameters":{"binary_data_size":8}},'
+    b'{"name":"none","shape":[0,4],"datatype":"FP32","parameters":{"binary_data_size":0}},'
+    b'{"name":"single","shape":[1,1],"datatype":"FP32","parameters":{"binary_data_size":4}}'
+    b'],"outputs":[{"name":"output","parameters":{"binary_data":true}}]}'
+)
+GOLDEN_DATA = (
+    b"\x00\x3c\x00\xc0"  # half: 1, -2
+    b"\x80\x3f\xc0\x7f\x80\xff"  # brain: 1, NaN, -inf
+    b"\xfe\xff\xff\xff\xff\xff\xff\xff"  # long: -2
+    b"\x00\x01"  # no: false, true
+    b"\x00\x00\x00\x00\x00\x00\xe0\x3f"  # wide: 0.5
+    b"\x00\x00\x20\xc1"  # single: -10
+)
+
+
+def test_a_request_as_the_specification_writes_it() -> None:
+    message = decode(GOLDEN_JSON + GOLDEN_DATA, "inputs", len(GOLDEN_JSON))
+    assert message.fields == {
+        "id": "42",
+        "parameters": {"causal": True},
+        "outputs": [{"name": "output", "parameters": {"binary_data": True}}],
+    }
+    expected = {
+        "flat": np.array([[1, 2.5], [-3, np.inf]], "f4"),
+        "half": np.array([1, -2], "f2"),
+        "nested": np.array([[9007199254740993, -1]], "i8"),
+        "brain": np.array([1, np.nan, -np.inf], DTYPES["bfloat16"]),
+        "yes": np.array([True, False, True]),
+        "long": np.array([-2], "i8"),
+        "no": np.array([False, True]),
+        "wide": np.array(0.5, "f8"),
+        "none": np.zeros((0, 4), "f4"),
+        "single": np.array([[-10]], "f4"),
+    }
+    assert list(message.tensors) == list(expected)  # in the order that they came in
+    assert all(same(message.tensors[n], a) for n, a in expected.items())
+
+
+def test_a_response_as_the_specification_writes_it() -> None:
+    tensors = {
+        "output": np.array([[0.5, -2]], "f4"), "weights": np.array([[1, np.nan]], "f4"),
+        "mask": np.array([True, False]), "half": np.array(1, "f2"),
+        "count": np.array([-1], "i8"), "brain": np.array([1, 2], DTYPES["bfloat16"]),
+        "wide": np.array([0.1], "f8"),
+    }  # fmt: skip
+    message = Message({"model_name": "softmax", "model_version": "1"}, raws(tensors))
+    chunks, length = encode(message, "outputs", {"output", "half", "brain"})
+    text = (
+        b'{"model_name":"softmax","model_version":"1","outputs":['
+        b'{"name":"output","datatype":"FP32","shape":[1,2],"parameters":{"binary_data_size":8}},'
+        b'{"name":"weights","datatype":"FP32","shape":[1,2],"data":[1.0,"NaN"]},'
+        b'{"name":"mask","datatype":"BOOL","shape":[2],"data":[true,false]},'
+        b'{"name":"half","datatype":"FP16","shape":[],"parameters":{"binary_data_size":2}},'
+        b'{"name":"count","datatype":"INT64","shape":[1],"data":[-1]},'
+        b'{"name":"brain","datatype":"BF16","shape":[2],"parameters":{"binary_data_size":4}},'
+        b'{"name":"wide","datatype":"FP64","shape":[1],"data":[0.1]}]}'
+    )
+    data = b"\x00\x00\x00\x3f\x00\x00\x00\xc0" + b"\x00\x3c" + b"\x80\x3f\x00\x40"
+    assert b"".join(chunks) == text + data
+    assert length == len(text)
+    assert chunks[1] is message.tensors["output"].data  # no copy of its own
+
+
+def test_without_binary_tensors_there_is_no_length() -> None:
+    chunks, length = encode(Message({}, raws({"a": np.zeros((0, 2), "f4")})), "outputs", ())
+    text = b'{"outputs":[{"name":"a","datatype":"FP32","shape":[0,2],"data":[]}]}'
+    assert (b"".join(chunks), length) == (text, None)
+
+
+# what goes in comes out
+
+CUTS = {
+    "as it is": lambda a: a,
+    "transposed": lambda a: a.T,
+    "backwards": lambda a: a[::-1] if a.ndim else a,
+    "every other": lambda a: a[..., ::2] if a.ndim else a,
+}
+
+
+@given(
+    FIELDS,
+    st.dictionaries(NAMES, st.tuples(arrays(), st.booleans()), max_size=5),
+    st.sampled_from(list(CUTS)),
+    st.sampled_from(GROUPS),
+)
+@example({}, {"ключ": (np.zeros((2, 0, 3), "f2"), False), "": (np.array(True), True)}, "transposed",
+         "inputs")  # fmt: skip
+@example({}, {n: (np.ones((2, 3), DTYPES[n]), False) for n in DATATYPES}, "transposed", "outputs")
+@example({}, {n: (np.ones((2, 3), DTYPES[n]), True) for n in DATATYPES}, "every other", "outputs")
+def test_whole_messages_come_back(
+    fields: dict[str, Any], named: dict[str, tuple[Array, bool]], cut: str, group: str
+) -> None:
+    tensors = {n: CUTS[cut](a) for n, (a, _) in named.items()}
+    binary = {n for n, (_, as_bytes) in named.items() if as_bytes}
+    chunks, length = encode(Message(fields, raws(tensors)), group, binary)
+    assert (length is None) == (not binary)
+    body = b"".join(chunks)
+    back = decode(body, group, length)
+    assert back.fields == fields
+    assert list(back.tensors) == list(tensors)
+    for name, array in tensors.items():
+        raw = back.tensors[name]
+        if name in binary:
+            assert same(raw, array)
+            whole = np.frombuffer(body, np.uint8)
+            assert not array.size or np.shares_memory(whole, raw.numpy())
+        else:
+            assert (raw.dtype, raw.shape, raw.literal) == (array.dtype.name, array.shape, False)
+            assert same_values(raw.numpy(), array)
+
+
+@given(arrays())
+def test_data_may_be_nested(array: Array) -> None:
+    """As numpy nests them, which is how a person writes them."""
+    values = (array if array.dtype.kind in "bi" else array.astype("f8")).tolist()
+    words = {np.inf: "Infinity", -np.inf: "-Infinity"}
+
+    def spelled(value: Any) -> Any:
+        if isinstance(value, list):
+            return [spelled(v) for v in value]
+        return "NaN" if value != value else words.get(value, value)
+
+    raw = decode(one(DATATYPES[array.dtype.name], array.shape, spelled(values)), "inputs")
+    assert raw.tensors["a"].shape == array.shape
+    assert same_values(raw.tensors["a"].numpy(), array)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "data"),
+    [("BOOL", [0, 1]), ("FP16", [1, 2.0]), ("BF16", [1, 2.0]), ("FP64", [1, 2]),
+     ("INT64", [1.0, 2]), ("INT64", [-(2**63), 2**63 - 1]), ("FP32", ["NaN", 1])],
+)  # fmt: skip
+def test_numbers_may_be_written_as_any_that_equal_them(datatype: str, data: list[Any]) -> None:
+    array = decode(one(datatype, [2], data), "inputs").tensors["a"].numpy()
+    expected = [np.nan if v == "NaN" else v for v in data]
+    assert same_values(array, np.array(expected).astype(array.dtype))
+
+
+@pytest.mark.parametrize("bare", ["NaN", "Infinity", "-Infinity"])
+def test_what_json_lacks_may_come_without_quotes(bare: str) -> None:
+    """Triton's client writes it so; a word in a string stays as it is."""
+    array = {"name": f"a{bare}", "datatype": "FP32", "shape": [4], "data": 0}
+    text = stdlib.dumps({"id": bare, "inputs": [array]}).replace("0}", f"[{bare},1, {bare} , 2]}}")
+    message = decode(text.encode(), "inputs")
+    assert message.fields == {"id": bare}
+    numbers = np.array([float(bare), 1, float(bare), 2], np.float32)
+    assert same_values(message.tensors[f"a{bare}"].numpy(), numbers)
+
+
+@pytest.mark.parametrize(("header", "length"), [(None, None), ("0", 0), ("0123", 123), ("7", 7)])
+def test_the_length_header(header: str | None, length: int | None) -> None:
+    assert json_length(header) == length
+
+
+@pytest.mark.parametrize(
+    "header", ["", "-1", "+1", "1.0", "1e3", "0x10", "1_000", " 1", "1, 1", "\u0663", "9" * 21]
+)
+def test_a_length_header_that_is_no_number(header: str) -> None:
+    with pytest.raises(QkvError, match=r"Content-Length is .*whole number") as got:
+        json_length(header)
+    assert 400 <= got.value.status < 500
+
+
+# what is no such message
+
+
+def text(*entries: Any, **fields: Any) -> bytes:
+    return stdlib.dumps(fields | {"inputs": list(entries)}).encode()
+
+
+def entry(datatype: Any = "FP32", shape: Any = (1,), size: Any = 4, **more: Any) -> dict[str, Any]:
+    """An entry whose bytes follow; without a size, one whose `data` is to be in `more`."""
+    parameters = {} if size is None else {"parameters": {"binary_data_size": size}}
+    return {"name": "a", "datatype": datatype, "shape": shape} | parameters | more
+
+
+def one(datatype: Any, shape: Any, data: Any) -> bytes:
+    return text(entry(datatype, shape, None, data=data))
+
+
+def binary(*entries: Any, data: bytes = bytes(4)) -> tuple[bytes, int]:
+    head = text(*entries)
+    return head + data, len(head)
+
+
+def raw(inputs: bytes) -> bytes:
+    return b'{"inputs":[{"name":"a","datatype":"FP32","shape":[1],' + inputs + b"}]}"
+
+
+OF_ENTRIES: dict[str, tuple[Any, str]] = {
+    "size negative": (entry(size=-4), "binary_data_size -4; FP32 of shape [1] takes 4"),
+    "size too small": (entry(size=3), "binary_data_size 3"),
+    "size too large": (entry(size=5), "takes 4"),
+    "size 2**62": (entry(size=2**62), "takes 4"),
+    "size 2**70": (entry(size=2**70), ""),  # simdjson's to refuse, or a float
+    "size a boolean": (entry("BOOL", [1], True), "binary_data_size true"),
+    "size a float": (entry(size=4.0), "binary_data_size 4.0"),
+    "size a string": (entry(size="4"), 'binary_data_size "4"'),
+    "both": (entry(data=[1]), "both data and binary_data_size"),
+    "neither": (entry(size=None), "neither data nor binary_data_size"),
+    "data null": (entry(size=None, data=None), "neither data nor"),
+    "data an object": (entry(size=None, data={}), "its data came as []"),
+    "data a number": (entry(size=None, data=1), "its data came as []"),
+    "data a string": (entry(shape=[], size=None, data="AAAA"), 'holds "AAAA" at []'),
+    "unknown key": (entry(size=None, dtype="F32", data=[1]), "has 'dtype'; known are name"),
+    "unknown parameter": (entry(parameters={"binary": 4}), "parameter 'binary'; known is"),
+    "parameters a list": (entry(parameters=[]), "they must be an object"),
+    "shared memory": (entry(parameters={"shared_memory_region": "r"}), "shared memory"),
+    "shared memory's size": (entry(parameters={"shared_memory_byte_size": 4}), "shared memory"),
+    "no name": ({"datatype": "FP32", "shape": [1], "data": [1]}, "name null; it must be a string"),
+    "name a number": (entry(name=1), "name 1; it must be a string"),
+    "name a list": (entry(name=["a"]), "it must be a string"),
+    "no datatype": ({"name": "a", "shape": [1], "data": [1]}, "datatype null; served are FP64"),
+    "no shape": ({"name": "a", "datatype": "FP32", "data": [1]}, "shape null"),
+    "no object": (1, "inputs/0 must be an object; 1 came"),
+    "a list": ([], "must be an object; a list came"),
+} | {
+    f"datatype {d}": (entry(d), "served are FP64, FP32, FP16, BF16, INT64, BOOL")
+    for d in ("UINT8", "INT32", "BYTES", "fp32", "float32", "", None, 1, ["FP32"], {"FP32": 1})
+} | {
+    f"shape {s}": (entry(shape=s), "at most 8 whole numbers, none negative")
+    for s in ([-1], [2**62, 2**62], [2**63], [2**61], [2**61, 0], [1.0], [True], ["1"], [None],
+              [[1]], [1] * 9, 1, "1", None, {"0": 1})
+}  # fmt: skip
+OF_DATA: dict[str, tuple[Any, Any, Any, str]] = {
+    "too few": ("FP32", [2, 2], [1, 2, 3], "4 elements; its data came as [3]"),
+    "too many": ("FP32", [2], [1, 2, 3], "2 elements; its data came as [3]"),
+    "nested otherwise": ("FP32", [2, 3], [[1, 2], [3, 4], [5, 6]], "came as [3, 2]"),
+    "nested in part": ("FP32", [1, 2, 2], [[1, 2], [3, 4]], "came as [2, 2]"),
+    "nested deeper": ("FP32", [2], [[1], [2]], "came as [2, 1]"),
+    "ragged": ("FP32", [4], [[1, 2, 3], [4]], "ragged: on axis 1 there are 1 and 3"),
+    "ragged in depth": ("FP32", [2], [1, [2]], "a list"),
+    "ragged from depth": ("FP32", [2], [[1], 2], "lists beside single values"),
+    "10 axes": ("FP32", [1], [[[[[[[[[[1]]]]]]]]]], "more than 8 axes"),
+    "a string": ("FP32", [2], [1, "2"], 'holds "2" at [1]'),
+    "a word": ("FP32", [2], [1, "nan"], 'holds "nan"'),
+    "null": ("FP32", [2], [1, None], "holds null at [1]"),
+    "an object": ("FP32", [2], [1, {}], "an object"),
+    "booleans": ("FP32", [2], [True, False], "came as booleans; it takes numbers"),
+    "booleans for INT64": ("INT64", [2], [True, False], "came as booleans"),
+    "booleans among numbers": ("FP32", [2], [1, True], "holds true at [1]"),
+    "BOOL of 2": ("BOOL", [2], [1, 2], "other than true and false"),
+    "BOOL of a half": ("BOOL", [2], [0.5, 1], "other than true and false"),
+    "BOOL of NaN": ("BOOL", [2], ["NaN", 1], "other than true and false"),
+    "BOOL of strings": ("BOOL", [1], ["true"], 'holds "true"'),
+    "FP16 past its range": ("FP16", [2], [1, 65520], "past the range of float16"),
+    "BF16 past its range": ("BF16", [1], [1e39], "past the range of bfloat16"),
+    "FP32 past its range": ("FP32", [1], [1e39], "past the range of float32"),
+    "INT64 of a half": ("INT64", [2], [1, 0.5], "holds 0.5; it must be whole numbers"),
+    "INT64 of 2**63": ("INT64", [1], [2**63], "must be whole numbers"),
+    "INT64 of NaN": ("INT64", [1], ["NaN"], "must be whole numbers"),
+}
+DEEP = b"[" * 900 + b"]" * 900
+OF_BODIES: dict[str, tuple[bytes, int | None, str]] = {
+    "nothing": (b"", None, "not JSON"),
+    "length 0": (text(), 0, "not JSON"),
+    "length past the body": (text(), 1000, f"is 1000; the body has {len(text())} bytes"),
+    "length 2**62": (text(), 2**62, "the body has"),
+    "length too short": (text(), len(text()) - 1, "not JSON"),
+    "length too long": (binary(entry())[0], len(text(entry())) + 1, "not JSON"),
+    "bytes missing": (*binary(entry(), data=b"123"), "binary_data_size 4; 3 bytes are left"),
+    "no bytes": (*binary(entry(), data=b""), "0 bytes are left"),
+    "no length": (binary(entry())[0], None, "not JSON"),
+    "bytes in JSON": (text(entry()), None, "0 bytes are left"),
+    "bytes left": (*binary(entry(), data=bytes(6)), "2 bytes behind the JSON belong to no tensor"),
+    "bytes of none": (*binary(), "4 bytes behind the JSON"),
+    "BOOL bytes of 2": (*binary(entry("BOOL", [4]), data=b"\0\1\2\1"), "other than 0 and 1"),
+    "names twice": (*binary(entry(), entry(), data=bytes(8)), "'a' comes twice"),
+    "257 inputs": (text(*[entry(name=str(i), shape=[0], size=0) for i in range(257)]), None,
+                   "more than 256"),
+    "inputs an object": (b'{"inputs":{}}', None, "inputs must be a list of tensors; an object"),
+    "inputs null": (b'{"inputs":null}', None, "must be a list of tensors; null came"),
+    "inputs twice": (b'{"inputs":[],"inputs":[]}', None, "'inputs' comes twice"),
+    "a key twice": (raw(b'"data":[1],"data":[1]'), None, "'data' comes twice"),
+    "a list": (b"[]", None, "must be a JSON object"),
+    "not UTF-8": (b'{"id":"\xff"}', None, "not JSON"),
+    "nan": (raw(b'"data":[nan]'), None, "not JSON"),
+    "deep data": (raw(b'"data":' + DEEP), None, "more than 8 axes"),
+    "deep shape": (b'{"inputs":[{"shape":' + DEEP + b"}]}", None, "nested deeper than 32"),
+    "deep parameters": (b'{"parameters":' + DEEP + b"}", None, "nested deeper than 32"),
+    "a depth bomb": (b'{"inputs":' + b"[" * 500_000, None, "not JSON"),
+    "junk": (b'{"junk":[' + b"0," * 500_000 + b"0]}", None, "more than 10000 values"),
+    "junk among numbers": (raw(b'"data":[' + b"[]," * 500_000 + b"0]"), None, "beside single"),
+    "a long name": (b'{"' + b"n" * 1025 + b'":0}', None, "1025 characters; at most 1024"),
+    "junk names": (stdlib.dumps({str(i): 0 for i in range(257)}).encode(), None, "more than 256"),
+    "a list of a million": (b'{"inputs":[' + b"0," * 1_000_000 + b"0]}", None, "more than 256"),
+}  # fmt: skip
+CRAFTED: dict[str, tuple[bytes, int | None, str]] = (
+    {f"entry: {n}": (*binary(e), words) for n, (e, words) in OF_ENTRIES.items()}
+    | {f"data: {n}": (one(*e), None, words) for n, (*e, words) in OF_DATA.items()}
+    | {f"body: {n}": (b, length, words) for n, (b, length, words) in OF_BODIES.items()}
+)
+
+
+@pytest.mark.parametrize(("body", "length", "words"), CRAFTED.values(), ids=CRAFTED)
+def test_what_is_no_message_is_refused(body: bytes, length: int | None, words: str) -> None:
+    with pytest.raises(QkvError) as caught:
+        decode(body, "inputs", length)
+    problem = stdlib.loads(json.dump(caught.value.problem()))
+    assert problem["status"] in (400, 413, 422)
+    assert words in problem["detail"]
+    assert len(problem["detail"]) < 600
+    assert problem["status"] != 422 or "pointer" in problem
+
+
+def test_a_refusal_is_cut() -> None:
+    """What a client sent is echoed, but not at any length."""
+    response = refusal(InvalidContent("a" * 10_000))
+    assert response.status_code == 400
+    assert len(response.body) < 1000
+
+
+def test_a_long_name_leaves_room_for_what_is_wrong() -> None:
+    for bad in (entry(name="a" * 10_000, size=3), entry(name="a" * 10_000, size=None, data=["b"])):
+        with pytest.raises(QkvError, match=r"a{60} h(as|olds)"):
+            decode(*binary(bad)[:1], "inputs", binary(bad)[1])

@@ -1,0 +1,410 @@
+"""The safetensors codec: files as the format's own library has them, and refusals of all else."""
+
+from __future__ import annotations
+
+import json as stdlib
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from test_json import NAMES, arrays, json_values
+
+from qkv.api.request_body import _aligned
+from qkv.errors import QkvError
+from qkv.tensors import RawTensor
+from qkv.wire import json
+from qkv.wire.message import Message
+from qkv.wire.safetensors import aligned_at, decode, encode
+from support.known_requests import DTYPES, Array
+
+CODES = {"float64": "F64", "float32": "F32", "float16": "F16"} | {
+    "bfloat16": "BF16", "int64": "I64", "bool": "BOOL",
+}  # fmt: skip
+TENSOR_NAMES = NAMES.filter(lambda n: not n.startswith("layer.") and n != "__metadata__")
+FIELDS = st.dictionaries(NAMES.filter(lambda n: n not in ("inputs", "encoding")), json_values)
+
+
+def file_of(message: Message, group: str = "inputs") -> bytes:
+    return b"".join(encode(message, group))
+
+
+def file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file as nobody should write it; a header that is bytes goes as it is."""
+    text = header if isinstance(header, bytes) else stdlib.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **more: Any) -> Any:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets} | more
+
+
+def raws(named: dict[str, Array]) -> dict[str, RawTensor]:
+    return {name: RawTensor.from_numpy(a) for name, a in named.items()}
+
+
+def same(raw: RawTensor, array: Array) -> bool:
+    came = (raw.dtype, raw.shape, bytes(raw.data), raw.literal)
+    return came == (array.dtype.name, array.shape, array.tobytes(), False)
+
+
+# what goes in comes out
+
+
+@given(
+    FIELDS,
+    st.dictionaries(TENSOR_NAMES, arrays(), max_size=4),
+    st.dictionaries(NAMES, arrays(), max_size=3),
+    st.sampled_from([None, "lists", "base64"]),
+)
+@example({}, {"ключ/~\U0001f511": np.zeros((2, 0, 3), "f2")}, {"": np.array(True)}, None)
+def test_whole_messages_come_back(
+    fields: dict[str, Any],
+    tensors: dict[str, Array],
+    layer: dict[str, Array],
+    encoding: str | None,
+) -> None:
+    asked = {} if encoding is None else {"encoding": encoding}
+    fields = fields | ({"layer": {"layout": "v2"}} if layer else {})
+    body = file_of(Message(fields | asked, raws(tensors), raws(layer)))
+    assert aligned_at(body[:8]) % 64 == 0
+    back = decode(body, "inputs")
+    assert (back.fields, back.encoding) == (fields, encoding)
+    assert back.tensors.keys() == tensors.keys()
+    assert back.layer.keys() == layer.keys()
+    assert all(same(back.tensors[n], a) for n, a in tensors.items())
+    assert all(same(back.layer[n], a) for n, a in layer.items())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_that_are_not_contiguous_are_written_row_by_row(dtype: str) -> None:
+    whole = np.arange(4 * 6 * 5).reshape(4, 6, 5).astype(DTYPES[dtype])
+    views = [whole.T, whole[::2, ::-1], whole[:, 1:4, ::3], whole[..., 0].T, whole[2:2], whole[0]]
+    views += [whole[1, 2, 3:4].reshape(()), np.broadcast_to(whole[:1], (3, 6, 5))]
+    if dtype not in ("bool", "bfloat16"):
+        views.append(whole.astype(whole.dtype.newbyteorder(">")))
+    body = file_of(Message({}, raws({str(i): v for i, v in enumerate(views)})))
+    for i, view in enumerate(views):
+        assert same(decode(body, "inputs").tensors[str(i)], view.astype(DTYPES[dtype]))
+
+
+@given(st.dictionaries(TENSOR_NAMES, arrays(), max_size=4), FIELDS)
+def test_the_formats_own_library_reads_what_is_written(
+    tensors: dict[str, Array], fields: dict[str, Any]
+) -> None:
+    body = file_of(Message(fields, raws(tensors)))
+    read = dict(safetensors.deserialize(body))  # type: ignore[no-untyped-call]
+    assert read.keys() == tensors.keys()
+    for name, array in tensors.items():
+        theirs = read[name]
+        assert (theirs["dtype"], theirs["shape"]) == (CODES[array.dtype.name], list(array.shape))
+        assert bytes(theirs["data"]) == array.tobytes()
+    plain = {n: a for n, a in tensors.items() if a.dtype != DTYPES["bfloat16"]}
+    loaded = safetensors.numpy.load(file_of(Message(fields, raws(plain))))
+    for name, array in plain.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (array.dtype, array.shape)
+        assert loaded[name].tobytes() == array.tobytes()
+
+
+@given(st.dictionaries(TENSOR_NAMES, arrays(), max_size=4), FIELDS)
+def test_what_the_formats_own_library_writes_is_read(
+    tensors: dict[str, Array], fields: dict[str, Any]
+) -> None:
+    plain = {n: np.ascontiguousarray(a) for n, a in tensors.items() if a.dtype.name != "bfloat16"}
+    plain = {n: a.reshape(tensors[n].shape) for n, a in plain.items()}
+    body = safetensors.numpy.save(plain, {"qkv": stdlib.dumps(fields), "format": "pt"})
+    back = decode(body, "inputs")
+    assert back.fields == fields
+    assert back.tensors.keys() == plain.keys()
+    assert all(same(back.tensors[n], a) for n, a in plain.items())
+
+
+@given(arrays("bfloat16"))
+def test_bfloat16_of_the_formats_own_library_is_read(array: Array) -> None:
+    """Its numpy door knows none: the same file of half floats, with the other code."""
+    halves = np.frombuffer(array.tobytes(), np.float16).reshape(array.shape)
+    body = safetensors.numpy.save({"a": halves})
+    length = int.from_bytes(body[:8], "little")
+    text = body[8 : 8 + length].replace(b'"F16"', b'"BF16"')
+    tensor = decode(file(text, body[8 + length :]), "inputs").tensors["a"]
+    assert same(tensor, array)
+
+
+@given(st.dictionaries(TENSOR_NAMES, arrays(), min_size=1, max_size=4), st.booleans())
+def test_tensors_are_views_of_the_body(tensors: dict[str, Array], aligned: bool) -> None:
+    written = file_of(Message({}, raws(tensors)))
+    body: bytes | memoryview = written
+    if aligned:
+        body = _aligned(len(written), aligned_at(written[:8]))
+        body[:] = written
+    whole = np.frombuffer(body, np.uint8)
+    read = [raw.numpy() for raw in decode(body, "inputs").tensors.values()]
+    assert all(np.shares_memory(whole, a) for a in read if a.size)
+    if aligned and read[0].size:
+        assert read[0].ctypes.data % 64 == 0
+
+
+def test_an_empty_tensor_may_stand_anywhere_in_the_header() -> None:
+    """Names come in any order; an empty tensor begins where another one does."""
+    body = file(
+        {
+            "b": entry(offsets=[4, 8]), "a": entry(offsets=[0, 4]),
+            "none": entry(shape=[0], offsets=[4, 4]), "0": entry(shape=[0], offsets=[0, 0]),
+            "end": entry(shape=[0, 2], offsets=[8, 8]),
+        },
+        bytes(8),
+    )  # fmt: skip
+    assert len(safetensors.deserialize(body)) == 5  # type: ignore[no-untyped-call]
+    assert decode(body, "inputs").tensors.keys() == {"a", "b", "none", "0", "end"}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, None])
+def test_other_files_have_no_fields(metadata: dict[str, str] | None) -> None:
+    header = {"a": entry()} | ({} if metadata is None else {"__metadata__": metadata})
+    assert decode(file(header, bytes(4)), "inputs").fields == {}
+
+
+# what is no such file
+
+
+def deep(depth: int, inside: bytes = b"") -> bytes:
+    return b"[" * depth + inside + b"]" * depth
+
+
+def many(count: int, twice: bool = False) -> bytes:
+    names = [*range(count), *([count - 1] if twice else [])]
+    return b"{" + ",".join(f'"{n}":0' for n in names).encode() + b"}"
+
+
+def tensors(**entries: Any) -> bytes:
+    return file(entries, bytes(8))
+
+
+def qkv(text: Any) -> bytes:
+    return file({"__metadata__": {"qkv": text}})
+
+
+CRAFTED = {
+    "no bytes": b"",
+    "7 bytes": bytes(7),
+    "length 0": bytes(8),
+    "length 0 with data": bytes(16),
+    "length past the body": file(b"{}", length=3),
+    "length of a gigabyte": file(b"{}", length=1 << 30),
+    "length 2**63": file(b"{}", length=1 << 63),
+    "length 2**64-1": b"\xff" * 16,
+    "length past the limit": file(b"{}" + b" " * (1 << 20)),
+    "not JSON": file(b"{'a': 1}"),
+    "not UTF-8": file(b'{"\xff": 1}'),
+    "trailing": file(b"{} {}"),
+    "a list": file([]),
+    "a number": file(1),
+    "null": file(None),
+    "text": file("a"),
+    "twice": file(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":1}'),
+    "a key twice": file(b'{"a":{"dtype":"F32","dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+    "metadata twice": file(b'{"__metadata__":{},"__metadata__":{}}'),
+    "nested 1000": file(deep(1000)),
+    "nested 500000": file(deep(500_000)),
+    "nested in a tensor": file(b'{"a":' + deep(100_000) + b"}"),
+    "a long number": file(b'{"a":' + b"9" * 100_000 + b"}"),
+    "100,000 names": file(many(100_000)),
+    "257 names": file(many(257)),
+    "offset negative": tensors(a=entry(shape=[1], offsets=[-4, 0])),
+    "offsets negative": tensors(a=entry(shape=[2], offsets=[-8, -1])),
+    "offsets reversed": tensors(a=entry(shape=[1], offsets=[8, 4])),
+    "offsets reversed in the middle": tensors(
+        a=entry(shape=[2], offsets=[0, 8]), b=entry(offsets=[8, 4])
+    ),
+    "overlapping": tensors(a=entry(offsets=[0, 4]), b=entry(shape=[2], offsets=[0, 8])),
+    "overlapping in part": tensors(
+        a=entry(shape=[1], offsets=[0, 4]), b=entry("F16", [3], [2, 8])
+    ),
+    "the same twice": tensors(
+        a=entry(shape=[2], offsets=[0, 8]), b=entry(shape=[2], offsets=[0, 8])
+    ),
+    "gap before": tensors(a=entry(offsets=[4, 8])),
+    "gap between": tensors(a=entry("F16", [1], [0, 2]), b=entry(offsets=[4, 8])),
+    "gap after": tensors(a=entry()),
+    "no tensor but data": tensors(),
+    "past the end": tensors(a=entry(shape=[3], offsets=[0, 12])),
+    "far past the end": tensors(a=entry(shape=[2**60], offsets=[0, 2**62])),
+    "offset 2**64": tensors(a=entry(shape=[2], offsets=[0, 2**64])),
+    "offset -2**64": tensors(a=entry(shape=[2], offsets=[-(2**64), 8])),
+    "offsets of floats": tensors(a=entry(shape=[2], offsets=[0.0, 8.0])),
+    "offsets of booleans": tensors(a=entry("BOOL", [1], [False, True])),
+    "offsets of text": tensors(a=entry(shape=[2], offsets=["0", "8"])),
+    "three offsets": tensors(a=entry(shape=[2], offsets=[0, 8, 8])),
+    "one offset": tensors(a=entry(shape=[2], offsets=[0])),
+    "no offsets": tensors(a=entry(shape=[2], offsets=[])),
+    "offsets null": tensors(a=entry(shape=[2], offsets=None)),
+    "offsets an object": tensors(a=entry(shape=[2], offsets={"0": 0})),
+    "a key missing": tensors(a={"dtype": "F32", "shape": [2]}),
+    "a key more": tensors(a=entry(shape=[2], offsets=[0, 8], order="C")),
+    "no key": tensors(a={}),
+    "no object": tensors(a=[]),
+    "no object but null": tensors(a=None),
+    "too few bytes": tensors(a=entry(shape=[3], offsets=[0, 8])),
+    "too many bytes": tensors(a=entry(shape=[1], offsets=[0, 8])),
+    "a wider dtype": tensors(a=entry("F64", [2], [0, 8])),
+    "none in the shape": tensors(a=entry(shape=[0], offsets=[0, 8])),
+    "shape [2**62, 4]": tensors(a=entry(shape=[2**62, 4], offsets=[0, 8])),
+    "shape [2**62, 4] of none": file({"a": entry(shape=[2**62, 4], offsets=[0, 0])}),
+    "shape [2**62, 4, 0]": file({"a": entry(shape=[2**62, 4, 0], offsets=[0, 0])}),
+    "shape [2**62] * 8": tensors(a=entry(shape=[2**62] * 8, offsets=[0, 8])),
+    "shape [2**64]": tensors(a=entry(shape=[2**64], offsets=[0, 8])),
+    "shape negative": tensors(a=entry(shape=[-1, -2], offsets=[0, 8])),
+    "shape of floats": tensors(a=entry(shape=[2.0], offsets=[0, 8])),
+    "shape of booleans": tensors(a=entry("F64", [True], [0, 8])),
+    "shape a number": tensors(a=entry(shape=2, offsets=[0, 8])),
+    "shape null": tensors(a=entry(shape=None, offsets=[0, 8])),
+    "shape nested": tensors(a=entry(shape=[[2]], offsets=[0, 8])),
+    "9 axes": tensors(a=entry("F64", [1] * 9, [0, 8])),
+    "dtype in lower case": tensors(a=entry("f64", [1], [0, 8])),
+    "dtype a list": tensors(a=entry(["F64"], [1], [0, 8])),
+    "dtype null": tensors(a=entry(None, [1], [0, 8])),
+    "BOOL of 2": file({"a": entry("BOOL", [3], [0, 3])}, b"\0\1\2"),
+    "BOOL of 255": file({"a": entry("BOOL", [1], [0, 1])}, b"\xff"),
+    "metadata a list": file({"__metadata__": []}),
+    "metadata null": file({"__metadata__": None}),
+    "qkv not JSON": qkv("{"),
+    "qkv empty": qkv(""),
+    "qkv a list": qkv("[]"),
+    "qkv null": qkv("null"),
+    "qkv not text": qkv({"parameters": {}}),
+    "qkv a number": qkv(1),
+    "qkv None": qkv(None),
+    "qkv with NaN": qkv('{"parameters": {"scale": NaN}}'),
+    "qkv with -Infinity": qkv('{"parameters": {"scale": -Infinity}}'),
+    "qkv with 1e400": qkv('{"parameters": {"scale": 1e400}}'),
+    "qkv with a name twice": qkv('{"outputs": [], "outputs": []}'),
+    "qkv nested": qkv('{"a": ' + deep(100_000).decode() + "}"),
+    "qkv nested 33": qkv('{"a": ' + deep(34).decode() + "}"),
+    "qkv with half a character": qkv('{"outputs": ["\\ud800"]}'),
+    "qkv with another encoding": qkv('{"encoding": "yaml"}'),
+} | {
+    f"dtype {code}": tensors(a=entry(code, [8], [0, 8]))
+    for code in ("F8_E4M3", "F8_E5M2", "U8", "I8", "F4", "", "\ud800")
+} | {
+    f"dtype {code}": tensors(a=entry(code, [2], [0, 8])) for code in ("I32", "U32")
+}  # fmt: skip
+
+
+def tried(body: bytes) -> None:
+    """Decodes, or is refused as the client's fault in a document that can be written."""
+    try:
+        message = decode(body, "inputs")
+    except QkvError as refused:
+        problem = stdlib.loads(json.dump(refused.problem()))
+    else:
+        for raw in (*message.tensors.values(), *message.layer.values()):
+            assert raw.numpy().shape == raw.shape
+        json.dump(message.fields)
+        return
+    assert 400 <= problem["status"] < 500
+    assert 0 < len(problem["detail"]) < 1000
+    assert problem["status"] == 400 or "pointer" in problem
+
+
+@pytest.mark.parametrize("body", CRAFTED.values(), ids=CRAFTED)
+def test_what_is_no_file_is_refused_before_anything_is_allocated(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(QkvError):
+            decode(body, "inputs")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # what Python makes of a JSON text is some dozens of times as large as it, and that is 1 MiB
+    assert peak < (1 << 18) + 48 * min(len(body), 1 << 20)
+    tried(body)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a/b~c", "\0", "x" * 10_000, "NaN"])
+def test_any_name_can_be_told_of(name: str) -> None:
+    for bad in (entry("U8"), entry(shape=[-1]), entry(shape=[3]), entry(offsets=[4, 8]), 1):
+        tried(file({name: bad}, bytes(4)))
+    tried(file({name: entry("BOOL", [4])}, b"\2" * 4))
+    tried(file({name: entry()}, bytes(4)))
+    tried(file({"__metadata__": {"qkv": stdlib.dumps({name: 1})}}))
+    tried(file({"__metadata__": {"qkv": stdlib.dumps({"encoding": name})}}))
+
+
+def test_a_name_in_a_pointer_is_escaped() -> None:
+    with pytest.raises(QkvError) as caught:
+        decode(file({"a/b~c": entry("U8")}, bytes(4)), "inputs")
+    assert caught.value.pointer is not None
+    assert caught.value.pointer.endswith("/a~1b~0c")
+
+
+def test_a_name_that_comes_twice_among_many_is_found_at_once() -> None:
+    """Comparing each with each would take minutes, with the event loop waiting."""
+    before = time.process_time()
+    with pytest.raises(QkvError):
+        decode(file(many(20_000, twice=True)), "inputs")
+    assert time.process_time() - before < 2.0  # 0.01 when each is looked up
+
+
+# anything at all
+
+VALID = file_of(
+    Message(
+        {"parameters": {"causal": True, "window": [1, None], "scale": 1e-3}, "encoding": "lists"},
+        raws(
+            {
+                "query": np.eye(2, dtype="f4"), "mask": np.ones((1, 2), bool),
+                "key_lengths": np.array([2]), "empty": np.zeros((0, 2), "f2"),
+            }
+        ),
+        raws({"W_query": np.ones((1, 1), DTYPES["bfloat16"])}),
+    )
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200), st.booleans())
+def test_random_bytes_are_read_or_refused(body: bytes, headed: bool) -> None:
+    tried(file(body, body[:8]) if headed else body)
+
+
+SNIPPETS = [
+    b"[", b"]", b"{", b"}", b'"', b",", b":", b"null", b"true", b"1e999", b"-", b"\\u0000", b"F8",
+    b"\\ud800", b"\xff", b"\x00", b"[]", b"{}", b"NaN", b"0", b"99999999999999999999", b"BOOL",
+    b'\\"', b'"a":1,', b"I64", b"F16", b"4", b" ",
+]  # fmt: skip
+
+
+@settings(max_examples=600)
+@given(st.data())
+def test_a_valid_file_with_something_changed_is_read_or_refused(data: st.DataObject) -> None:
+    length = int.from_bytes(VALID[:8], "little")
+    text = bytearray(VALID[8 : 8 + length])
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        stop = min(len(text), start + data.draw(st.sampled_from([0, 0, 1, 1, 2, 5, 20])))
+        text[start:stop] = data.draw(st.sampled_from(SNIPPETS) | st.binary(max_size=4))
+    whole = bytearray(file(bytes(text), VALID[8 + length :]))
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(whole)))
+        whole[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    tried(bytes(whole))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_valid_header_with_any_value_in_any_place(data: st.DataObject) -> None:
+    length = int.from_bytes(VALID[:8], "little")
+    header = stdlib.loads(VALID[8 : 8 + length])
+    node: Any = header
+    while True:
+        at = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+        if not (isinstance(node[at], dict | list) and node[at]) or data.draw(st.booleans()):
+            break
+        node = node[at]
+    node[at] = data.draw(json_values | st.integers() | st.lists(st.integers(-1, 40), max_size=3))
+    tried(file(header, VALID[8 + length :]))
