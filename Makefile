@@ -22,18 +22,28 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check docs bench accuracy speed soak fuzz audit image clean again
+.PHONY: help serve test test-rest test-all check docs bench accuracy speed soak fuzz audit image clean again
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
-		printf '  make %-8s %s\n' "$$name" "$$does"; done
+	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
+		printf '  make %-9s %s\n' "$$name" "$$does"; done
 
 serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
-# Two at a time: many of them wait, for processes that start and end. ARGS="-n 0" runs them one by one.
-test: .venv/.installed ## run the tests
-	@.venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+# Two at a time: many tests wait for processes to start and end. ARGS="-n 0" runs them one by one.
+PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
+EXPENSIVE = (process or browser or install or slow) and not representative
+
+test: .venv/.installed ## run most of the tests, some of every kind: about three minutes
+	@$(PYTEST) -m "not ($(EXPENSIVE))" --hypothesis-profile=fast $(ARGS)
+
+# Tests of properties run here again, with all their examples.
+test-rest: .venv/.installed ## run the tests that make test leaves out, and all examples: about a quarter of an hour
+	@$(PYTEST) -m "hypothesis or ($(EXPENSIVE))" $(ARGS)
+
+test-all: .venv/.installed ## run every test, with all examples: about a quarter of an hour
+	@$(PYTEST) $(ARGS)
 
 check: .venv/.installed ## lint, formatting, types
 	.venv/bin/ruff check
@@ -56,7 +66,7 @@ soak: .venv/.installed ## ask a service for 20 minutes and look at every answer 
 	@.venv/bin/python bench/soak.py $(ARGS)
 
 fuzz: .venv/.installed ## feed changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
-	@.venv/bin/python tests/wire/fuzz.py $(ARGS)
+	@.venv/bin/python tests/fuzz_decoders.py $(ARGS)
 
 # In an environment of its own, for it brings two dozen packages that nothing else needs. --strict: what the
 # advisory service does not answer for is a failure; without it, pip-audit calls that nothing known.

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from qkv.attention.catalogue import find
 from qkv.tensors import RawTensor
-from qkv.wire import json, safetensors
-from qkv.wire import open_inference as v2
+from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
 
 SHAPES: Final = {"S": (1, 1, 64, 64), "M": (1, 8, 128, 64), "L": (1, 8, 1024, 64)}
@@ -73,7 +72,7 @@ def asked(
     finally:
         connection.close()
     assert answer.status == 200, body[:600]
-    length = answer.headers.get(v2.LENGTH_HEADER)
+    length = answer.headers.get(open_inference.LENGTH_HEADER)
     found = _decode(form, body, int(length) if length else None)
     assert list(found) == outputs
     _check(tensors, found)
@@ -86,12 +85,12 @@ def asked(
 def _v2(tensors: Mapping[str, Tensor], outputs: list[str], size: int) -> Asked:
     wanted = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
     message = Message({"outputs": wanted}, _raw(tensors))
-    (head, *data), _ = v2.encode(message, "inputs", message.tensors)
+    (head, *data), _ = open_inference.encode(message, "inputs", message.tensors)
     if size:
         head = bytes(head).ljust(size - sum(map(len, data)))  # JSON may end in spaces
     body = b"".join((head, *data))
     assert size in (0, len(body))
-    return Asked(_V2, {"Content-Type": _BINARY, v2.LENGTH_HEADER: str(len(head))}, body)
+    return Asked(_V2, {"Content-Type": _BINARY, open_inference.LENGTH_HEADER: str(len(head))}, body)
 
 
 def _native(form: str, tensors: Mapping[str, Tensor], weights: bool) -> Asked:
@@ -108,7 +107,7 @@ def _raw(tensors: Mapping[str, Tensor]) -> dict[str, RawTensor]:
 
 def _decode(form: str, body: bytes, length: int | None) -> dict[str, RawTensor]:
     if form == "V2 binary":
-        return v2.decode(body, "outputs", length).tensors
+        return open_inference.decode(body, "outputs", length).tensors
     codec: Any = safetensors if form == "safetensors" else json
     found: dict[str, RawTensor] = codec.decode(body, "outputs").tensors
     return found

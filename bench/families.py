@@ -52,7 +52,7 @@ def cases(
 
 
 def _is_sent(spec: Any) -> bool:
-    return not spec.optional and "float32" in spec.dtypes
+    return not spec.is_optional and "float32" in spec.dtypes
 
 
 def _takes_causal(variant: Variant) -> bool:

@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,21 +23,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
 from qkv.attention.catalogue import Variant, variants
-from qkv.engine import weight_blocks as blocks
-from qkv.jobs.weight_forms import Form
+from qkv.engine import weight_blocks
+from qkv.jobs.weight_forms import WeightForm
 
 QUICK_S: Final = 1.0
 STATUS: Final = Path("/proc/self/status")
 
 
-def forms_of(N: int) -> dict[str, Form]:
+def forms_of(N: int) -> dict[str, WeightForm]:
     """Each form, as a person asks for it; 16 rows that lie far apart."""
     rows = tuple(range(0, N, max(1, N // 16)))
     return {
-        "rows (16)": Form("rows", rows=rows),
-        "pool (64)": Form("pool", 64),
-        "stats": Form("stats"),
-        "top_k (8)": Form("top_k", 8),
+        "rows (16)": WeightForm("rows", rows=rows),
+        "pool (64)": WeightForm("pool", 64),
+        "stats": WeightForm("stats"),
+        "top_k (8)": WeightForm("top_k", 8),
     }
 
 
@@ -76,10 +77,10 @@ def measured(variant: Variant, N: int, causal: bool, device: torch.device) -> li
     own, _ = timed(lambda: variant.attend(**arguments, outputs=OUTPUT), device)
     cells = [f"{sdpa:.3g}", f"{own:.3g}"]
     for form in forms_of(N).values():
-        took, mib = timed(
-            lambda form=form: blocks.made(variant, form, arguments, parameters, sizes),  # type: ignore[misc]
-            device,
+        compute = partial(
+            weight_blocks.compute_weight_form, variant, form, arguments, parameters, sizes
         )
+        took, mib = timed(compute, device)
         cells.append(f"{took:.3g}: {took / sdpa:.2g} / {took / own:.2g}; {mib:.0f} MiB")
     return cells
 

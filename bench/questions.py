@@ -17,8 +17,7 @@ from families import DTYPES, SIZES, Case, inputs
 from qkv.attention.catalogue import variants
 from qkv.client.arrays import to_raw
 from qkv.tensors import RawTensor
-from qkv.wire import json, safetensors
-from qkv.wire import open_inference as v2
+from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
 
 LENGTHS: Final = (1, 7, 64, 257, 1000)
@@ -110,8 +109,8 @@ def _v2(
 ) -> tuple[str, dict[str, str], bytes]:
     wanted = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
     message = Message({"outputs": wanted, "parameters": case.parameters}, raw)
-    chunks, length = v2.encode(message, "inputs", raw)
-    headers = {"Content-Type": _BINARY, v2.LENGTH_HEADER: str(length)}
+    chunks, length = open_inference.encode(message, "inputs", raw)
+    headers = {"Content-Type": _BINARY, open_inference.LENGTH_HEADER: str(length)}
     return f"/v2/models/{case.variant.name}/infer", headers, b"".join(chunks)
 
 
@@ -134,7 +133,8 @@ def _native(form: str) -> Callable[..., tuple[str, dict[str, str], bytes]]:
 
 def _decode(form: str, body: bytes, headers: Mapping[str, str]) -> dict[str, RawTensor]:
     if form == "V2 binary":
-        return v2.decode(body, "outputs", int(headers[v2.LENGTH_HEADER.lower()])).tensors
+        length = int(headers[open_inference.LENGTH_HEADER.lower()])
+        return open_inference.decode(body, "outputs", length).tensors
     codec: Any = safetensors if form == "safetensors" else json
     found: dict[str, RawTensor] = codec.decode(body, "outputs").tensors
     return found

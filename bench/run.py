@@ -33,7 +33,7 @@ from run_page import (
 from service import Service, serving
 
 import qkv
-from qkv.server.cpus import usable_cpus
+from qkv.server.process import usable_cpus
 
 REST_S: Final = 0.3  # longer than OpenMP threads spin
 TEXT: Final = "JSON, lists"

@@ -45,7 +45,7 @@ def tensors_of(variant: Variant, N: int, device: torch.device) -> dict[str, Tens
     generator, tensors = torch.Generator().manual_seed(0), {}
     for spec in variant.inputs.values():
         shared = "B" not in spec.letters  # weights and projections: given even where optional
-        if "float32" in spec.dtypes and (shared or not spec.optional) and not spec.broadcasts:
+        if "float32" in spec.dtypes and (shared or not spec.is_optional) and not spec.broadcasts:
             made = torch.randn([sizes[a] for a in spec.letters], generator=generator)
             made = made / made.shape[-1] ** 0.5 if shared else made
             tensors[spec.argument] = made.to(device)

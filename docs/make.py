@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from qkv.api import variant_pictures as picture
+from qkv.api import variant_pictures
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
 
@@ -26,8 +26,8 @@ _LISTED: Final = ("service", "bench", "docs", "tests/support")  # folders in doc
 _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def made() -> dict[str, str]:
-    """Every file's text, by its path from the root."""
+def build_files() -> dict[str, str]:
+    """Returns the text of every generated file, by its path from the root."""
     every = list(catalogue.variants().values())
     readme = (ROOT / "README.md").read_text()
     before, rest = readme.split(BEGIN)
@@ -38,7 +38,7 @@ def made() -> dict[str, str]:
         "docs/files.md": "\n".join(_files()) + "\n",
     }
     for variant in every:
-        if (svg := picture.draw(variant)) is not None:
+        if (svg := variant_pictures.draw(variant)) is not None:
             files[f"{PICTURES}/{variant.name}.svg"] = svg
     return files
 
@@ -47,12 +47,13 @@ def _summary(variants: list[Variant]) -> Iterator[str]:
     """The README's table, and the pictures below it: in a table they would be squeezed."""
     yield "| variant | formula | paper | cost |\n| --- | --- | --- | --- |"
     for variant in variants:
-        said, link = variant.describe(), f"docs/variants.md#{variant.name}"
-        formula, paper, cost = _code(said["formula"]), _cell(said["paper"]), _cell(said["cost"])
+        description, link = variant.describe(), f"docs/variants.md#{variant.name}"
+        formula, paper = _code(description["formula"]), _cell(description["paper"])
+        cost = _cell(description["cost"])
         yield f"| [{variant.name}]({link}) | {formula} | {paper} | {cost} |"
     yield ""
     for variant in variants:
-        if picture.draw(variant) is not None:
+        if variant_pictures.draw(variant) is not None:
             yield (
                 f'<a href="docs/variants.md#{variant.name}"><img height="170" '
                 f'src="{PICTURES}/{variant.name}.svg" alt="The weights of {variant.name}"></a>'
@@ -65,8 +66,8 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     yield "Made by `make docs` of what the files in `service/qkv/attention/variants`.\n"
     yield (
         "The pictures show all of them on one and the same input, by their defaults. "
-        f"{picture.INPUT} {picture.SHADES} `GET /v1/variants/{{variant}}/picture` answers the same "
-        "picture.\n"
+        f"{variant_pictures.INPUT} {variant_pictures.SHADES} "
+        "`GET /v1/variants/{variant}/picture` answers the same picture.\n"
     )
     yield from (f"- [{v.name}](#{v.name}): {v.summary}" for v in variants)
     for variant in variants:
@@ -74,32 +75,32 @@ def _page(variants: list[Variant]) -> Iterator[str]:
 
 
 def _section(variant: Variant) -> Iterator[str]:
-    said = variant.describe()
-    yield f"\n## {variant.name}\n\n{said['summary']}\n"
-    if picture.draw(variant) is not None:
+    description = variant.describe()
+    yield f"\n## {variant.name}\n\n{description['summary']}\n"
+    if variant_pictures.draw(variant) is not None:
         yield f"![The weights of {variant.name}](variants/{variant.name}.svg)\n"
     yield "| | |\n| --- | --- |"
-    yield f"| formula | {_code(said['formula'])} |"
-    yield from (f"| {word} | {_cell(said[word])} |" for word in ("paper", "cost", "weights"))
-    if said["gradients"]:
-        yield f"| gradients | {', '.join(f'`{name}`' for name in said['gradients'])} |"
+    yield f"| formula | {_code(description['formula'])} |"
+    yield from (f"| {word} | {_cell(description[word])} |" for word in ("paper", "cost", "weights"))
+    if description["gradients"]:
+        yield f"| gradients | {', '.join(f'`{name}`' for name in description['gradients'])} |"
     yield "\n| input | shape | dtypes |\n| --- | --- | --- |"
-    for name, spec in said["inputs"].items():
+    for name, spec in description["inputs"].items():
         notes = [", broadcastable"] * spec["broadcasts"] + [", optional"] * spec["optional"]
         shape = f"({', '.join(spec['shape'])}){''.join(notes)}"
         yield f"| `{name}` | {shape} | {', '.join(spec['dtypes'])} |"
     yield "\n| output | shape | dtype |\n| --- | --- | --- |"
-    for name, spec in said["outputs"].items():
+    for name, spec in description["outputs"].items():
         yield f"| `{name}` | ({', '.join(spec['shape'])}) | {spec['dtype']} |"
-    if properties := said["parameters"]["properties"]:
+    if properties := description["parameters"]["properties"]:
         yield "\n| parameter | values | default | meaning |\n| --- | --- | --- | --- |"
     for name, schema in properties.items():
         default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "none"
         meaning = _cell(schema.get("description", ""))
         yield f"| `{name}` | {_cell(_values(schema))} | {default} | {meaning} |"
-    if said["refuses"]:
+    if description["refuses"]:
         yield "\n| refused | because |\n| --- | --- |"
-    yield from (f"| `{name}` | {_cell(why)} |" for name, why in said["refuses"].items())
+    yield from (f"| `{name}` | {_cell(why)} |" for name, why in description["refuses"].items())
 
 
 def _files() -> Iterator[str]:
@@ -162,7 +163,7 @@ def _code(text: str) -> str:
 
 def main() -> None:
     """Writes the files, and removes pictures of variants that are gone."""
-    files = made()
+    files = build_files()
     (ROOT / PICTURES).mkdir(exist_ok=True)
     for old in (ROOT / PICTURES).glob("*.svg"):
         if f"{PICTURES}/{old.name}" not in files:

@@ -28,25 +28,25 @@ class Picture(NamedTuple):
     height: int
     theme: Literal["light", "dark"]
     example: str
-    said: str
-    """What the page says of it when it is drawn."""
+    status: str
+    """Text in the page's status once it is drawn."""
     row: int
-    """The one that is held."""
+    """The row to hold."""
 
 
-SHOWN: Final = {
+README_PICTURES: Final = {
     "playground.png": Picture(1440, 1000, "light", "induction", "19 queries", 17),
     "playground-narrow.png": Picture(390, 844, "dark", "words", "6 queries", 1),
 }
-OTHERS: Final = {
+OTHER_PICTURES: Final = {
     "playground-dark.png": Picture(1440, 1000, "dark", "document", "4096 queries", 2000),
     "playground-narrow-light.png": Picture(390, 844, "light", "local", "64 queries", 20),
 }
 
 
 @contextlib.contextmanager
-def service() -> Iterator[str]:
-    """Where a service of this checkout answers."""
+def start_service() -> Iterator[str]:
+    """Starts a service of this checkout and yields its URL."""
     command = [sys.executable, "-m", "qkv", "serve", "--port", "0", "--workers", "1"]
     environment = os.environ | {"QKV_DEVICE": "cpu"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -59,11 +59,11 @@ def service() -> Iterator[str]:
             process.stderr.read()  # a full pipe would keep it from ending
 
 
-def show(page: Page, picture: Picture) -> None:
-    """Has a page show what a picture is to show."""
+def prepare(page: Page, picture: Picture) -> None:
+    """Brings a page to the state that a picture shows."""
     page.wait_for_selector("#row tbody tr")
     page.locator("#example").select_option(picture.example)
-    page.locator("#status", has_text=picture.said).wait_for()
+    page.locator("#status", has_text=picture.status).wait_for()
     page.locator("#row-number").fill(str(picture.row))
     page.keyboard.press("Enter")
     page.wait_for_load_state("networkidle")
@@ -84,11 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Takes pictures of the playground.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent)
     parser.add_argument("--all", action="store_true", help="of both widths and themes")
-    asked = parser.parse_args(arguments)
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    pictures = SHOWN | OTHERS if asked.all else SHOWN
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    pictures = README_PICTURES | OTHER_PICTURES if options.all else README_PICTURES
     chromium = shutil.which("chromium") or "chromium"
-    with service() as url, sync_playwright() as playwright:
+    with start_service() as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=chromium,
             args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
@@ -99,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 color_scheme=picture.theme,
             )
             page.goto(url)
-            show(page, picture)
-            page.screenshot(path=asked.folder / name)
+            prepare(page, picture)
+            page.screenshot(path=options.folder / name)
             page.close()
         browser.close()
 

@@ -18,10 +18,12 @@ import httpx
 import pytest
 from ruamel.yaml import YAML
 
-from conftest import PATIENCE, Process, Server, until
-from qkv.server.supervisor import _EMPTYING_S, _GRACE_S
+from qkv.server.supervisor import _BACKLOG_TIMEOUT_S
+from qkv.server.worker import DRAIN_NOTICE_S
 from qkv.settings import Settings
 from support.paths import ROOT
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service import Server
 
 RUNNING: Final = (ROOT / "docs/running.md").read_text()
 COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
@@ -124,7 +126,7 @@ def test_every_service_is_hardened(name: str) -> None:
 def test_docker_waits_longer_than_draining_may_take(name: str) -> None:
     grace = SERVICES[name]["stop_grace_period"]
     assert re.fullmatch(r"\d+s", grace)
-    assert int(grace[:-1]) > Settings.model_fields["drain_s"].default + _EMPTYING_S + 3 * _GRACE_S
+    assert int(grace[:-1]) > Settings.model_fields["drain_s"].default + _BACKLOG_TIMEOUT_S + 3 * DRAIN_NOTICE_S
 
 
 def test_its_variables_have_defaults_and_can_be_set() -> None:
@@ -218,7 +220,7 @@ def healthy(port: int) -> bool:
     """Runs the image's health check with a proxy in the environment that leads nowhere."""
     proxies = {"http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     done = subprocess.run(
-        health_check(port), env=os.environ | proxies, capture_output=True, timeout=PATIENCE
+        health_check(port), env=os.environ | proxies, capture_output=True, timeout=TIMEOUT_S
     )
     return done.returncode == 0
 
@@ -250,14 +252,14 @@ def test_the_health_check_is_bad_while_the_service_drains(command: Callable[...,
     port = httpx.URL(draining.url).port
     assert port
     body = b'{"inputs": {"query": [[1]], "key": [[1]], "value": [[1]]}}'
-    with socket.create_connection(("127.0.0.1", port), PATIENCE) as upload:  # holds the worker
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as upload:  # holds the worker
         upload.sendall(
             b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body)
         )
         assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
         draining.popen.send_signal(signal.SIGTERM)
-        until(lambda: not ready(port))
+        wait_until(lambda: not ready(port))
         assert not healthy(port)
         assert draining.popen.poll() is None
         upload.sendall(body)

@@ -2,7 +2,7 @@
 
 from qkv.client.async_client import AsyncClient
 from qkv.client.client import Client
-from qkv.client.comparison import Compared, Comparison
+from qkv.client.comparison import Comparison, VariantComparison
 from qkv.client.request_builders import Choice
 from qkv.client.results import Converted, Gradients, Run
 from qkv.client.sweep import AsyncSweep, Sweep
@@ -16,7 +16,6 @@ __all__ = [
     "Cell",
     "Choice",
     "Client",
-    "Compared",
     "Comparison",
     "Converted",
     "Crossover",
@@ -24,5 +23,6 @@ __all__ = [
     "QkvError",
     "Run",
     "Sweep",
+    "VariantComparison",
     "__version__",
 ]

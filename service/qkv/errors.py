@@ -1,45 +1,64 @@
-"""The one exception tree: each class carries its HTTP status and its stable problem type."""
+"""The exceptions of qkv: each class has an HTTP status and a stable problem type."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from http import HTTPStatus
+from typing import Any, ClassVar, Final
 
 __all__ = [
+    "ClientDisconnected",
+    "DeadlineExceeded",
+    "HeadersTooLarge",
     "Internal",
     "InvalidContent",
-    "Left",
+    "MalformedRequest",
     "MethodNotAllowed",
     "NotAcceptable",
     "NotFound",
-    "NotNow",
+    "PayloadTooLarge",
     "QkvError",
-    "TooLarge",
-    "TooLate",
-    "TooLong",
-    "TooSlow",
+    "RequestTimeout",
+    "ServiceUnavailable",
     "Unauthorized",
-    "Unparseable",
     "UnsupportedMediaType",
+    "format_value",
     "from_problem",
     "pointer_to",
-    "shown",
 ]
 
 
+_REASON_PHRASES: Final = {
+    413: "Content Too Large",  # Python 3.11 has the phrases of RFC 7231 for 413 and 422
+    422: "Unprocessable Content",
+    499: "Client Closed Request",  # not of RFC 9110: nginx's, for its logs
+}
+
+
+def _reason_phrase(status: int) -> str:
+    """Returns the reason phrase of a status (RFC 9110, section 15)."""
+    return _REASON_PHRASES.get(status) or HTTPStatus(status).phrase
+
+
 class QkvError(Exception):
-    """A fault that is known, with all that an RFC 9457 problem document needs.
+    """An error with the members of an RFC 9457 problem document.
+
+    A subclass sets `status` and `name`; its `title` is the reason phrase of the status.
 
     Args:
-        detail: what came and what was expected, in one or two sentences for a person.
-        pointer: JSON pointer (RFC 6901) to the part of the request that is at fault.
+        detail: what was received and what was expected, in one or two sentences.
+        pointer: JSON pointer (RFC 6901) to the part of the request that is wrong.
         **members: further members of the problem document, JSON values.
     """
 
     status: ClassVar[int] = 500
     name: ClassVar[str] = "internal"
-    title: ClassVar[str] = "Internal error"
+    title: ClassVar[str] = _reason_phrase(500)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.title = _reason_phrase(cls.status)
 
     def __init__(self, detail: str, *, pointer: str | None = None, **members: Any) -> None:
         super().__init__(detail)
@@ -48,7 +67,7 @@ class QkvError(Exception):
         self.members = members
 
     def problem(self) -> dict[str, Any]:
-        """The problem document of RFC 9457, section 3."""
+        """Returns the problem document of RFC 9457, section 3."""
         document: dict[str, Any] = {
             "type": f"urn:qkv:problem:{self.name}",
             "title": self.title,
@@ -60,24 +79,22 @@ class QkvError(Exception):
         return document | self.members
 
     def headers(self) -> dict[str, str]:
-        """Headers that the status asks for, such as Retry-After."""
+        """Returns the response headers that the status requires, such as Retry-After."""
         return {}
 
 
-class Unparseable(QkvError):
-    """The bytes are not what their media type says."""
+class MalformedRequest(QkvError):
+    """The body cannot be parsed as its media type, or the request is not HTTP/1.1."""
 
     status = 400
     name = "unparseable"
-    title = "The request cannot be parsed"
 
 
 class Unauthorized(QkvError):
-    """It came without one of the service's keys."""
+    """The request has no valid API key."""
 
     status = 401
     name = "unauthorized"
-    title = "Unauthorized"
 
     def __init__(
         self,
@@ -88,130 +105,119 @@ class Unauthorized(QkvError):
         super().__init__(detail, pointer=pointer)
 
     def headers(self) -> dict[str, str]:
-        """RFC 6750, section 3."""
+        """Returns WWW-Authenticate (RFC 6750, section 3)."""
         return {"WWW-Authenticate": 'Bearer realm="qkv"'}
 
 
 class NotFound(QkvError):
-    """No such variant, layer or path."""
+    """The variant, model or path does not exist."""
 
     status = 404
     name = "not-found"
-    title = "Not found"
 
 
 class MethodNotAllowed(QkvError):
-    """The path exists, the method does not."""
+    """The path exists, but not for this method."""
 
     status = 405
     name = "method-not-allowed"
-    title = "Method not allowed"
 
     def __init__(self, detail: str, *, allow: str) -> None:
         super().__init__(detail)
         self.allow = allow
 
     def headers(self) -> dict[str, str]:
-        """RFC 9110, section 15.5.6: a 405 names what is allowed."""
+        """Returns Allow (RFC 9110, section 15.5.6)."""
         return {"Allow": self.allow}
 
 
 class NotAcceptable(QkvError):
-    """Nothing that Accept names is written here."""
+    """The service writes none of the media types in Accept."""
 
     status = 406
     name = "not-acceptable"
-    title = "Not acceptable"
 
 
-class TooSlow(QkvError):
-    """It did not come in the time that the service waits for the next part of it."""
+class RequestTimeout(QkvError):
+    """The client did not send the next part of its request in time."""
 
     status = 408
     name = "too-slow"
-    title = "Too slow"
 
 
-class TooLarge(QkvError):
-    """It can never fit the limits of this service."""
+class PayloadTooLarge(QkvError):
+    """The request, or its response, exceeds a limit of this service."""
 
     status = 413
     name = "too-large"
-    title = "Too large"
 
 
 class UnsupportedMediaType(QkvError):
-    """The Content-Type has no codec here, or the Content-Encoding is none that is read."""
+    """The service has no codec for the Content-Type or the Content-Encoding."""
 
     status = 415
     name = "unsupported-media-type"
-    title = "Unsupported media type"
 
 
 class InvalidContent(QkvError):
-    """Parsed, but wrong: a shape, a dtype, a name, a value."""
+    """The request was parsed, but a field, shape, dtype or value is wrong."""
 
     status = 422
     name = "invalid-content"
-    title = "Invalid content"
 
 
-class TooLong(QkvError):
-    """What stands before the body is too long."""
+class HeadersTooLarge(QkvError):
+    """The request line and headers are too long."""
 
     status = 431
     name = "too-long"
-    title = "Request header fields too large"
 
 
 class Internal(QkvError):
-    """Our own fault. The detail says nothing of the inside."""
+    """A fault of the service. The detail reveals nothing internal."""
 
 
-class NotNow(QkvError):
-    """It would fit, but not at this moment.
+class ServiceUnavailable(QkvError):
+    """The service cannot run the request now: it is at a limit, or is shutting down.
 
     Args:
-        retry_after: whole seconds after which a retry makes sense.
+        retry_after: seconds after which the client may retry, a whole number.
     """
 
     status = 503
     name = "not-now"
-    title = "Not now"
 
     def __init__(self, detail: str, *, retry_after: int = 1) -> None:
         super().__init__(detail)
         self.retry_after = retry_after
 
     def headers(self) -> dict[str, str]:
-        """RFC 9110, section 10.2.3."""
+        """Returns Retry-After (RFC 9110, section 10.2.3)."""
         return {"Retry-After": str(self.retry_after)}
 
 
-class Left(QkvError):
-    """The caller left before it was answered: nobody reads this, but logs may count it."""
+class ClientDisconnected(QkvError):
+    """The client disconnected before the response. Only logs and metrics see this error."""
 
     status = 499
     name = "left"
-    title = "The caller left"
 
 
-class TooLate(QkvError):
-    """The deadline passed before the device was free."""
+class DeadlineExceeded(QkvError):
+    """The request's deadline passed before it was run."""
 
     status = 504
     name = "too-late"
-    title = "Too late"
 
 
 def pointer_to(*parts: object) -> str:
-    """The JSON pointer to a part of a document (RFC 6901, section 3)."""
+    """Returns the JSON pointer to a part of a document (RFC 6901, section 3)."""
     escaped = (str(part).replace("~", "~0").replace("/", "~1") for part in parts)
     return "".join(f"/{part}" for part in escaped)
 
 
-def shown(value: object, most: int = 60) -> str:
-    """A value from a request as JSON writes it, as far as a person needs it."""
+def format_value(value: object, most: int = 60) -> str:
+    """Returns a value from a request as JSON, shortened for an error message."""
     try:
         return _cut(json.dumps(value), most)
     except (TypeError, ValueError):
@@ -219,17 +225,17 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def _cut(text: str, most: int = 600) -> str:
-    """Names that a client chose are echoed, but not at any length."""
+    """Shortens text that may hold what a client sent."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def from_problem(status: int, document: Mapping[str, Any], retry_after: int = 1) -> QkvError:
-    """The error that a problem document was made of, for a client to raise."""
+    """Returns the error that a problem document describes, for a client to raise."""
     detail, pointer = str(document.get("detail", f"HTTP status {status}")), document.get("pointer")
     name = str(document.get("type", "")).rpartition(":")[2]
     error: QkvError
-    if name == NotNow.name:
-        error = NotNow(detail, retry_after=retry_after)
+    if name == ServiceUnavailable.name:
+        error = ServiceUnavailable(detail, retry_after=retry_after)
     elif name == MethodNotAllowed.name:
         error = MethodNotAllowed(detail, allow="")
     else:

@@ -41,7 +41,7 @@ class RawTensor:
         dtype: a key of `DTYPES`.
         shape: sizes, none negative.
         data: its bytes, exactly `nbytes(dtype, shape)` of them, contiguous.
-        literal: it was written as plain numbers without a dtype (JSON lists), so that whoever
+        is_untyped: it was written as plain numbers without a dtype (JSON lists), so that whoever
             knows what it is for may still convert it; `dtype` is then float64, int64 or bool.
 
     Raises:
@@ -51,7 +51,7 @@ class RawTensor:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-    literal: bool = False
+    is_untyped: bool = False
 
     def __post_init__(self) -> None:
         size = self.data.nbytes
@@ -73,7 +73,7 @@ class RawTensor:
         return self.data.nbytes
 
     @classmethod
-    def from_numpy(cls, array: np.ndarray, *, literal: bool = False) -> RawTensor:
+    def from_numpy(cls, array: np.ndarray, *, is_untyped: bool = False) -> RawTensor:
         """Wraps an array of a known dtype; copies only what is not contiguous little-endian."""
         little = array.dtype.newbyteorder("<")
         name = next((n for n, dtype in DTYPES.items() if dtype == little), None)
@@ -82,7 +82,7 @@ class RawTensor:
                 f"dtype {array.dtype} does not travel; known are {', '.join(DTYPES)}"
             )
         dense = np.ascontiguousarray(array, DTYPES[name]).reshape(-1)
-        return cls(name, array.shape, dense.view(np.uint8).data, literal)
+        return cls(name, array.shape, dense.view(np.uint8).data, is_untyped)
 
     def numpy(self) -> np.ndarray:
         """A view as an array: no copy, read-only where the buffer is."""

@@ -15,16 +15,15 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from conftest import PATIENCE, Server
-from qkv.api import request_body as receiving
-from qkv.api.request_body import Chunk, Outgoing
-from qkv.engine import executor as run
-from qkv.engine import forward as passes
+from qkv.api import request_body
+from qkv.api.request_body import Chunk, TensorResponse
+from qkv.engine import executor, forward
 from qkv.tensors import RawTensor
-from qkv.wire import open_inference as v2
-from qkv.wire import safetensors
+from qkv.wire import open_inference, safetensors
 from qkv.wire.message import Message
 from support.known_requests import Array
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 MiB: Final = 1 << 20
 BODY: Final = 64 * MiB
@@ -78,28 +77,28 @@ def place(buffer: Chunk) -> tuple[int, int]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """What is filled while a service of this process answers."""
     seen = Seen()
-    aligned, through = receiving._aligned, passes.through
-    going = Outgoing.__init__
+    aligned, call_variant = request_body._new_aligned_buffer, forward.call_variant
+    going = TensorResponse.__init__
 
     def spy_aligned(size: int, at: int) -> memoryview:
         buffer = aligned(size, at)
         seen.buffers.append(place(buffer))
         return buffer
 
-    def spy_through(job: Any, tensors: dict[str, Any], *others: Any) -> Any:
+    def spy_call_variant(job: Any, tensors: dict[str, Any], *others: Any) -> Any:
         seen.arguments = {n: t.data_ptr() for n, t in tensors.items()}
-        passed = through(job, tensors, *others)
+        passed = call_variant(job, tensors, *others)
         output = passed.tensors["output"]
         seen.result = output.data_ptr(), output.nbytes
         return passed
 
-    def spy_going(self: Outgoing, chunks: Sequence[Chunk], *args: Any) -> None:
+    def spy_going(self: TensorResponse, chunks: Sequence[Chunk], *args: Any) -> None:
         seen.sent = [place(chunk) for chunk in chunks]
         going(self, chunks, *args)
 
-    monkeypatch.setattr(receiving, "_aligned", spy_aligned)
-    monkeypatch.setattr(run, "through", spy_through)
-    monkeypatch.setattr(Outgoing, "__init__", spy_going)
+    monkeypatch.setattr(request_body, "_new_aligned_buffer", spy_aligned)
+    monkeypatch.setattr(executor, "call_variant", spy_call_variant)
+    monkeypatch.setattr(TensorResponse, "__init__", spy_going)
     return seen
 
 
@@ -139,7 +138,7 @@ def ask(
     is_known, before = forget(), resident(most=False)
     tracemalloc.start()
     try:
-        ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE, check=True)
+        ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
         seen.traced = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -172,12 +171,15 @@ def over_v2(
     server: Server, seen: Seen, folder: Path, tensors: dict[str, RawTensor], chunked: bool = False
 ) -> None:
     message = Message({"parameters": {"binary_data_output": True}}, tensors)
-    chunks, length = v2.encode(message, "inputs", tensors.keys())
-    headers = {v2.LENGTH_HEADER: str(length), "Content-Type": "application/octet-stream"}
+    chunks, length = open_inference.encode(message, "inputs", tensors.keys())
+    headers = {
+        open_inference.LENGTH_HEADER: str(length),
+        "Content-Type": "application/octet-stream",
+    }
     path = "/v2/models/softmax/infer"
     named, answer = ask(server, seen, folder, path, chunks, headers, chunked)
-    length = v2.json_length(named[v2.LENGTH_HEADER.lower()])
-    check(v2.decode(answer, "outputs", length).tensors["output"].numpy())
+    length = open_inference.json_length(named[open_inference.LENGTH_HEADER.lower()])
+    check(open_inference.decode(answer, "outputs", length).tensors["output"].numpy())
 
 
 def over_safetensors(

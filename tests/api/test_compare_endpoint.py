@@ -12,31 +12,41 @@ import httpx
 import numpy as np
 import pytest
 
-from conftest import Process, Server, until
 from qkv.errors import QkvError
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 from qkv.wire import safetensors
 from qkv.wire.message import Message
-from support.compare_requests import COMPARE, INPUTS, X, compare, drawn, named, post, same
-from support.known_requests import as_json, refused
+from support.compare_requests import (
+    COMPARE,
+    INPUTS,
+    X,
+    assert_same_report,
+    compare,
+    post,
+    random_inputs,
+    variant_entry,
+)
+from support.known_requests import as_json, assert_problem
+from support.processes import Process, wait_until
+from support.service import Server
 
 
 def test_a_service_answers_what_this_process_does(server: Server) -> None:
-    inputs = drawn()
-    fields = {"variants": ["linear", named("taylor", causal=True)], "repeats": 2}
+    inputs = random_inputs()
+    fields = {"variants": ["linear", variant_entry("taylor", causal=True)], "repeats": 2}
     for encoding in ("lists", "base64"):
         body = {"inputs": {n: as_json(a, encoding) for n, a in inputs.items()}, **fields}
         response = post(server, body)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "application/json"
         assert "x-request-id" in response.headers
-        same(response.json(), compare(inputs, **fields))
+        assert_same_report(response.json(), compare(inputs, **fields))
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
     file = b"".join(safetensors.encode(Message(fields, raw), "inputs"))
     headers = {"Content-Type": safetensors.MEDIA_TYPE}
     response = server.http.post(COMPARE, content=file, headers=headers)
-    same(response.json(), compare(inputs, **fields))
+    assert_same_report(response.json(), compare(inputs, **fields))
     assert set(response.headers["server-timing"].split(";dur=")) >= {"queue"}
     timing = response.json()["timing"]
     assert timing["runs"] == 3 + 3 * 2 + 1 + 2
@@ -49,12 +59,12 @@ def test_a_device_process_compares_too(command: Callable[..., Process]) -> None:
         "serve", "--port", "0", "--workers", "1", QKV_DEVICE_PROCESS="one",
         QKV_MAX_QUEUE_BYTES=str(64 << 20),
     )  # fmt: skip
-    inputs = drawn() | {"key_lengths": np.array([9, 4])}
+    inputs = random_inputs() | {"key_lengths": np.array([9, 4])}
     fields = {"variants": ["linear", "taylor"], "repeats": 2}
     body = {"inputs": {n: as_json(a, "base64") for n, a in inputs.items()}, **fields}
     answer = httpx.post(f"{process.url}{COMPARE}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    same(answer.json(), compare(inputs, **fields))
+    assert_same_report(answer.json(), compare(inputs, **fields))
     assert process.end() == 0, process.lines
 
 
@@ -72,7 +82,7 @@ def test_json_is_all_that_comes(server: Server, accept: str) -> None:
     body = {"inputs": INPUTS, "variants": ["linear"], "repeats": 1}
     assert post(server, body, headers={"Accept": accept}).status_code == 200
     for other in ("text/html", safetensors.MEDIA_TYPE, "application/json;q=0"):
-        refused(post(server, body, headers={"Accept": other}), 406)
+        assert_problem(post(server, body, headers={"Accept": other}), 406)
 
 
 def slow(server: Server) -> bytes:
@@ -100,10 +110,10 @@ def counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def test_who_leaves_ends_it(server: Server, counted: list[Job]) -> None:
     with socket.create_connection(server.address) as leaver:
         leaver.sendall(slow(server))
-        with server.engine.hold():
-            until(lambda: server.waiting == 1)
+        with server.hold():
+            wait_until(lambda: server.queued_count == 1)
             leaver.close()
-            until(lambda: server.waiting == 0)
+            wait_until(lambda: server.queued_count == 0)
         seen = len(counted)
         assert post(server, {"inputs": INPUTS, "variants": ["mean"], "repeats": 1}).is_success
     own = 2 + 2 + 1 + 1
@@ -114,21 +124,21 @@ def test_others_are_answered_meanwhile(server: Server, counted: list[Job]) -> No
     """Each run waits for its own turn: between two of them there is room for others."""
     with socket.create_connection(server.address) as asking:
         asking.sendall(slow(server))
-        until(lambda: len(counted) > 5)
+        wait_until(lambda: len(counted) > 5)
         before = len(counted)
         for _ in range(5):
             response = server.http.post("/v1/attention/softmax", json={"inputs": INPUTS})
             assert response.status_code == 200
         assert before <= len(counted) < 17 * 101
-    until(lambda: server.waiting == 0)
+    wait_until(lambda: server.queued_count == 0)
 
 
 def test_a_deadline_is_each_runs_own(server: Server) -> None:
     body = {"inputs": INPUTS, "variants": ["linear"], "repeats": 1}
-    with server.engine.hold():
+    with server.hold():
         late = post(server, body, headers={"X-Request-Timeout": "0.05"})
-    refused(late, 504)
-    refused(post(server, body, headers={"X-Request-Timeout": "soon"}), 400)
+    assert_problem(late, 504)
+    assert_problem(post(server, body, headers={"X-Request-Timeout": "soon"}), 400)
     assert post(server, body, headers={"X-Request-Timeout": "30"}).status_code == 200
 
 

@@ -16,20 +16,20 @@ from click.testing import CliRunner
 from torch import Tensor
 from torch.nn.functional import linear as dense
 
-from conftest import Server
 from qkv import AsyncClient, Client, QkvError
 from qkv.attention.catalogue import Variant, fixed_size, variants
 from qkv.cli.main import main
-from qkv.engine.executor import run
+from qkv.engine.executor import execute
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.known_requests import EPS, FLOATING, refused
+from support.known_requests import EPS, FLOATING, assert_problem
+from support.service import Server
 
 PATH: Final = "/v1/gradients/softmax"
 SIZES: Final = {"B": 2, "H": 4, "G": 2, "L": 5, "S": 5, "D": 3, "E": 3}
-LIMITS: Final = Limits(answer=1 << 20, request=1 << 20)
+LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)
 with_gradients = pytest.mark.parametrize(
     "variant", [v for v in variants().values() if v.backward], ids=lambda v: v.name
 )
@@ -46,7 +46,7 @@ def inputs_of(variant: Variant, dtype: torch.dtype = torch.float64) -> dict[str,
     inputs = {
         i.name: torch.randn([fixed_size(x) or SIZES.get(x, 7) for x in i.letters]).to(dtype)
         for i in variant.inputs.values()
-        if not i.optional
+        if not i.is_optional
     }
     output = variant.attend(
         **{variant.inputs[n].argument: x for n, x in inputs.items()}, outputs=frozenset({"output"})
@@ -295,14 +295,16 @@ GOOD: Final = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]], "grad_outp
 def test_what_is_wrong_is_named(
     server: Server, body: dict[str, Any], pointer: str, words: str
 ) -> None:
-    status = 404 if pointer == "/layer" else 422
-    problem = refused(server.http.post(PATH, json=body), status, body)
+    problem = assert_problem(server.http.post(PATH, json=body), 422, body)
     assert problem["pointer"] == pointer
     assert words in problem["detail"]
 
 
 def test_an_unknown_variant_is_404(server: Server, client: Client) -> None:
-    assert "sotfmax" in refused(server.http.post("/v1/gradients/sotfmax", json={}), 404)["detail"]
+    assert (
+        "sotfmax"
+        in assert_problem(server.http.post("/v1/gradients/sotfmax", json={}), 404)["detail"]
+    )
     with pytest.raises(QkvError) as caught:
         client.gradients("so/ft?max", **inputs_of(variants()["softmax"]))
     assert caught.value.status == 404
@@ -311,7 +313,7 @@ def test_an_unknown_variant_is_404(server: Server, client: Client) -> None:
 def test_limits_hold_for_gradients(serve: Any) -> None:
     server = serve(max_answer_bytes=100)
     wide = {n: [[0.0] * 20] for n in GOOD}
-    assert "bytes" in refused(server.http.post(PATH, json={"inputs": wide}), 413)["detail"]
+    assert "bytes" in assert_problem(server.http.post(PATH, json={"inputs": wide}), 413)["detail"]
 
 
 def test_gradients_are_no_inferences(serve: Any) -> None:
@@ -330,23 +332,25 @@ def job_of(tensors: Mapping[str, Tensor], layer: Mapping[str, Tensor] | None = N
         return {n: RawTensor.from_numpy(t.numpy()) for n, t in named.items()}
 
     fields = {} if layer is None else {"layer": {"layout": "v1"}}
-    return GradientJob.of("softmax", Message(fields, raw(tensors), raw(layer or {})), LIMITS)
+    return GradientJob.from_message(
+        "softmax", Message(fields, raw(tensors), raw(layer or {})), LIMITS
+    )
 
 
 def test_stacked_each_gets_its_own() -> None:
     """As on a GPU; but what sums over the items of one request is not stacked."""
     names = ("query", "key", "value", "grad_output")
     jobs = [job_of({n: torch.randn(B, 2, 4, 3) for n in names}) for B in (1, 2, 3)]
-    assert len({job.key for job in jobs}) == 1
+    assert len({job.batch_key for job in jobs}) == 1
     device = torch.device("cpu")
-    together = run(jobs, device, stack=True)
+    together = execute(jobs, device, stack=True)
     for job, ran in zip(jobs, together, strict=True):
-        assert ran.stacked == 3
-        (alone,) = run([job], device, stack=False)
+        assert ran.stacked_count == 3
+        (alone,) = execute([job], device, stack=False)
         for name, gradient in ran.outputs.items():
             np.testing.assert_allclose(
                 gradient.numpy(), alone.outputs[name].numpy(), rtol=0, atol=100 * EPS["float32"]
             )
     layer = {n: torch.randn(3, 3) for n in ("W_query", "W_key", "W_value")}
     embedded = [job_of({n: torch.randn(1, 4, 3) for n in names}, layer) for _ in range(3)]
-    assert all(a.key != b.key for a, b in itertools.combinations(embedded, 2))
+    assert all(a.batch_key != b.batch_key for a, b in itertools.combinations(embedded, 2))

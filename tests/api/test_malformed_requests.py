@@ -8,27 +8,29 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import PATIENCE, Server
-from support.json_requests import ask, post
-from support.known_requests import refused
-from support.malformed_requests import DOCUMENTS, HARMS, TEXT, valid
+from support.examples import examples
+from support.json_requests import post, run_request
+from support.known_requests import assert_problem
+from support.malformed_requests import CORRUPTIONS, DOCUMENTS, TEXT, valid
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_what_is_about_to_be_broken_is_whole(server: Server, name: str) -> None:
-    ask(server, valid(name))
+    run_request(server, valid(name))
 
 
-@pytest.mark.parametrize("name", HARMS)
+@pytest.mark.parametrize("name", CORRUPTIONS)
 def test_what_is_malformed_is_refused_and_says_why(server: Server, name: str) -> None:
-    documents, harmed = HARMS[name]
+    documents, harmed = CORRUPTIONS[name]
 
-    @settings(max_examples=25)
+    @examples(25)
     @given(st.data(), st.sampled_from(documents))
     def break_it(data: st.DataObject, kind: str) -> None:
         document = valid(kind)
@@ -36,11 +38,11 @@ def test_what_is_malformed_is_refused_and_says_why(server: Server, name: str) ->
         sent = document if sent is None else sent
         response = post(server, sent)
         if isinstance(sent, bytes):
-            refused(response, response.status_code if response.status_code == 422 else 400)
+            assert_problem(response, response.status_code if response.status_code == 422 else 400)
         else:
             # a number past 64 bits is not parsed; a layer's name that is not there is not found
             unread = response.status_code == 400 and re.search(r"\d{19}", json.dumps(sent))
-            refused(response, 400 if unread else 422, sent)
+            assert_problem(response, 400 if unread else 422, sent)
 
     break_it()
 
@@ -57,7 +59,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 def test_anything_anywhere_is_answered_or_refused(server: Server, data: st.DataObject) -> None:
     document = valid(data.draw(st.sampled_from(DOCUMENTS)))
@@ -74,14 +76,14 @@ def test_anything_anywhere_is_answered_or_refused(server: Server, data: st.DataO
     response = post(server, document)
     if response.status_code != 200:
         assert response.status_code in (400, 404, 413, 422)
-        refused(response, response.status_code, document)
+        assert_problem(response, response.status_code, document)
 
 
 def test_after_all_that_it_answers_as_before(server: Server) -> None:
     done = threading.Event()
-    server.app.state.engine._loop.call_soon_threadsafe(done.set)
-    assert done.wait(PATIENCE)
-    assert server.waiting == 0
+    server.app.state.runtime.engine._loop.call_soon_threadsafe(done.set)
+    assert done.wait(TIMEOUT_S)
+    assert server.queued_count == 0
     assert server.http.get("/livez").json() == server.http.get("/readyz").json() == {"status": "ok"}
     for name in DOCUMENTS:
-        ask(server, valid(name))
+        run_request(server, valid(name))

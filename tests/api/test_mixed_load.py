@@ -15,8 +15,9 @@ import httpx
 import numpy as np
 import pytest
 
-from conftest import PATIENCE, Server, serving
-from support.known_requests import Case, random_case, refused
+from support.known_requests import Case, assert_problem, random_case
+from support.processes import TIMEOUT_S
+from support.service import Server, running_server
 
 THREADS: Final = 16
 KINDS: Final = 60  # of shapes, dtypes and parameters
@@ -40,7 +41,7 @@ BODIES: Final = [json.dumps(case.document | {"encoding": "base64"}).encode() for
 @contextmanager
 def asking(server: Server) -> Iterator[httpx.Client]:
     limits = httpx.Limits(max_connections=THREADS)
-    with httpx.Client(base_url=server.url, timeout=PATIENCE, limits=limits) as http:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT_S, limits=limits) as http:
         yield http
 
 
@@ -58,9 +59,9 @@ def alone(server: Server) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def batching(_settings_of_the_tests_only: None) -> Iterator[Server]:
+def batching(_clean_environment: None) -> Iterator[Server]:
     """A service that groups requests as one with a GPU does."""
-    with serving(max_batch=32) as served:
+    with running_server(max_batch=32) as served:
         yield served
 
 
@@ -90,16 +91,16 @@ def test_grouped_with_strangers_they_have_the_bits_of_each_alone(
     with asking(batching) as http, ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(BODIES), THREADS):
             wave = slice(start, start + THREADS)
-            with batching.engine.hold():
+            with batching.hold():
                 futures = [pool.submit(ask, http, body) for body in BODIES[wave]]
-                batching.await_waiting(len(futures))
+                batching.wait_until_queued(len(futures))
             answers = [future.result() for future in futures]
             for case, outputs, answer in zip(CASES[wave], alone[wave], answers, strict=True):
                 assert answer["outputs"] == outputs, str(case)
             sizes += [answer["timing"]["batch_size"] for answer in answers]
     assert len(sizes) == len(CASES)
     assert max(sizes) >= 4  # the runs of four were together
-    assert batching.waiting == 0
+    assert batching.queued_count == 0
 
 
 def test_mixed_with_what_is_refused_and_who_leaves(batching: Server, alone: list[Any]) -> None:
@@ -109,13 +110,13 @@ def test_mixed_with_what_is_refused_and_who_leaves(batching: Server, alone: list
 
     def disturb(number: int) -> int:
         count = 0
-        with httpx.Client(base_url=batching.url, timeout=PATIENCE) as http:
+        with httpx.Client(base_url=batching.url, timeout=TIMEOUT_S) as http:
             while not stop.is_set():
                 body = BODIES[(number + 7 * count) % len(BODIES)]
                 if number % 2:
-                    refused(http.post("/v1/attention/softmax", content=body[:-9]), 400)
+                    assert_problem(http.post("/v1/attention/softmax", content=body[:-9]), 400)
                 else:
-                    with socket.create_connection(batching.address, PATIENCE) as leaving:
+                    with socket.create_connection(batching.address, TIMEOUT_S) as leaving:
                         leaving.sendall(HEAD % len(body) + body)
                 count += 1
         return count
@@ -128,5 +129,5 @@ def test_mixed_with_what_is_refused_and_who_leaves(batching: Server, alone: list
         finally:
             stop.set()
         assert all(future.result() for future in disturbing)
-    batching.await_waiting(0)
+    batching.wait_until_queued(0)
     assert batching.http.get("/readyz").is_success

@@ -19,13 +19,14 @@ from typing import Any, Final
 
 import httpx
 import pytest
-from test_metrics import ran as ran
-from test_supervisor import JSON, PATH, TINY
 
-from conftest import PATIENCE, Process, Server
-from qkv.engine.executor import Standing
+from qkv.engine.executor import PreparedRun
 from qkv.jobs.job import Job
-from support.raw_connection import body_of, calling, drawn, request_of
+from support.processes import TIMEOUT_S, Process
+from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
+from support.raw_connection import prepared_runs as prepared_runs
+from support.service import Server
+from support.service_processes import JSON, PATH, TINY_BODY
 
 INFER: Final = "/v2/models/softmax/infer"
 MADE: Final = re.compile(r"[0-9a-f]{24,}")
@@ -36,32 +37,34 @@ BAD: Final = [
 
 
 def test_the_id_of_a_request_is_on_its_answer_on_every_way(
-    server: Server, ran: list[Standing]
+    server: Server, prepared_runs: list[PreparedRun]
 ) -> None:
-    body, length = body_of(drawn(3))
-    with calling(server) as caller:
+    body, length = encode_body(random_inputs(3))
+    with raw_client(server) as caller:
         for i in range(6):
-            caller.send(request_of(body, length, INFER, f"x-request-ID: a-{i}"))
-            assert caller.answer()[0]["x-request-id"] == f"a-{i}"
-        assert len(ran) >= 4  # of one plan, whatever the id
+            caller.send(encode_request(body, length, INFER, f"x-request-ID: a-{i}"))
+            assert caller.read_response()[0]["x-request-id"] == f"a-{i}"
+        assert len(prepared_runs) >= 4  # of one plan, whatever the id
     for method, path in (
         ("POST", PATH), ("POST", f"{PATH}?a=b"), ("GET", "/v1/variants"), ("HEAD", "/livez"),
         ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"),
     ):  # fmt: skip
         said = {ID: f"of {path}".replace(" ", ":").replace("?", "_"), **JSON}
-        answer = server.http.request(method, path, content=TINY, headers=said)
+        answer = server.http.request(method, path, content=TINY_BODY, headers=said)
         assert answer.status_code == 200
         assert answer.headers.get_list(ID) == [said[ID]]
 
 
-def test_who_brings_none_is_given_one_of_its_own(server: Server, ran: list[Standing]) -> None:
-    body, length = body_of(drawn(3))
+def test_who_brings_none_is_given_one_of_its_own(
+    server: Server, prepared_runs: list[PreparedRun]
+) -> None:
+    body, length = encode_body(random_inputs(3))
     ids = []
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         for _ in range(20):
-            caller.send(request_of(body, length))
-            ids.append(caller.answer()[0]["x-request-id"])
-    assert len(ran) >= 18
+            caller.send(encode_request(body, length))
+            ids.append(caller.read_response()[0]["x-request-id"])
+    assert len(prepared_runs) >= 18
     ids += [server.http.get(path).headers[ID] for path in ("/livez", "/nowhere") * 10]
     assert len(set(ids)) == 40
     assert all(MADE.fullmatch(id) for id in ids)
@@ -71,7 +74,9 @@ def test_faults_have_it_too(serve: Callable[..., Server], monkeypatch: pytest.Mo
     server = serve(max_body_bytes=1000)
     statuses: list[int] = []
 
-    def ask(method: str, path: str, content: bytes = TINY, type: str = "application/json") -> None:
+    def ask(
+        method: str, path: str, content: bytes = TINY_BODY, type: str = "application/json"
+    ) -> None:
         id = f"number-{len(statuses)}"
         answer = server.http.request(
             method, path, content=content, headers={"Content-Type": type, ID: id}
@@ -86,11 +91,11 @@ def test_faults_have_it_too(serve: Callable[..., Server], monkeypatch: pytest.Mo
     ask("POST", "/v1/attention/none")
     ask("DELETE", PATH)
     ask("POST", INFER, b"{}")
-    monkeypatch.setattr(Job, "of", lambda *_: 1 / 0)
+    monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
     ask("POST", PATH)
     assert statuses == [400, 422, 413, 415, 404, 405, 400, 500]
-    fleet = server.app.state.protocol.keywords["worker"].fleet
-    fleet.drain()
+    service_process = server.runtime.worker.shared_state
+    service_process.drain()
     ask("POST", PATH)
     ask("GET", "/v1/variants")
     assert statuses[-2:] == [503, 503]
@@ -99,37 +104,37 @@ def test_faults_have_it_too(serve: Callable[..., Server], monkeypatch: pytest.Mo
 @pytest.mark.parametrize("bad", BAD)
 def test_what_may_not_be_echoed_is_not(server: Server, bad: bytes) -> None:
     """On no way: the third time the shortest."""
-    body, length = body_of(drawn(3))
-    with calling(server) as caller:
+    body, length = encode_body(random_inputs(3))
+    with raw_client(server) as caller:
         for _ in range(3):
-            whole = request_of(body, length, INFER)
+            whole = encode_request(body, length, INFER)
             caller.send(whole.replace(b"\r\n\r\n", b"\r\nX-Request-ID: %b\r\n\r\n" % bad, 1))
-            assert MADE.fullmatch(caller.answer()[0]["x-request-id"])
+            assert MADE.fullmatch(caller.read_response()[0]["x-request-id"])
     answer = server.http.get("/livez", headers=[(ID.encode(), bad)])
     assert MADE.fullmatch(answer.headers[ID])
 
 
 def test_requests_in_a_row_on_one_connection_keep_their_ids(server: Server) -> None:
     """Sent before any is answered, some of them known and some not."""
-    body, length = body_of(drawn(3))
-    with calling(server) as caller:
+    body, length = encode_body(random_inputs(3))
+    with raw_client(server) as caller:
         wholes = []
         for i in range(30):
             more = [f"Accept: a/{i}"] if i % 3 == 0 else []
-            wholes.append(request_of(body, length, INFER, f"X-Request-ID: {i}", *more))
+            wholes.append(encode_request(body, length, INFER, f"X-Request-ID: {i}", *more))
         caller.send(b"".join(wholes))
-        assert [caller.answer()[0]["x-request-id"] for _ in wholes] == list(map(str, range(30)))
+        assert [caller.read_response()[0]["x-request-id"] for _ in wholes] == list(map(str, range(30)))
 
 
 def test_what_is_logged_of_a_fault_of_ours_names_the_request(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Job, "of", lambda *_: 1 / 0)
-    body, length = body_of(drawn(3), id="not seen before")
+    monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
+    body, length = encode_body(random_inputs(3), id="not seen before")
     for path in (INFER, "/v2/models/softmax/versions/1/infer"):  # the framework has the second
         headers = {ID: "it-was-me", "Inference-Header-Content-Length": str(length)}
         assert server.http.post(path, content=body, headers=headers).status_code == 500
-    ours = [r.getMessage() for r in caplog.records if r.name == "qkv.app"]
+    ours = [r.getMessage() for r in caplog.records if r.name.startswith("qkv.api.")]
     assert len(ours) == 2
     assert all("it-was-me" in message for message in ours)
 
@@ -157,7 +162,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    body, length = body_of(drawn(0))
+    body, length = encode_body(random_inputs(0))
     infer = {"Inference-Header-Content-Length": str(length)}
     trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     with logging_to(path, "--workers", "1", QKV_REQUEST_LOG="json") as process:
@@ -165,8 +170,8 @@ def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -
             for i in range(5):
                 headers = infer | trace | {ID: f"short-{i}"}
                 last = http.post(f"{INFER}?secret=1", content=body, headers=headers)
-            http.post(PATH, content=TINY, headers=JSON | {ID: "native"})
-            http.post("/v1/attention/none", content=TINY, headers={ID: "unknown"})
+            http.post(PATH, content=TINY_BODY, headers=JSON | {ID: "native"})
+            http.post("/v1/attention/none", content=TINY_BODY, headers={ID: "unknown"})
             http.get("/v1/" + "é" * 3000, headers={ID: "long"})
             http.get("/v1/%0a%22%00", headers={ID: "odd"})
         assert process.end() == 0, process.lines
@@ -187,7 +192,7 @@ def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -
         assert 0 < line["compute_ms"] <= line["duration_ms"]
         assert 0 <= line["queue_ms"] <= line["duration_ms"]
         age = time.time() - datetime.fromisoformat(line["time"]).timestamp()
-        assert 0 <= age < PATIENCE
+        assert 0 <= age < TIMEOUT_S
     assert "trace_id" not in lines["native"]
     unknown = {"variant": "unknown", "status": 404, "outcome": "not-found"}
     assert unknown.items() <= lines["unknown"].items()
@@ -223,7 +228,7 @@ def test_what_a_connection_refuses_by_itself_is_seen_as_well(
     with logging_to(log, "--workers", "1", **how) as process:
         url = httpx.URL(process.url)
         assert url.port
-        with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+        with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
             connection.sendall(sent)
             answer = b""
             while came := connection.recv(1 << 16):
@@ -248,7 +253,7 @@ def test_what_a_connection_refuses_by_itself_is_seen_as_well(
 
 def test_no_line_is_lost_or_mixed_with_another(tmp_path: Path) -> None:
     """Of several workers into one pipe, and up to SIGTERM."""
-    body, length = body_of(drawn(0))
+    body, length = encode_body(random_inputs(0))
     reader, writer = os.pipe()
     written: list[bytes] = []
 
@@ -277,7 +282,7 @@ def test_no_line_is_lost_or_mixed_with_another(tmp_path: Path) -> None:
         if process.popen.poll() is None:
             process.popen.kill()
         process.wait()
-        listener.join(PATIENCE)
+        listener.join(TIMEOUT_S)
         os.close(reader)
     ids = [json.loads(line)["request_id"] for line in b"".join(written).splitlines()]
     assert Counter(ids) == {f"{k}-{i}": 1 for k in range(8) for i in range(150)}
@@ -286,6 +291,6 @@ def test_no_line_is_lost_or_mixed_with_another(tmp_path: Path) -> None:
 def test_without_the_setting_nothing_is_written(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with logging_to(path, "--workers", "1") as process:
-        assert httpx.post(process.url + PATH, content=TINY, headers=JSON).status_code == 200
+        assert httpx.post(process.url + PATH, content=TINY_BODY, headers=JSON).status_code == 200
         assert process.end() == 0
     assert path.read_bytes() == b""

@@ -7,7 +7,7 @@ import itertools
 import json
 import tracemalloc
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import httpx
@@ -15,16 +15,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conftest import Server
 from qkv.attention import catalogue
-from qkv.telemetry.worker_state import Fleet
-from support.known_requests import refused
+from qkv.telemetry.worker_state import SharedState
+from support.known_requests import assert_problem
+from support.oip_requests import (
+    INFER_PATH,
+    INPUTS,
+    LENGTH_HEADER,
+    Array,
+    error_of,
+    input_entry,
+    post,
+    request_with_lists,
+)
+from support.service import Server
 
-Array = np.ndarray[Any, Any]
-
-INFER: Final = "/v2/models/softmax/infer"
 NATIVE: Final = "/v1/attention/softmax"
-LENGTH: Final = "Inference-Header-Content-Length"
 CODINGS: Final[dict[str, Callable[[bytes], bytes]]] = {
     "gzip": gzip.compress,
     "deflate": zlib.compress,
@@ -35,56 +41,22 @@ DTYPES: Final[dict[str, Any]] = {
     "FP16": np.float16,
     "BF16": ml_dtypes.bfloat16,
 }
-DRAWN: Final[dict[str, Array]] = {
-    name: np.random.default_rng(i).normal(size=(1, 2, 3, 4)).astype(np.float32)
-    for i, name in enumerate(("query", "key", "value"))
-}
-
-
-def entry(name: str, array: Array, **changed: Any) -> dict[str, Any]:
-    """An input with its data, flat."""
-    shape, data = list(array.shape), array.ravel().tolist()
-    return {"name": name, "datatype": "FP32", "shape": shape, "data": data} | changed
-
-
-def listed(**fields: Any) -> dict[str, Any]:
-    """A request whose inputs are lists."""
-    return {"inputs": [entry(name, array) for name, array in DRAWN.items()]} | fields
 
 
 def in_binary(**fields: Any) -> tuple[bytes, bytes]:
     """A request whose inputs are bytes: its JSON, and they."""
     inputs = []
-    for name, array in DRAWN.items():
-        inputs.append(entry(name, array, parameters={"binary_data_size": array.nbytes}))
+    for name, array in INPUTS.items():
+        inputs.append(input_entry(name, array, parameters={"binary_data_size": array.nbytes}))
         del inputs[-1]["data"]
-    tail = b"".join(array.tobytes() for array in DRAWN.values())
+    tail = b"".join(array.tobytes() for array in INPUTS.values())
     return json.dumps({"inputs": inputs} | fields).encode(), tail
-
-
-def post(server: Server, content: Any, headers: Mapping[str, str] | None = None) -> httpx.Response:
-    """Sends bytes or a document with no Content-Type."""
-    if isinstance(content, dict):
-        content = json.dumps(content).encode()
-    request = server.http.build_request("POST", INFER, content=content, headers=headers)
-    assert "content-type" not in request.headers
-    return server.http.send(request)
-
-
-def error(response: httpx.Response, status: int = 400) -> str:
-    """The one sentence that an error is."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    document = response.json()
-    assert list(document) == ["error"]
-    assert 0 < len(document["error"]) < 2000
-    return str(document["error"])
 
 
 def outputs(response: httpx.Response) -> dict[str, Array]:
     """The outputs of an answer, read apart from the service's own codec."""
     assert response.status_code == 200, response.text
-    length = response.headers.get(LENGTH)
+    length = response.headers.get(LENGTH_HEADER)
     kind = "application/json" if length is None else "application/octet-stream"
     assert response.headers["content-type"] == kind
     document = json.loads(response.content[: None if length is None else int(length)])
@@ -108,7 +80,7 @@ def right(server: Server) -> bytes:
     answer = server.http.post(
         NATIVE,
         json={
-            "inputs": {name: array.tolist() for name, array in DRAWN.items()},
+            "inputs": {name: array.tolist() for name, array in INPUTS.items()},
             "outputs": ["output"],
         },
     )
@@ -117,23 +89,23 @@ def right(server: Server) -> bytes:
 
 
 def test_no_content_type_lists_flat_or_nested(server: Server, right: bytes) -> None:
-    nested = [entry(name, array, data=array.tolist()) for name, array in DRAWN.items()]
-    mixed = [nested[2], listed()["inputs"][0], nested[1]]
-    for inputs in (listed()["inputs"], nested, mixed):
+    nested = [input_entry(name, array, data=array.tolist()) for name, array in INPUTS.items()]
+    mixed = [nested[2], request_with_lists()["inputs"][0], nested[1]]
+    for inputs in (request_with_lists()["inputs"], nested, mixed):
         answer = post(server, {"inputs": inputs})
         assert outputs(answer)["output"].tobytes() == right
-        assert LENGTH not in answer.headers
+        assert LENGTH_HEADER not in answer.headers
         assert "id" not in answer.json()
     for kind in ("application/json", "application/octet-stream", "text/plain"):
         answer = server.http.post(
-            INFER, content=json.dumps(listed()), headers={"Content-Type": kind}
+            INFER_PATH, content=json.dumps(request_with_lists()), headers={"Content-Type": kind}
         )
         assert outputs(answer)["output"].tobytes() == right
 
 
 @pytest.mark.parametrize("datatype", DTYPES)
 def test_every_datatype_in_json(server: Server, datatype: str) -> None:
-    inputs = [entry(name, array, datatype=datatype) for name, array in DRAWN.items()]
+    inputs = [input_entry(name, array, datatype=datatype) for name, array in INPUTS.items()]
     came = outputs(post(server, {"inputs": inputs}))["output"]
     as_bytes = {"parameters": {"binary_data_output": True}}
     exact = outputs(post(server, {"inputs": inputs} | as_bytes))["output"]
@@ -153,9 +125,11 @@ def test_which_outputs_are_binary(
         for name, chosen in (("weights", of_one), ("output", of_other))
     ]
     fields = {} if of_request is None else {"parameters": {"binary_data_output": of_request}}
-    answer = post(server, listed(outputs=asked, **fields))
+    answer = post(server, request_with_lists(outputs=asked, **fields))
     assert list(outputs(answer)) == ["weights", "output"]
-    document = json.loads(answer.content[: int(answer.headers.get(LENGTH, len(answer.content)))])
+    document = json.loads(
+        answer.content[: int(answer.headers.get(LENGTH_HEADER, len(answer.content)))]
+    )
     for tensor, chosen in zip(document["outputs"], (of_one, of_other), strict=True):
         assert ("data" not in tensor) == bool(of_request if chosen is None else chosen)
         assert ("parameters" in tensor) == ("data" not in tensor)
@@ -163,9 +137,9 @@ def test_which_outputs_are_binary(
 
 def test_the_id_is_any_string(server: Server) -> None:
     for name in ("", "7", "é 日本 \U0001f600", 'a"b\\c\n\0', "x" * 5000):
-        assert post(server, listed(id=name)).json()["id"] == name
-    assert "id" not in post(server, listed(id=None)).json()
-    assert "id came as 7" in error(post(server, listed(id=7)))
+        assert post(server, request_with_lists(id=name)).json()["id"] == name
+    assert "id" not in post(server, request_with_lists(id=None)).json()
+    assert "id came as 7" in error_of(post(server, request_with_lists(id=7)))
 
 
 def test_names_that_a_client_repeats(server: Server, right: bytes) -> None:
@@ -174,14 +148,16 @@ def test_names_that_a_client_repeats(server: Server, right: bytes) -> None:
         {"model_name": "softmax", "model_version": "1"},
         {"model_name": None, "model_version": "", "outputs": None, "parameters": None},
     ):
-        assert outputs(post(server, listed(**fields)))["output"].tobytes() == right
-    assert "the path says 'softmax'" in error(post(server, listed(model_name="linear")))
-    assert "the path says '1'" in error(post(server, listed(model_version="2")))
+        assert outputs(post(server, request_with_lists(**fields)))["output"].tobytes() == right
+    assert "the path says 'softmax'" in error_of(
+        post(server, request_with_lists(model_name="linear"))
+    )
+    assert "the path says '1'" in error_of(post(server, request_with_lists(model_version="2")))
 
 
 def test_binary_whole_and_in_pieces(server: Server, right: bytes) -> None:
     text, tail = in_binary(parameters={"binary_data_output": True})
-    headers = {LENGTH: str(len(text))}
+    headers = {LENGTH_HEADER: str(len(text))}
     assert outputs(post(server, text + tail, headers))["output"].tobytes() == right
     whole = text + tail
     for size in (1, 7, len(text), len(whole)):
@@ -189,23 +165,25 @@ def test_binary_whole_and_in_pieces(server: Server, right: bytes) -> None:
         answer = post(server, pieces, headers)
         assert answer.request.headers["transfer-encoding"] == "chunked"
         assert outputs(answer)["output"].tobytes() == right
-    plain = json.dumps(listed()).encode()
+    plain = json.dumps(request_with_lists()).encode()
     assert outputs(post(server, iter([plain[:9], plain[9:]])))["output"].tobytes() == right
-    all_json = post(server, plain, {LENGTH: str(len(plain))})
+    all_json = post(server, plain, {LENGTH_HEADER: str(len(plain))})
     assert outputs(all_json)["output"].tobytes() == right
 
 
 @pytest.mark.parametrize("length", ["-1", "+1", "1.5", "abc", "", "1 2", "1e3", "9" * 30, "0x10"])
 def test_a_header_length_that_is_no_number(server: Server, length: str) -> None:
     text, tail = in_binary()
-    assert "must be a whole number" in error(post(server, text + tail, {LENGTH: length}))
+    assert "must be a whole number" in error_of(post(server, text + tail, {LENGTH_HEADER: length}))
 
 
 def test_lengths_that_do_not_add_up(server: Server) -> None:
     text, tail = in_binary()
 
     def told(content: bytes, length: int | None) -> str:
-        return error(post(server, content, {} if length is None else {LENGTH: str(length)}))
+        return error_of(
+            post(server, content, {} if length is None else {LENGTH_HEADER: str(length)})
+        )
 
     assert "the body has" in told(text + tail, len(text + tail) + 1)
     assert "the body has" in told(text + tail, 10**19)
@@ -249,9 +227,9 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
 
 @pytest.mark.parametrize(("changed", "says"), BAD)
 def test_an_input_that_is_wrong(server: Server, changed: dict[str, Any], says: str) -> None:
-    document = listed()
+    document = request_with_lists()
     document["inputs"][0] |= changed
-    assert says in error(post(server, document))
+    assert says in error_of(post(server, document))
 
 
 @pytest.mark.parametrize("size", [95, 97, -96, 96.0, True, "96", 1 << 62])
@@ -259,7 +237,7 @@ def test_a_binary_size_that_is_not_what_the_shape_takes(server: Server, size: An
     document = json.loads((sent := in_binary())[0])
     document["inputs"][0]["parameters"]["binary_data_size"] = size
     text = json.dumps(document).encode()
-    says = error(post(server, text + sent[1], {LENGTH: str(len(text))}))
+    says = error_of(post(server, text + sent[1], {LENGTH_HEADER: str(len(text))}))
     assert "query has binary_data_size" in says
     assert "takes 96" in says
 
@@ -289,12 +267,12 @@ def test_a_binary_size_that_is_not_what_the_shape_takes(server: Server, size: An
     ],
 )
 def test_a_field_that_is_wrong(server: Server, fields: dict[str, Any], says: str) -> None:
-    assert says in error(post(server, listed() | fields))
+    assert says in error_of(post(server, request_with_lists() | fields))
 
 
 def test_what_is_no_json_object(server: Server) -> None:
     for content in (b"", b"[]", b"{", b"\xff", b"null", b'{"id": nan}', b"[" * 5000):
-        assert "JSON" in error(post(server, content))
+        assert "JSON" in error_of(post(server, content))
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -302,26 +280,26 @@ def test_packed_bodies(server: Server, right: bytes, coding: str) -> None:
     pack = CODINGS[coding]
     headers = {"Content-Encoding": coding}
     text, tail = in_binary(parameters={"binary_data_output": True})
-    lengths = {LENGTH: str(len(text))} | headers  # of the JSON unpacked
+    lengths = {LENGTH_HEADER: str(len(text))} | headers  # of the JSON unpacked
     packed = pack(text + tail)
     for content in (packed, iter([packed[:5], packed[5:]])):
         answer = post(server, content, lengths | {"Accept-Encoding": coding})
         assert answer.headers["content-encoding"] == coding
         assert outputs(answer)["output"].tobytes() == right
-    answer = post(server, pack(json.dumps(listed()).encode()), headers)
+    answer = post(server, pack(json.dumps(request_with_lists()).encode()), headers)
     assert "gzip" in answer.request.headers["accept-encoding"]  # among others: not told to
     assert "content-encoding" not in answer.headers
     assert outputs(answer)["output"].tobytes() == right
     for cut in (packed[:-9], packed[:20], b""):
-        assert "ends too early" in error(post(server, cut, lengths))
-    assert "bytes follow" in error(post(server, packed + b"x", lengths))
-    assert "cannot be unpacked" in error(post(server, text + tail, lengths))
-    assert "send gzip, deflate" in error(post(server, packed, {"Content-Encoding": "br"}))
+        assert "ends too early" in error_of(post(server, cut, lengths))
+    assert "bytes follow" in error_of(post(server, packed + b"x", lengths))
+    assert "cannot be unpacked" in error_of(post(server, text + tail, lengths))
+    assert "send gzip, deflate" in error_of(post(server, packed, {"Content-Encoding": "br"}))
 
 
 @pytest.mark.parametrize("coding", CODINGS)
 def test_packed_bodies_of_the_native_api(server: Server, coding: str) -> None:
-    inputs = {name: array.tolist() for name, array in DRAWN.items()}
+    inputs = {name: array.tolist() for name, array in INPUTS.items()}
     plain = json.dumps({"inputs": inputs, "outputs": ["output"]}).encode()
     headers = {"Content-Type": "application/json", "Content-Encoding": coding}
     packed = CODINGS[coding](plain)
@@ -332,11 +310,11 @@ def test_packed_bodies_of_the_native_api(server: Server, coding: str) -> None:
     right = server.http.post(NATIVE, json=json.loads(plain)).json()["outputs"]
     assert ask(packed).json()["outputs"] == right
     assert ask(iter([packed[:5], packed[5:]])).json()["outputs"] == right
-    refused(ask(packed[:-9]), 400)
-    refused(ask(packed, **{"Content-Encoding": "br"}), 415)
+    assert_problem(ask(packed[:-9]), 400)
+    assert_problem(ask(packed, **{"Content-Encoding": "br"}), 415)
 
 
-@pytest.mark.parametrize("path", [INFER, NATIVE])
+@pytest.mark.parametrize("path", [INFER_PATH, NATIVE])
 @pytest.mark.parametrize("coding", CODINGS)
 def test_a_bomb_is_never_unpacked(serve: Callable[..., Server], path: str, coding: str) -> None:
     limit, size = 200_000, 100_000_000
@@ -348,22 +326,22 @@ def test_a_bomb_is_never_unpacked(serve: Callable[..., Server], path: str, codin
     try:
         for content in (bomb, iter([bomb])):
             answer = server.http.post(path, content=content, headers=headers)
-            if path == INFER:
-                assert "unpacks to more than 200000 bytes" in error(answer, 413)
+            if path == INFER_PATH:
+                assert "unpacks to more than 200000 bytes" in error_of(answer, 413)
             else:
-                refused(answer, 413)
+                assert_problem(answer, 413)
         assert tracemalloc.get_traced_memory()[1] < size / 10
     finally:
         tracemalloc.stop()
-    assert "more than" in error(post(server, iter([b" " * limit, b" "])), 413)
-    assert "at most" in error(post(server, b" " * (limit + 1)), 413)
+    assert "more than" in error_of(post(server, iter([b" " * limit, b" "])), 413)
+    assert "at most" in error_of(post(server, b" " * (limit + 1)), 413)
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("HEAD", INFER, 405), ("PUT", "/v2", 405), ("POST", "/v2/health/ready", 405),
-        ("GET", INFER, 405), ("GET", "/v2/repository/index", 405), ("DELETE", "/v2/models", 405),
+        ("HEAD", INFER_PATH, 405), ("PUT", "/v2", 405), ("POST", "/v2/health/ready", 405),
+        ("GET", INFER_PATH, 405), ("GET", "/v2/repository/index", 405), ("DELETE", "/v2/models", 405),
         ("GET", "/v2/nothing", 404), ("POST", "/v2/nothing", 404), ("HEAD", "/v2/nothing", 404),
         ("GET", "/v2/models/nope", 404), ("GET", "/v2/models/nope/ready", 404),
         ("POST", "/v2/models/nope/infer", 404), ("GET", "/v2/models/softmax/versions/2", 404),
@@ -376,7 +354,7 @@ def test_what_is_not_there(server: Server, method: str, path: str, status: int) 
     if method == "HEAD":
         assert (answer.status_code, answer.content) == (status, b"")
     else:
-        error(answer, status)
+        error_of(answer, status)
     assert ("allow" in answer.headers) == (status == 405)
 
 
@@ -389,14 +367,14 @@ def test_the_list_of_models_and_the_repository(server: Server) -> None:
         assert [e["name"] for e in entries] == names
         assert {(e["version"], e["state"], e["reason"]) for e in entries} == {("1", "READY", "")}
     for content, says in ((b'{"ready": 1}', "true or false"), (b'{"foo": 1}', "unknown field")):
-        assert says in error(server.http.post(index, content=content))
-    error(server.http.post(index, content=b" " * 70_000), 413)
+        assert says in error_of(server.http.post(index, content=content))
+    error_of(server.http.post(index, content=b" " * 70_000), 413)
 
 
 def test_server_timing_is_what_the_parameters_say(server: Server) -> None:
     for fields in ({}, {"parameters": {"binary_data_output": True}}):
-        answer = post(server, listed(**fields))
-        length = int(answer.headers.get(LENGTH, len(answer.content)))
+        answer = post(server, request_with_lists(**fields))
+        length = int(answer.headers.get(LENGTH_HEADER, len(answer.content)))
         timing = json.loads(answer.content[:length])["parameters"]
         stages = ("queue", "transfer", "compute", "total")
         assert answer.headers["server-timing"] == ", ".join(
@@ -408,9 +386,9 @@ def test_server_timing_is_what_the_parameters_say(server: Server) -> None:
 @pytest.fixture
 def draining(serve: Callable[..., Server]) -> Server:
     stopping = serve()
-    fleet = stopping.app.user_middleware[0].kwargs["fleet"]
-    assert isinstance(fleet, Fleet)
-    fleet.drain()
+    shared_state = stopping.app.user_middleware[0].kwargs["shared_state"]
+    assert isinstance(shared_state, SharedState)
+    shared_state.drain()
     return stopping
 
 
@@ -418,7 +396,10 @@ def test_while_it_drains(draining: Server) -> None:
     assert draining.http.get("/v2/health/live").json() == {"live": True}
     ready = draining.http.get("/v2/health/ready")
     assert (ready.status_code, ready.json()["ready"]) == (503, False)
-    for answer in (post(draining, listed()), draining.http.get("/v2/models/softmax/ready")):
-        assert "stopping" in error(answer, 503)
+    for answer in (
+        post(draining, request_with_lists()),
+        draining.http.get("/v2/models/softmax/ready"),
+    ):
+        assert "stopping" in error_of(answer, 503)
         assert int(answer.headers["retry-after"]) > 0
         assert answer.headers["connection"] == "close"

@@ -14,9 +14,10 @@ import httpx
 import numpy as np
 import pytest
 
-from conftest import PATIENCE, Process, Server
-from support.json_requests import EXAMPLE, EYE, ask, layered, post, tensors
-from support.known_requests import Case, as_json, refused
+from support.json_requests import EXAMPLE, EYE, post, random_layer, run_request, tensors
+from support.known_requests import Case, as_json, assert_problem
+from support.processes import TIMEOUT_S, Process
+from support.service import Server
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
@@ -25,7 +26,7 @@ def test_an_unknown_variant_is_told_which_there_are(server: Server) -> None:
     known = [v["variant"] for v in server.http.get("/v1/variants").json()["variants"]]
     assert "softmax" in known
     for method, path in (("POST", "/v1/attention/sofmax"), ("GET", "/v1/variants/sofmax")):
-        problem = refused(server.http.request(method, path, json=EXAMPLE), 404)
+        problem = assert_problem(server.http.request(method, path, json=EXAMPLE), 404)
         assert "'sofmax'" in problem["detail"]
         assert all(name in problem["detail"] for name in known)
 
@@ -54,7 +55,7 @@ def test_paths_and_methods_that_are_not(
     server: Server, method: str, path: str, status: int
 ) -> None:
     response = server.http.request(method, path, json=EXAMPLE)
-    refused(response, status)
+    assert_problem(response, status)
     assert ("allow" in response.headers) == (status == 405)
 
 
@@ -73,7 +74,7 @@ def test_paths_and_methods_that_are_not(
 @pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert"])
 def test_media_types_without_a_codec(server: Server, path: str, headers: dict[str, str]) -> None:
     body = json.dumps(EXAMPLE).encode()
-    problem = refused(server.http.post(path, content=body, headers=headers), 415)
+    problem = assert_problem(server.http.post(path, content=body, headers=headers), 415)
     assert "application/json" in problem["detail"] or "gzip" in problem["detail"]
 
 
@@ -91,8 +92,8 @@ def test_media_types_of_json(server: Server, media_type: str | None) -> None:
 def test_too_long_a_body_is_refused_before_it_is_sent(
     server: Server, path: str, expect: str
 ) -> None:
-    limit = server.app.state.settings.max_body_bytes
-    with socket.create_connection(server.address, PATIENCE) as connection:
+    limit = server.runtime.settings.max_body_bytes
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: here\r\n{expect}Content-Length: {10**12}\r\n\r\n"
         connection.sendall(head.encode())
         answer = connection.recv(65536).decode()
@@ -104,7 +105,7 @@ def test_a_body_that_no_memory_holds_is_refused(serve: Callable[..., Server]) ->
     """An operator may have said that any length will do."""
     server = serve(max_body_bytes=1 << 62)
     headers = {"Content-Type": "application/vnd.safetensors", "Content-Length": str(1 << 60)}
-    with socket.create_connection(server.address, PATIENCE) as connection:
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = f"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n{lines}\r\n"
         connection.sendall(head.encode() + bytes(8))
@@ -116,7 +117,7 @@ def test_a_body_that_no_memory_holds_is_refused(serve: Callable[..., Server]) ->
 @pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert"])
 def test_too_long_a_body_is_refused_while_it_grows(serve: Callable[..., Server], path: str) -> None:
     server = serve(max_body_bytes=1000)
-    with socket.create_connection(server.address, PATIENCE) as connection:
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head.encode())
         for _ in range(11):
@@ -126,11 +127,13 @@ def test_too_long_a_body_is_refused_while_it_grows(serve: Callable[..., Server],
     assert "more than 1000 bytes" in answer
     exact = json.dumps(EXAMPLE).encode()
     assert post(server, exact.ljust(1000)).is_success
-    problem = refused(post(server, exact.ljust(1001)), 413)
+    problem = assert_problem(post(server, exact.ljust(1001)), 413)
     assert "1001" in problem["detail"]
     assert problem["limit"] == 1000
     assert server.http.post("/v1/attention/softmax", content=iter([exact, b" " * 500])).is_success
-    refused(server.http.post("/v1/attention/softmax", content=iter([exact, b" " * 1000])), 413)
+    assert_problem(
+        server.http.post("/v1/attention/softmax", content=iter([exact, b" " * 1000])), 413
+    )
 
 
 def test_weights_that_never_fit_are_refused_and_told_what_would(
@@ -138,7 +141,7 @@ def test_weights_that_never_fit_are_refused_and_told_what_would(
 ) -> None:
     long = as_json(np.zeros((20_000, 1), np.float32), "base64")
     document = {"inputs": dict.fromkeys(("query", "key", "value"), long)}
-    problem = refused(post(server, document), 413)
+    problem = assert_problem(post(server, document), 413)
     assert str(20_000 * 20_000 * 4 + 20_000 * 4) in problem["detail"]
     assert '"weights": "none"' in problem["detail"]
     small = serve(max_answer_bytes=64 * 64 * 4)
@@ -146,8 +149,8 @@ def test_weights_that_never_fit_are_refused_and_told_what_would(
     for outputs, status in ((["output", "weights"], 413), (["weights"], 200), (["output"], 200)):
         assert post(small, case.document | {"outputs": outputs}).status_code == status
     tiny = serve(max_queue_bytes=100)
-    assert ask(tiny, EXAMPLE)["timing"]["bytes"] == 80
-    assert "100" in refused(post(tiny, EXAMPLE | {"dtype": "float64"}), 413)["detail"]
+    assert run_request(tiny, EXAMPLE)["timing"]["bytes"] == 80
+    assert "100" in assert_problem(post(tiny, EXAMPLE | {"dtype": "float64"}), 413)["detail"]
 
 
 def test_more_scores_than_allowed_are_refused(serve: Callable[..., Server]) -> None:
@@ -155,20 +158,20 @@ def test_more_scores_than_allowed_are_refused(serve: Callable[..., Server]) -> N
     case = Case(tensors(4), outputs=("output",))
     assert post(server, case.document).is_success
     more = Case(case.inputs | {"query": np.zeros((2, 4, 4, 8), "f4")}, outputs=("output",))
-    assert str(2 * 4 * 4 * 5) in refused(post(server, more.document), 413)["detail"]
+    assert str(2 * 4 * 4 * 5) in assert_problem(post(server, more.document), 413)["detail"]
 
 
 def test_when_too_much_waits_a_retry_makes_sense(serve: Callable[..., Server]) -> None:
     server = serve(max_queue_bytes=200)
     with ThreadPoolExecutor(2) as pool:
-        with server.engine.hold():
+        with server.hold():
             waiting = [
                 pool.submit(httpx.post, f"{server.url}/v1/attention/softmax", json=EXAMPLE)
                 for _ in range(2)
             ]
-            server.await_waiting(2)
+            server.wait_until_queued(2)
             response = post(server, EXAMPLE)
-            refused(response, 503)
+            assert_problem(response, 503)
             assert int(response.headers["retry-after"]) >= 1
         assert all(future.result().is_success for future in waiting)
     assert post(server, EXAMPLE).is_success
@@ -177,12 +180,12 @@ def test_when_too_much_waits_a_retry_makes_sense(serve: Callable[..., Server]) -
 def test_who_leaves_gives_the_place_back(server: Server) -> None:
     body = json.dumps(EXAMPLE).encode()
     head = "POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n"
-    with server.engine.hold():
-        with socket.create_connection(server.address, PATIENCE) as connection:
+    with server.hold():
+        with socket.create_connection(server.address, TIMEOUT_S) as connection:
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            server.await_waiting(1)
-        server.await_waiting(0)
-    with socket.create_connection(server.address, PATIENCE) as connection:
+            server.wait_until_queued(1)
+        server.wait_until_queued(0)
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:20])
     assert post(server, EXAMPLE).is_success
 
@@ -199,9 +202,9 @@ def test_declared_shapes_cost_nothing(process: Process) -> None:
         return int(found[1])
 
     example = Case(tensors(2)).document
-    layer = {"inputs": {"x": EYE}, "layer": layered("v1", 2, 2)}
+    layer = {"inputs": {"x": EYE}, "layer": random_layer("v1", 2, 2)}
     convert = {"from": "v1", "to": "v2", "tensors": layer["layer"]["tensors"]}
-    with httpx.Client(base_url=process.url, timeout=PATIENCE) as http:
+    with httpx.Client(base_url=process.url, timeout=TIMEOUT_S) as http:
         assert http.post("/v1/attention/softmax", json=example).is_success
         assert http.post("/v1/attention/softmax", json=layer).is_success
         assert http.post("/v1/convert", json=convert).is_success
@@ -219,5 +222,5 @@ def test_declared_shapes_cost_nothing(process: Process) -> None:
                     for step in path_to:
                         node = node[step]
                     node[name] = huge
-                    refused(http.post(f"/v1/{path}", json=changed), 422, changed)
+                    assert_problem(http.post(f"/v1/{path}", json=changed), 422, changed)
         assert most() - before < 16 << 10

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import Server
-from support.json_requests import EXAMPLE, LEADS, TENSORS, ask, layered, post, tensors
+from support.json_requests import EXAMPLE, LEADS, TENSORS, post, random_layer, run_request, tensors
 from support.known_requests import DTYPES, FLOATING, Case, as_array, as_json, random_case
+from support.service import Server
 
 TIMES = ("queue_ms", "transfer_ms", "compute_ms", "total_ms")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
 def test_the_example_of_the_design(server: Server) -> None:
-    answer = ask(server, EXAMPLE | {"parameters": {"causal": True}, "weights": "full"})
+    answer = run_request(server, EXAMPLE | {"parameters": {"causal": True}, "weights": "full"})
     assert list(answer) == ["variant", "outputs", "weights_are", "timing"]
     assert answer["variant"] == "softmax"
     outputs = {name: np.round(tensor, 4).tolist() for name, tensor in answer["outputs"].items()}
@@ -37,7 +37,7 @@ def test_the_example_of_the_design(server: Server) -> None:
 @pytest.mark.parametrize("rank", LEADS)
 def test_the_answer_has_the_rank_of_the_request(server: Server, rank: int, encoding: str) -> None:
     case = Case(tensors(rank), encoding=encoding)
-    outputs = ask(server, case.document)["outputs"]
+    outputs = run_request(server, case.document)["outputs"]
     case.check(outputs)
     assert list(outputs) == ["output", "weights", "scores"]
     assert as_array(outputs["output"]).shape == (*LEADS[rank], 3, 6)
@@ -48,7 +48,7 @@ def test_the_answer_has_the_rank_of_the_request(server: Server, rank: int, encod
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_query_heads_read_their_group_of_key_heads(server: Server, groups: int) -> None:
     case = Case(tensors(4, groups=groups))
-    grouped = ask(server, case.document)["outputs"]
+    grouped = run_request(server, case.document)["outputs"]
     case.check(grouped)
     repeated = {
         n: a if n == "query" else a.repeat(4 // groups, axis=1) for n, a in case.inputs.items()
@@ -69,7 +69,7 @@ def test_masks_broadcast_from_the_right(server: Server, rank: int, kind: str) ->
         inputs = tensors(rank) | {"mask": allowed if kind == "bool" else mask}
         for encoding in ("lists", "base64"):
             case = Case(inputs, encoding=encoding)
-            case.check(ask(server, case.document)["outputs"])
+            case.check(run_request(server, case.document)["outputs"])
 
 
 @pytest.mark.parametrize("rank", LEADS)
@@ -79,7 +79,7 @@ def test_key_lengths_hide_padding(server: Server, rank: int) -> None:
         case = Case(
             tensors(rank) | {"key_lengths": lengths}, {"causal": True, "query_offset": offset}
         )
-        case.check(ask(server, case.document)["outputs"])
+        case.check(run_request(server, case.document)["outputs"])
 
 
 def test_what_stands_in_padding_is_not_looked_at(server: Server) -> None:
@@ -89,7 +89,7 @@ def test_what_stands_in_padding_is_not_looked_at(server: Server) -> None:
         for name in names:
             inputs[name] = inputs[name].copy()
             inputs[name][3:] = np.nan
-        case.check(ask(server, Case(inputs).document)["outputs"])
+        case.check(run_request(server, Case(inputs).document)["outputs"])
 
 
 def test_a_row_that_sees_nothing_is_zeros(server: Server) -> None:
@@ -97,7 +97,7 @@ def test_a_row_that_sees_nothing_is_zeros(server: Server) -> None:
     for extra, rows in ((hidden, [1]), ({"key_lengths": np.array([0])}, [0, 1, 2])):
         for outputs in (("output",), ("output", "weights")):
             case = Case(tensors(2) | extra, outputs=outputs)
-            answered = ask(server, case.document)["outputs"]
+            answered = run_request(server, case.document)["outputs"]
             case.check(answered)
             for name in outputs:
                 assert not as_array(answered[name])[rows].any()
@@ -107,15 +107,17 @@ def test_a_row_that_sees_nothing_is_zeros(server: Server) -> None:
 def test_dtype_says_what_numbers_in_lists_are(server: Server, dtype: str) -> None:
     inputs = tensors(3, dtype)
     listed = Case(inputs, dtype=dtype, encoding="lists").document | {"encoding": "base64"}
-    answer = ask(server, listed)
-    assert answer["outputs"] == ask(server, Case(inputs, dtype=dtype).document)["outputs"]
+    answer = run_request(server, listed)
+    assert answer["outputs"] == run_request(server, Case(inputs, dtype=dtype).document)["outputs"]
     exact = "float64" if dtype == "float64" else "float32"
     came = {name: tensor["dtype"] for name, tensor in answer["outputs"].items()}
     assert came == {"output": dtype, "weights": exact, "scores": exact}
 
 
 def test_numbers_in_lists_are_float32_unless_said(server: Server) -> None:
-    assert ask(server, EXAMPLE, encoding="base64")["outputs"]["output"]["dtype"] == "float32"
+    assert (
+        run_request(server, EXAMPLE, encoding="base64")["outputs"]["output"]["dtype"] == "float32"
+    )
 
 
 def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
@@ -124,10 +126,10 @@ def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
         inputs = mixed | {name: as_json(tensors(2)[name], "base64")}
         first = "base64" if name == "query" else "lists"
         for asked, comes in (({}, first), ({"encoding": None}, first)):
-            output = ask(server, {"inputs": inputs}, **asked)["outputs"]["output"]
+            output = run_request(server, {"inputs": inputs}, **asked)["outputs"]["output"]
             assert isinstance(output, dict) == (comes == "base64")
         for encoding in ("lists", "base64"):
-            outputs = ask(server, {"inputs": inputs}, encoding=encoding)["outputs"]
+            outputs = run_request(server, {"inputs": inputs}, encoding=encoding)["outputs"]
             assert all(isinstance(t, dict) == (encoding == "base64") for t in outputs.values())
 
 
@@ -148,7 +150,9 @@ def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
 )
 def test_what_to_return(server: Server, fields: dict[str, Any], names: list[str]) -> None:
     case = Case(tensors(4), {"causal": True}, outputs=tuple(names))
-    answer = ask(server, {k: v for k, v in case.document.items() if k != "outputs"}, **fields)
+    answer = run_request(
+        server, {k: v for k, v in case.document.items() if k != "outputs"}, **fields
+    )
     assert list(answer["outputs"]) == names
     case.check(answer["outputs"])
 
@@ -171,7 +175,7 @@ def test_flops_and_bytes_are_the_analytic_counts(server: Server, outputs: tuple[
     B, H, G, L, S, D, E = 2, 4, 2, 3, 5, 8, 6
     mask = np.ones((1, S), bool)
     case = Case(tensors(4, "float16") | {"mask": mask}, dtype="float16", outputs=outputs)
-    timing = ask(server, case.document)["timing"]
+    timing = run_request(server, case.document)["timing"]
     assert timing["flops"] == 2 * B * H * L * S * (D + E)
     came = 2 * (B * H * L * D + B * G * S * (D + E)) + S
     gone = {"output": 2 * B * H * L * E, "weights": 4 * B * H * L * S, "scores": 4 * B * H * L * S}
@@ -180,10 +184,10 @@ def test_flops_and_bytes_are_the_analytic_counts(server: Server, outputs: tuple[
 
 def test_a_layer_counts_too(server: Server) -> None:
     B, L, M, heads, out = 2, 3, 4, 2, 6
-    layer = layered("v2", M, out, bias=True)
+    layer = random_layer("v2", M, out, bias=True)
     x = np.ones((B, L, M), np.float32)
     document = {"inputs": {"x": as_json(x, "base64")}, "layer": layer | {"heads": heads}}
-    answer = ask(server, document)
+    answer = run_request(server, document)
     width = out // heads
     assert answer["timing"]["flops"] == (
         3 * 2 * B * L * M * out + 2 * B * heads * L * L * (width + width)
@@ -202,10 +206,10 @@ def test_heads_add_an_axis_to_weights_and_scores(
     x = np.random.default_rng(0).normal(size=x_shape).astype(np.float32)
     document: dict[str, Any] = {
         "inputs": {"x": as_json(x, "base64")},
-        "layer": layered("v1", 4, 6) | ({} if heads is None else {"heads": heads}),
+        "layer": random_layer("v1", 4, 6) | ({} if heads is None else {"heads": heads}),
         "outputs": ["output", "weights", "scores"],
     }
-    outputs = {n: as_array(t) for n, t in ask(server, document)["outputs"].items()}
+    outputs = {n: as_array(t) for n, t in run_request(server, document)["outputs"].items()}
     assert outputs["output"].shape == (*x_shape[:-1], 6)
     shape = (*x_shape[:-2], *axis, 3, 3)
     assert outputs["weights"].shape == outputs["scores"].shape == shape
@@ -224,10 +228,10 @@ def test_heads_add_an_axis_to_weights_and_scores(
 
 def test_words_stand_for_what_json_lacks(server: Server) -> None:
     words = EXAMPLE["inputs"] | {"value": [["Infinity", 2], ["-Infinity", "NaN"]]}
-    outputs = ask(server, {"inputs": words})["outputs"]["output"]
+    outputs = run_request(server, {"inputs": words})["outputs"]["output"]
     assert outputs == [["NaN", "NaN"], ["NaN", "NaN"]]
     mask = EXAMPLE["inputs"] | {"mask": [[0.0, "-Infinity"], ["-Infinity", "-Infinity"]]}
-    answer = ask(server, {"inputs": mask}, outputs=["output", "scores"])
+    answer = run_request(server, {"inputs": mask}, outputs=["output", "scores"])
     assert answer["outputs"]["output"] == [[1.0, 2.0], [0.0, 0.0]]
     assert answer["outputs"]["scores"][1] == ["-Infinity", "-Infinity"]
 
@@ -239,13 +243,13 @@ def test_any_scale_gives_numbers(server: Server, scale: float, outputs: tuple[st
     inputs = {n: a.astype(np.float32) for n, a in small.items()}
     for causal in (False, True):
         case = Case(inputs, {"scale": scale, "causal": causal}, outputs=outputs)
-        case.check(ask(server, case.document)["outputs"])
+        case.check(run_request(server, case.document)["outputs"])
 
 
 @pytest.mark.parametrize("kind", range(150))
 def test_everything_at_once_against_the_reference(server: Server, kind: int) -> None:
     case = random_case(10_000 + kind, 0)
-    case.check(ask(server, case.document)["outputs"])
+    case.check(run_request(server, case.document)["outputs"])
 
 
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
@@ -254,4 +258,4 @@ def test_what_is_too_long_for_the_event_loop(server: Server, encoding: str) -> N
     draw = np.random.default_rng(1)
     inputs = {n: draw.normal(size=(640, 600)).astype(np.float32) for n in ("query", "key", "value")}
     case = Case(inputs, {"causal": True}, outputs=("output", "weights"), encoding=encoding)
-    case.check(ask(server, case.document)["outputs"])
+    case.check(run_request(server, case.document)["outputs"])

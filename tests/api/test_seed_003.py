@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu
 
-from conftest import Server
 from qkv import Client
 from qkv.attention.catalogue import Variant, variants
 from qkv.attention.layers.projections import ROLES
 from support.known_requests import EPS
+from support.service import Server
 
 N: Final = 1000
 D: Final = 256

@@ -14,18 +14,20 @@ import httpx
 import numpy as np
 import pytest
 
-from conftest import PATIENCE, Process, Server, serving, until
-from qkv.api import event_stream as events
+from qkv.api import event_stream
 from qkv.jobs.job import Job
-from qkv.jobs.measure.sweep_request import Sweep
-from qkv.telemetry.worker_state import Fleet
+from qkv.jobs.measure.sweep_request import SweepRequest
+from qkv.engine.work_queue import WorkQueue
+from qkv.telemetry.worker_state import SharedState
 from support.paths import ROOT
-from support.sweep_requests import CELL, SMALL, SWEEP, asking, parsed, swept
-from support.sweep_requests import counted as counted
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service import Server, running_server
+from support.sweep_requests import CELL, SMALL, SWEEP, open_sweep, parse_events, run_sweep
+from support.sweep_requests import submitted_jobs as submitted_jobs
 
 
 def test_headers_and_bytes_on_the_wire(server: Server) -> None:
-    with asking(server, variants=["mean"], lengths=[8]) as asked:
+    with open_sweep(server, variants=["mean"], lengths=[8]) as asked:
         came = b""
         while not came.endswith(b"0\r\n\r\n"):
             piece = asked.recv(1 << 16)
@@ -45,8 +47,8 @@ def test_headers_and_bytes_on_the_wire(server: Server) -> None:
 
 def test_events_come_while_it_runs(server: Server) -> None:
     """The first cell is there before the second runs."""
-    with server.engine.hold(), asking(server, variants=["mean"], lengths=[8, 16]) as asked:
-        until(lambda: server.waiting == 1)
+    with server.hold(), open_sweep(server, variants=["mean"], lengths=[8, 16]) as asked:
+        wait_until(lambda: server.queued_count == 1)
         came = asked.recv(1 << 16)
         if b"progress" not in came:
             came += asked.recv(1 << 16)
@@ -55,28 +57,28 @@ def test_events_come_while_it_runs(server: Server) -> None:
 
 
 def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert events.HEARTBEAT_S == 10
-    monkeypatch.setattr(events, "HEARTBEAT_S", 0.02)
+    assert event_stream.HEARTBEAT_S == 10
+    monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.02)
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
-    with server.engine.hold(), server.http.stream("POST", SWEEP, json=body) as response:
+    with server.hold(), server.http.stream("POST", SWEEP, json=body) as response:
         lines = response.iter_lines()
         came = [next(lines) for _ in range(12)]
         assert came.count(": still at work") >= 3
-    assert [name for name, _ in parsed(iter([*came, ""]))] == ["progress"]
+    assert [name for name, _ in parse_events(iter([*came, ""]))] == ["progress"]
 
 
-def test_who_leaves_ends_it(server: Server, counted: list[tuple[Job, int]]) -> None:
+def test_who_leaves_ends_it(server: Server, submitted_jobs: list[tuple[Job, int]]) -> None:
     """What is left of its cells never reaches the device."""
     lengths = list(range(8, 40))
-    with asking(server, variants=["mean", "linear"], lengths=lengths) as leaver:
-        with server.engine.hold():
-            until(lambda: server.waiting == 1)
+    with open_sweep(server, variants=["mean", "linear"], lengths=lengths) as leaver:
+        with server.hold():
+            wait_until(lambda: server.queued_count == 1)
             leaver.close()
-            until(lambda: server.waiting == 0)
-        seen = len(counted)
+            wait_until(lambda: server.queued_count == 0)
+        seen = len(submitted_jobs)
     assert server.http.post("/v1/attention/mean", json={"inputs": {"value": [[1]]}}).is_success
-    swept(server, variants=["mean"], lengths=[8])
-    assert len(counted) == seen + 1 + SMALL["repeats"]
+    run_sweep(server, variants=["mean"], lengths=[8])
+    assert len(submitted_jobs) == seen + 1 + SMALL["repeats"]
     assert seen < len(lengths)
 
 
@@ -85,24 +87,24 @@ def test_who_leaves_has_room_for_as_long_as_a_thread_draws(
 ) -> None:
     own = serve()
     begun, goes_on = threading.Event(), threading.Event()
-    drawn = Sweep.drawn
+    drawn = SweepRequest.with_random_inputs
 
     def slowly(*arguments: Any) -> Any:
         begun.set()
-        assert goes_on.wait(PATIENCE)
+        assert goes_on.wait(TIMEOUT_S)
         return drawn(*arguments)
 
-    monkeypatch.setattr(Sweep, "drawn", slowly)
-    with asking(own, variants=["mean"], lengths=[8]) as leaver:
-        assert begun.wait(PATIENCE)
-        held = own.engine.door.comes
+    monkeypatch.setattr(SweepRequest, "with_random_inputs", slowly)
+    with open_sweep(own, variants=["mean"], lengths=[8]) as leaver:
+        assert begun.wait(TIMEOUT_S)
+        held = own.engine.admission.incoming
         leaver.close()
         own.http.get("/livez")
         time.sleep(0.1)  # what would be given back is, by then
-        assert own.engine.door.comes == held
+        assert own.engine.admission.incoming == held
         assert held.bytes
         goes_on.set()
-    until(lambda: not own.engine.door.comes.bytes)
+    wait_until(lambda: not own.engine.admission.incoming.bytes)
 
 
 def test_who_leaves_is_counted_as_that(serve: Callable[..., Server]) -> None:
@@ -111,25 +113,25 @@ def test_who_leaves_is_counted_as_that(serve: Callable[..., Server]) -> None:
     def left() -> bool:
         return 'qkv_other_requests_total{outcome="left"} 1\n' in own.http.get("/metrics").text
 
-    with own.engine.hold(), asking(own, variants=["mean"], lengths=[8]) as leaver:
-        until(lambda: own.waiting == 1)
+    with own.hold(), open_sweep(own, variants=["mean"], lengths=[8]) as leaver:
+        wait_until(lambda: own.queued_count == 1)
         leaver.close()
-        until(lambda: own.waiting == 0)
-    until(left)
+        wait_until(lambda: own.queued_count == 0)
+    wait_until(left)
 
 
 def test_others_are_answered_meanwhile_and_before_it(
-    server: Server, counted: list[tuple[Job, int]]
+    server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
     """Of what waits, everybody else's goes first; and a sweep never has more than one waiting."""
     value = np.ones((600, 64)).tolist()  # too large to run on the loop
-    asked = asking(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
+    asked = open_sweep(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
     try:
-        until(lambda: len(counted) > 3)
+        wait_until(lambda: len(submitted_jobs) > 3)
         ran: list[int] = []
-        with server.engine.hold():
-            until(lambda: server.waiting == 1)
-            sweeping = counted[-1][0]
+        with server.hold():
+            wait_until(lambda: server.queued_count == 1)
+            sweeping = submitted_jobs[-1][0]
             threads = [
                 threading.Thread(
                     target=lambda: ran.append(
@@ -139,7 +141,7 @@ def test_others_are_answered_meanwhile_and_before_it(
                                 "inputs": dict.fromkeys(("query", "key", "value"), value),
                                 "weights": "none",
                             },
-                            timeout=PATIENCE,
+                            timeout=TIMEOUT_S,
                         ).status_code
                     )
                 )
@@ -147,18 +149,17 @@ def test_others_are_answered_meanwhile_and_before_it(
             ]
             for thread in threads:
                 thread.start()
-            until(lambda: server.waiting == 5)
-            with server.engine._changed:
-                first = server.engine._queue.oldest()
+            wait_until(lambda: server.queued_count == 5)
+            first = WorkQueue.find_oldest(server.engine._queue)  # which `hold` replaces
             assert first is not None
             assert first.job is not sweeping
         for thread in threads:
             thread.join()
         assert ran == [200] * 4
-        assert len(counted) < 64 * 101, "it is not over yet"
+        assert len(submitted_jobs) < 64 * 101, "it is not over yet"
     finally:
         asked.close()
-        until(lambda: server.waiting == 0)
+        wait_until(lambda: server.queued_count == 0)
 
 
 def test_keys_are_asked_for(serve: Callable[..., Server]) -> None:
@@ -180,21 +181,21 @@ def test_a_fault_of_ours_ends_the_stream(
         raise ZeroDivisionError
 
     monkeypatch.setattr(own.engine, "submit", broken)
-    said = swept(own, variants=["mean"], lengths=[8])
+    said = run_sweep(own, variants=["mean"], lengths=[8])
     assert [name for name, _ in said] == ["progress", "error"]
     assert said[-1][1]["problem"]["status"] == 500
     assert "ZeroDivision" not in str(said)
 
 
 def test_a_service_that_stops_says_so() -> None:
-    with serving() as stopping:
-        fleet = stopping.app.user_middleware[0].kwargs["fleet"]
-        assert isinstance(fleet, Fleet)
+    with running_server() as stopping:
+        shared_state = stopping.app.user_middleware[0].kwargs["shared_state"]
+        assert isinstance(shared_state, SharedState)
         body = SMALL | {"variants": ["mean"], "lengths": [8, 16], "repeats": 100}
         with stopping.http.stream("POST", SWEEP, json=body) as response:
-            told = parsed(response.iter_lines())
+            told = parse_events(response.iter_lines())
             assert next(told)[0] == "progress"
-            fleet.drain()
+            shared_state.drain()
             *_, (name, what) = told
         assert name == "error"
         assert what["problem"]["type"] == "urn:qkv:problem:not-now"
@@ -203,8 +204,8 @@ def test_a_service_that_stops_says_so() -> None:
 def test_sigterm_does_not_wait_for_it(command: Callable[..., Process]) -> None:
     process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="30")
     body = {"variants": ["softmax"], "lengths": [256, 512], "repeats": 100}
-    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
-        told = parsed(response.iter_lines())
+    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
+        told = parse_events(response.iter_lines())
         assert next(told)[0] == "progress"
         since = time.monotonic()
         process.popen.send_signal(signal.SIGTERM)
@@ -218,8 +219,8 @@ def test_a_long_cell_does_not_outlast_the_time_to_end(command: Callable[..., Pro
     """Its caller is told, in an event."""
     process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="0")
     body = {"variants": ["softmax"], "lengths": [12288], "repeats": 100}
-    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
-        told = parsed(response.iter_lines())
+    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
+        told = parse_events(response.iter_lines())
         assert next(told)[0] == "progress"
         time.sleep(0.5)  # until its inputs are drawn, and its first run goes on
         process.popen.send_signal(signal.SIGTERM)
@@ -236,8 +237,8 @@ def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:
         QKV_MAX_QUEUE_BYTES=str(64 << 20),
     )  # fmt: skip
     body = SMALL | {"variants": ["linear", "mean"], "lengths": [16, 64]}
-    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=PATIENCE) as response:
-        said = list(parsed(response.iter_lines()))
+    with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
+        said = list(parse_events(response.iter_lines()))
     assert [name for name, _ in said] == ["progress", "cell"] * 4 + ["done"]
     assert all(what.keys() == CELL for name, what in said if name == "cell")
     assert process.end() == 0, process.lines
@@ -252,4 +253,4 @@ def test_the_documented_example_runs(url: str) -> None:
         text=True,
         check=True,
     )
-    assert [name for name, _ in parsed(iter(done.stdout.split("\n")))][-1] == "done"
+    assert [name for name, _ in parse_events(iter(done.stdout.split("\n")))][-1] == "done"

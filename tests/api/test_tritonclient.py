@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any, Final
 
 import httpx
@@ -17,9 +17,16 @@ from tritonclient.http import aio
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 import qkv
-from conftest import PATIENCE, Process, running, serving
-
-Array = np.ndarray[Any, Any]
+from support.processes import TIMEOUT_S, Process
+from support.service import running_server
+from support.triton_client import (
+    Array,
+    infer_inputs,
+    raises_inference_error,
+    random_inputs,
+    requested_outputs,
+    triton_client,
+)
 
 WORKERS: Final = 2
 FLOATS: Final = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
@@ -34,27 +41,6 @@ PARAMETERS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [  # as sent, a
 ]
 
 
-def drawn(dtype: Any = np.float32, seed: int = 0, keys: int = 7) -> dict[str, Any]:
-    draw = np.random.default_rng(seed)
-    shapes = {"query": (2, 4, 5, 8), "key": (2, 2, keys, 8), "value": (2, 2, keys, 6)}
-    return {name: draw.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
-
-
-def sent(arrays: Mapping[str, Array], binary: Sequence[str] | None = None) -> list[Any]:
-    """The client's inputs; `binary` names those that go as bytes, None: all."""
-    inputs = []
-    for name, array in arrays.items():
-        tensor = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
-        tensor.set_data_from_numpy(array, binary_data=binary is None or name in binary)
-        inputs.append(tensor)
-    return inputs
-
-
-def wanted(**binary: bool) -> list[Any]:
-    """The outputs to ask for, and whether each is to come as bytes."""
-    return [triton.InferRequestedOutput(name, binary_data=b) for name, b in binary.items()]
-
-
 def same(came: Array | None, right: Any) -> bool:
     """Bit for bit."""
     return (
@@ -64,38 +50,20 @@ def same(came: Array | None, right: Any) -> bool:
     )
 
 
-@contextmanager
-def refusal(says: str, status: int = 400) -> Iterator[None]:
-    """What the client raises has the service's own words."""
-    with pytest.raises(InferenceServerException) as caught:
-        yield
-    assert says in caught.value.message()
-    assert caught.value.status() == str(status)
-    assert "decoding" not in caught.value.message()
-
-
-def connected(url: str) -> closing[Any]:
-    """A client, for one thread."""
-    return closing(triton.InferenceServerClient(url.removeprefix("http://")))
-
-
 @pytest.fixture(scope="module")
-def fleet(_settings_of_the_tests_only: None) -> Iterator[Process]:
-    with running("serve", "--port", "0", "--workers", str(WORKERS)) as ran:
-        assert ran.url
-        yield ran
-        assert ran.end() == 0, ran.lines
+def service_process(shared_process: Callable[..., Process]) -> Process:
+    return shared_process("--workers", str(WORKERS))
 
 
 @pytest.fixture
-def client(fleet: Process) -> Iterator[Any]:
-    with connected(fleet.url) as made:
+def client(service_process: Process) -> Iterator[Any]:
+    with triton_client(service_process.url) as made:
         yield made
 
 
 @pytest.fixture
-def native(fleet: Process) -> Iterator[qkv.Client]:
-    with qkv.Client(fleet.url) as made:
+def native(service_process: Process) -> Iterator[qkv.Client]:
+    with qkv.Client(service_process.url) as made:
         yield made
 
 
@@ -130,7 +98,7 @@ def test_what_it_says_of_a_model(client: Any, version: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_every_datatype_both_ways(client: Any, native: qkv.Client, dtype: Any) -> None:
-    arrays = drawn(dtype)
+    arrays = random_inputs(dtype)
     right = native.attend("softmax", **arrays, outputs=["output"]).output
     assert right is not None
     assert right.dtype == dtype
@@ -139,8 +107,8 @@ def test_every_datatype_both_ways(client: Any, native: qkv.Client, dtype: Any) -
         forms.append([])
     for binary in forms:
         for outputs in (None, True, False):  # None: the client asks for bytes
-            asked = None if outputs is None else wanted(output=outputs)
-            ran = client.infer("softmax", sent(arrays, binary), outputs=asked)
+            asked = None if outputs is None else requested_outputs(output=outputs)
+            ran = client.infer("softmax", infer_inputs(arrays, binary), outputs=asked)
             assert same(ran.as_numpy("output"), right)
             entry = ran.get_output("output")
             assert ("data" in entry) == (outputs is False)
@@ -148,16 +116,19 @@ def test_every_datatype_both_ways(client: Any, native: qkv.Client, dtype: Any) -
 
 
 def test_binary_and_json_mixed_in_any_order(client: Any, native: qkv.Client) -> None:
-    arrays = drawn()
+    arrays = random_inputs()
     names = ["output", "weights", "scores"]
     right = native.attend("softmax", **arrays, outputs=names, causal=True)
     for order in (["query", "key", "value"], ["value", "query", "key"], ["key", "value", "query"]):
         inputs = {name: arrays[name] for name in order}
         for binary in ([], ["key"], ["query", "value"], order):
             for chosen in ({"scores": False, "output": True}, {"output": False, "weights": True}):
-                asked = wanted(**chosen)
+                asked = requested_outputs(**chosen)
                 ran = client.infer(
-                    "softmax", sent(inputs, binary), outputs=asked, parameters={"causal": True}
+                    "softmax",
+                    infer_inputs(inputs, binary),
+                    outputs=asked,
+                    parameters={"causal": True},
                 )
                 came = ran.get_response()["outputs"]
                 assert [o["name"] for o in came] == list(chosen)
@@ -172,11 +143,11 @@ def test_binary_and_json_mixed_in_any_order(client: Any, native: qkv.Client) -> 
 def test_parameters(
     client: Any, native: qkv.Client, as_sent: dict[str, Any], as_is: dict[str, Any]
 ) -> None:
-    arrays = drawn()
+    arrays = random_inputs()
     for names in (["output"], ["output", "weights"]):
         right = native.attend("softmax", **arrays, **as_is, outputs=names)
-        asked = wanted(**dict.fromkeys(names, True))
-        ran = client.infer("softmax", sent(arrays), outputs=asked, parameters=as_sent)
+        asked = requested_outputs(**dict.fromkeys(names, True))
+        ran = client.infer("softmax", infer_inputs(arrays), outputs=asked, parameters=as_sent)
         for name in names:
             assert same(ran.as_numpy(name), getattr(right, name))
     plain = native.attend("softmax", **arrays, outputs=["output", "weights"]).weights
@@ -186,7 +157,7 @@ def test_parameters(
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("kind", ["bool", "float", "lengths"])
 def test_masks(client: Any, native: qkv.Client, kind: str, binary: bool) -> None:
-    arrays, draw = drawn(), np.random.default_rng(1)
+    arrays, draw = random_inputs(), np.random.default_rng(1)
     if kind == "bool":
         arrays["mask"] = draw.random((2, 1, 5, 7)) < 0.6
     elif kind == "float":
@@ -195,7 +166,7 @@ def test_masks(client: Any, native: qkv.Client, kind: str, binary: bool) -> None
     else:
         arrays["key_lengths"] = np.array([3, 7])
     right = native.attend("softmax", **arrays, outputs=["output"]).output
-    ran = client.infer("softmax", sent(arrays, None if binary else list(drawn())))
+    ran = client.infer("softmax", infer_inputs(arrays, None if binary else list(random_inputs())))
     assert same(ran.as_numpy("output"), right)
     del arrays[list(arrays)[-1]]
     assert not same(native.attend("softmax", **arrays, outputs=["output"]).output, right)
@@ -206,13 +177,13 @@ def test_masks(client: Any, native: qkv.Client, kind: str, binary: bool) -> None
 def test_compression(
     client: Any, native: qkv.Client, request_coding: str | None, answer_coding: str | None
 ) -> None:
-    arrays = drawn()
+    arrays = random_inputs()
     right = native.attend("softmax", **arrays, outputs=["output"]).output
     for binary in (None, ["key"], []):
-        for outputs in (wanted(output=True), wanted(output=False)):
+        for outputs in (requested_outputs(output=True), requested_outputs(output=False)):
             ran = client.infer(
                 "softmax",
-                sent(arrays, binary),
+                infer_inputs(arrays, binary),
                 outputs=outputs,
                 request_compression_algorithm=request_coding,
                 response_compression_algorithm=answer_coding,
@@ -222,22 +193,26 @@ def test_compression(
 
 def test_id_priority_timeout_and_timing(client: Any) -> None:
     for name in ("7", 'a "b" \\ é 日本 \0'):
-        ran = client.infer("softmax", sent(drawn()), request_id=name).get_response()
+        ran = client.infer("softmax", infer_inputs(random_inputs()), request_id=name).get_response()
         assert ran["id"] == name
     for chosen in ({"priority": 1}, {"priority": 9}, {"timeout": 10**12}, {"timeout": 2**63 - 1}):
-        ran = client.infer("softmax", sent(drawn()), model_version="1", **chosen).get_response()
+        ran = client.infer(
+            "softmax", infer_inputs(random_inputs()), model_version="1", **chosen
+        ).get_response()
         assert (ran["model_name"], ran["model_version"]) == ("softmax", "1")
         assert "id" not in ran
         times = [ran["parameters"][f"{stage}_ms"] for stage in ("queue", "transfer", "compute")]
         assert 0 < sum(times) <= ran["parameters"]["total_ms"]
 
 
-def test_the_body_that_the_client_makes_for_others(fleet: Process, native: qkv.Client) -> None:
-    arrays = drawn()
-    body, length = triton.InferenceServerClient.generate_request_body(sent(arrays, ["key"]))
+def test_the_body_that_the_client_makes_for_others(
+    service_process: Process, native: qkv.Client
+) -> None:
+    arrays = random_inputs()
+    body, length = triton.InferenceServerClient.generate_request_body(infer_inputs(arrays, ["key"]))
     headers = {"Inference-Header-Content-Length": str(length)}
-    url = f"{fleet.url}/v2/models/softmax/infer"
-    answer = httpx.post(url, content=body, headers=headers, timeout=PATIENCE)
+    url = f"{service_process.url}/v2/models/softmax/infer"
+    answer = httpx.post(url, content=body, headers=headers, timeout=TIMEOUT_S)
     ran = triton.InferenceServerClient.parse_response_body(
         answer.content, header_length=int(answer.headers["Inference-Header-Content-Length"])
     )
@@ -245,13 +220,16 @@ def test_the_body_that_the_client_makes_for_others(fleet: Process, native: qkv.C
     assert same(ran.as_numpy("output"), right)
 
 
-def test_eight_threads_with_a_client_each(fleet: Process) -> None:
+def test_eight_threads_with_a_client_each(service_process: Process) -> None:
     def loop(index: int) -> bool:
-        arrays = drawn(FLOATS[index % 4], seed=index)
-        asked = wanted(output=True, weights=bool(index % 2) or index % 4 == 2)
-        with connected(fleet.url) as client, qkv.Client(fleet.url) as native:
+        arrays = random_inputs(FLOATS[index % 4], seed=index)
+        asked = requested_outputs(output=True, weights=bool(index % 2) or index % 4 == 2)
+        with (
+            triton_client(service_process.url) as client,
+            qkv.Client(service_process.url) as native,
+        ):
             right = native.attend("softmax", **arrays, outputs=["output", "weights"], causal=True)
-            inputs = sent(arrays)
+            inputs = infer_inputs(arrays)
             for number in range(10):
                 ran = client.infer(
                     "softmax",
@@ -269,25 +247,25 @@ def test_eight_threads_with_a_client_each(fleet: Process) -> None:
         assert all(pool.map(loop, range(8)))
 
 
-def test_async_infer(fleet: Process, native: qkv.Client) -> None:
+def test_async_infer(service_process: Process, native: qkv.Client) -> None:
     with closing(
-        triton.InferenceServerClient(fleet.url.removeprefix("http://"), concurrency=4)
+        triton.InferenceServerClient(service_process.url.removeprefix("http://"), concurrency=4)
     ) as client:
-        asked = [drawn(seed=seed) for seed in range(8)]
-        running_ = [client.async_infer("softmax", sent(arrays)) for arrays in asked]
-        wrong = client.async_infer("softmax", sent(asked[0])[:2])
+        asked = [random_inputs(seed=seed) for seed in range(8)]
+        running_ = [client.async_infer("softmax", infer_inputs(arrays)) for arrays in asked]
+        wrong = client.async_infer("softmax", infer_inputs(asked[0])[:2])
         for arrays, one in zip(asked, running_, strict=True):
             right = native.attend("softmax", **arrays, outputs=["output"]).output
             assert same(one.get_result().as_numpy("output"), right)
-        with refusal("softmax needs value"):
+        with raises_inference_error("softmax needs value"):
             wrong.get_result()
 
 
-def test_the_client_for_asyncio(fleet: Process, native: qkv.Client) -> None:
-    asked = [drawn(seed=seed) for seed in range(8)]
+def test_the_client_for_asyncio(service_process: Process, native: qkv.Client) -> None:
+    asked = [random_inputs(seed=seed) for seed in range(8)]
 
     async def all_of_them() -> list[Any]:
-        async with aio.InferenceServerClient(fleet.url.removeprefix("http://")) as client:
+        async with aio.InferenceServerClient(service_process.url.removeprefix("http://")) as client:
             assert await client.is_server_live()
             assert await client.is_server_ready()
             assert await client.is_model_ready("softmax")
@@ -297,14 +275,14 @@ def test_the_client_for_asyncio(fleet: Process, native: qkv.Client) -> None:
             assert (await client.get_model_repository_index())[0]["state"] == "READY"
             assert (await client.get_inference_statistics())["model_stats"]
             await client.load_model("softmax")
-            with refusal("no parameter 'windw'"):
-                await client.infer("softmax", sent(asked[0]), parameters={"windw": 1})
+            with raises_inference_error("no parameter 'windw'"):
+                await client.infer("softmax", infer_inputs(asked[0]), parameters={"windw": 1})
             codings: list[Any] = [None, "gzip", "deflate"]
             return await asyncio.gather(
                 *(
                     client.infer(
                         "softmax",
-                        sent(arrays, [None, ["key"], []][i % 3]),
+                        infer_inputs(arrays, [None, ["key"], []][i % 3]),
                         request_compression_algorithm=codings[i % 3],
                         response_compression_algorithm=codings[i % 2],
                     )
@@ -321,7 +299,7 @@ Call = Callable[[Any], object]
 
 
 def asking(inputs: list[Any] | None = None, model: str = "softmax", **more: Any) -> Call:
-    return lambda client: client.infer(model, inputs or sent(drawn()), **more)
+    return lambda client: client.infer(model, inputs or infer_inputs(random_inputs()), **more)
 
 
 REFUSED: Final[list[tuple[Call, str, int]]] = [
@@ -332,16 +310,24 @@ REFUSED: Final[list[tuple[Call, str, int]]] = [
     (lambda c: c.get_model_config("softmax", "3"), "version '3'", 404),
     (lambda c: c.load_model("new"), "'new' is not found", 404),
     (lambda c: c.unload_model("old"), "'old' is not found", 404),
-    (asking(sent(drawn() | {"foo": np.ones(2)})), "softmax has no input 'foo'; it takes", 400),
-    (asking(sent(drawn())[:2]), "softmax needs value, which did not come", 400),
-    (asking(outputs=wanted(outptu=True)), "softmax has no output 'outptu'; it has output", 400),
+    (
+        asking(infer_inputs(random_inputs() | {"foo": np.ones(2)})),
+        "softmax has no input 'foo'; it takes",
+        400,
+    ),
+    (asking(infer_inputs(random_inputs())[:2]), "softmax needs value, which did not come", 400),
+    (
+        asking(outputs=requested_outputs(outptu=True)),
+        "softmax has no output 'outptu'; it has output",
+        400,
+    ),
     (asking(parameters={"windw": 1}), "softmax has no parameter 'windw'", 400),
     (asking(parameters={"window": "[1"}), "which looks like JSON", 400),
     (asking(sequence_id=3), "no model keeps state", 400),
     (asking(sequence_id="a", sequence_start=True), "sequence_id has no meaning", 400),
     (asking(timeout=-1), "parameters.timeout came as -1", 400),
-    (asking(sent(drawn(np.int32))), '"INT32"; served are FP64', 400),
-    (asking(sent(drawn(np.int64))), "query came as int64", 400),
+    (asking(infer_inputs(random_inputs(np.int32))), '"INT32"; served are FP64', 400),
+    (asking(infer_inputs(random_inputs(np.int64))), "query came as int64", 400),
     (
         asking(outputs=[triton.InferRequestedOutput("output", class_count=2)]),
         "'classification'; known is binary_data",
@@ -360,33 +346,33 @@ REFUSED: Final[list[tuple[Call, str, int]]] = [
 def test_what_is_refused_is_said_in_our_words(
     client: Any, call: Call, says: str, status: int
 ) -> None:
-    with refusal(says, status):
+    with raises_inference_error(says, status):
         call(client)
 
 
 def test_shared_memory_is_refused(client: Any) -> None:
-    inputs = sent(drawn())
+    inputs = infer_inputs(random_inputs())
     inputs[0].set_shared_memory("region", 1280)
-    with refusal("query lies in shared memory"):
+    with raises_inference_error("query lies in shared memory"):
         client.infer("softmax", inputs)
-    (output,) = wanted(output=True)
+    (output,) = requested_outputs(output=True)
     output.set_shared_memory("region", 1280)
-    with refusal("no shared memory here"):
-        client.infer("softmax", sent(drawn()), outputs=[output])
+    with raises_inference_error("no shared memory here"):
+        client.infer("softmax", infer_inputs(random_inputs()), outputs=[output])
 
 
 def test_a_key_goes_in_headers() -> None:
     """As docs/open-inference-protocol.md says."""
     key = "a-key.0123456789"
     headers = {"Authorization": f"Bearer {key}"}
-    arrays = drawn()
+    arrays = random_inputs()
     calls: list[Callable[..., Any]] = []
-    with serving(api_keys=f"another,{key}") as server, connected(server.url) as client:
+    with running_server(api_keys=f"another,{key}") as server, triton_client(server.url) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
         calls += [
-            lambda **more: client.infer("softmax", sent(arrays), **more),
-            lambda **more: client.async_infer("softmax", sent(arrays), **more).get_result(),
+            lambda **more: client.infer("softmax", infer_inputs(arrays), **more),
+            lambda **more: client.async_infer("softmax", infer_inputs(arrays), **more).get_result(),
             lambda **more: client.get_model_metadata("softmax", **more),
             lambda **more: client.get_inference_statistics("softmax", **more),
             lambda **more: client.load_model("softmax", **more),
@@ -400,13 +386,13 @@ def test_a_key_goes_in_headers() -> None:
         with qkv.Client(server.url, api_key=key) as native:
             right = native.attend("softmax", weights="none", **arrays).output
         for _ in range(3):  # the last ones on the shortest way
-            result = client.infer("softmax", sent(arrays), headers=headers)
+            result = client.infer("softmax", infer_inputs(arrays), headers=headers)
             assert same(result.as_numpy("output"), right)
 
         async def ask() -> Any:
             async with aio.InferenceServerClient(server.url.removeprefix("http://")) as other:
                 with pytest.raises(InferenceServerException, match="401"):
-                    await other.infer("softmax", sent(arrays))
-                return await other.infer("softmax", sent(arrays), headers=headers)
+                    await other.infer("softmax", infer_inputs(arrays))
+                return await other.infer("softmax", infer_inputs(arrays), headers=headers)
 
         assert same(asyncio.run(ask()).as_numpy("output"), right)

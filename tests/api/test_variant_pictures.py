@@ -7,21 +7,20 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from conftest import Server
 from qkv import heatmap
-from qkv.api import variant_pictures as picture
+from qkv.api import variant_pictures
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
-from support.known_requests import as_json, refused
+from support.known_requests import as_json, assert_problem
+from support.pictures import SVG, panel_cells, parse_svg
+from support.service import Server
 
-SVG: Final = "{http://www.w3.org/2000/svg}"
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-NAMES: Final = [name for name, v in catalogue.variants().items() if picture._axes(v)]
+NAMES: Final = [name for name, v in catalogue.variants().items() if variant_pictures._axes(v)]
 
 ODD: Final = '''\
 """An odd variant: what a file may look like that is not like the others."""
@@ -58,35 +57,9 @@ def attend(
 '''
 
 
-def drawn(svg: str | None) -> ElementTree.Element:
-    """A picture, parsed."""
-    assert svg is not None
-    return ElementTree.fromstring(svg)
-
-
-def cells(svg: str | None) -> list[dict[tuple[int, int], float]]:
-    """Of each panel, what number stands at (row, column); what is empty is absent."""
-    panels = []
-    for group in drawn(svg).iter(f"{SVG}g"):
-        titled = [p for p in group.findall(f"{SVG}path") if p.find(f"{SVG}title") is not None]
-        if not titled:
-            continue
-        found: dict[tuple[int, int], float] = {}
-        for path in titled:
-            number = float(path.findtext(f"{SVG}title") or "nan")
-            runs = re.findall(r"M(\d+) (\d+)h(\d+)v1h-(\d+)z", path.get("d") or "")
-            assert runs
-            for column, row, size, back in runs:
-                assert size == back
-                for j in range(int(column), int(column) + int(size)):
-                    assert found.setdefault((int(row), j), number) == number
-        panels.append(found)
-    return panels
-
-
 def answered(server: Server, variant: Variant, parameters: Any) -> np.ndarray:
     """The weights that a request over HTTP gets for the one input."""
-    inputs = {n: as_json(array, "base64") for n, array in picture.inputs(variant).items()}
+    inputs = {n: as_json(array, "base64") for n, array in variant_pictures.inputs(variant).items()}
     body = {"inputs": inputs, "parameters": dict(parameters), "outputs": ["weights"]}
     response = server.http.post(
         f"/v1/attention/{variant.name}", json=body | {"encoding": "lists", "dtype": "float64"}
@@ -100,7 +73,7 @@ def answered(server: Server, variant: Variant, parameters: Any) -> np.ndarray:
 def test_every_cell_is_what_the_service_answers(server: Server, name: str) -> None:
     """To half a shade, and to the three digits that a shade's number is written with."""
     variant = catalogue.find(name)
-    panels, ways = cells(picture.draw(variant)), picture.ways(variant)
+    panels, ways = panel_cells(variant_pictures.draw(variant)), variant_pictures.ways(variant)
     assert len(panels) == len(ways) == (2 if "causal" in variant.parameters.model_fields else 1)
     for panel, way in zip(panels, ways, strict=True):
         weights = answered(server, variant, way.parameters)
@@ -118,10 +91,10 @@ def test_every_cell_is_what_the_service_answers(server: Server, name: str) -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_small_inert_and_says_what_it_is(name: str) -> None:
     variant = catalogue.find(name)
-    svg = picture.draw(variant)
+    svg = variant_pictures.draw(variant)
     assert svg is not None
     assert len(svg) < 30_000
-    root = drawn(svg)
+    root = parse_svg(svg)
     assert root.get("role") == "img"
     said = {e.get("id"): e.text or "" for e in root if e.get("id")}
     assert list(said) == (root.get("aria-labelledby") or "").split()
@@ -140,20 +113,25 @@ def test_it_is_small_inert_and_says_what_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_last_digits_do_not_show(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Another processor or build of torch draws the same picture, to the letter."""
-    variant, exact, random = catalogue.find(name), picture._weights, np.random.default_rng(0)
+    variant, exact, random = (
+        catalogue.find(name),
+        variant_pictures._weights,
+        np.random.default_rng(0),
+    )
 
     def noisy(*of: Any) -> np.ndarray:
         weights = exact(*of)
         return weights * (1 + random.uniform(-1e-11, 1e-11, weights.shape))
 
-    monkeypatch.setattr(picture, "_weights", noisy)
-    assert picture.draw.__wrapped__(variant) == picture.draw(variant)
+    monkeypatch.setattr(variant_pictures, "_weights", noisy)
+    assert variant_pictures.draw.__wrapped__(variant) == variant_pictures.draw(variant)
 
 
 def test_variants_can_be_told_apart() -> None:
-    assert len({picture.draw(v) for v in catalogue.variants().values()}) == len(NAMES)
+    assert len({variant_pictures.draw(v) for v in catalogue.variants().values()}) == len(NAMES)
     sharp, flat = (
-        picture._weights(catalogue.find(n), picture.Way("", {})) for n in ("softmax", "taylor")
+        variant_pictures._weights(catalogue.find(n), variant_pictures.Way("", {}))
+        for n in ("softmax", "taylor")
     )
     assert sharp.max() > 5 * flat.max()
 
@@ -162,13 +140,13 @@ def test_what_is_negative_is_another_colour_and_zero_is_empty() -> None:
     matrix = np.array([[-4.0, 0.0, 1.0], [2.0, -1e-9, 4.0]])
     panel = heatmap.Panel("", matrix, "row i", "column j", "", "")
     svg = heatmap.draw("<signed>", "a & b", "", [panel])
-    (found,) = cells(svg)
+    (found,) = panel_cells(svg)
     assert found.keys() == {(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)}
     assert found[0, 0] == -4
     assert found[1, 2] == 4
     assert found[0, 2] == 1
     assert found[1, 1] == 0
-    classes = {p.get("class"): p for p in drawn(svg).iter(f"{SVG}path")}
+    classes = {p.get("class"): p for p in parse_svg(svg).iter(f"{SVG}path")}
     assert {"n32", "p32", "p0"} <= classes.keys()
     assert ">-4<" in svg
     assert "&lt;signed&gt;" in svg
@@ -202,7 +180,7 @@ def test_over_http(server: Server) -> None:
         assert path == f"/v1/variants/{name}/picture"
         response = server.http.get(path)
         assert response.status_code == 200
-        assert response.text == picture.draw(catalogue.find(name))
+        assert response.text == variant_pictures.draw(catalogue.find(name))
         assert response.headers["content-type"] == "image/svg+xml"
         assert response.headers["content-security-policy"] == POLICY
         assert response.headers["x-content-type-options"] == "nosniff"
@@ -213,7 +191,7 @@ def test_over_http(server: Server) -> None:
             assert (again.status_code, again.content) == (304, b"")
             assert again.headers["etag"] == tag
         assert server.http.get(path, headers={"If-None-Match": '"other"'}).content
-    problem = refused(server.http.get("/v1/variants/sotfmax/picture"), 404)
+    problem = assert_problem(server.http.get("/v1/variants/sotfmax/picture"), 404)
     assert "softmax" in problem["detail"]
 
 
@@ -225,7 +203,7 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Variant]:
         module = ModuleType("qkv.attention.variants.odd")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(ODD.format(answers=answers, body=body), module.__dict__)
-        variant = catalogue._read("odd")
+        variant = catalogue._read_variant("odd")
         everything = {**catalogue.variants(), "odd": variant}
         monkeypatch.setattr(catalogue, "variants", lambda: everything)
         return variant
@@ -243,14 +221,14 @@ def test_sizes_and_inputs_of_its_own_are_met(odd: Callable[[str, str], Variant])
         " * (count_B == 16))"
     )
     variant = odd(MATRIX, body)
-    found = picture.inputs(variant)
+    found = variant_pictures.inputs(variant)
     assert {n: (a.shape, a.dtype.name) for n, a in found.items()} == {
         "query": ((1, 1, 16, 3), "float64"),
         "table": ((5, 16), "float64"),
         "count": ((1,), "int64"),
         "mask": ((1, 1, 16, 16), "bool"),
     }
-    (panel,) = cells(picture.draw(variant))
+    (panel,) = panel_cells(variant_pictures.draw(variant))
     expected = found["query"][0, 0] @ found["table"][:3]
     assert panel.keys() == {(i, j) for i, j in np.argwhere(expected != 0).tolist()}
     assert min(panel.values()) < 0 < max(panel.values())
@@ -271,7 +249,7 @@ def test_without_a_matrix_there_is_no_picture(
     server: Server, odd: Callable[[str, str], Variant], answers: str, body: str
 ) -> None:
     variant = odd(answers, body)
-    assert picture.draw(variant) is None
+    assert variant_pictures.draw(variant) is None
     assert server.http.get("/v1/variants/odd").json()["picture"] is None
-    problem = refused(server.http.get("/v1/variants/odd/picture"), 404)
+    problem = assert_problem(server.http.get("/v1/variants/odd/picture"), 404)
     assert "odd has no picture" in problem["detail"]

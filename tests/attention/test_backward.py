@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, normalize
 
-from qkv.attention.common import gradients as _gradients
+from qkv.attention.common import gradients as common_gradients
 from qkv.attention.variants import softmax
-from support.gradient_calls import BACKWARDS, EPS, SIZES, attended, drawn, gradients
+from support.gradient_calls import BACKWARDS, EPS, SIZES, forward_output, gradients, random_inputs
 from support.peak_memory import needs_proc, peaks
 
 CAUSAL: Final = {"causal": True}
@@ -101,12 +101,12 @@ def test_the_signature_is_that_of_attend(name: str) -> None:
 def test_it_is_the_derivative_of_attend(
     name: str, parameters: dict[str, Any], extra: dict[str, Tensor]
 ) -> None:
-    tensors = drawn(name) | extra
+    tensors = random_inputs(name) | extra
     floating = [a for a, tensor in tensors.items() if tensor.is_floating_point()]
     names = {i.argument: i.name for i in BACKWARDS[name].inputs.values()}
 
     def forth(*x: Tensor) -> Tensor:
-        return attended(name, tensors | dict(zip(floating, x, strict=True)), parameters)
+        return forward_output(name, tensors | dict(zip(floating, x, strict=True)), parameters)
 
     def back(grad: Tensor, *x: Tensor) -> list[Tensor]:
         given = {a: t.detach() for a, t in zip(floating, x, strict=True)}
@@ -124,10 +124,10 @@ def test_it_is_the_derivative_of_the_reference(
     name: str, parameters: dict[str, Any], extra: dict[str, Tensor]
 ) -> None:
     """Along a random direction, by central differences whose two steps bound what they cut off."""
-    tensors = drawn(name) | extra
+    tensors = random_inputs(name) | extra
     names = {i.argument: i.name for i in BACKWARDS[name].inputs.values()}
     along = {a: torch.randn_like(t) for a, t in tensors.items() if t.is_floating_point()}
-    grad = torch.randn_like(attended(name, tensors, parameters))
+    grad = torch.randn_like(forward_output(name, tensors, parameters))
 
     def outcome(step: float) -> Tensor:
         moved = {a: t + step * along[a] if a in along else t for a, t in tensors.items()}
@@ -178,8 +178,8 @@ def roundings(
 @every_variant
 def test_narrower_numbers_lose_what_they_round(name: str, dtype: torch.dtype) -> None:
     sizes = SIZES | {"L": 90, "S": 100, "D": 16, "E": 8, "N": 110}
-    tensors = drawn(name, sizes, dtype)
-    grad = torch.randn_like(attended(name, tensors, {}))
+    tensors = random_inputs(name, sizes, dtype)
+    grad = torch.randn_like(forward_output(name, tensors, {}))
     found = gradients(name, grad, tensors, {})
     wide = {a: t.double() for a, t in tensors.items()}
     truth = gradients(name, grad.double(), wide, {})
@@ -197,8 +197,8 @@ def test_padding_may_hold_anything_and_gets_zeros(name: str, causal: bool, garba
     parameters = {"causal": causal} if "causal" in variant.parameters.model_fields else {}
     lengths = {"key_lengths_B": torch.tensor([4, 2, 0])}
     for dtype in (torch.float32, torch.float64):
-        tensors = drawn(name, dtype=dtype)
-        grad = torch.randn_like(attended(name, tensors, parameters))
+        tensors = random_inputs(name, dtype=dtype)
+        grad = torch.randn_like(forward_output(name, tensors, parameters))
         kept = gradients(name, grad, tensors | lengths, parameters)
         padded = [a for a in tensors if a.startswith(("key_BGS", "value_B"))]
         spoilt = {a: t.clone() for a, t in tensors.items()}
@@ -216,8 +216,8 @@ def test_padding_may_hold_anything_and_gets_zeros(name: str, causal: bool, garba
 
 @pytest.mark.parametrize("name", ["softmax", "linear", "taylor"])
 def test_rows_that_see_nothing_give_nothing(name: str) -> None:
-    tensors = drawn(name)
-    grad = torch.randn_like(attended(name, tensors, {}))
+    tensors = random_inputs(name)
+    grad = torch.randn_like(forward_output(name, tensors, {}))
     found = gradients(name, grad, tensors, {"causal": True, "query_offset": -2})
     assert not found["query"][:, :, :2].any()
     assert found["value"][:, :, 0].all()
@@ -286,13 +286,13 @@ def test_blocks_of_rows_do_not_depend_on_the_batch(
 ) -> None:
     """Nor does the order in which what they give is summed."""
     blocks: list[slice] = []
-    add = _gradients._add_block
+    add = common_gradients._add_block
 
     def counted(made: Any, scores: Any, rows: slice, *tensors: Tensor) -> None:
         blocks.append(rows)
         add(made, scores, rows, *tensors)
 
-    monkeypatch.setattr(_gradients, "_add_block", counted)
+    monkeypatch.setattr(common_gradients, "_add_block", counted)
     found = []
     for B in (1, 4):
         grad, query, key, value = torch.randn(4, B, 2, length, 8)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv.attention.common import running_softmax as _steep
+from qkv.attention.common import running_softmax
 from qkv.attention.variants import efficient
-from support.gradient_calls import EPS, drawn, gradients
+from support.gradient_calls import EPS, gradients, random_inputs
 from support.peak_memory import needs_proc, peaks
 
 
@@ -128,7 +128,7 @@ def test_efficient_in_small_blocks_of_rows(kind: str, monkeypatch: pytest.Monkey
     key, value = torch.randn(1, 2, 35, 3).double(), torch.randn(1, 2, 35, 2).double()
     key = keys_of(kind, key)
     sees = (torch.arange(35) <= torch.arange(60)[:, None] + 3).expand(1, 4, 60, 35)
-    monkeypatch.setattr(_steep, "_ELEMENTS", 400)
+    monkeypatch.setattr(running_softmax, "_ELEMENTS", 400)
     assert_efficient(
         lambda q, k, v: efficient_plainly(q, k, v, sees), (query, key, value), grad,
         causal=True, query_offset=3,
@@ -141,7 +141,7 @@ def test_efficient_in_small_blocks_of_rows(kind: str, monkeypatch: pytest.Monkey
 )
 def test_efficient_does_not_see_what_is_added_to_a_channel_of_keys(kind: str, causal: bool) -> None:
     """So a channel's gradients sum to 0 over the keys."""
-    tensors = drawn("efficient", {"B": 2, "H": 4, "G": 2, "L": 33, "S": 33, "D": 3, "E": 2})
+    tensors = random_inputs("efficient", {"B": 2, "H": 4, "G": 2, "L": 33, "S": 33, "D": 3, "E": 2})
     query, value, grad = tensors["query_BHLD"], tensors["value_BGSE"], torch.randn(2, 4, 33, 2)
     key = keys_of(kind, tensors["key_BGSD"].mul(2**20).round().div(2**20))  # sums are exact
     moved = key + torch.tensor([1.0, -4096.0, 0.0])
@@ -164,7 +164,7 @@ def test_efficient_does_not_see_what_is_added_to_a_channel_of_keys(kind: str, ca
 )
 def test_efficient_at_the_ends_of_the_range(kind: str, v: int, g: int) -> None:
     """Powers of two in values and in the output's gradient are powers of two in what is found."""
-    tensors = drawn("efficient", {"B": 1, "H": 2, "G": 2, "L": 40, "S": 40, "D": 3, "E": 2})
+    tensors = random_inputs("efficient", {"B": 1, "H": 2, "G": 2, "L": 40, "S": 40, "D": 3, "E": 2})
     given = tensors | {"key_BGSD": keys_of(kind, tensors["key_BGSD"])}
     grad = torch.randn(1, 2, 40, 2).double()
     found = gradients("efficient", grad, given, {"causal": True})
@@ -180,7 +180,7 @@ def test_efficient_at_the_ends_of_the_range(kind: str, v: int, g: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["ordinary", "late by 1000"])
 def test_efficient_in_narrow_dtypes_is_rounded_once(kind: str, dtype: torch.dtype) -> None:
-    narrow = drawn("efficient", {"B": 2, "L": 40, "S": 40} | {"H": 4, "G": 2}, dtype)
+    narrow = random_inputs("efficient", {"B": 2, "L": 40, "S": 40} | {"H": 4, "G": 2}, dtype)
     narrow["key_BGSD"] = keys_of(kind, narrow["key_BGSD"].float() * 0.5).to(dtype)
     grad = torch.randn(2, 4, 40, 2).to(dtype)
     found = gradients("efficient", grad, narrow, {"causal": True})
@@ -191,7 +191,7 @@ def test_efficient_in_narrow_dtypes_is_rounded_once(kind: str, dtype: torch.dtyp
 
 
 PEAK: Final = """
-from qkv.attention.efficient import backward
+from qkv.attention.variants.efficient import backward
 heads, length, slope = map(int, sys.argv[1:])
 x = torch.randn(1, heads, length, 64)
 key = x + slope * torch.arange(length)[:, None]

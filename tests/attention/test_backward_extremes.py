@@ -7,7 +7,7 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 
-from support.gradient_calls import EPS, SIZES, attended, drawn, gradients
+from support.gradient_calls import EPS, SIZES, forward_output, gradients, random_inputs
 
 
 @pytest.mark.parametrize(
@@ -17,16 +17,16 @@ from support.gradient_calls import EPS, SIZES, attended, drawn, gradients
 def test_huge_queries_and_values_give_what_is_finite(dtype: torch.dtype, size: float) -> None:
     """Powers of two in and out change no bit of the gradient, and nothing is NaN."""
     for name in ("softmax", "linear", "taylor"):
-        tensors = drawn(name, dtype=dtype)
+        tensors = random_inputs(name, dtype=dtype)
         tensors["query_BHLD"] *= size
         tensors["query_BHLD"][:, :, 0] = 0.0
         for factor in (1.0, size):
-            grad = torch.randn_like(attended(name, tensors, {})) * factor
+            grad = torch.randn_like(forward_output(name, tensors, {})) * factor
             found = gradients(name, grad, tensors, {"causal": True})
             if name != "softmax" or factor == 1.0:  # its slopes times such queries are infinite
                 assert all(gradient.isfinite().all() for gradient in found.values()), name
             assert not any(gradient.isnan().any() for gradient in found.values()), name
-    tensors = drawn("softmax")
+    tensors = random_inputs("softmax")
     tensors["value_BGSE"] *= 2.0**1000
     grad = torch.randn(3, 4, 3, 2, dtype=torch.float64)
     small = tensors | {"value_BGSE": tensors["value_BGSE"] * 2.0**-1000}
@@ -40,7 +40,7 @@ def test_huge_queries_and_values_give_what_is_finite(dtype: torch.dtype, size: f
 @pytest.mark.parametrize("size", [-40.0, -60.0, -300.0, -1e4])
 def test_linear_where_features_vanish(size: float, causal: bool) -> None:
     """Where all x <= 0, phi is exp, and a constant in queries or keys changes no gradient."""
-    near = drawn("linear", dtype=torch.float32)
+    near = random_inputs("linear", dtype=torch.float32)
     for argument in ("query_BHLD", "key_BGSD"):  # in steps that float32 keeps at any size
         near[argument] = near[argument].mul(4).round().div(4) - 4
     far = near | {a: near[a] + size for a in ("query_BHLD", "key_BGSD")}
@@ -54,7 +54,7 @@ def test_linear_where_features_vanish(size: float, causal: bool) -> None:
 
 def test_linear_rows_whose_sum_underflows() -> None:
     """A late key of another size leaves early rows nothing: as if they were alone."""
-    tensors = drawn("linear", SIZES | {"B": 1, "L": 6, "S": 6})
+    tensors = random_inputs("linear", SIZES | {"B": 1, "L": 6, "S": 6})
     tensors["key_BGSD"] = -900 - tensors["key_BGSD"].abs()
     tensors["query_BHLD"] = -tensors["query_BHLD"].abs()
     early = {a: t[:, :, :4].clone() for a, t in tensors.items()}

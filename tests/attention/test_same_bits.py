@@ -3,95 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
 
-import numpy as np
 import pytest
 
-from qkv.attention.catalogue import Variant, fixed_size, variants
-from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
-from qkv.jobs.job import Job, Limits
-from qkv.jobs.weight_forms import query_axis
-from qkv.tensors import RawTensor
-from qkv.wire.message import Message
-from support.engines import Held, bits
-from support.known_requests import DTYPES, FLOATING
-
-LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
-TINY: Final = (1, 1, 2, 3, 5, 7)
-FORMS: Final[tuple[Any, ...]] = ("full", "stats", {"pool": 3}, {"top_k": 1}, {"rows": [0, 0]})
-LENGTHS: Final = (1, 2, 3, 7, 7, 16, 33, 65, 200)
-KINDS: Final = [
-    pytest.param(v, kind, id=f"{v.name}-{kind.__name__}")
-    for v in variants().values()
-    for kind in (Job, GradientJob)
-    if kind is Job or v.backward is not None
-]
+from qkv.attention.catalogue import Variant
+from qkv.jobs.gradient_job import GradientJob
+from qkv.jobs.job import Job
+from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
+from support.engines import EngineRunner, bits
 
 
 @pytest.fixture(scope="module")
-def held() -> Iterator[Held]:
-    bench = Held()
+def runner() -> Iterator[EngineRunner]:
+    bench = EngineRunner()
     yield bench
     bench.close()
 
 
-def group(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
-    """Jobs of one key: tiny and odd shapes, any dtype and parameters, batches of several sizes."""
-    random = np.random.default_rng(seed)
-    sizes = {letter: int(random.choice(TINY)) for letter in "DEGIOR"}
-    sizes |= {letter: int(random.choice(LENGTHS)) for letter in "LS"}
-    sizes["H"] = sizes["G"] * int(random.choice((1, 1, 2, 3)))
-    sizes["N"] = sizes["S"] + int(random.choice(TINY)) - 1
-    dtype = DTYPES[str(random.choice(FLOATING))]
-    known = variant.parameters.model_fields
-    parameters: dict[str, Any] = {}
-    for name, values in (
-        ("causal", (True, False)), ("query_offset", (0, 2, "end")), ("normalize", (True, False)),
-        ("dropout", (0.0, 0.4)), ("seed", (0, 9)), ("method", ("cumsum", "loop", "softmax")),
-    ):  # fmt: skip
-        if name in known and random.random() < 0.5:
-            parameters[name] = values[int(random.integers(len(values)))]
-    spread = float(random.choice([0.1, 1.0, 1.0, 5.0]))
-    has_lengths = random.random() < 0.5
-
-    def normal(shape: Any) -> RawTensor:
-        return RawTensor.from_numpy((random.normal(size=shape) * spread).astype(dtype))
-
-    # what belongs to a whole request: two that send their own are never one group
-    shared = {
-        i.name: normal([sizes.get(x, 4) for x in i.letters])
-        for i in variant.inputs.values()
-        if "B" not in i.letters and not i.optional
-    }
-    one_row = query_axis(variant.outputs["weights"]) is None
-    form = FORMS[seed % (len(FORMS) - one_row)]
-    jobs = []
-    for _ in range(3):
-        own = sizes | {"B": int(random.choice((1, 1, 2, 3)))}
-        tensors = dict(shared)
-        for i in variant.inputs.values():
-            shape = [fixed_size(x) or own.get(x, 4) for x in i.letters]
-            if "B" in i.letters and not i.optional:
-                tensors[i.name] = normal(shape)
-            elif i.name == "key_lengths" and has_lengths:
-                lengths = random.integers(0, sizes["S"] + 1, own["B"])
-                tensors[i.name] = RawTensor.from_numpy(lengths)
-        if kind is GradientJob:
-            output = variant.outputs["output"].letters
-            tensors[GRAD_OUTPUT] = normal([own[x] for x in output])
-        fields = {"parameters": parameters} | ({"weights": form} if kind is Job else {})
-        asked = Message(fields, tensors)
-        jobs.append(kind.of(variant.name, asked, LIMITS))
-    return jobs
-
-
-@pytest.mark.parametrize(("variant", "kind"), KINDS)
-def test_same_bits_alone_and_in_a_batch(held: Held, variant: Variant, kind: type[Job]) -> None:
+@pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
+def test_same_bits_alone_and_in_a_batch(
+    runner: EngineRunner, variant: Variant, kind: type[Job]
+) -> None:
     shares = kind is GradientJob and any("B" not in i.letters for i in variant.inputs.values())
     for seed in range(40):
-        jobs = group(variant, kind, seed)
-        alone, found = held.alone(jobs), held.together(jobs)
+        jobs = random_jobs(variant, kind, seed)
+        alone, found = runner.run_alone(jobs), runner.run_together(jobs)
         for one, other in zip(alone, found, strict=True):
             assert one.timing["batch_size"] == 1
             assert bits(one) == bits(other), seed

@@ -25,7 +25,7 @@ def request_for(variant: Variant, dtype: torch.dtype) -> tuple[dict[str, int], d
     tensors = {}
     for spec in variant.inputs.values():
         shape = [sizes.setdefault(letter, 4) for letter in spec.letters]
-        if not spec.optional and "float32" in spec.dtypes:
+        if not spec.is_optional and "float32" in spec.dtypes:
             tensors[spec.argument] = torch.randn(shape, generator=generator).to(dtype)
     return sizes, tensors
 
@@ -63,7 +63,7 @@ def test_answers_are_as_annotated(variant: Variant, dtype: torch.dtype) -> None:
             kinds = [k for k in typing.get_args(promised[name]) if k is not type(None)]
             assert any(isinstance(found, kind) for kind in kinds or [promised[name]]), name
     for name, output in variant.outputs.items():
-        expected = exact_dtype(dtype) if output.exact else dtype
+        expected = exact_dtype(dtype) if output.is_exact else dtype
         assert getattr(answer, name).dtype == expected, name
         if name != "output":
             alone = variant.attend(**tensors, outputs=frozenset({name}))
@@ -96,8 +96,8 @@ def test_weights_by_blocks_of_rows(variant: Variant, dtype: torch.dtype) -> None
     eps, letters = torch.finfo(exact_dtype(dtype)).eps, variant.outputs["weights"].letters
     R, S, width = sizes[letters[-2]], sizes[letters[-1]], sizes["D"]
     parts = [slice(0, 1), slice(1, R - 1), slice(R - 1, R)]
-    rows_of = variant.rows_of(tensors)
-    blocks = [rows_of(rows) for rows in parts]
+    row_block = variant.row_block_function(tensors)
+    blocks = [row_block(rows) for rows in parts]
     A = answer.weights.double()
     if values:
         value = answer.value.double()

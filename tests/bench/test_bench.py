@@ -21,9 +21,9 @@ from load import Answer, Asked, Load
 from run_page import Bare, Clients, Connections, Explicit, Figures, Size, Weights
 from service import Memory, Service
 
-from conftest import Server
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
+from support.service import Server
 
 TINY: Final = (1, 2, 3, 4)
 PAGE: Final = run_page.PAGE.read_text()

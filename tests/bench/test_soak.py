@@ -13,8 +13,7 @@ from questions import LENGTHS, Question, questions
 from service import serving
 from soak import Caller, Seen, internal, medians, report, slope
 
-import qkv.engine.engine
-from conftest import Server
+from support.service import Server
 
 SECONDS = 20.0
 
@@ -77,7 +76,7 @@ def test_it_sees_what_failed_for_who_left(
     served = serve()
     assert internal(served.address) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(qkv.engine.engine, "run", failing)
+        patch.setattr(served.engine, "execute", failing)
         seen = asking(served, asked[0])
     assert 0 < seen.counts["ask 500"] <= internal(served.address)
 

@@ -11,40 +11,40 @@ import click
 import pytest
 import safetensors.torch
 import torch
-from test_main import free_port
 
 from qkv import Client
 from qkv.cli.main import main
 from support.commands import (
-    PLACES,
     SUFFIXES,
-    answered,
-    got,
+    TARGETS,
+    assert_same_bits,
+    error_of,
     normal,
-    put,
-    refused,
-    same,
+    read_tensors,
+    stdout_of,
+    target_options,
     tensors,
-    where,
+    write_tensors,
 )
 from support.commands import source as source
 from support.known_requests import Array
+from support.ports import free_port
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("written", SUFFIXES)
 @pytest.mark.parametrize("read", SUFFIXES)
 def test_every_format_in_and_out_has_the_clients_bits(
     url: str, tmp_path: Path, read: str, written: str, place: str
 ) -> None:
-    source = put(tmp_path / f"in{read}", "inputs", tensors())
+    source = write_tensors(tmp_path / f"in{read}", "inputs", tensors())
     target = tmp_path / f"out{written}"
-    said = answered(
-        "attend", "softmax", source, "-o", target, "-p", "causal=true", *where(place, url)
+    said = stdout_of(
+        "attend", "softmax", source, "-o", target, "-p", "causal=true", *target_options(place, url)
     )
     with Client(url) as client:
         run = client.attend("softmax", **tensors(), causal=True)
-    same(got(target), run.outputs)
+    assert_same_bits(read_tensors(target), run.outputs)
     assert f"written to {target}" in said
     assert "output           float32   2x4x5x3" in said
     assert list(tmp_path.glob("*.part")) == []
@@ -55,22 +55,26 @@ def test_a_run_here_has_the_services_bits(url: str, tmp_path: Path, dtype: str) 
     """Long enough for blocks and threads to differ, if they could."""
     arrays = {n: normal(2, 3, 300, 64, seed=i) for i, n in enumerate(("query", "key", "value"))}
     typed = {n: a.astype(dtype) for n, a in arrays.items()}
-    source = put(tmp_path / "in.npz", "inputs", typed)
-    for place in PLACES:
+    source = write_tensors(tmp_path / "in.npz", "inputs", typed)
+    for place in TARGETS:
         target = tmp_path / f"{place}.safetensors"
-        answered("attend", "softmax", source, "-o", target, *where(place, url))
-    same(got(tmp_path / "local.safetensors"), got(tmp_path / "service.safetensors"))
+        stdout_of("attend", "softmax", source, "-o", target, *target_options(place, url))
+    assert_same_bits(
+        read_tensors(tmp_path / "local.safetensors"), read_tensors(tmp_path / "service.safetensors")
+    )
 
 
 def test_json_in_base64_comes_back_so(url: str, tmp_path: Path) -> None:
-    source = put(tmp_path / "in.json", "inputs", tensors(), encoding="base64")
-    for place in PLACES:
-        answered("attend", "softmax", source, "-o", tmp_path / "out.json", *where(place, url))
+    source = write_tensors(tmp_path / "in.json", "inputs", tensors(), encoding="base64")
+    for place in TARGETS:
+        stdout_of(
+            "attend", "softmax", source, "-o", tmp_path / "out.json", *target_options(place, url)
+        )
         outputs = json.loads((tmp_path / "out.json").read_text())["outputs"]
         assert outputs["output"]["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 def test_bfloat16_stays_or_is_exact(url: str, tmp_path: Path, place: str) -> None:
     inputs: dict[str, Any] = {}
     inputs |= {n: torch.from_numpy(a).bfloat16() for n, a in tensors().items() if a.dtype == "f4"}
@@ -80,26 +84,26 @@ def test_bfloat16_stays_or_is_exact(url: str, tmp_path: Path, place: str) -> Non
     for suffix in SUFFIXES:
         target = tmp_path / f"out{suffix}"
         words = ("attend", "softmax", tmp_path / "in.safetensors", "-o", target)
-        said = answered(*words, "--return", "output", *where(place, url))
+        said = stdout_of(*words, "--return", "output", *target_options(place, url))
         assert ("(bfloat16 as float32)" in said) == (suffix == ".npz")
         if suffix == ".safetensors":
             out = safetensors.torch.load_file(target)["output"]
             assert out.dtype == torch.bfloat16
         elif suffix == ".npz":
-            out = torch.from_numpy(got(target)["output"])
+            out = torch.from_numpy(read_tensors(target)["output"])
             assert out.dtype == torch.float32
         else:  # in as few digits as tell one bfloat16 from the next
-            out = torch.from_numpy(got(target)["output"]).bfloat16()
+            out = torch.from_numpy(read_tensors(target)["output"]).bfloat16()
         assert torch.equal(out.double(), run.output.double())
 
 
 def test_flags_go_before_the_environment(url: str, source: Path, tmp_path: Path) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
-    answered("variants", "--url", url, QKV_URL=nobody)
-    answered("variants", QKV_URL=url)
-    answered("variants", "--local", QKV_URL=nobody)
-    assert nobody in refused(tmp_path, "variants", QKV_URL=nobody)
-    assert nobody in refused(tmp_path, "variants", "--url", nobody, QKV_URL=url)
+    stdout_of("variants", "--url", url, QKV_URL=nobody)
+    stdout_of("variants", QKV_URL=url)
+    stdout_of("variants", "--local", QKV_URL=nobody)
+    assert nobody in error_of(tmp_path, "variants", QKV_URL=nobody)
+    assert nobody in error_of(tmp_path, "variants", "--url", nobody, QKV_URL=url)
     (option,) = (p for p in main.commands["variants"].params if p.name == "url")
     assert option.default == "http://127.0.0.1:8000"  # where somebody may listen
 
@@ -121,9 +125,17 @@ def test_parameters_are_json_or_bare_words(
         flags += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     with Client(url) as client:
         run = client.attend("softmax", **tensors(), **parameters)
-    for place in PLACES:
-        answered("attend", "softmax", source, "-o", tmp_path / "o.npz", *flags, *where(place, url))
-        same(got(tmp_path / "o.npz"), run.outputs)
+    for place in TARGETS:
+        stdout_of(
+            "attend",
+            "softmax",
+            source,
+            "-o",
+            tmp_path / "o.npz",
+            *flags,
+            *target_options(place, url),
+        )
+        assert_same_bits(read_tensors(tmp_path / "o.npz"), run.outputs)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
@@ -133,13 +145,21 @@ def test_flags_go_before_what_the_file_says(url: str, tmp_path: Path, suffix: st
         "outputs": ["scores"],
         "weights": "none",
     }
-    source = put(tmp_path / f"in{suffix}", "inputs", tensors(), **fields)
+    source = write_tensors(tmp_path / f"in{suffix}", "inputs", tensors(), **fields)
     flags = ("-p", "scale=0.25", "--return", "output", "--return", "weights", "--weights", "full")
     with Client(url) as client:
         run = client.attend("softmax", **tensors(), causal=True, scale=0.25)
-    for place in PLACES:
-        answered("attend", "softmax", source, "-o", tmp_path / "o.npz", *flags, *where(place, url))
-        same(got(tmp_path / "o.npz"), run.outputs)
+    for place in TARGETS:
+        stdout_of(
+            "attend",
+            "softmax",
+            source,
+            "-o",
+            tmp_path / "o.npz",
+            *flags,
+            *target_options(place, url),
+        )
+        assert_same_bits(read_tensors(tmp_path / "o.npz"), run.outputs)
 
 
 def test_what_is_returned(source: Path, tmp_path: Path) -> None:
@@ -154,8 +174,8 @@ def test_what_is_returned(source: Path, tmp_path: Path) -> None:
         (("--weights", "pool=2"), {"output", "weights"}),
         (("--return", "output", "--return", "scores"), {"output", "scores"}),
     ):
-        answered("attend", "softmax", source, "-o", target, "--local", *flags)
-        assert got(target).keys() == names
+        stdout_of("attend", "softmax", source, "-o", target, "--local", *flags)
+        assert read_tensors(target).keys() == names
 
 
 def weights_v2(dtype: str = "float32", bias: bool = False) -> dict[str, Array]:
@@ -168,34 +188,34 @@ def weights_v2(dtype: str = "float32", bias: bool = False) -> dict[str, Array]:
     return made
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_layer(url: str, tmp_path: Path, suffix: str, place: str) -> None:
     x, weights = normal(2, 5, 6), weights_v2(bias=True)
     arrays = {"x": x} | {f"layer.{name}": array for name, array in weights.items()}
-    source = put(tmp_path / f"in{suffix}", "inputs", arrays)
+    source = write_tensors(tmp_path / f"in{suffix}", "inputs", arrays)
     target = tmp_path / f"out{suffix}"
     with Client(url) as client:
         run = client.attend(
             "softmax", x=x, layer={"layout": "v2", "heads": 2, "tensors": weights}, causal=True
         )
-    flags = ("--layout", "v2", "--heads", "2", "-p", "causal=true", *where(place, url))
-    answered("attend", "softmax", source, "-o", target, *flags)
-    same(got(target), run.outputs)
+    flags = ("--layout", "v2", "--heads", "2", "-p", "causal=true", *target_options(place, url))
+    stdout_of("attend", "softmax", source, "-o", target, *flags)
+    assert_same_bits(read_tensors(target), run.outputs)
 
 
 def test_a_layers_flags_go_before_what_the_file_says(tmp_path: Path) -> None:
     arrays = {"x": normal(2, 5, 6)} | {f"layer.{n}": a for n, a in weights_v2().items()}
     said = {"layout": "v1", "heads": 4}
-    source = put(tmp_path / "in.json", "inputs", arrays, layer=said)
+    source = write_tensors(tmp_path / "in.json", "inputs", arrays, layer=said)
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
-    answered(*words, "--layout", "v2")
-    assert got(tmp_path / "out.npz")["weights"].shape == (2, 4, 5, 5)
-    answered(*words, "--layout", "v2", "--heads", "2")
-    assert got(tmp_path / "out.npz")["weights"].shape == (2, 2, 5, 5)
+    stdout_of(*words, "--layout", "v2")
+    assert read_tensors(tmp_path / "out.npz")["weights"].shape == (2, 4, 5, 5)
+    stdout_of(*words, "--layout", "v2", "--heads", "2")
+    assert read_tensors(tmp_path / "out.npz")["weights"].shape == (2, 2, 5, 5)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("between", SUFFIXES)
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -204,58 +224,63 @@ def test_there_and_back_not_a_bit_is_lost(
 ) -> None:
     weights = weights_v2(dtype)
     fields = {"dtype": dtype} if suffix == ".json" else {}
-    v2 = put(tmp_path / f"v2{suffix}", "tensors", weights, **fields)
+    v2 = write_tensors(tmp_path / f"v2{suffix}", "tensors", weights, **fields)
     v1, back = tmp_path / f"v1{between}", tmp_path / f"back{suffix}"
-    said = answered("convert", v2, "--from", "v2", "--to", "v1", "-o", v1, *where(place, url))
+    said = stdout_of(
+        "convert", v2, "--from", "v2", "--to", "v1", "-o", v1, *target_options(place, url)
+    )
     assert "differ by" in said
-    answered("convert", v1, "--from", "v1", "--to", "v2", "-o", back, *where(place, url))
-    same(got(v1, "tensors"), {n.removesuffix(".weight"): a.T.copy() for n, a in weights.items()})
-    same(got(back, "tensors"), weights)
+    stdout_of("convert", v1, "--from", "v1", "--to", "v2", "-o", back, *target_options(place, url))
+    assert_same_bits(
+        read_tensors(v1, "tensors"),
+        {n.removesuffix(".weight"): a.T.copy() for n, a in weights.items()},
+    )
+    assert_same_bits(read_tensors(back, "tensors"), weights)
     if suffix != ".json" or dtype == "float64":  # lists have no dtype, where that loses nothing
-        assert all(a.dtype == dtype for a in got(back, "tensors").values())
+        assert all(a.dtype == dtype for a in read_tensors(back, "tensors").values())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 def test_a_bias_is_refused_or_taken_exactly(url: str, tmp_path: Path, place: str) -> None:
     weights = weights_v2(bias=True)
-    v2 = put(tmp_path / "v2.safetensors", "tensors", weights)
-    words = ("convert", v2, "--from", "v2", "--to", "v1", *where(place, url))
+    v2 = write_tensors(tmp_path / "v2.safetensors", "tensors", weights)
+    words = ("convert", v2, "--from", "v2", "--to", "v1", *target_options(place, url))
     for flags in ((), ("--bias", "refuse")):
-        line = refused(tmp_path, *words, "-o", tmp_path / "v1.npz", *flags)
+        line = error_of(tmp_path, *words, "-o", tmp_path / "v1.npz", *flags)
         assert "W_query.bias" in line
         assert "(/tensors/W_query.bias)" in line
-    answered(*words, "-o", tmp_path / "v1.npz", "--bias", "augment")
+    stdout_of(*words, "-o", tmp_path / "v1.npz", "--bias", "augment")
     with Client(url) as client:
         converted = client.convert(weights, source="v2", target="v1", bias="augment")
-    same(got(tmp_path / "v1.npz"), converted.tensors)
+    assert_same_bits(read_tensors(tmp_path / "v1.npz"), converted.tensors)
 
 
 def test_a_link_stays_one_and_what_was_there_is_replaced(source: Path, tmp_path: Path) -> None:
     real, link = tmp_path / "real.npz", tmp_path / "link.npz"
     real.write_bytes(b"old")
     link.symlink_to(real)
-    answered("attend", "softmax", source, "-o", link, "--local")
+    stdout_of("attend", "softmax", source, "-o", link, "--local")
     assert link.is_symlink()
-    assert got(real).keys() == {"output", "weights"}
+    assert read_tensors(real).keys() == {"output", "weights"}
 
 
 def test_variants_are_the_same_here_and_there(url: str, tmp_path: Path) -> None:
     for name in ((), ("softmax",)):
-        texts = {answered("variants", *name, *where(place, url)) for place in PLACES}
+        texts = {stdout_of("variants", *name, *target_options(place, url)) for place in TARGETS}
         (text,) = texts
         assert re.search(r"^softmax\b", text, re.MULTILINE)
     assert all(word in text for word in ("formula", "arXiv", "query_offset", "(B, H, L, D)"))
-    for place in PLACES:
-        line = refused(tmp_path, "variants", "soft", *where(place, url))
+    for place in TARGETS:
+        line = error_of(tmp_path, "variants", "soft", *target_options(place, url))
         assert "'soft'" in line
         assert "softmax" in line
 
 
 def test_help_tells_all_there_is_within_80_columns() -> None:
-    top = answered("--help")
+    top = stdout_of("--help")
     for name, command in main.commands.items():
-        text = answered(name, "--help")
-        assert text == answered(name, "-h")
+        text = stdout_of(name, "--help")
+        assert text == stdout_of(name, "-h")
         assert max(map(len, (top + text).splitlines())) <= 80
         assert f"  {name} " in top
         for option in command.params:

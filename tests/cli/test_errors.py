@@ -14,16 +14,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Process, Server, await_sleep
-from qkv.cli import tensor_files as files
+from qkv.cli import tensor_files
 from qkv.errors import QkvError
-from support.commands import PLACES, limited, normal, one_error, put, refused, tensors, where
+from support.commands import (
+    TARGETS,
+    error_of,
+    normal,
+    one_error,
+    run_with_rlimit,
+    target_options,
+    tensors,
+    write_tensors,
+)
 from support.commands import source as source
+from support.processes import Process, wait_until_asleep
+from support.service import Server
 
 
 def test_an_npz_of_a_dtype_that_does_not_travel_says_which(tmp_path: Path) -> None:
-    put(tmp_path / "in.npz", "inputs", tensors() | {"key": np.zeros((2, 2), ml_dtypes.bfloat16)})
-    line = refused(
+    write_tensors(
+        tmp_path / "in.npz", "inputs", tensors() | {"key": np.zeros((2, 2), ml_dtypes.bfloat16)}
+    )
+    line = error_of(
         tmp_path, "attend", "softmax", tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--local"
     )
     assert "key: dtype" in line
@@ -32,12 +44,12 @@ def test_an_npz_of_a_dtype_that_does_not_travel_says_which(tmp_path: Path) -> No
 
 def test_heads_without_a_layer_are_not_forgotten(source: Path, tmp_path: Path) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local", "--heads", "2")
-    assert "layer" in refused(tmp_path, *words)
+    assert "layer" in error_of(tmp_path, *words)
 
 
 def damage() -> list[tuple[str, bytes]]:
     """Contents that are not what their suffix says."""
-    npz = files._npz({"query": normal(2, 2)})
+    npz = tensor_files._encode_npz({"query": normal(2, 2)})
     length = (20).to_bytes(8, "little")
     return [
         (".json", b""),
@@ -65,16 +77,16 @@ def test_a_damaged_file_is_one_line_that_names_it(
     source = tmp_path / f"in{suffix}"
     source.write_bytes(content)
     words = ("attend", "softmax", source, "-o", tmp_path / "out.json", "--local")
-    assert str(source) in refused(tmp_path, *words)
+    assert str(source) in error_of(tmp_path, *words)
 
 
 @given(st.data())
 def test_no_npz_is_damaged_in_a_way_that_is_not_known(data: st.DataObject) -> None:
-    content = bytearray(files._npz({"query": normal(2, 2), "key": normal(3)}))
+    content = bytearray(tensor_files._encode_npz({"query": normal(2, 2), "key": normal(3)}))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(QkvError):
-        files._read_npz(bytes(content))
+        tensor_files._decode_npz(bytes(content))
 
 
 @pytest.mark.parametrize("command", ["attend", "convert"])
@@ -91,17 +103,17 @@ def test_files_that_cannot_be_read_or_written(source: Path, tmp_path: Path, comm
         ("in.txt", "in.txt has none of the suffixes .safetensors, .npz, .json"),
         ("in", "suffixes"),
     ):
-        assert said in refused(tmp_path, *words, tmp_path / name, "-o", target)
+        assert said in error_of(tmp_path, *words, tmp_path / name, "-o", target)
     for name, said in (
         ("out.txt", "out.txt has none of the suffixes .safetensors, .npz, .json"),
         ("none/out.npz", "none/out.npz lies in a directory that is not there"),
         ("folder.json", "folder.json is a directory"),
         ("in.json/out.npz", "is not there"),
     ):
-        assert said in refused(tmp_path, *words, source, "-o", tmp_path / name)
+        assert said in error_of(tmp_path, *words, source, "-o", tmp_path / name)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -119,11 +131,13 @@ def test_wrong_flags(
     url: str, source: Path, tmp_path: Path, place: str, flags: tuple[str, ...], said: list[str]
 ) -> None:
     target = tmp_path / "out.npz"
-    line = refused(tmp_path, "attend", "softmax", source, "-o", target, *flags, *where(place, url))
+    line = error_of(
+        tmp_path, "attend", "softmax", source, "-o", target, *flags, *target_options(place, url)
+    )
     assert all(word in line for word in said), line
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("flags", [(), ("-p", "causal=true"), ("--layout", "v2")])
 @pytest.mark.parametrize(
     ("field", "value"),
@@ -137,30 +151,39 @@ def test_wrong_flags(
 def test_fields_of_the_wrong_kind_in_the_file(
     url: str, tmp_path: Path, field: str, value: Any, flags: tuple[str, ...], place: str
 ) -> None:
-    source = put(tmp_path / "in.safetensors", "inputs", tensors(), **{field: value})
+    source = write_tensors(tmp_path / "in.safetensors", "inputs", tensors(), **{field: value})
     target = tmp_path / "out.npz"
-    line = refused(tmp_path, "attend", "softmax", source, "-o", target, *flags, *where(place, url))
+    line = error_of(
+        tmp_path, "attend", "softmax", source, "-o", target, *flags, *target_options(place, url)
+    )
     if not flags or field in ("parameters", "layer"):
         assert "(/" in line
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 def test_wrong_content_says_where(url: str, tmp_path: Path, place: str) -> None:
     for change, pointer in (
         ({"key": normal(2, 2, 6, 7)}, "(/inputs/key)"),
         ({"extra": normal(2)}, "(/inputs/extra)"),
         ({"mask": normal(4, 4)}, "(/inputs/mask)"),
     ):
-        source = put(tmp_path / "in.npz", "inputs", tensors() | change)
-        words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", *where(place, url))
-        assert pointer in refused(tmp_path, *words)
+        source = write_tensors(tmp_path / "in.npz", "inputs", tensors() | change)
+        words = (
+            "attend",
+            "softmax",
+            source,
+            "-o",
+            tmp_path / "out.npz",
+            *target_options(place, url),
+        )
+        assert pointer in error_of(tmp_path, *words)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("name", ["soft", "softmax?", "softmax#x", "softmax/..", "ä", "a\nb"])
 def test_no_such_variant(url: str, source: Path, tmp_path: Path, place: str, name: str) -> None:
-    words = ("attend", name, source, "-o", tmp_path / "out.npz", *where(place, url))
-    assert refused(tmp_path, *words)
+    words = ("attend", name, source, "-o", tmp_path / "out.npz", *target_options(place, url))
+    assert error_of(tmp_path, *words)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +202,12 @@ def test_no_such_variant(url: str, source: Path, tmp_path: Path, place: str, nam
 )
 def test_no_service_there(source: Path, tmp_path: Path, address: str) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", address)
-    assert f"no answer from {address!r}: " in refused(tmp_path, *words)
+    assert f"no answer from {address!r}: " in error_of(tmp_path, *words)
 
 
 def test_a_proxy_that_is_none(tmp_path: Path) -> None:
     for proxy in ("socks9://127.0.0.1", "http://[::"):
-        line = refused(tmp_path, "variants", "--url", "http://127.0.0.1", ALL_PROXY=proxy)
+        line = error_of(tmp_path, "variants", "--url", "http://127.0.0.1", ALL_PROXY=proxy)
         assert "no answer" in line
 
 
@@ -196,11 +219,11 @@ def test_usage_is_one_line_too(source: Path, tmp_path: Path) -> None:
         (("--heads", "two"), "two"),
         (("more",), "more"),
     ):
-        line = refused(tmp_path, *words, *more)
+        line = error_of(tmp_path, *words, *more)
         assert said in line
         assert "--help" in line
-    assert "--output" in refused(tmp_path, "attend", "softmax", source)
-    assert "atend" in refused(tmp_path, "atend")
+    assert "--output" in error_of(tmp_path, "attend", "softmax", source)
+    assert "atend" in error_of(tmp_path, "atend")
 
 
 def test_an_answer_too_large_for_the_service(
@@ -208,14 +231,16 @@ def test_an_answer_too_large_for_the_service(
 ) -> None:
     served = serve(max_answer_bytes=100)
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", served.url)
-    assert "100" in refused(tmp_path, *words)
+    assert "100" in error_of(tmp_path, *words)
 
 
 def test_a_run_too_large_for_this_machine(tmp_path: Path) -> None:
     long = np.zeros((1 << 17, 1), np.float32)
-    source = put(tmp_path / "in.npz", "inputs", {"query": long, "key": long, "value": long})
+    source = write_tensors(
+        tmp_path / "in.npz", "inputs", {"query": long, "key": long, "value": long}
+    )
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
-    done = limited("RLIMIT_AS", 1 << 35, *words)
+    done = run_with_rlimit("RLIMIT_AS", 1 << 35, *words)
     assert "out of memory" in one_error(done.stderr)
     assert done.returncode == 1
 
@@ -223,7 +248,9 @@ def test_a_run_too_large_for_this_machine(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_what_was_there(url: str, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     target.write_bytes(b"old")
-    done = limited("RLIMIT_FSIZE", 100, "attend", "softmax", source, "-o", target, "--url", url)
+    done = run_with_rlimit(
+        "RLIMIT_FSIZE", 100, "attend", "softmax", source, "-o", target, "--url", url
+    )
     assert f"{target}: File too large" in one_error(done.stderr)
     assert done.returncode == 1
     assert target.read_bytes() == b"old"
@@ -237,12 +264,12 @@ def test_ctrl_c_ends_it_in_one_line(
     tmp_path: Path,
 ) -> None:
     served = serve()
-    with served.engine.hold():
+    with served.hold():
         asking = command(
             "attend", "softmax", str(source), "-o", str(tmp_path / "out.npz"), "--url", served.url
         )
-        served.await_waiting(1)
-        await_sleep(asking.popen.pid)
+        served.wait_until_queued(1)
+        wait_until_asleep(asking.popen.pid)
         assert asking.end(signal.SIGINT) == 130
     assert asking.lines == ["Error: interrupted"]
     assert list(tmp_path.iterdir()) == [source]

@@ -19,17 +19,13 @@ import pytest
 from click.testing import CliRunner
 
 import qkv
-from conftest import PATIENCE, Process, Server, until
 from qkv.cli.main import main
+from support.ports import free_port
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service import Server
 
 ANSWER = [[1.6605, 2.6605], [2.3395, 3.3395]]  # what the curl line it prints is answered
 Command = Callable[..., Process]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-    return port
 
 
 def rounded(answer: Any) -> list[list[float]]:
@@ -58,7 +54,7 @@ def test_flags_go_before_the_environment_and_sigterm_ends_it_well(command: Comma
     assert served.url == f"http://127.0.0.2:{port}"
     assert httpx.get(f"{served.url}/readyz").is_success
     assert served.end(signal.SIGTERM) == 0
-    assert served.serves  # it still was the last thing said: no traceback, no warning
+    assert served.is_serving  # it still was the last thing said: no traceback, no warning
 
 
 def test_the_environment_sets_what_flags_do_not_and_sigint_ends_it_well(command: Command) -> None:
@@ -69,7 +65,7 @@ def test_the_environment_sets_what_flags_do_not_and_sigint_ends_it_well(command:
     assert response.status_code == 413
     assert response.json()["limit"] == 50
     assert served.end(signal.SIGINT) == 0
-    assert served.serves
+    assert served.is_serving
 
 
 def test_what_it_has_begun_to_read_it_still_answers(command: Command) -> None:
@@ -78,14 +74,14 @@ def test_what_it_has_begun_to_read_it_still_answers(command: Command) -> None:
     url = httpx.URL(served.url)
     assert url.port
     body = shlex.split(served.lines[-1])[-1].encode()
-    with socket.create_connection((url.host, url.port), PATIENCE) as connection:
+    with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
         connection.sendall(
             b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body)
         )
         assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
         served.popen.send_signal(signal.SIGTERM)
-        until(lambda: refuses(url.host, url.port or 0))
+        wait_until(lambda: refuses(url.host, url.port or 0))
         connection.sendall(body)
         answer = b""
         while more := connection.recv(4096):
@@ -170,7 +166,7 @@ def run(*words: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
         stdin=subprocess.DEVNULL,
     )
     assert done.stderr == ""

@@ -16,12 +16,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from test_sweep import SAID, WHOLE, progress
 
-from conftest import PATIENCE, await_sleep, until
 from qkv import Client
-from support.commands import answered, ask, one_error, put, refused, where
-from support.scripted_server import events, refusal, spoken, sse
+from support.commands import error_of, invoke, one_error, stdout_of, target_options, write_tensors
+from support.processes import TIMEOUT_S, wait_until, wait_until_asleep
+from support.scripted_server import encode_event, event_reply, problem_reply, scripted_server
+from support.sweep_events import CELL_EVENTS, WHOLE_STREAM, progress
 
 SWEEP: Final = ("sweep", "softmax", "linear", "--lengths", "256,512")
 
@@ -30,7 +30,7 @@ SWEEP: Final = ("sweep", "softmax", "linear", "--lengths", "256,512")
 def source(tmp_path: Path) -> Path:
     draw = np.random.default_rng(0)
     arrays = {n: draw.normal(size=(1, 2, 6, 4)).astype("f4") for n in ("query", "key", "value")}
-    return put(tmp_path / "in.npz", "inputs", arrays)
+    return write_tensors(tmp_path / "in.npz", "inputs", arrays)
 
 
 def columns(table: str) -> list[str]:
@@ -41,8 +41,8 @@ def columns(table: str) -> list[str]:
 def test_compare_prints_what_the_client_answers(url: str, source: Path, place: str) -> None:
     """All but the times: bit for bit where it is JSON."""
     chosen = ("compare", "softmax", "linear", "taylor", source, "-p", "causal=true")
-    here = where(place, url)
-    said = json.loads(answered(*chosen, "--json", *here))
+    here = target_options(place, url)
+    said = json.loads(stdout_of(*chosen, "--json", *here))
     with Client(url) as client, np.load(source) as arrays:
         wanted = client.compare(["softmax", "linear", "taylor"], causal=True, **arrays)
     assert [v["variant"] for v in said["variants"]] == ["softmax", "linear", "taylor"]
@@ -54,14 +54,14 @@ def test_compare_prints_what_the_client_answers(url: str, source: Path, place: s
         assert mine["weights"]["kl_divergence"]["worst"] == theirs.weights.kl_divergence.worst
         assert mine["parameters"] == {"causal": True}
         assert mine["timing"]["repeats"] == 5
-    table = answered(*chosen, *here)
+    table = stdout_of(*chosen, *here)
     assert columns(table) == ["softmax", "linear", "taylor"]  # the anchor once
 
 
 def test_compare_takes_an_anchor_repeats_rows_and_a_variants_own(url: str, source: Path) -> None:
     own = '{"variant": "taylor", "parameters": {"causal": true}}'
     said = json.loads(
-        answered(
+        stdout_of(
             "compare", own, "linear", source, "--anchor", "efficient", "--repeats", "2",
             "--rows", "all", "--json", "--url", url,
         )
@@ -77,8 +77,10 @@ def test_compare_reads_what_a_file_says(url: str, tmp_path: Path) -> None:
         "x": x, "layer.W_query.weight": x[:2], "layer.W_key.weight": x[:2],
         "layer.W_value.weight": x[:2],
     }  # fmt: skip
-    file = put(tmp_path / "in.safetensors", "inputs", arrays, parameters={"causal": True})
-    said = json.loads(answered("compare", "linear", file, "--layout", "v2", "--json", "--url", url))
+    file = write_tensors(tmp_path / "in.safetensors", "inputs", arrays, parameters={"causal": True})
+    said = json.loads(
+        stdout_of("compare", "linear", file, "--layout", "v2", "--json", "--url", url)
+    )
     assert said["variants"][0]["parameters"] == {"causal": True}
 
 
@@ -112,7 +114,7 @@ def test_what_is_wrong_is_one_line(
     url: str, source: Path, tmp_path: Path, words: list[str], error: str, place: str
 ) -> None:
     asked = [word.format(source=source, folder=tmp_path) for word in words]
-    assert error in refused(tmp_path, *asked, *where(place, url))
+    assert error in error_of(tmp_path, *asked, *target_options(place, url))
 
 
 @pytest.mark.parametrize("place", ["service", "local"])
@@ -121,24 +123,24 @@ def test_parameters_in_a_file_must_be_an_object(url: str, tmp_path: Path, place:
     file.write_text(
         '{"inputs": {"query": [[1.0]], "key": [[1.0]], "value": [[1.0]]}, "parameters": 3}'
     )
-    line = refused(tmp_path, "compare", "linear", file, *where(place, url))
+    line = error_of(tmp_path, "compare", "linear", file, *target_options(place, url))
     assert "parameters came as 3; it must be an object" in line
 
 
 @pytest.mark.parametrize("words", [("compare", "linear", "{source}"), ("sweep", "linear")])
 def test_no_service_there(source: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     asked = [word.format(source=source) for word in words]
-    assert "no answer from" in refused(tmp_path, *asked, "--url", "http://127.0.0.1:9")
-    assert "no answer from" in refused(tmp_path, *asked, "--url", "nonsense")
+    assert "no answer from" in error_of(tmp_path, *asked, "--url", "http://127.0.0.1:9")
+    assert "no answer from" in error_of(tmp_path, *asked, "--url", "nonsense")
 
 
 @pytest.mark.parametrize("place", ["service", "local"])
 def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, place: str) -> None:
     lines, plot = tmp_path / "out.csv", tmp_path / "out.svg"
-    said = answered(
+    said = stdout_of(
         "sweep", "softmax", "taylor", "--lengths", "8,16", "--repeats", "2", "--heads", "2",
         "--width", "4", "--batch", "2", "--dtype", "float64", "--seed", "1", "-p", "causal=true",
-        "--csv", lines, "--plot", plot, *where(place, url),
+        "--csv", lines, "--plot", plot, *target_options(place, url),
     )  # fmt: skip
     assert columns(said) == ["length", "softmax", "taylor"]
     assert said.endswith(f"written to {lines}\nwritten to {plot}\n")
@@ -158,7 +160,7 @@ def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, pl
 def test_a_cell_that_no_memory_holds_is_said_and_the_others_are_measured() -> None:
     """4 PiB of each input."""
     huge = ("--batch", "4096", "--heads", "4096", "--width", "64", "--lengths", "1048576")
-    said = answered("sweep", "softmax", "mean", *huge, "--local")
+    said = stdout_of("sweep", "softmax", "mean", *huge, "--local")
     for name in ("softmax", "mean"):
         assert f"{name} at 1,048,576: there is no memory for its inputs" in said
 
@@ -168,8 +170,8 @@ def test_a_cell_that_no_memory_holds_is_said_and_the_others_are_measured() -> No
 )
 def test_the_crossover_is_in_table_and_plot(tmp_path: Path, suffix: str, magic: bytes) -> None:
     plot = tmp_path / f"out.{suffix}"
-    with spoken(WHOLE) as heard:
-        said = answered(*SWEEP, "--plot", plot, "--url", heard.url)
+    with scripted_server(WHOLE_STREAM) as received:
+        said = stdout_of(*SWEEP, "--plot", plot, "--url", received.url)
     assert "From a length of about 300 on, linear is faster than softmax." in said
     assert "softmax at 512: too many" in said
     assert plot.read_bytes().startswith(magic)
@@ -179,8 +181,8 @@ def test_the_crossover_is_in_table_and_plot(tmp_path: Path, suffix: str, magic: 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
     """Before anything is measured."""
-    with spoken(WHOLE) as heard:
-        words = [*SWEEP, "--plot", str(tmp_path / "out.svg"), "--url", heard.url]
+    with scripted_server(WHOLE_STREAM) as received:
+        words = [*SWEEP, "--plot", str(tmp_path / "out.svg"), "--url", received.url]
         program = (
             "import sys; sys.modules['matplotlib'] = None; "
             f"from qkv.cli.main import main; main({words})"
@@ -188,17 +190,17 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=False
         )
-        assert not heard.paths
+        assert not received.paths
     assert (done.returncode, done.stdout) == (1, "")
     assert "a plot needs `pip install 'qkv[plot]'`" in one_error(done.stderr)
 
 
 def test_what_came_before_a_failure_is_kept(tmp_path: Path) -> None:
     lines = tmp_path / "out.csv"
-    failure = sse("error", {"problem": {"status": 503, "type": "urn:qkv:problem:not-now",
+    failure = encode_event("error", {"problem": {"status": 503, "type": "urn:qkv:problem:not-now",
                                         "detail": "the service is stopping"}})  # fmt: skip
-    with spoken(events(SAID[0], SAID[1], failure)) as heard:
-        done = ask(*SWEEP, "--csv", lines, "--url", heard.url)
+    with scripted_server(event_reply(CELL_EVENTS[0], CELL_EVENTS[1], failure)) as received:
+        done = invoke(*SWEEP, "--csv", lines, "--url", received.url)
     assert done.exit_code == 1
     assert one_error(done.stderr) == "Error: the service is stopping"
     assert columns(done.stdout) == ["length", "softmax", "linear"]
@@ -206,26 +208,28 @@ def test_what_came_before_a_failure_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_refusal_writes_nothing(tmp_path: Path) -> None:
-    with spoken(refusal(422, "invalid-content")) as heard:
-        line = refused(tmp_path, *SWEEP, "--csv", tmp_path / "out.csv", "--url", heard.url)
+    with scripted_server(problem_reply(422, "invalid-content")) as received:
+        line = error_of(tmp_path, *SWEEP, "--csv", tmp_path / "out.csv", "--url", received.url)
     assert line == "Error: because"
 
 
 def test_ctrl_c_keeps_what_was_measured_and_ends_it(tmp_path: Path) -> None:
     lines = tmp_path / "out.csv"
     mine, its = pty.openpty()
-    with spoken(events(*SAID[:2], progress(2, "softmax", 512), end="held")) as heard:
-        words = [sys.executable, "-m", "qkv", *SWEEP, "--csv", str(lines), "--url", heard.url]
+    with scripted_server(
+        event_reply(*CELL_EVENTS[:2], progress(2, "softmax", 512), end="held")
+    ) as received:
+        words = [sys.executable, "-m", "qkv", *SWEEP, "--csv", str(lines), "--url", received.url]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=its, text=True)
         os.close(its)
         seen = b""
         while "2/3 softmax at 512" not in seen.decode(errors="ignore"):
             seen += os.read(mine, 1024)
-        until(lambda: len(heard.paths) == 1)
-        await_sleep(process.pid)
+        wait_until(lambda: len(received.paths) == 1)
+        wait_until_asleep(process.pid)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert heard.left.wait(PATIENCE)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
+        assert received.disconnected.wait(TIMEOUT_S)
     with contextlib.suppress(OSError):  # how the end of a terminal is told
         while more := os.read(mine, 1024):
             seen += more
@@ -255,7 +259,7 @@ def test_ctrl_c_ends_one_that_runs_here(tmp_path: Path) -> None:
     while "1/2 mean at 16,384" not in seen.decode(errors="ignore"):
         seen += os.read(mine, 1024)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=PATIENCE)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
     os.close(mine)
     assert process.returncode == 130
     assert columns(out) == ["length", "mean"]

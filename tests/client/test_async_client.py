@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Server
 from qkv import AsyncClient, Client, Converted, QkvError, Run, errors
 from support.clients import Attention, as_numpy, ask, attend, in_asyncio, numbers, same_run, torches
 from support.clients import client as client
 from support.known_requests import random_case
+from support.service import Server
 
 
 @pytest.mark.parametrize("kind", range(10))
@@ -60,9 +60,9 @@ def test_calls_of_the_twin_wait_beside_each_other(serve: Callable[..., Server]) 
     server = serve()
 
     async def together(twin: AsyncClient) -> list[Run]:
-        with server.engine.hold():
+        with server.hold():
             calls = [asyncio.ensure_future(twin.attend("softmax", **numbers())) for _ in range(5)]
-            await asyncio.to_thread(server.await_waiting, 5)
+            await asyncio.to_thread(server.wait_until_queued, 5)
         return list(await asyncio.gather(*calls))
 
     runs = in_asyncio(server.url, together)
@@ -104,5 +104,5 @@ def test_the_twin_closes_and_times_out(serve: Callable[..., Server]) -> None:
         await twin.close()
 
     asyncio.run(closed())
-    with server.engine.hold(), pytest.raises(httpx.TimeoutException):
+    with server.hold(), pytest.raises(httpx.TimeoutException):
         in_asyncio(server.url, lambda twin: twin.attend("softmax", **numbers()), timeout=0.05)

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import qkv
-from conftest import PATIENCE, Server
 from qkv import Client
 from support.clients import ROLES, Attention, ask, numbers
 from support.clients import client as client
 from support.known_requests import random_case
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 
 def test_outputs_and_weights_choose_what_comes(client: Client) -> None:
@@ -82,7 +83,7 @@ def test_the_catalogue(client: Client) -> None:
 def test_one_client_serves_many_threads(client: Client) -> None:
     cases = [random_case(30_000 + kind, 0) for kind in range(40)]
     alone = [ask(client, case) for case in cases]
-    start = threading.Barrier(8, timeout=PATIENCE)
+    start = threading.Barrier(8, timeout=TIMEOUT_S)
 
     def run(offset: int) -> list[Any]:
         start.wait()

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import PATIENCE, Server
 from qkv import Client, QkvError, errors
 from support.clients import attend, numbers
 from support.clients import client as client
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from support.clients import client as client
     [
         (attend(variant="sofmax"), errors.NotFound, "softmax", None),
         (attend(variant="a/b?c#d"), errors.NotFound, "a/b", None),
-        (attend(layer="mine"), errors.NotFound, "mine", "/layer"),
+        (attend(layer="mine"), errors.InvalidContent, "layer", "/layer"),
         (attend(causal="yes"), errors.InvalidContent, "causal", "/parameters/causal"),
         (attend(nothing=1), errors.InvalidContent, "nothing", "/parameters/nothing"),
         (attend(nothing=np.ones(3)), errors.InvalidContent, "nothing", "/inputs/nothing"),
@@ -85,15 +86,15 @@ def test_limits_of_the_service_are_raised(serve: Callable[..., Server]) -> None:
     inputs = numbers()
     small = serve(max_body_bytes=1000)
     with Client(small.url) as client:
-        with pytest.raises(errors.TooLarge) as too_large:
+        with pytest.raises(errors.PayloadTooLarge) as too_large:
             client.attend("softmax", **inputs)
         assert too_large.value.members == {"limit": 1000}
     busy = serve(max_queue_bytes=3000)
-    with ThreadPoolExecutor(1) as pool, Client(busy.url, timeout=PATIENCE) as client:
-        with busy.engine.hold():
+    with ThreadPoolExecutor(1) as pool, Client(busy.url, timeout=TIMEOUT_S) as client:
+        with busy.hold():
             waiting = pool.submit(client.attend, "softmax", **inputs)
-            busy.await_waiting(1)
-            with pytest.raises(errors.NotNow) as not_now:
+            busy.wait_until_queued(1)
+            with pytest.raises(errors.ServiceUnavailable) as not_now:
                 client.attend("softmax", **inputs)
             assert not_now.value.retry_after >= 1
         assert waiting.result().output.shape == (2, 4, 3, 6)
@@ -110,10 +111,10 @@ def test_where_nothing_listens() -> None:
 
 def test_a_timeout_is_httpxs_own(serve: Callable[..., Server]) -> None:
     server = serve()
-    with Client(server.url, timeout=0.05) as client, server.engine.hold():
+    with Client(server.url, timeout=0.05) as client, server.hold():
         with pytest.raises(httpx.TimeoutException):
             client.attend("softmax", **numbers())
-        server.await_waiting(0)  # whoever waits no longer has left
+        server.wait_until_queued(0)  # whoever waits no longer has left
 
 
 @pytest.mark.parametrize(

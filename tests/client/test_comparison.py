@@ -16,7 +16,13 @@ import torch
 
 from qkv import AsyncClient, Client, Comparison, QkvError
 from qkv.wire import safetensors
-from support.scripted_server import Line, broken, document, refusal, spoken
+from support.scripted_server import (
+    Reply,
+    drop_connection,
+    json_reply,
+    problem_reply,
+    scripted_server,
+)
 
 Comparing = Callable[..., Comparison]
 
@@ -60,7 +66,7 @@ def compared(url: str, variants: Any, **asked: Any) -> Comparison:
         return client.compare(variants, **asked)
 
 
-def compared_by_the_twin(url: str, variants: Any, **asked: Any) -> Comparison:
+def compare_async(url: str, variants: Any, **asked: Any) -> Comparison:
     async def run() -> Comparison:
         async with AsyncClient(url) as client:
             return await client.compare(variants, **asked)
@@ -68,7 +74,7 @@ def compared_by_the_twin(url: str, variants: Any, **asked: Any) -> Comparison:
     return asyncio.run(run())
 
 
-@pytest.fixture(params=[compared, compared_by_the_twin])
+@pytest.fixture(params=[compared, compare_async])
 def comparing(request: pytest.FixtureRequest) -> Comparing:
     run: Comparing = request.param
     return run
@@ -76,14 +82,14 @@ def comparing(request: pytest.FixtureRequest) -> Comparing:
 
 def test_what_is_asked(comparing: Comparing) -> None:
     chosen = ["linear", {"variant": "taylor", "parameters": {"causal": False}}]
-    with spoken(document(ANSWER)) as heard:
+    with scripted_server(json_reply(ANSWER)) as received:
         comparing(
-            heard.url, chosen, anchor={"variant": "softmax", "parameters": {"scale": 1.0}},
+            received.url, chosen, anchor={"variant": "softmax", "parameters": {"scale": 1.0}},
             repeats=3, rows=None, causal=True, softcap=None, **TENSORS,
         )  # fmt: skip
-    assert heard.paths == ["/v1/compare"]
-    assert heard.headers[0]["accept"] == "application/json"
-    asked = safetensors.decode(heard.bodies[0], "inputs")
+    assert received.paths == ["/v1/compare"]
+    assert received.headers[0]["accept"] == "application/json"
+    asked = safetensors.decode(received.bodies[0], "inputs")
     assert asked.fields == {
         "variants": [
             {"variant": "linear", "parameters": {"causal": True}},
@@ -100,9 +106,9 @@ def test_what_is_asked(comparing: Comparing) -> None:
 
 def test_torch_and_layers_too(comparing: Comparing) -> None:
     layer = {"layout": "v2", "heads": 2, "tensors": {"W_query.weight": torch.ones(2, 2)}}
-    with spoken(document(ANSWER)) as heard:
-        comparing(heard.url, ["linear"], layer=layer, x=torch.ones(3, 2, dtype=torch.bfloat16))
-    asked = safetensors.decode(heard.bodies[0], "inputs")
+    with scripted_server(json_reply(ANSWER)) as received:
+        comparing(received.url, ["linear"], layer=layer, x=torch.ones(3, 2, dtype=torch.bfloat16))
+    asked = safetensors.decode(received.bodies[0], "inputs")
     assert asked.fields["layer"] == {"layout": "v2", "heads": 2}
     assert asked.fields["anchor"] == {"variant": "softmax", "parameters": {}}
     assert asked.fields["rows"] == 1024
@@ -111,8 +117,8 @@ def test_torch_and_layers_too(comparing: Comparing) -> None:
 
 
 def test_what_is_answered(comparing: Comparing) -> None:
-    with spoken(document(ANSWER)) as heard:
-        comparison = comparing(heard.url, ["linear", "mean"], **TENSORS)
+    with scripted_server(json_reply(ANSWER)) as received:
+        comparison = comparing(received.url, ["linear", "mean"], **TENSORS)
     linear, mean = comparison.variants
     assert comparison.anchor.variant == "softmax"
     assert comparison.anchor.output is not None
@@ -132,42 +138,44 @@ def test_what_is_answered(comparing: Comparing) -> None:
 
 
 def test_it_is_sent_again_as_any_other_call(comparing: Comparing) -> None:
-    with spoken(broken, refusal(503, "not-now", retry_after="0"), document(ANSWER)) as heard:
-        assert comparing(heard.url, ["linear"], **TENSORS).notes
-        assert len(heard.bodies) == 3
+    with scripted_server(
+        drop_connection, problem_reply(503, "not-now", retry_after="0"), json_reply(ANSWER)
+    ) as received:
+        assert comparing(received.url, ["linear"], **TENSORS).notes
+        assert len(received.bodies) == 3
 
 
-def spoiled(*path: Any) -> Line:
+def spoiled(*path: Any) -> Reply:
     """The answer without a part of it."""
     answer = copy.deepcopy(ANSWER)
     at: Any = answer
     for step in path[:-1]:
         at = at[step]
     del at[path[-1]]
-    return document(answer)
+    return json_reply(answer)
 
 
 @pytest.mark.parametrize(
     ("line", "status"),
     [
-        (refusal(422, "invalid-content"), 422),
-        (refusal(413, "too-large"), 413),
+        (problem_reply(422, "invalid-content"), 422),
+        (problem_reply(413, "too-large"), 413),
         (spoiled("anchor"), 400),
         (spoiled("variants", 0, "timing"), 400),
         (spoiled("variants", 0, "timing", "median_ms"), 400),
         (spoiled("variants", 0, "weights", "entropy"), 400),
         (spoiled("notes"), 400),
-        (document([]), 400),
-        (document({"anchor": 1, "variants": 2, "notes": 3, "timing": 4}), 400),
-        (document(ANSWER | {"variants": [entry("linear", weights=[1])]}), 400),
-        (document(b"<html>"), 400),
+        (json_reply([]), 400),
+        (json_reply({"anchor": 1, "variants": 2, "notes": 3, "timing": 4}), 400),
+        (json_reply(ANSWER | {"variants": [entry("linear", weights=[1])]}), 400),
+        (json_reply(b"<html>"), 400),
     ],
 )
 def test_whatever_may_answer_is_an_error_of_ours(
-    comparing: Comparing, line: Line, status: int
+    comparing: Comparing, line: Reply, status: int
 ) -> None:
-    with spoken(line) as heard, pytest.raises(QkvError) as refused:
-        comparing(heard.url, ["linear"], **TENSORS)
+    with scripted_server(line) as received, pytest.raises(QkvError) as refused:
+        comparing(received.url, ["linear"], **TENSORS)
     assert refused.value.status == status
 
 
@@ -210,7 +218,7 @@ def words(text: str) -> list[str]:
 
 
 def test_the_table_says_all_of_it() -> None:
-    table = Comparison.of(ANSWER).table()
+    table = Comparison.from_json(ANSWER).table()
     assert words(table) == words(TABLE)
     lines = table.splitlines()
     body = [line for line in lines[2:20] if line.startswith("  ")]
@@ -221,7 +229,7 @@ def test_the_table_says_all_of_it() -> None:
 @pytest.mark.parametrize(("width", "blocks"), [(200, 1), (70, 2), (50, 3), (20, 3)])
 def test_columns_that_have_no_room_stand_below(width: int, blocks: int) -> None:
     """Each with the names of the rows, and no line longer, but where one column alone is."""
-    table = Comparison.of(ANSWER).table(width)
+    table = Comparison.from_json(ANSWER).table(width)
     body = table.partition("softmax is the")[0]
     lines = body.splitlines()
     assert sum(line.startswith("  relative error") for line in lines) == blocks
@@ -233,7 +241,7 @@ def test_columns_that_have_no_room_stand_below(width: int, blocks: int) -> None:
 
 def test_the_anchor_is_not_shown_twice_and_namesakes_are_told_apart() -> None:
     made = [entry("softmax"), *(entry("taylor", parameters={"causal": c}) for c in (False, True))]
-    head = Comparison.of(ANSWER | {"variants": made}).table().splitlines()[:2]
+    head = Comparison.from_json(ANSWER | {"variants": made}).table().splitlines()[:2]
     assert [line.split() for line in head] == [
         ["softmax", "taylor", "taylor"], ["causal=false", "causal=true"],
     ]  # fmt: skip
@@ -243,7 +251,7 @@ def test_what_there_is_not_is_a_dash() -> None:
     """In float64 the anchor has nothing to be held against; what is not finite has no error."""
     nothing = {"relative_error": None, "largest_error": None, "cosine": None}
     answer = {"anchor": ANCHOR | {"output": None}, "variants": [entry("linear", output=nothing)]}
-    comparison = Comparison.of(ANSWER | answer)
+    comparison = Comparison.from_json(ANSWER | answer)
     assert comparison.anchor.output is None
     for name in ("relative error", "largest error", "cosine"):
         (line,) = (x for x in comparison.table().splitlines() if x.startswith(f"  {name}"))
@@ -280,7 +288,7 @@ class Page(HTMLParser):
 
 def test_a_notebook_shows_the_same_escaped_and_inert() -> None:
     answer = json.loads(json.dumps(ANSWER).replace("linear", "<script>alert(1)</script>"))
-    page = Page(Comparison.of(answer)._repr_html_())
+    page = Page(Comparison.from_json(answer)._repr_html_())
     assert page.tags == {"table", "thead", "tbody", "tr", "th", "td", "p"}
     assert page.rows[0] == ["", "softmax", "<script>alert(1)</script>", "mean"]
     assert ["relative error", "1.00e-07", "0.25", "0.25"] in page.rows

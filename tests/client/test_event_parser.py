@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.client.event_parser import Event, Events
+from qkv.client.event_parser import Event, EventParser
 
 
 def read(*chunks: bytes) -> list[Event]:
-    events = Events()
+    events = EventParser()
     return [event for chunk in chunks for event in events.feed(chunk)]
 
 
@@ -58,7 +58,7 @@ def test_chunks_may_end_anywhere(lines: list[tuple[bytes, bytes]], data: st.Data
 
 
 def test_an_event_is_told_as_soon_as_it_ends() -> None:
-    events = Events()
+    events = EventParser()
     assert not [*events.feed(b"data: a\r\n")]
     assert [*events.feed(b"\r")] == [("message", "a")]
     assert not [*events.feed(b"\n")]

@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from test_variant_pictures import cells
 
 from qkv import Client, QkvError, Run, heatmap
-from qkv.api import variant_pictures as variant_picture
+from qkv.api import variant_pictures
 from qkv.attention import catalogue
-from qkv.client.head_panels import picture
+from qkv.client.notebook import build_picture
+from support.pictures import panel_cells
 
 TIMING: Final = {"compute_ms": 0.1234, "device": "cpu", "backend": "explicit"}
 
@@ -39,7 +39,7 @@ def shown(form: Any = "full", **outputs: Any) -> tuple[str, str]:
 
 
 def matrices(form: Any = "full", **outputs: Any) -> list[np.ndarray]:
-    drawn = picture(outputs, form)
+    drawn = build_picture(outputs, form)
     assert drawn is not None
     return [panel.matrix for panel in drawn.panels]
 
@@ -49,7 +49,7 @@ def test_every_cell_is_a_weight() -> None:
     weights = softmax(2, 3, 5, 7)
     weights[0, 1, 2, 3] = 0
     page, svg = shown(weights=weights, output=weights)
-    panels = cells(svg)
+    panels = panel_cells(svg)
     assert len(panels) == 3
     for panel, plane in zip(panels, weights[0], strict=True):
         assert panel.keys() == {(i, j) for i, j in np.argwhere(plane != 0).tolist()}
@@ -66,7 +66,7 @@ def test_every_cell_is_a_weight() -> None:
 
 @pytest.mark.parametrize(("shape", "titles"), [((4, 4), [""]), ((3, 4, 4), ["sequence 0"])])
 def test_ranks_without_heads(shape: tuple[int, ...], titles: list[str]) -> None:
-    drawn = picture({"weights": softmax(*shape)}, "full")
+    drawn = build_picture({"weights": softmax(*shape)}, "full")
     assert drawn is not None
     assert [panel.title for panel in drawn.panels][:1] == titles
 
@@ -130,7 +130,7 @@ def test_a_row_that_sees_nothing_has_no_index() -> None:
 )
 def test_axes_say_what_they_are(form: Any, axes: tuple[str, str]) -> None:
     rows = len(form["rows"]) if "rows" in form else 9
-    drawn = picture({"weights": softmax(1, 1, rows, 300)}, form)
+    drawn = build_picture({"weights": softmax(1, 1, rows, 300)}, form)
     assert drawn is not None
     assert (drawn.panels[0].row_axis, drawn.panels[0].column_axis) == axes
 
@@ -154,7 +154,7 @@ def test_statistics_are_drawn_by_heads(lead: tuple[int, ...]) -> None:
 
 def test_many_heads_are_the_first_sixteen() -> None:
     page, svg = shown(weights=softmax(1, 20, 40, 40))
-    assert len(cells(svg)) == 16
+    assert len(panel_cells(svg)) == 16
     assert "The first 16 of 20 heads." in page
     assert "A cell is 2 queries by 2 keys" in page
     assert len(page) < 300_000
@@ -163,7 +163,7 @@ def test_many_heads_are_the_first_sixteen() -> None:
 def test_signed_ones_are_diverging() -> None:
     weights = softmax(4, 4) - np.float32(0.25)
     page, svg = shown(weights=weights)
-    (panel,) = cells(svg)
+    (panel,) = panel_cells(svg)
     assert {np.sign(number) for number in panel.values()} >= {-1.0, 1.0}
     assert "Below 0 is orange." in page
     assert "orange" not in shown(weights=softmax(4, 4))[0]
@@ -173,7 +173,7 @@ def test_signed_ones_are_diverging() -> None:
 def test_what_is_not_finite_is_left_out_and_said() -> None:
     weights = np.array([[np.nan, 1.0], [np.inf, 0.5]], np.float64)
     page, svg = shown(weights=weights)
-    assert [panel.keys() for panel in cells(svg)] == [{(0, 1), (1, 1)}]
+    assert [panel.keys() for panel in panel_cells(svg)] == [{(0, 1), (1, 1)}]
     assert "What is not finite is left out." in page
     huge = np.full((300, 300), np.finfo(np.float64).max)
     assert np.isfinite(matrices(weights=huge)[0]).all()
@@ -181,7 +181,7 @@ def test_what_is_not_finite_is_left_out_and_said() -> None:
 
 @pytest.mark.parametrize("weights", [np.zeros((0, 4)), np.zeros(3)])
 def test_where_there_is_nothing_to_draw_there_is_no_picture(weights: np.ndarray) -> None:
-    assert picture({"weights": weights}, "full") is None
+    assert build_picture({"weights": weights}, "full") is None
     page = Run("mean", {"output": np.zeros((2, 3))}, TIMING, None, "none")._repr_html_()
     assert "<img" not in page
     assert "<b>mean</b>" in page
@@ -205,7 +205,7 @@ def test_it_is_escaped_and_inert() -> None:
 def test_tensors_of_torch_are_drawn_too(dtype: torch.dtype) -> None:
     weights = torch.full((1, 2, 3, 3), 0.25, dtype=dtype)
     _, svg = shown(weights=weights)
-    assert cells(svg) == [{(i, j): 0.25 for i in range(3) for j in range(3)}] * 2
+    assert panel_cells(svg) == [{(i, j): 0.25 for i in range(3) for j in range(3)}] * 2
 
 
 FORMS: Final = ("full", "stats", {"rows": [3, 0]}, {"top_k": 3}, {"pool": 4})
@@ -215,7 +215,7 @@ FORMS: Final = ("full", "stats", {"rows": [3, 0]}, {"top_k": 3}, {"pool": 4})
 @pytest.mark.parametrize("name", catalogue.variants())
 def test_whatever_the_service_answers_is_drawn(url: str, name: str, form: Any) -> None:
     variant = catalogue.find(name)
-    inputs: dict[str, Any] = variant_picture.inputs(variant)
+    inputs: dict[str, Any] = variant_pictures.inputs(variant)
     with Client(url) as client:
         if name == "linear_layer" and "rows" in form:
             with pytest.raises(QkvError, match="each item is one row"):
@@ -225,7 +225,7 @@ def test_whatever_the_service_answers_is_drawn(url: str, name: str, form: Any) -
     assert run.form == form
     page = run._repr_html_()
     (encoded,) = re.findall(r"base64,([^\"]+)", page)
-    panels = cells(base64.b64decode(encoded).decode())
+    panels = panel_cells(base64.b64decode(encoded).decode())
     assert len(panels) == (4 if form == "stats" else 1)
     if form == "full":
         weights = run.weights.reshape(run.weights.shape[-2:])

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from conftest import PATIENCE
 from qkv import Client
-from qkv.client.progress_bar import Bar
-from support.scripted_server import events, spoken, sse
+from qkv.client.progress_bar import ProgressBar
+from support.processes import TIMEOUT_S
+from support.scripted_server import encode_event, event_reply, scripted_server
 
 
 class Terminal(io.StringIO):
@@ -36,7 +36,7 @@ def test_on_a_terminal_it_is_one_line_and_goes(monkeypatch: pytest.MonkeyPatch) 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "60")
-    bar = Bar()
+    bar = ProgressBar()
     bar.show(0, 4, "softmax at 16,384")
     bar.show(3, 4, "linear at 256")
     bar.show(3, 4, "x" * 100)
@@ -52,7 +52,7 @@ def test_on_a_terminal_it_is_one_line_and_goes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_elsewhere_it_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar()
+    bar = ProgressBar()
     bar.show(1, 2, "softmax")
     bar.close()
     assert capsys.readouterr() == ("", "")
@@ -77,7 +77,7 @@ def test_in_a_notebook_it_is_the_pages_own(monkeypatch: pytest.MonkeyPatch) -> N
     ipython.display.HTML, ipython.display.display = str, display
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", ipython.display)
-    bar = Bar()
+    bar = ProgressBar()
     bar.show(0, 4, "<script>")
     bar.show(1, 4, "linear")
     bar.close()
@@ -87,20 +87,20 @@ def test_in_a_notebook_it_is_the_pages_own(monkeypatch: pytest.MonkeyPatch) -> N
         "",
     ]
     ipython.get_ipython = SimpleNamespace  # IPython in a terminal has no kernel
-    Bar().show(0, 4, "softmax")
+    ProgressBar().show(0, 4, "softmax")
     assert len(shown) == 3
 
 
 def test_it_goes_with_a_sweep_that_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    told = sse("progress", {"done": 0, "total": 1, "variant": "softmax", "length": 8})
+    told = encode_event("progress", {"done": 0, "total": 1, "variant": "softmax", "length": 8})
     made = {"index": 0, "variant": "softmax", "parameters": {}, "length": 8}
-    with spoken(events(told, sse("cell", made), end="held")) as heard:
-        with Client(heard.url) as client:
+    with scripted_server(event_reply(told, encode_event("cell", made), end="held")) as received:
+        with Client(received.url) as client:
             for _ in client.sweep(["softmax"], [8]):
                 assert "0/1 softmax at 8" in screen(terminal.getvalue())[-1]
                 break
             gc.collect()
         assert screen(terminal.getvalue())[-1] == ""
-        assert heard.left.wait(PATIENCE)
+        assert received.disconnected.wait(TIMEOUT_S)

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from conftest import PATIENCE
 from qkv import Client, QkvError, errors
 from support.clients import client as client
 from support.clients import in_asyncio, numbers, same_run
+from support.processes import TIMEOUT_S
 
 Answer = tuple[int, dict[str, str], bytes] | None
 GOOD: Answer = (200, {"content-type": "application/json"}, b'{"variants": [{"variant": "a"}]}')
@@ -86,7 +86,7 @@ def scripted(*answers: Answer, port: int = 0) -> Iterator[Script]:
             yield script
         finally:
             http.shutdown()
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT_S)
 
 
 def one(url: str, call: Callable[[Any], Any], **options: Any) -> Any:
@@ -137,7 +137,7 @@ def test_a_run_is_sent_again_as_it_was(client: Client, send: Any) -> None:
 @pytest.mark.parametrize("retries", [0, 1, 2])
 def test_it_is_sent_again_only_so_often(send: Any, retries: int) -> None:
     with scripted(busy()) as script:
-        with pytest.raises(errors.NotNow, match="because"):
+        with pytest.raises(errors.ServiceUnavailable, match="because"):
             send(script.url, catalogue, retries=retries)
         assert len(script.came) == retries + 1
     with scripted(None) as script:
@@ -175,7 +175,7 @@ def test_who_listens_only_later_is_reached(send: Any) -> None:
         answer = pool.submit(send, url, catalogue, retries=6)
         time.sleep(0.05)  # its first attempt is refused, or its only one is answered
         with scripted(GOOD, port=port) as script:
-            assert answer.result(PATIENCE) == [{"variant": "a"}]
+            assert answer.result(TIMEOUT_S) == [{"variant": "a"}]
             assert len(script.came) == 1
 
 
@@ -204,7 +204,7 @@ def test_any_retry_after_is_borne(
             if retries:
                 assert send(script.url, catalogue, retries=1) == [{"variant": "a"}]
             else:
-                with pytest.raises(errors.NotNow):
+                with pytest.raises(errors.ServiceUnavailable):
                     send(script.url, catalogue, retries=0)
             assert len(script.came) == retries + 1
     assert len(waited) == 1
@@ -214,6 +214,6 @@ def test_any_retry_after_is_borne(
 @KINDS
 @pytest.mark.parametrize("retry_after", ["3", "10", "30", "3600"])
 def test_a_retry_after_is_told_as_it_came(send: Any, retry_after: str) -> None:
-    with scripted(busy(retry_after)) as script, pytest.raises(errors.NotNow) as caught:
+    with scripted(busy(retry_after)) as script, pytest.raises(errors.ServiceUnavailable) as caught:
         send(script.url, catalogue, retries=0)
     assert caught.value.retry_after == int(retry_after)

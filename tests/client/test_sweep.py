@@ -12,9 +12,27 @@ import httpx
 import numpy as np
 import pytest
 
-from conftest import PATIENCE, Server, until
 from qkv import AsyncClient, AsyncSweep, Cell, Client, Crossover, QkvError, Sweep
-from support.scripted_server import Line, broken, document, events, refusal, spoken, sse
+from support.processes import TIMEOUT_S, wait_until
+from support.scripted_server import (
+    Reply,
+    drop_connection,
+    encode_event,
+    event_reply,
+    json_reply,
+    problem_reply,
+    scripted_server,
+)
+from support.service import Server
+from support.sweep_events import (
+    CELL_EVENTS,
+    CELLS,
+    DONE_EVENT,
+    PROBLEM,
+    WHOLE_STREAM,
+    cell,
+    progress,
+)
 
 Sweeping = Callable[..., tuple[list[Cell], Any]]
 
@@ -22,43 +40,21 @@ Sweeping = Callable[..., tuple[list[Cell], Any]]
 QUERY: Final = np.eye(2, dtype=np.float32)
 
 
-def cell(index: int, variant: str, length: int, median_ms: float = 1.0) -> dict[str, Any]:
-    return {
-        "index": index, "variant": variant, "parameters": {}, "length": length,
-        "median_ms": median_ms, "least_ms": median_ms / 2, "most_ms": median_ms * 2, "repeats": 5,
-        "flops": 10, "bytes": 20, "peak_bytes": 30,
-    }  # fmt: skip
-
-
-def progress(done: int, variant: str, length: int) -> bytes:
-    return sse("progress", {"done": done, "total": 3, "variant": variant, "length": length})
-
-
-PROBLEM: Final = {"type": "urn:qkv:problem:too-large", "status": 413, "detail": "too many"}
-CELLS: Final = [
-    cell(0, "softmax", 256), cell(1, "linear", 256, 2.0),
-    {"index": 0, "variant": "softmax", "parameters": {}, "length": 512, "problem": PROBLEM},
-]  # fmt: skip
-SAID: Final = [progress(i, c["variant"], c["length"]) + sse("cell", c) for i, c in enumerate(CELLS)]
-DONE: Final = sse("done", {"cells": 3, "crossovers": [{"from": 0, "to": 1, "length": 300.5}]})
-WHOLE: Final = events(*SAID, DONE)
-
-
 def swept(url: str, take: int = 99, retries: int = 3, **asked: Any) -> tuple[list[Cell], Sweep]:
     """The first cells of a sweep by the plain client, and the sweep."""
-    with Client(url, retries=retries, timeout=PATIENCE) as client:
+    with Client(url, retries=retries, timeout=TIMEOUT_S) as client:
         sweep = client.sweep(["softmax", "linear"], [256, 512], progress=False, **asked)
         with sweep:
             cells = [found for _, found in zip(range(take), sweep, strict=False)]
         return cells, sweep
 
 
-def swept_by_the_twin(
+def sweep_async(
     url: str, take: int = 99, retries: int = 3, **asked: Any
 ) -> tuple[list[Cell], AsyncSweep]:
     async def run() -> tuple[list[Cell], AsyncSweep]:
         cells: list[Cell] = []
-        async with AsyncClient(url, retries=retries, timeout=PATIENCE) as client:
+        async with AsyncClient(url, retries=retries, timeout=TIMEOUT_S) as client:
             sweep = client.sweep(["softmax", "linear"], [256, 512], progress=False, **asked)
             async with sweep:
                 async for found in sweep:
@@ -70,15 +66,15 @@ def swept_by_the_twin(
     return asyncio.run(run())
 
 
-@pytest.fixture(params=[swept, swept_by_the_twin])
+@pytest.fixture(params=[swept, sweep_async])
 def sweeping(request: pytest.FixtureRequest) -> Sweeping:
     run: Sweeping = request.param
     return run
 
 
 def test_cells_come_as_they_are_measured(sweeping: Sweeping) -> None:
-    with spoken(WHOLE) as heard:
-        cells, sweep = sweeping(heard.url)
+    with scripted_server(WHOLE_STREAM) as received:
+        cells, sweep = sweeping(received.url)
     assert [(c.index, c.variant, c.length, c.median_ms, c.least_ms) for c in cells] == [
         (0, "softmax", 256, 1.0, 0.5), (1, "linear", 256, 2.0, 1.0),
         (0, "softmax", 512, None, None),
@@ -87,9 +83,9 @@ def test_cells_come_as_they_are_measured(sweeping: Sweeping) -> None:
     assert sweep.cells == cells
     assert sweep.crossovers == [Crossover(0, 1, 300.5)]
     assert sweep.finished
-    assert heard.paths == ["/v1/sweep"]
-    assert heard.headers[0]["accept"] == "text/event-stream"
-    assert heard.said == {
+    assert received.paths == ["/v1/sweep"]
+    assert received.headers[0]["accept"] == "text/event-stream"
+    assert received.last_json == {
         "variants": [{"variant": name, "parameters": {}} for name in ("softmax", "linear")],
         "lengths": [256, 512],
     }
@@ -97,30 +93,30 @@ def test_cells_come_as_they_are_measured(sweeping: Sweeping) -> None:
 
 def test_all_that_is_asked_for_is_sent(sweeping: Sweeping) -> None:
     asked = {"batch": 2, "heads": np.int64(4), "width": 8, "dtype": "float16", "seed": 3}
-    with spoken(WHOLE) as heard:
-        sweeping(heard.url, **asked, repeats=7, causal=np.True_, scale=None, window=(2, 0))
+    with scripted_server(WHOLE_STREAM) as received:
+        sweeping(received.url, **asked, repeats=7, causal=np.True_, scale=None, window=(2, 0))
     shared = {"causal": True, "window": [2, 0]}
     named = [{"variant": name, "parameters": shared} for name in ("softmax", "linear")]
-    assert heard.said == {**asked, "repeats": 7, "variants": named, "lengths": [256, 512]}
+    assert received.last_json == {**asked, "repeats": 7, "variants": named, "lengths": [256, 512]}
 
 
 def test_a_variants_own_parameters_go_before_those_of_all() -> None:
     chosen: list[Any] = ["mean", {"variant": "taylor", "parameters": {"causal": np.False_}}]
-    with spoken(WHOLE) as heard, Client(heard.url) as client:
+    with scripted_server(WHOLE_STREAM) as received, Client(received.url) as client:
         list(client.sweep(chosen, range(1, 3), progress=False, causal=True))
-    assert heard.said["variants"] == [
+    assert received.last_json["variants"] == [
         {"variant": "mean", "parameters": {"causal": True}},
         {"variant": "taylor", "parameters": {"causal": False}},
     ]
-    assert heard.said["lengths"] == [1, 2]
+    assert received.last_json["lengths"] == [1, 2]
 
 
 def test_nothing_is_asked_before_the_first_cell_is() -> None:
-    with spoken(WHOLE) as heard, Client(heard.url) as client:
+    with scripted_server(WHOLE_STREAM) as received, Client(received.url) as client:
         sweep = client.sweep(["softmax"], [256], progress=False)
-        assert not heard.paths
+        assert not received.paths
         assert next(sweep).variant == "softmax"
-        assert heard.paths
+        assert received.paths
         assert list(sweep) == sweep.cells[1:]
         assert list(sweep) == []
 
@@ -143,21 +139,24 @@ def test_what_makes_no_sense_is_refused_without_asking(
 
 
 def test_leaving_early_closes_the_connection_and_keeps_what_came(sweeping: Sweeping) -> None:
-    with spoken(events(*SAID, end="held")) as heard:
-        cells, sweep = sweeping(heard.url, take=2)
-        assert heard.left.wait(PATIENCE)
+    with scripted_server(event_reply(*CELL_EVENTS, end="held")) as received:
+        cells, sweep = sweeping(received.url, take=2)
+        assert received.disconnected.wait(TIMEOUT_S)
     assert [c.variant for c in cells] == ["softmax", "linear"]
     assert sweep.cells == cells
     assert not sweep.finished
 
 
 def test_letting_go_of_it_closes_the_connection() -> None:
-    with spoken(events(*SAID, end="held")) as heard, Client(heard.url) as client:
+    with (
+        scripted_server(event_reply(*CELL_EVENTS, end="held")) as received,
+        Client(received.url) as client,
+    ):
         for found in client.sweep(["softmax"], [256], progress=False):
             assert found.length == 256
             break
         gc.collect()
-        assert heard.left.wait(PATIENCE)
+        assert received.disconnected.wait(TIMEOUT_S)
 
 
 def test_a_twin_that_is_cancelled_closes_the_connection() -> None:
@@ -171,19 +170,22 @@ def test_a_twin_that_is_cancelled_closes_the_connection() -> None:
                     came.set()
 
             task = asyncio.create_task(consume())
-            await asyncio.wait_for(came.wait(), PATIENCE)
+            await asyncio.wait_for(came.wait(), TIMEOUT_S)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert sweep.cells
 
-    with spoken(events(SAID[0], end="held")) as heard:
-        asyncio.run(run(heard.url))
-        assert heard.left.wait(PATIENCE)
+    with scripted_server(event_reply(CELL_EVENTS[0], end="held")) as received:
+        asyncio.run(run(received.url))
+        assert received.disconnected.wait(TIMEOUT_S)
 
 
 def test_after_it_is_closed_there_is_nothing_more() -> None:
-    with spoken(events(*SAID, end="held")) as heard, Client(heard.url) as client:
+    with (
+        scripted_server(event_reply(*CELL_EVENTS, end="held")) as received,
+        Client(received.url) as client,
+    ):
         sweep = client.sweep(["softmax"], [256], progress=False)
         next(sweep)
         sweep.close()
@@ -192,73 +194,82 @@ def test_after_it_is_closed_there_is_nothing_more() -> None:
         never = client.sweep(["softmax"], [256], progress=False)
         never.close()
         assert list(never) == []
-    assert len(heard.paths) == 1
+    assert len(received.paths) == 1
 
 
 @pytest.mark.parametrize(
     "before",
     [
-        [refusal(503, "not-now", retry_after="0")] * 3,
-        [broken, broken],
-        [broken, refusal(503, "not-now", retry_after="0")],
-        [events(end="cut"), events(b": nothing yet\n\n", end="cut")],
+        [problem_reply(503, "not-now", retry_after="0")] * 3,
+        [drop_connection, drop_connection],
+        [drop_connection, problem_reply(503, "not-now", retry_after="0")],
+        [event_reply(end="cut"), event_reply(b": nothing yet\n\n", end="cut")],
     ],
 )
-def test_until_the_first_event_it_is_sent_again(sweeping: Sweeping, before: list[Line]) -> None:
-    with spoken(*before, WHOLE) as heard:
-        cells, _ = sweeping(heard.url)
+def test_until_the_first_event_it_is_sent_again(sweeping: Sweeping, before: list[Reply]) -> None:
+    with scripted_server(*before, WHOLE_STREAM) as received:
+        cells, _ = sweeping(received.url)
         assert len(cells) == 3
-        assert len(heard.bodies) == len(before) + 1
-        assert len(set(heard.bodies)) == 1
+        assert len(received.bodies) == len(before) + 1
+        assert len(set(received.bodies)) == 1
 
 
 def test_only_so_often(sweeping: Sweeping) -> None:
-    with spoken(refusal(503, "not-now", retry_after="0")) as heard:
+    with scripted_server(problem_reply(503, "not-now", retry_after="0")) as received:
         with pytest.raises(QkvError, match="because"):
-            sweeping(heard.url, retries=2)
-        assert len(heard.paths) == 3
+            sweeping(received.url, retries=2)
+        assert len(received.paths) == 3
 
 
 def test_what_breaks_after_the_first_event_is_raised_at_once(sweeping: Sweeping) -> None:
-    with spoken(events(progress(0, "softmax", 256), end="cut"), WHOLE) as heard:
+    with scripted_server(
+        event_reply(progress(0, "softmax", 256), end="cut"), WHOLE_STREAM
+    ) as received:
         with pytest.raises(httpx.RemoteProtocolError):
-            sweeping(heard.url)
-        assert len(heard.paths) == 1
+            sweeping(received.url)
+        assert len(received.paths) == 1
 
 
 @pytest.mark.parametrize(
     ("line", "status"),
     [
-        (refusal(422, "invalid-content"), 422),
-        (refusal(404, "not-found"), 404),
-        (events(SAID[0], sse("error", {"problem": PROBLEM})), 413),  # it began well
-        (events(SAID[0]), 400),  # it ended too early, and not by being cut
-        (events(), 400),
-        (events(sse("cell", {"index": 0})), 400),
-        (events(sse("cell", [1])), 400),
-        (events(sse("progress", {"done": 0})), 400),
-        (events(sse("done", {})), 400),
-        (events(sse("error", {})), 400),
-        (events(b"event: cell\ndata: {\n\n"), 400),
-        (document({"cells": []}), 400),
-        (document(b"<html>", kind="text/html"), 400),
-        (document(b"<html>", 502, kind="text/html"), 400),
+        (problem_reply(422, "invalid-content"), 422),
+        (problem_reply(404, "not-found"), 404),
+        (
+            event_reply(CELL_EVENTS[0], encode_event("error", {"problem": PROBLEM})),
+            413,
+        ),  # it began well
+        (event_reply(CELL_EVENTS[0]), 400),  # it ended too early, and not by being cut
+        (event_reply(), 400),
+        (event_reply(encode_event("cell", {"index": 0})), 400),
+        (event_reply(encode_event("cell", [1])), 400),
+        (event_reply(encode_event("progress", {"done": 0})), 400),
+        (event_reply(encode_event("done", {})), 400),
+        (event_reply(encode_event("error", {})), 400),
+        (event_reply(b"event: cell\ndata: {\n\n"), 400),
+        (json_reply({"cells": []}), 400),
+        (json_reply(b"<html>", kind="text/html"), 400),
+        (json_reply(b"<html>", 502, kind="text/html"), 400),
     ],
 )
 def test_whatever_may_answer_is_an_error_of_ours(
-    sweeping: Sweeping, line: Line, status: int
+    sweeping: Sweeping, line: Reply, status: int
 ) -> None:
-    with spoken(line) as heard:
+    with scripted_server(line) as received:
         with pytest.raises(QkvError) as refused:
-            sweeping(heard.url)
+            sweeping(received.url)
         assert refused.value.status == status
-        assert len(heard.paths) == 1
+        assert len(received.paths) == 1
 
 
 def test_events_of_a_later_service_are_passed_over(sweeping: Sweeping) -> None:
-    told = [sse("weather", {"rain": True}), sse("cell", CELLS[0] | {"mood": "good"}), DONE]
-    with spoken(events(*told)) as heard:
-        cells, _ = sweeping(heard.url)
+    told = [
+        encode_event("weather", {"rain": True}),
+        encode_event("cell", CELLS[0] | {"mood": "good"}),
+        DONE_EVENT,
+    ]
+    with scripted_server(event_reply(*told)) as received:
+        cells, _ = sweeping(received.url)
     assert [c.length for c in cells] == [256]
 
 
@@ -268,8 +279,8 @@ def test_where_nothing_listens(sweeping: Sweeping) -> None:
 
 
 def test_the_table_the_lines_and_the_page() -> None:
-    with spoken(WHOLE) as heard:
-        _, sweep = swept(heard.url)
+    with scripted_server(WHOLE_STREAM) as received:
+        _, sweep = swept(received.url)
     assert sweep.table().splitlines() == [
         "length        softmax    linear",
         "───────────────────────────────",
@@ -303,27 +314,32 @@ def test_namesakes_are_told_apart_by_their_parameters() -> None:
         for i, causal in enumerate((True, False))
     ]
     crossed = {"cells": 2, "crossovers": [{"from": 0, "to": 1, "length": 100.0}]}
-    with spoken(events(*(sse("cell", c) for c in made), sse("done", crossed))) as heard:
-        _, sweep = swept(heard.url)
+    with scripted_server(
+        event_reply(*(encode_event("cell", c) for c in made), encode_event("done", crossed))
+    ) as received:
+        _, sweep = swept(received.url)
     assert sweep.names == {0: "softmax\ncausal=true", 1: "softmax\ncausal=false"}
     assert "100 on, softmax causal=false is faster than softmax causal=true." in sweep.table()
 
 
 def test_an_interrupted_sweep_keeps_what_came_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is raised wherever the client waits."""
-    with spoken(events(*SAID, end="held")) as heard, Client(heard.url) as client:
+    with (
+        scripted_server(event_reply(*CELL_EVENTS, end="held")) as received,
+        Client(received.url) as client,
+    ):
         sweep = client.sweep(["softmax"], [256], progress=False)
-        found = [next(sweep) for _ in SAID]
+        found = [next(sweep) for _ in CELL_EVENTS]
 
         def interrupted(chunk: bytes) -> Any:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(
-            "qkv.client.event_parser.Events.feed", lambda self, chunk: interrupted(chunk)
+            "qkv.client.event_parser.EventParser.feed", lambda self, chunk: interrupted(chunk)
         )
         with pytest.raises(KeyboardInterrupt):
             next(sweep)
-        assert heard.left.wait(PATIENCE)
+        assert received.disconnected.wait(TIMEOUT_S)
         assert sweep.cells == found
 
 
@@ -365,5 +381,5 @@ def test_who_leaves_the_service_takes_nobody_s_time(server: Server) -> None:
         lengths = [16, *range(2048, 4096, 64)]
         with client.sweep(["softmax"], lengths, repeats=100, progress=False) as sweep:
             assert next(sweep).length == 16
-        until(lambda: server.waiting == 0)
+        wait_until(lambda: server.queued_count == 0)
         assert client.attend("softmax", query=QUERY, key=QUERY, value=QUERY).output.shape == (2, 2)

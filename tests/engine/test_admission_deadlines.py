@@ -10,14 +10,15 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from conftest import PATIENCE, Server, until
 from qkv.jobs.job import Job
-from support.known_requests import refused
-from support.small_requests import HEAD, INFER, SAFETENSORS, Serve, body, connected, post
-from support.small_requests import ran as ran
+from support.known_requests import assert_problem
+from support.processes import TIMEOUT_S, wait_until
+from support.service import Server
+from support.small_requests import HEAD, INFER, SAFETENSORS, Serve, body, open_connection, post
+from support.small_requests import executed_jobs as executed_jobs
 
 
-def test_a_request_may_say_how_long_it_waits(serve: Serve, ran: list[Job]) -> None:
+def test_a_request_may_say_how_long_it_waits(serve: Serve, executed_jobs: list[Job]) -> None:
     server = serve()
     document = {
         "inputs": [
@@ -25,9 +26,9 @@ def test_a_request_may_say_how_long_it_waits(serve: Serve, ran: list[Job]) -> No
             for n in ("query", "key", "value")
         ]
     }
-    with server.engine.hold():
-        ran.clear()
-        problem = refused(post(server.url, body(), **{"X-Request-Timeout": "0.05"}), 504)
+    with server.hold():
+        executed_jobs.clear()
+        problem = assert_problem(post(server.url, body(), **{"X-Request-Timeout": "0.05"}), 504)
         assert problem["detail"] == "the device was not free within 50 ms"
         late = httpx.post(server.url + INFER, json=document, headers={"X-Request-Timeout": "0.05"})
         assert late.status_code == 503
@@ -35,69 +36,69 @@ def test_a_request_may_say_how_long_it_waits(serve: Serve, ran: list[Job]) -> No
         document["parameters"] = {"timeout": 20_000}  # type: ignore[assignment]
         late = httpx.post(server.url + INFER, json=document, headers={"X-Request-Timeout": "9"})
         assert "20 ms" in late.text
-        assert server.waiting == 0
+        assert server.queued_count == 0
     assert post(server.url, body(), **{"X-Request-Timeout": "9"}).is_success
-    assert len(ran) == 1
+    assert len(executed_jobs) == 1
 
 
-def test_the_service_may_have_a_deadline_for_all(serve: Serve, ran: list[Job]) -> None:
+def test_the_service_may_have_a_deadline_for_all(serve: Serve, executed_jobs: list[Job]) -> None:
     server = serve(request_timeout_s=0.05)
-    with server.engine.hold():
-        ran.clear()
-        assert "50 ms" in refused(post(server.url, body()), 504)["detail"]
+    with server.hold():
+        executed_jobs.clear()
+        assert "50 ms" in assert_problem(post(server.url, body()), 504)["detail"]
         for said, wait in (("0.02", "20 ms"), ("20", "50 ms")):
             response = post(server.url, body(), **{"X-Request-Timeout": said})
-            assert wait in refused(response, 504)["detail"]
+            assert wait in assert_problem(response, 504)["detail"]
     assert post(server.url, body()).is_success
-    assert len(ran) == 1
+    assert len(executed_jobs) == 1
 
 
 @pytest.mark.parametrize("said", ["0", "-1", "nan", "inf", "soon", "", "1e10", "1_0"])
 def test_what_is_no_deadline_is_refused(server: Server, said: str) -> None:
-    problem = refused(post(server.url, body(), **{"X-Request-Timeout": said}), 400)
+    problem = assert_problem(post(server.url, body(), **{"X-Request-Timeout": said}), 400)
     assert "X-Request-Timeout" in problem["detail"]
 
 
 def test_one_whose_time_is_up_does_not_run_though_the_loop_was_too_busy_to_say_so(
-    serve: Serve, ran: list[Job]
+    serve: Serve, executed_jobs: list[Job]
 ) -> None:
     server = serve()
     entered, leave = threading.Event(), threading.Event()
 
     def block() -> None:
         entered.set()
-        assert leave.wait(PATIENCE)
+        assert leave.wait(TIMEOUT_S)
 
     assert server.engine._loop is not None
     with ThreadPoolExecutor(1) as pool:
-        with server.engine.hold():
-            ran.clear()
+        with server.hold():
+            executed_jobs.clear()
             late = pool.submit(post, server.url, body(), **{"X-Request-Timeout": "0.5"})
-            server.await_waiting(1)
+            server.wait_until_queued(1)
             server.engine._loop.call_soon_threadsafe(block)
-            assert entered.wait(PATIENCE)
+            assert entered.wait(TIMEOUT_S)
             time.sleep(0.6)
-        until(lambda: server.waiting == 0)  # the device is free, and takes it
+        wait_until(lambda: server.queued_count == 0)  # the device is free, and takes it
         leave.set()
-        assert "500 ms" in refused(late.result(PATIENCE), 504)["detail"]
-    assert ran == []
+        assert "500 ms" in assert_problem(late.result(TIMEOUT_S), 504)["detail"]
+    assert executed_jobs == []
 
 
-def test_of_two_hundred_who_leave_none_is_run(serve: Serve, ran: list[Job]) -> None:
+def test_of_two_hundred_who_leave_none_is_run(serve: Serve, executed_jobs: list[Job]) -> None:
     server = serve(max_batch=32)
     content = body()
     head = f"{HEAD}Content-Type: {SAFETENSORS['Content-Type']}\r\nContent-Length: {len(content)}"
     with ThreadPoolExecutor(1) as pool:
-        with server.engine.hold():
-            ran.clear()
+        with server.hold():
+            executed_jobs.clear()
             with ExitStack() as stack:
                 for _ in range(200):
-                    leaving = stack.enter_context(connected(server))
+                    leaving = stack.enter_context(open_connection(server))
                     leaving.sendall(head.encode() + b"\r\n\r\n" + content)
-                server.await_waiting(200)
+                server.wait_until_queued(200)
                 staying = pool.submit(post, server.url, body(seed=1))
-                server.await_waiting(201)
-            server.await_waiting(1)
-        assert staying.result(PATIENCE).is_success
-    assert len(ran) == 1
-    assert server.engine._queue.waits.requests == 0
+                server.wait_until_queued(201)
+            server.wait_until_queued(1)
+        assert staying.result(TIMEOUT_S).is_success
+    assert len(executed_jobs) == 1
+    assert server.engine._queue.queued.requests == 0

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import qkv.engine.device_errors
-import qkv.engine.engine
-from conftest import PATIENCE
-from qkv.engine.executor import Ran, run
+import qkv.engine.executor
+from qkv.engine.engine import Engine
+from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
-from support import failing_device as faulty
-from support.known_requests import refused
+from support import failing_device
+from support.known_requests import assert_problem
+from support.processes import TIMEOUT_S
 from support.small_requests import Serve, body, outputs, post
 
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qkv.engine.engine, "run", faulty.failing)
-    monkeypatch.setattr(qkv.engine.device_errors, "works", faulty.works)
-    monkeypatch.setattr(faulty, "_broken", [])
+    monkeypatch.setattr(qkv.engine.executor, "execute", failing_device.failing)
+    monkeypatch.setattr(qkv.engine.device_errors, "device_works", failing_device.device_works)
+    monkeypatch.setattr(failing_device, "_broken", [])
 
 
 @pytest.mark.usefixtures("faults")
-@pytest.mark.parametrize("number", [faulty.POISON, faulty.ENDING])
+@pytest.mark.parametrize("number", [failing_device.POISON, failing_device.ENDING])
 @pytest.mark.parametrize("place", [0, 17, 31])
 def test_a_poisonous_request_fails_alone(serve: Serve, place: int, number: float) -> None:
     server = serve(max_batch=32)
@@ -35,17 +37,17 @@ def test_a_poisonous_request_fails_alone(serve: Serve, place: int, number: float
     alone = [outputs(post(server.url, content)) for content in bodies]
     bodies[place] = body(number)
     with ThreadPoolExecutor(32) as pool:
-        with server.engine.hold():
+        with server.hold():
             asked = [pool.submit(post, server.url, content) for content in bodies]
-            server.await_waiting(32)
-        answers = [future.result(PATIENCE) for future in asked]
+            server.wait_until_queued(32)
+        answers = [future.result(TIMEOUT_S) for future in asked]
     for i, (wanted, response) in enumerate(zip(alone, answers, strict=True)):
         if i == place:
             assert response.status_code == 500
             assert "marked" not in response.text
         else:
             assert outputs(response) == wanted
-    assert server.engine.alive
+    assert server.engine.is_alive
     assert post(server.url, body()).is_success
 
 
@@ -53,28 +55,28 @@ def test_out_of_memory_makes_smaller_batches_for_a_while(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has room for so many bytes; none of those who wait notices."""
-    monkeypatch.setattr(qkv.engine.engine, "_BATCH_BYTES", 64 << 20)
+    monkeypatch.setattr("qkv.api.app.Engine", partial(Engine, batch_bytes=64 << 20))
     sizes: list[int] = []
     room = [4 << 20]
 
-    def tight(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+    def tight(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         size = sum(job.bytes_in + job.bytes_out for job in jobs)
         if size > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         sizes.append(len(jobs))
-        return run(jobs, *how)
+        return execute(jobs, *how)
 
     server = serve(max_batch=32)
-    monkeypatch.setattr(qkv.engine.engine, "run", tight)
+    monkeypatch.setattr(server.engine, "execute", tight)
     content = body(rows=1, width=1 << 16)  # 1 MiB, with its answer
 
     def wave() -> list[int]:
         sizes.clear()
         with ThreadPoolExecutor(16) as pool:
-            with server.engine.hold():
+            with server.hold():
                 asked = [pool.submit(post, server.url, content) for _ in range(16)]
-                server.await_waiting(16)
-            assert all(future.result(PATIENCE).is_success for future in asked)
+                server.wait_until_queued(16)
+            assert all(future.result(TIMEOUT_S).is_success for future in asked)
         return list(sizes)
 
     assert wave() == [4, 4, 4, 4]
@@ -86,12 +88,12 @@ def test_out_of_memory_makes_smaller_batches_for_a_while(
         last = wave()
     assert last == [16]
     room[0] = 0
-    refused(post(server.url, content), 503)
+    assert_problem(post(server.url, content), 503)
     monkeypatch.setattr(
-        qkv.engine.engine, "run", lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
+        server.engine, "execute", lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
     )
-    assert "memory" in refused(post(server.url, content), 413)["detail"]
-    assert server.engine.alive
+    assert "memory" in assert_problem(post(server.url, content), 413)["detail"]
+    assert server.engine.is_alive
 
 
 @pytest.mark.usefixtures("faults")
@@ -99,25 +101,25 @@ def test_after_a_sticky_error_all_are_told_and_it_is_not_ready(serve: Serve) -> 
     server = serve(max_batch=4)
     assert server.http.get("/readyz").status_code == 200
     with ThreadPoolExecutor(12) as pool:
-        with server.engine.hold():
-            asked = [pool.submit(post, server.url, body(faulty.STICKY))]
-            server.await_waiting(1)
+        with server.hold():
+            asked = [pool.submit(post, server.url, body(failing_device.STICKY))]
+            server.wait_until_queued(1)
             asked += [pool.submit(post, server.url, body(rows=2 + i % 3)) for i in range(11)]
-            server.await_waiting(12)
-        answers = [future.result(PATIENCE) for future in asked]
+            server.wait_until_queued(12)
+        answers = [future.result(TIMEOUT_S) for future in asked]
     for response in answers:
-        assert "the device has failed" in refused(response, 503)["detail"]
+        assert "the device has failed" in assert_problem(response, 503)["detail"]
         assert int(response.headers["retry-after"]) >= 1
     assert server.http.get("/readyz").status_code == 503
     assert server.http.get("/livez").status_code == 200
-    refused(post(server.url, body()), 503)
+    assert_problem(post(server.url, body()), 503)
 
 
 @pytest.mark.usefixtures("faults")
 def test_what_would_end_the_process_is_an_answer_where_it_runs_on_the_loop(serve: Serve) -> None:
     server = serve()
     for _ in range(3):
-        response = post(server.url, body(faulty.ENDING))
+        response = post(server.url, body(failing_device.ENDING))
         assert response.status_code == 500
         assert "marked" not in response.text
         assert post(server.url, body()).is_success

@@ -15,18 +15,23 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_device_process import device_process
-from test_supervisor import address, ask, big, children
 
-from conftest import PATIENCE, Process, until
-from support import failing_device as faulty
-from support.known_requests import refused
+from support import failing_device
+from support.known_requests import assert_problem
 from support.paths import ROOT
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service_processes import (
+    address,
+    child_pids,
+    device_process_pid,
+    slow_request_body,
+    status_of,
+)
 from support.small_requests import HEAD, SAFETENSORS, body, outputs, post
 
 
 @pytest.fixture(params=["each", "one"])
-def fleet(request: pytest.FixtureRequest, command: Callable[..., Process]) -> Process:
+def service_process(request: pytest.FixtureRequest, command: Callable[..., Process]) -> Process:
     """Two workers, each with its device or with one for both, which fail when asked to."""
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = command(
@@ -38,49 +43,53 @@ def fleet(request: pytest.FixtureRequest, command: Callable[..., Process]) -> Pr
     return process
 
 
-def test_a_process_with_a_broken_device_is_replaced(fleet: Process) -> None:
-    before = set(children(fleet.popen.pid))
-    good = outputs(post(fleet.url, body()))
+def test_a_process_with_a_broken_device_is_replaced(service_process: Process) -> None:
+    before = set(child_pids(service_process.popen.pid))
+    good = outputs(post(service_process.url, body()))
     time.sleep(1.1)  # one that ends within its first second is replaced a second later
-    refused(post(fleet.url, body(faulty.STICKY)), 503)
-    until(lambda: before - set(children(fleet.popen.pid)) != set())
-    until(lambda: ask(fleet.url, "/readyz") == 200)
-    after = set(children(fleet.popen.pid))
+    assert_problem(post(service_process.url, body(failing_device.STICKY)), 503)
+    wait_until(lambda: before - set(child_pids(service_process.popen.pid)) != set())
+    wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
+    after = set(child_pids(service_process.popen.pid))
     assert len(after) == len(before)
     assert len(before - after) == 1
-    assert any("starting another" in line for line in fleet.lines)
+    assert any("starting another" in line for line in service_process.lines)
     for _ in range(8):
-        assert outputs(post(fleet.url, body())) == good
-    assert fleet.end() == 0
+        assert outputs(post(service_process.url, body())) == good
+    assert service_process.end() == 0
 
 
-def test_poison_and_greed_hurt_nobody_else(fleet: Process) -> None:
-    good = outputs(post(fleet.url, body()))
-    bodies = [body(), body(faulty.POISON), body(), body(faulty.GREEDY)] * 8
+def test_poison_and_greed_hurt_nobody_else(service_process: Process) -> None:
+    good = outputs(post(service_process.url, body()))
+    bodies = [body(), body(failing_device.POISON), body(), body(failing_device.GREEDY)] * 8
     with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda content: post(fleet.url, content), bodies))
+        answers = list(pool.map(lambda content: post(service_process.url, content), bodies))
     for i, response in enumerate(answers):
         assert response.status_code == (500 if i % 4 == 1 else 200)
         assert i % 2 or outputs(response) == good
-    assert ask(fleet.url, "/readyz") == 200
-    assert fleet.end() == 0
+    assert status_of(service_process.url, "/readyz") == 200
+    assert service_process.end() == 0
 
 
 def test_two_hundred_leavers_of_a_device_process(command: Callable[..., Process]) -> None:
     """Its device is busy with one that is large while they come and go."""
-    fleet = command(
+    service_process = command(
         "serve", "--port", "0", "--workers", "2",
         QKV_DEVICE_PROCESS="one", QKV_MAX_BATCH="32",
     )  # fmt: skip
-    content, large, device = body(), big(16384, 16), device_process(fleet)
+    content, large, device = (
+        body(),
+        slow_request_body(16384, 16),
+        device_process_pid(service_process),
+    )
     head = f"{HEAD}Content-Type: {SAFETENSORS['Content-Type']}\r\nContent-Length: {len(content)}"
 
     def count() -> int:
-        (found,) = httpx.get(f"{fleet.url}/v2/models/softmax/stats").json()["model_stats"]
+        (found,) = httpx.get(f"{service_process.url}/v2/models/softmax/stats").json()["model_stats"]
         return int(found["inference_count"])
 
     def said(name: str) -> float:
-        page = httpx.get(f"{fleet.url}/metrics", timeout=PATIENCE).text
+        page = httpx.get(f"{service_process.url}/metrics", timeout=TIMEOUT_S).text
         return sum(float(n) for n in re.findall(rf"^{name}(?:{{.*}})? (.*)$", page, re.MULTILINE))
 
     def ticks() -> int:
@@ -90,33 +99,35 @@ def test_two_hundred_leavers_of_a_device_process(command: Callable[..., Process]
 
     before = count()
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(post, fleet.url, large)
-        until(lambda: said("qkv_request_body_bytes_total") >= len(large))
+        busy = pool.submit(post, service_process.url, large)
+        wait_until(lambda: said("qkv_request_body_bytes_total") >= len(large))
         begun = ticks()
-        until(lambda: ticks() > begun + 50)  # nothing but the large one computes for that long
+        wait_until(lambda: ticks() > begun + 50)  # nothing but the large one computes for that long
         with ExitStack() as stack:
             for _ in range(200):
-                leaving = stack.enter_context(socket.create_connection(address(fleet), PATIENCE))
+                leaving = stack.enter_context(
+                    socket.create_connection(address(service_process), TIMEOUT_S)
+                )
                 leaving.sendall(head.encode() + b"\r\n\r\n" + content)
-            until(lambda: said("qkv_queue_depth") == 200)
-        until(lambda: said("qkv_queue_depth") == 0)
+            wait_until(lambda: said("qkv_queue_depth") == 200)
+        wait_until(lambda: said("qkv_queue_depth") == 0)
         assert not busy.done(), "the machine is too fast for this test"
-        assert busy.result(PATIENCE).is_success
-    assert post(fleet.url, content).is_success
+        assert busy.result(TIMEOUT_S).is_success
+    assert post(service_process.url, content).is_success
     assert count() - before == 2
 
 
 def test_with_a_stopped_device_process_the_bound_holds_too(command: Callable[..., Process]) -> None:
-    fleet = command(
+    service_process = command(
         "serve", "--port", "0", "--workers", "1", QKV_DEVICE_PROCESS="one", QKV_MAX_QUEUE="4"
     )
-    assert post(fleet.url, body()).is_success
-    device = device_process(fleet)
+    assert post(service_process.url, body()).is_success
+    device = device_process_pid(service_process)
     os.kill(device, signal.SIGSTOP)
     with ThreadPoolExecutor(10) as pool:
-        asked = [pool.submit(post, fleet.url, body()) for _ in range(10)]
-        until(lambda: sum(future.done() for future in asked) == 6)
+        asked = [pool.submit(post, service_process.url, body()) for _ in range(10)]
+        wait_until(lambda: sum(future.done() for future in asked) == 6)
         os.kill(device, signal.SIGCONT)
-        statuses = sorted(future.result(PATIENCE).status_code for future in asked)
+        statuses = sorted(future.result(TIMEOUT_S).status_code for future in asked)
     assert statuses == [200] * 4 + [503] * 6
-    assert json.loads(httpx.get(f"{fleet.url}/readyz").content) == {"status": "ok"}
+    assert json.loads(httpx.get(f"{service_process.url}/readyz").content) == {"status": "ok"}

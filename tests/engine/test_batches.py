@@ -9,30 +9,31 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import softmax
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
-from support.engines import Held, bits, job_of, plain
+from support.engines import EngineRunner, bits, job_of, plain
+from support.examples import examples
 from support.softmax_requests import Request, requests
 from support.tolerances import assert_within, bounds
 
 
 @pytest.fixture(scope="module")
-def held() -> Iterator[Held]:
+def runner() -> Iterator[EngineRunner]:
     """Runs a group one by one, as on a CPU."""
-    bench = Held()
+    bench = EngineRunner()
     yield bench
     bench.close()
 
 
 @pytest.fixture(scope="module")
-def stacked() -> Iterator[Held]:
+def stacked() -> Iterator[EngineRunner]:
     """Runs a group as one call, as on a GPU."""
-    bench = Held(stack=True)
+    bench = EngineRunner(stack=True)
     yield bench
     bench.close()
 
@@ -80,10 +81,10 @@ def groups(draw: st.DrawFn) -> tuple[list[Request], tuple[str, ...]]:
 # ---------------------------------------------------------------- the same bits
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(groups(), st.randoms(use_true_random=False))
 def test_same_bits_alone_and_with_strangers(
-    held: Held, group: tuple[list[Request], tuple[str, ...]], random: Any
+    runner: EngineRunner, group: tuple[list[Request], tuple[str, ...]], random: Any
 ) -> None:
     """Any shapes, dtypes and parameters; in any order; strangers of other keys in between."""
     members, outputs = group
@@ -93,12 +94,12 @@ def test_same_bits_alone_and_with_strangers(
         if request.G * request.K == 1:
             ranks += [3] + [2] * (request.B == 1)
         jobs.append(job_from(request, outputs, random.choice(ranks)))
-    assert len({job.key for job in jobs}) == 1
+    assert len({job.batch_key for job in jobs}) == 1
     strangers = [plain(seed) for seed in range(2)]
     order = random.sample(range(len(jobs) + 2), len(jobs) + 2)
     everyone = jobs + strangers
-    alone = held.alone(jobs)
-    found = held.together([everyone[i] for i in order])
+    alone = runner.run_alone(jobs)
+    found = runner.run_together([everyone[i] for i in order])
     for i, answer in zip(order, found, strict=True):
         size = len(jobs) if i < len(jobs) else len(strangers)
         assert answer.timing["batch_size"] >= size  # more where a stranger's key is theirs
@@ -141,11 +142,11 @@ def with_layer(job: Job, other: Job) -> Job:
 
 
 @pytest.mark.parametrize("first", range(0, 150, 25))
-def test_same_bits_with_layers(held: Held, first: int) -> None:
+def test_same_bits_with_layers(runner: EngineRunner, first: int) -> None:
     """Projections do not depend on who is beside: a hundred and fifty layers of many widths."""
     for seed in range(first, first + 25):
         jobs = layer_group(seed)
-        alone, grouped = held.alone(jobs), held.together(jobs)
+        alone, grouped = runner.run_alone(jobs), runner.run_together(jobs)
         for one, answer in zip(alone, grouped, strict=True):
             assert answer.timing["batch_size"] == len(jobs)
             assert bits(answer) == bits(one), f"seed {seed}"
@@ -167,10 +168,10 @@ def at(job: Job, offsets: Mapping[str, int], writeable: bool = True) -> Job:
     return replace(job, inputs=job.inputs._replace(tensors=tensors))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(requests(), st.lists(st.integers(0, 63), min_size=5, max_size=5), st.booleans())
 def test_where_a_buffer_begins_does_not_matter(
-    held: Held, request: Request, offsets: list[int], writeable: bool
+    runner: EngineRunner, request: Request, offsets: list[int], writeable: bool
 ) -> None:
     """Bodies put tensors anywhere; the answer's bits are those of aligned ones."""
     job = job_from(request, ("output", "weights"))
@@ -178,7 +179,7 @@ def test_where_a_buffer_begins_does_not_matter(
     shifts = dict(zip(names, offsets, strict=False))
     aligned = at(job, dict.fromkeys(names, 0))
     anywhere = at(job, shifts, writeable)
-    first, second = held.alone([aligned, anywhere])
+    first, second = runner.run_alone([aligned, anywhere])
     assert bits(first) == bits(second)
 
 
@@ -187,40 +188,40 @@ def test_where_a_buffer_begins_does_not_matter(
     ("H", "N", "D"), [(3, 33, 65), (1, 64, 64), (2, 16, 16), (33, 65, 8), (1, 200, 16)]
 )
 def test_where_a_larger_buffer_begins_does_not_matter(
-    held: Held, dtype: torch.dtype, H: int, N: int, D: int
+    runner: EngineRunner, dtype: torch.dtype, H: int, N: int, D: int
 ) -> None:
     """Shapes whose bits do change with it where the engine does not see to that."""
     tensors = {n: torch.randn(1, H, N, D).to(dtype) for n in ("query", "key", "value")}
     for outputs in (("output",), ("output", "weights")):
         job = job_of(tensors, outputs)
         jobs = [at(job, dict.fromkeys(tensors, offset)) for offset in (0, 4, 8, 16, 24, 32, 48)]
-        first, *others = held.alone(jobs)
+        first, *others = runner.run_alone(jobs)
         assert all(bits(other) == bits(first) for other in others)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(requests())
-def test_inputs_are_never_written_to(held: Held, request: Request) -> None:
+def test_inputs_are_never_written_to(runner: EngineRunner, request: Request) -> None:
     """They are views of the request's own buffers."""
     job = job_from(request, ("output", "weights", "scores"))
     ready = at(job, dict.fromkeys(job.inputs.tensors, 0))
     before = {n: bytes(t.data) for n, t in ready.inputs.tensors.items()}
-    held.alone([ready])
+    runner.run_alone([ready])
     assert {n: bytes(t.data) for n, t in ready.inputs.tensors.items()} == before
 
 
 # ---------------------------------------------------------------- stacked, as on a GPU
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(groups())
 def test_a_stack_answers_as_each_alone(
-    stacked: Held, group: tuple[list[Request], tuple[str, ...]]
+    stacked: EngineRunner, group: tuple[list[Request], tuple[str, ...]]
 ) -> None:
     """Within what rounding allows, masks, key lengths, dropout's places and all."""
     members, _ = group
     jobs = [job_from(request, ("output", "weights", "scores")) for request in members]
-    found, alone = stacked.together(jobs), stacked.alone(jobs)
+    found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)
     for request, answer, one in zip(members, found, alone, strict=True):
         assert answer.timing["batch_size"] == len(jobs)
         query, key, value, mask, lengths = request.tensors()
@@ -235,9 +236,9 @@ def test_a_stack_answers_as_each_alone(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_stack_over_a_layer_answers_as_each_alone(stacked: Held, seed: int) -> None:
+def test_a_stack_over_a_layer_answers_as_each_alone(stacked: EngineRunner, seed: int) -> None:
     jobs = layer_group(seed)
-    found, alone = stacked.together(jobs), stacked.alone(jobs)
+    found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)
     # two orders of summation over M, D and S, all sizes of order one: half of the digits
     close = {"float64": 2.0**-26, "float32": 2.0**-12, "float16": 2.0**-5}[jobs[0].inputs.dtype]
     for answer, one in zip(found, alone, strict=True):
@@ -254,7 +255,7 @@ def test_a_stack_over_a_layer_answers_as_each_alone(stacked: Held, seed: int) ->
     ids=str,
 )
 def test_a_strangers_huge_numbers_leave_a_stack_alone(
-    stacked: Held, dtype: torch.dtype, size: float
+    stacked: EngineRunner, dtype: torch.dtype, size: float
 ) -> None:
     """Which path a request takes depends on its own numbers: else its bits would on others'."""
     names = ("query", "key", "value")
@@ -265,13 +266,13 @@ def test_a_strangers_huge_numbers_leave_a_stack_alone(
     for outputs in (("output",), ("output", "weights")):
         first = replace(ordinary, outputs=frozenset(outputs))
         second = replace(huge, outputs=frozenset(outputs))
-        (alone,) = stacked.alone([first])
-        found, _ = stacked.together([first, second])
+        (alone,) = stacked.run_alone([first])
+        found, _ = stacked.run_together([first, second])
         assert found.timing["batch_size"] == 2
         assert bits(found) == bits(alone)
 
 
-def test_a_strangers_overflowing_projection_leaves_a_stack_alone(stacked: Held) -> None:
+def test_a_strangers_overflowing_projection_leaves_a_stack_alone(stacked: EngineRunner) -> None:
     """The same where it is a layer that makes the numbers large: easily so in float16."""
     weight = torch.randn(64, 16).half()
     names = ("query", "key", "value")
@@ -281,7 +282,7 @@ def test_a_strangers_overflowing_projection_leaves_a_stack_alone(stacked: Held) 
         for size in (1.0, 2e4)
     )
     second = with_layer(second, first)
-    (alone,) = stacked.alone([first])
-    found, _ = stacked.together([first, second])
+    (alone,) = stacked.run_alone([first])
+    found, _ = stacked.run_together([first, second])
     assert found.timing["batch_size"] == 2
     assert bits(found) == bits(alone)

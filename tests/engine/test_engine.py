@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import qkv.engine.engine
-from qkv.engine.engine import ANY_LOAD, Answer, Engine
-from qkv.engine.executor import Ran, run
+from qkv.engine.engine import DEFAULT_LIMIT, Engine, JobResult
+from qkv.engine.executor import JobOutput, execute
 from qkv.engine.work_queue import Load
-from qkv.errors import NotNow
+from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
-from support.engines import job_of, plain, together, with_engine
+from support.engines import hold, job_of, plain, run_together, with_engine
 
 # ---------------------------------------------------------------- which jobs run together
 
@@ -36,7 +35,7 @@ def test_only_equal_keys_share_a_batch() -> None:
     ]  # fmt: skip
 
     async def test(engine: Engine) -> list[int]:
-        return [a.timing["batch_size"] for a in await together(engine, jobs)]
+        return [a.timing["batch_size"] for a in await run_together(engine, jobs)]
 
     assert with_engine(test) == [2, 2, 1, 1, 1, 1, 1, 2, 2, 1]
 
@@ -51,7 +50,7 @@ def test_only_equal_keys_share_a_batch() -> None:
 )
 def test_max_batch(options: dict[str, int], sizes: list[int]) -> None:
     async def test(engine: Engine) -> list[int]:
-        answers = await together(engine, [plain(seed) for seed in range(5)])
+        answers = await run_together(engine, [plain(seed) for seed in range(5)])
         return [a.timing["batch_size"] for a in answers]
 
     assert with_engine(test, **options) == sizes
@@ -63,7 +62,7 @@ def test_the_oldest_group_runs_first() -> None:
 
     async def test(engine: Engine) -> list[int]:
         done: list[int] = []
-        with engine.hold():
+        with hold(engine):
             futures = [engine.submit(job) for job in jobs]
             for i, future in enumerate(futures):
                 future.add_done_callback(lambda _, i=i: done.append(i))  # type: ignore[misc]
@@ -73,63 +72,59 @@ def test_the_oldest_group_runs_first() -> None:
     assert with_engine(test) == [0, 2, 1, 4, 3]
 
 
-def test_a_batch_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_keeps_to_its_budget() -> None:
     """Bytes in and out; a job that is past it by itself still runs, alone."""
     small, large = plain(0), plain(0, batch=8)
     one = small.bytes_in + small.bytes_out
-    monkeypatch.setattr(qkv.engine.engine, "_BATCH_BYTES", 2 * one)
     jobs = [plain(1), plain(2), plain(3), large, plain(4)]
-    assert {job.key for job in jobs} == {small.key}
+    assert {job.batch_key for job in jobs} == {small.batch_key}
 
     async def test(engine: Engine) -> list[int]:
-        return [a.timing["batch_size"] for a in await together(engine, jobs)]
+        return [a.timing["batch_size"] for a in await run_together(engine, jobs)]
 
-    assert with_engine(test) == [2, 2, 1, 1, 1]
+    assert with_engine(test, batch_bytes=2 * one) == [2, 2, 1, 1, 1]
 
 
-def test_callers_that_have_gone_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_that_have_gone_are_dropped() -> None:
     """Cancelled while they wait, at the front, inside a group, and all of one: none runs."""
     ran: list[Job] = []
 
-    def recorded(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+    def recorded(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         ran.extend(jobs)
-        return run(jobs, *how)
+        return execute(jobs, *how)
 
-    monkeypatch.setattr(qkv.engine.engine, "run", recorded)
     jobs = [plain(seed, length=4 + seed % 2) for seed in range(6)] + [plain(6, length=9)]
     gone = {0, 3, 6}
 
     async def test(engine: Engine) -> None:
-        with engine.hold():
+        with hold(engine):
             futures = [engine.submit(job) for job in jobs]
             for i in gone:
                 futures[i].cancel()
         answers = await asyncio.gather(*futures, return_exceptions=True)
         assert {i for i, a in enumerate(answers) if isinstance(a, asyncio.CancelledError)} == gone
-        sizes = [a.timing["batch_size"] for a in answers if isinstance(a, Answer)]
+        sizes = [a.timing["batch_size"] for a in answers if isinstance(a, JobResult)]
         assert sizes == [2, 2, 2, 2]
-        with engine.hold():
+        with hold(engine):
             futures = [engine.submit(plain(seed)) for seed in range(3)]
             for future in futures:
                 future.cancel()
         await engine.submit(plain(9))  # nothing of them is left in the way
 
-    with_engine(test)
+    with_engine(test, execute=recorded)
     assert [jobs.index(job) for job in ran[:-1]] == [1, 5, 2, 4]
 
 
-def test_a_caller_may_leave_while_its_job_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_may_leave_while_its_job_runs() -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    def slow(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+    def slow(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         entered.set()
         assert leave.wait(60)
-        return run(jobs, *how)
-
-    monkeypatch.setattr(qkv.engine.engine, "run", slow)
+        return execute(jobs, *how)
 
     async def test(engine: Engine) -> None:
-        with engine.hold():
+        with hold(engine):
             leaving, staying = engine.submit(plain(1)), engine.submit(plain(2))
         assert await asyncio.to_thread(entered.wait, 60)
         leaving.cancel()
@@ -138,7 +133,7 @@ def test_a_caller_may_leave_while_its_job_runs(monkeypatch: pytest.MonkeyPatch) 
         assert leaving.cancelled()
         await engine.submit(plain(3))
 
-    with_engine(test)
+    with_engine(test, execute=slow)
 
 
 # ---------------------------------------------------------------- who waits
@@ -151,49 +146,49 @@ def test_only_so_many_bytes_may_wait() -> None:
 
     async def test(engine: Engine) -> None:
         for _ in range(3):
-            with engine.hold():
+            with hold(engine):
                 futures = [engine.submit(plain(seed)) for seed in range(3)]
-                with pytest.raises(NotNow) as caught:
+                with pytest.raises(ServiceUnavailable) as caught:
                     engine.submit(plain(3))
                 assert caught.value.status == 503
                 assert int(caught.value.headers()["Retry-After"]) >= 1
                 futures[1].cancel()
                 await asyncio.sleep(0)
                 futures.append(engine.submit(plain(4)))  # in the place of the one that left
-                with pytest.raises(NotNow):
+                with pytest.raises(ServiceUnavailable):
                     engine.submit(plain(5))
             answers = await asyncio.gather(*futures, return_exceptions=True)
-            assert [type(a) for a in answers].count(Answer) == 3
-        assert engine._queue.waits == Load()
+            assert [type(a) for a in answers].count(JobResult) == 3
+        assert engine._queue.queued == Load()
 
-    with_engine(test, most=ANY_LOAD._replace(bytes=3 * size))
+    with_engine(test, limit=DEFAULT_LIMIT._replace(bytes=3 * size))
 
 
 def test_one_that_is_larger_than_the_queue_may_wait_alone() -> None:
     async def test(engine: Engine) -> None:
-        with engine.hold():
+        with hold(engine):
             future = engine.submit(plain(1))
-            with pytest.raises(NotNow):
+            with pytest.raises(ServiceUnavailable):
                 engine.submit(plain(2))
         await future
 
-    with_engine(test, most=ANY_LOAD._replace(bytes=1))
+    with_engine(test, limit=DEFAULT_LIMIT._replace(bytes=1))
 
 
 def test_stopping_answers_those_who_wait() -> None:
     async def test(engine: Engine) -> None:
-        with engine.hold():
+        with hold(engine):
             futures = [engine.submit(plain(seed, length=3 + seed % 3)) for seed in range(6)]
             stopping = asyncio.ensure_future(engine.stop())
             await asyncio.sleep(0.02)
-            assert (engine.ready, engine.alive) == (False, True)
-            with pytest.raises(NotNow, match="stopping"):
+            assert (engine.is_ready, engine.is_alive) == (False, True)
+            with pytest.raises(ServiceUnavailable, match="stopping"):
                 engine.submit(plain(9))
         answers = await asyncio.gather(*futures)
         assert len(answers) == 6
         await stopping
-        assert (engine.ready, engine.alive) == (False, False)
-        with pytest.raises(NotNow):
+        assert (engine.is_ready, engine.is_alive) == (False, False)
+        with pytest.raises(ServiceUnavailable):
             engine.submit(plain(9))
 
     with_engine(test)
@@ -201,8 +196,8 @@ def test_stopping_answers_those_who_wait() -> None:
 
 def test_holds_nest() -> None:
     async def test(engine: Engine) -> None:
-        with engine.hold():
-            with engine.hold():
+        with hold(engine):
+            with hold(engine):
                 future = engine.submit(plain(1))
             await asyncio.sleep(0.02)
             assert not future.done()
@@ -235,7 +230,7 @@ def test_nothing_of_a_job_is_kept() -> None:
 def test_timing_is_measured() -> None:
     async def test(engine: Engine) -> None:
         began = time.perf_counter()
-        with engine.hold():
+        with hold(engine):
             early = engine.submit(plain(1, outputs=("output",)))
             await asyncio.sleep(0.05)
             late = engine.submit(plain(2, length=5))

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-import qkv.engine.engine
-from qkv.engine.engine import Answer, Engine
-from qkv.engine.executor import Ran, run
-from qkv.errors import Internal, InvalidContent, NotNow, QkvError, TooLarge
+from qkv.engine.engine import Engine, JobResult
+from qkv.engine.executor import JobOutput, execute
+from qkv.errors import Internal, InvalidContent, PayloadTooLarge, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
-from support.engines import bits, plain, with_engine
+from support.engines import bits, hold, plain, with_engine
 
 
 @pytest.mark.parametrize("place", [0, 13, 31])
@@ -25,16 +24,16 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
     jobs = [plain(seed) for seed in range(32)]
     runs: list[int] = []
 
-    def failing(batch: Sequence[Job], *how: Any) -> list[Ran]:
+    def failing(batch: Sequence[Job], *how: Any) -> list[JobOutput]:
         runs.append(len(batch))
         if jobs[place] in batch:
             raise RuntimeError("marked")
-        return run(batch, *how)
+        return execute(batch, *how)
 
     async def test(engine: Engine) -> None:
         alone = [await engine.submit(job) for job in jobs]
-        monkeypatch.setattr(qkv.engine.engine, "run", failing)
-        with engine.hold():
+        monkeypatch.setattr(engine, "execute", failing)
+        with hold(engine):
             futures = [engine.submit(job) for job in jobs]
         answers = await asyncio.gather(*futures, return_exceptions=True)
         for i, (one, answer) in enumerate(zip(alone, answers, strict=True)):
@@ -42,7 +41,7 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
                 assert isinstance(answer, Internal)
                 assert "marked" not in answer.detail  # nothing of the inside
             else:
-                assert isinstance(answer, Answer)
+                assert isinstance(answer, JobResult)
                 assert bits(answer) == bits(one)
 
     with_engine(test)
@@ -60,8 +59,8 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
         (KeyboardInterrupt(), Internal),
         (GeneratorExit(), Internal),
         (asyncio.CancelledError(), Internal),
-        (MemoryError(), NotNow),
-        (torch.OutOfMemoryError("x"), NotNow),
+        (MemoryError(), ServiceUnavailable),
+        (torch.OutOfMemoryError("x"), ServiceUnavailable),
         (InvalidContent("said by the variant"), InvalidContent),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value.__name__,
@@ -69,19 +68,19 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
 def test_the_thread_survives(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: type[Exception]
 ) -> None:
-    def failing(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+    def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         raise error
 
     async def test(engine: Engine) -> None:
         good = bits(await engine.submit(plain(1)))
         with monkeypatch.context() as patch:
-            patch.setattr(qkv.engine.engine, "run", failing)
-            with engine.hold():
+            patch.setattr(engine, "execute", failing)
+            with hold(engine):
                 futures = [engine.submit(plain(seed)) for seed in range(5)]
             answers = await asyncio.gather(*futures, return_exceptions=True)
             assert [type(a) for a in answers] == [expected] * 5
-        assert engine.alive
-        assert engine.ready
+        assert engine.is_alive
+        assert engine.is_ready
         assert bits(await engine.submit(plain(1))) == good
 
     with_engine(test)
@@ -98,14 +97,14 @@ def test_the_loop_survives_what_runs_on_it(
 
     async def test(engine: Engine) -> None:
         job = plain(1)
-        assert engine.runs_now(job)
-        standing: Any = SimpleNamespace(job=job, run=failing)
+        assert engine.can_run_inline(job)
+        prepared_run: Any = SimpleNamespace(job=job, run=failing)
         with monkeypatch.context() as patch:
-            patch.setattr(qkv.engine.engine, "run", failing)
+            patch.setattr(engine, "execute", failing)
             with pytest.raises(Internal, match="the computation failed"):
-                engine.run_now(job)
-            assert engine.run_standing(standing) is None
-        assert engine.run_now(job) is not None
+                engine.run_inline(job)
+            assert engine.run_prepared(prepared_run) is None
+        assert engine.run_inline(job) is not None
 
     with_engine(test)
 
@@ -115,8 +114,8 @@ def test_the_thread_survives_what_no_batch_explains(monkeypatch: pytest.MonkeyPa
 
     async def test(engine: Engine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(qkv.engine.engine, "run", lambda *_: [])
-            with engine.hold():
+            patch.setattr(engine, "execute", lambda *_: [])
+            with hold(engine):
                 futures = [engine.submit(plain(seed)) for seed in range(2)]
             answers = await asyncio.gather(*futures, return_exceptions=True)
             assert [type(a) for a in answers] == [Internal] * 2
@@ -132,14 +131,14 @@ def test_where_the_queue_itself_fails_nobody_waits_for_ever(
         raise RuntimeError("marked")
 
     async def test(engine: Engine) -> None:
-        with engine.hold():
+        with hold(engine):
             futures = [engine.submit(plain(seed, length=3 + seed)) for seed in range(3)]
-            monkeypatch.setattr(engine._queue, "take", failing)
+            monkeypatch.setattr(engine._queue, "take_batch", failing)
         answers = await asyncio.gather(*futures, return_exceptions=True)
         assert [type(a) for a in answers] == [Internal] * 3
-        await engine.broken.wait()
-        assert (engine.ready, engine.alive) == (False, True)
-        with pytest.raises(NotNow):
+        await engine.failed.wait()
+        assert (engine.is_ready, engine.is_alive) == (False, True)
+        with pytest.raises(ServiceUnavailable):
             engine.submit(plain(1))
 
     with_engine(test)
@@ -152,28 +151,28 @@ def refuse(words: str) -> None:
 @pytest.mark.parametrize(
     ("allocate", "expected"),
     [
-        (lambda: torch.empty(1 << 60, dtype=torch.uint8), TooLarge),
-        (lambda: np.empty(1 << 60, np.uint8), TooLarge),
-        (lambda: refuse("DefaultCPUAllocator: can't allocate memory: 64 bytes"), NotNow),
+        (lambda: torch.empty(1 << 60, dtype=torch.uint8), PayloadTooLarge),
+        (lambda: np.empty(1 << 60, np.uint8), PayloadTooLarge),
+        (
+            lambda: refuse("DefaultCPUAllocator: can't allocate memory: 64 bytes"),
+            ServiceUnavailable,
+        ),
     ],
     ids=["torch", "numpy", "not now"],
 )
 def test_out_of_memory_as_it_is_said_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
     allocate: Callable[[], object],
     expected: type[QkvError],
 ) -> None:
     """A plain RuntimeError of the allocator is no fault of ours, and may pass: not now. What is
     more than the machine has never will."""
 
-    def greedy(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+    def greedy(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         allocate()
         raise AssertionError
-
-    monkeypatch.setattr(qkv.engine.engine, "run", greedy)
 
     async def test(engine: Engine) -> None:
         with pytest.raises(expected, match="memory"):
             await engine.submit(plain(1))
 
-    with_engine(test)
+    with_engine(test, execute=greedy)

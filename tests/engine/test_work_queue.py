@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.engine.admission import Door
-from qkv.engine.device_errors import Budget, is_out_of_memory, is_sticky
-from qkv.engine.work_queue import Load, Rate
-from qkv.errors import NotNow
+from qkv.engine.admission import AdmissionController
+from qkv.engine.device_errors import MemoryBudget, is_fatal, is_out_of_memory
+from qkv.engine.work_queue import Load, ThroughputEstimate
+from qkv.errors import ServiceUnavailable
 
 COUNTS = st.integers(0, 1 << 60)
 LOADS = st.builds(Load, COUNTS, COUNTS, COUNTS)
@@ -25,13 +25,13 @@ def test_what_is_added_can_be_taken_away(one: Load, other: Load) -> None:
 def test_each_bound_holds_by_itself_and_not_where_nothing_waits(field: str) -> None:
     most = Load(10, 10, 10)
     there, more = Load(1, 5, 5), Load(1, 5, 5)._replace(**{field: 10})
-    assert "at most 10" in (most.exceeds(there, more) or "")
-    assert most.exceeds(Load(), more) is None
-    assert most.exceeds(there, Load(1, 5, 5)) is None
+    assert "at most 10" in (most.over_limit(there, more) or "")
+    assert most.over_limit(Load(), more) is None
+    assert most.over_limit(there, Load(1, 5, 5)) is None
 
 
 def test_retry_after_is_what_waits_divided_by_the_rate() -> None:
-    rate = Rate()
+    rate = ThroughputEstimate()
     assert rate.retry_after(Load(1000, 1000, 1000)) == 1  # nothing is known yet
     for _ in range(100):
         rate.add(Load(4, 400, 40_000), 2.0)  # two requests a second
@@ -43,7 +43,7 @@ def test_retry_after_is_what_waits_divided_by_the_rate() -> None:
 
 
 def test_the_rate_is_that_of_late() -> None:
-    rate = Rate()
+    rate = ThroughputEstimate()
     for seconds in (10.0, 0.1):
         for _ in range(100):
             rate.add(Load(1, 1, 0), seconds)
@@ -52,38 +52,40 @@ def test_the_rate_is_that_of_late() -> None:
 
 def test_a_door_counts_what_waits_and_what_comes() -> None:
     waits = [Load()]
-    door = Door(Load(3, 100, 1), lambda: waits[0], lambda there: there.requests + 6)
-    with door.enter(1000):  # there is nothing else
-        with pytest.raises(NotNow, match="1000 bytes") as caught:
-            door.enter(1)
+    admission = AdmissionController(
+        Load(3, 100, 1), lambda: waits[0], lambda there: there.requests + 6
+    )
+    with admission.admit(1000):  # there is nothing else
+        with pytest.raises(ServiceUnavailable, match="1000 bytes") as caught:
+            admission.admit(1)
         assert caught.value.retry_after == 7
     waits[0] = Load(1, 50, 0)
-    with pytest.raises(NotNow, match="50 bytes"):
-        door.enter(51)
-    with door.enter(20) as place:
+    with pytest.raises(ServiceUnavailable, match="50 bytes"):
+        admission.admit(51)
+    with admission.admit(20) as place:
         place.grow(20)
-        with door.enter(10), pytest.raises(NotNow, match="3 requests"):
-            door.enter(0)
-        with pytest.raises(NotNow, match="90 bytes"):
-            door.enter(11)
-    assert door.comes == Load()
+        with admission.admit(10), pytest.raises(ServiceUnavailable, match="3 requests"):
+            admission.admit(0)
+        with pytest.raises(ServiceUnavailable, match="90 bytes"):
+            admission.admit(11)
+    assert admission.incoming == Load()
 
 
 def test_who_does_not_send_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Door(Load(2, 100, 1), Load, lambda _: 1)
-    with door.enter(100) as slow:
-        with pytest.raises(NotNow):
-            door.enter(1)
-        door.patience_s = 0.0
-        monkeypatch.setattr("qkv.engine.admission._SLOWEST", 1e12)
-        with door.enter(60):
+    admission = AdmissionController(Load(2, 100, 1), Load, lambda _: 1)
+    with admission.admit(100) as slow:
+        with pytest.raises(ServiceUnavailable):
+            admission.admit(1)
+        admission.body_timeout_s = 0.0
+        monkeypatch.setattr("qkv.engine.admission._MIN_BYTES_PER_S", 1e12)
+        with admission.admit(60):
             slow.grow(1)  # it comes yet, and counts no more
-            assert door.comes == Load(1, 60)
-    assert door.comes == Load()
+            assert admission.incoming == Load(1, 60)
+    assert admission.incoming == Load()
 
 
 def test_a_budget_shrinks_at_once_and_grows_slowly() -> None:
-    budget = Budget(1 << 30)
+    budget = MemoryBudget(1 << 30)
     budget.lower(1 << 28)
     assert budget.bytes == 1 << 27
     budget.recover(1 << 20)  # so little says nothing
@@ -101,9 +103,9 @@ def test_a_budget_shrinks_at_once_and_grows_slowly() -> None:
 def test_a_failed_launch_is_no_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are called a CUDA error; after one of them the next runs."""
     error, cpu = RuntimeError("CUDA error: invalid configuration argument"), torch.device("cpu")
-    assert not is_sticky(error, cpu)
-    monkeypatch.setattr("qkv.engine.device_errors.works", lambda _: False)
-    assert is_sticky(error, cpu)
-    assert not is_sticky(RuntimeError("shapes differ"), cpu)
+    assert not is_fatal(error, cpu)
+    monkeypatch.setattr("qkv.engine.device_errors.device_works", lambda _: False)
+    assert is_fatal(error, cpu)
+    assert not is_fatal(RuntimeError("shapes differ"), cpu)
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not is_out_of_memory(error)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import Server
 from qkv import Client
 from qkv.attention.catalogue import Variant, fixed_size, variants
+from support.service import Server
 
 SIZES = {"B": 2, "H": 2, "G": 2, "L": 9, "S": 9, "D": 4, "E": 4}
 
@@ -28,7 +28,7 @@ def inputs_of(variant: Variant) -> dict[str, Any]:
     return {
         i.name: torch.randn([fixed_size(x) or SIZES.get(x, 7) for x in i.letters])
         for i in variant.inputs.values()
-        if not i.optional
+        if not i.is_optional
     }
 
 

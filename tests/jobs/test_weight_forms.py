@@ -11,22 +11,27 @@ import httpx
 import numpy as np
 import pytest
 
-from conftest import Server
 from qkv.attention.catalogue import Variant, fixed_size, variants
 from qkv.client.client import Client
-from qkv.engine import local
-from qkv.engine import weight_blocks as blocks
-from qkv.engine.remote.job_codec import Opener, head_of, room_for, sizes_in, write
-from qkv.jobs import weight_forms as forms
+from qkv.engine import local, weight_blocks
+from qkv.engine.remote.job_codec import (
+    JobDecoder,
+    aligned_bytes,
+    encode_header,
+    input_sizes,
+    write_tensors,
+)
+from qkv.jobs import weight_forms
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire import json, safetensors
 from qkv.wire.message import Message
-from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, refused
+from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, assert_problem
 from support.peak_memory import needs_proc, peaks
+from support.service import Server
 
 SIZES: Final = dict(zip("BHGLSDEIOR", (2, 6, 2, 21, 37, 6, 3, 37, 5, 8), strict=True))
-LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
+LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
 PARAMETERS: Final[list[dict[str, Any]]] = [
     {},
     {"causal": True},
@@ -69,7 +74,7 @@ def request_for(
     arrays = {}
     for i in variant.inputs.values():
         shape = [fixed_size(x) or sizes.get(x, 4) for x in i.letters]
-        if not i.optional:
+        if not i.is_optional:
             arrays[i.name] = (1.5 * random.normal(size=shape)).astype(DTYPES[dtype])
         elif i.name == "key_lengths" and i.name in parameters:
             arrays[i.name] = np.array(parameters[i.name])
@@ -166,7 +171,7 @@ def near(found: Array, expected: Array, off: float) -> None:
 def check(variant: Variant, parameters: Mapping[str, Any], dtype: str) -> None:
     message = request_for(variant, parameters, dtype)
     whole = asked(variant, message, "full")["weights"]
-    one_row = forms.query_axis(variant.outputs["weights"]) is None
+    one_row = weight_forms.query_axis(variant.outputs["weights"]) is None
     truth = Truth(whole[:, None] if one_row else whole, EPS[whole.dtype.name])
     for form in FORMS:
         if one_row and "rows" in form:
@@ -194,11 +199,11 @@ def test_where_it_is_cut_does_not_matter(
     variant: Variant, parameters: dict[str, Any], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into blocks of rows, heads and items of any size; pooled with and without attending."""
-    for name in ("_ON_CPU", "_HELD"):
-        monkeypatch.setattr(blocks, name, elements)
-    monkeypatch.setattr(blocks, "_ROWS", 2 if elements == 300 else 5)
-    monkeypatch.setattr(blocks, "_BINS", 7)
-    monkeypatch.setattr(blocks, "_FEW", 0 if elements == 1 else 128)
+    for name in ("_CPU_BLOCK_ELEMENTS", "_MAX_POOL_ELEMENTS"):
+        monkeypatch.setattr(weight_blocks, name, elements)
+    monkeypatch.setattr(weight_blocks, "_MIN_BLOCK_ROWS", 2 if elements == 300 else 5)
+    monkeypatch.setattr(weight_blocks, "_BINS_PER_CALL", 7)
+    monkeypatch.setattr(weight_blocks, "_FEW_BINS", 0 if elements == 1 else 128)
     check(variant, parameters, "float32")
 
 
@@ -221,7 +226,7 @@ def test_equal_weights_are_told_apart_by_their_keys() -> None:
 @every_dtype
 def test_what_is_no_number_is_answered(form: Any, dtype: str) -> None:
     for variant in variants().values():
-        if "rows" in form and forms.query_axis(variant.outputs["weights"]) is None:
+        if "rows" in form and weight_forms.query_axis(variant.outputs["weights"]) is None:
             continue
         message = request_for(variant, {}, dtype)
         first = next(iter(message.tensors))
@@ -347,7 +352,7 @@ def test_what_is_wrong_is_refused_by_name(
     server: Server, weights: Any, pointer: str, words: str
 ) -> None:
     body = {"inputs": {n: a.tolist() for n, a in INPUTS.items()}, "weights": weights}
-    problem = refused(server.http.post(PATH, json=body), 422, body)
+    problem = assert_problem(server.http.post(PATH, json=body), 422, body)
     assert problem["pointer"] == pointer
     assert words in problem["detail"]
     assert "\n" not in problem["detail"]
@@ -356,10 +361,10 @@ def test_what_is_wrong_is_refused_by_name(
 def test_a_form_without_weights_is_refused(server: Server) -> None:
     inputs = {n: a.tolist() for n, a in INPUTS.items()}
     body = {"inputs": inputs, "weights": {"top_k": 1}, "outputs": ["output"]}
-    problem = refused(server.http.post(PATH, json=body), 422, body)
+    problem = assert_problem(server.http.post(PATH, json=body), 422, body)
     assert problem["pointer"] == "/weights"
     body = {"inputs": {"x": [1.0, 2.0], "weight": [[1.0, 2.0]]}, "weights": {"rows": [0]}}
-    problem = refused(server.http.post("/v1/attention/linear_layer", json=body), 422, body)
+    problem = assert_problem(server.http.post("/v1/attention/linear_layer", json=body), 422, body)
     assert problem["pointer"] == "/weights/rows"
     assert "(B, I)" in problem["detail"]
 
@@ -367,30 +372,32 @@ def test_a_form_without_weights_is_refused(server: Server) -> None:
 def test_weights_that_can_never_fit_name_the_other_forms(serve: Callable[..., Server]) -> None:
     server = serve(max_answer_bytes=10_000)
     inputs = {n: np.ones((60, 2)).tolist() for n in INPUTS}
-    problem = refused(server.http.post(PATH, json={"inputs": inputs}), 413)
+    problem = assert_problem(server.http.post(PATH, json={"inputs": inputs}), 413)
     for name in ("stats", "rows", "top_k", "pool", "none"):
         assert f'"{name}"' in problem["detail"]
     for form in ASKED:
         response = server.http.post(PATH, json={"inputs": inputs, "weights": form})
         assert response.status_code == 200, response.text
     body = {"inputs": inputs, "weights": {"top_k": 60}}
-    refused(server.http.post(PATH, json=body), 413)
+    assert_problem(server.http.post(PATH, json=body), 413)
 
 
 def test_equal_forms_batch_and_cross_processes() -> None:
     def job(form: Any) -> Job:
-        return Job.of("softmax", Message({"weights": form}, _raw(INPUTS)), LIMITS)
+        return Job.from_message("softmax", Message({"weights": form}, _raw(INPUTS)), LIMITS)
 
-    keys = [job(form).key for form in [*ASKED, "full", "none", {"top_k": 1}, {"rows": [0, 2]}]]
+    keys = [
+        job(form).batch_key for form in [*ASKED, "full", "none", {"top_k": 1}, {"rows": [0, 2]}]
+    ]
     assert len(set(keys)) == len(keys)
     for form in ASKED:
-        assert job(form).key == job(form).key
+        assert job(form).batch_key == job(form).batch_key
         one = job(form)
-        data = np.zeros(room_for(sizes_in(one)), np.uint8)
-        write(one, data)
-        other = Opener(LIMITS).open(head_of(one), data)
+        data = np.zeros(aligned_bytes(input_sizes(one)), np.uint8)
+        write_tensors(one, data)
+        other = JobDecoder(LIMITS).decode(encode_header(one), data)
         assert other.form == one.form
-        assert other.answers == one.answers
+        assert other.output_specs == one.output_specs
 
 
 def test_python_asks_for_forms(server: Server) -> None:
@@ -416,23 +423,23 @@ def test_an_answer_in_lists_reads_back(server: Server) -> None:
 
 _MEASURE: Final = """
 from qkv.attention import catalogue
-from qkv.engine import weight_blocks as blocks
-from qkv.jobs import weight_forms as forms
+from qkv.engine import weight_blocks
+from qkv.jobs.weight_forms import WeightForm
 variant, N = catalogue.find(sys.argv[1]), int(sys.argv[2])
 sizes = {letter: 1 for letter in "B"} | dict(H=8, G=8, L=N, S=N, D=64, E=64, R=256)
 tensors = {
     i.argument: torch.randn([sizes[x] for x in i.letters])
-    for i in variant.inputs.values() if not i.optional
+    for i in variant.inputs.values() if not i.is_optional
 }
 parameters = variant.parse({})
 arguments = tensors | {n: getattr(parameters, n) for n in type(parameters).model_fields}
 start()
 for form in (
-    forms.Form("rows", rows=(0, N // 2, N - 1)), forms.Form("pool", 64), forms.Form("pool", 200),
-    forms.Form("stats"), forms.Form("top_k", 8),
+    WeightForm("rows", rows=(0, N // 2, N - 1)), WeightForm("pool", 64), WeightForm("pool", 200),
+    WeightForm("stats"), WeightForm("top_k", 8),
 )[int(sys.argv[3]):int(sys.argv[4])]:
     with torch.inference_mode():
-        made = blocks.made(variant, form, arguments, parameters, sizes)
+        made = weight_blocks.compute_weight_form(variant, form, arguments, parameters, sizes)
     assert all(t.isfinite().all() for t in made.values())
     say()
 """

@@ -12,13 +12,13 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from conftest import Server
-from support.browser import Open, choose, drawn
+from support.browser import Open, choose_example, wait_until_drawn
 from support.paths import ROOT
+from support.service import Server
 
-TAKEN: Final = runpy.run_path(str(ROOT / "docs/screenshots.py"))
-PICTURES: Final = TAKEN["SHOWN"] | TAKEN["OTHERS"]
-SHOW: Final = TAKEN["show"]
+SCREENSHOTS: Final = runpy.run_path(str(ROOT / "docs/screenshots.py"))
+PICTURES: Final = SCREENSHOTS["README_PICTURES"] | SCREENSHOTS["OTHER_PICTURES"]
+PREPARE: Final = SCREENSHOTS["prepare"]
 WIDTHS: Final = {390: 844, 1440: 900}
 THEMES: Final = ("light", "dark")
 BOTH: Final = pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_axe_finds_nothing_and_nothing_sticks_out(
 ) -> None:
     opened = open_page(server.url, width=width, height=WIDTHS[width], theme=theme)
     opened.expect_status(422)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     expect(page.get_by_role("region", name="Comparison").get_by_role("table")).to_be_visible()
     assert (violations(page), overflow(page)) == ([], 0)
     unfold(page)
@@ -78,7 +78,7 @@ def test_axe_finds_nothing_and_nothing_sticks_out(
 def test_no_example_sticks_out_of_a_telephone(open_page: Open, server: Server) -> None:
     opened = open_page(server.url, width=390, height=844)
     for example in ("layer", "local", "document", "linear-layer"):
-        page = choose(opened, example)
+        page = choose_example(opened, example)
         unfold(page)
         assert overflow(page) == 0, example
 
@@ -87,7 +87,7 @@ def test_no_example_sticks_out_of_a_telephone(open_page: Open, server: Server) -
 def test_the_theme_is_the_system_s_until_another_is_chosen(
     open_page: Open, server: Server, theme: str
 ) -> None:
-    page = drawn(open_page(server.url, theme=theme))
+    page = wait_until_drawn(open_page(server.url, theme=theme))
 
     def light() -> float:
         style = "() => getComputedStyle(document.documentElement).backgroundColor"
@@ -110,7 +110,7 @@ def test_the_theme_is_the_system_s_until_another_is_chosen(
 def test_the_keys_reach_every_control_and_show_where_they_are(
     open_page: Open, server: Server
 ) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the weights")).to_be_focused()
     page.keyboard.press("Enter")
@@ -160,13 +160,13 @@ def test_a_service_with_keys_is_asked_with_one(
     expect(dialogue).to_contain_text("did not take that key")
     dialogue.get_by_label("API key").fill("second")
     dialogue.get_by_role("button", name="Use it").click()
-    drawn(opened)
+    wait_until_drawn(opened)
     expect(page.locator("#kind")).to_have_text("stochastic")
     said = page.locator("#request code").inner_text()
     assert "QKV_API_KEY" in said
     assert "second" not in said
     page.reload()  # the tab knows it now
-    drawn(opened)
+    wait_until_drawn(opened)
     expect(dialogue).to_be_hidden()
 
 
@@ -186,12 +186,12 @@ def test_who_has_no_key_is_told_so(open_page: Open, serve: Callable[..., Server]
 def test_pictures_of_it_can_be_taken(open_page: Open, server: Server, name: str) -> None:
     picture = PICTURES[name]
     opened = open_page(server.url, picture.width, picture.height, picture.theme)
-    SHOW(opened.page, picture)
+    PREPARE(opened.page, picture)
     png = opened.page.screenshot()
     assert png[16:24] == struct.pack(">II", picture.width, picture.height)
     assert len(png) > 20_000  # an empty page has a tenth of this
     shown = f'src="docs/{name}"' in (ROOT / "README.md").read_text()
-    assert shown == (ROOT / "docs" / name).exists() == (name in TAKEN["SHOWN"])
+    assert shown == (ROOT / "docs" / name).exists() == (name in SCREENSHOTS["README_PICTURES"])
 
 
 def test_the_page_forbids_what_it_does_not_need(open_page: Open, server: Server) -> None:

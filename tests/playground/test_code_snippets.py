@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page
 
-from conftest import Server
+from support.service import Server
 
 _LISTS: Final = {
     "query": [[1, 0], [0, 1]],
@@ -31,6 +31,8 @@ _LAYER: Final = {
     "heads": 2,
     "tensors": {f"W_{role}.weight": [[1, 2, 3], [4, 5, 6]] for role in ("query", "key", "value")},
 }
+
+WRITERS: Final = {"curl": "curlCommand", "python": "pythonProgram"}
 
 REQUESTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "lists": ("softmax", {"inputs": _LISTS, "parameters": {"causal": True, "scale": None}}),
@@ -53,7 +55,7 @@ def written(modules: Page, url: str) -> Callable[..., str]:
 
     def write(kind: str, path: str, body: Any, at: str = url, keyed: bool = False) -> str:
         text: str = modules.evaluate(
-            f"([request, url, keyed]) => snippets.{kind}(request, url, keyed)",
+            f"([request, url, keyed]) => code_snippets.{WRITERS[kind]}(request, url, keyed)",
             [{"path": path, "body": body}, at, keyed],
         )
         return text
@@ -93,8 +95,8 @@ def test_a_copied_curl_command_is_answered_as_the_request_is(
     path = f"/v1/attention/{variant}"
     ran = bash(written("curl", path, body))
     assert not ran.stderr
-    answer, asked = json.loads(ran.stdout), server.http.post(path, json=body).json()
-    assert answer["outputs"] == asked["outputs"]
+    answer, expected = json.loads(ran.stdout), server.http.post(path, json=body).json()
+    assert answer["outputs"] == expected["outputs"]
 
 
 def test_a_body_that_is_too_large_to_paste_is_read_from_files(
@@ -113,7 +115,7 @@ def test_a_body_that_is_too_large_to_paste_is_read_from_files(
     }
     path = "/v1/attention/softmax"
     (tmp_path / "request.json").write_text(
-        modules.evaluate("body => snippets.written(body).json", body)
+        modules.evaluate("body => code_snippets.serializeBody(body).json", body)
     )
     command, program = (written(kind, path, body) for kind in ("curl", "python"))
     assert max(len(command), len(program)) < 1000
@@ -122,8 +124,8 @@ def test_a_body_that_is_too_large_to_paste_is_read_from_files(
     assert json.loads(ran.stdout)["outputs"] == server.http.post(path, json=body).json()["outputs"]
     ran = python(program, tmp_path)
     assert not ran.stderr
-    asked = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
-    assert str(np.array(asked["output"], np.float64).astype(np.float32)) in ran.stdout
+    expected = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
+    assert str(np.array(expected["output"], np.float64).astype(np.float32)) in ran.stdout
 
 
 def test_arrays_are_loaded_from_the_files_that_they_came_in(
@@ -134,13 +136,13 @@ def test_arrays_are_loaded_from_the_files_that_they_came_in(
     body = {"inputs": {"value": value.tolist()}, "outputs": ["output"]}
     request = {"path": "/v1/attention/mean", "body": body, "files": {"value": "my value.npy"}}
     program = modules.evaluate(
-        "([request, url]) => snippets.python(request, url, false)", [request, url]
+        "([request, url]) => code_snippets.pythonProgram(request, url, false)", [request, url]
     )
     assert 'value=np.load("my value.npy")' in program
     ran = python(program, tmp_path)
     assert not ran.stderr
-    asked = server.http.post("/v1/attention/mean", json=body).json()["outputs"]["output"]
-    assert str(np.array(asked, np.float64).astype(np.float32)) in ran.stdout
+    expected = server.http.post("/v1/attention/mean", json=body).json()["outputs"]["output"]
+    assert str(np.array(expected, np.float64).astype(np.float32)) in ran.stdout
 
 
 @pytest.mark.parametrize("value", ["it's", '$(exit 9) `exit 9` \\ \n ! "', "é 😀 \u2028"])
@@ -150,8 +152,8 @@ def test_quotes_in_a_body_stay_in_it(
     body = {"inputs": _LISTS, "parameters": {"scale": value}, "dtype": value}
     ran = bash(written("curl", "/v1/attention/softmax", body))
     assert not ran.stderr
-    asked = server.http.post("/v1/attention/softmax", json=body).json()
-    assert json.loads(ran.stdout)["detail"] == asked["detail"]
+    expected = server.http.post("/v1/attention/softmax", json=body).json()
+    assert json.loads(ran.stdout)["detail"] == expected["detail"]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -162,8 +164,8 @@ def test_a_copied_program_prints_what_the_service_answers(
     path = f"/v1/attention/{variant}"
     ran = python(written("python", path, body), tmp_path)
     assert not ran.stderr
-    asked = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
-    for output, lists in asked.items():
+    expected = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
+    for output, lists in expected.items():
         numbers = np.array(lists, np.float64)
         assert f"{output}\n{numbers.shape}\n" in ran.stdout
         dtype = np.float64 if body.get("dtype") == "float64" else np.float32

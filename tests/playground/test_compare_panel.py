@@ -9,13 +9,14 @@ import pytest
 import safetensors.numpy
 from playwright.sync_api import expect
 
-from conftest import Server, until
-from support.browser import Open, choose, drawn, parts, weights_shown
+from support.browser import Open, choose_example, match_groups, read_weights, wait_until_drawn
+from support.processes import wait_until
+from support.service import Server
 
 
 def test_a_difference_map_is_one_minus_the_other(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
-    first = np.array(list(weights_shown(page).values()))
+    page = wait_until_drawn(open_page(server.url))
+    first = np.array(list(read_weights(page).values()))
     panel = page.locator("#difference")
     expect(panel.get_by_role("status")).to_contain_text("softmax has more weight")
     page.get_by_label("softmax minus", exact=True).select_option("taylor")
@@ -23,15 +24,15 @@ def test_a_difference_map_is_one_minus_the_other(open_page: Open, server: Server
     said = panel.get_by_role("status").inner_text()
     page.get_by_label("Variant", exact=True).select_option("taylor")
     expect(page.locator("#status")).to_have_text(re.compile("^taylor:"))
-    second = np.array(list(weights_shown(page).values()))
+    second = np.array(list(read_weights(page).values()))
     apart = np.abs(first - second).sum(1) / 2
-    mean, worst = parts(r"([\d.]+) on average, at most ([\d.]+):", said)
+    mean, worst = match_groups(r"([\d.]+) on average, at most ([\d.]+):", said)
     assert float(mean) == pytest.approx(apart.mean(), abs=1e-3)
     assert float(worst) == pytest.approx(apart.max(), abs=1e-3)
 
 
 def test_signed_weights_have_a_scale_of_two_sides(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Variant", exact=True).select_option("linformer")
     expect(page.locator("#kind")).to_have_text("signed")
     expect(page.locator("#map .legend span").first).to_have_text(re.compile("^−"))
@@ -39,11 +40,11 @@ def test_signed_weights_have_a_scale_of_two_sides(open_page: Open, server: Serve
 
 def test_the_comparison_says_what_the_service_says(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     table = page.get_by_role("region", name="Comparison").get_by_role("table")
     expect(table.get_by_role("rowheader")).to_have_count(6)
-    asked = opened.asked("/v1/compare")[-1]
-    answer = server.http.post("/v1/compare", json=asked).json()
+    body = opened.posted("/v1/compare")[-1]
+    answer = server.http.post("/v1/compare", json=body).json()
     for entry in answer["variants"]:
         row = table.get_by_role("row", name=re.compile(f"^{entry['variant']} "))
         error = row.get_by_role("cell").first.inner_text().replace("−", "-")
@@ -59,7 +60,7 @@ def test_the_comparison_says_what_the_service_says(open_page: Open, server: Serv
 
 def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     sweep = page.locator("#sweep")
     sweep.get_by_label("Up to").select_option("1024")
     for label, value in (("Heads", "1"), ("Width", "8"), ("Repeats", "1")):
@@ -82,13 +83,13 @@ def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
     sweep.locator("summary").click()
     expect(sweep.get_by_role("table").get_by_role("row")).to_have_count(6)
     expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
-    asked = opened.asked("/v1/sweep")[-1]
-    assert (asked["heads"], asked["width"], asked["repeats"]) == (1, 8, 1)
-    assert asked["lengths"] == [64, 128, 256, 512, 1024]
+    body = opened.posted("/v1/sweep")[-1]
+    assert (body["heads"], body["width"], body["repeats"]) == (1, 8, 1)
+    assert body["lengths"] == [64, 128, 256, 512, 1024]
 
 
 def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     sweep = page.locator("#sweep")
     sweep.get_by_label("Up to").select_option("16384")
     sweep.get_by_label("Heads").fill("8")
@@ -98,7 +99,7 @@ def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: S
     sweep.get_by_role("button", name="Stop").click()
     expect(sweep.get_by_role("status")).to_have_text("Stopped.")
     expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
-    until(lambda: server.waiting == 0)
+    wait_until(lambda: server.queued_count == 0)
     kept = page.locator("#chart [data-cell]").count()
     page.wait_for_timeout(500)
     assert page.locator("#chart [data-cell]").count() == kept > 0
@@ -106,7 +107,7 @@ def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: S
 
 def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     rng = np.random.default_rng(5)
     arrays = {n: rng.standard_normal((1, 2, 600, 4), np.float32) for n in ("query", "key", "value")}
     data = safetensors.numpy.save(arrays)
@@ -119,8 +120,8 @@ def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, serv
     for figure in ("#map", "#difference figure"):
         expect(page.locator(figure)).to_contain_text(cell)
 
-    def asked(variant: str, weights: str | dict[str, int]) -> np.ndarray:
-        inputs = opened.asked("/v1/attention/softmax")[-1]["inputs"]
+    def fetch_weights(variant: str, weights: str | dict[str, int]) -> np.ndarray:
+        inputs = opened.posted("/v1/attention/softmax")[-1]["inputs"]
         body = {"inputs": inputs, "weights": weights, "outputs": ["weights"], "encoding": "lists"}
         answer = server.http.post(f"/v1/attention/{variant}", json=body).json()
         weights_BHPQ: np.ndarray = np.array(answer["outputs"]["weights"])
@@ -128,11 +129,13 @@ def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, serv
         return first
 
     pooled, true = (
-        np.abs(asked("softmax", form) - asked("linear", form)).sum(-1) / 2
+        np.abs(fetch_weights("softmax", form) - fetch_weights("linear", form)).sum(-1) / 2
         for form in ({"pool": 256}, "full")
     )
     sizes = np.bincount(np.arange(600) * 256 // 600)
-    mean, worst = map(float, parts(r"([\d.]+) on average, at most ([\d.]+):", said.inner_text()))
+    mean, worst = map(
+        float, match_groups(r"([\d.]+) on average, at most ([\d.]+):", said.inner_text())
+    )
     assert mean == pytest.approx(pooled @ sizes / 600, abs=1e-3)
     assert worst == pytest.approx(pooled.max(), abs=1e-3)
     assert mean < true.mean() - 0.01  # bounds they are
@@ -141,11 +144,11 @@ def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, serv
 
 def test_all_rows_are_compared_where_that_is_asked_for(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     box = page.get_by_label("All rows")
     expect(box).to_be_hidden()  # few rows are all compared anyway
-    choose(opened, "document")
+    choose_example(opened, "document")
     box.check()
-    with page.expect_request("**/v1/compare") as asked:
+    with page.expect_request("**/v1/compare") as request:
         page.get_by_role("button", name="Compare", exact=True).click()
-    assert (asked.value.post_data_json or {})["rows"] is None
+    assert (request.value.post_data_json or {})["rows"] is None

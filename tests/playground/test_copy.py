@@ -11,37 +11,37 @@ from pathlib import Path
 import numpy as np
 from playwright.sync_api import expect
 
-from conftest import Server
-from support.browser import Open, Watched, drawn, weights_shown
+from support.browser import Open, WatchedPage, read_weights, wait_until_drawn
+from support.service import Server
 
 
 def test_every_call_s_times_are_shown(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     calls = page.locator("#timing ol > li")
     expect(calls.first).to_contain_text(
         re.compile(r"queue .*transfer .*compute .*batch of \d+ · cpu", re.S)
     )
     before = calls.count()
     page.get_by_role("button", name="Run").click()
-    drawn(Watched(page))
+    wait_until_drawn(WatchedPage(page))
     assert calls.count() >= min(before + 1, 5)
 
 
 def test_a_copied_curl_command_answers_what_is_shown(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     command = page.evaluate("() => navigator.clipboard.readText()")
     ran = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
     assert not ran.stderr
     answer = json.loads(ran.stdout)["outputs"]["weights"]
-    np.testing.assert_allclose(answer, list(weights_shown(page).values()), rtol=0, atol=0.51e-4)
+    np.testing.assert_allclose(answer, list(read_weights(page).values()), rtol=0, atol=0.51e-4)
 
 
 def test_a_copied_program_prints_what_is_shown(
     open_page: Open, server: Server, tmp_path: Path
 ) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Python").click()
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
@@ -53,7 +53,7 @@ def test_a_copied_program_prints_what_is_shown(
 
 
 def test_a_comparison_is_there_to_copy_too(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("What for").select_option("the comparison")
     code = page.locator("#request code")
     expect(code).to_contain_text("/v1/compare")

@@ -14,8 +14,8 @@ import pytest
 import safetensors.numpy
 from playwright.sync_api import FilePayload, Page, expect
 
-from conftest import Server
-from support.browser import Open, Watched, drawn, weights_shown
+from support.browser import Open, WatchedPage, read_weights, wait_until_drawn
+from support.service import Server
 
 RNG: Final = np.random.default_rng(3)
 QUERY, KEY, VALUE = (RNG.standard_normal((5, 4)).astype(np.float32) for _ in range(3))
@@ -48,18 +48,18 @@ UPLOADS: Final = {
 
 @pytest.mark.parametrize("kind", UPLOADS)
 def test_uploads(open_page: Open, server: Server, kind: str) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files(UPLOADS[kind])
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
     expect(page.get_by_label("Example")).to_have_value("")
-    shown = np.array(list(weights_shown(page).values()))
+    shown = np.array(list(read_weights(page).values()))
     np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
 def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
-    asked, needed = len(opened.bodies), page.locator("#tensors .needed .name")
+    page = wait_until_drawn(opened)
+    body_count, needed = len(opened.bodies), page.locator("#tensors .needed .name")
     alert = page.locator("#alert")
     upload = page.get_by_label("Upload")
     upload.set_input_files(UPLOADS["npy"][0])
@@ -70,7 +70,7 @@ def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Ser
     page.get_by_label("causal", exact=True).check()
     upload.set_input_files(UPLOADS["npy"][1])
     expect(needed).to_have_text(["value"])
-    assert len(opened.bodies) == asked  # nothing is asked for in vain
+    assert len(opened.bodies) == body_count  # nothing is asked for in vain
     upload.set_input_files(UPLOADS["npy"][2])
     expect(needed).to_have_count(0)
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
@@ -90,7 +90,7 @@ def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Ser
 def test_files_of_any_names_add_up_by_choice_or_by_their_letters(
     open_page: Open, server: Server, names: tuple[str, str, str]
 ) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     for name, array in zip(names, TENSORS.values(), strict=True):
         page.get_by_label("Upload").set_input_files([payload(f"{name}.npy", npy(array))])
         if name == "a":  # alone it is all three, until somebody says so
@@ -101,12 +101,12 @@ def test_files_of_any_names_add_up_by_choice_or_by_their_letters(
     expect(page.locator("#tensors .needed")).to_have_count(0)
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
     page.wait_for_load_state("networkidle")
-    shown = np.array(list(weights_shown(page).values()))
+    shown = np.array(list(read_weights(page).values()))
     np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
 def test_what_nothing_lacks_begins_anew(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     upload = page.get_by_label("Upload")
     upload.set_input_files(UPLOADS["npy"])
     upload.set_input_files([payload("a.npy", npy(QUERY[:3]))])
@@ -117,7 +117,7 @@ def test_what_nothing_lacks_begins_anew(open_page: Open, server: Server) -> None
 
 
 def test_files_are_dropped_too(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     transfer = page.evaluate_handle(
         """text => {
             const transfer = new DataTransfer();
@@ -126,21 +126,21 @@ def test_files_are_dropped_too(open_page: Open, server: Server) -> None:
         }""",
         '{"query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}',
     )
-    page.dispatch_event("#ask", "drop", {"dataTransfer": transfer})
+    page.dispatch_event("#request-form", "drop", {"dataTransfer": transfer})
     expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
 
 
 def test_one_tensor_is_query_key_and_value(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files([payload("x.npy", npy(QUERY))])
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
     expect(page.get_by_label("What x is for")).to_have_value("query, key, value")
-    shown = np.array(list(weights_shown(page).values()))
+    shown = np.array(list(read_weights(page).values()))
     np.testing.assert_allclose(shown, softmax(QUERY, QUERY), rtol=0, atol=0.51e-4)
 
 
 def test_tensors_are_pasted(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Paste").click()
     text = page.get_by_label("Tensors as JSON")
     expect(text).to_be_focused()
@@ -166,7 +166,7 @@ def test_tensors_are_pasted(open_page: Open, server: Server) -> None:
 def test_what_is_wrong_with_a_file_is_said_beside_the_upload(
     open_page: Open, server: Server, name: str, data: bytes, said: str
 ) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files([payload(name, data)])
     expect(page.locator("#inputs-error")).to_contain_text(said)
     expect(page.get_by_label("Example")).to_have_value("words")  # what was there still is
@@ -177,7 +177,7 @@ def test_what_is_wrong_with_a_file_is_said_beside_the_upload(
 def test_what_is_wrong_with_a_tensor_is_said_beside_it(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     wrong = {"query": QUERY, "key": KEY[:, :3], "value": VALUE}
     page.get_by_label("Upload").set_input_files(
         [payload("all.safetensors", safetensors.numpy.save(wrong))]
@@ -191,7 +191,7 @@ def test_what_is_wrong_with_a_tensor_is_said_beside_it(open_page: Open, server: 
 def test_a_tensor_is_given_another_part_or_taken_away(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     mask = (np.arange(25).reshape(5, 5) % 3 > 0).tolist()
     text = json.dumps({n: a.tolist() for n, a in TENSORS.items()} | {"allowed": mask})
     page.get_by_label("Upload").set_input_files([payload("x.json", text.encode())])
@@ -199,20 +199,20 @@ def test_a_tensor_is_given_another_part_or_taken_away(open_page: Open, server: S
     with page.expect_request(lambda r: "mask" in (r.post_data or "")):
         page.get_by_label("What allowed is for").select_option("mask")
     expect(page.locator("#alert")).to_be_hidden()
-    drawn(opened)
-    shown = np.array(list(weights_shown(page).values()))
+    wait_until_drawn(opened)
+    shown = np.array(list(read_weights(page).values()))
     assert ((shown == 0) == ~np.array(mask)).all()
     page.get_by_role("button", name="Remove value").click()
     expect(page.locator("#alert")).to_contain_text("value")
 
 
-def uploaded(opened: Watched, **arrays: np.ndarray) -> Page:
+def uploaded(opened: WatchedPage, **arrays: np.ndarray) -> Page:
     """The page, once it has drawn other tensors."""
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     page.evaluate("() => (document.getElementById('status').textContent = '')")
     data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
     page.get_by_label("Upload").set_input_files([payload("all.safetensors", data)])
-    return drawn(opened)
+    return wait_until_drawn(opened)
 
 
 def test_one_query_is_the_one_that_is_shown(open_page: Open, server: Server) -> None:
@@ -265,7 +265,7 @@ def test_names_are_words_whatever_is_in_them(open_page: Open, server: Server) ->
 def test_a_large_request_is_saved_or_read_from_what_was_uploaded(
     open_page: Open, server: Server, tmp_path: Path
 ) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     save = page.get_by_role("button", name="Save request.json")
     expect(save).to_be_hidden()
     arrays = {n: RNG.standard_normal((300, 16)).astype(np.float32) for n in TENSORS}

@@ -9,12 +9,12 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, Request, expect
 
-from conftest import Server
-from support.browser import Open, drawn, weights_shown
+from support.browser import Open, read_weights, wait_until_drawn
+from support.service import Server
 
 
 def test_it_opens_with_six_words_drawn(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     expect(page).to_have_title(re.compile("qkv"))
     expect(page.get_by_label("Example")).to_have_value("words")
     expect(page.locator("#kind")).to_have_text("stochastic")
@@ -22,7 +22,7 @@ def test_it_opens_with_six_words_drawn(open_page: Open, server: Server) -> None:
     expect(row.get_by_role("heading")).to_have_text("journey")
     # the README's figures
     expect(row.locator("tbody tr").first).to_have_text(re.compile("journey.*0.2379"))
-    assert weights_shown(page)["journey"] == [0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]
+    assert read_weights(page)["journey"] == [0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]
 
 
 def picked(page: Page, variant: str) -> None:
@@ -33,7 +33,7 @@ def picked(page: Page, variant: str) -> None:
 
 
 def test_every_variant_runs_and_is_drawn(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     for variant in server.http.get("/v1/variants").json()["variants"]:
         picked(page, variant["variant"])
         expect(page.locator("#alert")).to_be_hidden()
@@ -64,7 +64,7 @@ def other(schema: dict[str, Any]) -> Any:
 def test_every_parameter_s_control_changes_the_request(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)  # some of these go with others only
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     for variant in server.http.get("/v1/variants").json()["variants"]:
         path = f"/v1/attention/{variant['variant']}"
         picked(page, variant["variant"])
@@ -97,7 +97,7 @@ def test_what_is_wrong_with_a_parameter_is_said_beside_it_until_it_is_right(
 ) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     scale = page.get_by_label("softcap", exact=True)
     scale.fill("-1")
     expect(scale).to_have_attribute("aria-invalid", "true")
@@ -114,7 +114,7 @@ def test_what_cannot_be_read_in_a_field_is_said_before_it_is_sent(
     open_page: Open, server: Server
 ) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     before = len(opened.requests)
     page.get_by_label("window", exact=True).fill("[1, ")
     expect(page.get_by_label("window", exact=True)).to_have_accessible_description(
@@ -125,15 +125,15 @@ def test_what_cannot_be_read_in_a_field_is_said_before_it_is_sent(
 
 
 def test_labels_name_rows_and_keys(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Token labels").fill("a b c d e f")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("b")
-    assert list(weights_shown(page)) == list("abcdef")
+    assert list(read_weights(page)) == list("abcdef")
 
 
 def test_a_service_that_went_away_is_said_so(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     opened.expected.append("ERR_FAILED|net::")
     page.route("**/v1/**", lambda route: route.abort())
     page.get_by_role("button", name="Run").click()
@@ -142,7 +142,7 @@ def test_a_service_that_went_away_is_said_so(open_page: Open, server: Server) ->
 
 def test_nothing_runs_that_is_not_the_service_s_own(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     opened.expected.append("Content Security Policy")
     page.evaluate(
         """() => {

@@ -9,9 +9,9 @@ from typing import Final
 import pytest
 
 import qkv
-from conftest import Server
-from qkv.api.auth import OPEN
+from qkv.api.auth import PUBLIC_PATHS
 from qkv.api.endpoints.playground import PATHS
+from support.service import Server
 
 FOLDER: Final = Path(qkv.__file__).parent / "playground"
 TYPES: Final = {
@@ -20,7 +20,9 @@ TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-FILES: Final = sorted(path.name for path in FOLDER.iterdir())
+FILES: Final = sorted(
+    path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()
+)
 
 
 def path_of(name: str) -> str:
@@ -29,7 +31,7 @@ def path_of(name: str) -> str:
 
 def test_every_file_has_a_path_and_every_path_is_open() -> None:
     assert {path_of(name) for name in FILES} == PATHS
-    assert PATHS <= OPEN
+    assert PATHS <= PUBLIC_PATHS
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -56,7 +58,7 @@ def test_what_has_not_changed_is_not_sent_again(server: Server) -> None:
         assert not same.content
         assert same.headers["etag"] == tag
     assert server.http.get("/", headers={"If-None-Match": '"other"'}).status_code == 200
-    other = server.http.get("/playground/main.js", headers={"If-None-Match": tag})
+    other = server.http.get("/playground/app.js", headers={"If-None-Match": tag})
     assert other.status_code == 200
 
 
@@ -64,8 +66,12 @@ def test_what_has_not_changed_is_not_sent_again(server: Server) -> None:
     "path",
     [
         "/playground", "/playground/", "/playground/index.html", "/playground/none.js",
-        "/playground/..%2fapp.py", "/playground/%2e%2e/app.py", "/playground/main.js%00",
-        "/playground//main.js", "/playground/main.js/", "/playground/Main.js",
+        "/playground/..%2fapp.py", "/playground/%2e%2e/app.py", "/playground/app.js%00",
+        "/playground//app.js", "/playground/app.js/", "/playground/App.js",
+        "/playground/weights", "/playground/weights/", "/playground/weights/none.js",
+        "/playground/weights%2f..%2fapp.js",
+        "/playground/weights//heatmap.js", "/playground/css/weights/heatmap.js",
+        "/playground/app.js%3fx", "/playground/app.js%23x",
     ],
 )  # fmt: skip
 def test_no_other_path_is_a_file(server: Server, path: str) -> None:
@@ -74,7 +80,7 @@ def test_no_other_path_is_a_file(server: Server, path: str) -> None:
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-@pytest.mark.parametrize("name", ["index.html", "main.js", "icon.svg"])
+@pytest.mark.parametrize("name", ["index.html", "app.js", "weights/heatmap.js", "icon.svg"])
 def test_the_policy_lets_in_nothing_from_elsewhere(server: Server, name: str) -> None:
     said = server.http.get(path_of(name)).headers["content-security-policy"]
     policy = dict(directive.strip().split(" ", 1) for directive in said.split(";"))
@@ -88,8 +94,9 @@ def test_the_policy_lets_in_nothing_from_elsewhere(server: Server, name: str) ->
 def test_a_file_names_only_files_that_there_are(name: str) -> None:
     """Nor another host: what is not ours is an XML namespace, or a URL in a comment."""
     text = (FOLDER / name).read_text()
-    for found in re.findall(r'(?:from|import) "\./([^"]+)"', text):
-        assert found in FILES, found
+    folder = (FOLDER / name).parent
+    for found in re.findall(r'(?:from|import) "(\.\.?/[^"]+)"', text):
+        assert (folder / found).resolve().relative_to(FOLDER.resolve()).as_posix() in FILES, found
     for found in re.findall(r'(?:src|href)="/playground/([^"]+)"', text):
         assert found in FILES, found
     assert not set(re.findall(r"https?://[^\s\"'`)]+", text)) - {"http://www.w3.org/2000/svg"}

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from support.examples import examples
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -46,8 +48,8 @@ def draw(modules: Page) -> Iterator[Draw]:
                     document.body.innerHTML = "<svg id='s'></svg><table></table>";
                 }
                 document.querySelector("svg").style.width = `${width}px`;
-                chart.drawSweep(document.querySelector("svg"), sweep);
-                chart.fillTable(document.querySelector("table"), sweep);
+                sweep_chart.drawSweep(document.querySelector("svg"), sweep);
+                sweep_chart.fillSweepTable(document.querySelector("table"), sweep);
             }""",
             [{"cells": cells, "variants": VARIANTS, "lengths": LENGTHS} | options, width],
         )
@@ -156,7 +158,7 @@ def test_it_is_read_as_a_picture_with_a_name_and_a_description(draw: Draw) -> No
 _MS: Final = st.one_of(st.just(0.0), st.floats(1e-6, 1e7))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     st.lists(
         st.builds(
@@ -184,7 +186,7 @@ def test_whatever_comes_lies_within_the_picture(
     markup = modules.evaluate(
         """sweep => {
             const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-            chart.drawSweep(svg, sweep);
+            sweep_chart.drawSweep(svg, sweep);
             return svg.outerHTML;
         }""",
         sweep,
@@ -220,4 +222,4 @@ def test_who_is_faster_is_said(
         "crossovers": [{"from": 0, "to": 1, "length": length} for length in crossed],
         "lengths": [64, 256],
     }
-    assert modules.evaluate("sweep => figures.whoIsFaster(sweep)", sweep) == said
+    assert modules.evaluate("sweep => sweep_table.describeFastest(sweep)", sweep) == said

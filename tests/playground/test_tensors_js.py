@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from playwright.sync_api import Page
@@ -20,6 +20,7 @@ from playwright.sync_api import Page
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire import json as wire_json
 from qkv.wire.message import Message
+from support.examples import examples
 
 _PARSE: Final = """async ([name, data]) => {
     const file = new File([tensors.decodeBase64(data)], name);
@@ -104,7 +105,7 @@ def test_safetensors(modules: Page) -> None:
         np.testing.assert_array_equal(read[name], travelling(array), strict=True, err_msg=name)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st_numpy.arrays(
         st.sampled_from(["<f8", "<f4", "<f2", ">f4", "<i8", "<i2", "|u1", "|b1"]),
@@ -120,7 +121,7 @@ def test_any_array_is_read_as_numpy_wrote_it(
     np.testing.assert_array_equal(read, travelling(array).astype(read.dtype), strict=True)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(st.floats(width=64), max_size=20), st.sampled_from(["float16", "bfloat16"]))
 def test_numbers_are_rounded_to_the_nearest_ties_to_even(
     modules: Page, numbers: list[float], dtype: str
@@ -143,7 +144,7 @@ def test_numbers_are_rounded_to_the_nearest_ties_to_even(
     np.testing.assert_array_equal(heard, expected.astype(np.float64))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.binary(max_size=200_000))
 def test_base64_both_ways(modules: Page, data: bytes) -> None:
     text = base64.b64encode(data).decode()
@@ -241,7 +242,7 @@ def test_a_malformed_file_is_named_with_what_is_wrong_with_it(modules: Page, cas
     assert re.search(re.escape(words).replace(r"\ \.\*\ ", " .* "), said), said
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.data())
 def test_a_file_cut_or_changed_is_read_or_refused_in_words(
     modules: Page, data: st.DataObject
@@ -290,7 +291,7 @@ def test_json_in_every_form(modules: Page) -> None:
 _WRITTEN: Final = st.floats(width=32).filter(lambda x: not 2**63 <= abs(x) < 1e21)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     st_numpy.arrays(
         np.float32,

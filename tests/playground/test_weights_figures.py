@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from conftest import Server
-from support.browser import Open, choose, drawn, parts, weights_shown
+from support.browser import Open, choose_example, match_groups, read_weights, wait_until_drawn
+from support.service import Server
 
 EXAMPLES: Final = ["words", "layer", "induction", "local", "document", "linear-layer"]
 WORDS: Final = ["Your", "journey", "starts", "with", "one", "step"]
@@ -45,7 +45,7 @@ def focused(page: Page, row: int, col: int) -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_is_drawn(open_page: Open, server: Server, example: str) -> None:
     opened = open_page(server.url)
-    page = choose(opened, example)
+    page = choose_example(opened, example)
     assert page.locator("#example option[value]:not([value=''])").count() == len(EXAMPLES)
     expect(page.locator("#example-about")).not_to_be_empty()
     expect(page.locator("#alert")).to_be_hidden()
@@ -59,8 +59,8 @@ def test_every_example_is_drawn(open_page: Open, server: Server, example: str) -
 
 def test_the_mouse_shows_a_row_and_a_click_holds_it(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
-    weights = weights_shown(page)
+    page = wait_until_drawn(opened)
+    weights = read_weights(page)
     surface = page.locator(MAP)
     surface.focus()
     page.keyboard.press("Escape")  # the example holds a row from the start
@@ -74,7 +74,7 @@ def test_the_mouse_shows_a_row_and_a_click_holds_it(open_page: Open, server: Ser
     assert seen == set(WORDS)
     readout = page.locator("#map .readout")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    row, col, said = parts(r"(\w+) → (\w+) ([\d.]+)", readout.inner_text())
+    row, col, said = match_groups(r"(\w+) → (\w+) ([\d.]+)", readout.inner_text())
     assert float(said) == pytest.approx(weights[row][WORDS.index(col)], abs=1e-4)
     page.mouse.down()
     page.mouse.up()
@@ -88,10 +88,10 @@ def test_the_mouse_shows_a_row_and_a_click_holds_it(open_page: Open, server: Ser
 def test_the_keys_do_all_that_the_mouse_does_and_it_is_said_aloud(
     open_page: Open, server: Server
 ) -> None:
-    page = drawn(open_page(server.url))
-    weights = weights_shown(page)
+    page = wait_until_drawn(open_page(server.url))
+    weights = read_weights(page)
     focused(page, 4, 1)
-    spoken = page.locator("#spoken")
+    spoken = page.locator("#announcements")
     expect(spoken).to_have_attribute("aria-live", "polite")
     expect(spoken).to_have_text(re.compile("^one to journey: "))
     assert float(spoken.inner_text().split()[-1]) == pytest.approx(weights["one"][1], abs=1e-4)
@@ -114,12 +114,12 @@ def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
     open_page: Open, server: Server
 ) -> None:
     opened = open_page(server.url)
-    page = choose(opened, "local")
+    page = choose_example(opened, "local")
     page.get_by_label("Query", exact=True).fill("9")
     page.keyboard.press("Enter")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("query 9")
-    asked = [b for b in opened.asked("/v1/attention/softmax") if "weights" not in b][-1]
-    answer = server.http.post("/v1/attention/softmax", json=asked | {"encoding": "lists"}).json()
+    body = [b for b in opened.posted("/v1/attention/softmax") if "weights" not in b][-1]
+    answer = server.http.post("/v1/attention/softmax", json=body | {"encoding": "lists"}).json()
     row = np.array(answer["outputs"]["weights"])[0, 0, 9]
     order = np.argsort(-row, kind="stable")[:8]
     shown = page.locator("#row tbody tr").all_inner_texts()
@@ -130,30 +130,30 @@ def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
         assert float(together.split()[0]) == pytest.approx(100 * sum_, abs=0.51)
     entropy = -np.sum(row[row > 0] * np.log(row[row > 0]))
     facts = page.locator("#row dl").inner_text()
-    assert float(parts(r"([\d.]+) nats", facts)[0]) == pytest.approx(entropy, rel=2e-3)
+    assert float(match_groups(r"([\d.]+) nats", facts)[0]) == pytest.approx(entropy, rel=2e-3)
 
 
 def test_heads_are_side_by_side_and_one_is_shown_large(open_page: Open, server: Server) -> None:
-    page = choose(open_page(server.url), "induction")
+    page = choose_example(open_page(server.url), "induction")
     grid = page.get_by_role("group", name="Heads")
     heads = grid.get_by_role("button")
     expect(heads).to_have_count(4)
     expect(heads.nth(0)).to_have_attribute("aria-pressed", "true")
-    before = weights_shown(page)
+    before = read_weights(page)
     heads.nth(2).click()
     expect(heads.nth(2)).to_have_attribute("aria-pressed", "true")
     expect(page.locator(MAP)).to_have_attribute("aria-label", re.compile("head 2"))
-    assert weights_shown(page) != before
+    assert read_weights(page) != before
     for index in range(4):
         assert painted(heads.nth(index).locator("canvas")) > 2
 
 
 def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = drawn(opened)
+    page = wait_until_drawn(opened)
     opened.bodies.clear()
     opened.received.clear()
-    choose(opened, "document")
+    choose_example(opened, "document")
     expect(page.locator("#status")).to_have_text(re.compile("4096 queries, 4096 keys"))
     page.get_by_label("Query", exact=True).fill("2000")
     page.keyboard.press("Enter")
@@ -172,20 +172,20 @@ def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, serve
         }"""
     )
     expect(page.locator("#row").get_by_role("heading")).not_to_have_text("query 2000")
-    drawn(opened)
-    asked = [body["weights"] for body in opened.asked("/v1/attention/softmax")]
-    assert asked[0] == {"pool": 256}  # drawn before all else is there
-    rest = [form for form in asked[1:] if form != "stats"]
-    assert len(rest) == len(asked) - 2
+    wait_until_drawn(opened)
+    forms = [body["weights"] for body in opened.posted("/v1/attention/softmax")]
+    assert forms[0] == {"pool": 256}  # drawn before all else is there
+    rest = [form for form in forms[1:] if form != "stats"]
+    assert len(rest) == len(forms) - 2
     assert all("rows" in form and len(form["rows"]) == 1 for form in rest)
-    assert {"rows": [2000]} in asked
-    assert len(asked) <= 8  # the rows that a pointer passes are not all asked for
+    assert {"rows": [2000]} in forms
+    assert len(forms) <= 8  # the rows that a pointer passes are not all asked for
     # the whole map of two heads has 134 MB
     assert sum(opened.received.values()) < 4e6
 
 
 def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server: Server) -> None:
-    page = drawn(open_page(server.url))
+    page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Example").select_option("local")
     heading = page.locator("#row").get_by_role("heading")
     expect(heading).to_have_text("query 32")
@@ -205,13 +205,13 @@ def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server
 def test_what_there_is_shows_on_a_laptop_and_on_a_telephone(
     open_page: Open, server: Server
 ) -> None:
-    page = drawn(open_page(server.url, width=1440, height=900))
+    page = wait_until_drawn(open_page(server.url, width=1440, height=900))
     upload = page.locator("label[for=upload]").bounding_box()
     go = page.locator(".go").bounding_box()
     assert upload is not None
     assert go is not None
     assert upload["y"] + upload["height"] < go["y"]  # without scrolling
-    page = drawn(open_page(server.url, width=390, height=844))
+    page = wait_until_drawn(open_page(server.url, width=390, height=844))
     for name in ("Weights", "Compare", "Length"):
         expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
     page.locator("#comparison table").wait_for()

@@ -9,8 +9,16 @@ from typing import Final
 import numpy as np
 import pytest
 
-from conftest import Server, until
-from support.raw_connection import Caller, asked_of, body_of, calling, drawn, request_of
+from support.processes import wait_until
+from support.raw_connection import (
+    RawClient,
+    asked_of,
+    encode_body,
+    encode_request,
+    random_inputs,
+    raw_client,
+)
+from support.service import Server
 
 SHAPES: Final = ((1, 2, 8, 16), (1, 1, 64, 64), (1, 8, 128, 64), (1, 8, 512, 64))
 CALLERS: Final = 6
@@ -32,13 +40,15 @@ def cuts(chance: random.Random, requests: list[bytes]) -> list[int]:
     return sorted(chance.randrange(size) for _ in range(chance.randint(1, 5)))
 
 
-def exchange(chance: random.Random, caller: Caller, known: list[tuple[bytes, bytes]]) -> list[bool]:
+def exchange(
+    chance: random.Random, caller: RawClient, known: list[tuple[bytes, bytes]]
+) -> list[bool]:
     """Sends some requests, and reads meanwhile, as they may be more than fits between both ends."""
     asked = [chance.choice(known) for _ in range(chance.choice([1, 1, 1, 2, 4]))]
     right: list[bool] = []
 
     def read() -> None:
-        right.extend(caller.answer()[2] == answer for _, answer in asked)
+        right.extend(caller.read_response()[2] == answer for _, answer in asked)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -55,19 +65,19 @@ def exchange(chance: random.Random, caller: Caller, known: list[tuple[bytes, byt
 @pytest.mark.parametrize("seed", range(3))
 def test_each_has_its_own_answer(server: Server, seed: int) -> None:
     known = []
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         for i, shape in enumerate(SHAPES * 2):
             outputs = ("output", "weights") if i % 3 == 2 else ("output",)
-            request = request_of(*body_of(drawn(i, shape), outputs))
+            request = encode_request(*encode_body(random_inputs(i, shape), outputs))
             caller.send(request)
-            known.append((request, bytes(caller.answer()[2])))
+            known.append((request, bytes(caller.read_response()[2])))
     wrong: list[object] = []
 
     def calls(number: int) -> None:
         chance = random.Random(CALLERS * seed + number)
         try:
             for _ in range(EXCHANGES // 5):
-                with calling(server) as caller:
+                with raw_client(server) as caller:
                     for _ in range(5):
                         if not all(exchange(chance, caller, known)):
                             wrong.append(number)
@@ -82,4 +92,4 @@ def test_each_has_its_own_answer(server: Server, seed: int) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    until(lambda: asked_of(server) == 0)
+    wait_until(lambda: asked_of(server) == 0)

@@ -14,8 +14,16 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from conftest import PATIENCE, Server, serving, until
-from support.raw_connection import PATH, body_of, calling, drawn, request_of
+from support.processes import TIMEOUT_S, wait_until
+from support.raw_connection import (
+    PATH,
+    encode_body,
+    encode_request,
+    random_inputs,
+    raw_client,
+    read_responses,
+)
+from support.service import Server, running_server
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
@@ -28,44 +36,28 @@ RUN: Final = (
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[Server]:
+def short_read_timeout() -> Iterator[Server]:
     """A service that does not wait for long."""
-    with serving(read_timeout_s=0.8) as server:
+    with running_server(read_timeout_s=0.8) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def unread() -> Iterator[Server]:
     """A service that does not wait for long to be read."""
-    with serving(write_timeout_s=0.8) as server:
+    with running_server(write_timeout_s=0.8) as server:
         yield server
 
 
 @contextlib.contextmanager
 def connected(server: Server) -> Iterator[socket.socket]:
-    with socket.create_connection(server.address, PATIENCE) as connection:
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
         yield connection
-
-
-def answers(connection: socket.socket) -> list[tuple[int, dict[str, str], bytes]]:
-    """All that come until the other side has said its last word."""
-    came = b""
-    while more := connection.recv(1 << 20):
-        came += more
-    found = []
-    while came:
-        head, _, came = came.partition(b"\r\n\r\n")
-        first, *lines = head.decode().lower().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines)
-        size = int(headers["content-length"])
-        found.append((int(first.split()[1]), headers, came[:size]))
-        came = came[size:]
-    return found
 
 
 def only(connection: socket.socket, status: int) -> dict[str, Any]:
     """The problem that is all that is said, before the connection ends."""
-    ((found, headers, body),) = answers(connection)
+    ((found, headers, body),) = read_responses(connection)
     assert found == status, body
     assert headers["connection"] == "close"
     said: dict[str, Any] = json.loads(body)
@@ -108,7 +100,7 @@ def test_a_hundred_headers_are_read(server: Server) -> None:
     with connected(server) as connection:
         lines = lines_of(98, 600)
         connection.sendall(LIVE[:-2] + lines + b"Connection: close\r\n\r\n")
-        assert [status for status, *_ in answers(connection)] == [200]
+        assert [status for status, *_ in read_responses(connection)] == [200]
 
 
 CHUNKED: Final = (
@@ -128,7 +120,7 @@ def test_what_stands_around_chunks_comes_to_an_end(server: Server, last: bytes) 
     with connected(server) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(CHUNKED + b"%x\r\n" % len(BODY) + BODY + b"\r\n" + last)
-        assert answers(connection)[-1][0] == 413
+        assert read_responses(connection)[-1][0] == 413
 
 
 @pytest.mark.parametrize(
@@ -141,7 +133,7 @@ def test_a_few_chunks_are_a_body(server: Server, trailers: bytes, status: int) -
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     with connected(server) as connection:
         connection.sendall(CHUNKED + chunks + b"0\r\n" + trailers + b"\r\n" + b"rubbish\r\n\r\n")
-        found = [status for status, *_ in answers(connection)]
+        found = [status for status, *_ in read_responses(connection)]
     assert found == ([200, 400] if status == 200 else [400])
 
 
@@ -154,17 +146,17 @@ def test_there_is_one_host(server: Server, start: bytes, hosts: bytes) -> None:
 
 
 def test_there_is_one_host_on_the_shortest_way(server: Server) -> None:
-    body, length = body_of(drawn(0))
-    request = request_of(body, length)
+    body, length = encode_body(random_inputs(0))
+    request = encode_request(body, length)
     with connected(server) as connection:
         connection.sendall(request * 3 + request.replace(b"Host: here\r\n", b""))
-        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+        assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 400]
 
 
 def test_http_1_0_needs_none(server: Server) -> None:
     with connected(server) as connection:
         connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
-        assert [status for status, *_ in answers(connection)] == [200]
+        assert [status for status, *_ in read_responses(connection)] == [200]
 
 
 RUBBISH: Final = (
@@ -178,12 +170,12 @@ RUBBISH: Final = (
 @pytest.mark.parametrize("rubbish", RUBBISH)
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_rubbish_is_answered_behind_what_is_due(server: Server, rubbish: bytes, count: int) -> None:
-    infer = request_of(*body_of(drawn(0)))
+    infer = encode_request(*encode_body(random_inputs(0)))
     for request in (LIVE, RUN + BODY, infer, infer + LIVE + RUN + BODY):
         each = 3 if request.startswith(infer + b"GET") else 1
         with connected(server) as connection:
             connection.sendall(request * count + rubbish)
-            statuses = [status for status, *_ in answers(connection)]
+            statuses = [status for status, *_ in read_responses(connection)]
         assert statuses == [200] * (each * count) + [400]
 
 
@@ -194,7 +186,7 @@ def test_a_body_that_breaks_off(server: Server, wait: float) -> None:
         connection.sendall((RUN + BODY) * 3 + CHUNKED + b"5\r\n12345\r\n")
         time.sleep(wait)
         connection.sendall(b"rubbish")
-        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+        assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 400]
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
@@ -207,20 +199,20 @@ def test_no_other_protocol_is_spoken(server: Server, protocol: bytes) -> None:
     for request in (run, LIVE[:-2] + lines + b"\r\n"):
         with connected(server) as connection:
             connection.sendall(request * 2 + LIVE + b"rubbish\r\n\r\n")
-            assert [status for status, *_ in answers(connection)] == [200, 200, 200, 400]
+            assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 400]
     with connected(server) as connection:
         for i in range(0, len(run), 7):
             connection.sendall(run[i : i + 7])
         close = lines.replace(b"Upgrade,", b"Upgrade, close,")
         connection.sendall(LIVE[:-2] + close + b"\r\n")
-        assert [status for status, *_ in answers(connection)] == [200, 200]
+        assert [status for status, *_ in read_responses(connection)] == [200, 200]
 
 
 def test_many_in_a_row_that_want_another_protocol(server: Server) -> None:
     lines = b"Connection: upgrade\r\nUpgrade: x\r\n"
     with connected(server) as connection:
         connection.sendall(RUN + BODY + (LIVE[:-2] + lines + b"\r\n") * 3000 + b"rubbish\r\n\r\n")
-        assert [status for status, *_ in answers(connection)] == [200] * 3001 + [400]
+        assert [status for status, *_ in read_responses(connection)] == [200] * 3001 + [400]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +231,7 @@ def test_a_target_in_absolute_form(server: Server, target: bytes, status: int) -
     """Without a path it means "/"."""
     with connected(server) as connection:
         connection.sendall(b"GET %b HTTP/1.1\r\nHost: here\r\n\r\nrubbish\r\n\r\n" % target)
-        assert answers(connection)[0][0] == status
+        assert read_responses(connection)[0][0] == status
 
 
 def test_connect_is_refused(server: Server) -> None:
@@ -252,11 +244,11 @@ def test_connect_is_refused(server: Server) -> None:
     "sent",
     [b"", b"\r\n", b"G", LIVE[:-2], RUN, RUN + BODY[:10], CHUNKED + b"5\r\n1", LIVE + b"\r\n"],
 )
-def test_who_falls_silent_is_not_waited_for(hasty: Server, sent: bytes) -> None:
-    with connected(hasty) as connection:
+def test_who_falls_silent_is_not_waited_for(short_read_timeout: Server, sent: bytes) -> None:
+    with connected(short_read_timeout) as connection:
         connection.sendall(sent)
         begun = time.monotonic()
-        statuses = [status for status, *_ in answers(connection)]
+        statuses = [status for status, *_ in read_responses(connection)]
         assert time.monotonic() - begun > 0.5
     expected = {b"": [], b"\r\n": [], LIVE + b"\r\n": [200]}
     assert statuses == expected.get(sent, [408])
@@ -265,14 +257,14 @@ def test_who_falls_silent_is_not_waited_for(hasty: Server, sent: bytes) -> None:
 @pytest.mark.parametrize(
     "head", [LIVE[:-2] + b"X: ", RUN.replace(b"Length: ", b"Length: 9"), CHUNKED]
 )
-def test_who_trickles_is_not_waited_for(hasty: Server, head: bytes) -> None:
+def test_who_trickles_is_not_waited_for(short_read_timeout: Server, head: bytes) -> None:
     piece = b"1\r\n \r\n" if head is CHUNKED else b" "
-    with connected(hasty) as connection:
+    with connected(short_read_timeout) as connection:
         connection.settimeout(0.05)
         connection.sendall(head)
         begun, came = time.monotonic(), b""
         while not came:
-            assert time.monotonic() - begun < PATIENCE
+            assert time.monotonic() - begun < TIMEOUT_S
             with contextlib.suppress(TimeoutError):
                 came = connection.recv(100)
             with contextlib.suppress(ConnectionError):
@@ -280,72 +272,72 @@ def test_who_trickles_is_not_waited_for(hasty: Server, head: bytes) -> None:
     assert came.startswith(b"HTTP/1.1 408 ")
 
 
-def test_the_shortest_way_waits_no_longer(hasty: Server) -> None:
-    worker = hasty.app.state.protocol.keywords["worker"]
-    request = request_of(*body_of(drawn(0)))
-    with connected(hasty) as connection:
+def test_the_shortest_way_waits_no_longer(short_read_timeout: Server) -> None:
+    worker = short_read_timeout.runtime.worker
+    request = encode_request(*encode_body(random_inputs(0)))
+    with connected(short_read_timeout) as connection:
         connection.sendall(request * 3 + request[:-100])
-        assert [status for status, *_ in answers(connection)] == [200, 200, 200, 408]
-    until(lambda: worker.fleet.asked == 0)
+        assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 408]
+    wait_until(lambda: worker.shared_state.in_flight == 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
 def test_a_body_past_any_parser_is_waited_for_no_longer(
-    hasty: Server, shape: tuple[int, ...]
+    short_read_timeout: Server, shape: tuple[int, ...]
 ) -> None:
-    worker = hasty.app.state.protocol.keywords["worker"]
-    request = request_of(*body_of(drawn(0, shape)))
-    with calling(hasty) as caller:
+    worker = short_read_timeout.runtime.worker
+    request = encode_request(*encode_body(random_inputs(0, shape)))
+    with raw_client(short_read_timeout) as caller:
         for _ in range(3):
             caller.send(request)
-            caller.answer()
+            caller.read_response()
         caller.send(request[:-100])
-        assert [status for status, *_ in answers(caller.socket)] == [408]
-    until(lambda: worker.fleet.asked == 0)
+        assert [status for status, *_ in read_responses(caller.socket)] == [408]
+    wait_until(lambda: worker.shared_state.in_flight == 0)
 
 
-def test_who_is_a_little_slow_each_time_is_answered_each_time(hasty: Server) -> None:
-    body, length = body_of(drawn(0))
-    request = request_of(body, length)
-    with calling(hasty) as caller:
+def test_who_is_a_little_slow_each_time_is_answered_each_time(short_read_timeout: Server) -> None:
+    body, length = encode_body(random_inputs(0))
+    request = encode_request(body, length)
+    with raw_client(short_read_timeout) as caller:
         for _ in range(10):  # each is seen to wait, and none for long
             caller.send(request[: -len(body)])
             time.sleep(0.3)
             caller.send(body)
-            caller.answer()
+            caller.read_response()
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 128, 64), (1, 4, 256, 128)])
-def test_who_is_only_slow_is_answered(hasty: Server, shape: tuple[int, ...]) -> None:
+def test_who_is_only_slow_is_answered(short_read_timeout: Server, shape: tuple[int, ...]) -> None:
     """A body that takes longer than a head may, each part of it in time."""
-    request = request_of(*body_of(drawn(0, shape)))
-    with calling(hasty) as caller:
+    request = encode_request(*encode_body(random_inputs(0, shape)))
+    with raw_client(short_read_timeout) as caller:
         for _ in range(2):
             for i in range(0, len(request), 100_000):
                 caller.send(request[i : i + 100_000])
                 time.sleep(0.15)
-            caller.answer()
+            caller.read_response()
 
 
-def test_who_waits_for_the_device_is_not_late(hasty: Server) -> None:
-    with connected(hasty) as connection, hasty.engine.hold():
+def test_who_waits_for_the_device_is_not_late(short_read_timeout: Server) -> None:
+    with connected(short_read_timeout) as connection, short_read_timeout.hold():
         connection.sendall(RUN + BODY)
-        hasty.await_waiting(1)
+        short_read_timeout.wait_until_queued(1)
         time.sleep(2)
         connection.setblocking(False)
         with pytest.raises(BlockingIOError):
             connection.recv(1)
-    with connected(hasty) as connection:
+    with connected(short_read_timeout) as connection:
         connection.sendall(RUN + BODY + b"rubbish\r\n\r\n")
-        assert [status for status, *_ in answers(connection)] == [200, 400]
+        assert [status for status, *_ in read_responses(connection)] == [200, 400]
 
 
 @contextlib.contextmanager
-def sipping(server: Server) -> Iterator[socket.socket]:
+def short_write_timeout(server: Server) -> Iterator[socket.socket]:
     """A connection of which little fits into what lies between both ends."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
-        connection.settimeout(PATIENCE)
+        connection.settimeout(TIMEOUT_S)
         connection.connect(server.address)
         yield connection
 
@@ -353,7 +345,7 @@ def sipping(server: Server) -> Iterator[socket.socket]:
 def has(server: Server, connection: socket.socket) -> bool:
     """Whether the service still has a connection."""
     return connection.getsockname() in [
-        found.client for found in list(server.app.state.protocol.keywords["watch"]._open)
+        found.client for found in list(server.timeouts._connections)
     ]
 
 
@@ -372,11 +364,11 @@ LARGE: Final = {  # little to send, and 16 MiB of an answer
 
 @pytest.mark.parametrize("line", ["Accept: */*", "Connection: close"])
 def test_an_answer_that_is_not_read_is_not_kept(unread: Server, line: str) -> None:
-    with sipping(unread) as connection:
-        connection.sendall(request_of(*body_of(LARGE), PATH, line))
+    with short_write_timeout(unread) as connection:
+        connection.sendall(encode_request(*encode_body(LARGE), PATH, line))
         came = connection.recv(100)
         assert came.startswith(b"HTTP/1.1 200 ")
-        until(lambda: not has(unread, connection))
+        wait_until(lambda: not has(unread, connection))
         while more := connection.recv(1 << 20):
             came += more
     assert len(came) < size_of(came)
@@ -384,8 +376,8 @@ def test_an_answer_that_is_not_read_is_not_kept(unread: Server, line: str) -> No
 
 def test_small_answers_that_are_not_read_are_not_kept(unread: Server) -> None:
     """Whoever goes on asking, and reads nothing, is cut off as well."""
-    request = request_of(*body_of(drawn(0, (1, 1, 64, 64))))
-    with sipping(unread) as connection:
+    request = encode_request(*encode_body(random_inputs(0, (1, 1, 64, 64))))
+    with short_write_timeout(unread) as connection:
         connection.settimeout(0.05)
 
         def is_cut_off() -> bool:
@@ -393,22 +385,22 @@ def test_small_answers_that_are_not_read_are_not_kept(unread: Server) -> None:
                 connection.send(request)
             return not has(unread, connection)
 
-        until(lambda: has(unread, connection))
-        until(is_cut_off)
+        wait_until(lambda: has(unread, connection))
+        wait_until(is_cut_off)
 
 
-def test_who_leaves_with_requests_in_a_row_frees_all_places(hasty: Server) -> None:
-    with hasty.engine.hold():
-        with connected(hasty) as connection:
+def test_who_leaves_with_requests_in_a_row_frees_all_places(short_read_timeout: Server) -> None:
+    with short_read_timeout.hold():
+        with connected(short_read_timeout) as connection:
             connection.sendall((RUN + BODY) * 2)
-            hasty.await_waiting(1)
-        hasty.await_waiting(0)
+            short_read_timeout.wait_until_queued(1)
+        short_read_timeout.wait_until_queued(0)
 
 
 def test_who_reads_slowly_is_answered(unread: Server) -> None:
     """In several times what a caller may take who reads nothing."""
-    with sipping(unread) as connection:
-        connection.sendall(request_of(*body_of(LARGE)))
+    with short_write_timeout(unread) as connection:
+        connection.sendall(encode_request(*encode_body(LARGE)))
         begun, came = time.monotonic(), b""
         while time.monotonic() < begun + 4:
             came += connection.recv(1 << 15)
@@ -444,18 +436,18 @@ def test_a_second_line_of_content_encoding_counts(server: Server) -> None:
 def test_what_comes_after_its_answer_comes_to_an_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkv.server.http_connection._MOST_IGNORED", 1 << 20)
+    monkeypatch.setattr("qkv.server.http_connection._MAX_IGNORED_BYTES", 1 << 20)
     head = b"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 999999999999\r\n\r\n"
     with connected(server) as connection:
         connection.sendall(head)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
         with pytest.raises(ConnectionError):
             connection.sendall(b"a" * 100_000_000)
-    small = serving(max_body_bytes=1000)
+    small = running_server(max_body_bytes=1000)
     with small as server, connected(server) as connection:
         connection.sendall(RUN.replace(b"%d" % len(BODY), b"2000") + b"a" * 2000 + LIVE)
         connection.sendall(b"rubbish\r\n\r\n")
-        assert [status for status, *_ in answers(connection)] == [413, 200, 400]
+        assert [status for status, *_ in read_responses(connection)] == [413, 200, 400]
 
 
 @pytest.mark.parametrize("connection_header", ["close", "keep-alive"])
@@ -479,4 +471,4 @@ def test_who_sends_all_before_reading_reads_an_answer(
             connection.sendall(LIVE)
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         else:
-            until(lambda: not has(server, connection))
+            wait_until(lambda: not has(server, connection))

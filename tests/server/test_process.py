@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from conftest import PATIENCE
+from support.processes import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
 
@@ -31,12 +31,12 @@ def heaps():
         return file.read().count(b"<heap ")
 """
 PLAIN = "print(heaps())"
-KEPT = "from qkv.server import malloc as heap; assert heap.keep_one(); print(heaps())"
+KEPT = "from qkv.server import process; assert process.limit_malloc_arenas(); print(heaps())"
 WORKER = """
 from qkv import settings
-from qkv.server import supervisor as serve
-serve._work = lambda *_: print(heaps(), flush=True)
-serve.serve(settings.Settings(port=0, workers=1))
+from qkv.server import supervisor
+supervisor.run_worker = lambda *_: print(heaps(), flush=True)
+supervisor.serve(settings.Settings(port=0, workers=1))
 """
 
 
@@ -48,7 +48,7 @@ serve.serve(settings.Settings(port=0, workers=1))
 def test_threads_have_one_heap(code: str, is_one: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HEAPS + code],
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     count = int(done.stdout)
     assert (count == 1) is is_one, done.stderr

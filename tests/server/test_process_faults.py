@@ -24,16 +24,16 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
-from test_main import free_port
-from test_supervisor import address, alive, children, looping
 
 import qkv
-import qkv.engine.engine
-from conftest import PATIENCE, Process, Server, until
 from qkv.client.request_builders import build_attend
 from qkv.wire import safetensors
-from support.commands import limited, one_error, put, tensors
-from support.known_requests import refused
+from support.commands import one_error, run_with_rlimit, tensors, write_tensors
+from support.known_requests import assert_problem
+from support.ports import free_port
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service import Server
+from support.service_processes import address, child_pids, is_alive, repeat_in_threads
 
 PATH: Final = "/v1/attention/softmax"
 PACKAGE: Final = Path(qkv.__file__).parent
@@ -77,7 +77,7 @@ def retrying(url: str, count: int) -> Iterator[list[bool]]:
             found = clients[index].attend("softmax", **arrays(*kinds[index])).output
             return bool((found == wanted[index]).all())
 
-        with looping(count, once) as seen:
+        with repeat_in_threads(count, once) as seen:
             yield seen
 
 
@@ -88,11 +88,11 @@ def test_workers_killed_in_a_row_cost_a_retrying_client_nothing(command: Command
     with retrying(started.url, 4) as seen:
         for _ in range(4):
             count = len(seen)
-            until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
+            wait_until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
             time.sleep(1.1 + draw.random() / 10)  # past the second of a death at birth
-            os.kill(draw.choice(children(started.popen.pid)), signal.SIGKILL)
+            os.kill(draw.choice(child_pids(started.popen.pid)), signal.SIGKILL)
         count = len(seen)
-        until(lambda: len(seen) > count + 50)
+        wait_until(lambda: len(seen) > count + 50)
     assert all(seen)
     assert started.end() == 0
 
@@ -107,15 +107,15 @@ def test_a_service_killed_and_started_again_costs_a_retrying_client_nothing(
     words = ("serve", "--port", port, "--workers", "2")
     first = command(*words)
     with retrying(first.url, 4) as seen:
-        until(lambda: len(seen) > 20)
-        workers = children(first.popen.pid)
+        wait_until(lambda: len(seen) > 20)
+        workers = child_pids(first.popen.pid)
         for pid in [*workers, first.popen.pid] if at_once else [first.popen.pid]:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: not any(map(alive, workers)))
+        wait_until(lambda: not any(map(is_alive, workers)))
         count = len(seen)
         second = command(*words)
         assert second.url == first.url
-        until(lambda: len(seen) > count + 50)
+        wait_until(lambda: len(seen) > count + 50)
     assert all(seen)
     assert second.end() == 0
 
@@ -151,7 +151,7 @@ def test_what_fails_on_the_device_is_told_and_the_next_is_answered(
     right = output(served.http, size)
     headers, body = asked(size, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(qkv.engine.engine, "run", failing)
+        patch.setattr(served.engine, "execute", failing)
         response = served.http.post(PATH, content=body, headers=headers)
     assert response.status_code == status
     assert "secret" not in response.text
@@ -193,7 +193,7 @@ def connected(server: Server, stack: ExitStack, **options: int) -> socket.socket
     connection = stack.enter_context(socket.socket())
     for name, value in options.items():
         connection.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
-    connection.settimeout(PATIENCE)
+    connection.settimeout(TIMEOUT_S)
     connection.connect(server.address)
     return connection
 
@@ -212,7 +212,7 @@ def test_slow_readers_hold_nobody_up(server: Server) -> None:
             assert connection.recv(1, socket.MSG_PEEK)
         for _ in range(50):
             assert output(server.http, "small") == small
-        server.await_waiting(0)
+        server.wait_until_queued(0)
         for connection in slow:
             found = safetensors.decode(read(connection), "outputs").tensors
             assert {n: bytes(t.data) for n, t in found.items()} == {
@@ -248,7 +248,7 @@ def test_who_never_goes_on_holds_nobody_up(server: Server) -> None:
             connected(server, stack).sendall(whole[:cut])
         for _ in range(50):
             assert output(server.http, "small") == small
-        assert server.waiting == 0
+        assert server.queued_count == 0
     assert output(server.http, "small") == small
 
 
@@ -264,7 +264,7 @@ def test_who_closes_one_half_is_answered_or_let_go(server: Server) -> None:
             while more := connection.recv(1 << 16):
                 came += more
         assert came == b"" or came.startswith(b"HTTP/1.1 200 ")
-    server.await_waiting(0)
+    server.wait_until_queued(0)
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_who_never_goes_on_holds_up_no_stop(command: Command) -> None:
 
         def sends(what: bytes) -> socket.socket:
             connection = stack.enter_context(socket.create_connection(address(started)))
-            connection.settimeout(PATIENCE)
+            connection.settimeout(TIMEOUT_S)
             connection.sendall(what)
             return connection
 
@@ -290,7 +290,7 @@ def test_who_never_goes_on_holds_up_no_stop(command: Command) -> None:
         time.sleep(0.5)
         since = time.monotonic()
         started.popen.terminate()
-        assert started.popen.wait(PATIENCE) == 0
+        assert started.popen.wait(TIMEOUT_S) == 0
         assert time.monotonic() - since < 10
         for path, connection in zip(paths, half, strict=True):
             came = b""
@@ -316,7 +316,7 @@ def test_a_machine_that_vanishes_is_found_out(process: Process) -> None:
     would hold its place, and what came of its body, for ever."""
     with socket.create_connection(address(process)) as idle:
         idle.sendall(b"POST ")
-        until(lambda: 2 in timers(address(process)[1]))
+        wait_until(lambda: 2 in timers(address(process)[1]))
 
 
 # clocks jump
@@ -338,10 +338,10 @@ def test_a_clock_that_jumps_changes_no_answer_and_no_deadline(
     infer = "/v2/models/softmax/infer"
     for timeout, status in ((60_000_000, 200), (1, 503)):
         told = {"inputs": tensors, "parameters": {"timeout": timeout}}
-        with served.engine.hold() if status == 503 else ExitStack():
+        with served.hold() if status == 503 else ExitStack():
             assert served.http.post(infer, json=told).status_code == status
     (stats,) = served.http.get("/v2/models/softmax/stats").json()["model_stats"]
-    assert abs(stats["last_inference"] / 1e3 - time.time()) < PATIENCE
+    assert abs(stats["last_inference"] / 1e3 - time.time()) < TIMEOUT_S
 
 
 @pytest.mark.slow
@@ -353,11 +353,11 @@ def test_a_service_that_was_paused_goes_on(command: Command) -> None:
     headers, body = asked("large")
     whole = head(headers, body) + body
     with retrying(started.url, 4) as seen:
-        family = [started.popen.pid, *children(started.popen.pid)]
+        family = [started.popen.pid, *child_pids(started.popen.pid)]
         for _ in range(2):
             count = len(seen)
-            until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
-            with socket.create_connection(address(started), PATIENCE) as slow:
+            wait_until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
+            with socket.create_connection(address(started), TIMEOUT_S) as slow:
                 slow.sendall(whole[:1000])
                 for pid in family:
                     os.kill(pid, signal.SIGSTOP)
@@ -366,11 +366,11 @@ def test_a_service_that_was_paused_goes_on(command: Command) -> None:
                     os.kill(pid, signal.SIGCONT)
                 slow.sendall(whole[1000:])
                 assert safetensors.decode(read(slow), "outputs").tensors
-        with httpx.Client(base_url=started.url, timeout=PATIENCE) as http:
-            until(lambda: http.get("/livez").status_code == 200)
+        with httpx.Client(base_url=started.url, timeout=TIMEOUT_S) as http:
+            wait_until(lambda: http.get("/livez").status_code == 200)
             assert http.get("/readyz").status_code == 200
     assert all(seen)
-    assert children(started.popen.pid) == family[1:]
+    assert child_pids(started.popen.pid) == family[1:]
     assert started.end() == 0
 
 
@@ -388,7 +388,9 @@ def test_nothing_but_a_date_to_show_is_read_from_the_clock_that_jumps() -> None:
             ):
                 read_in.add(path.relative_to(PACKAGE).as_posix())
     # last_inference, a line of log, and when a span was
-    assert read_in == {"models.py", "routes/observed.py", "tracing.py"}
+    assert read_in == {
+        "api/observability.py", "telemetry/model_stats.py", "telemetry/tracing.py",
+    }  # fmt: skip
 
 
 # disks are full
@@ -407,8 +409,10 @@ def test_a_full_disk_leaves_what_was_there(
     square = np.eye(8, dtype=np.float32)
     layer = {f"W_{role}.weight": square for role in ("query", "key", "value")}
     group, given = ("inputs", tensors()) if words[0] == "attend" else ("tensors", layer)
-    source = put(tmp_path / "in.npz", group, given)
-    done = limited("RLIMIT_FSIZE", 100, words[0], *words[1:], source, "-o", target, "--local")
+    source = write_tensors(tmp_path / "in.npz", group, given)
+    done = run_with_rlimit(
+        "RLIMIT_FSIZE", 100, words[0], *words[1:], source, "-o", target, "--local"
+    )
     assert f"{target}: File too large" in one_error(done.stderr)
     assert done.returncode == 1
     assert target.read_bytes() == b"old"
@@ -420,7 +424,7 @@ def test_what_cannot_be_printed_is_a_failure_that_says_so() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "qkv", "variants", "--local"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False,
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
     assert done.returncode != 0
     assert "No space left on device" in one_error(done.stderr)
@@ -434,7 +438,7 @@ def test_a_log_that_cannot_be_written_stops_no_service() -> None:
     with open("/dev/full", "w") as full:
         started = subprocess.Popen(words, env=os.environ | {"QKV_DEVICE": "cpu"}, stderr=full)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as http:
 
             def is_ready() -> bool:
                 assert started.poll() is None
@@ -443,12 +447,12 @@ def test_a_log_that_cannot_be_written_stops_no_service() -> None:
                 except httpx.TransportError:
                     return False
 
-            until(is_ready)
+            wait_until(is_ready)
             assert output(http, "large")
-            refused(http.post(PATH, json={}), 422)
+            assert_problem(http.post(PATH, json={}), 422)
             assert json.loads(http.get("/livez").text) == {"status": "ok"}
         started.terminate()
-        assert started.wait(PATIENCE) == 0
+        assert started.wait(TIMEOUT_S) == 0
     finally:
         started.kill()
         started.wait()

@@ -18,7 +18,7 @@ import qkv
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
 
-FLAGS: Final = (
+CHROMIUM_FLAGS: Final = (
     "--no-sandbox",  # CI is root in a container
     "--disable-gpu",
     "--disable-dev-shm-usage",  # a container has 64 MiB of it
@@ -30,16 +30,21 @@ FLAGS: Final = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
-PATIENCE_MS: Final = 30_000.0
+TIMEOUT_MS: Final = 30_000.0
 
 PLAYGROUND: Final = Path(qkv.__file__).parent / "playground"
 
-MODULES: Final = ("chart", "dtypes", "figures", "npy", "safetensors", "snippets", "tensors")
-"""Those that touch nothing but what they are given."""
+MODULES: Final = (
+    "compare/sweep_chart",
+    "compare/sweep_table",
+    "copy/code_snippets",
+    "data/tensors",
+)
+"""Modules that use nothing of the page; tests import each as `window.<file name>`."""
 
 
 @dataclass
-class Watched:
+class WatchedPage:
     """A page, and what went wrong on it.
 
     Attributes:
@@ -63,7 +68,7 @@ class Watched:
         """Chromium's console names every answer that is an error; the test asks for this one."""
         self.expected.append(f"the server responded with a status of {status} ")
 
-    def asked(self, path: str) -> list[dict[str, Any]]:
+    def posted(self, path: str) -> list[dict[str, Any]]:
         """What was posted to a path, in order."""
         return [body for posted, body in self.bodies if posted == path]
 
@@ -72,7 +77,7 @@ class Watched:
         return [c for c in self.complaints if not any(re.search(p, c) for p in self.expected)]
 
 
-Open = Callable[..., Watched]
+Open = Callable[..., WatchedPage]
 """Opens a page: `open_page(url, width=390, theme="dark")`."""
 
 
@@ -89,10 +94,10 @@ def browser() -> Iterator[Browser]:
     executable = shutil.which("chromium")
     if not executable and "NEED_CHROMIUM" not in os.environ:
         pytest.skip("needs Debian's chromium")
-    expect.set_options(timeout=PATIENCE_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(
-            executable_path=executable or "chromium", args=list(FLAGS)
+            executable_path=executable or "chromium", args=list(CHROMIUM_FLAGS)
         )
         yield launched
         launched.close()
@@ -101,19 +106,19 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
     """Opens pages, each with a profile of its own, that must not have complained at the end."""
-    opened: list[tuple[BrowserContext, Watched]] = []
+    opened: list[tuple[BrowserContext, WatchedPage]] = []
 
     def open_one(
         url: str, width: int = 1440, height: int = 900, theme: Any = "light", path: str = "/"
-    ) -> Watched:
+    ) -> WatchedPage:
         context = browser.new_context(
             viewport={"width": width, "height": height},
             color_scheme=theme,
             reduced_motion="reduce",
             permissions=["clipboard-read", "clipboard-write"],
         )
-        context.set_default_timeout(PATIENCE_MS)
-        watched = Watched(context.new_page())
+        context.set_default_timeout(TIMEOUT_MS)
+        watched = WatchedPage(context.new_page())
         watch(watched, httpx.URL(url).host)
         opened.append((context, watched))
         watched.page.goto(url + path)
@@ -126,14 +131,14 @@ def open_page(browser: Browser) -> Iterator[Open]:
     assert not [pair for pair in complaints if pair[1]]
 
 
-def watch(watched: Watched, host: str) -> None:
+def watch(watched: WatchedPage, host: str) -> None:
     """Collects what a page complains of, and what it asks for."""
 
-    def said(message: ConsoleMessage) -> None:
+    def on_console(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             watched.complaints.append(f"{message.text} ({message.location['url']})")
 
-    def asked(request: Any) -> None:
+    def on_request(request: Any) -> None:
         url = httpx.URL(request.url) if request.url.startswith("http") else None
         if url is None:
             return
@@ -143,13 +148,13 @@ def watch(watched: Watched, host: str) -> None:
         if url.host != host:
             watched.complaints.append(f"asked another host: {request.url[:200]}")
 
-    def finished(request: Any) -> None:
+    def on_finished(request: Any) -> None:
         watched.received[len(watched.received)] = request.sizes()["responseBodySize"]
 
-    watched.page.on("console", said)
-    watched.page.on("requestfinished", finished)
+    watched.page.on("console", on_console)
+    watched.page.on("requestfinished", on_finished)
     watched.page.on("pageerror", lambda error: watched.complaints.append(f"uncaught: {error}"))
-    watched.page.on("request", asked)
+    watched.page.on("request", on_request)
 
 
 @pytest.fixture(scope="module")
@@ -157,17 +162,20 @@ def modules(browser: Browser, url: str) -> Iterator[Page]:
     """A page with nothing on it but the modules, by their names."""
     page = browser.new_page()
     page.route(
-        "**/playground/*.js",
-        lambda route: route.fulfill(path=PLAYGROUND / route.request.url.rpartition("/")[2]),
+        "**/playground/**/*.js",
+        lambda route: route.fulfill(
+            path=PLAYGROUND / route.request.url.partition("/playground/")[2]
+        ),
     )
     page.goto(f"{url}/livez")
-    for name in MODULES:
-        page.evaluate(f"async () => {{ window.{name} = await import('/playground/{name}.js') }}")
+    for module in MODULES:
+        name = module.rpartition("/")[2]
+        page.evaluate(f"async () => {{ window.{name} = await import('/playground/{module}.js') }}")
     yield page
     page.close()
 
 
-def drawn(opened: Watched) -> Page:
+def wait_until_drawn(opened: WatchedPage) -> Page:
     """The page, once it has drawn what was asked for last and asks for nothing more."""
     page = opened.page
     page.wait_for_function(
@@ -179,7 +187,7 @@ def drawn(opened: Watched) -> Page:
     return page
 
 
-def weights_shown(page: Page) -> dict[str, list[float]]:
+def read_weights(page: Page) -> dict[str, list[float]]:
     """The weights as the page's own table says them, by what their rows are called."""
     if not page.locator("#table[open]").count():
         page.locator("#table summary").click()
@@ -190,16 +198,20 @@ def weights_shown(page: Page) -> dict[str, list[float]]:
     return {name: [float(n.replace("\u2212", "-")) for n in cells[:-1]] for name, *cells in rows}
 
 
-def choose(opened: Watched, example: str) -> Page:
-    """An example, drawn."""
-    page = drawn(opened)
+def choose_example(opened: WatchedPage, example: str) -> Page:
+    """Selects an example; returns once the page has drawn it.
+
+    The page writes its status after each run and nowhere else, so an empty status means that the
+    example is not drawn yet. A response is no such sign: other panels send requests too.
+    """
+    page = wait_until_drawn(opened)
     if page.get_by_label("Example").input_value() != example:
-        with page.expect_response("**/v1/attention/*"):
-            page.get_by_label("Example").select_option(example)
-    return drawn(opened)
+        page.evaluate("() => { document.getElementById('status').textContent = ''; }")
+        page.get_by_label("Example").select_option(example)
+    return wait_until_drawn(opened)
 
 
-def parts(pattern: str, text: str) -> tuple[str, ...]:
+def match_groups(pattern: str, text: str) -> tuple[str, ...]:
     """What the groups of a pattern are in a text."""
     found = re.search(pattern, text)
     assert found is not None, text

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import Server
 from qkv import AsyncClient, Client, Run
 from support.known_requests import DTYPES, Array, Case, as_json
+from support.service import Server
 
 ROLES = ("query", "key", "value")
 

@@ -14,33 +14,33 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
 
-from conftest import PATIENCE
 from qkv.cli.main import main
 from support.known_requests import Array, as_array, as_json
+from support.processes import TIMEOUT_S
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
-PLACES: Final = ("service", "local")
+TARGETS: Final = ("service", "local")
 
 
-def ask(*words: object, **environment: str) -> Result:
+def invoke(*words: object, **environment: str) -> Result:
     """What a command says and how it ends, in 80 columns."""
     return CliRunner().invoke(
         main, [str(word) for word in words], env=environment, terminal_width=80
     )
 
 
-def answered(*words: object, **environment: str) -> str:
+def stdout_of(*words: object, **environment: str) -> str:
     """What a command that ends well prints."""
-    done = ask(*words, **environment)
+    done = invoke(*words, **environment)
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
     return done.stdout
 
 
-def refused(folder: Path, *words: object, **environment: str) -> str:
+def error_of(folder: Path, *words: object, **environment: str) -> str:
     """The one line of a command that fails and leaves every file as it was."""
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-    done = ask(*words, **environment)
+    done = invoke(*words, **environment)
     assert isinstance(done.exception, SystemExit), done.exception  # no traceback
     assert done.exit_code != 0
     assert done.stdout == ""
@@ -54,11 +54,11 @@ def one_error(stderr: str) -> str:
     return line
 
 
-def where(place: str, url: str) -> tuple[str, ...]:
+def target_options(place: str, url: str) -> tuple[str, ...]:
     return ("--local",) if place == "local" else ("--url", url)
 
 
-def put(path: Path, group: str, arrays: dict[str, Array], **fields: Any) -> Path:
+def write_tensors(path: Path, group: str, arrays: dict[str, Array], **fields: Any) -> Path:
     """Writes a file apart from the service's own code; a layer's arrays begin with `layer.`."""
     if path.suffix == ".npz":
         assert not fields
@@ -76,7 +76,7 @@ def put(path: Path, group: str, arrays: dict[str, Array], **fields: Any) -> Path
     return path
 
 
-def got(path: Path, group: str = "outputs") -> dict[str, Array]:
+def read_tensors(path: Path, group: str = "outputs") -> dict[str, Array]:
     """Reads a file apart from the service's own code; lists as float64."""
     if path.suffix == ".npz":
         with np.load(path) as archive:
@@ -86,7 +86,7 @@ def got(path: Path, group: str = "outputs") -> dict[str, Array]:
     return {name: as_array(tensor) for name, tensor in json.loads(path.read_text())[group].items()}
 
 
-def same(ours: dict[str, Array], theirs: Any) -> None:
+def assert_same_bits(ours: dict[str, Array], theirs: Any) -> None:
     """Bit for bit, once what had been lists has its dtype again."""
     assert ours.keys() == theirs.keys()
     for name, array in theirs.items():
@@ -112,10 +112,10 @@ def tensors() -> dict[str, Any]:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A file that can be run."""
-    return put(tmp_path / "in.json", "inputs", tensors())
+    return write_tensors(tmp_path / "in.json", "inputs", tensors())
 
 
-def limited(limit: str, size: int, *words: object) -> subprocess.CompletedProcess[str]:
+def run_with_rlimit(limit: str, size: int, *words: object) -> subprocess.CompletedProcess[str]:
     """A command in a process that the system lets have no more than so much."""
     program = (
         f"import resource; resource.setrlimit(resource.{limit}, ({size}, {size}));"
@@ -126,6 +126,6 @@ def limited(limit: str, size: int, *words: object) -> subprocess.CompletedProces
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
         check=False,
     )

@@ -8,22 +8,22 @@ from typing import Any, Final
 import httpx
 import numpy as np
 
-from conftest import Server
 from qkv.engine import local
 from qkv.jobs.job import Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.known_requests import DTYPES, Array
+from support.service import Server
 
 COMPARE: Final = "/v1/compare"
-UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
+UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
 VARIANTS: Final = ("efficient", "linear", "linformer", "mean", "softmax", "taylor")
 NEEDED: Final = {"linformer": {"rank": 3}}
 X: Final = [[0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64]]
 INPUTS: Final = {"query": X, "key": X, "value": X}
 
 
-def drawn(
+def random_inputs(
     dtype: str = "float32", B: int = 2, H: int = 2, G: int = 2, N: int = 9, D: int = 4
 ) -> dict[str, Array]:
     """Inputs of equal lengths, which every variant takes."""
@@ -40,7 +40,7 @@ def compare(inputs: dict[str, Array], **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def named(name: str, **parameters: Any) -> dict[str, Any]:
+def variant_entry(name: str, **parameters: Any) -> dict[str, Any]:
     return {"variant": name, "parameters": NEEDED.get(name, {}) | parameters}
 
 
@@ -48,7 +48,7 @@ def post(server: Server, body: dict[str, Any], **more: Any) -> httpx.Response:
     return server.http.post(COMPARE, json=body, **more)
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_same_report(one: dict[str, Any], other: dict[str, Any]) -> None:
     for a, b in zip(
         (one["anchor"], *one["variants"]), (other["anchor"], *other["variants"]), strict=True
     ):
@@ -59,7 +59,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 L4: Final = [[1, 0, 0]] * 4
-WRONG: Final = [
+MALFORMED: Final = [
     (422, "/variants", {"variants": []}),
     (422, "/variants", {}),
     (422, "/variants", {"variants": "linear"}),
@@ -69,25 +69,28 @@ WRONG: Final = [
     (404, "/variants/0/variant", {"variants": [{"variant": "sotfmax"}]}),
     (422, "/variants/0/variant", {"variants": [{}]}),
     (422, "/variants/0/scale", {"variants": [{"variant": "linear", "scale": 1}]}),
-    (422, "/variants/1/parameters/scale", {"variants": ["mean", named("taylor", scale=1)]}),
-    (422, "/variants/0/parameters/causal", {"variants": [named("linear", causal=1)]}),
+    (422, "/variants/1/parameters/scale", {"variants": ["mean", variant_entry("taylor", scale=1)]}),
+    (422, "/variants/0/parameters/causal", {"variants": [variant_entry("linear", causal=1)]}),
     (422, "/variants/0/parameters", {"variants": [{"variant": "linear", "parameters": 1}]}),
     (404, "/anchor", {"variants": ["linear"], "anchor": "nope"}),
     (422, "/anchor", {"variants": ["linear"], "anchor": None}),
-    (422, "/anchor/parameters/window", {"variants": ["mean"], "anchor": named("linear", window=1)}),
+    (422, "/anchor/parameters/window", {
+        "variants": ["mean"], "anchor": variant_entry("linear", window=1),
+    }),
     (422, "/repeats", {"variants": ["linear"], "repeats": 0}),
     (422, "/repeats", {"variants": ["linear"], "repeats": 101}),
     (422, "/rows", {"variants": ["linear"], "rows": -1}),
     (422, "/dtype", {"variants": ["linear"], "dtype": "int64"}),
     (422, "/parameters", {"variants": ["linear"], "parameters": {}}),
     (422, "/weights", {"variants": ["linear"], "weights": "none"}),
-    (404, "/layer", {"variants": ["linear"], "layer": "encoder"}),
+    (422, "/layer", {"variants": ["linear"], "layer": "encoder"}),
     (422, "/inputs/nope", {"variants": ["linear"], "inputs": INPUTS | {"nope": X}}),
     (422, "/encoding", {"variants": ["linear"], "encoding": "raw"}),
 ]  # fmt: skip
-UNFIT: Final = [  # for tensors that came, which no schema knows
+UNFITTING: Final = [  # for tensors that came, which no schema knows
     (422, "/variants/1/parameters/rank", {
-        "variants": ["mean", named("linformer", rank=2)], "inputs": INPUTS | {"key_projection": X},
+        "variants": ["mean", variant_entry("linformer", rank=2)],
+        "inputs": INPUTS | {"key_projection": X},
     }),
     (422, "/inputs/mask", {"variants": ["linear"], "inputs": INPUTS | {"mask": [[True] * 3] * 3}}),
     (422, "/inputs/weight", {"variants": ["mean"], "inputs": INPUTS | {"weight": X}}),

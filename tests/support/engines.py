@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, TypeVar
+from unittest.mock import patch
 
 import torch
 
 from qkv.client.arrays import to_raw
-from qkv.engine.engine import Answer, Engine
+from qkv.engine.engine import Engine, JobResult
 from qkv.jobs.job import Job, Limits
 from qkv.wire.message import Message
 
 T = TypeVar("T")
 
-LIMITS: Final = Limits(answer=1 << 30, request=4 << 30)
+LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=4 << 30)
 CPU: Final = torch.device("cpu")
 
 
@@ -33,7 +35,7 @@ def with_engine(test: Callable[[Engine], Awaitable[T]], **options: Any) -> T:
     return asyncio.run(main())
 
 
-class Held:
+class EngineRunner:
     """One engine for many examples, on one loop."""
 
     def __init__(self, **options: Any) -> None:
@@ -44,17 +46,17 @@ class Held:
     async def _start(self) -> None:
         self.engine.start()
 
-    def alone(self, jobs: Sequence[Job]) -> list[Answer]:
+    def run_alone(self, jobs: Sequence[Job]) -> list[JobResult]:
         """Each job's answer with nothing beside it."""
 
-        async def each() -> list[Answer]:
+        async def each() -> list[JobResult]:
             return [await self.engine.submit(job) for job in jobs]
 
         return self._runner.run(each())
 
-    def together(self, jobs: Sequence[Job]) -> list[Answer]:
+    def run_together(self, jobs: Sequence[Job]) -> list[JobResult]:
         """The answers of jobs that wait at the same time."""
-        return self._runner.run(together(self.engine, jobs))
+        return self._runner.run(run_together(self.engine, jobs))
 
     def close(self) -> None:
         """Ends the thread and the loop."""
@@ -62,9 +64,24 @@ class Held:
         self._runner.close()
 
 
-async def together(engine: Engine, jobs: Sequence[Job]) -> list[Answer]:
+@contextmanager
+def hold(engine: Engine) -> Iterator[None]:
+    """Keeps the device thread from taking jobs, so that a test can fill the queue."""
+    with ExitStack() as patches:
+        with engine._changed:
+            patches.enter_context(patch.object(engine, "_is_idle", lambda: False))
+            patches.enter_context(patch.object(engine._queue, "find_oldest", lambda: None))
+        try:
+            yield
+        finally:
+            with engine._changed:
+                patches.close()
+                engine._changed.notify()
+
+
+async def run_together(engine: Engine, jobs: Sequence[Job]) -> list[JobResult]:
     """Submits jobs while the device is held, so that those with equal keys are one group."""
-    with engine.hold():
+    with hold(engine):
         futures = [engine.submit(job) for job in jobs]
     return await asyncio.gather(*futures)
 
@@ -82,7 +99,7 @@ def job_of(
         fields["layer"] = {k: v for k, v in layer.items() if k != "tensors"}
         layer_tensors = {name: to_raw(t) for name, t in layer["tensors"].items()}
     raw = {name: to_raw(t) for name, t in tensors.items() if t is not None}
-    return Job.of("softmax", Message(fields, raw, layer_tensors), LIMITS)
+    return Job.from_message("softmax", Message(fields, raw, layer_tensors), LIMITS)
 
 
 def plain(number: int = 0, length: int = 4, batch: int = 1, **parameters: Any) -> Job:
@@ -93,6 +110,6 @@ def plain(number: int = 0, length: int = 4, batch: int = 1, **parameters: Any) -
     return job_of(tensors, **parameters)
 
 
-def bits(answer: Answer) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def bits(answer: JobResult) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """All that an answer's outputs are."""
     return {n: (t.dtype, t.shape, bytes(t.data)) for n, t in answer.outputs.items()}

@@ -1,4 +1,7 @@
-"""`python -m faulty` is `qkv` on a device that fails where a request's first number says so."""
+"""`python -m support.failing_device` is `qkv` on a device that fails.
+
+The first number of a request's query says how.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import numpy as np
 import torch
 
 import qkv.engine.device_errors
-import qkv.engine.engine
+import qkv.engine.executor
 from qkv.cli.main import main
-from qkv.engine.executor import Ran, run
+from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
 
 POISON: Final = 6661.0
@@ -33,8 +36,8 @@ def first_number(job: Job) -> float:
     return 0.0 if query is None else float(np.frombuffer(query.data, np.float32)[0])
 
 
-def failing(jobs: Sequence[Job], *how: Any) -> list[Ran]:
-    """As `run`, where it does not fail."""
+def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    """As `execute`, where it does not fail."""
     seen = {first_number(job) for job in jobs}
     if STICKY in seen:
         _broken.append(True)
@@ -46,15 +49,15 @@ def failing(jobs: Sequence[Job], *how: Any) -> list[Ran]:
         sys.exit("marked")
     if GREEDY in seen and len(jobs) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-    return run(jobs, *how)
+    return execute(jobs, *how)
 
 
-def works(_: torch.device) -> bool:
-    """As `faults.works` says it of a device whose context is broken."""
+def device_works(_: torch.device) -> bool:
+    """As `device_errors.device_works` says it of a device whose context is broken."""
     return not _broken
 
 
 if __name__ == "__main__":
-    qkv.engine.engine.run = failing  # type: ignore[attr-defined, assignment]
-    qkv.engine.device_errors.works = works  # type: ignore[assignment]
+    qkv.engine.executor.execute = failing  # type: ignore[assignment]
+    qkv.engine.device_errors.device_works = device_works  # type: ignore[assignment]
     main(prog_name="qkv")

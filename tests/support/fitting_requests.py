@@ -14,8 +14,7 @@ import numpy as np
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Input, Variant, fixed_size
 from qkv.tensors import RawTensor
-from qkv.wire import json, safetensors
-from qkv.wire import open_inference as v2
+from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
 from support.known_requests import DTYPES, Array, as_json
 
@@ -63,7 +62,7 @@ class Fitting:
             arrays = self._inputs(variant)
             raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
             binary = raw if self._chance() else {}
-            chunks, length = v2.encode(Message({}, raw), "inputs", binary)
+            chunks, length = open_inference.encode(Message({}, raw), "inputs", binary)
             return b"".join(chunks), length
         fields = self._run(variant, {})
         return self._file(fields, "inputs", fields.pop("inputs")), None
@@ -98,7 +97,7 @@ class Fitting:
         return {
             spec.name: self._input(spec, sizes)
             for spec in variant.inputs.values()
-            if not spec.optional or self._chance()
+            if not spec.is_optional or self._chance()
         }
 
     def _input(self, spec: Input, sizes: Mapping[str, int]) -> Array:
@@ -209,7 +208,7 @@ class Fitting:
             {
                 "name": name,
                 "shape": list(array.shape),
-                "datatype": v2.DATATYPES[array.dtype.name],
+                "datatype": open_inference.DATATYPES[array.dtype.name],
                 "data": array.ravel().tolist(),
             }
             for name, array in arrays.items()

@@ -22,7 +22,7 @@ EPS: Final = torch.finfo(torch.float64).eps
 OUTPUT: Final = frozenset({"output"})
 
 
-def drawn(
+def random_inputs(
     name: str, sizes: Mapping[str, int] = SIZES, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
     """Normal tensors by argument, all that the variant takes but masks and lengths."""
@@ -33,7 +33,9 @@ def drawn(
     }
 
 
-def attended(name: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> Tensor:
+def forward_output(
+    name: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]
+) -> Tensor:
     output: Tensor = BACKWARDS[name].attend(**tensors, **parameters, outputs=OUTPUT).output
     return output
 

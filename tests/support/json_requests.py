@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from conftest import Server
 from support.known_requests import DTYPES, as_json
+from support.service import Server
 
 EYE = [[1, 0], [0, 1]]
 EXAMPLE: dict[str, Any] = {"inputs": {"query": EYE, "key": EYE, "value": [[1, 2], [3, 4]]}}
@@ -22,7 +22,7 @@ def post(server: Server, document: Any, path: str = "/v1/attention/softmax") -> 
     return server.http.post(path, content=body, headers={"Content-Type": "application/json"})
 
 
-def ask(server: Server, document: Any, **fields: Any) -> dict[str, Any]:
+def run_request(server: Server, document: Any, **fields: Any) -> dict[str, Any]:
     response = post(server, document | fields)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/json"
@@ -39,7 +39,7 @@ def tensors(rank: int, dtype: str = "float32", seed: int = 0, groups: int = 2) -
     return {n: draw.normal(size=shape).astype(DTYPES[dtype]) for n, shape in shapes.items()}
 
 
-def layered(layout: str, width: int, out: int, *, bias: bool = False) -> dict[str, Any]:
+def random_layer(layout: str, width: int, out: int, *, bias: bool = False) -> dict[str, Any]:
     """A layer with random weights."""
     draw = np.random.default_rng(width * out)
     named: dict[str, Any] = {}

@@ -48,7 +48,9 @@ PROBLEMS: Final = {
 }
 
 
-def refused(response: httpx.Response, status: int = 422, document: Any = None) -> dict[str, Any]:
+def assert_problem(
+    response: httpx.Response, status: int = 422, document: Any = None
+) -> dict[str, Any]:
     """The problem document of a refusal, held against RFC 9457 and against what was sent."""
     assert response.status_code == status, response.text
     assert status in PROBLEMS, response.text
@@ -77,7 +79,7 @@ def points_into(document: Any, pointer: str) -> bool:
     return first == "" and isinstance(document, dict | list)
 
 
-def explained(error: QkvError, document: Any) -> None:
+def assert_client_error(error: QkvError, document: Any) -> None:
     """What a caller did wrong is refused with a status that says so, and a pointer to where."""
     assert error.status in (400, 404, 422)
     if error.status == 422:

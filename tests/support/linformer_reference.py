@@ -17,7 +17,7 @@ ALL: Final = frozenset({"output", "weights", "map"})
 OUTPUT: Final = frozenset({"output"})
 
 
-def attended(*tensors: Any, **parameters: Any) -> linformer.Linformer:
+def attend_checked(*tensors: Any, **parameters: Any) -> linformer.Linformer:
     """All outputs, their dtypes checked."""
     found = linformer.attend(*tensors, **parameters, outputs=ALL)
     dtype = tensors[0].dtype
@@ -27,7 +27,7 @@ def attended(*tensors: Any, **parameters: Any) -> linformer.Linformer:
     return found
 
 
-def drawn(stream: int, rank: int, length: int, seed: int) -> Tensor:
+def random_projection(stream: int, rank: int, length: int, seed: int) -> Tensor:
     """The definition: normal with variance 1/rank, key by key."""
     bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64))
     numbers = np.random.Generator(bits).standard_normal((length, rank))
@@ -54,7 +54,7 @@ def assert_right(tensors: tuple[Tensor | None, ...], **parameters: Any) -> None:
     dtype, (S, D), R = query.dtype, key.shape[2:], truth.map.shape[-1]
     seed = parameters.get("seed", 0)
     E, F = (
-        (drawn(i, R, S, seed).to(dtype) if p is None else p).double()[:, :S].abs()
+        (random_projection(i, R, S, seed).to(dtype) if p is None else p).double()[:, :S].abs()
         for i, p in enumerate((E, F))
     )
     if lengths is not None:
@@ -75,7 +75,7 @@ def assert_right(tensors: tuple[Tensor | None, ...], **parameters: Any) -> None:
         + torch.finfo(dtype).eps * truth.output.abs()
         + (R + S) * torch.finfo(dtype).tiny,
     }
-    found = attended(*tensors, **parameters)
+    found = attend_checked(*tensors, **parameters)
     alone = linformer.attend(*tensors, **parameters, outputs=OUTPUT)  # type: ignore[arg-type]
     assert alone.weights is None
     assert alone.map is None

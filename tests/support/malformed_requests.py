@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from support.json_requests import EYE, TENSORS, layered, tensors
+from support.json_requests import EYE, TENSORS, random_layer, tensors
 from support.known_requests import DTYPES, Case, as_array, as_json
 
 
@@ -30,28 +30,28 @@ def valid(name: str) -> dict[str, Any]:
     elif name == "x":
         document = {
             "inputs": {"x": [[[1, 2, 3, 4.5], [0, -1, 0, 2]]]},
-            "layer": layered("v1", 4, 6) | {"heads": 2},
+            "layer": random_layer("v1", 4, 6) | {"heads": 2},
             "parameters": {"softcap": 5},
         }
     else:
         embeddings = {
             n: as_json(np.ones((2, 4), "f4"), "base64") for n in ("query", "key", "value")
         }
-        document = {"inputs": embeddings, "layer": layered("v2", 4, 6, bias=True)}
+        document = {"inputs": embeddings, "layer": random_layer("v2", 4, 6, bias=True)}
     return document
 
 
 DOCUMENTS = ("lists", "base64", "x", "embeddings")
 Draw = Callable[[st.SearchStrategy[Any]], Any]
-Harm = Callable[[Draw, dict[str, Any]], "dict[str, Any] | bytes | None"]
-HARMS: dict[str, tuple[tuple[str, ...], Harm]] = {}
+Corruption = Callable[[Draw, dict[str, Any]], "dict[str, Any] | bytes | None"]
+CORRUPTIONS: dict[str, tuple[tuple[str, ...], Corruption]] = {}
 
 
-def harm(*documents: str) -> Callable[[Harm], Harm]:
+def corruption(*documents: str) -> Callable[[Corruption], Corruption]:
     """Makes a way to break these documents (None: all) known."""
 
-    def add(function: Harm) -> Harm:
-        HARMS[function.__name__] = (documents or DOCUMENTS, function)
+    def add(function: Corruption) -> Corruption:
+        CORRUPTIONS[function.__name__] = (documents or DOCUMENTS, function)
         return function
 
     return add
@@ -71,32 +71,32 @@ def tensors_of(document: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return [(g, n) for g in groups for n in g if n not in ("mask", "key_lengths")]
 
 
-@harm()
+@corruption()
 def a_tensor_is_left_out(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE([t for t in tensors_of(document) if not t[1].endswith("bias")]))
     del group[name]
 
 
-@harm()
+@corruption()
 def a_tensor_has_another_name(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE([t for t in tensors_of(document) if not t[1].endswith("bias")]))
     group[name + draw(TEXT) + "~/"] = group.pop(name)
 
 
-@harm()
+@corruption()
 def a_tensor_nobody_knows(draw: Draw, document: dict[str, Any]) -> None:
     group = draw(ONE(tensors_of(document)))[0]
     group[draw(TEXT.filter(lambda n: n not in group and n != "mask"))] = EYE
 
 
-@harm()
+@corruption()
 def a_tensor_is_something_else(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     junk = draw(ONE(NOT_A_TENSOR))
     group[name] = 5 if name.endswith("bias") and junk == [1, 2] else junk
 
 
-@harm("lists", "x")
+@corruption("lists", "x")
 def a_row_is_longer(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE([n for n in document["inputs"] if n != "key_lengths"]))
     row = document["inputs"][name]
@@ -105,7 +105,7 @@ def a_row_is_longer(draw: Draw, document: dict[str, Any]) -> None:
     row.append(row[0])
 
 
-@harm("lists")
+@corruption("lists")
 def a_number_is_something_else(draw: Draw, document: dict[str, Any]) -> None:
     row = document["inputs"][draw(ONE(TENSORS))]
     while isinstance(row[0], list):
@@ -113,7 +113,7 @@ def a_number_is_something_else(draw: Draw, document: dict[str, Any]) -> None:
     row[draw(ONE(range(len(row))))] = draw(ONE([None, "", "nan", "1", {}, [], [1], True, False]))
 
 
-@harm("lists", "x")
+@corruption("lists", "x")
 def a_number_is_too_large(draw: Draw, document: dict[str, Any]) -> None:
     row = document["inputs"][draw(ONE([n for n in document["inputs"] if n in (*TENSORS, "x")]))]
     while isinstance(row[0], list):
@@ -121,7 +121,7 @@ def a_number_is_too_large(draw: Draw, document: dict[str, Any]) -> None:
     row[0] = draw(ONE([1e39, -1e39, 1e308]))
 
 
-@harm("base64")
+@corruption("base64")
 def an_axis_is_longer(draw: Draw, document: dict[str, Any]) -> None:
     name, axis = draw(
         ONE([("query", 0), ("query", 1), ("query", 3)])
@@ -130,7 +130,7 @@ def an_axis_is_longer(draw: Draw, document: dict[str, Any]) -> None:
     grown(document["inputs"], name, axis)
 
 
-@harm("x", "embeddings")
+@corruption("x", "embeddings")
 def a_layer_does_not_fit(draw: Draw, document: dict[str, Any]) -> None:
     inputs, weights = document["inputs"], document["layer"]["tensors"]
     group, name = draw(ONE([(g, n) for g in (inputs, weights) for n in g]))
@@ -149,7 +149,7 @@ def grown(group: dict[str, Any], name: str, axis: int) -> None:
     group[name] = as_json(more[tuple(keep)], "base64")
 
 
-@harm()
+@corruption()
 def an_axis_is_empty(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     array = as_array(group[name])
@@ -158,7 +158,7 @@ def an_axis_is_empty(draw: Draw, document: dict[str, Any]) -> None:
     group[name] = as_json(np.zeros(shape, "f4"), draw(ONE(["lists", "base64"])))
 
 
-@harm()
+@corruption()
 def too_many_axes(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     array = as_array(group[name]).astype(np.float32)
@@ -166,21 +166,21 @@ def too_many_axes(draw: Draw, document: dict[str, Any]) -> None:
     group[name] = as_json(more, draw(ONE(["lists", "base64"])))
 
 
-@harm("base64", "embeddings")
+@corruption("base64", "embeddings")
 def another_rank_than_the_query(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(["key", "value"]))
     array = as_array(document["inputs"][name])
     document["inputs"][name] = as_json(draw(ONE([array[0], array[None]])), "base64")
 
 
-@harm("base64", "embeddings")
+@corruption("base64", "embeddings")
 def dtypes_are_mixed(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     other = draw(ONE(["float64", "float16", "bfloat16", "int64", "bool"]))
     group[name] = as_json(as_array(group[name]).astype(DTYPES[other]), "base64")
 
 
-@harm("base64", "embeddings")
+@corruption("base64", "embeddings")
 def base64_is_damaged(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     data = group[name]["data"]
@@ -194,7 +194,7 @@ def base64_is_damaged(draw: Draw, document: dict[str, Any]) -> None:
     group[name]["data"] = ways[draw(ONE(list(ways)))]
 
 
-@harm("base64", "embeddings")
+@corruption("base64", "embeddings")
 def a_declaration_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     tensor = group[name]
@@ -211,13 +211,13 @@ def a_declaration_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
     tensor[key] = bad
 
 
-@harm("base64", "embeddings")
+@corruption("base64", "embeddings")
 def a_declaration_is_incomplete(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     del group[name][draw(ONE(["dtype", "shape", "data"]))]
 
 
-@harm("lists", "base64")
+@corruption("lists", "base64")
 def a_mask_does_not_fit(draw: Draw, document: dict[str, Any]) -> None:
     masks = [
         [[0, 1, 0, 1, 0]], [[1, 1, 1, 1, 1]], 1, [True, False], [[True] * 6], [[True] * 5] * 2,
@@ -227,7 +227,7 @@ def a_mask_does_not_fit(draw: Draw, document: dict[str, Any]) -> None:
     document["inputs"]["mask"] = draw(ONE(masks))
 
 
-@harm("lists", "base64")
+@corruption("lists", "base64")
 def key_lengths_do_not_fit(draw: Draw, document: dict[str, Any]) -> None:
     count = 1 if document["inputs"]["key_lengths"] == [4] else 2
     number = draw(ONE([-1, 6, 2**62, 2**63, 1.5, "NaN", "Infinity", True, None, "3", [3], 1e300]))
@@ -248,13 +248,13 @@ BAD_PARAMETERS: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@harm()
+@corruption()
 def a_parameter_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(list(BAD_PARAMETERS)))
     document.setdefault("parameters", {})[name] = draw(ONE(BAD_PARAMETERS[name]))
 
 
-@harm()
+@corruption()
 def a_parameter_nobody_knows(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(
         TEXT.filter(lambda n: n not in BAD_PARAMETERS) | ONE(["Causal", "is_causal", "a/b~"])
@@ -268,25 +268,25 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "weights": ["some", "", "Full", None, 1, True, [], {}, {"rows": "all"}, {"nothing": 1}],
     "dtype": ["float", "int64", "bool", "", None, 32, [], {}, True],
     "encoding": ["list", "", "safetensors", 64, [], {}, True],
-    "layer": [1, True, [], 1.5],
+    "layer": ["mine", "", 1, True, [], 1.5],
     "inputs": [None, [], 1, "query", True, {}, [EYE]],
 }
 
 
-@harm()
+@corruption()
 def a_field_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(list(BAD_FIELDS)))
     document[name] = draw(ONE(BAD_FIELDS[name]))
 
 
-@harm()
+@corruption()
 def a_field_nobody_knows(draw: Draw, document: dict[str, Any]) -> None:
     known = (*BAD_FIELDS, "inputs")
     name = draw(TEXT.filter(lambda n: n not in known) | ONE(["Inputs", "query", "a/b~c", ""]))
     document[name] = draw(ONE([None, 1, True, [], {}, EYE]))
 
 
-@harm("lists", "base64")
+@corruption("lists", "base64")
 def weights_asked_for_and_not(draw: Draw, document: dict[str, Any]) -> None:
     document |= {"outputs": ["output", "weights"], "weights": "none"}
 
@@ -298,13 +298,13 @@ BAD_LAYER: dict[str, list[Any]] = {
 }
 
 
-@harm("x", "embeddings")
+@corruption("x", "embeddings")
 def a_layer_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(list(BAD_LAYER)))
     document["layer"][name] = draw(ONE(BAD_LAYER[name]))
 
 
-@harm("x", "embeddings")
+@corruption("x", "embeddings")
 def a_layer_has_more_or_less(draw: Draw, document: dict[str, Any]) -> None:
     layer = document["layer"]
     if draw(st.booleans()):
@@ -313,50 +313,50 @@ def a_layer_has_more_or_less(draw: Draw, document: dict[str, Any]) -> None:
         layer[draw(TEXT.filter(lambda n: n not in ("layout", "tensors", "heads")))] = None
 
 
-@harm("x")
+@corruption("x")
 def x_beside_what_it_stands_for(draw: Draw, document: dict[str, Any]) -> None:
     inputs = document["inputs"]
     inputs[draw(ONE(TENSORS))] = inputs["x"]
 
 
-@harm("lists")
+@corruption("lists")
 def x_without_a_layer(draw: Draw, document: dict[str, Any]) -> None:
     inputs = document["inputs"]
     inputs["x"] = inputs["query"] if draw(st.booleans()) else inputs.pop("query")
 
 
-@harm("x")
+@corruption("x")
 def a_projection_is_spelled_twice(draw: Draw, document: dict[str, Any]) -> None:
     weights = document["layer"]["tensors"]
     name = draw(ONE(["W_key", "W_value"]))
     weights[f"{name}s"] = weights[name]
 
 
-@harm()
+@corruption()
 def the_body_is_cut(draw: Draw, document: dict[str, Any]) -> bytes:
     body = json.dumps(document).encode()
     return body[: draw(st.integers(0, len(body) - 1))]
 
 
-@harm()
+@corruption()
 def the_body_goes_on(draw: Draw, document: dict[str, Any]) -> bytes:
     more: bytes = draw(ONE([b"}", b"x", b"{}", b"\0", b",", b"\xff"]))
     return json.dumps(document).encode() + more
 
 
-@harm()
+@corruption()
 def the_body_is_no_object(draw: Draw, document: dict[str, Any]) -> bytes:
     return json.dumps(draw(ONE([[document], [], None, 1, "x", json.dumps(document)]))).encode()
 
 
-@harm()
+@corruption()
 def a_name_comes_twice(draw: Draw, document: dict[str, Any]) -> bytes:
     body = json.dumps(document)
     found: re.Match[str] = draw(ONE(list(re.finditer(r'"\w+": ', body))))
     return f"{body[: found.start()]}{found[0]}0, {body[found.start() :]}".encode()
 
 
-@harm()
+@corruption()
 def some_bytes_are_no_text(draw: Draw, document: dict[str, Any]) -> bytes:
     body = json.dumps(document).encode()
     at = draw(st.integers(0, len(body) - 1))

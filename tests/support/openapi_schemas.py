@@ -15,7 +15,7 @@ def fits(value: Any, schema: dict[str, Any], document: dict[str, Any]) -> bool:
     return bool(jsonschema.Draft202012Validator(whole).is_valid(value))
 
 
-def described(document: dict[str, Any], response: httpx.Response) -> dict[str, Any]:
+def response_content(document: dict[str, Any], response: httpx.Response) -> dict[str, Any]:
     """What the document says of the content of an answer, which must have the headers it names."""
     request = response.request
     operation = document["paths"][request.url.path][request.method.lower()]
@@ -26,19 +26,19 @@ def described(document: dict[str, Any], response: httpx.Response) -> dict[str, A
     return content
 
 
-def renamed(value: Any) -> Iterator[Any]:
+def with_renamed_fields(value: Any) -> Iterator[Any]:
     """A value with one name changed, wherever there is one."""
     if isinstance(value, dict):
         for name, inner in value.items():
             rest = {n: v for n, v in value.items() if n != name}
             yield rest | {f"{name}_": inner}
-            for other in renamed(inner):
+            for other in with_renamed_fields(inner):
                 yield value | {name: other}
 
 
-def kept(document: dict[str, Any], response: httpx.Response) -> None:
+def assert_matches_document(document: dict[str, Any], response: httpx.Response) -> None:
     """Holds a JSON answer against the document, and the document against near misses."""
-    answer, schema = response.json(), described(document, response)["schema"]
+    answer, schema = response.json(), response_content(document, response)["schema"]
     assert fits(answer, schema, document), answer
-    for other in renamed(answer):
+    for other in with_renamed_fields(answer):
         assert not fits(other, schema, document), other

@@ -12,68 +12,75 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from conftest import PATIENCE, Server
 from qkv.attention.catalogue import fixed_size, variants
 from qkv.engine.engine import Engine
-from qkv.engine.executor import Standing
+from qkv.engine.executor import PreparedRun
 from qkv.tensors import RawTensor
-from qkv.wire import open_inference as v2
+from qkv.wire import open_inference
 from qkv.wire.message import Message
 from support.known_requests import Array
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 PATH: Final = "/v2/models/softmax/infer"
 NAMES: Final = ("query", "key", "value")
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
-    """What has taken the shortest way."""
-    taken: list[Standing] = []
-    run_standing = Engine.run_standing
+def fast_path_runs(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
+    """The prepared runs that the fast path has executed."""
+    taken: list[PreparedRun] = []
+    run_prepared = Engine.run_prepared
 
-    def counted(engine: Engine, standing: Standing) -> Any:
-        answer = run_standing(engine, standing)
+    def counted(engine: Engine, prepared_run: PreparedRun) -> Any:
+        answer = run_prepared(engine, prepared_run)
         if answer is not None:
-            taken.append(standing)
+            taken.append(prepared_run)
         return answer
 
-    monkeypatch.setattr(Engine, "run_standing", counted)
+    monkeypatch.setattr(Engine, "run_prepared", counted)
     return taken
 
 
-def drawn(seed: int, shape: tuple[int, ...] = (1, 2, 8, 16), dtype: Any = np.float32) -> Any:
+def random_inputs(
+    seed: int, shape: tuple[int, ...] = (1, 2, 8, 16), dtype: Any = np.float32
+) -> Any:
     random = np.random.default_rng(seed)
     return {name: random.normal(size=shape).astype(dtype) for name in NAMES}
 
 
-def inputs_of(name: str, dtype: Any = np.float32, size: int = 8) -> dict[str, Array]:
+def inputs_for(name: str, dtype: Any = np.float32, size: int = 8) -> dict[str, Array]:
     """What a variant needs, every axis of one size."""
     random, inputs = np.random.default_rng(0), variants()[name].inputs.values()
     return {
         spec.name: random.normal(size=[fixed_size(x) or size for x in spec.letters]).astype(dtype)
         for spec in inputs
-        if not spec.optional
+        if not spec.is_optional
     }
 
 
-def body_of(arrays: dict[str, Array], outputs: tuple[str, ...] = ("output",), **fields: Any) -> Any:
-    """A body, and the bytes of its JSON."""
+def encode_body(
+    arrays: dict[str, Array], outputs: tuple[str, ...] = ("output",), **fields: Any
+) -> Any:
+    """Returns a body, and the number of bytes of its JSON."""
     raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
     asked = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
-    chunks, length = v2.encode(Message({"outputs": asked} | fields, raw), "inputs", set(raw))
+    chunks, length = open_inference.encode(
+        Message({"outputs": asked} | fields, raw), "inputs", set(raw)
+    )
     return b"".join(chunks), length
 
 
-def request_of(body: bytes, length: int, path: str = PATH, *lines: str) -> bytes:
+def encode_request(body: bytes, length: int, path: str = PATH, *lines: str) -> bytes:
     head = [
         f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}",
-        f"{v2.LENGTH_HEADER}: {length}", *lines,
+        f"{open_inference.LENGTH_HEADER}: {length}", *lines,
     ]  # fmt: skip
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
 
 
-class Caller:
-    """A plain connection."""
+class RawClient:
+    """A client on a plain socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -83,8 +90,8 @@ class Caller:
         for piece in pieces:
             self.socket.sendall(piece)
 
-    def answer(self) -> tuple[dict[str, str], Any, bytes]:
-        """Headers, JSON and the bytes behind it, of the next answer."""
+    def read_response(self) -> tuple[dict[str, str], Any, bytes]:
+        """Returns the headers of the next response, its JSON, and the bytes after the JSON."""
         while b"\r\n\r\n" not in self._came:
             self._more()
         head, self._came = self._came.split(b"\r\n\r\n", 1)
@@ -101,18 +108,18 @@ class Caller:
         return headers, json.loads(body[:length]), body[length:]
 
     def status(self) -> int:
-        """That of the next answer, which stays."""
+        """Returns the status of the next response, and leaves the response unread."""
         while b"\r\n\r\n" not in self._came:
             self._more()
         return int(self._came.split()[1])
 
     def body(self) -> bytes:
-        """That of the next answer, which is good."""
+        """Returns the body of the next response, whose status must be 200."""
         assert self.status() == 200, self._came
         return self.rest()
 
     def rest(self) -> bytes:
-        """That of the next answer, whatever it is."""
+        """Returns the body of the next response, whatever its status."""
         self.status()
         head, self._came = self._came.split(b"\r\n\r\n", 1)
         length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
@@ -128,11 +135,41 @@ class Caller:
 
 
 @contextmanager
-def calling(server: Server) -> Iterator[Caller]:
-    with socket.create_connection(server.address, PATIENCE) as connection:
-        yield Caller(connection)
+def raw_client(server: Server) -> Iterator[RawClient]:
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
+        yield RawClient(connection)
 
 
 def asked_of(server: Server) -> int:
     """Requests that the service counts as not answered."""
-    return int(server.app.state.protocol.keywords["worker"].fleet.asked)
+    return int(server.runtime.worker.shared_state.in_flight)
+
+
+def read_responses(connection: socket.socket) -> list[tuple[int, dict[str, str], bytes]]:
+    """Reads responses until the service closes the connection."""
+    came = b""
+    while more := connection.recv(1 << 20):
+        came += more
+    found = []
+    while came:
+        head, _, came = came.partition(b"\r\n\r\n")
+        first, *lines = head.decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        size = int(headers["content-length"])
+        found.append((int(first.split()[1]), headers, came[:size]))
+        came = came[size:]
+    return found
+
+
+@pytest.fixture
+def prepared_runs(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
+    """The prepared runs that the fast path has executed."""
+    taken: list[PreparedRun] = []
+    run = PreparedRun.run
+
+    def counted(prepared_run: PreparedRun) -> Any:
+        taken.append(prepared_run)
+        return run(prepared_run)
+
+    monkeypatch.setattr(PreparedRun, "run", counted)
+    return taken

@@ -1,4 +1,4 @@
-"""A small server on a real socket that says what a test wrote down, and keeps what it hears."""
+"""A small server on a real socket: it sends scripted replies and records the requests."""
 
 from __future__ import annotations
 
@@ -11,78 +11,78 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-__all__ = ["Heard", "Line", "broken", "document", "events", "refusal", "spoken", "sse"]
-
-Line = Callable[[BaseHTTPRequestHandler], None]
-"""What is said to one request."""
+Reply = Callable[[BaseHTTPRequestHandler], None]
+"""Writes the response to one request."""
 
 EVENTS: Final = "text/event-stream"
 
 
 @dataclass
-class Heard:
-    """What came.
+class ReceivedRequests:
+    """The requests that a scripted server has received.
 
     Attributes:
-        url: where it is said.
-        paths: of requests, in order.
-        bodies: of requests, as they came.
-        headers: of requests, by their names in lower case.
-        left: set once a caller has closed its connection while it was spoken to.
+        url: of the server.
+        paths: of the requests, in order.
+        bodies: of the requests, as received.
+        headers: of the requests, by their names in lower case.
+        disconnected: set once a client has closed its connection during a reply.
     """
 
     url: str = ""
     paths: list[str] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    left: threading.Event = field(default_factory=threading.Event)
+    disconnected: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def said(self) -> Any:
-        """The last body, read as JSON."""
+    def last_json(self) -> Any:
+        """The last body, parsed as JSON."""
         return json.loads(self.bodies[-1])
 
 
 @contextlib.contextmanager
-def spoken(*lines: Line) -> Iterator[Heard]:
-    """Says a line to each request in turn, the last one to all that follow."""
-    heard, left = Heard(), list(lines)
+def scripted_server(*replies: Reply) -> Iterator[ReceivedRequests]:
+    """Sends one reply to each request in turn, the last one to all that follow."""
+    received, replies_left = ReceivedRequests(), list(replies)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            heard.paths.append(self.path)
-            heard.headers.append({name.lower(): value for name, value in self.headers.items()})
-            heard.bodies.append(self.rfile.read(int(self.headers["content-length"])))
-            line = left.pop(0) if len(left) > 1 else left[0]
+            received.paths.append(self.path)
+            received.headers.append({name.lower(): value for name, value in self.headers.items()})
+            received.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            reply = replies_left.pop(0) if len(replies_left) > 1 else replies_left[0]
             with contextlib.suppress(ConnectionError):
-                line(self)
+                reply(self)
                 return
-            heard.left.set()
+            received.disconnected.set()
 
         def log_message(self, format: str, *words: Any) -> None:
             pass
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """Who is spoken to may leave at any time."""
+            """Ignores clients that disconnect during a reply."""
             if not isinstance(sys.exception(), ConnectionError):
                 super().handle_error(request, client_address)
 
     server = Server(("127.0.0.1", 0), Handler)
-    heard.url = f"http://127.0.0.1:{server.server_address[1]}"
+    received.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield heard
+        yield received
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
-def document(content: Any, status: int = 200, kind: str = "application/json", **more: str) -> Line:
+def json_reply(
+    content: Any, status: int = 200, kind: str = "application/json", **more: str
+) -> Reply:
     """A whole answer; keywords are further headers."""
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
 
@@ -97,23 +97,23 @@ def document(content: Any, status: int = 200, kind: str = "application/json", **
     return say
 
 
-def refusal(status: int, name: str, **headers: str) -> Line:
+def problem_reply(status: int, name: str, **headers: str) -> Reply:
     """A problem document."""
     problem = {"type": f"urn:qkv:problem:{name}", "status": status, "detail": "because"}
-    return document(problem, status, "application/problem+json", **headers)
+    return json_reply(problem, status, "application/problem+json", **headers)
 
 
-def broken(handler: BaseHTTPRequestHandler) -> None:
-    """The connection closes without a word."""
+def drop_connection(handler: BaseHTTPRequestHandler) -> None:
+    """Closes the connection without a response."""
     handler.close_connection = True
 
 
-def sse(name: str, said: Any) -> bytes:
+def encode_event(name: str, said: Any) -> bytes:
     """One event."""
     return f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
 
 
-def events(*chunks: bytes, end: str = "whole", kind: str = EVENTS) -> Line:
+def event_reply(*chunks: bytes, end: str = "whole", kind: str = EVENTS) -> Reply:
     """A stream of events, chunk by chunk. Its end is "whole"; or "cut", where the connection
     closes amid the answer; or "held", where comments follow until the caller leaves."""
 

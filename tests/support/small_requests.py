@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 import qkv
-import qkv.engine.engine
-from conftest import PATIENCE, Server
+import qkv.engine.executor
 from qkv.client.request_builders import build_attend
-from qkv.engine.engine import GPU_BATCH
-from qkv.engine.executor import Ran, run
+from qkv.engine.engine import GPU_MAX_BATCH
+from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 PATH: Final = "/v1/attention/softmax"
 SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
@@ -36,7 +37,7 @@ def body(first: float = 1.0, rows: int = 2, width: int = 4, seed: int = 0) -> by
 
 def post(url: str, content: bytes, **headers: str) -> httpx.Response:
     sent = SAFETENSORS | headers
-    return httpx.post(url + PATH, content=content, headers=sent, timeout=PATIENCE)
+    return httpx.post(url + PATH, content=content, headers=sent, timeout=TIMEOUT_S)
 
 
 def outputs(response: httpx.Response) -> bytes:
@@ -46,12 +47,12 @@ def outputs(response: httpx.Response) -> bytes:
 
 
 @contextmanager
-def connected(server: Server) -> Iterator[socket.socket]:
-    with socket.create_connection(server.address, PATIENCE) as connection:
+def open_connection(server: Server) -> Iterator[socket.socket]:
+    with socket.create_connection(server.address, TIMEOUT_S) as connection:
         yield connection
 
 
-def answer(connection: socket.socket) -> str:
+def read_head(connection: socket.socket) -> str:
     got = b""
     while b"\r\n\r\n" not in got:
         piece = connection.recv(65536)
@@ -61,27 +62,27 @@ def answer(connection: socket.socket) -> str:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def executed_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The jobs that the device runs."""
     every: list[Job] = []
 
-    def recorded(jobs: Sequence[Job], *how: Any) -> list[Ran]:
+    def recorded(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         every.extend(jobs)
-        return run(jobs, *how)
+        return execute(jobs, *how)
 
-    monkeypatch.setattr(qkv.engine.engine, "run", recorded)
+    monkeypatch.setattr(qkv.engine.executor, "execute", recorded)
     return every
 
 
-def together(server: Server, path: str, documents: Sequence[Any]) -> list[Any]:
+def post_as_one_batch(server: Server, path: str, documents: Sequence[Any]) -> list[Any]:
     """What a server answers to documents that all wait before the first runs, and may be as many
     in a batch as on a GPU."""
-    server.engine._max_batch, before = GPU_BATCH, server.engine._max_batch
+    server.engine._max_batch, before = GPU_MAX_BATCH, server.engine._max_batch
     try:
         with ThreadPoolExecutor(len(documents)) as pool:
-            with server.engine.hold():
+            with server.hold():
                 futures = [pool.submit(server.http.post, path, json=d) for d in documents]
-                server.await_waiting(len(documents))
+                server.wait_until_queued(len(documents))
             return [future.result().json() for future in futures]
     finally:
         server.engine._max_batch = before

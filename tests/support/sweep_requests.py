@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import pytest
 
-from conftest import PATIENCE, Server
 from qkv.jobs.job import Job
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 SWEEP: Final = "/v1/sweep"
 SMALL: Final = {"heads": 2, "width": 8, "repeats": 2}
@@ -22,7 +23,7 @@ CELL: Final = {
 Event = tuple[str, Any]
 
 
-def parsed(lines: Iterator[str]) -> Iterator[Event]:
+def parse_events(lines: Iterator[str]) -> Iterator[Event]:
     """Events, as WHATWG's HTML, section 9.2.6, reads them."""
     name, data = "message", list[str]()
     for line in lines:
@@ -40,25 +41,25 @@ def parsed(lines: Iterator[str]) -> Iterator[Event]:
     assert not data, "the last event has no end"
 
 
-def swept(server: Server, **fields: Any) -> list[Event]:
+def run_sweep(server: Server, **fields: Any) -> list[Event]:
     """All that a sweep says."""
     with server.http.stream("POST", SWEEP, json=SMALL | fields) as response:
         assert response.status_code == 200, response.read()
-        return list(parsed(response.iter_lines()))
+        return list(parse_events(response.iter_lines()))
 
 
-def asking(server: Server, **fields: Any) -> socket.socket:
+def open_sweep(server: Server, **fields: Any) -> socket.socket:
     """A socket on which a sweep has been asked for."""
     body = json.dumps(SMALL | fields).encode()
     head = f"POST {SWEEP} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     asked = socket.create_connection(server.address)
-    asked.settimeout(PATIENCE)
+    asked.settimeout(TIMEOUT_S)
     asked.sendall(head + body)
     return asked
 
 
 @pytest.fixture
-def counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
+def submitted_jobs(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
     """Every job that is submitted, and its priority."""
     jobs: list[tuple[Job, int]] = []
     submit = server.engine.submit

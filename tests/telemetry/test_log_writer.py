@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import PATIENCE, until
-from qkv.telemetry.background_writer import Lines
+from qkv.telemetry.log_writer import BackgroundWriter
+from support.processes import TIMEOUT_S, wait_until
 
 
 def test_who_does_not_read_them_keeps_nobody_waiting() -> None:
@@ -21,7 +21,7 @@ def test_who_does_not_read_them_keeps_nobody_waiting() -> None:
     dropped: list[int] = []
     count = 0
     with ours:
-        lines = Lines(theirs.fileno(), dropped.append)
+        lines = BackgroundWriter(theirs.fileno(), dropped.append)
         lines.start()
         while not dropped:
             for _ in range(500):
@@ -36,9 +36,9 @@ def test_who_does_not_read_them_keeps_nobody_waiting() -> None:
         reader = threading.Thread(target=read)
         reader.start()
         lines.stop()
-        until(lambda: not lines._thread.is_alive())
+        wait_until(lambda: not lines._thread.is_alive())
         theirs.close()
-        reader.join(PATIENCE)
+        reader.join(TIMEOUT_S)
     numbers = [int(line.split()[0]) for line in b"".join(came).splitlines()]
     assert numbers == sorted(numbers)
     assert len(numbers) == count - sum(dropped)
@@ -49,7 +49,7 @@ def test_a_file_that_does_not_wait_gets_all_of_them() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     dropped: list[int] = []
-    lines = Lines(writer, dropped.append)
+    lines = BackgroundWriter(writer, dropped.append)
     lines.start()
     for i in range(5000):
         lines.add(b"%d %b\n" % (i, b"x" * 100))
@@ -68,11 +68,11 @@ def test_what_cannot_be_written_is_counted_and_what_can_be_again_is_written(tmp_
     ours, theirs = socket.socketpair()
     ours.close()
     dropped: list[int] = []
-    lines = Lines(theirs.fileno(), dropped.append)
+    lines = BackgroundWriter(theirs.fileno(), dropped.append)
     lines.start()
     for _ in range(70):
         lines.add(b"x" * 99 + b"\n")
-    until(lambda: sum(dropped) == 70)
+    wait_until(lambda: sum(dropped) == 70)
     path = tmp_path / "log"
     with path.open("wb") as file:
         os.dup2(file.fileno(), theirs.fileno())
@@ -85,12 +85,12 @@ def test_what_cannot_be_written_is_counted_and_what_can_be_again_is_written(tmp_
 
 BROKEN_OFF = """
 import resource, signal, sys
-from qkv.telemetry.background_writer import Lines
+from qkv.telemetry.log_writer import BackgroundWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (250, resource.RLIM_INFINITY))
 with open(sys.argv[1], "wb") as file:
     dropped = []
-    lines = Lines(file.fileno(), dropped.append, 0.2)
+    lines = BackgroundWriter(file.fileno(), dropped.append, 0.2)
     lines.start()
     for i in range(5):
         lines.add(b"%d %b\\n" % (i, b"x" * 97))
@@ -111,7 +111,7 @@ def test_a_line_that_broke_off_spoils_no_other(tmp_path: Path) -> None:
         [sys.executable, "-c", BROKEN_OFF, str(path)],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
         check=True,
     )
     first, second, part, last = path.read_text().splitlines()
@@ -120,11 +120,11 @@ def test_a_line_that_broke_off_spoils_no_other(tmp_path: Path) -> None:
     assert ran.stdout == "[3]\n"
 
 
-@pytest.mark.parametrize("every_s", [0.0, 0.05])
-def test_what_was_added_before_the_end_is_written(tmp_path: Path, every_s: float) -> None:
+@pytest.mark.parametrize("interval_s", [0.0, 0.05])
+def test_what_was_added_before_the_end_is_written(tmp_path: Path, interval_s: float) -> None:
     path = tmp_path / "log"
     with path.open("wb") as file:
-        lines = Lines(file.fileno(), every_s=every_s)
+        lines = BackgroundWriter(file.fileno(), interval_s=interval_s)
         lines.start()
         for i in range(1000):
             lines.add(b"%d\n" % i)

@@ -20,35 +20,23 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from ruamel.yaml import YAML
-from test_supervisor import JSON, PATH, TINY, children
 
-from conftest import Process, Server, running, until
 from qkv.attention.catalogue import variants
-from qkv.engine.executor import Standing
+from qkv.engine.executor import PreparedRun
 from qkv.jobs.job import Job
-from qkv.telemetry.metrics import BUCKETS, OUTCOMES, Meter, Metrics, Usage
-from qkv.telemetry.model_stats import Recorder
-from qkv.telemetry.worker_state import Worker
+from qkv.telemetry.metrics import BUCKETS, OUTCOMES, MetricsRecorder, SharedMetrics, Usage
+from qkv.telemetry.model_stats import ModelStatsRecorder
+from qkv.telemetry.worker_state import WorkerState
 from support.paths import ROOT
-from support.raw_connection import body_of, calling, drawn, request_of
+from support.processes import Process, running_command, wait_until
+from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
+from support.raw_connection import prepared_runs as prepared_runs
+from support.service import Server
+from support.service_processes import JSON, PATH, TINY_BODY, child_pids
 
 INFER: Final = "/v2/models/softmax/infer"
 WORKERS: Final = 3
 Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
-    """What has taken the shortest way."""
-    taken: list[Standing] = []
-    run = Standing.run
-
-    def counted(standing: Standing) -> Any:
-        taken.append(standing)
-        return run(standing)
-
-    monkeypatch.setattr(Standing, "run", counted)
-    return taken
 
 
 def samples(url: str) -> list[Sample]:
@@ -93,7 +81,7 @@ def test_it_is_what_prometheus_reads_with_the_names_that_are_usual(url: str) -> 
 
 def test_histograms_add_up(server: Server) -> None:
     for _ in range(3):
-        server.http.post(PATH, content=TINY, headers=JSON)
+        server.http.post(PATH, content=TINY_BODY, headers=JSON)
     found = page(server.url)
     for name in ("request_duration_seconds", "queue_wait_seconds", "compute_seconds", "batch_size"):
         for variant in variants():
@@ -115,39 +103,41 @@ def test_histograms_add_up(server: Server) -> None:
 
 
 def test_a_bucket_holds_its_bound() -> None:
-    metrics = Metrics(["one", "two"], 2)
+    metrics = SharedMetrics(["one", "two"], 2)
     for process in range(2):
-        meter = metrics.meter(process)
-        meter.ran("two", BUCKETS[3], 1e9)
-        meter.ran("two", BUCKETS[3] * 1.001, 0.0)
-    counts, total = metrics.times("two", "queue_wait")
+        metrics_recorder = metrics.recorder(process)
+        metrics_recorder.record_run("two", BUCKETS[3], 1e9)
+        metrics_recorder.record_run("two", BUCKETS[3] * 1.001, 0.0)
+    counts, total = metrics.histogram("two", "queue_wait")
     assert counts == [0, 0, 0, 2, 2, *[0] * (len(BUCKETS) - 4)]
     assert total == pytest.approx(4.002 * BUCKETS[3])
-    counts, total = metrics.times("two", "compute")
+    counts, total = metrics.histogram("two", "compute")
     assert (counts[0], counts[-1], total) == (2, 2, 2e9)
-    assert sum(metrics.times("one", "compute")[0]) == 0
-    metrics.meter(0).answered("two", "too-late", 1.0, 5)
-    metrics.meter(1).answered("two", "ok", 1.0, 6)
+    assert sum(metrics.histogram("one", "compute")[0]) == 0
+    metrics.recorder(0).record_response("two", "too-late", 1.0, 5)
+    metrics.recorder(1).record_response("two", "ok", 1.0, 6)
     assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "too-late": 1}
-    assert sum(metrics.times("two", "request_duration")[0]) == 1  # of those that were answered
+    assert sum(metrics.histogram("two", "request_duration")[0]) == 1  # of those that were answered
     assert metrics.totals["response_body_bytes"] == 11
 
 
-def test_every_way_is_counted_once(serve: Callable[..., Server], ran: list[Standing]) -> None:
+def test_every_way_is_counted_once(
+    serve: Callable[..., Server], prepared_runs: list[PreparedRun]
+) -> None:
     server = serve()
     before = page(server.url)
-    body, length = body_of(drawn(0))
+    body, length = encode_body(random_inputs(0))
     sent = 0
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         for _ in range(7):
-            caller.send(request_of(body, length))
-            caller.answer()
+            caller.send(encode_request(body, length))
+            caller.read_response()
             sent += len(body)
-    assert len(ran) >= 5
+    assert len(prepared_runs) >= 5
     headers = {"Inference-Header-Content-Length": str(length)}
     for path in (PATH, f"{PATH}?x=1", "/v1/attention/%73oftmax"):
-        assert server.http.post(path, content=TINY, headers=JSON).status_code == 200
-        sent += len(TINY)
+        assert server.http.post(path, content=TINY_BODY, headers=JSON).status_code == 200
+        sent += len(TINY_BODY)
     versioned = "/v2/models/softmax/versions/1/infer"
     assert server.http.post(versioned, content=body, headers=headers).status_code == 200
     sent += len(body)
@@ -175,7 +165,11 @@ def test_who_has_an_answer_finds_it_counted(
 ) -> None:
     """Whichever worker is asked: on every way, nothing is counted behind the answer."""
     counted: list[str] = []
-    for kind, name in ((Recorder, "ran"), (Meter, "ran"), (Meter, "answered")):
+    for kind, name in (
+        (ModelStatsRecorder, "record_batch"),
+        (MetricsRecorder, "record_run"),
+        (MetricsRecorder, "record_response"),
+    ):
         count = getattr(kind, name)
 
         def slow(*args: Any, count: Any = count, what: str = name) -> None:
@@ -185,32 +179,33 @@ def test_who_has_an_answer_finds_it_counted(
 
         monkeypatch.setattr(kind, name, slow)
     server = serve()
-    request, tasks = request_of(*body_of(drawn(0))), ["answered", "ran", "ran"]
-    with calling(server) as caller:
+    request = encode_request(*encode_body(random_inputs(0)))
+    tasks = ["record_batch", "record_response", "record_run"]
+    with raw_client(server) as caller:
         for _ in range(3):
             counted.clear()
             caller.send(request)
-            caller.answer()
+            caller.read_response()
             assert sorted(counted) == tasks
     for method, path, expected in (
         ("POST", PATH, tasks),
-        ("GET", "/v1/variants", ["answered"]),
-        ("GET", "/nowhere", ["answered"]),
+        ("GET", "/v1/variants", ["record_response"]),
+        ("GET", "/nowhere", ["record_response"]),
     ):
         counted.clear()
-        server.http.request(method, path, content=TINY, headers=JSON)
+        server.http.request(method, path, content=TINY_BODY, headers=JSON)
         assert sorted(counted) == expected
 
 
 def test_what_the_service_ran_for_itself_does_not_wait(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def once(worker: Worker, load: Callable[[], Usage]) -> None:
+    async def once(worker: WorkerState, load: Callable[[], Usage]) -> None:
         """The one beat that comes while it warms up."""
-        worker.beat()
-        worker.loads(load())
+        worker.record_heartbeat()
+        worker.set_usage(load())
 
-    monkeypatch.setattr(Worker, "pulse", once)
+    monkeypatch.setattr(WorkerState, "run_heartbeat", once)
     now = page(serve().url)
     for name in ("queue_depth", "queue_bytes"):
         assert now[f"qkv_{name}", frozenset()] == 0
@@ -218,7 +213,7 @@ def test_what_the_service_ran_for_itself_does_not_wait(
 
 def test_answers_bytes_are_counted_on_every_way(serve: Callable[..., Server]) -> None:
     server = serve()
-    body, length = body_of(drawn(0))
+    body, length = encode_body(random_inputs(0))
 
     def told() -> tuple[int, int]:
         """The count, and how long the page was that said it: that is counted once it is made."""
@@ -228,12 +223,12 @@ def test_answers_bytes_are_counted_on_every_way(serve: Callable[..., Server]) ->
 
     before, itself = told()
     went = 0
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         for _ in range(5):
-            caller.send(request_of(body, length))
-            headers, *_ = caller.answer()
+            caller.send(encode_request(body, length))
+            headers, *_ = caller.read_response()
             went += int(headers["content-length"])
-    for answer in (server.http.post(PATH, content=TINY, headers=JSON), server.http.get("/no")):
+    for answer in (server.http.post(PATH, content=TINY_BODY, headers=JSON), server.http.get("/no")):
         went += len(answer.content)
     assert told()[0] == before + itself + went
 
@@ -247,9 +242,9 @@ def test_faults_are_counted_by_what_they_are(
     assert post(PATH, content=b"{", headers=headers).status_code == 400
     assert post(PATH, content=b"{}", headers=headers).status_code == 422
     assert post(PATH, content=b" " * 5000, headers=headers).status_code == 413
-    assert post(PATH, content=TINY, headers={"Content-Type": "text/html"}).status_code == 415
-    assert post(PATH, content=TINY, headers=JSON | {"Accept": "image/png"}).status_code == 406
-    assert post("/v1/attention/sotfmax", content=TINY, headers=headers).status_code == 404
+    assert post(PATH, content=TINY_BODY, headers={"Content-Type": "text/html"}).status_code == 415
+    assert post(PATH, content=TINY_BODY, headers=JSON | {"Accept": "image/png"}).status_code == 406
+    assert post("/v1/attention/sotfmax", content=TINY_BODY, headers=headers).status_code == 404
     assert post(INFER, json={"inputs": 1}).status_code == 400
     assert post("/v1/convert", content=b"{", headers=headers).status_code == 400
     assert server.http.get(PATH).status_code == 405
@@ -257,8 +252,8 @@ def test_faults_are_counted_by_what_they_are(
     # /v2 says 400 and 503 of these; they are counted as what they are
     wrong = {"inputs": [], "parameters": {"no_such": 1}}
     assert post(INFER, json=wrong).status_code == 400
-    monkeypatch.setattr(Job, "of", lambda *_: 1 / 0)
-    assert post(PATH, content=TINY, headers=headers).status_code == 500
+    monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
+    assert post(PATH, content=TINY_BODY, headers=headers).status_code == 500
     after = page(server.url)
     changed = rise(before, after)
     changed.pop("request_body_bytes_total")
@@ -275,37 +270,39 @@ def test_faults_are_counted_by_what_they_are(
 
 def test_who_waits_too_long_or_leaves_is_told_apart(serve: Callable[..., Server]) -> None:
     server = serve()
-    body, length = body_of(drawn(0, (1, 8, 300, 64)), parameters={"timeout": 1000})
+    body, length = encode_body(random_inputs(0, (1, 8, 300, 64)), parameters={"timeout": 1000})
     headers = {"Inference-Header-Content-Length": str(length)}
-    with server.engine.hold():
+    with server.hold():
         assert server.http.post(INFER, content=body, headers=headers).status_code == 503
     assert value(server.url, "requests_total", variant="softmax", outcome="too-late") == 1
-    patient, length = body_of(drawn(0, (1, 8, 300, 64)))
-    with server.engine.hold(), calling(server) as caller:
-        caller.send(request_of(patient, length))
-        server.await_waiting(1)
+    patient, length = encode_body(random_inputs(0, (1, 8, 300, 64)))
+    with server.hold(), raw_client(server) as caller:
+        caller.send(encode_request(patient, length))
+        server.wait_until_queued(1)
         caller.socket.close()
-        server.await_waiting(0)
-    until(lambda: value(server.url, "requests_total", variant="softmax", outcome="left") == 1)
+        server.wait_until_queued(0)
+    wait_until(lambda: value(server.url, "requests_total", variant="softmax", outcome="left") == 1)
     assert value(server.url, "compute_seconds_count", variant="softmax") == 0
 
 
 def test_what_waits_is_there_to_see(serve: Callable[..., Server]) -> None:
     server = serve()
-    until(lambda: value(server.url, "queue_depth") == value(server.url, "queue_bytes") == 0)
+    wait_until(lambda: value(server.url, "queue_depth") == value(server.url, "queue_bytes") == 0)
     with ThreadPoolExecutor(3) as pool:
-        with server.engine.hold():
+        with server.hold():
             asked = [
-                pool.submit(httpx.post, server.url + PATH, content=TINY, headers=JSON, timeout=60)
+                pool.submit(
+                    httpx.post, server.url + PATH, content=TINY_BODY, headers=JSON, timeout=60
+                )
                 for _ in range(3)
             ]
-            server.await_waiting(3)
-            until(lambda: value(server.url, "queue_depth") == 3)
+            server.wait_until_queued(3)
+            wait_until(lambda: value(server.url, "queue_depth") == 3)
             assert value(server.url, "requests_in_progress") == 3
             assert value(server.url, "queue_bytes") == 3 * 4 * (3 * 4 + 2 * 4)
             assert value(server.url, "connections") == 0  # a server without an acceptor counts none
         assert [a.result().status_code for a in asked] == [200] * 3
-    until(lambda: value(server.url, "queue_depth") == 0)
+    wait_until(lambda: value(server.url, "queue_depth") == 0)
     assert value(server.url, "requests_in_progress") == 0
     assert value(server.url, "queue_wait_seconds_sum", variant="softmax") > 0
 
@@ -320,7 +317,7 @@ def test_nothing_that_callers_say_makes_a_series(serve: Callable[..., Server]) -
             f"/v1/attention/softmax{i}/", "/v1/attention/unknown", "/v1/attention/other",
         ):  # fmt: skip
             headers = {"X-Request-ID": f"id-{i}", "User-Agent": f"agent {i}"}
-            assert server.http.post(path, content=TINY, headers=headers).status_code >= 400
+            assert server.http.post(path, content=TINY_BODY, headers=headers).status_code >= 400
             server.http.request(f"METHOD{i}", path)
     after = page(server.url)
     assert after.keys() == before.keys()
@@ -346,7 +343,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 def post(url: str, count: int) -> None:
     """Requests on connections of their own, in words that come again."""
-    body, length = body_of(drawn(0))
+    body, length = encode_body(random_inputs(0))
     headers = {"Inference-Header-Content-Length": str(length)}
     for _ in range(count):
         with httpx.Client(base_url=url, timeout=60) as http:
@@ -357,8 +354,11 @@ def post(url: str, count: int) -> None:
 def test_every_worker_answers_for_all_and_for_those_that_are_no_more(
     command: Callable[..., Process],
 ) -> None:
-    fleet = command("serve", "--port", "0", "--workers", str(WORKERS))
-    workers, url = children(fleet.popen.pid) if fleet.url else [], fleet.url
+    service_process = command("serve", "--port", "0", "--workers", str(WORKERS))
+    workers, url = (
+        child_pids(service_process.popen.pid) if service_process.url else [],
+        service_process.url,
+    )
     assert value(url, "workers") == value(url, "workers_ready") == WORKERS
     for i, worker in enumerate(workers, start=1):
         with stopped([pid for pid in workers if pid != worker]):
@@ -368,41 +368,43 @@ def test_every_worker_answers_for_all_and_for_those_that_are_no_more(
             )
     total = 4 * sum(range(1, WORKERS + 1))
     os.kill(workers[-1], signal.SIGKILL)
-    until(lambda: workers[-1] not in children(fleet.popen.pid))
-    until(lambda: value(url, "workers_ready") == WORKERS)
+    wait_until(lambda: workers[-1] not in child_pids(service_process.popen.pid))
+    wait_until(lambda: value(url, "workers_ready") == WORKERS)
     for name in ("request_duration_seconds", "queue_wait_seconds", "compute_seconds", "batch_size"):
         assert value(url, f"{name}_count", variant="softmax") == total
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: post(url, 5), range(8)))
     total += 8 * 5 * 4
-    until(lambda: value(url, "requests_total", variant="softmax", outcome="ok") == total)
+    wait_until(lambda: value(url, "requests_total", variant="softmax", outcome="ok") == total)
     assert value(url, "batch_size_sum", variant="softmax") == total
-    assert fleet.end() == 0
+    assert service_process.end() == 0
 
 
 def test_a_device_process_is_counted_with_its_workers(command: Callable[..., Process]) -> None:
-    fleet = command("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one")
-    url = fleet.url
+    service_process = command("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one")
+    url = service_process.url
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: post(url, 3), range(4)))
-    until(lambda: value(url, "requests_total", variant="softmax", outcome="ok") == 48)
+    wait_until(lambda: value(url, "requests_total", variant="softmax", outcome="ok") == 48)
     for name in ("request_duration_seconds", "queue_wait_seconds", "compute_seconds"):
         assert value(url, f"{name}_count", variant="softmax") == 48
     assert value(url, "batch_size_sum", variant="softmax") == 48
     computed = value(url, "device_seconds_total", variant="softmax")
     assert 0 < computed <= value(url, "compute_seconds_sum", variant="softmax") * 1.001
     assert value(url, "workers") == 2
-    assert fleet.end() == 0
+    assert service_process.end() == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_devices_memory_is_there_to_see() -> None:
     for workers in ("1", "2"):
-        with running("serve", "--port", "0", "--workers", workers, QKV_DEVICE="cuda") as process:
+        with running_command(
+            "serve", "--port", "0", "--workers", workers, QKV_DEVICE="cuda"
+        ) as process:
             url = process.url
             post(url, 2)
-            until(lambda url=url: value(url, "device_memory_reserved_bytes") > 0)  # type: ignore[misc]
+            wait_until(lambda url=url: value(url, "device_memory_reserved_bytes") > 0)  # type: ignore[misc]
             total = torch.cuda.get_device_properties(0).total_memory
             assert value(url, "device_memory_total_bytes") == total
             held = value(url, "device_memory_reserved_bytes")

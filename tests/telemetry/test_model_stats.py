@@ -15,15 +15,23 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
-from test_supervisor import ask, children
-from test_tritonclient import connected, drawn, refusal, sent, wanted
 from tritonclient.utils import InferenceServerException
 
-from conftest import PATIENCE, Process, Server, running, until
 from qkv.attention import catalogue
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
+from support.engines import hold
+from support.processes import TIMEOUT_S, Process, running_command, wait_until
+from support.service import Server
+from support.service_processes import child_pids, status_of
+from support.triton_client import (
+    infer_inputs,
+    raises_inference_error,
+    random_inputs,
+    requested_outputs,
+    triton_client,
+)
 
 WORKERS: Final = 2
 INFER: Final = "/v2/models/softmax/infer"
@@ -31,8 +39,8 @@ STAGES: Final = ("queue", "compute_input", "compute_infer", "compute_output")
 
 
 @pytest.fixture(scope="module")
-def fleet(_settings_of_the_tests_only: None) -> Iterator[Process]:
-    with running("serve", "--port", "0", "--workers", str(WORKERS)) as ran:
+def service_process(_clean_environment: None) -> Iterator[Process]:
+    with running_command("serve", "--port", "0", "--workers", str(WORKERS)) as ran:
         assert ran.url
         yield ran
 
@@ -47,12 +55,12 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def each_worker(fleet: Process) -> Iterator[Any]:
+def each_worker(service_process: Process) -> Iterator[Any]:
     """A client of each worker in turn, the other one being stopped."""
-    workers = children(fleet.popen.pid)
+    workers = child_pids(service_process.popen.pid)
     assert len(workers) == WORKERS
     for other in workers:
-        with stopped(other), connected(fleet.url) as client:
+        with stopped(other), triton_client(service_process.url) as client:
             assert client.is_server_live()
             yield client
 
@@ -79,30 +87,30 @@ def check_sums(stats: dict[str, Any]) -> None:
     assert sum(b["batch_size"] * b["compute_infer"]["count"] for b in batches) == count
 
 
-def test_every_worker_sees_what_one_loads_and_unloads(fleet: Process) -> None:
+def test_every_worker_sees_what_one_loads_and_unloads(service_process: Process) -> None:
     """Each worker unloads once and loads once, and each sees both."""
-    for unloading in each_worker(fleet):
+    for unloading in each_worker(service_process):
         unloading.unload_model("softmax", unload_dependents=True)
     seen = 0
-    for client in each_worker(fleet):
-        assert client.is_server_ready() == (ask(fleet.url, "/readyz") == 200)
+    for client in each_worker(service_process):
+        assert client.is_server_ready() == (status_of(service_process.url, "/readyz") == 200)
         assert not client.is_model_ready("softmax")
         index = client.get_model_repository_index()
         assert [entry["name"] for entry in index] == list(catalogue.variants())
         (entry,) = (entry for entry in index if entry["name"] == "softmax")
         assert (entry["name"], entry["state"], entry["version"]) == ("softmax", "UNAVAILABLE", "1")
         for call in (client.get_model_metadata, client.get_model_config):
-            with refusal("'softmax' has no available versions", 404):
+            with raises_inference_error("'softmax' has no available versions", 404):
                 call("softmax")
-        with refusal("'softmax' has no available versions", 404):
-            client.infer("softmax", sent(drawn()))
-        with refusal("'softmax' has no available versions", 404):
+        with raises_inference_error("'softmax' has no available versions", 404):
+            client.infer("softmax", infer_inputs(random_inputs()))
+        with raises_inference_error("'softmax' has no available versions", 404):
             client.get_inference_statistics("softmax")
         left = [entry["name"] for entry in client.get_inference_statistics()["model_stats"]]
         assert left == [name for name in catalogue.variants() if name != "softmax"]
         seen += 1
     assert seen == WORKERS
-    with httpx.Client(base_url=fleet.url) as http:
+    with httpx.Client(base_url=service_process.url) as http:
         assert http.get("/v2/models").json() == {"models": left}
         loaded = http.post("/v2/repository/index", json={"ready": True}).json()
         assert [entry["name"] for entry in loaded] == left
@@ -110,28 +118,40 @@ def test_every_worker_sees_what_one_loads_and_unloads(fleet: Process) -> None:
         assert unready.status_code == 400
         assert unready.json()["error"] == "softmax is not loaded"
         assert http.get("/v2/health/ready").status_code == 200  # of the service, not of a model
-    with connected(fleet.url) as client:
+    with triton_client(service_process.url) as client:
         client.load_model("softmax")
         client.load_model("softmax")  # as often as one likes
-    for client in each_worker(fleet):
+    for client in each_worker(service_process):
         assert client.is_model_ready("softmax")
         assert all(entry["state"] == "READY" for entry in client.get_model_repository_index())
-        assert client.infer("softmax", sent(drawn())).as_numpy("output").shape == (2, 4, 5, 6)
+        assert client.infer("softmax", infer_inputs(random_inputs())).as_numpy("output").shape == (
+            2,
+            4,
+            5,
+            6,
+        )
 
 
 def test_statistics_are_the_sum_of_what_every_worker_did(command: Callable[..., Process]) -> None:
     fresh = command("serve", "--port", "0", "--workers", str(WORKERS))
     assert fresh.url
-    with connected(fresh.url) as asking:
+    with triton_client(fresh.url) as asking:
         none = counted(asking)  # what warms it up is no caller's
         assert (none["last_inference"], none["inference_count"], none["batch_stats"]) == (0, 0, [])
         assert all(t == {"count": 0, "ns": 0} for t in none["inference_stats"].values())
     begun = time.time() * 1e3
     for done, client in enumerate(each_worker(fresh), start=1):
         for _ in range(5):
-            client.infer("softmax", sent(drawn()))
-            client.infer("softmax", sent(drawn()), outputs=wanted(output=False, weights=True))
-        for wrong in (sent(drawn())[:2], sent(drawn(np.int64))):  # never queued: not counted
+            client.infer("softmax", infer_inputs(random_inputs()))
+            client.infer(
+                "softmax",
+                infer_inputs(random_inputs()),
+                outputs=requested_outputs(output=False, weights=True),
+            )
+        for wrong in (
+            infer_inputs(random_inputs())[:2],
+            infer_inputs(random_inputs(np.int64)),
+        ):  # never queued: not counted
             with pytest.raises(InferenceServerException):
                 client.infer("softmax", wrong)
         stats = counted(client)
@@ -144,25 +164,27 @@ def test_statistics_are_the_sum_of_what_every_worker_did(command: Callable[..., 
         rows = [[1.0, 0.0], [0.0, 1.0]]
         inputs = {"inputs": dict.fromkeys(("query", "key", "value"), rows)}
         assert http.post("/v1/attention/softmax", json=inputs).is_success
-    with connected(fresh.url) as client:
+    with triton_client(fresh.url) as client:
         assert counted(client)["inference_count"] == 10 * WORKERS + 1
         check_sums(counted(client))
 
 
-def test_statistics_under_load_with_deadlines_that_some_miss(fleet: Process) -> None:
+def test_statistics_under_load_with_deadlines_that_some_miss(service_process: Process) -> None:
     def loop(index: int) -> int:
         """How many of 25 came too late."""
         late = 0
-        with connected(fleet.url) as client:
+        with triton_client(service_process.url) as client:
             for number in range(25):
                 timeout = 1 if number % 2 else None
                 try:
-                    client.infer("softmax", sent(drawn(seed=index)), timeout=timeout)
+                    client.infer(
+                        "softmax", infer_inputs(random_inputs(seed=index)), timeout=timeout
+                    )
                 except InferenceServerException as error:
                     late += error.status() == "503" and "not free within" in error.message()
         return late
 
-    with connected(fleet.url) as client:
+    with triton_client(service_process.url) as client:
         before = counted(client)
         with ThreadPoolExecutor(8) as pool:
             late = sum(pool.map(loop, range(8)))
@@ -182,24 +204,24 @@ def test_counts_outlive_a_killed_worker(command: Callable[..., Process]) -> None
     born = time.monotonic()
     for client in each_worker(fresh):
         for _ in range(4):
-            client.infer("softmax", sent(drawn()))
+            client.infer("softmax", infer_inputs(random_inputs()))
         before = counted(client)
     assert before["inference_count"] == 4 * WORKERS
-    until(lambda: time.monotonic() - born > 1.1)  # past when a death counts as one at birth
-    victim = children(fresh.popen.pid)[0]
+    wait_until(lambda: time.monotonic() - born > 1.1)  # past when a death counts as one at birth
+    victim = child_pids(fresh.popen.pid)[0]
     os.kill(victim, signal.SIGKILL)
-    until(
+    wait_until(
         lambda: (
-            len(now := children(fresh.popen.pid)) == WORKERS
+            len(now := child_pids(fresh.popen.pid)) == WORKERS
             and victim not in now
-            and ask(fresh.url, "/v2/health/ready") == 200
+            and status_of(fresh.url, "/v2/health/ready") == 200
         )
     )
     for client in each_worker(fresh):
         assert counted(client)["inference_count"] >= 4 * WORKERS
         for _ in range(3):
-            client.infer("softmax", sent(drawn()))
-    with connected(fresh.url) as client:
+            client.infer("softmax", infer_inputs(random_inputs()))
+    with triton_client(fresh.url) as client:
         after = counted(client)
     assert after["inference_count"] == after["execution_count"] == 7 * WORKERS
     check_sums(after)
@@ -209,20 +231,22 @@ def test_counts_outlive_a_killed_worker(command: Callable[..., Process]) -> None
 def test_a_deadline_that_passes_frees_the_place_and_counts_as_failed(
     serve: Callable[..., Server],
 ) -> None:
-    nbytes = sum(array.nbytes for array in drawn().values())
+    nbytes = sum(array.nbytes for array in random_inputs().values())
     server = serve(max_queue_bytes=2 * nbytes)  # room for one and its answer
-    with connected(server.url) as client:
-        with server.engine.hold():
-            with refusal("the device was not free within 0.001 ms", 503):
-                client.infer("softmax", sent(drawn()), timeout=1)
-            assert server.waiting == 0
-            with refusal("the device was not free within 2 ms", 503):  # it was let in
-                client.infer("softmax", sent(drawn()), timeout=2000)
+    with triton_client(server.url) as client:
+        with server.hold():
+            with raises_inference_error("the device was not free within 0.001 ms", 503):
+                client.infer("softmax", infer_inputs(random_inputs()), timeout=1)
+            assert server.queued_count == 0
+            with raises_inference_error(
+                "the device was not free within 2 ms", 503
+            ):  # it was let in
+                client.infer("softmax", infer_inputs(random_inputs()), timeout=2000)
         stats = counted(client)
         assert stats["inference_stats"]["fail"]["count"] == 2
         assert stats["inference_stats"]["fail"]["ns"] > 0
         assert (stats["inference_count"], stats["execution_count"]) == (0, 0)
-        client.infer("softmax", sent(drawn()))
+        client.infer("softmax", infer_inputs(random_inputs()))
         check_sums(counted(client))
 
 
@@ -230,44 +254,49 @@ def test_who_leaves_as_the_time_is_up_is_not_counted(
     serve: Callable[..., Server],
 ) -> None:
     server = serve()
-    engine, limits = server.engine, Limits(answer=1 << 20, request=1 << 20)
-    tensors = {name: RawTensor.from_numpy(array) for name, array in drawn().items()}
-    job = Job.of("softmax", Message({"outputs": ["output"]}, tensors), limits)
+    engine, limits = server.engine, Limits(response_bytes=1 << 20, job_bytes=1 << 20)
+    tensors = {name: RawTensor.from_numpy(array) for name, array in random_inputs().items()}
+    job = Job.from_message("softmax", Message({"outputs": ["output"]}, tensors), limits)
 
     async def leave() -> None:
-        future = engine.submit(job, wait_s=PATIENCE)
+        future = engine.submit(job, wait_s=TIMEOUT_S)
         (waiting,) = engine._queue._orders[2]
         future.cancel()
-        engine._expire(waiting)  # before the loop has told of the cancelling
+        engine._on_deadline(waiting)  # before the loop has told of the cancelling
 
     assert engine._loop is not None
-    with engine.hold():
-        asyncio.run_coroutine_threadsafe(leave(), engine._loop).result(PATIENCE)
-        server.await_waiting(0)
-    with connected(server.url) as client:
+    with hold(engine):
+        asyncio.run_coroutine_threadsafe(leave(), engine._loop).result(TIMEOUT_S)
+        server.wait_until_queued(0)
+    with triton_client(server.url) as client:
         assert counted(client)["inference_stats"]["fail"]["count"] == 0
-        assert client.infer("softmax", sent(drawn())).as_numpy("output").shape == (2, 4, 5, 6)
+        assert client.infer("softmax", infer_inputs(random_inputs())).as_numpy("output").shape == (
+            2,
+            4,
+            5,
+            6,
+        )
 
 
 def test_one_that_runs_gets_its_answer_whatever_its_deadline(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    passed, run = threading.Event(), server.engine._run
+    passed, run = threading.Event(), server.engine._run_batch
 
     def late(batch: list[Any]) -> Any:
         """Its time is up now that its turn has come."""
         loop = server.engine._loop
         assert loop is not None
-        loop.call_soon_threadsafe(server.engine._expire, batch[0])
+        loop.call_soon_threadsafe(server.engine._on_deadline, batch[0])
         loop.call_soon_threadsafe(passed.set)
-        assert passed.wait(PATIENCE)
+        assert passed.wait(TIMEOUT_S)
         return run(batch)
 
-    monkeypatch.setattr(server.engine, "_run", late)
-    monkeypatch.setattr(server.engine, "runs_now", lambda _: False)  # as if it were large
-    with connected(server.url) as client:
-        ran = client.infer("softmax", sent(drawn()), timeout=10**9)
+    monkeypatch.setattr(server.engine, "_run_batch", late)
+    monkeypatch.setattr(server.engine, "can_run_inline", lambda _: False)  # as if it were large
+    with triton_client(server.url) as client:
+        ran = client.infer("softmax", infer_inputs(random_inputs()), timeout=10**9)
         assert passed.is_set()
         assert ran.as_numpy("output").shape == (2, 4, 5, 6)
         assert counted(client)["inference_stats"]["fail"]["count"] == 0
@@ -278,21 +307,21 @@ def test_the_sizes_of_batches(serve: Callable[..., Server]) -> None:
     server = serve(max_batch=4)
 
     def one(index: int) -> int:
-        with connected(server.url) as client:
-            ran = client.infer("softmax", sent(drawn(seed=index)))
+        with triton_client(server.url) as client:
+            ran = client.infer("softmax", infer_inputs(random_inputs(seed=index)))
         return int(ran.get_response()["parameters"]["batch_size"])
 
     def together(count: int) -> list[int]:
         with ThreadPoolExecutor(count) as pool:
-            with server.engine.hold():
+            with server.hold():
                 asked = [pool.submit(one, index) for index in range(count)]
-                server.await_waiting(count)
-            return sorted(a.result(PATIENCE) for a in asked)
+                server.wait_until_queued(count)
+            return sorted(a.result(TIMEOUT_S) for a in asked)
 
     assert together(3) == [3, 3, 3]
     assert together(5) == [1, 4, 4, 4, 4]
     assert together(4) == [4, 4, 4, 4]
-    with connected(server.url) as client:
+    with triton_client(server.url) as client:
         stats = counted(client)
     sizes = {b["batch_size"]: b["compute_infer"]["count"] for b in stats["batch_stats"]}
     assert sizes == {1: 1, 3: 1, 4: 2}
@@ -302,22 +331,22 @@ def test_the_sizes_of_batches(serve: Callable[..., Server]) -> None:
 
 def test_priorities(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve(max_batch=1)
-    ran, run = list[int](), server.engine._run
+    ran, run = list[int](), server.engine._run_batch
 
     def noted(batch: list[Any]) -> Any:
         ran.extend(waiting.priority for waiting in batch)
         return run(batch)
 
-    monkeypatch.setattr(server.engine, "_run", noted)
+    monkeypatch.setattr(server.engine, "_run_batch", noted)
 
     def one(priority: int) -> None:
-        with connected(server.url) as client:
-            client.infer("softmax", sent(drawn()), priority=priority)
+        with triton_client(server.url) as client:
+            client.infer("softmax", infer_inputs(random_inputs()), priority=priority)
 
     with ThreadPoolExecutor(6) as pool:
-        with server.engine.hold():
+        with server.hold():
             for count, priority in enumerate((3, 2, 9, 0, 3, 1), start=1):  # 1 came last
                 pool.submit(one, priority)
-                server.await_waiting(count)
+                server.wait_until_queued(count)
         pool.shutdown()
     assert ran == [1, 2, 2, 2, 3, 3]

@@ -15,17 +15,17 @@ from typing import Final
 
 import httpx
 import pytest
-from test_supervisor import JSON, PATH, TINY, children
 
-from conftest import PATIENCE, until
-from qkv.telemetry.stderr_logging import StandardError
+from qkv.telemetry.log_writer import StderrHandler
+from support.processes import TIMEOUT_S, wait_until
+from support.service_processes import JSON, PATH, TINY_BODY, child_pids
 
 FAULTY: Final = """
 from qkv import settings
-from qkv.server import supervisor as serve
-from qkv.api.job_runner import Runs
-Runs.job = lambda *_: 1 / 0
-raise SystemExit(serve.serve(settings.Settings(port=0, workers=1, device="cpu", threads=1)))
+from qkv.server import supervisor, worker
+from qkv.api.job_runner import JobRunner
+JobRunner.new_job = lambda *_: 1 / 0
+raise SystemExit(supervisor.serve(settings.Settings(port=0, workers=1, device="cpu", threads=1)))
 """
 
 
@@ -43,19 +43,19 @@ def test_a_service_whose_standard_error_nobody_reads_goes_on() -> None:
             while True:
                 os.write(again, b"\n")
         os.close(again)
-        with httpx.Client(base_url=url, timeout=PATIENCE) as http:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
             for _ in range(100):
-                assert http.post(PATH, content=TINY, headers=JSON).status_code == 500
+                assert http.post(PATH, content=TINY_BODY, headers=JSON).status_code == 500
                 assert http.get("/livez").status_code == 200
-        (worker,) = children(service.pid)
+        (worker,) = child_pids(service.pid)
         os.kill(worker, signal.SIGKILL)
-        until(lambda: children(service.pid) not in ([], [worker]))
-        assert httpx.post(url + PATH, content=TINY, headers=JSON, timeout=PATIENCE).is_error
+        wait_until(lambda: child_pids(service.pid) not in ([], [worker]))
+        assert httpx.post(url + PATH, content=TINY_BODY, headers=JSON, timeout=TIMEOUT_S).is_error
         with ThreadPoolExecutor(1) as pool:
             rest = pool.submit(service.stderr.read)
             service.terminate()
-            assert service.wait(PATIENCE) == 0
-            assert b"a request to '/v1/attention/softmax' failed" in rest.result(PATIENCE)
+            assert service.wait(TIMEOUT_S) == 0
+            assert b"a request to '/v1/attention/softmax' failed" in rest.result(TIMEOUT_S)
     finally:
         service.kill()
         service.wait()
@@ -63,12 +63,14 @@ def test_a_service_whose_standard_error_nobody_reads_goes_on() -> None:
 
 
 def test_a_worker_that_fails_says_why() -> None:
-    broken = FAULTY.replace("Runs.job = ", "serve.create_app = ").replace("1, device", "2, device")
+    broken = FAULTY.replace("JobRunner.new_job = ", "worker.create_app = ").replace(
+        "1, device", "2, device"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", broken],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert ran.returncode == 1
@@ -78,8 +80,8 @@ def test_a_worker_that_fails_says_why() -> None:
 
 MANY: Final = """
 import logging, sys
-from qkv.telemetry.stderr_logging import StandardError
-handler, log = StandardError(), logging.getLogger("qkv.test")
+from qkv.telemetry.log_writer import StderrHandler
+handler, log = StderrHandler(), logging.getLogger("qkv.test")
 handler.start()
 for i in range(20_000):
     log.warning("%d %s", i, "x" * 1000)
@@ -105,7 +107,7 @@ def test_how_much_was_dropped_is_said() -> None:
         assert process.stdout.readline() == b"said\n"
         kept = pool.submit(process.stderr.readlines)
         process.stdin.close()
-        lines = kept.result(PATIENCE)
+        lines = kept.result(TIMEOUT_S)
     numbers = [int(line.split()[0]) for line in lines if not line.startswith(b"(")]
     told = [re.match(rb"\((\d+) messages before this were dropped\)$", line) for line in lines]
     assert numbers == sorted(numbers)
@@ -118,7 +120,7 @@ def test_what_a_stranger_is_called_makes_no_lines_or_colours(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A message keeps its own lines; controls are shown, of a terminal of eight bits too."""
-    handler, log = StandardError(), logging.getLogger("qkv.test")
+    handler, log = StderrHandler(), logging.getLogger("qkv.test")
     handler.start()
     try:
         log.warning("first\nsecond %s", "\x1b[31m \x9b31m \x85 \u2028 \x00 \r é")

@@ -24,15 +24,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from test_supervisor import PATH, TINY
 
-from conftest import PATIENCE, Process, Server, serving, until
 from qkv import __version__
-from qkv.engine.executor import Standing
+from qkv.engine.executor import PreparedRun
 from qkv.settings import asks_for_traces
+from support.processes import TIMEOUT_S, Process, wait_until
 from support.raw_connection import PATH as INFER
-from support.raw_connection import body_of, calling, drawn, request_of
-from support.raw_connection import ran as ran
+from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
+from support.raw_connection import fast_path_runs as fast_path_runs
+from support.service import Server, running_server
+from support.service_processes import PATH, TINY_BODY
 
 SERVER: Final = 2  # SPAN_KIND_SERVER
 ERROR: Final = 2  # STATUS_CODE_ERROR
@@ -95,7 +96,7 @@ def collector() -> Iterator[Collector]:
         found = Collector(f"http://127.0.0.1:{http.server_port}")
         yield found
         http.shutdown()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -103,23 +104,25 @@ def traced(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Se
     """A service that sends its traces there, soon."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    with serving() as server:
+    with running_server() as server:
         yield server
 
 
-def test_the_shortest_way(traced: Server, collector: Collector, ran: list[Standing]) -> None:
+def test_the_shortest_way(
+    traced: Server, collector: Collector, fast_path_runs: list[PreparedRun]
+) -> None:
     """A traceparent of its own for each request keeps none of them from it."""
     ways = []
-    with calling(traced) as caller:
+    with raw_client(traced) as caller:
         for i in range(4):
             line = f"traceparent: 00-{TRACE}-{i + 1:016x}-01"
             lines = (line, "baggage: a=1", f"User-Agent: test/{i}")
-            before = len(ran)
-            caller.send(request_of(*body_of(drawn(0)), INFER, *lines))
-            caller.answer()
-            ways.append(len(ran) > before)
+            before = len(fast_path_runs)
+            caller.send(encode_request(*encode_body(random_inputs(0)), INFER, *lines))
+            caller.read_response()
+            ways.append(len(fast_path_runs) > before)
     assert ways == [False, True, True, True]
-    until(lambda: len(collector.spans) == 4)
+    wait_until(lambda: len(collector.spans) == 4)
     for i, span in enumerate(sorted(collector.spans, key=lambda s: bytes(s.parent_span_id))):
         assert span.name == "POST /v2/models/{model}/infer"
         assert span.kind == SERVER
@@ -135,11 +138,11 @@ def test_the_shortest_way(traced: Server, collector: Collector, ran: list[Standi
         assert attributes["user_agent.original"] == f"test/{i}"
         assert attributes["qkv.variant"] == "softmax"
         assert "error.type" not in attributes
-        assert attributes["http.request.body.size"] == len(body_of(drawn(0))[0])
+        assert attributes["http.request.body.size"] == len(encode_body(random_inputs(0))[0])
         took_ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
         stages = [attributes[f"qkv.{stage}_ms"] for stage in ("queue", "transfer", "compute")]
         assert 0 < sum(stages) <= took_ms
-        assert abs(time.time_ns() - span.end_time_unix_nano) < PATIENCE * 1e9
+        assert abs(time.time_ns() - span.end_time_unix_nano) < TIMEOUT_S * 1e9
         assert span.status.code == 0
 
 
@@ -163,10 +166,10 @@ def test_what_a_stranger_says_of_it_is_not_said_again(
     host, port = traced.address
     said_of = {"Host": host, "Connection": "close"} | traceparent() | lines
     head = "".join(f"{name}: {value}\r\n" for name, value in said_of.items())
-    with socket.create_connection((host, port), PATIENCE) as connection:
+    with socket.create_connection((host, port), TIMEOUT_S) as connection:
         connection.sendall(f"GET /livez HTTP/1.1\r\n{head}\r\n".encode("latin-1"))
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-    until(lambda: len(collector.spans) == 1)
+    wait_until(lambda: len(collector.spans) == 1)
     (span,) = collector.spans
     assert span.trace_id.hex() == TRACE
     assert "http.request.body.size" not in said(span)
@@ -183,7 +186,7 @@ def test_where_it_was_asked(
     """A superscript two is a digit, and no number."""
     headers = [(b"Host", host.encode("latin-1"))]
     assert traced.http.get("/v1/variants", headers=headers).is_success
-    until(lambda: len(collector.spans) == 1)
+    wait_until(lambda: len(collector.spans) == 1)
     attributes = said(collector.spans[0])
     assert attributes.get("server.address") == address
     assert attributes.get("server.port") == port
@@ -192,15 +195,15 @@ def test_where_it_was_asked(
 def test_before_the_framework_and_through_it(traced: Server, collector: Collector) -> None:
     http, port = traced.http, traced.address[1]
     answers = [
-        http.post(PATH, content=TINY, headers=traceparent()),
+        http.post(PATH, content=TINY_BODY, headers=traceparent()),
         http.post(PATH, content=b"[]", headers=traceparent()),
         http.get("/v1/variants/softmax?a=1", headers=traceparent()),
         http.get("/nowhere"),
         http.request("PURGE", "/livez"),
-        http.post("/v1/attention/sotfmax", content=TINY),
+        http.post("/v1/attention/sotfmax", content=TINY_BODY),
     ]
     assert [a.status_code for a in answers] == [200, 400, 200, 404, 405, 404]
-    until(lambda: len(collector.spans) == 6)
+    wait_until(lambda: len(collector.spans) == 6)
     by_id = {said(span)["qkv.request_id"]: span for span in collector.spans}
     spans = [by_id[a.headers["X-Request-ID"]] for a in answers]
     assert [span.name for span in spans] == [
@@ -231,9 +234,9 @@ def test_what_the_service_fails_at_is_an_error(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("qkv.jobs.job.Job.of", broken)
-    assert traced.http.post(PATH, content=TINY).status_code == 500
-    until(lambda: len(collector.spans) == 1)
+    monkeypatch.setattr("qkv.jobs.job.Job.from_message", broken)
+    assert traced.http.post(PATH, content=TINY_BODY).status_code == 500
+    wait_until(lambda: len(collector.spans) == 1)
     (span,) = collector.spans
     assert span.status.code == ERROR
     assert said(span)["error.type"] == "internal"
@@ -249,8 +252,8 @@ def test_which_are_kept_is_as_the_environment_says(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler or "parentbased_always_on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
-    with serving() as server:
-        server.http.post(PATH, content=TINY, headers=traceparent(flags)).raise_for_status()
+    with running_server() as server:
+        server.http.post(PATH, content=TINY_BODY, headers=traceparent(flags)).raise_for_status()
     assert len(collector.spans) == kept
 
 
@@ -271,7 +274,9 @@ def test_what_is_left_is_sent_at_sigterm_by_every_worker(
 
     def ask(i: int) -> None:
         headers = {"X-Request-ID": f"r-{i}"} | traceparent()
-        answer = httpx.post(process.url + PATH, content=TINY, headers=headers, timeout=PATIENCE)
+        answer = httpx.post(
+            process.url + PATH, content=TINY_BODY, headers=headers, timeout=TIMEOUT_S
+        )
         answer.raise_for_status()
 
     with ThreadPoolExecutor(8) as pool:
@@ -293,7 +298,7 @@ def test_a_collector_that_is_not_there_keeps_nobody_waiting(
 ) -> None:
     process = command("serve", "--port", "0", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
     for _ in range(20):
-        httpx.post(process.url + PATH, content=TINY, timeout=PATIENCE).raise_for_status()
+        httpx.post(process.url + PATH, content=TINY_BODY, timeout=TIMEOUT_S).raise_for_status()
     assert process.end() == 0  # within QKV_DRAIN_S
 
 

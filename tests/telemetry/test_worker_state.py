@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from qkv.server.cpus import usable_cpus
-from qkv.telemetry.worker_state import Fleet
+from qkv.server.process import usable_cpus
+from qkv.telemetry.worker_state import SharedState
 
 
 def in_a_fork(does: Callable[[], object]) -> None:
@@ -28,55 +28,61 @@ def in_a_fork(does: Callable[[], object]) -> None:
 
 
 def test_a_fleet_is_ready_when_every_worker_is() -> None:
-    fleet = Fleet(3)
-    workers = [fleet.worker(index) for index in range(3)]
-    assert len(fleet) == 3
+    shared_state = SharedState(3)
+    workers = [shared_state.worker(index) for index in range(3)]
+    assert len(shared_state) == 3
     for worker in workers:
-        assert not fleet.ready
-        in_a_fork(lambda worker=worker: worker.ready(True))  # type: ignore[misc]
-    assert fleet.ready
-    in_a_fork(lambda: workers[1].ready(False))
-    assert not fleet.ready
+        assert not shared_state.is_ready
+        in_a_fork(lambda worker=worker: worker.set_ready(True))  # type: ignore[misc]
+    assert shared_state.is_ready
+    in_a_fork(lambda: workers[1].set_ready(False))
+    assert not shared_state.is_ready
 
 
 def test_a_worker_started_anew_has_nothing_of_the_one_before() -> None:
-    fleet = Fleet(2, stuck_s=1e-6, stuck_device_s=1e-6)
+    shared_state = SharedState(2, stuck_s=1e-6, stuck_device_s=1e-6)
     for index in range(2):
-        worker = fleet.worker(index)
-        in_a_fork(lambda worker=worker: (worker.ready(True), worker.beat(), worker.busy(True)))  # type: ignore[misc]
+        worker = shared_state.worker(index)
+        in_a_fork(
+            lambda worker=worker: (  # type: ignore[misc]
+                worker.set_ready(True),
+                worker.record_heartbeat(),
+                worker.set_busy(True),
+            )
+        )
     time.sleep(0.001)
-    assert (fleet.ready, fleet.stuck) == (True, [0, 1])
-    fleet.worker(0)
-    assert (fleet.ready, fleet.stuck) == (False, [1])
+    assert (shared_state.is_ready, shared_state.stuck_processes) == (True, [0, 1])
+    shared_state.worker(0)
+    assert (shared_state.is_ready, shared_state.stuck_processes) == (False, [1])
 
 
 def test_draining_reaches_every_process_and_none_is_ready() -> None:
-    fleet = Fleet(1)
-    fleet.worker(0).ready(True)
-    assert (fleet.ready, fleet.draining) == (True, False)
-    in_a_fork(fleet.drain)
-    assert (fleet.ready, fleet.draining) == (False, True)
+    shared_state = SharedState(1)
+    shared_state.worker(0).set_ready(True)
+    assert (shared_state.is_ready, shared_state.is_draining) == (True, False)
+    in_a_fork(shared_state.drain)
+    assert (shared_state.is_ready, shared_state.is_draining) == (False, True)
 
 
 def test_who_has_not_started_is_not_stuck() -> None:
-    fleet = Fleet(2, stuck_s=1e-9, stuck_device_s=1e-9)
+    shared_state = SharedState(2, stuck_s=1e-9, stuck_device_s=1e-9)
     time.sleep(0.001)
-    assert fleet.stuck == []
+    assert shared_state.stuck_processes == []
 
 
 @pytest.mark.parametrize(("loop_s", "device_s", "stuck"), [(0.05, 60, [1]), (60, 0.05, [2])])
 def test_a_silent_loop_and_a_busy_device_are_told_apart(
     loop_s: float, device_s: float, stuck: list[int]
 ) -> None:
-    fleet = Fleet(3, loop_s, device_s)
-    workers = [fleet.worker(index) for index in range(3)]
-    in_a_fork(workers[1].beat)
-    in_a_fork(lambda: workers[2].busy(True))
+    shared_state = SharedState(3, loop_s, device_s)
+    workers = [shared_state.worker(index) for index in range(3)]
+    in_a_fork(workers[1].record_heartbeat)
+    in_a_fork(lambda: workers[2].set_busy(True))
     time.sleep(0.06)
-    assert fleet.stuck == stuck
-    in_a_fork(lambda: workers[2].busy(False))
-    in_a_fork(lambda: workers[1].beat())
-    assert 2 not in fleet.stuck
+    assert shared_state.stuck_processes == stuck
+    in_a_fork(lambda: workers[2].set_busy(False))
+    in_a_fork(lambda: workers[1].record_heartbeat())
+    assert 2 not in shared_state.stuck_processes
 
 
 def test_it_has_a_worker_for_each_cpu_that_it_may_use() -> None:
@@ -85,7 +91,7 @@ def test_it_has_a_worker_for_each_cpu_that_it_may_use() -> None:
     cpu = min(os.sched_getaffinity(0))
     program = (
         f"import os; os.sched_setaffinity(0, [{cpu}]);"
-        "from qkv.server.cpus import usable_cpus; assert usable_cpus() == 1"
+        "from qkv.server.process import usable_cpus; assert usable_cpus() == 1"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -106,26 +112,26 @@ def test_the_cgroups_quota_counts(
 
 
 def test_threads_are_spare_while_one_request_is_there_and_no_other() -> None:
-    fleet = Fleet(3)
-    workers = [fleet.worker(index) for index in range(3)]
-    assert [worker.spare() for worker in workers] == [3, 3, 3]
-    workers[0].asks(1)
-    assert workers[0].spare() == 3
-    workers[2].asks(1)
-    assert workers[0].spare() == workers[2].spare() == 1
-    fleet.worker(2)  # it was killed, and what it was asked is gone with it
-    assert workers[0].spare() == 3
-    workers[0].asks(-1)
-    assert fleet.asked == 0
+    shared_state = SharedState(3)
+    workers = [shared_state.worker(index) for index in range(3)]
+    assert [worker.idle_threads() for worker in workers] == [3, 3, 3]
+    workers[0].add_in_flight(1)
+    assert workers[0].idle_threads() == 3
+    workers[2].add_in_flight(1)
+    assert workers[0].idle_threads() == workers[2].idle_threads() == 1
+    shared_state.worker(2)  # it was killed, and what it was asked is gone with it
+    assert workers[0].idle_threads() == 3
+    workers[0].add_in_flight(-1)
+    assert shared_state.in_flight == 0
 
 
 def test_who_has_more_connections_than_another_that_takes_requests() -> None:
-    fleet = Fleet(2)
-    one, other = (fleet.worker(index) for index in range(2))
+    shared_state = SharedState(2)
+    one, other = (shared_state.worker(index) for index in range(2))
     both = (one, other)
-    one.connections(1)
-    assert [w.has_more_than_others for w in both] == [False, False]  # the other takes none
-    other.ready(True)
-    assert [w.has_more_than_others for w in both] == [True, False]
-    other.connections(1)
-    assert [w.has_more_than_others for w in both] == [False, False]
+    one.set_connection_count(1)
+    assert [w.has_less_loaded_peer for w in both] == [False, False]  # the other takes none
+    other.set_ready(True)
+    assert [w.has_less_loaded_peer for w in both] == [True, False]
+    other.set_connection_count(1)
+    assert [w.has_less_loaded_peer for w in both] == [False, False]

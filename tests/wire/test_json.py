@@ -10,60 +10,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import array_shapes
 
-from qkv.errors import InvalidContent, QkvError, TooLarge, Unparseable
+from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, QkvError
 from qkv.tensors import RawTensor
 from qkv.wire import json
-from qkv.wire.casting import typed
+from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
+from support.examples import examples
+from support.json_values import NAMES, arrays, json_values, same_values
 from support.known_requests import DTYPES, FLOATING, Array, as_array, as_json
 
 GROUPS = ("inputs", "outputs", "tensors")
-SPECIAL = [0.0, -0.0, 1.0, -1.5, 0.1, np.inf, -np.inf, np.nan, 1e-8, 5e-324, 65504.0, 3e38, 1e308]
-NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
-
-
-@st.composite
-def arrays(draw: st.DrawFn, dtype: str | None = None) -> Array:
-    """Any bits of any dtype that travels, in any shape; numbers that people write, too."""
-    kind = DTYPES[dtype or draw(st.sampled_from(list(DTYPES)))]
-    shape = draw(array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
-    shape = shape if int(np.prod(shape)) <= 64 else shape[:3]
-    size = int(np.prod(shape))
-    if kind == np.dtype(bool):
-        return np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool).reshape(
-            shape
-        )
-    if kind != np.dtype("<i8") and draw(st.booleans()):
-        numbers = draw(st.lists(st.sampled_from(SPECIAL), min_size=size, max_size=size))
-        with np.errstate(over="ignore"):
-            return np.array(numbers, np.float64).astype(kind).reshape(shape)
-    data = draw(st.binary(min_size=size * kind.itemsize, max_size=size * kind.itemsize))
-    return np.frombuffer(data, kind).reshape(shape)
 
 
 def there_and_back(message: Message, group: str = "inputs") -> Message:
     return json.decode(b"".join(json.encode(message, group)), group)
 
 
-def same_values(one: Array, other: Array) -> bool:
-    """Equal, the signs of zeros too; any NaN is as good as another."""
-    with np.errstate(invalid="ignore"):  # signalling NaN
-        wide, wider = (x if x.dtype.kind in "bi" else x.astype(np.float64) for x in (one, other))
-    signs = np.signbit(wide) == np.signbit(wider) if wide.dtype.kind == "f" else np.True_
-    return np.array_equal(wide, wider, equal_nan=wide.dtype.kind == "f") and bool(
-        np.all(signs | (wide != wide))
-    )
-
-
 @given(arrays(), st.sampled_from(GROUPS))
 def test_base64_keeps_every_bit(array: Array, group: str) -> None:
     raw = RawTensor.from_numpy(array)
     back = there_and_back(Message({}, {"a": raw}, encoding="base64"), group).tensors["a"]
-    assert (back.dtype, back.shape, back.literal) == (raw.dtype, raw.shape, False)
+    assert (back.dtype, back.shape, back.is_untyped) == (raw.dtype, raw.shape, False)
     assert bytes(back.data) == bytes(raw.data) == array.tobytes()
 
 
@@ -71,13 +41,13 @@ def test_base64_keeps_every_bit(array: Array, group: str) -> None:
 def test_lists_keep_every_value(array: Array, group: str) -> None:
     raw = RawTensor.from_numpy(array)
     back = there_and_back(Message({}, {"a": raw}, encoding="lists"), group).tensors["a"]
-    assert back.literal
+    assert back.is_untyped
     if 0 in array.shape:  # what no list was written for has left no trace
         assert back.shape == array.shape[: array.shape.index(0) + 1]
         return
     assert back.shape == array.shape
     if raw.dtype in FLOATING:
-        back = typed(back, "a", FLOATING, raw.dtype, "/inputs/a")
+        back = cast_untyped(back, "a", FLOATING, raw.dtype, "/inputs/a")
     assert back.dtype == raw.dtype
     assert same_values(back.numpy(), array)
 
@@ -107,17 +77,6 @@ def test_both_encodings_are_what_they_are_said_to_be(array: Array) -> None:
         body = stdlib.dumps({"inputs": {"a": as_json(array, encoding)}}, allow_nan=False).encode()
         back = json.decode(body, "inputs").tensors["a"].numpy()
         assert same_values(back.reshape(array.shape), array) or not array.size
-
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | NAMES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
-    max_leaves=12,
-)
 
 
 @given(
@@ -194,7 +153,7 @@ def test_numbers_as_people_write_them(text: str, dtype: str, values: Any, beside
     body = f'{{"inputs": {{"a": {text}}}{beside}}}'.encode()
     raw = json.decode(body, "inputs").tensors["a"]
     assert raw.dtype == dtype
-    assert raw.literal
+    assert raw.is_untyped
     assert same_values(raw.numpy(), np.array(values, DTYPES[dtype]))
 
 
@@ -215,7 +174,7 @@ def test_only_what_no_64_bits_hold_becomes_a_float() -> None:
 
 def test_a_million_strings_are_not_searched_for_wide_numbers() -> None:
     text = b'{"inputs": {"a": [' + b'"NaN", ' * (1 << 20) + b"18446744073709551616]}}"
-    with pytest.raises(Unparseable, match="number"):
+    with pytest.raises(MalformedRequest, match="number"):
         json.decode(text, "inputs")
 
 
@@ -319,43 +278,53 @@ def test_what_is_no_tensor(text: str, detail: str, where: str, group: str) -> No
 
 NOT_MESSAGES = [
     # body, class, what the detail says, the pointer
-    (b"", Unparseable, "empty", None),
-    (b" \n", Unparseable, "empty", None),
-    (b"{", Unparseable, "not JSON", None),
-    (b'{"inputs": {"a": [1, 2', Unparseable, "not JSON", None),
-    (b'{"inputs": {"a": [1, 2]}', Unparseable, "not JSON", None),
-    (b'{"inputs": {"a": [1, 2]}}}', Unparseable, "not JSON", None),
-    (b'{"inputs": {}} {"inputs": {}}', Unparseable, "not JSON", None),
-    (b'{"inputs": {"a": [1,, 2]}}', Unparseable, "not JSON", None),
-    (b'{"inputs":\n {"a": [1, 2],}}', Unparseable, "trailing comma is not allowed: line 2", None),
-    (b"{'inputs': {}}", Unparseable, "not JSON", None),
-    (b'{"a": NaN}', Unparseable, "not JSON", None),
-    (b'{"a": Infinity}', Unparseable, "not JSON", None),
-    (b'{"a": 01}', Unparseable, "leading zero is not allowed: line 1 column 7", None),
-    (b'{"a": +1}', Unparseable, "not JSON", None),
-    (b'{"a": 1.}', Unparseable, "not JSON", None),
-    (b'{"inputs": {"a": [1e400]}}', Unparseable, "number", None),
-    (b'{"inputs": {"a": [' + b"9" * 5000 + b"]}}", Unparseable, "number", None),
-    (b'{"inputs": {"a": [0' + b"9" * 20 + b"]}}", Unparseable, "number", None),
-    (b'{"inputs": {"a": [' + b"9" * 20 + b' "]}}', Unparseable, "not JSON", None),
-    (b'{"a": "\xff"}', Unparseable, "UTF-8", None),
-    (b'{"\xc3": 1}', Unparseable, "UTF-8", None),
-    (b'{"a": "\\ud800"}', Unparseable, "string", None),
-    (b'{"a": "\n"}', Unparseable, "not JSON", None),
-    (b"\x00", Unparseable, "not JSON", None),
-    (b"{}\x00", Unparseable, "not JSON", None),
-    ('{"a": 1}'.encode("utf-16"), Unparseable, "not", None),
-    (b"\x93NUMPY", Unparseable, "not", None),
-    (b"[]", Unparseable, "object", None),
-    (b"1", Unparseable, "object", None),
-    (b"null", Unparseable, "object", None),
-    (b'"inputs"', Unparseable, "object", None),
-    (b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}", Unparseable, "depth", None),
+    (b"", MalformedRequest, "empty", None),
+    (b" \n", MalformedRequest, "empty", None),
+    (b"{", MalformedRequest, "not JSON", None),
+    (b'{"inputs": {"a": [1, 2', MalformedRequest, "not JSON", None),
+    (b'{"inputs": {"a": [1, 2]}', MalformedRequest, "not JSON", None),
+    (b'{"inputs": {"a": [1, 2]}}}', MalformedRequest, "not JSON", None),
+    (b'{"inputs": {}} {"inputs": {}}', MalformedRequest, "not JSON", None),
+    (b'{"inputs": {"a": [1,, 2]}}', MalformedRequest, "not JSON", None),
+    (
+        b'{"inputs":\n {"a": [1, 2],}}',
+        MalformedRequest,
+        "trailing comma is not allowed: line 2",
+        None,
+    ),
+    (b"{'inputs': {}}", MalformedRequest, "not JSON", None),
+    (b'{"a": NaN}', MalformedRequest, "not JSON", None),
+    (b'{"a": Infinity}', MalformedRequest, "not JSON", None),
+    (b'{"a": 01}', MalformedRequest, "leading zero is not allowed: line 1 column 7", None),
+    (b'{"a": +1}', MalformedRequest, "not JSON", None),
+    (b'{"a": 1.}', MalformedRequest, "not JSON", None),
+    (b'{"inputs": {"a": [1e400]}}', MalformedRequest, "number", None),
+    (b'{"inputs": {"a": [' + b"9" * 5000 + b"]}}", MalformedRequest, "number", None),
+    (b'{"inputs": {"a": [0' + b"9" * 20 + b"]}}", MalformedRequest, "number", None),
+    (b'{"inputs": {"a": [' + b"9" * 20 + b' "]}}', MalformedRequest, "not JSON", None),
+    (b'{"a": "\xff"}', MalformedRequest, "UTF-8", None),
+    (b'{"\xc3": 1}', MalformedRequest, "UTF-8", None),
+    (b'{"a": "\\ud800"}', MalformedRequest, "string", None),
+    (b'{"a": "\n"}', MalformedRequest, "not JSON", None),
+    (b"\x00", MalformedRequest, "not JSON", None),
+    (b"{}\x00", MalformedRequest, "not JSON", None),
+    ('{"a": 1}'.encode("utf-16"), MalformedRequest, "not", None),
+    (b"\x93NUMPY", MalformedRequest, "not", None),
+    (b"[]", MalformedRequest, "object", None),
+    (b"1", MalformedRequest, "object", None),
+    (b"null", MalformedRequest, "object", None),
+    (b'"inputs"', MalformedRequest, "object", None),
+    (b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}", MalformedRequest, "depth", None),
     (b'{"inputs": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}", InvalidContent, "axes", "/inputs/a"),
-    (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", Unparseable, "deeper than 32", "/a" + "/0" * 33),
-    (b"[" * 1000, Unparseable, "improper structure", None),
-    (b'\xef\xbb\xbf{"a": 01}', Unparseable, "leading zero", None),
-    (b'{"b": ' * 40 + b"1" + b"}" * 40, Unparseable, "deeper than 32", "/b" * 34),
+    (
+        b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}",
+        MalformedRequest,
+        "deeper than 32",
+        "/a" + "/0" * 33,
+    ),
+    (b"[" * 1000, MalformedRequest, "improper structure", None),
+    (b'\xef\xbb\xbf{"a": 01}', MalformedRequest, "leading zero", None),
+    (b'{"b": ' * 40 + b"1" + b"}" * 40, MalformedRequest, "deeper than 32", "/b" * 34),
     (b'{"inputs": []}', InvalidContent, "a list came", "/inputs"),
     (b'{"inputs": null}', InvalidContent, "null came", "/inputs"),
     (b'{"layer": {"tensors": 1}}', InvalidContent, "must be an object", "/layer/tensors"),
@@ -387,7 +356,9 @@ def test_what_is_no_message(
 
 
 def test_a_long_body_is_not_read_again_to_say_where_it_is_wrong() -> None:
-    with pytest.raises(Unparseable, match=r"^the body is not JSON: The JSON document") as caught:
+    with pytest.raises(
+        MalformedRequest, match=r"^the body is not JSON: The JSON document"
+    ) as caught:
         json.decode(b'{"a": "%b",}' % bytes(1 << 20).replace(b"\0", b"a"), "inputs")
     assert caught.value.detail.endswith("etc.")
 
@@ -409,7 +380,7 @@ def test_a_hundred_thousand_names_are_refused_unread(where: str) -> None:
     ids=["lists", "booleans", "words"],
 )
 def test_what_would_take_a_million_objects_is_refused(text: str) -> None:
-    with pytest.raises(TooLarge, match="send it as base64") as caught:
+    with pytest.raises(PayloadTooLarge, match="send it as base64") as caught:
         json.decode(f'{{"inputs": {{"a": {text}}}}}'.encode(), "inputs")
     assert caught.value.pointer == "/inputs/a"
 
@@ -450,7 +421,7 @@ def tried(body: bytes) -> None:
     assert problem.get("pointer", "") == "" or problem["pointer"].startswith("/")
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.binary(max_size=200) | st.text('[]{}",:0123456789.-+eE truefalsn\\u', max_size=60))
 @example(b"")
 def test_anything_at_all_is_read_or_refused(body: bytes | str) -> None:
@@ -464,7 +435,7 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(st.data())
 def test_a_valid_body_with_something_changed_is_read_or_refused(data: st.DataObject) -> None:
     body = bytearray(VALID)
@@ -476,7 +447,7 @@ def test_a_valid_body_with_something_changed_is_read_or_refused(data: st.DataObj
     tried(bytes(body))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_a_valid_document_with_any_value_in_any_place(data: st.DataObject) -> None:
     document = stdlib.loads(VALID)

@@ -10,11 +10,11 @@ import httpx
 import numpy as np
 import pytest
 
-from conftest import Server
 from qkv.tensors import RawTensor
 from qkv.wire import safetensors
 from qkv.wire.message import Message
-from support.known_requests import Array, Case, as_array, as_json, random_case, refused
+from support.known_requests import Array, Case, as_array, as_json, assert_problem, random_case
+from support.service import Server
 
 JSON, TENSORS = "application/json", "application/vnd.safetensors"
 BOTH = (JSON, TENSORS)
@@ -69,12 +69,12 @@ def bits(named: Mapping[str, Array]) -> list[Any]:
     return [(n, a.dtype.name, a.shape, a.tobytes()) for n, a in named.items()]
 
 
-def fields_of(case: Case) -> dict[str, Any]:
+def parse_fields(case: Case) -> dict[str, Any]:
     return {"parameters": case.parameters, "outputs": list(case.outputs)}
 
 
 def run(server: Server, case: Case, came: str, accept: str | None) -> httpx.Response:
-    content = body_of(came, case.inputs, fields_of(case))
+    content = body_of(came, case.inputs, parse_fields(case))
     return post(server, content, came=came, accept=accept)
 
 
@@ -146,7 +146,8 @@ def test_the_answer_goes_as_it_is_liked_best(
 def test_what_cannot_be_written_is_not_acceptable(server: Server, came: str, accept: Any) -> None:
     for path in (RUN, CONVERT):
         assert (
-            TENSORS in refused(post(server, b"{}", path, came=came, accept=accept), 406)["detail"]
+            TENSORS
+            in assert_problem(post(server, b"{}", path, came=came, accept=accept), 406)["detail"]
         )
 
 
@@ -154,7 +155,7 @@ def test_what_cannot_be_written_is_not_acceptable(server: Server, came: str, acc
 def test_several_accept_headers_are_one_list(server: Server, came: str) -> None:
     """RFC 9110, section 5.3."""
     headers = [("content-type", came), ("accept", "text/html"), ("accept", TENSORS)]
-    content = body_of(came, CASE.inputs, fields_of(CASE))
+    content = body_of(came, CASE.inputs, parse_fields(CASE))
     read(server.http.post(RUN, content=content, headers=headers), TENSORS)
 
 
@@ -163,17 +164,17 @@ def test_several_accept_headers_are_one_list(server: Server, came: str) -> None:
 def test_faults_are_problems_whatever_is_accepted(server: Server, came: str, accept: str) -> None:
     good = accept != "text/html"
     wrong = body_of(came, CASE.inputs, {"parameters": {"causal": "yes"}})
-    problem = refused(post(server, wrong, came=came, accept=accept), 422 if good else 406)
+    problem = assert_problem(post(server, wrong, came=came, accept=accept), 422 if good else 406)
     assert not good or problem["pointer"] == "/parameters/causal"
-    refused(post(server, b"\xff" * 20, came=came, accept=accept), 400 if good else 406)
-    refused(post(server, b"{}", came="text/plain", accept=accept), 415)
-    refused(post(server, b"{}", "/v1/attention/sofmax", came=came, accept=accept), 404)
-    refused(server.http.get(RUN, headers={"accept": accept}), 405)
+    assert_problem(post(server, b"\xff" * 20, came=came, accept=accept), 400 if good else 406)
+    assert_problem(post(server, b"{}", came="text/plain", accept=accept), 415)
+    assert_problem(post(server, b"{}", "/v1/attention/sofmax", came=came, accept=accept), 404)
+    assert_problem(server.http.get(RUN, headers={"accept": accept}), 405)
 
 
 def test_json_answers_to_tensors_are_exact_unless_lists_are_asked_for(server: Server) -> None:
     for asked, comes in ((None, dict), ("base64", dict), ("lists", list)):
-        fields = fields_of(CASE) | ({} if asked is None else {"encoding": asked})
+        fields = parse_fields(CASE) | ({} if asked is None else {"encoding": asked})
         content = body_of(TENSORS, CASE.inputs, fields)
         answer = post(server, content, came=TENSORS, accept=JSON)
         assert all(isinstance(t, comes) for t in answer.json()["outputs"].values())
@@ -181,7 +182,7 @@ def test_json_answers_to_tensors_are_exact_unless_lists_are_asked_for(server: Se
 
 
 def test_lists_may_be_answered_as_tensors(server: Server) -> None:
-    content = body_of(JSON, CASE.inputs, fields_of(CASE), form="lists")
+    content = body_of(JSON, CASE.inputs, parse_fields(CASE), form="lists")
     named = read(post(server, content, came=JSON, accept=TENSORS), TENSORS)
     assert bits(named) == bits(read(run(server, CASE, TENSORS, TENSORS), TENSORS))
 
@@ -221,22 +222,22 @@ def test_tensors_of_a_layer_that_nobody_asked_for(
     """Nothing that comes is dropped without a word."""
     named = STATE if path == CONVERT else CASE.inputs
     content = body_of(TENSORS, named | {"layer.extra": np.ones(2, "f4")}, fields)
-    problem = refused(post(server, content, path, came=TENSORS))
+    problem = assert_problem(post(server, content, path, came=TENSORS))
     assert "layer" in problem["detail"]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 8, 9, 64, 1000])
 def test_tensors_may_come_in_chunks(server: Server, cut: int) -> None:
     case = random_case(40_100, 0)
-    whole = body_of(TENSORS, case.inputs, fields_of(case))
+    whole = body_of(TENSORS, case.inputs, parse_fields(case))
     pieces = [whole[at : at + cut] for at in range(0, min(len(whole), 60 * cut), cut)]
     pieces.append(whole[min(len(whole), 60 * cut) :])
     response = post(server, iter([p for p in pieces if p]), came=TENSORS)
     assert "content-length" not in response.request.headers
     assert bits(read(response, TENSORS)) == bits(read(run(server, case, TENSORS, TENSORS), TENSORS))
     for short in (b"", whole[:5], whole[:-1]):
-        refused(post(server, iter([short]), came=TENSORS), 400)
-        refused(post(server, short, came=TENSORS), 400)
+        assert_problem(post(server, iter([short]), came=TENSORS), 400)
+        assert_problem(post(server, short, came=TENSORS), 400)
 
 
 DEEP = "[" * 3000 + "]" * 3000
@@ -261,4 +262,4 @@ def test_fields_that_json_would_not_carry(server: Server, field: str, value: str
     header = stdlib.dumps(stdlib.loads(plain[8 : 8 + length]) | metadata).encode()
     content = len(header).to_bytes(8, "little") + header + plain[8 + length :]
     response = post(server, content, came=TENSORS)
-    refused(response, 400 if response.status_code == 400 else 422)
+    assert_problem(response, 400 if response.status_code == 400 else 422)

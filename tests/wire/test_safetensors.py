@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from test_json import NAMES, arrays, json_values
 
-from qkv.api.request_body import _aligned
+from qkv.api.request_body import _new_aligned_buffer
 from qkv.errors import QkvError
 from qkv.tensors import RawTensor
 from qkv.wire import json
 from qkv.wire.message import Message
-from qkv.wire.safetensors import aligned_at, decode, encode
+from qkv.wire.safetensors import aligned_offset, decode, encode
+from support.examples import examples
+from support.json_values import NAMES, arrays, json_values
 from support.known_requests import DTYPES, Array
 
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16"} | {
@@ -49,7 +50,7 @@ def raws(named: dict[str, Array]) -> dict[str, RawTensor]:
 
 
 def same(raw: RawTensor, array: Array) -> bool:
-    came = (raw.dtype, raw.shape, bytes(raw.data), raw.literal)
+    came = (raw.dtype, raw.shape, bytes(raw.data), raw.is_untyped)
     return came == (array.dtype.name, array.shape, array.tobytes(), False)
 
 
@@ -72,7 +73,7 @@ def test_whole_messages_come_back(
     asked = {} if encoding is None else {"encoding": encoding}
     fields = fields | ({"layer": {"layout": "v2"}} if layer else {})
     body = file_of(Message(fields | asked, raws(tensors), raws(layer)))
-    assert aligned_at(body[:8]) % 64 == 0
+    assert aligned_offset(body[:8]) % 64 == 0
     back = decode(body, "inputs")
     assert (back.fields, back.encoding) == (fields, encoding)
     assert back.tensors.keys() == tensors.keys()
@@ -140,7 +141,7 @@ def test_tensors_are_views_of_the_body(tensors: dict[str, Array], aligned: bool)
     written = file_of(Message({}, raws(tensors)))
     body: bytes | memoryview = written
     if aligned:
-        body = _aligned(len(written), aligned_at(written[:8]))
+        body = _new_aligned_buffer(len(written), aligned_offset(written[:8]))
         body[:] = written
     whole = np.frombuffer(body, np.uint8)
     read = [raw.numpy() for raw in decode(body, "inputs").tensors.values()]
@@ -366,7 +367,7 @@ VALID = file_of(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.binary(max_size=200), st.booleans())
 def test_random_bytes_are_read_or_refused(body: bytes, headed: bool) -> None:
     tried(file(body, body[:8]) if headed else body)
@@ -379,7 +380,7 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(st.data())
 def test_a_valid_file_with_something_changed_is_read_or_refused(data: st.DataObject) -> None:
     length = int.from_bytes(VALID[:8], "little")
@@ -395,7 +396,7 @@ def test_a_valid_file_with_something_changed_is_read_or_refused(data: st.DataObj
     tried(bytes(whole))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_a_valid_header_with_any_value_in_any_place(data: st.DataObject) -> None:
     length = int.from_bytes(VALID[:8], "little")

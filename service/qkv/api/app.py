@@ -1,214 +1,240 @@
-"""The application: puts engine and routes together and maps every error once."""
+"""Builds the HTTP API: `create_app` puts the engine, the endpoints and the middleware together."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as Event
+from starlette.types import ASGIApp
 
-from qkv.api.auth import Guard, Keys
-from qkv.api.direct_routes import Endpoint, Front
+from qkv.api.auth import ApiKeyMiddleware, ApiKeys
+from qkv.api.direct_routes import DirectRouter, Endpoint
 from qkv.api.endpoints import (
-    attention,
     compare,
     convert,
-    gradients,
+    health,
     metrics,
+    oip_infer,
+    oip_models,
     playground,
+    run,
     sweep,
     variants,
 )
-from qkv.api.endpoints import health as operations
-from qkv.api.endpoints import oip_infer as infer
-from qkv.api.endpoints import oip_models as v2
-from qkv.api.endpoints.run import Native
-from qkv.api.fast_path.run_cache import Shortcuts
-from qkv.api.job_runner import Runs, limits_of
-from qkv.api.observability import Observed, Observer, fails, request_id
-from qkv.api.openapi import document as openapi
+from qkv.api.error_responses import add_error_handlers, error_response
+from qkv.api.fast_path.run_cache import RunCache
+from qkv.api.job_runner import JobRunner, job_limits
+from qkv.api.middleware import DrainMiddleware, HeadMiddleware, allow_origins
+from qkv.api.observability import ObservabilityMiddleware, RequestObserver
+from qkv.api.openapi import document
 from qkv.attention import catalogue
-from qkv.engine.engine import GPU_BATCH, Engine, pick_device
+from qkv.engine.engine import GPU_MAX_BATCH, Engine, pick_device
 from qkv.engine.remote.device_process import DeviceProcess
-from qkv.engine.remote.remote_engine import Remote
-from qkv.engine.remote.shared_memory import Arena
+from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.warmup import warm_up
 from qkv.engine.work_queue import Load
-from qkv.errors import Internal, MethodNotAllowed, NotFound, NotNow, QkvError
-from qkv.server.connection_timeouts import Watch
-from qkv.server.cpus import usable_cpus
-from qkv.server.fast_path.busy_poll import BusyPoll
-from qkv.server.fast_path.pending_request import Round
-from qkv.server.fast_path.protocol import Protocol
 from qkv.settings import Settings
-from qkv.telemetry.background_writer import Lines
-from qkv.telemetry.worker_state import Fleet, Worker
+from qkv.telemetry.log_writer import BackgroundWriter
+from qkv.telemetry.worker_state import SharedState, WorkerState
 from qkv.version import __version__
-from qkv.wire import json
 
-__all__ = ["create_app", "most_of", "new_device_process", "new_fleet"]
+if TYPE_CHECKING:
+    from qkv.telemetry.tracing import Traces
 
-_log = logging.getLogger("qkv.app")
+__all__ = ["Runtime", "create_app", "new_device_process", "new_shared_state", "queue_limits"]
 
-_EVERY_S: Final = 0.1  # lines of the request log are written
-_STILL_ANSWERED: Final = ("/livez", "/readyz", *v2.PUBLIC)  # while the service ends
+_LOG_INTERVAL_S: Final = 0.1  # between two writes of the request log
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What the requests of one process share.
+
+    Attributes:
+        settings: of the service.
+        worker: this process's part of the shared state.
+        engine: runs the jobs.
+        job_runner: runs them for HTTP clients.
+        run_cache: remembers small requests for the fast path.
+        api_keys: of which a request must have one; None: no authentication.
+        observer: counts, logs and traces every request.
+        request_log: has a line for each; None: there is none.
+        traces: has a span for each; None: there are none.
+    """
+
+    settings: Settings
+    worker: WorkerState
+    engine: Engine | RemoteEngine
+    job_runner: JobRunner
+    run_cache: RunCache
+    api_keys: ApiKeys | None
+    observer: RequestObserver
+    request_log: BackgroundWriter | None
+    traces: Traces | None
 
 
 def create_app(
-    settings: Settings | None = None, worker: Worker | None = None, remote: Remote | None = None
+    settings: Settings | None = None,
+    worker: WorkerState | None = None,
+    remote: RemoteEngine | None = None,
 ) -> FastAPI:
-    """The service as an ASGI application.
+    """Returns the service as an ASGI application.
 
-    `app.state.engine` is its engine; `app.state.front` is the same application with a shorter way
-    to what runs variants, and what a server should serve; `app.state.protocol` is how uvicorn
-    should speak to connections, with a shorter way still.
+    `app.state.runtime` is its `Runtime`. `app.state.asgi` is what a server should serve: the same
+    application with a direct route to the endpoints that run variants.
 
     Args:
         settings: None reads them from the environment.
-        worker: what this process is in its fleet; None: alone.
-        remote: what has another process run jobs; None: an engine of its own runs them.
+        worker: this process's part of the shared state; None: it is the only process.
+        remote: the device process's engine; None: this process has an engine of its own.
     """
-    settings = settings or Settings()
-    if worker is None:
-        worker = new_fleet(settings, 1).worker(0)
-        worker.ready(True)
-    engine = remote or _new_engine(settings, worker)
-    engine.door.patience_s = settings.read_timeout_s
-    log = Lines(1, worker.meter.dropped, _EVERY_S) if settings.request_log == "json" else None
-    traces = import_module("qkv.telemetry.tracing").Traces() if settings.traces else None
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        engine.start()
-        pulse = asyncio.create_task(worker.pulse(engine.usage))
-        if log is not None:
-            log.start()
-        watch = asyncio.create_task(_watch(engine, worker))
-        try:
-            if isinstance(engine, Remote):
-                await engine.until_ready()
-            else:
-                await warm_up(engine)
-                # from here on all is for callers
-                engine.ledger.recorder = worker.recorder
-                worker.loads(engine.usage())
-            yield
-        finally:
-            await engine.stop()
-            pulse.cancel()
-            if log is not None:
-                await asyncio.to_thread(log.stop)
-            if traces is not None:
-                await traces.stop()
-            watch.cancel()
-
-    app = FastAPIOffline(  # its pages from its own files, none from another host
+    runtime = _build_runtime(settings or Settings(), worker, remote)
+    app = FastAPIOffline(  # serves the pages' scripts from its own files, not from another host
         redoc_url=None,
         title="qkv",
         version=__version__,
         summary="Serves attention: output, weights and timing, from any variant you name.",
-        description=openapi.DESCRIPTION,
-        openapi_tags=openapi.TAGS,
+        description=document.DESCRIPTION,
+        openapi_tags=document.TAGS,
         license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
-        lifespan=lifespan,
+        lifespan=lambda _: _run(runtime),
         redirect_slashes=False,
     )
-    app.state.engine = engine
-    app.state.settings = settings
-    runs = Runs(engine, settings, worker.meter)
-    shortcuts = Shortcuts(runs)
-    inference = infer.Infer(runs, worker.fleet.models, settings, shortcuts)
-    made = Native(runs, shortcuts, settings)
-    native = (attention.router(made), gradients.router(made))
-    for router in (*native, infer.router(inference)):
-        app.include_router(router)
-    app.include_router(compare.router(runs, settings))
-    app.include_router(sweep.router(runs, settings, worker.fleet))
-    app.include_router(convert.router(runs, settings))
-    app.include_router(variants.router())
-    app.include_router(operations.router(engine, worker.fleet))
-    app.include_router(playground.router())
-    app.include_router(metrics.router(worker.fleet, str(engine.device)))
-    app.include_router(v2.router(engine, worker.fleet))
-    app.add_exception_handler(QkvError, _known)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unknown)
-    app.add_middleware(_Heads)
-    app.add_middleware(_Draining, fleet=worker.fleet)
-    endpoints = _endpoints(native, inference)
-    front: ASGIApp = Front(app, endpoints, _refusal, worker)
-    keys = Keys(settings.keys) if settings.keys else None
-    if keys is not None:
-        app.add_middleware(Guard, keys=keys, refusal=_refusal)  # for who serves it without `front`
-        front = Guard(front, keys, _refusal)
-    observer = Observer(worker.meter, log, traces)
-    app.state.front = Observed(_opened(front, settings.origins), observer)
-    app.state.protocol = partial(
-        Protocol,
-        watch=Watch(settings.read_timeout_s, settings.write_timeout_s),
-        refusal=_refusal,
-        worker=worker,
-        shortcuts=shortcuts,
-        round=Round(),
-        # on a single CPU it would be in its caller's way
-        poll=BusyPoll(worker, settings.busy_poll_us / 1e6 if usable_cpus() > 1 else 0.0),
-        door=engine.door,
-        keys=keys,
-        observer=observer,
-    )
-    _describe(app, is_guarded=keys is not None)
+    direct = _add_routes(app, runtime)
+    add_error_handlers(app)
+    app.state.runtime = runtime
+    app.state.asgi = _add_middleware(app, runtime, direct)
+    _complete_document(app, is_guarded=runtime.api_keys is not None)
     return app
 
 
-def _opened(app: ASGIApp, origins: list[str]) -> ASGIApp:
-    """An application that the pages of these origins may ask.
-
-    Outside of all else: browsers ask without a key whether they may ask with one. What is answered
-    without ASGI was never asked by a page, for those say `Origin`, which is not plain.
-    """
-    if not origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=origins,
-        allow_methods=("GET", "HEAD", "POST"),
-        allow_headers=("*",),
-        expose_headers=(
-            *("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing"),
-            "X-Request-ID",
-        ),
+def _build_runtime(
+    settings: Settings, worker: WorkerState | None, remote: RemoteEngine | None
+) -> Runtime:
+    if worker is None:
+        worker = new_shared_state(settings, 1).worker(0)
+        worker.set_ready(True)
+    engine = remote or _new_engine(settings, worker)
+    engine.admission.body_timeout_s = settings.read_timeout_s
+    recorder = worker.metrics_recorder
+    request_log = None
+    if settings.request_log == "json":
+        request_log = BackgroundWriter(1, recorder.add_dropped_log_lines, _LOG_INTERVAL_S)
+    traces = import_module("qkv.telemetry.tracing").Traces() if settings.traces else None
+    job_runner = JobRunner(engine, settings, recorder)
+    return Runtime(
+        settings=settings,
+        worker=worker,
+        engine=engine,
+        job_runner=job_runner,
+        run_cache=RunCache(job_runner),
+        api_keys=ApiKeys(settings.keys) if settings.keys else None,
+        observer=RequestObserver(recorder, request_log, traces),
+        request_log=request_log,
+        traces=traces,
     )
 
 
-async def _watch(engine: Engine | Remote, worker: Worker) -> None:
-    """Says that this process takes no requests any more, should its device fail for good."""
-    await engine.broken.wait()
-    worker.ready(False)
+@asynccontextmanager
+async def _run(runtime: Runtime) -> AsyncIterator[None]:
+    """Runs the engine and the background tasks, from the server's start to its end."""
+    engine, worker = runtime.engine, runtime.worker
+    engine.start()
+    heartbeat = asyncio.create_task(worker.run_heartbeat(engine.usage))
+    if runtime.request_log is not None:
+        runtime.request_log.start()
+    failure = asyncio.create_task(_watch_device(engine, worker))
+    try:
+        if isinstance(engine, RemoteEngine):
+            await engine.wait_until_ready()
+        else:
+            await warm_up(engine)
+            # statistics count clients' requests only, not the warm-up
+            engine.accounting.stats_recorder = worker.stats_recorder
+            worker.set_usage(engine.usage())
+        yield
+    finally:
+        await engine.stop()
+        heartbeat.cancel()
+        if runtime.request_log is not None:
+            await asyncio.to_thread(runtime.request_log.stop)
+        if runtime.traces is not None:
+            await runtime.traces.stop()
+        failure.cancel()
 
 
-def _endpoints(native: Iterable[APIRouter], inference: infer.Infer) -> dict[str, Endpoint]:
-    """What runs variants, by path."""
-    routes = [route for router in native for route in router.routes]
-    found: dict[str, Endpoint] = {r.path: r.endpoint for r in routes if isinstance(r, APIRoute)}
+async def _watch_device(engine: Engine | RemoteEngine, worker: WorkerState) -> None:
+    """Marks this process as not ready once its device has failed for good."""
+    await engine.failed.wait()
+    worker.set_ready(False)
+
+
+def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
+    """Adds all routes; returns the endpoints that run variants, by path."""
+    settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
+    shared_state = runtime.worker.shared_state
+    handler = run.RunHandler(job_runner, runtime.run_cache, settings)
+    infer = oip_infer.InferHandler(job_runner, shared_state.models, settings, runtime.run_cache)
+    run_routers = (run.attention_router(handler), run.gradients_router(handler))
+    for router in (
+        *run_routers,
+        oip_infer.router(infer),
+        compare.router(job_runner, settings),
+        sweep.router(job_runner, settings, shared_state),
+        convert.router(job_runner, settings),
+        variants.router(),
+        health.router(engine, shared_state),
+        playground.router(),
+        metrics.router(shared_state, str(engine.device)),
+        oip_models.router(engine, shared_state),
+    ):
+        app.include_router(router)
+    routes = [route for router in run_routers for route in router.routes]
+    direct: dict[str, Endpoint] = {r.path: r.endpoint for r in routes if isinstance(r, APIRoute)}
     for name in catalogue.variants():
-        found[f"/v2/models/{name}/infer"] = partial(inference, model=name)
-    return found
+        direct[f"/v2/models/{name}/infer"] = partial(infer.handle, model=name)
+    return direct
 
 
-def _new_engine(settings: Settings, worker: Worker) -> Engine:
-    """An engine in this process.
+def _add_middleware(app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint]) -> ASGIApp:
+    """Adds middleware to FastAPI, and returns it with the direct routes in front."""
+    worker, api_keys = runtime.worker, runtime.api_keys
+    app.add_middleware(HeadMiddleware)
+    app.add_middleware(DrainMiddleware, shared_state=worker.shared_state)
+    asgi: ASGIApp = DirectRouter(app, direct, error_response, worker)
+    if api_keys is not None:
+        # FastAPI gets it too, for a server that serves `app` itself
+        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, error_response=error_response)
+        asgi = ApiKeyMiddleware(asgi, api_keys, error_response)
+    return ObservabilityMiddleware(allow_origins(asgi, runtime.settings.origins), runtime.observer)
+
+
+def _complete_document(app: FastAPI, is_guarded: bool) -> None:
+    """Extends FastAPI's OpenAPI document."""
+    document.prepare_examples()
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document.complete_document(generate(), is_guarded)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+
+
+def _new_engine(settings: Settings, worker: WorkerState) -> Engine:
+    """Returns an engine of this process.
 
     Raises:
         ValueError: its device is not there.
@@ -217,131 +243,42 @@ def _new_engine(settings: Settings, worker: Worker) -> Engine:
         pick_device(settings.device),
         max_batch=settings.max_batch,
         threads=settings.threads,
-        most=most_of(settings),
-        spare=worker.spare,
-        on_busy=worker.busy,
+        limit=queue_limits(settings),
+        idle_threads=worker.idle_threads,
+        on_busy=worker.set_busy,
     )
 
 
-def most_of(settings: Settings) -> Load:
-    """What may wait in one process."""
+def queue_limits(settings: Settings) -> Load:
+    """Returns how much may be queued in one process."""
     return Load(settings.max_queue, settings.max_queue_bytes, settings.max_queue_flops)
 
 
 def new_device_process(
-    settings: Settings, worker: Worker, arena: Arena, mailbox: socket.socket, leash: int
+    settings: Settings,
+    worker: WorkerState,
+    shared_memory: SharedMemory,
+    control_socket: socket.socket,
+    parent_alive_fd: int,
 ) -> DeviceProcess:
-    """The process that has the device for all workers: its engine is the only one.
+    """Returns the process that owns the device, and runs the jobs of all workers.
 
     Raises:
         ValueError: its device is not there.
     """
-    engine = _new_engine(settings, worker)
-    return DeviceProcess(engine, worker, arena, limits_of(settings), mailbox, leash)
+    engine, limits = _new_engine(settings, worker), job_limits(settings)
+    return DeviceProcess(engine, worker, shared_memory, limits, control_socket, parent_alive_fd)
 
 
-def new_fleet(settings: Settings, workers: int, *, device_process: bool = False) -> Fleet:
-    """What so many workers share, and the process that has their device where there is one; made
-    before any is forked."""
-    return Fleet(
+def new_shared_state(
+    settings: Settings, workers: int, *, device_process: bool = False
+) -> SharedState:
+    """Returns the state that the workers, and the device process, share; made before the forks."""
+    return SharedState(
         workers,
         settings.stuck_s,
         settings.stuck_device_s,
         models=tuple(catalogue.variants()),
-        most_together=settings.max_batch or GPU_BATCH,
+        max_batch_size=settings.max_batch or GPU_MAX_BATCH,
         device_process=device_process,
     )
-
-
-class _Heads:
-    """Whatever answers GET answers HEAD, whose answer the server leaves the body out of; pure
-    ASGI."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        return await self._app(scope, receive, send)
-
-
-class _Draining:
-    """Refuses what comes once the service ends, and asks callers to close; pure ASGI.
-
-    What has been accepted before goes on: only its connection is not kept for another request.
-    """
-
-    def __init__(self, app: ASGIApp, fleet: Fleet) -> None:
-        self._app = app
-        self._fleet = fleet
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        is_answered = False
-
-        async def closing(message: Event) -> None:
-            nonlocal is_answered
-            is_answered = True
-            if message["type"] == "http.response.start" and self._fleet.draining:
-                message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
-            await send(message)
-
-        if not self._fleet.draining or scope["path"] in _STILL_ANSWERED:
-            try:
-                return await self._app(scope, receive, closing)
-            except asyncio.CancelledError:  # time is over, and the body has still not come
-                if is_answered:
-                    raise
-        refusal = _refusal(NotNow("the service is stopping", retry_after=5), scope["path"])
-        return await refusal(scope, receive, closing)
-
-
-def _describe(app: FastAPI, is_guarded: bool) -> None:
-    """Has the OpenAPI document say what FastAPI cannot know."""
-    openapi.prepare()
-    made = app.openapi
-
-    def described() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            openapi.complete(made(), is_guarded)
-        assert app.openapi_schema is not None
-        return app.openapi_schema
-
-    app.openapi = described  # type: ignore[method-assign]  # FastAPI's own way to extend it
-
-
-async def _known(request: Request, error: Exception) -> Response:
-    assert isinstance(error, QkvError)
-    return _refusal(error, request.url.path)
-
-
-def _refusal(error: QkvError, path: str) -> Response:
-    """An error as the protocol of the path writes it."""
-    fails(error)
-    if path == "/v2" or path.startswith("/v2/"):
-        return v2.refusal(error)
-    return Response(
-        json.dump(error.problem()),
-        status_code=error.status,
-        media_type=json.PROBLEM_TYPE,
-        headers=error.headers(),
-    )
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: an unknown path, or a method that a path does not have."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        allowed = set((error.headers or {}).get("Allow", "").split(", "))
-        allow = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
-        fault: QkvError = MethodNotAllowed(f"{request.method} is not allowed here", allow=allow)
-    else:
-        fault = NotFound(f"no {request.url.path[:200]} here; /docs says what there is")
-    return await _known(request, fault)
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    _log.error("a request to %r failed (%s)", request.url.path, request_id(), exc_info=error)
-    return await _known(request, Internal("this is a fault of the service, and is logged"))

@@ -1,4 +1,4 @@
-"""Who is let in: callers with one of the service's keys, and everyone to a few public paths."""
+"""API keys: requests without one are rejected, except on a few public paths."""
 
 from __future__ import annotations
 
@@ -9,52 +9,60 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qkv.api.endpoints.oip_models import PUBLIC
+from qkv.api.endpoints.oip_models import HEALTH_PATHS
 from qkv.api.endpoints.playground import PATHS
 from qkv.errors import QkvError, Unauthorized
 
-__all__ = ["OPEN", "Guard", "Keys"]
+__all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware", "ApiKeys"]
 
-OPEN: Final = frozenset(("/livez", "/readyz", *PUBLIC)) | PATHS
-"""The paths that need no key: probes, which say yes or no, and the playground's own files, which
-hold nothing of anybody's; the page asks for a key for what it calls."""
+PUBLIC_PATHS: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS)) | PATHS
+"""Paths that need no key: health probes, and the playground's own files; the page asks its user for
+a key for the requests it sends."""
 
 
-class Keys:
-    """The keys that a service was given."""
+class ApiKeys:
+    """The API keys of a service."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = [key.encode() for key in keys]
 
-    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether headers, names in lower case, hold one of the keys, in the form of RFC 6750,
-        section 2.1. How long it takes tells nothing of what any key is."""
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:
+    def match(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Returns whether the headers have one of the keys, as RFC 6750, section 2.1 has it.
+
+        Takes the same time whichever key matches, or none.
+
+        Args:
+            headers: names in lower case.
+        """
+        authorizations = [value for name, value in headers if name == b"authorization"]
+        if len(authorizations) != 1:
             return False
-        scheme, _, key = given[0].partition(b" ")
+        scheme, _, key = authorizations[0].partition(b" ")
         key = key.strip(b" ")
-        found = [compare_digest(key, known) for known in self._keys]  # all, whichever it is
-        return scheme.lower() == b"bearer" and True in found
+        matches = [compare_digest(key, known) for known in self._keys]  # all: constant time
+        return scheme.lower() == b"bearer" and True in matches
 
 
-class Guard:
-    """Refuses whoever has no key, before anything of the body is read; pure ASGI.
+class ApiKeyMiddleware:
+    """Rejects requests without a key, before their body is read.
 
     Args:
-        app: what is guarded.
-        keys: who has one of them is let in.
-        refusal: what answers an error below a path.
+        app: that needs a key.
+        api_keys: of which a request must have one.
+        error_response: makes the response for an error at a path.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, refusal: Callable[[QkvError, str], Response]
+        self,
+        app: ASGIApp,
+        api_keys: ApiKeys,
+        error_response: Callable[[QkvError, str], Response],
     ) -> None:
-        self._app, self._keys, self._refusal = app, keys, refusal
+        self._app, self._api_keys, self._error_response = app, api_keys, error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        is_open = scope["type"] != "http" or scope["path"] in OPEN
-        if not is_open and not self._keys.admit(scope["headers"]):
-            app = self._refusal(Unauthorized(), scope["path"])
+        is_public = scope["type"] != "http" or scope["path"] in PUBLIC_PATHS
+        if not is_public and not self._api_keys.match(scope["headers"]):
+            app = self._error_response(Unauthorized(), scope["path"])
         return await app(scope, receive, send)

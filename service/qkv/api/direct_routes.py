@@ -1,4 +1,4 @@
-"""The routes that are asked most, found by their path alone, before the framework."""
+"""Direct routes to the endpoints that run variants, by path alone, before FastAPI."""
 
 from __future__ import annotations
 
@@ -12,70 +12,77 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qkv.api.observability import request_id
-from qkv.errors import Internal, NotNow, QkvError
-from qkv.telemetry.worker_state import Worker
+from qkv.errors import Internal, QkvError, ServiceUnavailable
+from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["ACCEPTED", "Endpoint", "Front"]
+__all__ = ["ACCEPTED_STATE", "DirectRouter", "Endpoint"]
 
-_log = logging.getLogger("qkv.app")
+_log = logging.getLogger(__name__)
 
-ACCEPTED: Final = "qkv.accepted"
-"""In a scope's state: the request came before the service was told to end."""
+ACCEPTED_STATE: Final = "qkv.accepted"
+"""Key of a scope's state: the request was received before the drain began."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class Front:
-    """Answers POST on the paths it knows, and hands all else on; pure ASGI.
+class DirectRouter:
+    """Calls the endpoint of a POST by its path; passes all other requests on.
 
-    The framework has the same endpoints on the same paths, for its document and for other
-    spellings of a path; but its way to them takes longer than a small attention.
+    FastAPI has the same endpoints on the same paths, for its document and for other spellings of a
+    path; but its routing takes longer than a small attention.
 
     Args:
-        app: the framework.
+        app: for all other requests, and while the service drains.
         endpoints: by path.
-        refusal: what answers an error below a path.
-        worker: counts them, and says when the service ends; then the framework refuses.
+        error_response: makes the response for an error at a path.
+        worker: counts requests in flight, and knows whether the service drains.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         endpoints: Mapping[str, Endpoint],
-        refusal: Callable[[QkvError, str], Response],
-        worker: Worker,
+        error_response: Callable[[QkvError, str], Response],
+        worker: WorkerState,
     ) -> None:
-        self._app, self._endpoints, self._refusal, self._worker = app, endpoints, refusal, worker
+        self._app, self._endpoints, self._error_response, self._worker = (
+            app,
+            endpoints,
+            error_response,
+            worker,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and self._accepts(scope):
             path = scope["path"]
             if (endpoint := self._endpoints.get(path)) is not None:
-                self._worker.asks(1)
+                self._worker.add_in_flight(1)
                 try:
-                    response = await self._answered(endpoint, Request(scope, receive, send), path)
+                    response = await self._call(endpoint, Request(scope, receive, send), path)
                 finally:
-                    self._worker.asks(-1)
-                # by now it may: then its connection is not kept for another request
+                    self._worker.add_in_flight(-1)
+                # the drain may have begun: then the connection is not kept alive
                 if self._is_draining():
                     response.raw_headers.append((b"connection", b"close"))
                 return await response(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _accepts(self, scope: Scope) -> bool:
-        return not self._is_draining() or ACCEPTED in scope.get("state", ())
+        return not self._is_draining() or ACCEPTED_STATE in scope.get("state", ())
 
     def _is_draining(self) -> bool:
-        return self._worker.fleet.draining
+        return self._worker.shared_state.is_draining
 
-    async def _answered(self, endpoint: Endpoint, request: Request, path: str) -> Response:
+    async def _call(self, endpoint: Endpoint, request: Request, path: str) -> Response:
         try:
             return await endpoint(request)
         except QkvError as error:
-            return self._refusal(error, path)
-        except asyncio.CancelledError:  # the service ends, and the body has still not come
-            return self._refusal(NotNow("the service is stopping", retry_after=5), path)
+            return self._error_response(error, path)
+        except asyncio.CancelledError:  # the drain timed out before the body was received
+            return self._error_response(
+                ServiceUnavailable("the service is stopping", retry_after=5), path
+            )
         except Exception as error:
             _log.error("a request to %r failed (%s)", path, request_id(), exc_info=error)
             fault = Internal("this is a fault of the service, and is logged")
-            return self._refusal(fault, path)
+            return self._error_response(fault, path)

@@ -1,4 +1,4 @@
-"""A run over HTTP, whatever protocol asks for it: a message in, outputs and timing out."""
+"""Runs jobs for HTTP clients: checks, deadlines, client disconnects, timing."""
 
 from __future__ import annotations
 
@@ -8,247 +8,257 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from fastapi import Request
 
-from qkv.api.request_body import elsewhere
-from qkv.engine.accounting import Alone
-from qkv.engine.admission import Place
+from qkv.api.request_body import in_thread_if_large
+from qkv.engine.accounting import InlineRun
+from qkv.engine.admission import Admission
 from qkv.engine.engine import Engine
-from qkv.engine.executor import Standing
-from qkv.engine.remote.remote_engine import Remote
-from qkv.engine.work_queue import Answer
-from qkv.errors import Left, TooLate, Unparseable, shown
+from qkv.engine.executor import PreparedRun
+from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.work_queue import JobResult
+from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
 from qkv.jobs.job import Job, Limits
 from qkv.settings import Settings
-from qkv.telemetry.metrics import Meter
+from qkv.telemetry.metrics import MetricsRecorder
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
 __all__ = [
     "SERVER_TIMING",
     "TIMEOUT_HEADER",
-    "Result",
-    "Runs",
-    "left",
-    "limits_of",
-    "result_of",
-    "unless_left",
+    "JobRunner",
+    "RunResult",
+    "cancel_on_disconnect",
+    "job_limits",
+    "to_run_result",
+    "wait_for_disconnect",
 ]
 
 _T = TypeVar("_T")
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
-"""Seconds that a request may wait for its turn. HTTP has no field for it, and gRPC's grpc-timeout
-is for gRPC; by this name it goes through gateways that know it, beside X-Request-ID."""
+"""Seconds that a request may wait in the queue. HTTP has no field for it, and grpc-timeout is for
+gRPC; some gateways know this name."""
 
-_LONGEST_S: Final = 1e9
+_MAX_TIMEOUT_S: Final = 1e9
 
 _STAGES: Final = ("queue", "transfer", "compute", "total")
 SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
-"""A timing as W3C's Server Timing has it, in milliseconds; to be filled in."""
+"""Format of a Server-Timing header (W3C), to be filled in from a timing in milliseconds."""
 
 
-class Result(NamedTuple):
-    """What came of a run.
+class RunResult(NamedTuple):
+    """The result of a run.
 
     Attributes:
         outputs: by name.
-        timing: as an answer has it, `total_ms` too.
-        marks: what else an answer says of them.
+        timing: of the response, with `total_ms`.
+        annotations: more fields of the response.
     """
 
     outputs: dict[str, RawTensor]
     timing: dict[str, Any]
-    marks: dict[str, str]
+    annotations: dict[str, str]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all outputs."""
+        """Size of all outputs in bytes."""
         return sum(tensor.nbytes for tensor in self.outputs.values())
 
     @property
     def server_timing(self) -> str:
-        """The timing as W3C's Server Timing has it, in milliseconds."""
+        """The value of a Server-Timing header."""
         return SERVER_TIMING % self.timing
 
     @property
     def headers(self) -> dict[str, str]:
-        """What an answer says of it in headers."""
+        """Headers of the response."""
         return {"Server-Timing": self.server_timing}
 
 
-class Runs:
-    """Runs for callers who may leave meanwhile.
+class JobRunner:
+    """Runs jobs for HTTP clients.
 
     Args:
-        engine: what runs them.
-        settings: their limits.
-        meter: counts what they took.
+        engine: runs them.
+        settings: of the service; limits and timeout of a request.
+        meter: counts runs and their times.
 
     Attributes:
-        limits: what each may ask for.
+        limits: of a request.
     """
 
-    def __init__(self, engine: Engine | Remote, settings: Settings, meter: Meter) -> None:
-        self._engine, self._meter = engine, meter
+    def __init__(
+        self, engine: Engine | RemoteEngine, settings: Settings, metrics_recorder: MetricsRecorder
+    ) -> None:
+        self._engine, self._metrics_recorder = engine, metrics_recorder
         self._max_body_bytes = settings.max_body_bytes
         self._timeout_s = settings.request_timeout_s or None
-        self.limits = limits_of(settings)
+        self.limits = job_limits(settings)
 
-    def enter(self, request: Request) -> Place:
-        """Room for a request, before its body is read.
+    def admit(self, request: Request) -> Admission:
+        """Admits a request before its body is read.
 
         Raises:
-            NotNow: there is none.
+            ServiceUnavailable: the limits are reached.
         """
         declared = int(request.headers.get("content-length", 0))
-        # one that is too long is refused for that, whatever waits
-        return self._engine.door.enter(declared if declared <= self._max_body_bytes else 0)
+        # a body that is too large is rejected for that, whatever is queued
+        return self._engine.admission.admit(declared if declared <= self._max_body_bytes else 0)
 
-    async def job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
-        """Checks what is asked for.
+    async def new_job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
+        """Validates a request.
 
         Args:
-            variant: what to run.
-            message: as `Job.of` takes it.
+            variant: to run.
+            message: as `Job.from_message` takes it.
             kind: of job; Job itself is a forward pass.
 
         Raises:
-            QkvError: from `Job.of`.
+            QkvError: from `Job.from_message`.
         """
-        every = (*message.tensors.values(), *message.layer.values())
-        # numbers without a dtype are converted, one by one; of others only a few are looked at
-        size = sum(t.nbytes for t in every if t.literal)
-        return await elsewhere(size, lambda: kind.of(variant, message, self.limits))
+        tensors = (*message.tensors.values(), *message.layer.values())
+        # numbers without a dtype are converted one by one; other tensors cost little
+        size = sum(t.nbytes for t in tensors if t.is_untyped)
+        return await in_thread_if_large(
+            size, lambda: kind.from_message(variant, message, self.limits)
+        )
 
     async def run(
         self,
         request: Request,
-        received: float,
+        received_at: float,
         job: Job,
         *,
         priority: int = 0,
         wait_s: float | None = None,
-    ) -> Result:
-        """Has a job run.
+    ) -> RunResult:
+        """Runs a job.
 
         Args:
-            request: where it came from: if its caller leaves, its place in the queue is free.
-            received: when its last byte came, by `time.perf_counter`.
-            job: what to run.
+            request: that the job is of; the job is cancelled if its client disconnects.
+            received_at: when its last byte was received, by `time.perf_counter`.
+            job: to run.
             priority: as `Engine.submit` takes it.
-            wait_s: seconds from `received` on that it may wait for its turn; what its header and
-                the settings say holds too.
+            wait_s: seconds from `received_at` on that it may be queued; its header and the
+                settings may say less.
 
         Raises:
-            QkvError: from the engine; Left where the caller has left.
+            QkvError: from the engine; ClientDisconnected if the client left.
         """
-        wait_s = _shortest(wait_s, self.patience_of(request))
-        left_s = None
+        wait_s = _minimum(wait_s, self.deadline_of(request))
+        remaining_s = None
         if wait_s is not None:
-            left_s = max(0.0, wait_s - (time.perf_counter() - received))
-        answer = None if left_s == 0 else self._engine.run_now(job)
-        if answer is None:
+            remaining_s = max(0.0, wait_s - (time.perf_counter() - received_at))
+        job_result = None if remaining_s == 0 else self._engine.run_inline(job)
+        if job_result is None:
             try:
-                future = self._engine.submit(job, priority=priority, wait_s=left_s)
-                answer = await unless_left(request, future)
-            except TooLate:
+                future = self._engine.submit(job, priority=priority, wait_s=remaining_s)
+                job_result = await cancel_on_disconnect(request, future)
+            except DeadlineExceeded:
                 assert wait_s is not None
-                raise TooLate(f"the device was not free within {wait_s * 1e3:g} ms") from None
-        result = result_of(answer, received, job)
+                raise DeadlineExceeded(
+                    f"the device was not free within {wait_s * 1e3:g} ms"
+                ) from None
+        result = to_run_result(job_result, received_at, job)
         queue_ms, compute_ms = result.timing["queue_ms"], result.timing["compute_ms"]
-        self._meter.ran(job.variant.name, queue_ms / 1e3, compute_ms / 1e3)
+        self._metrics_recorder.record_run(job.variant.name, queue_ms / 1e3, compute_ms / 1e3)
         return result
 
-    def patience_of(self, request: Request) -> float | None:
-        """Seconds that a request may wait for its turn, by its header and the settings; None: any
-        number.
+    def deadline_of(self, request: Request) -> float | None:
+        """Returns how many seconds a request may be queued, by its header and the settings; None:
+        no limit.
 
         Raises:
-            Unparseable: the header holds no such number.
+            MalformedRequest: the header is not a valid number.
         """
-        return _shortest(self._timeout_s, _timeout_of(request))
+        return _minimum(self._timeout_s, _parse_timeout(request))
 
-    async def measure(self, job: Job, wait_s: float | None, *, priority: int = 0) -> Answer:
-        """Has one of several jobs that a request is made of run; it waits as all others do, and is
-        not counted as a request.
+    async def run_part(self, job: Job, wait_s: float | None, *, priority: int = 0) -> JobResult:
+        """Runs one of a request's several jobs; it is queued as others are, and not counted as a
+        request.
 
         Raises:
             QkvError: from the engine.
         """
         return await self._engine.submit(job, priority=priority, wait_s=wait_s)
 
-    def room(self, size: int) -> Place:
-        """Room for so many bytes that are made here, as if they came in a body.
+    def admit_bytes(self, size: int) -> Admission:
+        """Admits inputs that are generated here, as if they came in a body of that size.
 
         Raises:
-            NotNow: there is none.
+            ServiceUnavailable: the limits are reached.
         """
-        return self._engine.door.enter(size)
+        return self._engine.admission.admit(size)
 
-    def runs_now(self, job: Job) -> bool:
-        """Whether such a job runs as soon as it is there, if nothing else does."""
-        return self._engine.runs_now(job)
+    def can_run_inline(self, job: Job) -> bool:
+        """Returns whether such a job can run inline, if the engine is idle."""
+        return self._engine.can_run_inline(job)
 
-    def run_standing(self, standing: Standing) -> Alone | None:
-        """Runs what stands ready, as `Engine.run_standing` does."""
-        return self._engine.run_standing(standing)
+    def run_prepared(self, prepared_run: PreparedRun) -> InlineRun | None:
+        """Runs a prepared run, as `Engine.run_prepared` does."""
+        return self._engine.run_prepared(prepared_run)
 
-    def count_standing(self, alone: Alone) -> None:
-        """Counts what stood ready and ran, once there is an answer; it did not wait."""
-        alone.record()
-        self._meter.ran(alone.job.variant.name, 0.0, alone.ran.compute_s)
-
-
-def result_of(answer: Answer, received: float, job: Job) -> Result:
-    """What came of a run whose request's last byte came at `received`."""
-    timing = answer.timing
-    timing["total_ms"] = (time.perf_counter() - received) * 1e3
-    return Result(answer.outputs, timing, job.marks)
+    def record_inline_run(self, inline_run: InlineRun) -> None:
+        """Counts an inline run, once it has a response; it was not queued."""
+        inline_run.record()
+        self._metrics_recorder.record_run(
+            inline_run.job.variant.name, 0.0, inline_run.output.compute_s
+        )
 
 
-def limits_of(settings: Settings) -> Limits:
-    """What each request may ask for."""
+def to_run_result(job_result: JobResult, received_at: float, job: Job) -> RunResult:
+    """Returns a job's result, with the time since its request was received."""
+    timing = job_result.timing
+    timing["total_ms"] = (time.perf_counter() - received_at) * 1e3
+    return RunResult(job_result.outputs, timing, job.annotations)
+
+
+def job_limits(settings: Settings) -> Limits:
+    """Returns the limits of a request."""
     return Limits(
-        answer=settings.max_answer_bytes,
-        request=settings.max_queue_bytes,
-        scores=settings.max_scores,
+        response_bytes=settings.max_answer_bytes,
+        job_bytes=settings.max_queue_bytes,
+        score_count=settings.max_scores,
     )
 
 
-def _timeout_of(request: Request) -> float | None:
-    """Seconds that a request says it may wait."""
-    if (said := request.headers.get(TIMEOUT_HEADER)) is None:
+def _parse_timeout(request: Request) -> float | None:
+    """Returns the seconds of the timeout header; None: it has none."""
+    if (text := request.headers.get(TIMEOUT_HEADER)) is None:
         return None
     try:
-        seconds = float(said) if "_" not in said else 0.0  # 1_0 is a number in Python alone
+        seconds = float(text) if "_" not in text else 0.0  # Python alone reads 1_0 as a number
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= _LONGEST_S:  # NaN is not either
-        raise Unparseable(f"{TIMEOUT_HEADER} came as {shown(said)}; it must be seconds, above 0")
+    if not 0 < seconds <= _MAX_TIMEOUT_S:  # nor is NaN
+        raise MalformedRequest(
+            f"{TIMEOUT_HEADER} came as {format_value(text)}; it must be seconds, above 0"
+        )
     return seconds
 
 
-def _shortest(*seconds: float | None) -> float | None:
+def _minimum(*seconds: float | None) -> float | None:
     return min((s for s in seconds if s is not None), default=None)
 
 
-async def unless_left(request: Request, future: asyncio.Future[_T]) -> _T:
-    """The future's result; a caller that leaves meanwhile gives its place in the queue back.
+async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> _T:
+    """Returns the future's result; cancels it if the client disconnects first.
 
     Raises:
-        Left: the caller has left.
+        ClientDisconnected: the client has disconnected.
     """
-    leaving = asyncio.ensure_future(left(request))
+    disconnect = asyncio.ensure_future(wait_for_disconnect(request))
     try:
-        await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((future, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
-            raise Left("the caller left before its turn came")
+            raise ClientDisconnected("the caller left before its turn came")
         return await future
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         future.cancel()
 
 
-async def left(request: Request) -> None:
-    """Returns when the caller leaves; the body has come."""
+async def wait_for_disconnect(request: Request) -> None:
+    """Returns when the client disconnects; the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,5 +1,7 @@
-"""What is seen of every request, whichever way it takes: an id, counts, and maybe a line of log and
-a span of a trace."""
+"""Observability of every request: an id, metrics, and if configured a log line and a span.
+
+The middleware observes requests that ASGI handles, the connection's protocol reports the others.
+"""
 
 from __future__ import annotations
 
@@ -18,167 +20,187 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.fast_path.run_cache import Header, Reply
 from qkv.errors import QkvError
-from qkv.telemetry.background_writer import Lines
-from qkv.telemetry.metrics import OTHER, UNKNOWN, Meter
+from qkv.telemetry.log_writer import BackgroundWriter
+from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
 
 if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
 
 __all__ = [
-    "ID",
-    "ID_OF",
-    "REFUSAL",
-    "Observed",
-    "Observer",
-    "Refusal",
-    "fails",
+    "PROTOCOL_ERROR_STATE",
+    "REQUEST_ID_HEADER",
+    "REQUEST_ID_STATE",
+    "ObservabilityMiddleware",
+    "ProtocolError",
+    "RequestObserver",
+    "record_error",
     "request_id",
-    "said_id",
+    "request_id_from",
 ]
 
-ID: Final = b"x-request-id"
-ID_OF: Final = "qkv.id"
-"""Where a scope's `state` has the id of its request, if the connection has said one."""
-REFUSAL: Final = "qkv.refusal"
-"""Where it has the `Refusal` that the connection answers instead of the application."""
-_IS_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
+REQUEST_ID_HEADER: Final = b"x-request-id"
+REQUEST_ID_STATE: Final = "qkv.request_id"
+"""Key of a scope's state: the id that the connection gave its request."""
+PROTOCOL_ERROR_STATE: Final = "qkv.protocol_error"
+"""Key of a scope's state: the `ProtocolError` that the connection sent as the response."""
+_MATCH_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
 _TRACE: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _STAGE: Final = re.compile(rb"(queue|transfer|compute);dur=([0-9.]+)")
-_RUN: Final = re.compile(
+_RUN_PATH: Final = re.compile(
     r"/v1/(?:attention|gradients)/([^/]*)|/v2/models/([^/]*)(?:/versions/[^/]*)?/infer"
 )
-_DIGITS: Final = 19  # of a number that 64 bits may not hold, with its sign
-_LONGEST_PATH: Final = 512  # characters that a line has of it: lines have a bound
-_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
+_MAX_DIGITS: Final = 19  # of an int64 with its sign
+_MAX_PATH_LENGTH: Final = 512  # in a log line
+_ERROR_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
 
 
-class Refusal(NamedTuple):
-    """What a connection answers by itself.
+class ProtocolError(NamedTuple):
+    """An error to which the connection itself has sent the response.
 
     Attributes:
-        sent: bytes of the answer's body.
+        error: what was wrong.
+        sent_bytes: of the response's body.
     """
 
     error: QkvError
-    sent: int
+    sent_bytes: int
 
 
-class _Seen:
-    """What is known of a request on its way."""
+class RequestRecord:
+    """What has been observed of a request so far."""
 
     def __init__(self, id: bytes) -> None:
         self.id = id
-        self.since = time.perf_counter()
+        self.started_at = time.perf_counter()
         self.status = 0
-        self.sent = 0
-        self.has_ended = False
+        self.sent_bytes = 0
+        self.is_recorded = False
         self.headers: Iterable[Header] = ()
-        self.problem: str | None = None
+        self.error_name: str | None = None
 
 
-_seen: ContextVar[_Seen | None] = ContextVar("qkv.seen", default=None)
+_current: ContextVar[RequestRecord | None] = ContextVar("qkv.request_record", default=None)
 
 
-def fails(error: QkvError) -> None:
-    """Says what becomes of the request that is being answered: a status does not always tell."""
-    if (seen := _seen.get()) is not None:
-        seen.problem = error.name
+def record_error(error: QkvError) -> None:
+    """Records which error the current request ends with: its status alone may be ambiguous."""
+    if (record := _current.get()) is not None:
+        record.error_name = error.name
 
 
 def request_id() -> str:
-    """The id of the request that is being answered."""
-    seen = _seen.get()
-    return "?" if seen is None else seen.id.decode()
+    """Returns the id of the current request."""
+    record = _current.get()
+    return "?" if record is None else record.id.decode()
 
 
-def said_id(headers: Iterable[Header]) -> bytes | None:
-    """The id that a request says it has; None where it says none, or none that may be echoed."""
-    return next((value for name, value in headers if name == ID and _IS_ID(value)), None)
+def request_id_from(headers: Iterable[Header]) -> bytes | None:
+    """Returns the id that a request gives itself; None if there is none, or it is malformed."""
+    return next(
+        (
+            value
+            for name, value in headers
+            if name == REQUEST_ID_HEADER and _MATCH_REQUEST_ID(value)
+        ),
+        None,
+    )
 
 
-class Observer:
-    """Ids, counts, log and traces of one process's requests.
+class RequestObserver:
+    """Gives ids to the requests of one process, counts, logs and traces them.
 
     Args:
-        meter: counts them.
-        log: has a line of each; None: there is none.
-        traces: has a span of each; None: there are none.
+        metrics_recorder: counts them.
+        log: gets a line for each; None: no log.
+        traces: gets a span for each; None: no traces.
     """
 
     def __init__(
-        self, meter: Meter, log: Lines | None = None, traces: Traces | None = None
+        self,
+        metrics_recorder: MetricsRecorder,
+        log: BackgroundWriter | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        self._meter, self._log, self._traces = meter, log, traces
+        self._metrics_recorder, self._log, self._traces = metrics_recorder, log, traces
         self._is_silent = log is None and traces is None
         self._prefix = os.urandom(8).hex().encode()
         self._numbers = itertools.count(1)
-        self.received = meter.received
+        self.received = metrics_recorder.add_request_bytes
 
     def new_id(self) -> bytes:
-        """An id for a request that says none."""
+        """Returns an id for a request that gives none."""
         return b"%b%08x" % (self._prefix, next(self._numbers))
 
-    def answered_at_once(
+    def record_fast_path(
         self,
         url: bytes,
         headers: Iterable[Header],
         id: bytes,
-        since: float,
+        started_at: float,
         reply: Reply,
-        sent: int,
+        sent_bytes: int,
     ) -> None:
-        """A shortcut has answered a request that came at `since`, with a body of so many bytes."""
-        seconds = time.perf_counter() - since
-        self._meter.answered(reply.variant, "ok", seconds, sent)
+        """Records a request that the fast path has handled, before its response is sent."""
+        seconds = time.perf_counter() - started_at
+        self._metrics_recorder.record_response(reply.variant, "ok", seconds, sent_bytes)
         if not self._is_silent:
             path = url.partition(b"?")[0].decode("ascii", "replace")
-            line = _line(headers, id, "POST", path, reply.variant, 200, "ok", seconds, sent)
-            self._tell(line | _stages(reply.lines), headers, seconds, _run_route(path))
+            line = _new_line(
+                headers, id, "POST", path, reply.variant, 200, "ok", seconds, sent_bytes
+            )
+            self._log_and_trace(
+                line | _parse_stages(reply.lines), headers, seconds, _run_route(path)
+            )
 
-    def refused(
+    def record_protocol_error(
         self,
         method: str,
         path: str,
         headers: Iterable[Header],
         id: bytes,
-        refusal: Refusal,
+        protocol_error: ProtocolError,
     ) -> None:
-        """A connection has ended with an error, and answered by itself what is no request, or came
-        too slowly."""
-        place, (error, sent) = self._place(method, unquote(path)), refusal
-        self._meter.answered(place, error.name, 0.0, sent)
+        """Records a request that never reached ASGI: it was malformed, or sent too slowly."""
+        label, (error, sent_bytes) = self._variant_label(method, unquote(path)), protocol_error
+        self._metrics_recorder.record_response(label, error.name, 0.0, sent_bytes)
         if not self._is_silent:
-            name = None if place == OTHER else place
-            how = (name, error.status, error.name, None, sent)
-            self._tell(_line(headers, id, method, path, *how), headers, 0.0, None)
+            name = None if label == OTHER else label
+            details = (name, error.status, error.name, None, sent_bytes)
+            self._log_and_trace(_new_line(headers, id, method, path, *details), headers, 0.0, None)
 
-    def ended(self, scope: Scope, seen: _Seen) -> None:
-        """A request has gone the long way, to its end; counts it, once."""
-        if seen.has_ended:
+    def record_end(self, scope: Scope, record: RequestRecord) -> None:
+        """Records a request that ASGI has handled; does nothing the second time."""
+        if record.is_recorded:
             return
-        seen.has_ended = True
-        seconds = time.perf_counter() - seen.since
-        place = self._place(scope["method"], scope["path"])
-        outcome = seen.problem
-        if (refusal := scope.get("state", {}).get(REFUSAL)) is not None:
-            seen.status, outcome, seen.sent = refusal.error.status, refusal.error.name, refusal.sent
+        record.is_recorded = True
+        seconds = time.perf_counter() - record.started_at
+        label = self._variant_label(scope["method"], scope["path"])
+        outcome = record.error_name
+        if (protocol_error := scope.get("state", {}).get(PROTOCOL_ERROR_STATE)) is not None:
+            record.status, outcome, record.sent_bytes = (
+                protocol_error.error.status,
+                protocol_error.error.name,
+                protocol_error.sent_bytes,
+            )
         elif outcome is None:
-            outcome = "ok" if 200 <= seen.status < 400 else _NAMES.get(seen.status, "internal")
-        self._meter.answered(place, outcome, seconds, seen.sent)
+            outcome = (
+                "ok" if 200 <= record.status < 400 else _ERROR_NAMES.get(record.status, "internal")
+            )
+        self._metrics_recorder.record_response(label, outcome, seconds, record.sent_bytes)
         if not self._is_silent:
-            name = None if place == OTHER else place
-            how = (name, seen.status, outcome, seconds, seen.sent)
-            # as it came: what is decoded may hold anything
+            name = None if label == OTHER else label
+            details = (name, record.status, outcome, seconds, record.sent_bytes)
+            # not decoded: that may contain any character
             path = (scope.get("raw_path") or b"").decode("ascii", "replace")
-            line = _line(scope["headers"], seen.id, scope["method"], path, *how)
-            timing = next((v for n, v in seen.headers if n == b"server-timing"), b"")
-            is_run = place not in (OTHER, UNKNOWN)
+            line = _new_line(scope["headers"], record.id, scope["method"], path, *details)
+            timing = next((v for n, v in record.headers if n == b"server-timing"), b"")
+            is_run = label not in (OTHER, UNKNOWN)
             route = (
                 _run_route(scope["path"]) if is_run else getattr(scope.get("route"), "path", None)
             )
-            self._tell(line | _stages(timing), scope["headers"], seconds, route)
+            self._log_and_trace(line | _parse_stages(timing), scope["headers"], seconds, route)
 
-    def _tell(
+    def _log_and_trace(
         self, line: dict[str, Any], headers: Iterable[Header], seconds: float, route: str | None
     ) -> None:
         if self._traces is not None:
@@ -187,45 +209,47 @@ class Observer:
         if self._log is not None:
             self._log.add(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
-    def _place(self, method: str, path: str) -> str:
-        """Which variant a request is for, as far as there are such."""
-        if method != "POST" or (match := _RUN.fullmatch(path)) is None:
+    def _variant_label(self, method: str, path: str) -> str:
+        """Returns the variant that a request is for, as metrics label it."""
+        if method != "POST" or (match := _RUN_PATH.fullmatch(path)) is None:
             return OTHER
         name: str = match[1] or match[2] or ""
-        return name if self._meter.has(name) else UNKNOWN
+        return name if self._metrics_recorder.has_variant(name) else UNKNOWN
 
 
-class Observed:
-    """An application of whose requests nothing goes unseen; pure ASGI."""
+class ObservabilityMiddleware:
+    """Observes all requests of an application."""
 
-    def __init__(self, app: ASGIApp, observer: Observer) -> None:
+    def __init__(self, app: ASGIApp, observer: RequestObserver) -> None:
         self._app, self._observer = app, observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        begun = scope.get("state", {}).get(ID_OF)
-        seen = _Seen(begun or said_id(scope["headers"]) or self._observer.new_id())
-        _seen.set(seen)  # each request has a task, and with it a context, of its own
+        given_id = scope.get("state", {}).get(REQUEST_ID_STATE)
+        record = RequestRecord(
+            given_id or request_id_from(scope["headers"]) or self._observer.new_id()
+        )
+        _current.set(record)  # each request has its own task, and so its own context
 
-        async def watched(message: Message) -> None:
+        async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen.status, seen.headers = message["status"], message["headers"]
-                message["headers"] = [*seen.headers, (ID, seen.id)]
+                record.status, record.headers = message["status"], message["headers"]
+                message["headers"] = [*record.headers, (REQUEST_ID_HEADER, record.id)]
             elif message["type"] == "http.response.body":
-                seen.sent += len(message.get("body", b""))
+                record.sent_bytes += len(message.get("body", b""))
                 if not message.get("more_body", False):
-                    # before it goes: whoever has its answer finds it counted, by any worker
-                    self._observer.ended(scope, seen)
+                    # first, so that a client with a response sees it in any worker's /metrics
+                    self._observer.record_end(scope, record)
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_observed)
         finally:
-            self._observer.ended(scope, seen)  # whose caller left, or which failed
+            self._observer.record_end(scope, record)  # whose client disconnected, or which failed
 
 
-def _line(
+def _new_line(
     headers: Iterable[Header],
     id: bytes,
     method: str,
@@ -234,31 +258,31 @@ def _line(
     status: int,
     outcome: str,
     seconds: float | None,
-    sent: int,
+    sent_bytes: int,
 ) -> dict[str, Any]:
-    said = dict(headers)
-    declared = said.get(b"content-length", b"")
-    trace = _TRACE.fullmatch(said.get(b"traceparent", b""))
+    by_name = dict(headers)
+    declared = by_name.get(b"content-length", b"")
+    trace = _TRACE.fullmatch(by_name.get(b"traceparent", b""))
     return {
         "time": datetime.now(UTC),
         "request_id": id.decode(),
         **({} if trace is None else {"trace_id": trace[1].decode()}),
         "method": method,
-        "path": path[:_LONGEST_PATH],
+        "path": path[:_MAX_PATH_LENGTH],
         "variant": variant,
         "status": status,
         "outcome": outcome,
-        "bytes_in": int(declared) if declared.isdigit() and len(declared) < _DIGITS else None,
-        "bytes_out": sent,
+        "bytes_in": int(declared) if declared.isdigit() and len(declared) < _MAX_DIGITS else None,
+        "bytes_out": sent_bytes,
         "duration_ms": None if seconds is None else round(seconds * 1e3, 4),
     }
 
 
 def _run_route(path: str) -> str:
-    """The route of a path that runs a variant."""
+    """Returns the route of a path that runs a variant."""
     return path if path.startswith("/v1/") else "/v2/models/{model}/infer"
 
 
-def _stages(timing: bytes) -> dict[str, float]:
-    """The times of a run, by what its Server-Timing says."""
-    return {f"{name.decode()}_ms": float(took) for name, took in _STAGE.findall(timing)}
+def _parse_stages(timing: bytes) -> dict[str, float]:
+    """Returns the times of a run in milliseconds, from its Server-Timing header."""
+    return {f"{name.decode()}_ms": float(ms) for name, ms in _STAGE.findall(timing)}

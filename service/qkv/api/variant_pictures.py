@@ -18,7 +18,7 @@ from qkv.wire.message import Message
 
 __all__ = ["INPUT", "SHADES", "TOKENS", "Way", "draw", "inputs", "ways"]
 
-_log = logging.getLogger("qkv.picture")
+_log = logging.getLogger(__name__)
 
 TOKENS: Final = "abcdefbcdgHibcdj"
 """One per position: b c d comes three times, and H is three times as large as the others."""
@@ -91,7 +91,7 @@ def inputs(variant: Variant) -> dict[str, np.ndarray]:
     few = set("BHG") - set(_axes(variant))
     found = {}
     for spec in variant.inputs.values():
-        if not spec.optional:
+        if not spec.is_optional:
             shape = [fixed_size(x) or (1 if x in few else len(TOKENS)) for x in spec.letters]
             found[spec.name] = _tensor(spec, shape)
     return found

@@ -1,4 +1,4 @@
-"""The catalogue: what a variant's file says of itself, read once from its signature."""
+"""Reads every file in `variants/`: inputs, parameters and outputs from its signature, and hooks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import pydantic
 from jaxtyping import AbstractArray
 from torch import Tensor
 
-from qkv.attention import variants as attention
-from qkv.errors import InvalidContent, NotFound, pointer_to, shown
+from qkv.errors import InvalidContent, NotFound, format_value, pointer_to
 from qkv.tensors import DTYPES
 
 __all__ = ["Input", "Output", "Variant", "find", "fixed_size", "variants"]
 
-_RESERVED: Final = ("outputs", "place_BH")  # arguments that the engine gives, not the request
+_RESERVED: Final = ("outputs", "plane_BH")  # arguments from the engine, not from the request
+_PACKAGE: Final = "qkv.attention.variants"
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor that a request sends.
+    """An input tensor of a variant.
 
     Attributes:
-        name: as the wire spells it.
-        argument: as the signature spells it, with the shape suffix.
+        name: its name on the wire.
+        argument: its name in the signature, with the shape suffix.
         letters: one per axis, of the legend in CONVENTIONS.md; a number is an axis of that size.
-        broadcasts: each axis may also be 1, and leading ones may be left out.
+        broadcasts: each axis may also be 1, and leading axes may be omitted.
         dtypes: the dtypes it may have.
-        optional: it may be absent.
+        is_optional: it may be absent.
     """
 
     name: str
@@ -45,71 +45,79 @@ class Input:
     letters: tuple[str, ...]
     broadcasts: bool
     dtypes: tuple[str, ...]
-    optional: bool
+    is_optional: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that an answer holds.
+    """An output tensor of a variant.
 
     Attributes:
-        letters: one per axis, as an input's.
-        exact: float64 for float64 requests and float32 for all others, instead of the
-            request's dtype.
+        letters: one per axis, as of an input.
+        is_exact: its dtype is float64 for float64 requests and float32 for all others, instead of
+            the request's dtype.
     """
 
     name: str
     letters: tuple[str, ...]
-    exact: bool
+    is_exact: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A variant: its module, and the contract that its signature is."""
+    """A variant: its module, and what its signature says.
+
+    Attributes:
+        takes_plane: `attend` takes `plane_BH`.
+    """
 
     name: str
     module: ModuleType
     inputs: Mapping[str, Input]
     outputs: Mapping[str, Output]
     parameters: type[pydantic.BaseModel]
-    takes_place: bool
+    takes_plane: bool
 
     @property
     def attend(self) -> Callable[..., Any]:
-        """The path that serves."""
+        """The function that computes the outputs."""
         attend: Callable[..., Any] = self.module.attend
         return attend
 
-    def rows_of(self, arguments: Mapping[str, Any]) -> Callable[[slice], Tensor]:
-        """What makes blocks of rows of the attention matrix, as the file's `weights` has it.
+    def row_block_function(self, arguments: Mapping[str, Any]) -> Callable[[slice], Tensor]:
+        """Returns the function that computes a block of rows of the attention matrix.
 
         Args:
-            arguments: tensors and parameters as `attend` takes them; those that the matrix does not
-                depend on are let be.
+            arguments: tensors and parameters as `attend` takes them; those that the file's
+                `weights` does not take are ignored.
         """
-        made: Callable[[slice], Tensor] = self.module.weights(
-            **_taken(self.module.weights, arguments)
+        function: Callable[[slice], Tensor] = self.module.weights(
+            **_accepted(self.module.weights, arguments)
         )
-        return made
+        return function
 
-    def drawn(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The same arguments, with the tensors that the variant draws where they do not come, as
-        the file's `drawn` has them."""
-        own = getattr(self.module, "drawn", None)
-        return dict(arguments) if own is None else {**arguments, **own(**_taken(own, arguments))}
+    def random_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments, completed by the tensors that the variant draws at random.
+
+        The file's `random_inputs` draws those optional inputs that the request does not have.
+        """
+        hook = getattr(self.module, "random_inputs", None)
+        return (
+            dict(arguments) if hook is None else {**arguments, **hook(**_accepted(hook, arguments))}
+        )
 
     @property
-    def drawn_inputs(self) -> frozenset[str]:
-        """The inputs that are drawn at random where they do not come."""
-        if (own := getattr(self.module, "drawn", None)) is None:
+    def random_input_names(self) -> frozenset[str]:
+        """The names of the inputs that are drawn at random if the request does not have them."""
+        if (hook := getattr(self.module, "random_inputs", None)) is None:
             return frozenset()
-        taken = inspect.signature(own).parameters
-        return frozenset(i.name for i in self.inputs.values() if i.optional and i.argument in taken)
+        names = inspect.signature(hook).parameters
+        optional = (i for i in self.inputs.values() if i.is_optional)
+        return frozenset(i.name for i in optional if i.argument in names)
 
     @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
-        """The gradients of sum(grad_output * output), by the names of the inputs; None where the
-        file has none."""
+        """The gradients of sum(grad_output * output) by input name; None if the file has none."""
         return getattr(self.module, "backward", None)
 
     @property
@@ -123,25 +131,29 @@ class Variant:
         return typing.cast("Mapping[str, str]", self.module.REFUSES)
 
     @property
-    def ordinary(self) -> float:
-        """Numbers from here on may take another path in the file, and so are not stacked with
-        others, whose bits would depend on them: its ORDINARY, or 1e9."""
-        return float(getattr(self.module, "ORDINARY", 1e9))
+    def stackable_below(self) -> float:
+        """The file's STACKABLE_BELOW, or 1e9: requests with larger numbers are not stacked.
+
+        Such numbers may take another path, on which the bits of stacked requests would depend.
+        """
+        return float(getattr(self.module, "STACKABLE_BELOW", 1e9))
 
     def flops(self, sizes: Mapping[str, int]) -> int:
-        """Floating-point operations of the matrix products, from the sizes of each letter."""
+        """Returns the floating-point operations of the matrix products for these axis sizes."""
         return int(self.module.flops(sizes))
 
-    def fused(
+    def uses_sdpa(
         self,
         sizes: Mapping[str, int],
         parameters: pydantic.BaseModel,
         outputs: frozenset[str],
     ) -> bool:
-        """Whether torch's own kernel is to run (then the backend is "sdpa"), with the same bits on
-        any number of CPU threads: what a file's `fused` says."""
-        own = getattr(self.module, "fused", None)
-        return own is not None and bool(own(sizes, parameters, outputs))
+        """Returns True if torch's SDPA kernel runs (backend "sdpa").
+
+        Its bits do not depend on the number of CPU threads. The file's `uses_sdpa` decides.
+        """
+        hook = getattr(self.module, "uses_sdpa", None)
+        return hook is not None and bool(hook(sizes, parameters, outputs))
 
     def decided(
         self,
@@ -149,43 +161,50 @@ class Variant:
         parameters: pydantic.BaseModel,
         outputs: frozenset[str],
     ) -> Callable[..., Any] | None:
-        """`attend` for inputs of these shapes and ordinary numbers, all else decided: takes the
-        inputs by name. None where a file's `decided` has none, or a file has no `decided`."""
-        own = getattr(self.module, "decided", None)
-        return None if own is None else own(shapes, parameters, outputs)
+        """Returns `attend` specialised for these shapes, parameters and outputs, or None.
 
-    def pairs(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
-        """How many pairs of a query and a key are looked at one by one, from the sizes of each
-        letter: what a file's `pairs` says; else as many as there are scores, where it has them."""
-        if (own := getattr(self.module, "pairs", None)) is not None:
-            return int(own(sizes, parameters))
+        The function takes the inputs by name; their numbers must be below `stackable_below`.
+        """
+        hook = getattr(self.module, "decided", None)
+        return None if hook is None else hook(shapes, parameters, outputs)
+
+    def score_count(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
+        """Returns how many pairs of a query and a key are visited one by one.
+
+        The file's `score_count` says so; without one it is the size of the output `scores`.
+        """
+        if (hook := getattr(self.module, "score_count", None)) is not None:
+            return int(hook(sizes, parameters))
         scores = self.outputs.get("scores")
         return 0 if scores is None else math.prod(sizes[letter] for letter in scores.letters)
 
     def weights_are(self, parameters: pydantic.BaseModel) -> str:
-        """What the weights are with these parameters: stochastic (none negative, and each row's
-        sum is 1, or 0 where it sees nothing), signed, or unnormalised; what a file's `weights_are`
-        says, else the first word of its WEIGHTS."""
-        own = getattr(self.module, "weights_are", None)
-        return str(self.module.WEIGHTS.partition(";")[0] if own is None else own(parameters))
+        """Returns stochastic, signed or unnormalised.
 
-    def complete(
+        Stochastic weights are not negative, and each row's sum is 1, or 0 if the row sees no key.
+        The file's `weights_are` says so; without one it is the first word of its WEIGHTS.
+        """
+        hook = getattr(self.module, "weights_are", None)
+        return str(self.module.WEIGHTS.partition(";")[0] if hook is None else hook(parameters))
+
+    def infer_sizes(
         self, sizes: Mapping[str, int], parameters: pydantic.BaseModel
     ) -> Mapping[str, int]:
-        """The sizes of the letters that the tensors leave open, from those that they bind: what a
-        file's `complete` says; none where it has none.
+        """Returns the sizes of letters that no tensor of the request binds.
+
+        The file's `infer_sizes` computes them from the other sizes and the parameters.
 
         Raises:
-            QkvError: sizes and parameters contradict one another, or ask for too much.
+            QkvError: sizes and parameters contradict one another, or exceed a limit.
         """
-        own = getattr(self.module, "complete", None)
-        return {} if own is None else own(sizes, parameters)
+        hook = getattr(self.module, "infer_sizes", None)
+        return {} if hook is None else hook(sizes, parameters)
 
     def parse(self, parameters: Mapping[str, Any]) -> pydantic.BaseModel:
-        """Validates parameters as they came in JSON.
+        """Validates parameters from JSON.
 
         Raises:
-            InvalidContent: one is unknown, refused, mistyped or out of bounds.
+            InvalidContent: a parameter is unknown, refused, mistyped or out of bounds.
         """
         for name in parameters:
             pointer = pointer_to("parameters", name)
@@ -204,14 +223,14 @@ class Variant:
         try:
             return self.parameters.model_validate_json(orjson.dumps(parameters))
         except (pydantic.ValidationError, TypeError) as error:
-            raise _explained(error) from None
+            raise _parameter_error(error) from None
 
     @cached_property
     def _defaults(self) -> pydantic.BaseModel:
         return self.parameters()
 
     def describe(self) -> dict[str, Any]:
-        """The variant's entry in the catalogue, as JSON."""
+        """Returns the variant's entry in the catalogue as JSON."""
         return {
             "variant": self.name,
             "summary": self.summary,
@@ -224,7 +243,7 @@ class Variant:
                     "shape": list(i.letters),
                     "broadcasts": i.broadcasts,
                     "dtypes": list(i.dtypes),
-                    "optional": i.optional,
+                    "optional": i.is_optional,
                 }
                 for i in self.inputs.values()
             },
@@ -233,7 +252,9 @@ class Variant:
             "outputs": {
                 o.name: {
                     "shape": list(o.letters),
-                    "dtype": "float32, or float64 for float64 inputs" if o.exact else "the inputs'",
+                    "dtype": "float32, or float64 for float64 inputs"
+                    if o.is_exact
+                    else "the inputs'",
                 }
                 for o in self.outputs.values()
             },
@@ -245,43 +266,47 @@ class Variant:
         }
 
 
-def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that a function names."""
-    named = inspect.signature(function).parameters
-    return {name: value for name, value in arguments.items() if name in named}
+def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the arguments that a function takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
 
 
 def fixed_size(axis: str) -> int | None:
-    """The size of an axis that is a number in its annotation; None for a letter."""
+    """Returns the size of an axis that is a number in its annotation; None for a letter."""
     return int(axis) if axis.isdecimal() else None
 
 
 @cache
 def variants() -> Mapping[str, Variant]:
-    """Every variant there is, by name, sorted: the files in `qkv/attention`."""
-    names = sorted(m.name for m in pkgutil.iter_modules(attention.__path__))
-    return {n: _read(n) for n in names if not n.startswith("_")}
+    """Returns every variant by name, sorted: the modules in `variants/`.
+
+    A module whose name begins with an underscore is no variant.
+    """
+    package = importlib.import_module(_PACKAGE)
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
+    return {n: _read_variant(n) for n in names if not n.startswith("_")}
 
 
 def find(name: str) -> Variant:
-    """The variant of that name.
+    """Returns the variant of that name.
 
     Raises:
-        NotFound: there is none.
+        NotFound: the variant does not exist.
     """
-    found = variants().get(name)
-    if found is None:
+    variant = variants().get(name)
+    if variant is None:
         raise NotFound(f"no variant {name!r}; there are {', '.join(variants())}")
-    return found
+    return variant
 
 
-def _read(name: str) -> Variant:
-    module = importlib.import_module(f"{attention.__name__}.{name}")
+def _read_variant(name: str) -> Variant:
+    module = importlib.import_module(f"{_PACKAGE}.{name}")
     hints = typing.get_type_hints(module.attend, include_extras=True)
     signature = inspect.signature(module.attend).parameters.values()
     tensors = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
     options = [p for p in signature if p.kind is p.KEYWORD_ONLY]
-    inputs = [_input(p.name, hints[p.name], p.default is not p.empty) for p in tensors]
+    inputs = [_read_input(p.name, hints[p.name], p.default is not p.empty) for p in tensors]
     fields: dict[str, Any] = {
         p.name: (hints[p.name], p.default) for p in options if p.name not in _RESERVED
     }
@@ -290,9 +315,9 @@ def _read(name: str) -> Variant:
         module=module,
         inputs={i.name: i for i in inputs},
         outputs={
-            o: Output(o, letters, exact="float16" not in dtypes)
+            o: Output(o, letters, is_exact="float16" not in dtypes)
             for o, hint in typing.get_type_hints(hints["return"]).items()
-            for letters, _, dtypes in _arrays(hint)[:1]
+            for letters, _, dtypes in _array_types(hint)[:1]
         },
         parameters=pydantic.create_model(
             f"{name}_parameters",
@@ -301,39 +326,39 @@ def _read(name: str) -> Variant:
             ),
             **fields,
         ),
-        takes_place=any(p.name == "place_BH" for p in options),
+        takes_plane=any(p.name == "plane_BH" for p in options),
     )
 
 
-def _input(argument: str, hint: Any, optional: bool) -> Input:
-    arrays = _arrays(hint)
+def _read_input(argument: str, hint: Any, is_optional: bool) -> Input:
+    arrays = _array_types(hint)
     letters, broadcasts, _ = arrays[0]
     dtypes = tuple(d for d in DTYPES if any(d in known for *_, known in arrays))
     name = argument.rpartition("_")[0] if argument.rpartition("_")[2].isupper() else argument
-    return Input(name, argument, letters, broadcasts, dtypes, optional)
+    return Input(name, argument, letters, broadcasts, dtypes, is_optional)
 
 
-def _arrays(hint: Any) -> list[tuple[tuple[str, ...], bool, tuple[str, ...]]]:
-    """Letters, whether they broadcast, and dtypes, of each array type in an annotation."""
-    found = []
+def _array_types(hint: Any) -> list[tuple[tuple[str, ...], bool, tuple[str, ...]]]:
+    """Returns letters, whether they broadcast, and dtypes of each array type in an annotation."""
+    types = []
     for part in typing.get_args(hint) or (hint,):
         if inspect.isclass(part) and issubclass(part, AbstractArray):
             axes = part.dim_str.split()
             letters = tuple(axis.lstrip("#") for axis in axes)
-            found.append((letters, any("#" in axis for axis in axes), tuple(part.dtypes)))
-    return found
+            types.append((letters, any("#" in axis for axis in axes), tuple(part.dtypes)))
+    return types
 
 
-def _explained(error: pydantic.ValidationError | TypeError) -> InvalidContent:
-    """The first fault, in a sentence; a union's branches are one fault."""
+def _parameter_error(error: pydantic.ValidationError | TypeError) -> InvalidContent:
+    """Returns the first error as a sentence; the branches of a union are one error."""
     if isinstance(error, TypeError):  # orjson: an integer past 64 bits
         return InvalidContent(f"parameters: {error}", pointer="/parameters")
-    faults = error.errors(include_url=False, include_context=False)
-    name = faults[0]["loc"][0]
+    errors = error.errors(include_url=False, include_context=False)
+    name = errors[0]["loc"][0]
     # below the parameter, loc names items by number and a union's branches by words
-    path = [name, *(part for part in faults[0]["loc"][1:] if isinstance(part, int))]
-    reasons = dict.fromkeys(f["msg"] for f in faults if f["loc"][0] == name)
+    path = [name, *(part for part in errors[0]["loc"][1:] if isinstance(part, int))]
+    reasons = dict.fromkeys(e["msg"] for e in errors if e["loc"][0] == name)
     return InvalidContent(
-        f"parameter {name!r} came as {shown(faults[0]['input'])}: {'; or: '.join(reasons)}",
+        f"parameter {name!r} came as {format_value(errors[0]['input'])}: {'; or: '.join(reasons)}",
         pointer=pointer_to("parameters", *path),
     )

@@ -8,21 +8,21 @@ from typing import Any
 
 import click
 
-from qkv.cli import tensor_files as files
+from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import (
+    API_KEY,
     HEADS,
-    KEY,
     LAYOUT,
     LOCAL,
     PARAMETERS,
     SOURCE,
     TARGET,
     URL,
-    given,
+    drop_unset,
     override,
-    override_inside,
-    parameter,
+    override_object,
+    parse_parameter,
 )
 from qkv.cli.service import report, send
 from qkv.client.request_builders import build_message, gradients_path, run_path
@@ -50,7 +50,7 @@ __all__ = ["attend", "gradients"]
 @LAYOUT
 @HEADS
 @URL
-@KEY
+@API_KEY
 @LOCAL
 def attend(
     variant: str,
@@ -58,7 +58,7 @@ def attend(
     target: Path,
     outputs: tuple[str, ...],
     weights: str | None,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Run VARIANT on the tensors in the file SOURCE.
 
@@ -75,9 +75,9 @@ def attend(
     qkv attend softmax in.json -o out.json --local --return output
     qkv attend softmax in.npz -o out.npz --weights top_k=8
     """
-    form = None if weights is None else _form(weights)
-    flags = given(outputs=list(outputs) or None, weights=form)
-    _pass(run_path(variant), "outputs", variant, source, target, flags, **how)
+    form = None if weights is None else _parse_weight_form(weights)
+    flags = drop_unset(outputs=list(outputs) or None, weights=form)
+    _run_file(run_path(variant), "outputs", variant, source, target, flags, **options)
 
 
 @click.command(short_help="The gradients of a variant at the tensors in a file.")
@@ -88,9 +88,9 @@ def attend(
 @LAYOUT
 @HEADS
 @URL
-@KEY
+@API_KEY
 @LOCAL
-def gradients(variant: str, source: Path, target: Path, **how: Any) -> None:
+def gradients(variant: str, source: Path, target: Path, **options: Any) -> None:
     """Write the gradients of VARIANT at the tensors in the file SOURCE.
 
     They are those of a run, and grad_output, the gradient of its output. What is written are the
@@ -100,10 +100,10 @@ def gradients(variant: str, source: Path, target: Path, **how: Any) -> None:
     \b
     qkv gradients softmax in.npz -o out.npz -p causal=true
     """
-    _pass(gradients_path(variant), "gradients", variant, source, target, {}, **how)
+    _run_file(gradients_path(variant), "gradients", variant, source, target, {}, **options)
 
 
-def _pass(
+def _run_file(
     path: str,
     group: str,
     variant: str,
@@ -118,28 +118,28 @@ def _pass(
     api_key: str | None,
     local: bool,
 ) -> None:
-    """Sends a file forward or backward through a variant, and writes what is made."""
+    """Runs a variant or its gradients on a file, and writes the result."""
     with one_line_errors():
-        files.check_target(target)
-        message = files.read(source, "inputs")
+        tensor_files.check_target(target)
+        message = tensor_files.read(source, "inputs")
         override(message.fields, **flags)
-        override_inside(message.fields, "parameters", dict(map(parameter, parameters)))
-        override_inside(message.fields, "layer", given(layout=layout, heads=heads))
+        override_object(message.fields, "parameters", dict(map(parse_parameter, parameters)))
+        override_object(message.fields, "layer", drop_unset(layout=layout, heads=heads))
         if local:
-            from qkv.engine import local as here
+            from qkv.engine import local as local_engine
 
-            run = here.attend if group == "outputs" else here.gradients
+            run = local_engine.attend if group == "outputs" else local_engine.gradients
             answer = run(variant, message)
         else:
             answer = send(url, api_key, build_message(path, message, "inputs", group))
-        files.write(target, replace(answer, encoding=message.encoding), group)
+        tensor_files.write(target, replace(answer, encoding=message.encoding), group)
     report(answer, target)
     timing = answer.fields["timing"]
     click.echo(f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})")
 
 
-def _form(text: str) -> Any:
-    """A form of the weights, as a request has it, where it is judged."""
+def _parse_weight_form(text: str) -> Any:
+    """Parses --weights to the form that a request has. The service validates it."""
     kind, equals, value = text.partition("=")
     if not equals:
         return text

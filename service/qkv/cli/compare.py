@@ -7,27 +7,27 @@ from pathlib import Path
 
 import click
 
-from qkv.cli import tensor_files as files
+from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import (
+    API_KEY,
     HEADS,
-    KEY,
     LAYOUT,
     LOCAL,
     PARAMETERS,
     REPEATS,
     SOURCE,
     URL,
-    given,
-    named,
-    object_in,
+    drop_unset,
+    get_object,
     override,
-    override_inside,
-    parameter,
+    override_object,
+    parse_parameter,
+    parse_variant,
 )
-from qkv.cli.service import room, send
+from qkv.cli.service import line_width, send
 from qkv.client.comparison import Comparison
-from qkv.client.request_builders import choice, choices, compare_message
+from qkv.client.request_builders import build_choice, build_choices, build_compare_message
 from qkv.wire import json
 
 __all__ = ["compare"]
@@ -56,7 +56,7 @@ __all__ = ["compare"]
 @HEADS
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as the service answers it.")
 @URL
-@KEY
+@API_KEY
 @LOCAL
 def compare(
     variants: tuple[str, ...],
@@ -83,28 +83,28 @@ def compare(
     qkv compare '{"variant": "taylor", "parameters": {"causal": true}}' in.npz
     """
     with one_line_errors():
-        message = files.read(source, "inputs")
+        message = tensor_files.read(source, "inputs")
         fields = message.fields
-        shared = object_in(fields, "parameters") | dict(map(parameter, parameters))
+        shared = get_object(fields, "parameters") | dict(map(parse_parameter, parameters))
         fields.pop("parameters", None)
-        override_inside(fields, "layer", given(layout=layout, heads=heads))
+        override_object(fields, "layer", drop_unset(layout=layout, heads=heads))
         override(
             fields,
-            variants=choices([named(word) for word in variants], shared),
-            anchor=choice(named(anchor), shared),
+            variants=build_choices([parse_variant(word) for word in variants], shared),
+            anchor=build_choice(parse_variant(anchor), shared),
             repeats=repeats,
         )
-        fields["rows"] = None if rows == "all" else _whole(rows)
+        fields["rows"] = None if rows == "all" else _parse_rows(rows)
         if local:
-            from qkv.engine.local import compare as here
+            from qkv.engine.local import compare as compare_locally
 
-            comparison = Comparison.of(here(message))
+            comparison = Comparison.from_json(compare_locally(message))
         else:
-            comparison = send(url, api_key, compare_message(message))
-    click.echo(json.dump(asdict(comparison)) if as_json else comparison.table(room()))
+            comparison = send(url, api_key, build_compare_message(message))
+    click.echo(json.dump(asdict(comparison)) if as_json else comparison.table(line_width()))
 
 
-def _whole(rows: str) -> int:
+def _parse_rows(rows: str) -> int:
     try:
         return int(rows)
     except ValueError:

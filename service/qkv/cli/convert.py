@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from qkv.cli import tensor_files as files
+from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
-from qkv.cli.options import KEY, LOCAL, SOURCE, TARGET, URL, override
+from qkv.cli.options import API_KEY, LOCAL, SOURCE, TARGET, URL, override
 from qkv.cli.service import report, send
 from qkv.client.request_builders import build_message
 
@@ -31,7 +31,7 @@ __all__ = ["convert"]
     "form with a column of ones.  [default: refuse]",
 )
 @URL
-@KEY
+@API_KEY
 @LOCAL
 def convert(
     source: Path,
@@ -53,8 +53,8 @@ def convert(
     qkv convert in.safetensors --from v2 --to v1 -o out.safetensors
     """
     with one_line_errors():
-        files.check_target(target)
-        message = files.read(source, "tensors")
+        tensor_files.check_target(target)
+        message = tensor_files.read(source, "tensors")
         message.fields.pop("check", None)  # that of the conversion which wrote this file
         override(message.fields, heads=heads, bias=bias, **{"from": layout, "to": wanted})
         if local:
@@ -66,7 +66,7 @@ def convert(
         # lists keep no dtype, and are float32 when they are read again
         exact = all(tensor.dtype == "float32" for tensor in answer.tensors.values())
         encoding = "lists" if exact and message.encoding == "lists" else "base64"
-        files.write(target, replace(answer, encoding=encoding), "tensors")
+        tensor_files.write(target, replace(answer, encoding=encoding), "tensors")
     report(answer, target)
     check = answer.fields["check"]
     click.echo(

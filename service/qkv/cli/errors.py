@@ -10,14 +10,14 @@ import click
 
 from qkv.errors import QkvError
 
-__all__ = ["Commands", "one_line_errors"]
+__all__ = ["OneLineErrorGroup", "one_line_errors"]
 
 
 class _Interrupted(click.ClickException):
     exit_code = 130  # 128 and SIGINT's number, as shells have it
 
 
-class Commands(click.Group):
+class OneLineErrorGroup(click.Group):
     """A group whose errors of usage are one line, as all others are."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -33,7 +33,7 @@ class Commands(click.Group):
         except BrokenPipeError:  # who read it has read enough; click ends without a word
             raise
         except OSError as error:  # such as a full disk that stdout goes to
-            raise click.ClickException(_line(error.strerror or str(error))) from None
+            raise click.ClickException(_one_line(error.strerror or str(error))) from None
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def _one_line_usage() -> Iterator[None]:
         yield
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "qkv"
-        raise click.UsageError(f"{_line(error.format_message())} See {path} --help.") from None
+        raise click.UsageError(f"{_one_line(error.format_message())} See {path} --help.") from None
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except QkvError as error:
         where = f" ({error.pointer})" if error.pointer else ""
-        raise click.ClickException(_line(f"{error.detail}{where}")) from None
+        raise click.ClickException(_one_line(f"{error.detail}{where}")) from None
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         who, extra = ("a plot", "plot") if name == "matplotlib" else ("the service", "server")
@@ -61,7 +61,7 @@ def one_line_errors() -> Iterator[None]:
         ) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        raise click.ClickException(_line(f"{where}{error.strerror or error}")) from None
+        raise click.ClickException(_one_line(f"{where}{error.strerror or error}")) from None
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate" not in str(error):  # torch's words
             raise
@@ -70,5 +70,5 @@ def one_line_errors() -> Iterator[None]:
         raise _Interrupted("interrupted") from None
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     return " ".join(text.split())

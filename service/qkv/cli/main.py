@@ -11,7 +11,7 @@ import click
 from qkv.cli.attend import attend, gradients
 from qkv.cli.compare import compare
 from qkv.cli.convert import convert
-from qkv.cli.errors import Commands, one_line_errors
+from qkv.cli.errors import OneLineErrorGroup, one_line_errors
 from qkv.cli.sweep import sweep
 from qkv.cli.variants import variants
 from qkv.version import __version__
@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 
 @click.group(
-    cls=Commands,
+    cls=OneLineErrorGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__)
@@ -55,19 +55,18 @@ def serve(**flags: Any) -> None:
     docs/running.md lists.
     """
     with one_line_errors():
-        settings = _settings(flags)
-        from qkv.server.supervisor import (
-            serve as run,  # torch: seconds, which a bad setting need not wait for
-        )
+        settings = _load_settings(flags)
+        # imports torch, which takes seconds: a bad setting is reported before that
+        from qkv.server.supervisor import serve as run_service
 
-        sys.exit(run(settings))
+        sys.exit(run_service(settings))
 
 
 for command in (variants, attend, gradients, compare, sweep, convert):
     main.add_command(command)
 
 
-def _settings(flags: dict[str, Any]) -> Any:
+def _load_settings(flags: dict[str, Any]) -> Any:
     import pydantic
 
     from qkv.settings import Settings, refuse_unknown
@@ -76,11 +75,12 @@ def _settings(flags: dict[str, Any]) -> Any:
         refuse_unknown(os.environ)
         return Settings(**{n: v for n, v in flags.items() if v is not None})
     except pydantic.ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        name = str(fault["loc"][0])
-        came = "no list of keys" if name == "api_keys" else repr(fault["input"])  # keys stay secret
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0])
+        # keys stay secret
+        value = "no list of keys" if name == "api_keys" else repr(problem["input"])
         raise click.ClickException(
-            f"setting {name} (QKV_{name.upper()}) is {came}: {fault['msg']}"
+            f"setting {name} (QKV_{name.upper()}) is {value}: {problem['msg']}"
         ) from None
     except ValueError as error:
         raise click.ClickException(str(error)) from None

@@ -1,4 +1,4 @@
-"""What the asking commands take alike, and how flags meet what a file says."""
+"""Options that several commands share, and how they override the fields of a file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import click
 
-from qkv.errors import InvalidContent, QkvError, shown
+from qkv.errors import InvalidContent, QkvError, format_value
 from qkv.wire import json
 
 __all__ = [
+    "API_KEY",
     "HEADS",
-    "KEY",
     "LAYOUT",
     "LOCAL",
     "PARAMETERS",
@@ -20,12 +20,12 @@ __all__ = [
     "SOURCE",
     "TARGET",
     "URL",
-    "given",
-    "named",
-    "object_in",
+    "drop_unset",
+    "get_object",
     "override",
-    "override_inside",
-    "parameter",
+    "override_object",
+    "parse_parameter",
+    "parse_variant",
 ]
 
 SOURCE: Final = click.argument("source", type=click.Path(path_type=Path))
@@ -47,7 +47,7 @@ URL: Final = click.option(
     metavar="URL",
     help="The service to ask.",
 )
-KEY: Final = click.option(
+API_KEY: Final = click.option(
     "--api-key",
     envvar="QKV_API_KEY",
     show_envvar=True,
@@ -74,22 +74,22 @@ LAYOUT: Final = click.option(
 HEADS: Final = click.option("--heads", type=int, help="The heads of the file's layer.")
 
 
-def given(**values: Any) -> dict[str, Any]:
+def drop_unset(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
 def override(fields: dict[str, Any], **flags: Any) -> None:
-    """Flags go before what a file says."""
-    fields.update(given(**flags))
+    """Sets fields from flags; flags override what a file says."""
+    fields.update(drop_unset(**flags))
 
 
-def override_inside(fields: dict[str, Any], name: str, flags: dict[str, Any]) -> None:
+def override_object(fields: dict[str, Any], name: str, flags: dict[str, Any]) -> None:
     """The same in a field that is an object."""
     if flags:  # or what the file says is judged where it is used
-        fields[name] = object_in(fields, name) | flags
+        fields[name] = get_object(fields, name) | flags
 
 
-def object_in(fields: dict[str, Any], name: str) -> dict[str, Any]:
+def get_object(fields: dict[str, Any], name: str) -> dict[str, Any]:
     """A field that must be an object; an empty one where it is absent.
 
     Raises:
@@ -98,21 +98,21 @@ def object_in(fields: dict[str, Any], name: str) -> dict[str, Any]:
     there = fields.get(name, {})
     if not isinstance(there, dict):
         raise InvalidContent(
-            f"{name} came as {shown(there)}; it must be an object", pointer=f"/{name}"
+            f"{name} came as {format_value(there)}; it must be an object", pointer=f"/{name}"
         )
     return there
 
 
-def named(word: str) -> str | dict[str, Any]:
+def parse_variant(word: str) -> str | dict[str, Any]:
     """A variant on the command line: its name, or JSON with parameters of its own.
 
     Raises:
-        Unparseable: it begins as JSON does, and is none.
+        MalformedRequest: it begins as JSON does, and is none.
     """
     return dict(json.load(word)) if word.startswith("{") else word
 
 
-def parameter(text: str) -> tuple[str, Any]:
+def parse_parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise click.ClickException(f"parameter {text!r} must be NAME=VALUE")

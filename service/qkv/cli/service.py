@@ -1,4 +1,4 @@
-"""A call to the service that a command was told to ask, and what is said of its answer."""
+"""Calls the service for a command, and prints what was written."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import click
 import httpx
 
 from qkv.client.client import Client
-from qkv.client.request_builders import Call
+from qkv.client.request_builders import RequestSpec
 from qkv.wire.message import Message
 
-__all__ = ["asking", "report", "room", "send"]
+__all__ = ["line_width", "open_client", "report", "send"]
 
 _T = TypeVar("_T")
 
 
-def send(url: str, api_key: str | None, call: Call[_T]) -> _T:
-    """The service's answer."""
-    with asking(url, api_key) as client:
-        return client.send(call)
+def send(url: str, api_key: str | None, spec: RequestSpec[_T]) -> _T:
+    """Sends a request and returns the parsed response."""
+    with open_client(url, api_key) as client:
+        return client.send(spec)
 
 
 @contextmanager
-def asking(url: str, api_key: str | None) -> Iterator[Client]:
-    """A client, for calls whose failures are one line each."""
+def open_client(url: str, api_key: str | None) -> Iterator[Client]:
+    """Opens a client whose connection errors are one-line errors."""
     try:
         with Client(url, api_key=api_key) as client:
             yield client
@@ -43,11 +43,11 @@ def asking(url: str, api_key: str | None) -> Iterator[Client]:
 def report(answer: Message, target: Path) -> None:
     for name, tensor in answer.tensors.items():
         click.echo(f"{name:16} {tensor.dtype:9} {'x'.join(map(str, tensor.shape))}")
-    narrow = any(tensor.dtype == "bfloat16" for tensor in answer.tensors.values())
-    note = " (bfloat16 as float32)" if narrow and target.suffix == ".npz" else ""
+    has_bfloat16 = any(tensor.dtype == "bfloat16" for tensor in answer.tensors.values())
+    note = " (bfloat16 as float32)" if has_bfloat16 and target.suffix == ".npz" else ""
     click.echo(f"written to {target}{note}")
 
 
-def room() -> int | None:
-    """Letters that a line has room for; None where it goes to no terminal."""
+def line_width() -> int | None:
+    """Returns the columns of the terminal; None if stdout is not one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

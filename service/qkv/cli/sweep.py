@@ -11,14 +11,14 @@ from typing import Any, Final
 import click
 import orjson
 
-from qkv.cli import tensor_files as files
+from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
-from qkv.cli.options import KEY, LOCAL, PARAMETERS, REPEATS, URL, named, parameter
-from qkv.cli.service import asking, room
+from qkv.cli.options import API_KEY, LOCAL, PARAMETERS, REPEATS, URL, parse_parameter, parse_variant
+from qkv.cli.service import line_width, open_client
 from qkv.client.event_parser import Event
-from qkv.client.request_builders import build_sweep, choices
+from qkv.client.request_builders import build_choices, build_sweep
 from qkv.client.sweep import Sweep
-from qkv.client.sweep_cells import Cells
+from qkv.client.sweep_cells import SweepResults
 from qkv.tensors import FLOATING
 
 __all__ = ["sweep"]
@@ -26,7 +26,7 @@ __all__ = ["sweep"]
 _PLOTS: Final = (".svg", ".png", ".pdf")
 
 
-def _lengths(context: click.Context, option: click.Parameter, text: str) -> list[int]:
+def _parse_lengths(context: click.Context, option: click.Parameter, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
@@ -39,7 +39,7 @@ def _lengths(context: click.Context, option: click.Parameter, text: str) -> list
 @click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
 @click.option(
     "--lengths",
-    callback=_lengths,
+    callback=_parse_lengths,
     default="64,128,256,512,1024,2048,4096",
     show_default=True,
     metavar="N,N,...",
@@ -62,7 +62,7 @@ def _lengths(context: click.Context, option: click.Parameter, text: str) -> list
     help="Draw them there: .svg, .png or .pdf.  Needs qkv[plot].",
 )
 @URL
-@KEY
+@API_KEY
 @LOCAL
 def sweep(
     variants: tuple[str, ...],
@@ -73,7 +73,7 @@ def sweep(
     url: str,
     api_key: str | None,
     local: bool,
-    **how: Any,
+    **options: Any,
 ) -> None:
     """Time each VARIANT at each length, on inputs that the service draws.
 
@@ -85,54 +85,55 @@ def sweep(
     qkv sweep softmax linear --lengths 256,512,1024 --csv out.csv --plot out.svg
     """
     with one_line_errors():
-        _check(csv, plot)
-        chosen = choices([named(word) for word in variants], dict(map(parameter, parameters)))
-        measured = Cells()
+        _check_targets(csv, plot)
+        shared = dict(map(parse_parameter, parameters))
+        chosen = build_choices([parse_variant(word) for word in variants], shared)
+        results = SweepResults()
         try:
             with ExitStack() as stack:
                 if local:
-                    measured = stack.enter_context(_here(chosen, lengths, how))
+                    results = stack.enter_context(_sweep_locally(chosen, lengths, options))
                 else:
-                    client = stack.enter_context(asking(url, api_key))
-                    measured = stack.enter_context(client.sweep(chosen, lengths, **how))
-                for _ in measured:
+                    client = stack.enter_context(open_client(url, api_key))
+                    results = stack.enter_context(client.sweep(chosen, lengths, **options))
+                for _ in results:
                     pass
         finally:  # also when it was interrupted, or the service ended
-            if measured.cells:
-                _write(measured, csv, plot)
+            if results.cells:
+                _write_results(results, csv, plot)
 
 
-def _here(chosen: Sequence[Any], lengths: list[int], how: Mapping[str, Any]) -> Sweep:
-    """Without a service: what one would be asked, and would say."""
-    from qkv.engine.local import sweep as here
+def _sweep_locally(chosen: Sequence[Any], lengths: list[int], options: Mapping[str, Any]) -> Sweep:
+    """Runs a sweep without a service, on the events that one would send."""
+    from qkv.engine.local import sweep as sweep_locally
 
     def events() -> Generator[Event]:
-        asked = orjson.loads(build_sweep(chosen, lengths, how, {}).content)
-        with closing(here(asked)) as said:
-            for name, data in said:
+        body = orjson.loads(build_sweep(chosen, lengths, options, {}).content)
+        with closing(sweep_locally(body)) as local_events:
+            for name, data in local_events:
                 yield Event(name, orjson.dumps(data).decode())
 
     return Sweep(events(), progress=True)
 
 
-def _check(csv: Path | None, plot: Path | None) -> None:
+def _check_targets(csv: Path | None, plot: Path | None) -> None:
     """Raises before the work is done what would be raised after it."""
     if csv is not None:
-        files.check_target(csv, [".csv"])
+        tensor_files.check_target(csv, [".csv"])
     if plot is not None:
-        files.check_target(plot, _PLOTS)
+        tensor_files.check_target(plot, _PLOTS)
         import qkv.client.sweep_plot  # noqa: F401 - matplotlib may be missing
 
 
-def _write(measured: Cells, csv: Path | None, plot: Path | None) -> None:
-    click.echo(measured.table(room()))
+def _write_results(results: SweepResults, csv: Path | None, plot: Path | None) -> None:
+    click.echo(results.table(line_width()))
     if csv is not None:
-        files.replace(csv, [measured.csv().encode()])
+        tensor_files.replace_file(csv, [results.csv().encode()])
         click.echo(f"written to {csv}")
     if plot is not None:
-        from qkv.client.sweep_plot import draw
+        from qkv.client.sweep_plot import draw_sweep
 
-        drawn = BytesIO()
-        draw(measured).savefig(drawn, format=plot.suffix.removeprefix("."))
-        files.replace(plot, [drawn.getvalue()])
+        image = BytesIO()
+        draw_sweep(results).savefig(image, format=plot.suffix.removeprefix("."))
+        tensor_files.replace_file(plot, [image.getvalue()])
         click.echo(f"written to {plot}")

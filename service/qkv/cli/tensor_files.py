@@ -15,11 +15,11 @@ from qkv.tensors import RawTensor
 from qkv.wire import Chunk, json, safetensors
 from qkv.wire.message import Message
 
-__all__ = ["SUFFIXES", "check_target", "read", "replace", "write"]
+__all__ = ["SUFFIXES", "check_target", "read", "replace_file", "write"]
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 
-_LAYER: Final = "layer."
+_LAYER_PREFIX: Final = "layer."
 
 
 def read(path: Path, group: str) -> Message:
@@ -31,7 +31,7 @@ def read(path: Path, group: str) -> Message:
         OSError: it cannot be read.
     """
     if path.suffix not in SUFFIXES:
-        raise _unknown(path)
+        raise _unknown_suffix(path)
     content = path.read_bytes()
     try:
         match path.suffix:
@@ -40,7 +40,7 @@ def read(path: Path, group: str) -> Message:
                 return safetensors.decode(memoryview(bytearray(content)), group)
             case ".json":
                 return json.decode(content, group)
-        return _read_npz(content)
+        return _decode_npz(content)
     except QkvError as error:
         error.detail = f"{path}: {error.detail}"
         raise
@@ -60,13 +60,15 @@ def write(path: Path, message: Message, group: str) -> None:
         case ".json":
             chunks = json.encode(message, group)
         case ".npz":
-            chunks = [_npz({name: tensor.numpy() for name, tensor in message.tensors.items()})]
+            chunks = [
+                _encode_npz({name: tensor.numpy() for name, tensor in message.tensors.items()})
+            ]
         case _:
-            raise _unknown(path)
-    replace(path, chunks)
+            raise _unknown_suffix(path)
+    replace_file(path, chunks)
 
 
-def replace(path: Path, chunks: Iterable[Chunk]) -> None:
+def replace_file(path: Path, chunks: Iterable[Chunk]) -> None:
     """Writes bytes in place of whatever is there, all of them or none.
 
     Raises:
@@ -89,14 +91,14 @@ def replace(path: Path, chunks: Iterable[Chunk]) -> None:
 def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
     """Raises before the work is done what `write` would raise after it."""
     if path.suffix not in suffixes:
-        raise _unknown(path, suffixes)
+        raise _unknown_suffix(path, suffixes)
     if path.is_dir():
         raise InvalidContent(f"{path} is a directory")
     if not path.parent.is_dir():
         raise InvalidContent(f"{path} lies in a directory that is not there: {path.parent}")
 
 
-def _read_npz(content: bytes) -> Message:
+def _decode_npz(content: bytes) -> Message:
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -109,20 +111,21 @@ def _read_npz(content: bytes) -> Message:
         except QkvError as error:
             error.detail = f"{name}: {error.detail}"
             raise
-    layer = {n.removeprefix(_LAYER): t for n, t in tensors.items() if n.startswith(_LAYER)}
-    return Message({}, {n: t for n, t in tensors.items() if not n.startswith(_LAYER)}, layer)
+    layer = {n: t for n, t in tensors.items() if n.startswith(_LAYER_PREFIX)}
+    inputs = {n: t for n, t in tensors.items() if n not in layer}
+    return Message({}, inputs, {n.removeprefix(_LAYER_PREFIX): t for n, t in layer.items()})
 
 
-def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
-    room = BytesIO()
-    plain = {
+def _encode_npz(arrays: Mapping[str, np.ndarray]) -> bytes:
+    buffer = BytesIO()
+    arrays = {
         n: a.astype(np.float32) if a.dtype.name == "bfloat16" else a for n, a in arrays.items()
     }
-    np.savez(room, allow_pickle=False, **plain)
-    return room.getvalue()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()
 
 
-def _unknown(path: Path, suffixes: Sequence[str] = SUFFIXES) -> InvalidContent:
+def _unknown_suffix(path: Path, suffixes: Sequence[str] = SUFFIXES) -> InvalidContent:
     hint = ""
     if path.suffix == ".npy" and ".npz" in suffixes:
         hint = "; an .npy has one array and no name for it: numpy.savez writes several into an .npz"

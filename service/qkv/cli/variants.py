@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from qkv.cli.errors import one_line_errors
-from qkv.cli.options import KEY, LOCAL, URL
+from qkv.cli.options import API_KEY, LOCAL, URL
 from qkv.cli.service import send
 from qkv.client.request_builders import build_variants
 from qkv.wire import json
@@ -18,15 +18,15 @@ __all__ = ["variants"]
 @click.command(short_help="List the variants, or describe one.")
 @click.argument("name", required=False)
 @URL
-@KEY
+@API_KEY
 @LOCAL
 def variants(name: str | None, url: str, api_key: str | None, local: bool) -> None:
     """List the variants, or describe the one called NAME."""
     with one_line_errors():
         if local:
-            from qkv.engine.local import variants as ask
+            from qkv.engine.local import variants as list_locally
 
-            catalogue = ask()
+            catalogue = list_locally()
         else:
             catalogue = send(url, api_key, build_variants())
     if name is None:

@@ -10,27 +10,27 @@ import numpy as np
 
 from qkv.tensors import RawTensor
 
-__all__ = ["Restore", "is_array", "restorer", "to_raw"]
+__all__ = ["FromRaw", "from_raw_like", "is_array", "to_raw"]
 
-Restore = Callable[[RawTensor], Any]
-"""Makes the caller's kind of array of a raw tensor."""
+FromRaw = Callable[[RawTensor], Any]
+"""Converts a raw tensor to the caller's kind of array."""
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is an array of a kind that is known, or that says how to become one."""
+    """Returns True for arrays of numpy and torch, and for objects that convert to an array."""
     if isinstance(value, np.generic):  # one number, such as 1 / np.sqrt(8)
         return False
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__")
 
 
 def to_raw(array: Any) -> RawTensor:
-    """The array as a raw tensor; copied only from another device or where it is not dense.
+    """Returns the array as a raw tensor, copied only from another device or if it is not dense.
 
     Raises:
         InvalidContent: its dtype does not travel.
     """
     if not _is_torch(array):
-        return RawTensor.from_numpy(_asarray(array))
+        return RawTensor.from_numpy(_as_numpy(array))
     torch = sys.modules["torch"]
     dense = array.detach().cpu().contiguous()
     if dense.dtype == torch.bfloat16:
@@ -39,22 +39,22 @@ def to_raw(array: Any) -> RawTensor:
     return RawTensor.from_numpy(dense.numpy())
 
 
-def restorer(array: Any) -> Restore:
-    """What makes answers of the kind that `array` is: torch on its device, else numpy."""
+def from_raw_like(array: Any) -> FromRaw:
+    """Returns a function that converts to the kind of `array`: torch on its device, else numpy."""
     if not _is_torch(array):
         return lambda raw: raw.numpy().copy()
     torch, device = sys.modules["torch"], array.device
 
-    def restore(raw: RawTensor) -> Any:
+    def from_raw(raw: RawTensor) -> Any:
         if raw.dtype == "bfloat16":
             bits = np.frombuffer(raw.data, np.int16).reshape(raw.shape).copy()
             return torch.from_numpy(bits).view(torch.bfloat16).to(device)
         return torch.from_numpy(raw.numpy().copy()).to(device)
 
-    return restore
+    return from_raw
 
 
-def _asarray(array: Any) -> np.ndarray:
+def _as_numpy(array: Any) -> np.ndarray:
     if hasattr(array, "__array__"):
         return np.asarray(array)
     return np.from_dlpack(array)

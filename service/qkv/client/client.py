@@ -10,11 +10,11 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from qkv.client.comparison import Comparison
-from qkv.client.event_parser import Event, Events
+from qkv.client.event_parser import Event, EventParser
 from qkv.client.request_builders import (
-    Call,
     Choice,
-    Stream,
+    RequestSpec,
+    StreamSpec,
     build_attend,
     build_compare,
     build_convert,
@@ -24,14 +24,14 @@ from qkv.client.request_builders import (
 )
 from qkv.client.results import Converted, Gradients, Run
 from qkv.client.retries import (
-    BROKEN,
-    URL,
-    backoff,
-    check_events,
-    key_header,
-    parsed,
-    refusal,
-    wait_before_next,
+    CONNECTION_ERRORS,
+    DEFAULT_URL,
+    auth_header,
+    backoff_s,
+    check_event_stream,
+    parse_response,
+    retry_delay_s,
+    to_error,
 )
 from qkv.client.sweep import Sweep
 
@@ -54,7 +54,7 @@ class Client:
 
     def __init__(
         self,
-        url: str = URL,
+        url: str = DEFAULT_URL,
         *,
         timeout: float | None = 60.0,
         api_key: str | None = None,
@@ -62,7 +62,7 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._http = httpx.Client(
-            base_url=url, headers=key_header(api_key), timeout=timeout, transport=transport
+            base_url=url, headers=auth_header(api_key), timeout=timeout, transport=transport
         )
         self._retries = retries
 
@@ -70,7 +70,7 @@ class Client:
         self,
         variant: str,
         *,
-        layer: Mapping[str, Any] | str | None = None,
+        layer: Mapping[str, Any] | None = None,
         outputs: list[str] | None = None,
         weights: str | Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
@@ -79,7 +79,7 @@ class Client:
 
         Args:
             variant: its name, for instance "softmax".
-            layer: a saved layer's name, or {"layout", "heads", "tensors"}.
+            layer: {"layout", "heads", "tensors"}.
             outputs: what to return; None: output and weights.
             weights: in what form: "full", "none", "stats", {"rows": [0, 5]}, {"top_k": 8} or
                 {"pool": 64}. What it gives stands in the run's `outputs`: `weights`, and with top_k
@@ -100,7 +100,7 @@ class Client:
         variant: str,
         *,
         grad_output: Any,
-        layer: Mapping[str, Any] | str | None = None,
+        layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Gradients:
         """The gradients of sum(grad_output * output).
@@ -124,7 +124,7 @@ class Client:
         anchor: Choice = "softmax",
         repeats: int | None = None,
         rows: int | None = 1024,
-        layer: Mapping[str, Any] | str | None = None,
+        layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
         """Runs variants side by side on the same inputs.
@@ -226,44 +226,44 @@ class Client:
     ) -> None:
         self.close()
 
-    def send(self, call: Call[_T]) -> _T:
-        """Sends a call that one of the `build` functions made."""
+    def send(self, spec: RequestSpec[_T]) -> _T:
+        """Sends a request built by one of the `build_*` functions, and parses its response."""
         for attempt in range(self._retries + 1):
-            last = attempt == self._retries
+            is_last = attempt == self._retries
             try:
                 response = self._http.request(
-                    call.method, call.path, content=call.content, headers=call.headers
+                    spec.method, spec.path, content=spec.content, headers=spec.headers
                 )
-                if last or (wait := wait_before_next(response)) is None:
-                    return parsed(call, response)
-            except BROKEN:
-                if last:
+                if is_last or (delay_s := retry_delay_s(response)) is None:
+                    return parse_response(spec, response)
+            except CONNECTION_ERRORS:
+                if is_last:
                     raise
-                wait = backoff(attempt)
-            time.sleep(wait)
+                delay_s = backoff_s(attempt)
+            time.sleep(delay_s)
         raise AssertionError
 
-    def stream(self, call: Stream) -> Generator[Event]:
-        """The events that answer a call; sent again, where that helps, until the first came."""
+    def stream(self, spec: StreamSpec) -> Generator[Event]:
+        """Yields the events of a response. Retries only until the first event."""
         for attempt in range(self._retries + 1):
-            last, begun = attempt == self._retries, False
+            is_last, has_started = attempt == self._retries, False
             try:
                 with self._http.stream(
-                    "POST", call.path, content=call.content, headers=call.headers
+                    "POST", spec.path, content=spec.content, headers=spec.headers
                 ) as response:
                     if response.is_success:
-                        check_events(response)
-                        events = Events()
+                        check_event_stream(response)
+                        parser = EventParser()
                         for chunk in response.iter_bytes():
-                            for event in events.feed(chunk):
-                                begun = True
+                            for event in parser.feed(chunk):
+                                has_started = True
                                 yield event
                         return
                     response.read()
-                    if last or (wait := wait_before_next(response)) is None:
-                        raise refusal(response)
-            except BROKEN:
-                if last or begun:
+                    if is_last or (delay_s := retry_delay_s(response)) is None:
+                        raise to_error(response)
+            except CONNECTION_ERRORS:
+                if is_last or has_started:
                     raise
-                wait = backoff(attempt)
-            time.sleep(wait)
+                delay_s = backoff_s(attempt)
+            time.sleep(delay_s)

@@ -6,9 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from qkv.client.tables import Table, digits, labels, scaled
+from qkv.client.tables import Table, format_number, format_scaled, variant_labels
 
-__all__ = ["Compared", "Comparison", "Distance", "Divergence", "Entropy", "Timed", "Weights"]
+__all__ = [
+    "Comparison",
+    "Distance",
+    "Divergence",
+    "Entropy",
+    "VariantComparison",
+    "VariantTiming",
+    "Weights",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class VariantTiming:
     """Milliseconds of compute over so many repeats."""
 
     median_ms: float
@@ -73,7 +81,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class VariantComparison:
     """One variant of a comparison.
 
     Attributes:
@@ -93,20 +101,20 @@ class Compared:
     weights_are: str | None
     output: Distance | None
     weights: Weights | None
-    timing: Timed
+    timing: VariantTiming
     flops: int
     bytes: int
     peak_bytes: int | None
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Self:
-        """What the service says of it."""
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds it from the service's JSON."""
         return cls(
-            **{name: said[name] for name in ("variant", "parameters", "weights_are")},
-            output=None if said["output"] is None else Distance(**said["output"]),
-            weights=None if said["weights"] is None else _weights(said["weights"]),
-            timing=Timed(**said["timing"]),
-            **{name: said[name] for name in ("flops", "bytes", "peak_bytes")},
+            **{name: fields[name] for name in ("variant", "parameters", "weights_are")},
+            output=None if fields["output"] is None else Distance(**fields["output"]),
+            weights=None if fields["weights"] is None else _parse_weights(fields["weights"]),
+            timing=VariantTiming(**fields["timing"]),
+            **{name: fields[name] for name in ("flops", "bytes", "peak_bytes")},
         )
 
 
@@ -121,16 +129,21 @@ class Comparison:
         timing: of the whole: device and more.
     """
 
-    anchor: Compared
-    variants: tuple[Compared, ...]
+    anchor: VariantComparison
+    variants: tuple[VariantComparison, ...]
     notes: tuple[str, ...]
     timing: Mapping[str, Any]
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Self:
-        """What the service says."""
-        variants = tuple(map(Compared.of, said["variants"]))
-        return cls(Compared.of(said["anchor"]), variants, tuple(said["notes"]), said["timing"])
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds it from the service's JSON."""
+        variants = tuple(map(VariantComparison.from_json, fields["variants"]))
+        return cls(
+            VariantComparison.from_json(fields["anchor"]),
+            variants,
+            tuple(fields["notes"]),
+            fields["timing"],
+        )
 
     def table(self, width: int | None = None) -> str:
         """All of it as text: a line for each measure, a column for each variant.
@@ -144,86 +157,92 @@ class Comparison:
         return self._table().html()
 
     def _table(self) -> Table:
-        others = [v for v in self.variants if not _same(v, self.anchor)]
+        others = [v for v in self.variants if not _is_same_variant(v, self.anchor)]
         every = [self.anchor, *others]
-        names = labels([(v.variant, v.parameters) for v in every])
+        names = variant_labels([(v.variant, v.parameters) for v in every])
         anchor = self.anchor.variant
         sections = [
-            (f"output: distance to that of {anchor}", _rows(_OUTPUT, every)),
-            (f"weights, row by row: distance to those of {anchor}", _rows(_WEIGHTS, every)),
-            ("cost", _rows(_COST, every)),
+            (f"output: distance to that of {anchor}", _table_rows(_OUTPUT_MEASURES, every)),
+            (
+                f"weights, row by row: distance to those of {anchor}",
+                _table_rows(_WEIGHTS_MEASURES, every),
+            ),
+            ("cost", _table_rows(_COST_MEASURES, every)),
         ]
         own = f"{anchor} is the anchor: its own distance is that to itself in float64."
         spread = "In brackets the worst row, the range of entropies, the range of times."
         return Table(["", *names], sections, [own, spread, *self.notes])
 
 
-def _same(one: Compared, other: Compared) -> bool:
+def _is_same_variant(one: VariantComparison, other: VariantComparison) -> bool:
     return one.variant == other.variant and one.parameters == other.parameters
 
 
-def _weights(said: Mapping[str, Any]) -> Weights:
+def _parse_weights(fields: Mapping[str, Any]) -> Weights:
     """Of the anchor there is the entropy alone."""
-    rest = {n: d and Divergence(**d) for n, d in said.items() if n != "entropy"}
-    return Weights(said["entropy"] and Entropy(**said["entropy"]), **rest)
+    rest = {n: d and Divergence(**d) for n, d in fields.items() if n != "entropy"}
+    return Weights(fields["entropy"] and Entropy(**fields["entropy"]), **rest)
 
 
-Measure = Callable[[Compared], str]
+Measure = Callable[[VariantComparison], str]
 
 
-def _rows(measures: Mapping[str, Measure], every: list[Compared]) -> list[list[str]]:
+def _table_rows(measures: Mapping[str, Measure], every: list[VariantComparison]) -> list[list[str]]:
     return [[name, *map(measure, every)] for name, measure in measures.items()]
 
 
-def _divergence(name: str) -> Measure:
-    def shown(entry: Compared) -> str:
+def _divergence_text(name: str) -> Measure:
+    def format_entry(entry: VariantComparison) -> str:
         found = entry.weights and getattr(entry.weights, name)
-        return f"{digits(found.mean)} ({digits(found.worst)})" if found else "–"
+        return f"{format_number(found.mean)} ({format_number(found.worst)})" if found else "–"
 
-    return shown
+    return format_entry
 
 
-def _entropy(entry: Compared) -> str:
+def _entropy_text(entry: VariantComparison) -> str:
     found = entry.weights and entry.weights.entropy
     if not found:
         return "–"
-    return f"{digits(found.mean)} ({digits(found.least)}–{digits(found.most)})"
+    return f"{format_number(found.mean)} ({format_number(found.least)}–{format_number(found.most)})"
 
 
-def _milliseconds(entry: Compared) -> str:
+def _milliseconds_text(entry: VariantComparison) -> str:
     least, median, most = (
-        digits(ms) for ms in (entry.timing.least_ms, entry.timing.median_ms, entry.timing.most_ms)
+        format_number(ms)
+        for ms in (entry.timing.least_ms, entry.timing.median_ms, entry.timing.most_ms)
     )
     return f"{median} ({least}–{most})"
 
 
-def _distance(name: str) -> Measure:
-    def shown(entry: Compared) -> str:
+def _distance_text(name: str) -> Measure:
+    def format_entry(entry: VariantComparison) -> str:
         found: float | None = getattr(entry.output, name, None)
         # of a cosine it matters how far it is from 1
-        return f"{found:.7f}" if found and name == "cosine" else digits(found)
+        return f"{found:.7f}" if found and name == "cosine" else format_number(found)
 
-    return shown
+    return format_entry
 
 
-_OUTPUT: Final[Mapping[str, Measure]] = {
-    "relative error": _distance("relative_error"),
-    "largest error": _distance("largest_error"),
-    "cosine": _distance("cosine"),
+_OUTPUT_MEASURES: Final[Mapping[str, Measure]] = {
+    "relative error": _distance_text("relative_error"),
+    "largest error": _distance_text("largest_error"),
+    "cosine": _distance_text("cosine"),
 }
 
-_WEIGHTS: Final[Mapping[str, Measure]] = {
+_WEIGHTS_MEASURES: Final[Mapping[str, Measure]] = {
     "are": lambda entry: entry.weights_are or "–",
-    "total variation": _divergence("total_variation"),
-    "KL divergence, nats": _divergence("kl_divergence"),
-    "Jensen-Shannon, nats": _divergence("js_divergence"),
-    "rank correlation": _divergence("rank_correlation"),
-    "entropy, nats": _entropy,
+    "total variation": _divergence_text("total_variation"),
+    "KL divergence, nats": _divergence_text("kl_divergence"),
+    "Jensen-Shannon, nats": _divergence_text("js_divergence"),
+    "rank correlation": _divergence_text("rank_correlation"),
+    "entropy, nats": _entropy_text,
 }
 
-_COST: Final[Mapping[str, Measure]] = {
-    "milliseconds": _milliseconds,
-    "floating-point operations": lambda e: scaled(e.flops, ("", "k", "M", "G", "T", "P"), 1000),
-    "bytes in and out": lambda e: scaled(e.bytes, ("B", "KiB", "MiB", "GiB"), 1024),
-    "peak memory": lambda e: scaled(e.peak_bytes, ("B", "KiB", "MiB", "GiB"), 1024),
+_COST_MEASURES: Final[Mapping[str, Measure]] = {
+    "milliseconds": _milliseconds_text,
+    "floating-point operations": lambda e: format_scaled(
+        e.flops, ("", "k", "M", "G", "T", "P"), 1000
+    ),
+    "bytes in and out": lambda e: format_scaled(e.bytes, ("B", "KiB", "MiB", "GiB"), 1024),
+    "peak memory": lambda e: format_scaled(e.peak_bytes, ("B", "KiB", "MiB", "GiB"), 1024),
 }

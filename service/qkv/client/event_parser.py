@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-__all__ = ["MEDIA_TYPE", "Event", "Events"]
+__all__ = ["MEDIA_TYPE", "Event", "EventParser"]
 
 MEDIA_TYPE: Final = "text/event-stream"
 
@@ -25,35 +25,35 @@ class Event(NamedTuple):
     data: str
 
 
-class Events:
+class EventParser:
     """One stream of events, whose chunks may end anywhere."""
 
     def __init__(self) -> None:
-        self._begun = False
-        self._returned = False  # the last chunk ended in \r: a \n that comes next is part of it
-        self._rest: list[bytes] = []  # of a line that has not ended
+        self._has_started = False
+        self._ends_in_cr = False  # the last chunk ended in \r: a \n that comes next is part of it
+        self._line_parts: list[bytes] = []  # of a line that has not ended
         self._name = ""
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> Iterator[Event]:
         """The events that end in this chunk; what never ends is no event."""
-        if self._returned and chunk:
+        if self._ends_in_cr and chunk:
             chunk = chunk.removeprefix(b"\n")
-            self._returned = False
+            self._ends_in_cr = False
         if not chunk:
             return
-        self._returned = chunk.endswith(b"\r")
+        self._ends_in_cr = chunk.endswith(b"\r")
         first, *others = _LINE_END.split(chunk)
-        self._rest.append(first)
+        self._line_parts.append(first)
         for other in others:
-            line = b"".join(self._rest).decode(errors="replace")
-            self._rest = [other]
-            if event := self._take(line):
+            line = b"".join(self._line_parts).decode(errors="replace")
+            self._line_parts = [other]
+            if event := self._parse_line(line):
                 yield event
 
-    def _take(self, line: str) -> Event | None:
-        if not self._begun:
-            self._begun, line = True, line.removeprefix("\ufeff")
+    def _parse_line(self, line: str) -> Event | None:
+        if not self._has_started:
+            self._has_started, line = True, line.removeprefix("\ufeff")
         if not line:
             event = Event(self._name or "message", "\n".join(self._data)) if self._data else None
             self._name, self._data = "", []

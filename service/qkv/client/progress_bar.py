@@ -7,38 +7,40 @@ import sys
 from html import escape
 from typing import Any, Final, TextIO
 
-__all__ = ["Bar"]
+__all__ = ["ProgressBar"]
 
 _WIDTH: Final = 24
 
 
-class Bar:
+class ProgressBar:
     """On a terminal one line of stderr, written over again; in a notebook a bar of the page's own;
     anywhere else nothing. Once closed, it is wiped out."""
 
     def __init__(self) -> None:
-        self._page = _Page() if _in_notebook() else None
-        self._line = _Line(sys.stderr) if self._page is None and sys.stderr.isatty() else None
+        self._notebook_bar = _NotebookBar() if _in_notebook() else None
+        self._terminal_bar = (
+            _TerminalBar(sys.stderr) if self._notebook_bar is None and sys.stderr.isatty() else None
+        )
 
     def show(self, done: int, total: int, doing: str) -> None:
         """So many of so many are done, and this one runs."""
-        for place in (self._page, self._line):
-            if place is not None:
-                place.show(done, total, doing)
+        for bar in (self._notebook_bar, self._terminal_bar):
+            if bar is not None:
+                bar.show(done, total, doing)
 
     def close(self) -> None:
         """Nothing runs any more."""
-        for place in (self._page, self._line):
-            if place is not None:
-                place.wipe()
+        for bar in (self._notebook_bar, self._terminal_bar):
+            if bar is not None:
+                bar.clear()
 
 
-class _Line:
+class _TerminalBar:
     """The last line of a terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
         self._terminal = terminal
-        self._long = 0
+        self._line_length = 0
 
     def show(self, done: int, total: int, doing: str) -> None:
         full = _WIDTH * done // max(total, 1)
@@ -46,20 +48,20 @@ class _Line:
         text = text[
             : shutil.get_terminal_size().columns - 1
         ]  # a line that wraps is not overwritten
-        self._write(f"\r{text:{self._long}}")
-        self._long = len(text)
+        self._write(f"\r{text:{self._line_length}}")
+        self._line_length = len(text)
 
-    def wipe(self) -> None:
-        if self._long:
-            self._write(f"\r{'':{self._long}}\r")
-            self._long = 0
+    def clear(self) -> None:
+        if self._line_length:
+            self._write(f"\r{'':{self._line_length}}\r")
+            self._line_length = 0
 
     def _write(self, text: str) -> None:
         self._terminal.write(text)
         self._terminal.flush()
 
 
-class _Page:
+class _NotebookBar:
     """An output of a notebook's cell."""
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class _Page:
         bar = f'<progress value="{done}" max="{max(total, 1)}"></progress>'
         self._display(f"<div>{bar} {done}/{total} {escape(doing)}</div>")
 
-    def wipe(self) -> None:
+    def clear(self) -> None:
         if self._handle is not None:
             self._display("")
 

@@ -50,7 +50,9 @@ class Run:
     def _repr_html_(self) -> str:
         from qkv.client import notebook  # who has no notebook has no need of it
 
-        return notebook.html(self.variant, self.outputs, self.timing, self.weights_are, self.form)
+        return notebook.run_html(
+            self.variant, self.outputs, self.timing, self.weights_are, self.form
+        )
 
 
 @dataclass(frozen=True, slots=True)

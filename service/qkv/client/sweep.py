@@ -8,30 +8,30 @@ from types import TracebackType
 from typing import Self
 
 from qkv.client.event_parser import Event
-from qkv.client.progress_bar import Bar
-from qkv.client.sweep_cells import Cell, Cells, Progress
-from qkv.errors import Unparseable
+from qkv.client.progress_bar import ProgressBar
+from qkv.client.sweep_cells import Cell, Progress, SweepResults
+from qkv.errors import MalformedRequest
 
 __all__ = ["AsyncSweep", "Sweep"]
 
 
-class _Shown(Cells):
-    """Cells, with a bar that says how many."""
+class _SweepBase(SweepResults):
+    """Results of a sweep with a progress bar; base of both iterators."""
 
     def __init__(self, progress: bool) -> None:
         super().__init__()
-        self._bar = Bar() if progress else None
+        self._bar = ProgressBar() if progress else None
         self._closed = False
 
-    def _cell(self, event: Event) -> Cell | None:
-        taken = self.take(event)
-        if isinstance(taken, Cell):
-            return taken
-        if self._bar is not None and isinstance(taken, Progress):
-            self._bar.show(taken.done, taken.total, f"{taken.variant} at {taken.length:,}")
+    def _handle_event(self, event: Event) -> Cell | None:
+        result = self.add_event(event)
+        if isinstance(result, Cell):
+            return result
+        if self._bar is not None and isinstance(result, Progress):
+            self._bar.show(result.done, result.total, f"{result.variant} at {result.length:,}")
         return None
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self._closed = True
         if self._bar is not None:
             self._bar.close()
@@ -39,14 +39,14 @@ class _Shown(Cells):
     def __del__(self) -> None:
         """Who leaves a loop lets go of it unclosed, and of its line on the terminal."""
         if not sys.is_finalizing():
-            self._end()
+            self._finish()
 
-    def _check_end(self) -> None:
+    def _check_finished(self) -> None:
         if not (self.finished or self._closed):
-            raise Unparseable("the sweep ended before it was done")
+            raise MalformedRequest("the sweep ended before it was done")
 
 
-class Sweep(_Shown):
+class Sweep(_SweepBase):
     """An iterator of the cells of a sweep, which starts with the first and ends when it is closed,
     left or let go: the service then stops measuring.
 
@@ -67,9 +67,9 @@ class Sweep(_Shown):
     def __next__(self) -> Cell:
         try:
             for event in self._events:
-                if (cell := self._cell(event)) is not None:
+                if (cell := self._handle_event(event)) is not None:
                     return cell
-            self._check_end()
+            self._check_finished()
         except BaseException:
             self.close()
             raise
@@ -79,7 +79,7 @@ class Sweep(_Shown):
     def close(self) -> None:
         """Ends it; what it has measured stays."""
         self._events.close()
-        self._end()
+        self._finish()
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +93,7 @@ class Sweep(_Shown):
         self.close()
 
 
-class AsyncSweep(_Shown):
+class AsyncSweep(_SweepBase):
     """The twin of `Sweep` for asyncio."""
 
     def __init__(self, events: AsyncGenerator[Event], progress: bool) -> None:
@@ -106,9 +106,9 @@ class AsyncSweep(_Shown):
     async def __anext__(self) -> Cell:
         try:
             async for event in self._events:
-                if (cell := self._cell(event)) is not None:
+                if (cell := self._handle_event(event)) is not None:
                     return cell
-            self._check_end()
+            self._check_finished()
         except BaseException:
             await self.close()
             raise
@@ -120,7 +120,7 @@ class AsyncSweep(_Shown):
         try:
             await self._events.aclose()
         finally:
-            self._end()
+            self._finish()
 
     async def __aenter__(self) -> Self:
         return self

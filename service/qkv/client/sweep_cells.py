@@ -10,10 +10,10 @@ from io import StringIO
 from typing import Any, Final
 
 from qkv.client.event_parser import Event
-from qkv.client.tables import Table, digits, labels
-from qkv.errors import Unparseable, from_problem
+from qkv.client.tables import Table, format_number, variant_labels
+from qkv.errors import MalformedRequest, from_problem
 
-__all__ = ["Cell", "Cells", "Crossover", "Progress"]
+__all__ = ["Cell", "Crossover", "Progress", "SweepResults"]
 
 _COLUMNS: Final = (
     "index", "variant", "parameters", "length", "median_ms", "least_ms", "most_ms", "repeats",
@@ -51,9 +51,9 @@ class Cell:
     problem: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Cell:
-        """What the service says of it; what it says beside that is for others."""
-        return cls(**{name: said[name] for name in _COLUMNS if name in said})
+    def from_json(cls, fields: Mapping[str, Any]) -> Cell:
+        """Builds it from the service's JSON; ignores other fields."""
+        return cls(**{name: fields[name] for name in _COLUMNS if name in fields})
 
     @property
     def why_not(self) -> str:
@@ -61,9 +61,9 @@ class Cell:
         return "" if self.problem is None else str(self.problem.get("detail", "it does not run"))
 
     def _repr_html_(self) -> str:
-        alone = Cells()
-        alone.cells.append(self)
-        return alone._repr_html_()
+        results = SweepResults()
+        results.cells.append(self)
+        return results._repr_html_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Progress:
     length: int
 
 
-class Cells:
+class SweepResults:
     """What a sweep has measured so far.
 
     Attributes:
@@ -111,31 +111,31 @@ class Cells:
         self.crossovers: list[Crossover] = []
         self.finished = False
 
-    def take(self, event: Event) -> Cell | Progress | None:
-        """What an event tells of; None for one that tells of neither.
+    def add_event(self, event: Event) -> Cell | Progress | None:
+        """Adds what an event says. Returns its cell or progress; None for other events.
 
         Raises:
             QkvError: the sweep ended in a problem, or this is no event of one.
         """
         try:
-            return self._take(event.name, json.loads(event.data))
+            return self._add(event.name, json.loads(event.data))
         except (ValueError, KeyError, TypeError) as error:
-            raise Unparseable(
+            raise MalformedRequest(
                 f"the event {event.name!r:.60} is not that of a sweep: {error}"
             ) from None
 
-    def _take(self, name: str, said: dict[str, Any]) -> Cell | Progress | None:
+    def _add(self, name: str, fields: dict[str, Any]) -> Cell | Progress | None:
         if name == "progress":
-            return Progress(*(said[n] for n in ("done", "total", "variant", "length")))
+            return Progress(*(fields[n] for n in ("done", "total", "variant", "length")))
         if name == "cell":
-            cell = Cell.of(said)
+            cell = Cell.from_json(fields)
             self.cells.append(cell)
             return cell
         if name == "error":
-            raise from_problem(int(said["problem"]["status"]), said["problem"])
+            raise from_problem(int(fields["problem"]["status"]), fields["problem"])
         if name == "done":
             self.crossovers = [
-                Crossover(c["from"], c["to"], c["length"]) for c in said["crossovers"]
+                Crossover(c["from"], c["to"], c["length"]) for c in fields["crossovers"]
             ]
             self.finished = True
         return None
@@ -150,35 +150,35 @@ class Cells:
 
     def csv(self) -> str:
         """Every cell as a line, parameters and problems in JSON and in words."""
-        room = StringIO()
-        lines = csv.writer(room, lineterminator="\n")
-        lines.writerow(_COLUMNS)
+        buffer = StringIO()
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(_COLUMNS)
         for cell in self.cells:
-            told = {"parameters": json.dumps(dict(cell.parameters)), "problem": cell.why_not}
-            lines.writerow([told.get(name, getattr(cell, name)) for name in _COLUMNS])
-        return room.getvalue()
+            texts = {"parameters": json.dumps(dict(cell.parameters)), "problem": cell.why_not}
+            writer.writerow([texts.get(name, getattr(cell, name)) for name in _COLUMNS])
+        return buffer.getvalue()
 
     def _repr_html_(self) -> str:
         return self._table().html()
 
     @property
     def names(self) -> dict[int, str]:
-        """What to call each variant that was measured, by its index."""
-        named = {cell.index: (cell.variant, cell.parameters) for cell in self.cells}
-        indices = sorted(named)
-        return dict(zip(indices, labels([named[i] for i in indices]), strict=True))
+        """Returns the label of each measured variant, by its index."""
+        variants = {cell.index: (cell.variant, cell.parameters) for cell in self.cells}
+        indices = sorted(variants)
+        return dict(zip(indices, variant_labels([variants[i] for i in indices]), strict=True))
 
     def sentences(self) -> list[str]:
-        """Where the times cross, each in a sentence."""
+        """Returns one sentence for each crossover."""
         names = {index: " ".join(name.split("\n")) for index, name in self.names.items()}
-        crossed = [
+        crossings = [
             f"From a length of about {c.length:,.0f} on, {names[c.after]} is faster than "
             f"{names[c.before]}."
             for c in sorted(self.crossovers, key=lambda c: c.length)
         ]
-        return crossed or self._fastest(names)
+        return crossings or self._fastest_sentence(names)
 
-    def _fastest(self, names: Mapping[int, str]) -> list[str]:
+    def _fastest_sentence(self, names: Mapping[int, str]) -> list[str]:
         """Who is the fastest at every length; nobody where not all is measured, or it depends."""
         lengths = {cell.length for cell in self.cells}
         times = {(c.index, c.length): c.median_ms for c in self.cells if c.median_ms is not None}
@@ -191,7 +191,7 @@ class Cells:
         names = self.names
         found = {(cell.length, cell.index): cell for cell in self.cells}
         rows = [
-            [f"{length:,}", *(_shown(found.get((length, index))) for index in names)]
+            [f"{length:,}", *(_cell_text(found.get((length, index))) for index in names)]
             for length in sorted({cell.length for cell in self.cells})
         ]
         refused = [cell for cell in self.cells if cell.problem is not None]
@@ -202,9 +202,10 @@ class Cells:
         )
 
 
-def _shown(cell: Cell | None) -> str:
+def _cell_text(cell: Cell | None) -> str:
     if cell is None:
         return ""
     if cell.problem is not None:
         return "does not run"
-    return f"{digits(cell.median_ms)} ({digits(cell.least_ms)}–{digits(cell.most_ms)})"
+    least, median, most = map(format_number, (cell.least_ms, cell.median_ms, cell.most_ms))
+    return f"{median} ({least}–{most})"

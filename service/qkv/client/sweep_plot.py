@@ -9,58 +9,58 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from qkv.client.sweep_cells import Cells
+from qkv.client.sweep_cells import SweepResults
 
-__all__ = ["draw"]
+__all__ = ["draw_sweep"]
 
 # Okabe and Ito's, told apart by eyes of all kinds; orange is darker, yellow left out: too light
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000")
-_MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
-_INK, _FAINT, _CARD = "#333333", "#dddbd5", "#fcfbf8"
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
+_TEXT, _GRID, _BACKGROUND = "#333333", "#dddbd5", "#fcfbf8"
 
 
-def draw(measured: Cells) -> Figure:
+def draw_sweep(results: SweepResults) -> Figure:
     """Medians with the range of their repeats, on logarithmic axes."""
-    figure = Figure(figsize=(8, 5), facecolor=_CARD, layout="constrained")
+    figure = Figure(figsize=(8, 5), facecolor=_BACKGROUND, layout="constrained")
     axes: Axes = figure.subplots()
-    axes.set(xscale="log", yscale="log", facecolor=_CARD)
-    looks = cycle(zip(_COLOURS, _MARKS, strict=True))
-    for (index, name), (colour, mark) in zip(measured.names.items(), looks, strict=False):
-        ran = [c for c in measured.cells if c.index == index and c.problem is None]
-        ran.sort(key=lambda cell: cell.length)
-        lengths = [cell.length for cell in ran]
+    axes.set(xscale="log", yscale="log", facecolor=_BACKGROUND)
+    styles = cycle(zip(_COLOURS, _MARKERS, strict=True))
+    for (index, name), (colour, mark) in zip(results.names.items(), styles, strict=False):
+        cells = [c for c in results.cells if c.index == index and c.problem is None]
+        cells.sort(key=lambda cell: cell.length)
+        lengths = [cell.length for cell in cells]
         least, median, most = (
-            [float(getattr(cell, f"{which}_ms")) for cell in ran]
+            [float(getattr(cell, f"{which}_ms")) for cell in cells]
             for which in ("least", "median", "most")
         )
         label = name.replace("\n", " ")
         axes.plot(lengths, median, color=colour, marker=mark, markersize=5, label=label)
         axes.fill_between(lengths, least, most, color=colour, alpha=0.15, linewidth=0)
-    _mark(axes, measured)
-    _dress(axes, sorted({cell.length for cell in measured.cells}))
+    _draw_crossovers(axes, results)
+    _style_axes(axes, sorted({cell.length for cell in results.cells}))
     return figure
 
 
-def _mark(axes: Axes, measured: Cells) -> None:
+def _draw_crossovers(axes: Axes, results: SweepResults) -> None:
     """A line down at each crossover, and who passes under whom there."""
-    names = {index: name.replace("\n", " ") for index, name in measured.names.items()}
-    for crossover in measured.crossovers:
+    names = {index: name.replace("\n", " ") for index, name in results.names.items()}
+    for crossover in results.crossovers:
         passes = f"{names[crossover.after]} under {names[crossover.before]}"
-        axes.axvline(crossover.length, color=_INK, linestyle=(0, (2, 3)), linewidth=1)
+        axes.axvline(crossover.length, color=_TEXT, linestyle=(0, (2, 3)), linewidth=1)
         axes.annotate(
             f" {passes} from {crossover.length:,.0f}", (crossover.length, 0.01), rotation=90,
-            xycoords=("data", "axes fraction"), ha="right", va="bottom", color=_INK, size="small",
+            xycoords=("data", "axes fraction"), ha="right", va="bottom", color=_TEXT, size="small",
         )  # fmt: skip
 
 
-def _dress(axes: Axes, lengths: list[int]) -> None:
-    axes.set_xlabel("length of queries and keys", color=_INK)
-    axes.set_ylabel("milliseconds", color=_INK)
+def _style_axes(axes: Axes, lengths: list[int]) -> None:
+    axes.set_xlabel("length of queries and keys", color=_TEXT)
+    axes.set_ylabel("milliseconds", color=_TEXT)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.tick_params(colors=_INK, which="both")
-    axes.grid(color=_FAINT, linewidth=0.8)
+    axes.tick_params(colors=_TEXT, which="both")
+    axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.spines[:].set_color(_FAINT)
-    axes.legend(frameon=False, labelcolor=_INK)
+    axes.spines[:].set_color(_GRID)
+    axes.legend(frameon=False, labelcolor=_TEXT)

@@ -9,10 +9,10 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Table", "digits", "labels", "scaled"]
+__all__ = ["Table", "format_number", "format_scaled", "variant_labels"]
 
-_NOTE: Final = 96  # letters of a line
-_BETWEEN: Final = " " * 3
+_NOTE_WIDTH: Final = 96  # letters of a line
+_SEPARATOR: Final = " " * 3
 _RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"
 
 
@@ -40,9 +40,10 @@ class Table(NamedTuple):
         inset = [[f"  {n}", *cells] for _, rows in self.sections for n, *cells in rows]
         widths = [max(map(len, column)) for column in zip(*head, *inset, strict=True)]
         blocks = [
-            "\n".join(self._lines(head, widths, [0, *some])) for some in _together(widths, width)
+            "\n".join(self._lines(head, widths, [0, *some]))
+            for some in _group_columns(widths, width)
         ]
-        room = _NOTE if width is None else min(_NOTE, width)
+        room = _NOTE_WIDTH if width is None else min(_NOTE_WIDTH, width)
         if notes := [line for note in self.notes for line in wrap(note, room)]:
             blocks.append("\n".join(notes))
         return "\n\n".join(blocks)
@@ -56,10 +57,10 @@ class Table(NamedTuple):
             aligned = (
                 f"{cells[n]:>{widths[n]}}" if n else f"{cells[n]:{widths[n]}}" for n in columns
             )
-            return _BETWEEN.join(aligned).rstrip()
+            return _SEPARATOR.join(aligned).rstrip()
 
         yield from map(line, head)
-        yield "─" * _total(widths, columns)
+        yield "─" * _total_width(widths, columns)
         for title, rows in self.sections:
             yield from ("", title)
             yield from (line([f"  {name}", *cells]) for name, *cells in rows)
@@ -67,7 +68,8 @@ class Table(NamedTuple):
     def html(self) -> str:
         """For a notebook, light or dark: it takes the page's own colours."""
         head = "".join(
-            f'<th scope="col" style="{_side(n)}">{_lines(h)}</th>' for n, h in enumerate(self.head)
+            f'<th scope="col" style="{_cell_style(n)}">{_html_lines(h)}</th>'
+            for n, h in enumerate(self.head)
         )
         lines = [
             '<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">',
@@ -79,10 +81,10 @@ class Table(NamedTuple):
                 f'style="text-align:left;padding-top:.8em">{escape(title)}</th></tr>'
             ]
             for name, *cells in rows:
-                inner = "".join(f'<td style="{_side(1)}">{escape(c)}</td>' for c in cells)
+                inner = "".join(f'<td style="{_cell_style(1)}">{escape(c)}</td>' for c in cells)
                 lines.append(
-                    f'<tr><th scope="row" style="{_side(0)};font-weight:normal">{escape(name)}</th>'
-                    f"{inner}</tr>"
+                    f'<tr><th scope="row" style="{_cell_style(0)};font-weight:normal">'
+                    f"{escape(name)}</th>{inner}</tr>"
                 )
             lines.append("</tbody>")
         lines.append("</table>")
@@ -90,30 +92,30 @@ class Table(NamedTuple):
         return "\n".join(lines)
 
 
-def _together(widths: Sequence[int], width: int | None) -> list[list[int]]:
-    """Columns that stand side by side, the first of all beside each; at least one."""
+def _group_columns(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """Splits the columns into groups that fit the width beside the first column."""
     groups: list[list[int]] = [[]]
     for n in range(1, len(widths)):
-        if groups[-1] and width is not None and _total(widths, [0, *groups[-1], n]) > width:
+        if groups[-1] and width is not None and _total_width(widths, [0, *groups[-1], n]) > width:
             groups.append([])
         groups[-1].append(n)
     return groups
 
 
-def _total(widths: Sequence[int], columns: Sequence[int]) -> int:
-    return sum(widths[n] for n in columns) + len(_BETWEEN) * (len(columns) - 1)
+def _total_width(widths: Sequence[int], columns: Sequence[int]) -> int:
+    return sum(widths[n] for n in columns) + len(_SEPARATOR) * (len(columns) - 1)
 
 
-def _side(column: int) -> str:
+def _cell_style(column: int) -> str:
     side = "right;padding-left:1.5em" if column else "left"
     return f"text-align:{side};vertical-align:bottom"
 
 
-def _lines(text: str) -> str:
+def _html_lines(text: str) -> str:
     return escape(text).replace("\n", "<br>")
 
 
-def digits(number: float | None) -> str:
+def format_number(number: float | None) -> str:
     """Three digits, or a dash where there is no number."""
     if number is None:
         return "–"
@@ -122,22 +124,28 @@ def digits(number: float | None) -> str:
     return f"{number:.2e}"
 
 
-def scaled(number: float | None, units: Sequence[str], step: int) -> str:
+def format_scaled(number: float | None, units: Sequence[str], step: int) -> str:
     """Three digits and the largest of the units, each `step` of the one before, that fits."""
     if number is None:
         return "–"
     unit = 0
     while abs(number) >= step and unit < len(units) - 1:
         number, unit = number / step, unit + 1
-    return f"{digits(number)} {units[unit]}"
+    return f"{format_number(number)} {units[unit]}"
 
 
-def labels(named: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """What to call variants with parameters: by name, and namesakes by what tells them apart too,
-    a line each."""
+def variant_labels(named: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Returns a label for each variant with its parameters.
+
+    A label is the name. Variants of the same name get a line for each parameter that differs.
+    """
     found = []
-    for name, own in named:
-        others = [parameters for other, parameters in named if other == name]
-        telling = [n for n in own if any(n not in p or p[n] != own[n] for p in others)]
-        found.append("\n".join([name, *(f"{n}={json.dumps(own[n])}" for n in telling)]))
+    for name, parameters in named:
+        others = [p for other, p in named if other == name]
+        distinguishing = [
+            n for n in parameters if any(n not in p or p[n] != parameters[n] for p in others)
+        ]
+        found.append(
+            "\n".join([name, *(f"{n}={json.dumps(parameters[n])}" for n in distinguishing)])
+        )
     return found

@@ -1,4 +1,4 @@
-"""What becomes of jobs: the answers that are made of their runs, and the counts of both."""
+"""Turns job outputs into results with timing, and records statistics per model."""
 
 from __future__ import annotations
 
@@ -6,90 +6,95 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qkv.engine.executor import Ran
-from qkv.engine.work_queue import Answer, Waiting
+from qkv.engine.executor import JobOutput
+from qkv.engine.work_queue import JobResult, QueuedJob
 from qkv.jobs.job import Job
-from qkv.telemetry.model_stats import Recorder
+from qkv.telemetry.model_stats import ModelStatsRecorder
 
-__all__ = ["Alone", "Ledger"]
+__all__ = ["InlineRun", "JobAccounting"]
 
 
-class Alone(NamedTuple):
-    """A job that ran by itself, not answered yet."""
+class InlineRun(NamedTuple):
+    """A job that ran on the event loop and has no response yet."""
 
-    ledger: Ledger
+    accounting: JobAccounting
     job: Job
-    ran: Ran
+    output: JobOutput
     total_s: float
 
-    def answer(self) -> Answer:
-        """Its answer."""
-        return self.ledger.answer(self.job, self.ran.started, self.ran)
+    def to_result(self) -> JobResult:
+        """Returns its result."""
+        return self.accounting.to_result(self.job, self.output.started_at, self.output)
 
     def record(self) -> None:
-        """Counts it, once."""
-        self.ledger.ran_alone(self.job, self.ran, self.total_s)
+        """Counts it; to be called once."""
+        self.accounting.record_inline(self.job, self.output, self.total_s)
 
 
-class Ledger:
-    """Counts what one engine does; safe across its threads.
+class JobAccounting:
+    """Results and statistics of the jobs of one engine; safe across its threads.
 
     Args:
-        device: the name of where it runs.
+        device: the name of where they run.
 
     Attributes:
-        recorder: what it counts with, once there is something.
+        stats_recorder: counts them; None: nothing is counted yet.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self.recorder: Recorder | None = None
+        self.stats_recorder: ModelStatsRecorder | None = None
 
-    def failed(self, waiting: Waiting) -> None:
-        """A job was queued and has no answer: it failed, or its time was up."""
-        if self.recorder is not None and waiting.job.is_inference:
-            name = waiting.job.variant.name
-            self.recorder.failed(name, time.perf_counter() - waiting.since)
+    def record_failure(self, queued_job: QueuedJob) -> None:
+        """Counts a queued job that failed or expired."""
+        if self.stats_recorder is not None and queued_job.job.is_inference:
+            name = queued_job.job.variant.name
+            total_s = time.perf_counter() - queued_job.enqueued_at
+            self.stats_recorder.record_failure(name, total_s)
 
-    def ran(self, job: Job, since: Sequence[float], ran: Sequence[Ran]) -> None:
-        """Jobs ran together.
+    def record_batch(
+        self, job: Job, enqueued_at: Sequence[float], outputs: Sequence[JobOutput]
+    ) -> None:
+        """Counts a batch.
 
         Args:
-            job: one of them.
-            since: when each came, by `time.perf_counter`.
-            ran: what came of them, in the same order.
+            job: one of its jobs.
+            enqueued_at: when each was submitted, by `time.perf_counter`.
+            outputs: what each returned, in the same order.
         """
-        if self.recorder is None or not job.is_inference:
+        if self.stats_recorder is None or not job.is_inference:
             return  # it counts inferences
         now = time.perf_counter()
-        total, queue = sum(now - s for s in since), 0.0
-        together, shared = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        for came, r in zip(since, ran, strict=True):
-            queue += r.started - came
-            for i, seconds in enumerate((r.load_s, r.compute_s, r.split_s)):
+        total_s, queue_s = sum(now - at for at in enqueued_at), 0.0
+        batch_s, shared_s = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
+        for at, output in zip(enqueued_at, outputs, strict=True):
+            queue_s += output.started_at - at
+            for i, seconds in enumerate((output.load_s, output.compute_s, output.split_s)):
                 # those that shared a call share its seconds: they count once for the batch
-                together[i] += seconds / r.stacked
-                shared[i] += seconds - seconds / r.stacked
-        self.recorder.ran(job.variant.name, len(ran), total, queue, together, shared)
+                batch_s[i] += seconds / output.stacked_count
+                shared_s[i] += seconds - seconds / output.stacked_count
+        self.stats_recorder.record_batch(
+            job.variant.name, len(outputs), total_s, queue_s, batch_s, shared_s
+        )
 
-    def ran_alone(self, job: Job, ran: Ran, total_s: float) -> None:
-        """A job ran as soon as it was there, and took so long."""
-        if self.recorder is not None and job.is_inference:
-            times = ran.load_s, ran.compute_s, ran.split_s
-            self.recorder.ran(job.variant.name, 1, total_s, 0.0, times)
+    def record_inline(self, job: Job, output: JobOutput, total_s: float) -> None:
+        """Counts a job that ran without waiting."""
+        if self.stats_recorder is not None and job.is_inference:
+            times = output.load_s, output.compute_s, output.split_s
+            self.stats_recorder.record_batch(job.variant.name, 1, total_s, 0.0, times)
 
-    def answer(self, job: Job, since: float, ran: Ran) -> Answer:
-        """The answer to a job that came at `since`."""
-        return Answer(
-            ran.outputs,
+    def to_result(self, job: Job, enqueued_at: float, output: JobOutput) -> JobResult:
+        """Returns the result of a job that was submitted at `enqueued_at`."""
+        return JobResult(
+            output.outputs,
             {
-                "queue_ms": (ran.started - since) * 1e3,
-                "transfer_ms": (ran.load_s + ran.split_s) * 1e3,
-                "compute_ms": ran.compute_s * 1e3,
-                "total_ms": (time.perf_counter() - since) * 1e3,
-                "batch_size": ran.batch_size,
+                "queue_ms": (output.started_at - enqueued_at) * 1e3,
+                "transfer_ms": (output.load_s + output.split_s) * 1e3,
+                "compute_ms": output.compute_s * 1e3,
+                "total_ms": (time.perf_counter() - enqueued_at) * 1e3,
+                "batch_size": output.batch_size,
                 "device": self._device,
-                "backend": ran.backend,
+                "backend": output.backend,
                 "flops": job.flops,
                 "bytes": job.bytes_in + job.bytes_out,
             },

@@ -1,4 +1,8 @@
-"""Lets requests in before their bodies are read, or not: what is on its way counts too."""
+"""Admission control: accepts or rejects a request before its body is read.
+
+Counts what is queued and the bodies that are being received. HTTP handlers call
+`AdmissionController.admit`.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +12,76 @@ from types import TracebackType
 from typing import Final, Self
 
 from qkv.engine.work_queue import Load
-from qkv.errors import NotNow
+from qkv.errors import ServiceUnavailable
 
-__all__ = ["Door", "Place"]
+__all__ = ["Admission", "AdmissionController"]
 
-_SLOWEST: Final = 1 << 20  # bytes a second that a body should come with, patience apart
+_MIN_BYTES_PER_S: Final = 1 << 20  # a body below it is slow, apart from `body_timeout_s`
 
 
-class Door:
-    """Knows of the bodies that come in; to be used on one event loop.
+class AdmissionController:
+    """Counts the bodies being received; to be used on one event loop.
 
     Args:
-        most: what may wait and come in together.
-        waits: what waits now.
-        retry_after: whole seconds until so much should be done.
+        limit: what may be queued and received at the same time.
+        queued: returns what is queued now.
+        retry_after: returns the whole seconds until a load should be done.
 
     Attributes:
-        comes: what comes in now.
-        places: by whom.
-        patience_s: seconds that a body may take, beside those for its size, before it counts no
-            more where others want in: as many as its connection gives a part of it.
+        incoming: the load of the bodies being received.
+        admissions: the requests that they belong to.
+        body_timeout_s: seconds that a body may take, beside those for its size, before it no
+            longer counts against other requests; the server sets its own read timeout.
     """
 
     def __init__(
-        self, most: Load, waits: Callable[[], Load], retry_after: Callable[[Load], int]
+        self, limit: Load, queued: Callable[[], Load], retry_after: Callable[[Load], int]
     ) -> None:
-        self._most, self._waits, self._retry_after = most, waits, retry_after
-        self.comes = Load()
-        self.places: set[Place] = set()
-        self.patience_s = 30.0
+        self._limit, self._queued, self._retry_after = limit, queued, retry_after
+        self.incoming = Load()
+        self.admissions: set[Admission] = set()
+        self.body_timeout_s = 30.0
 
-    def enter(self, size: int) -> Place:
-        """A place for a request whose body has so many bytes, to be left once it has come.
+    def admit(self, size_bytes: int) -> Admission:
+        """Admits a request whose body has this size; to be released once the body is read.
 
         Raises:
-            NotNow: too much waits or comes in already.
+            ServiceUnavailable: too much is queued or being received.
         """
-        more = Load(1, size)
-        if (why := self._most.exceeds(self._there, more)) is not None:
-            self._forget_the_slow()
-            why = self._most.exceeds(self._there, more)
+        added = Load(1, size_bytes)
+        if (why := self._limit.over_limit(self._total, added)) is not None:
+            self._release_slow_bodies()
+            why = self._limit.over_limit(self._total, added)
         if why is not None:
-            raise NotNow(why, retry_after=self._retry_after(self._there))
-        return Place(self, more)
+            raise ServiceUnavailable(why, retry_after=self._retry_after(self._total))
+        return Admission(self, added)
 
     @property
-    def _there(self) -> Load:
-        return self._waits().plus(self.comes)
+    def _total(self) -> Load:
+        return self._queued().plus(self.incoming)
 
-    def _forget_the_slow(self) -> None:
-        """Bodies that do not come keep nobody out for long; they may come yet."""
+    def _release_slow_bodies(self) -> None:
+        """Stops counting bodies that are too slow, so that they block no other request for long;
+        they may still arrive."""
         now = time.perf_counter()
-        for place in list(self.places):
-            if now - place.since > self.patience_s + place.load.bytes / _SLOWEST:
-                place.leave()
+        for admission in list(self.admissions):
+            allowed_s = self.body_timeout_s + admission.load.bytes / _MIN_BYTES_PER_S
+            if now - admission.admitted_at > allowed_s:
+                admission.release()
 
 
-class Place:
-    """Room for a request whose body comes in, from `enter` until the end of a `with`.
+class Admission:
+    """One admitted request whose body is being received; a context manager that releases it.
 
     Attributes:
         load: what it counts as.
-        since: when it came, by `time.perf_counter`.
+        admitted_at: when it was admitted, by `time.perf_counter`.
     """
 
-    def __init__(self, door: Door, load: Load) -> None:
-        self._door, self.load, self.since = door, load, time.perf_counter()
-        door.comes = door.comes.plus(load)
-        door.places.add(self)
+    def __init__(self, controller: AdmissionController, load: Load) -> None:
+        self._controller, self.load, self.admitted_at = controller, load, time.perf_counter()
+        controller.incoming = controller.incoming.plus(load)
+        controller.admissions.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -86,16 +92,16 @@ class Place:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.leave()
+        self.release()
 
-    def leave(self) -> None:
-        """Counts no more."""
-        if self in self._door.places:
-            self._door.places.remove(self)
-            self._door.comes = self._door.comes.minus(self.load)
+    def release(self) -> None:
+        """Stops counting the request; does nothing if it was released before."""
+        if self in self._controller.admissions:
+            self._controller.admissions.remove(self)
+            self._controller.incoming = self._controller.incoming.minus(self.load)
 
-    def grow(self, size: int) -> None:
-        """So many bytes have come that were not declared."""
-        if self in self._door.places:
-            self.load = self.load.plus(Load(0, size))
-            self._door.comes = self._door.comes.plus(Load(0, size))
+    def grow(self, size_bytes: int) -> None:
+        """Counts received bytes that were not declared."""
+        if self in self._controller.admissions:
+            self.load = self.load.plus(Load(0, size_bytes))
+            self._controller.incoming = self._controller.incoming.plus(Load(0, size_bytes))

@@ -1,4 +1,4 @@
-"""What a device says when it fails, and what that means for whoever waits."""
+"""Out-of-memory and other device errors, and the memory budget of a batch."""
 
 from __future__ import annotations
 
@@ -9,95 +9,104 @@ from typing import Final
 
 import torch
 
-from qkv.errors import Internal, NotNow, QkvError, TooLarge
+from qkv.errors import Internal, PayloadTooLarge, QkvError, ServiceUnavailable
 
-__all__ = ["Budget", "is_out_of_memory", "is_sticky", "make_room", "told", "works"]
+__all__ = [
+    "MemoryBudget",
+    "device_works",
+    "is_fatal",
+    "is_out_of_memory",
+    "release_memory",
+    "to_client_error",
+]
 
-_ASKED: Final = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")
-_OUT: Final = ("can't allocate", "CUDA error: out of memory", "ALLOC_FAILED")
+_REQUESTED: Final = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")
+_OUT_OF_MEMORY: Final = ("can't allocate", "CUDA error: out of memory", "ALLOC_FAILED")
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NEARLY_ALL: Final = 0.9
-_LEAST_BYTES: Final = 1 << 20
-_STEPS: Final = 64  # full batches that go well, until a budget of nothing is whole again
+_MIN_BUDGET_BYTES: Final = 1 << 20
+_RECOVERY_STEPS: Final = 64  # full batches without an error, until an empty budget is whole again
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; torch on a CPU says it in words only."""
-    is_said = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT)
-    return is_said or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    """Returns True if memory ran out; torch on a CPU says so in the message only."""
+    is_named = isinstance(error, RuntimeError) and any(
+        text in str(error) for text in _OUT_OF_MEMORY
+    )
+    return is_named or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
-def is_sticky(error: BaseException, device: torch.device) -> bool:
-    """Whether nothing will run in this process any more: CUDA's context is broken. What is wrong
-    with one launch only is told apart by another."""
-    is_said = isinstance(error, RuntimeError) and "CUDA error" in str(error)
-    return (is_said or isinstance(error, torch.AcceleratorError)) and not works(device)
+def is_fatal(error: BaseException, device: torch.device) -> bool:
+    """Returns True if nothing will run in this process any more: CUDA's context is broken. A new
+    launch tells this from an error of one launch only."""
+    is_named = isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    return (is_named or isinstance(error, torch.AcceleratorError)) and not device_works(device)
 
 
-def works(device: torch.device) -> bool:
-    """Whether the least that there is to compute can be."""
+def device_works(device: torch.device) -> bool:
+    """Runs the smallest computation on the device; returns True if it succeeds."""
     try:
         return bool(torch.ones(1, device=device).sum().item() == 1)
     except RuntimeError as error:
         return is_out_of_memory(error)
 
 
-def make_room(error: BaseException, device: torch.device) -> None:
-    """Lets go of what a failed run still holds, and torch of what it keeps for later."""
+def release_memory(error: BaseException, device: torch.device) -> None:
+    """Drops the references that a failed run holds, and torch's cache."""
     traceback.clear_frames(error.__traceback__)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def told(error: BaseException, device: torch.device) -> QkvError:
-    """What a caller is told whose job failed alone."""
+def to_client_error(error: BaseException, device: torch.device) -> QkvError:
+    """Returns the error for the client whose job failed alone."""
     if isinstance(error, QkvError):
         return error
     if not is_out_of_memory(error):
         return Internal("the computation failed")
     free, total = _memory(device)
-    if _asked(error) > total or free > _NEARLY_ALL * total:
-        return TooLarge(
+    if _requested_bytes(error) > total or free > _NEARLY_ALL * total:
+        return PayloadTooLarge(
             f"it needs more memory than the device has, which is {total} bytes", limit=total
         )
-    return NotNow("out of memory on the device")
+    return ServiceUnavailable("out of memory on the device")
 
 
-def _asked(error: BaseException) -> float:
-    """Bytes that could not be had, as far as it is said."""
-    if (found := _ASKED.search(str(error))) is None:
+def _requested_bytes(error: BaseException) -> float:
+    """Returns the bytes that could not be allocated; 0 if the message does not say."""
+    if (found := _REQUESTED.search(str(error))) is None:
         return 0
     number, unit = found.groups()
     return float(number) * 1024.0 ** _UNITS.index(unit)
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free on a device, once room was made, and that it has. On a CPU none counts
-    as free: what others hold there changes from one moment to the next."""
+    """Returns the device's free bytes, once memory was released, and its total. On a CPU none
+    counts as free: what other processes use changes from one moment to the next."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
     return 0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class Budget:
-    """Bytes of tensors that run together: fewer where memory has run out, and slowly more again.
+class MemoryBudget:
+    """Most bytes of tensors in a batch: halved when memory runs out, and slowly raised again.
 
     Args:
-        most: as many as ever.
+        limit: the most it ever is.
 
     Attributes:
-        bytes: as many as now.
+        bytes: the most now.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = self.bytes = most
+    def __init__(self, limit: int) -> None:
+        self._limit = self.bytes = limit
 
-    def lower(self, tried: int) -> None:
-        """So many were too many."""
-        self.bytes = max(_LEAST_BYTES, min(self.bytes, tried) // 2)
+    def lower(self, failed_bytes: int) -> None:
+        """Halves it after a batch of so many bytes ran out of memory."""
+        self.bytes = max(_MIN_BUDGET_BYTES, min(self.bytes, failed_bytes) // 2)
 
-    def recover(self, ran: int) -> None:
-        """A batch of so many bytes went well; one that is far below what may be says nothing."""
-        if 2 * ran >= self.bytes:
-            self.bytes = min(self._most, self.bytes + self._most // _STEPS)
+    def recover(self, batch_bytes: int) -> None:
+        """Raises it a little after a batch of so many bytes ran; one far below it counts not."""
+        if 2 * batch_bytes >= self.bytes:
+            self.bytes = min(self._limit, self.bytes + self._limit // _RECOVERY_STEPS)

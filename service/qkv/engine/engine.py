@@ -1,7 +1,8 @@
-"""The queue and the one thread that owns the device: pull, not timers.
+"""The engine: a work queue and the one thread that owns the device, without timers.
 
-While the device works, jobs pile up; when it frees, the oldest group of jobs with equal keys runs,
-up to a budget. At low load nobody waits, at high load batches form by themselves.
+While the device runs a batch, jobs queue up. When it is free, the oldest group of jobs with equal
+batch keys runs next, up to a budget. At low load no job waits; at high load batches form by
+themselves.
 """
 
 from __future__ import annotations
@@ -10,44 +11,61 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import torch
 
-from qkv.engine.accounting import Alone, Ledger
-from qkv.engine.admission import Door
-from qkv.engine.device_errors import Budget, is_out_of_memory, is_sticky, make_room, told
-from qkv.engine.executor import Standing, run
-from qkv.engine.work_queue import DEFAULT_PRIORITY, PRIORITIES, Answer, Load, Queue, Waiting
-from qkv.errors import Internal, NotNow, QkvError, TooLate
+from qkv.engine import executor
+from qkv.engine.accounting import InlineRun, JobAccounting
+from qkv.engine.admission import AdmissionController
+from qkv.engine.device_errors import (
+    MemoryBudget,
+    is_fatal,
+    is_out_of_memory,
+    release_memory,
+    to_client_error,
+)
+from qkv.engine.executor import JobOutput, PreparedRun
+from qkv.engine.work_queue import (
+    DEFAULT_PRIORITY,
+    PRIORITIES,
+    JobResult,
+    Load,
+    QueuedJob,
+    WorkQueue,
+)
+from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.telemetry.metrics import Usage
 
-__all__ = ["ANY_LOAD", "GPU_BATCH", "Answer", "Engine", "pick_device"]
+__all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine", "JobResult", "pick_device"]
 
 _log = logging.getLogger("qkv.engine")
 
-_BATCH_BYTES: Final = 1 << 30  # tensors in and out that run together, beyond the first job
-GPU_BATCH: Final = 64
-"""Most requests that run together on a GPU, unless a setting says otherwise."""
-ANY_LOAD: Final = Load(1024, 4 << 30, 1 << 50)
-"""What may wait, unless settings say otherwise."""
+BATCH_BYTES: Final = 1 << 30
+"""Most bytes of tensors, in and out, in one batch beyond its first job."""
+GPU_MAX_BATCH: Final = 64
+"""Most requests in one batch on a GPU, unless a setting says otherwise."""
+DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
+"""Most that may be queued, unless settings say otherwise."""
 
-_AFTER_FAULT_S: Final = 5  # until another process is there, and some more
+_RETRY_AFTER_FAULT_S: Final = 5  # until another process is ready, and some more
+
+_Execute = Callable[[Sequence[Job], torch.device, bool, int, int], list[JobOutput]]
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a CUDA device where there is one.
+    """Returns the device of that name; "auto" is a CUDA device where there is one.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: there is no such device.
     """
-    there = name != "cpu" and torch.cuda.is_available()
-    if name == "cuda" and not there:
+    has_cuda = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
         raise ValueError("QKV_DEVICE is cuda, and torch finds no CUDA device")
-    return torch.device("cuda" if there else "cpu")
+    return torch.device("cuda" if has_cuda else "cpu")
 
 
 class Engine:
@@ -55,17 +73,21 @@ class Engine:
 
     Args:
         device: where they run.
-        max_batch: most jobs that run together; 0: 1 on a CPU, 64 on a GPU.
+        max_batch: most jobs in one batch; 0: 1 on a CPU, 64 on a GPU.
+        batch_bytes: most bytes of tensors in one batch, beyond its first job.
         threads: CPU threads of one call.
-        most: what may wait.
-        stack: whether a group runs as one call; None: on a GPU only (see `run.run`).
-        spare: says how many CPU threads nobody else wants now.
-        on_busy: told when a batch starts and when it is done, from the device thread.
+        limit: what may be queued.
+        stack: True runs a batch as one call; None: on a GPU only (see `executor.execute`).
+        idle_threads: returns how many CPU threads no other process wants now.
+        on_busy: called with True when a batch starts and with False when it ends, from the device
+            thread.
+        execute: runs a batch; None: `executor.execute`.
 
     Attributes:
-        ledger: counts what becomes of jobs, and makes their answers.
-        door: lets requests in whose bodies come in.
-        broken: set once nothing will run in this process any more.
+        accounting: results and statistics of its jobs.
+        admission: admits requests before their bodies are read.
+        execute: as given; for tests, it may be replaced while the engine runs.
+        failed: set once nothing will run in this process any more.
     """
 
     def __init__(
@@ -73,59 +95,63 @@ class Engine:
         device: torch.device,
         *,
         max_batch: int = 0,
+        batch_bytes: int = BATCH_BYTES,
         threads: int = 1,
-        most: Load = ANY_LOAD,
+        limit: Load = DEFAULT_LIMIT,
         stack: bool | None = None,
-        spare: Callable[[], int] = lambda: 1,
+        idle_threads: Callable[[], int] = lambda: 1,
         on_busy: Callable[[bool], None] = lambda _: None,
+        execute: _Execute | None = None,
     ) -> None:
-        self.device, self.ledger = device, Ledger(str(device))
-        self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_BATCH)
+        self.device, self.accounting = device, JobAccounting(str(device))
+        self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_MAX_BATCH)
         self._threads = threads
         self._stack = device.type != "cpu" if stack is None else stack
-        self._spare = spare
+        self._idle_threads = idle_threads
         self._on_busy = on_busy
-        self._queue = Queue(most)
-        self.door = Door(most, lambda: self._queue.waits, self._queue.rate.retry_after)
-        self.broken = asyncio.Event()
-        self._budget = Budget(_BATCH_BYTES)
-        self._holds = 0
+        self.execute = execute or executor.execute
+        self._queue = WorkQueue(limit)
+        self.admission = AdmissionController(
+            limit, lambda: self._queue.queued, self._queue.throughput.retry_after
+        )
+        self.failed = asyncio.Event()
+        self._budget = MemoryBudget(batch_bytes)
         self._running = False
         self._closing = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="qkv-device", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="qkv-device", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Starts the device thread; to be called on the loop that will submit."""
+        """Starts the device thread; to be called on the event loop that will submit jobs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Takes no more jobs, answers those that wait, and ends the thread."""
+        """Takes no more jobs, runs those that are queued, and ends the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         await asyncio.to_thread(self._thread.join)
 
     @property
-    def alive(self) -> bool:
-        """Whether the device thread runs."""
+    def is_alive(self) -> bool:
+        """True while the device thread runs."""
         return self._thread.is_alive()
 
     @property
-    def ready(self) -> bool:
-        """Whether jobs are taken."""
-        return self.alive and not self._closing and not self.broken.is_set()
+    def is_ready(self) -> bool:
+        """True while jobs are taken."""
+        return self.is_alive and not self._closing and not self.failed.is_set()
 
     def usage(self) -> Usage:
-        """What waits, and what this process has of the device's memory."""
-        waits = self._queue.waits
+        """Returns what is queued, and what this process has of the device's memory."""
+        queued = self._queue.queued
         if self.device.type != "cuda" or not torch.cuda.is_initialized():
-            return Usage(waits.requests, waits.bytes)
+            return Usage(queued.requests, queued.bytes)
         return Usage(
-            waits.requests,
-            waits.bytes,
+            queued.requests,
+            queued.bytes,
             torch.cuda.memory_allocated(self.device),
             torch.cuda.memory_reserved(self.device),
             torch.cuda.get_device_properties(self.device).total_memory,
@@ -137,222 +163,217 @@ class Engine:
         *,
         priority: int = 0,
         wait_s: float | None = None,
-        since: float | None = None,
-    ) -> asyncio.Future[Answer]:
-        """Queues a job; its answer is the future's result. Cancelling the future drops it.
+        enqueued_at: float | None = None,
+    ) -> asyncio.Future[JobResult]:
+        """Queues a job; the future is resolved with its result. Cancelling the future removes it.
 
         Args:
             job: what to run.
-            priority: 1 goes before all others, 3 after; anything else is like everybody, 2.
-            wait_s: seconds that it may wait for the device; then the future fails with TooLate.
-            since: from when on it waits, by `time.perf_counter`; None: now.
+            priority: 1 is high, 3 is low; any other value is the default, 2.
+            wait_s: seconds that it may be queued; then the future fails with DeadlineExceeded.
+            enqueued_at: when its wait began, by `time.perf_counter`; None: now.
 
         Raises:
-            NotNow: too much waits already, or the engine is stopping.
-            TooLate: its time is up already.
+            ServiceUnavailable: too much is queued already, or the engine is stopping.
+            DeadlineExceeded: its deadline has passed already.
         """
         assert self._loop is not None
         priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
         now = time.perf_counter()
-        since = now if since is None else since
-        until = None if wait_s is None else since + wait_s
-        waiting = Waiting(job, self._loop.create_future(), priority, since, until)
-        if waiting.is_late:
-            raise self._too_late(waiting)
+        enqueued_at = now if enqueued_at is None else enqueued_at
+        deadline = None if wait_s is None else enqueued_at + wait_s
+        queued_job = QueuedJob(job, self._loop.create_future(), priority, enqueued_at, deadline)
+        if queued_job.is_expired:
+            raise self._expire(queued_job)
         with self._changed:
-            if not self.ready:
-                raise self._unready()
-            self._queue.put(waiting)
+            if not self.is_ready:
+                raise self._unavailable_error()
+            self._queue.put(queued_job)
             self._changed.notify()
-        waiting.future.add_done_callback(lambda future: self._left(waiting, future))
-        if until is not None:
-            timer = self._loop.call_later(until - now, self._expire, waiting)
-            waiting.future.add_done_callback(lambda _: timer.cancel())
-        return waiting.future
+        queued_job.future.add_done_callback(lambda future: self._on_cancelled(queued_job, future))
+        if deadline is not None:
+            timer = self._loop.call_later(deadline - now, self._on_deadline, queued_job)
+            queued_job.future.add_done_callback(lambda _: timer.cancel())
+        return queued_job.future
 
-    def runs_now(self, job: Job) -> bool:
-        """Whether such a job runs at once where nothing else runs or waits: on a CPU the way to the
-        device's thread and back takes longer than a small one."""
+    def can_run_inline(self, job: Job) -> bool:
+        """Returns True if such a job runs on the event loop when the engine is idle: on a CPU the
+        way to the device thread and back takes longer than a small job."""
         return job.is_small and not self._stack and self.device.type == "cpu"
 
-    def run_now(self, job: Job) -> Answer | None:
-        """Runs a small job at once, on the loop itself. None where it is no such job, or others run
-        or wait.
+    def run_inline(self, job: Job) -> JobResult | None:
+        """Runs a small job on the event loop. Returns None if the job is not small, or another one
+        is queued or running.
 
         Raises:
-            NotNow: the engine is stopping.
+            ServiceUnavailable: the engine is stopping.
             QkvError: it failed.
         """
-        if not self.runs_now(job) or not self._is_free():
+        if not self.can_run_inline(job) or not self._is_idle():
             return None
-        if not self.ready:
-            raise self._unready()
+        if not self.is_ready:
+            raise self._unavailable_error()
         assert self._loop is not None
-        now = Waiting(job, self._loop.create_future())
+        queued_job = QueuedJob(job, self._loop.create_future())
         self._on_busy(True)
         try:
-            ((_, result),) = self._run([now])
+            ((_, result),) = self._run_batch([queued_job])
         finally:
             self._on_busy(False)
         if isinstance(result, QkvError):
             raise result
         return result
 
-    def run_standing(self, standing: Standing) -> Alone | None:
-        """Runs a job that stands ready. None where others run or wait, the engine is stopping, or
-        it fails: then it should go the long way, which says why."""
-        if not self._is_free() or self._closing or self.broken.is_set():
+    def run_prepared(self, prepared_run: PreparedRun) -> InlineRun | None:
+        """Runs a prepared job. Returns None if another job is queued or running, the engine is
+        stopping, or it fails: then `submit` says why."""
+        if not self._is_idle() or self._closing or self.failed.is_set():
             return None
         try:
-            ran = standing.run()
-            return Alone(self.ledger, standing.job, ran, time.perf_counter() - ran.started)
+            output = prepared_run.run()
+            total_s = time.perf_counter() - output.started_at
+            return InlineRun(self.accounting, prepared_run.job, output, total_s)
         except BaseException:
             return None
 
-    def _is_free(self) -> bool:
-        """Whether nothing runs or waits; whatever submits jobs does so on the loop that asks, so
-        that none comes before it goes on. What is taken runs before it waits no more: without a
-        lock, in this order."""
-        return not (self._queue.waits.requests or self._running or self._holds)
+    def _is_idle(self) -> bool:
+        """True if no job is queued or running. Needs no lock: jobs are submitted only from this
+        event loop, and `_running` is set before a job leaves the queue."""
+        return not (self._queue.queued.requests or self._running)
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keeps the device from taking jobs meanwhile, so that a test can be sure of a batch."""
-        with self._changed:
-            self._holds += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._holds -= 1
-                self._changed.notify()
-
-    def _left(self, waiting: Waiting, future: asyncio.Future[Answer]) -> None:
-        """Frees the place of a caller that leaves before its turn."""
+    def _on_cancelled(self, queued_job: QueuedJob, future: asyncio.Future[JobResult]) -> None:
+        """Removes a job from the queue whose future is cancelled."""
         if future.cancelled():
-            self._drop(waiting)
+            self._remove(queued_job)
 
-    def _expire(self, waiting: Waiting) -> None:
-        """Tells a caller whose turn has not come in time; one whose job runs gets its answer."""
-        if self._drop(waiting) and not waiting.future.done():  # its caller may just have left
-            waiting.future.set_exception(self._too_late(waiting))
+    def _on_deadline(self, queued_job: QueuedJob) -> None:
+        """Fails a job that is still queued; one that runs gets its result."""
+        if self._remove(queued_job) and not queued_job.future.done():  # it may be cancelled
+            queued_job.future.set_exception(self._expire(queued_job))
 
-    def _too_late(self, waiting: Waiting) -> TooLate:
-        self.ledger.failed(waiting)
-        assert waiting.until is not None
-        wait_ms = (waiting.until - waiting.since) * 1e3
-        return TooLate(f"the device was not free within {wait_ms:g} ms")
+    def _expire(self, queued_job: QueuedJob) -> DeadlineExceeded:
+        """Counts a job whose deadline has passed; returns its error."""
+        self.accounting.record_failure(queued_job)
+        assert queued_job.deadline is not None
+        wait_ms = (queued_job.deadline - queued_job.enqueued_at) * 1e3
+        return DeadlineExceeded(f"the device was not free within {wait_ms:g} ms")
 
-    def _unready(self) -> NotNow:
-        if self.broken.is_set():
-            return NotNow("the device has failed", retry_after=_AFTER_FAULT_S)
-        return NotNow("the service is stopping", retry_after=5)
+    def _unavailable_error(self) -> ServiceUnavailable:
+        if self.failed.is_set():
+            return ServiceUnavailable("the device has failed", retry_after=_RETRY_AFTER_FAULT_S)
+        return ServiceUnavailable("the service is stopping", retry_after=5)
 
-    def _drop(self, waiting: Waiting) -> bool:
-        """Takes a job out of the queue; false where its turn has come already."""
+    def _remove(self, queued_job: QueuedJob) -> bool:
+        """Removes a job from the queue; returns False if it is not queued any more."""
         with self._changed:
-            return self._queue.drop(waiting)
+            return self._queue.remove(queued_job)
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         while True:
             try:
-                if not self._turn():
+                if not self._run_next_batch():
                     return
             except BaseException:  # nothing may end this loop; what is ours to fix is logged
                 _log.exception("the engine failed")
-                self._break(Internal("the engine failed"))
+                self._fail_permanently(Internal("the engine failed"))
 
-    def _turn(self) -> bool:
-        """Runs the next batch; false where there is none, and none will be."""
-        if not (batch := self._take()):
+    def _run_next_batch(self) -> bool:
+        """Runs the next batch; returns False if there is none, and none will come."""
+        if not (batch := self._next_batch()):
             return False
         try:
-            self._resolve(self._run_in_time(batch))
+            self._resolve(self._run_unexpired(batch))
         except BaseException:
             _log.exception("the engine failed")
-            self._resolve([(w, Internal("the engine failed")) for w in batch])
+            error = Internal("the engine failed")
+            self._resolve([(queued_job, error) for queued_job in batch])
         return True
 
-    def _run_in_time(self, batch: list[Waiting]) -> list[tuple[Waiting, Answer | QkvError]]:
-        """Runs those of a batch whose time is not up; a busy loop may not have said so yet."""
-        late = [w for w in batch if w.is_late]
-        rest = [w for w in batch if w not in late] if late else batch
-        results: list[tuple[Waiting, Answer | QkvError]] = [(w, self._too_late(w)) for w in late]
+    def _run_unexpired(
+        self, batch: list[QueuedJob]
+    ) -> list[tuple[QueuedJob, JobResult | QkvError]]:
+        """Runs the jobs of a batch that have not expired; a busy event loop may not have called
+        `_on_deadline` yet."""
+        expired = [q for q in batch if q.is_expired]
+        rest = [q for q in batch if q not in expired] if expired else batch
+        results: list[tuple[QueuedJob, JobResult | QkvError]] = [
+            (q, self._expire(q)) for q in expired
+        ]
         if rest:
-            started = time.perf_counter()
+            started_at = time.perf_counter()
             self._on_busy(True)
             try:
-                results += self._run(rest)
+                results += self._run_batch(rest)
             finally:
                 self._on_busy(False)
-            self._queue.rate.add(Load.of(rest), time.perf_counter() - started)
+            self._queue.throughput.add(Load.of(rest), time.perf_counter() - started_at)
         return results
 
-    def _take(self) -> list[Waiting]:
-        """The oldest group, up to the budget, without those whose caller has gone; empty when
-        the engine stops and nothing waits."""
+    def _next_batch(self) -> list[QueuedJob]:
+        """Waits for the oldest group and takes it, up to the budget, without cancelled jobs;
+        returns an empty list when the engine stops and nothing is queued."""
         with self._changed:
             while True:
-                oldest = self._queue.oldest()
-                if oldest is not None and not self._holds:
+                if (oldest := self._queue.find_oldest()) is not None:
                     self._running = True
-                    return self._queue.take(oldest, self._max_batch, self._budget.bytes)
+                    return self._queue.take_batch(oldest, self._max_batch, self._budget.bytes)
                 self._running = False
-                if self._closing and oldest is None:
+                if self._closing and not len(self._queue):
                     return []
                 self._changed.wait()
 
-    def _break(self, told: QkvError) -> None:
-        """Gives up: whoever waits is told, and whoever looks after this process is to end it."""
+    def _fail_permanently(self, error: QkvError) -> None:
+        """Fails all queued jobs and sets `failed`; the process is to be replaced."""
         with self._changed:
-            lost = self._queue.clear()
-        self._resolve([(waiting, told) for waiting in lost])
+            removed = self._queue.clear()
+        self._resolve([(queued_job, error) for queued_job in removed])
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: it ends already
-            self._loop.call_soon_threadsafe(self.broken.set)
+            self._loop.call_soon_threadsafe(self.failed.set)
 
-    def _run(self, batch: list[Waiting]) -> list[tuple[Waiting, Answer | QkvError]]:
+    def _run_batch(self, batch: list[QueuedJob]) -> list[tuple[QueuedJob, JobResult | QkvError]]:
         """Runs a batch; a failing one is halved until the culprit fails alone."""
-        size = sum(w.bytes for w in batch)
+        batch_bytes = sum(q.bytes for q in batch)
         try:
-            jobs = [w.job for w in batch]
-            spare = 1 if self._queue.waits.bytes or jobs[0].is_small else self._spare()
-            ran = run(jobs, self.device, self._stack, self._threads, spare)
+            jobs = [q.job for q in batch]
+            is_alone = not self._queue.queued.bytes and not jobs[0].is_small
+            idle_threads = self._idle_threads() if is_alone else 1
+            outputs = self.execute(jobs, self.device, self._stack, self._threads, idle_threads)
         except BaseException as error:  # a variant's SystemExit ends neither thread nor loop
             cause = error
         else:
-            self._budget.recover(size)
-            since = [w.since for w in batch]
-            self.ledger.ran(jobs[0], since, ran)
-            made = map(self.ledger.answer, jobs, since, ran)
-            return list(zip(batch, made, strict=True))
-        if is_sticky(cause, self.device):
+            self._budget.recover(batch_bytes)
+            enqueued_at = [q.enqueued_at for q in batch]
+            self.accounting.record_batch(jobs[0], enqueued_at, outputs)
+            results = map(self.accounting.to_result, jobs, enqueued_at, outputs)
+            return list(zip(batch, results, strict=True))
+        if is_fatal(cause, self.device):
             _log.critical("the device has failed, and this process with it", exc_info=cause)
-            failed = NotNow("the device has failed", retry_after=_AFTER_FAULT_S)
-            self._break(failed)
-            return [(w, failed) for w in batch]
+            failed = ServiceUnavailable("the device has failed", retry_after=_RETRY_AFTER_FAULT_S)
+            self._fail_permanently(failed)
+            return [(q, failed) for q in batch]
         if is_out_of_memory(cause):
-            self._budget.lower(size)
-            make_room(cause, self.device)
+            self._budget.lower(batch_bytes)
+            release_memory(cause, self.device)
         if len(batch) > 1:
             middle = len(batch) // 2
-            return self._run(batch[:middle]) + self._run(batch[middle:])
+            return self._run_batch(batch[:middle]) + self._run_batch(batch[middle:])
         _log.error("a job of %s failed", batch[0].job.variant.name, exc_info=cause)
-        self.ledger.failed(batch[0])
-        return [(batch[0], told(cause, self.device))]
+        self.accounting.record_failure(batch[0])
+        return [(batch[0], to_client_error(cause, self.device))]
 
-    def _resolve(self, results: list[tuple[Waiting, Answer | QkvError]]) -> None:
-        """Hands a batch's results to the loop in one call."""
+    def _resolve(self, results: list[tuple[QueuedJob, JobResult | QkvError]]) -> None:
+        """Hands a batch's results to the event loop in one call."""
 
-        def settle() -> None:
-            for waiting, result in results:
-                if waiting.future.done():  # the caller left meanwhile
+        def set_results() -> None:
+            for queued_job, result in results:
+                if queued_job.future.done():  # it was cancelled meanwhile
                     continue
-                if isinstance(result, Answer):
-                    waiting.future.set_result(result)
+                if isinstance(result, JobResult):
+                    queued_job.future.set_result(result)
                 else:
-                    waiting.future.set_exception(result)
+                    queued_job.future.set_exception(result)
 
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(settle)
+        with suppress(RuntimeError):  # the loop is closed: nothing awaits the results
+            self._loop.call_soon_threadsafe(set_results)

@@ -1,4 +1,4 @@
-"""Runs jobs on a device: buffers become torch tensors, a variant is called, answers are split."""
+"""Executes a batch on the device: makes tensors of buffers, calls a variant, splits its outputs."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ import torch
 from torch import Tensor
 
 from qkv.attention.layers.projections import ROLES
-from qkv.engine.forward import LayerWeights, through
+from qkv.engine.forward import LayerWeights, call_variant
 from qkv.jobs.job import Job
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = ["ALIGNMENT", "Ran", "Standing", "run"]
+__all__ = ["ALIGNMENT", "JobOutput", "PreparedRun", "execute"]
 
-_SMALL_FLOPS: Final = 1 << 28  # about 2 ms of one thread
+_ONE_THREAD_FLOPS: Final = 1 << 28  # about 2 ms of one thread
 
 ALIGNMENT: Final = 64
 """Bytes. A CPU kernel's bits depend on where its buffers begin, so all begin alike."""
 
 
-class Ran(NamedTuple):
-    """What came of a job.
+class JobOutput(NamedTuple):
+    """The outputs of one job, and its timing.
 
     Attributes:
         outputs: tensors in the shapes and dtypes that the job says.
-        started: when its turn came, on the clock of `time.perf_counter`.
+        started_at: when its batch started, on the clock of `time.perf_counter`.
         load_s: seconds spent aligning tensors and moving them to the device.
         compute_s: seconds spent in projections and variant; on a GPU between two events.
-        split_s: seconds spent moving the answers back and taking them apart.
+        split_s: seconds spent moving the outputs back and splitting them.
         batch_size: jobs that ran together.
-        stacked: jobs that shared one call, and so these seconds.
+        stacked_count: jobs that shared one call, and so these seconds.
         backend: which of the variant's paths ran.
     """
 
     outputs: dict[str, RawTensor]
-    started: float
+    started_at: float
     load_s: float
     compute_s: float
     split_s: float
     batch_size: int
-    stacked: int
+    stacked_count: int
     backend: str
 
 
-def run(
-    jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1, spare: int = 1
-) -> list[Ran]:
-    """Runs jobs whose keys are equal, the only place that calls a variant.
+def execute(
+    jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1, idle_threads: int = 1
+) -> list[JobOutput]:
+    """Executes jobs with equal batch keys; the only place that calls a variant.
 
     Args:
         jobs: at least one.
@@ -62,23 +62,24 @@ def run(
             nothing; on a GPU it is what batching is for.
         threads: CPU threads for a job that is worth them. Small ones take one: they gain nothing
             by more, and lose a lot to whatever else runs on the machine.
-        spare: CPU threads that nobody else wants now. A lone job whose bits do not depend on their
-            number takes them.
+        idle_threads: CPU threads that no other process wants now. A lone job whose bits do not
+            depend on their number takes them.
     """
-    ran: dict[int, Ran] = {}
+    outputs: dict[int, JobOutput] = {}
     with torch.inference_mode():
-        together = [job for job in jobs if stack and not _is_huge(job)]
+        together = [job for job in jobs if stack and not _has_huge_values(job)]
         if together:
-            answers = _run_together(together, device, len(jobs))
-            ran.update(zip(map(id, together), answers, strict=True))
+            stacked = _execute_stacked(together, device, len(jobs))
+            outputs.update(zip(map(id, together), stacked, strict=True))
         for job in jobs:
-            if id(job) not in ran:
-                ran[id(job)] = _run_alone(job, device, len(jobs), threads, spare)
-    return [ran[id(job)] for job in jobs]
+            if id(job) not in outputs:
+                outputs[id(job)] = _execute_one(job, device, len(jobs), threads, idle_threads)
+    return [outputs[id(job)] for job in jobs]
 
 
-class Standing:
-    """A small job on a CPU that runs again and again, on whatever numbers lie in its tensors then.
+class PreparedRun:
+    """A prepared CPU job bound to a reusable input buffer; each `run` uses the buffer's current
+    contents.
 
     Args:
         job: without a layer; the bytes of its tensors are aligned, and may be written.
@@ -95,7 +96,7 @@ class Standing:
         self._decided = None
         self._square: Callable[[], Any] = lambda: math.inf
         dtype = job.inputs.dtype
-        if buffer is not None and not job.form.is_digest and dtype in ("float32", "float64"):
+        if buffer is not None and not job.form.is_summary and dtype in ("float32", "float64"):
             self._decided = job.variant.decided(job.inputs.shapes, job.parameters, job.outputs)
         if buffer is not None and self._decided is not None:
             row = np.frombuffer(buffer, dtype)
@@ -103,81 +104,87 @@ class Standing:
             self._square = partial(np.vdot, row, row)
             if dtype == "float64":
                 self._square = partial(torch.dot, torch.from_numpy(row), torch.from_numpy(row))
-        self._most = job.variant.ordinary**2  # each number's square is below
+        self._max_square = job.variant.stackable_below**2  # each number's square is below
 
-    def run(self) -> Ran:
+    def run(self) -> JobOutput:
         """Runs it on the calling thread. What is returned shares no memory with its tensors."""
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         torch.set_num_threads(1)
         # their sum is above each of them, and inf or NaN where a number is
-        if self._decided is not None and self._square() < self._most:
+        if self._decided is not None and self._square() < self._max_square:
             result = self._decided(**self._tensors)
-            made, backend = {n: getattr(result, n) for n in self._names}, result.backend
+            tensors, backend = {n: getattr(result, n) for n in self._names}, result.backend
         else:
             with torch.inference_mode():
-                made, backend = through(self.job, self._tensors, {}, None)
+                tensors, backend = call_variant(self.job, self._tensors, {}, None)
         computed = time.perf_counter()
-        known = self.job.answers
-        answers = {name: _raw(self._own(tensor), *known[name]) for name, tensor in made.items()}
-        times = (0.0, computed - started, time.perf_counter() - computed)
-        return Ran(answers, started, *times, 1, 1, backend)
+        known = self.job.output_specs
+        outputs = {
+            name: _to_raw(self._detach(tensor), *known[name]) for name, tensor in tensors.items()
+        }
+        times = (0.0, computed - started_at, time.perf_counter() - computed)
+        return JobOutput(outputs, started_at, *times, 1, 1, backend)
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _detach(self, tensor: Tensor) -> Tensor:
         """Dense; a variant may answer a view of what it was given."""
         dense = tensor.contiguous()
         return dense.clone() if self._first <= dense.data_ptr() < self._last else dense
 
 
-def _run_alone(job: Job, device: torch.device, batch_size: int, threads: int, spare: int) -> Ran:
-    if job.flops < _SMALL_FLOPS:
+def _execute_one(
+    job: Job, device: torch.device, batch_size: int, threads: int, idle_threads: int
+) -> JobOutput:
+    if job.flops < _ONE_THREAD_FLOPS:
         threads = 1
-    elif spare > threads and batch_size == 1 and device.type == "cpu" and job.is_fused:
-        torch.set_num_threads(spare)
-        (ran,) = _run_together([job], device, batch_size)
-        if ran.backend == "sdpa":
-            return ran
+    elif idle_threads > threads and batch_size == 1 and device.type == "cpu" and job.uses_sdpa:
+        torch.set_num_threads(idle_threads)
+        (output,) = _execute_stacked([job], device, batch_size)
+        if output.backend == "sdpa":
+            return output
         # its numbers took another path, whose bits may depend on the threads
     torch.set_num_threads(threads)
-    return _run_together([job], device, batch_size)[0]
+    return _execute_stacked([job], device, batch_size)[0]
 
 
-def _is_huge(job: Job) -> bool:
+def _has_huge_values(job: Job) -> bool:
     """Whether its numbers are of a size that variants or projections take another path for: what
     is stacked with it would take that path too, and have other bits than alone."""
     layer = job.inputs.layer
     largest = {
-        name: _largest(tensor.numpy())
+        name: _max_abs(tensor.numpy())
         for name, tensor in job.inputs.tensors.items()
         if tensor.dtype in FLOATING
         and not (name in job.variant.inputs and job.variant.inputs[name].broadcasts)
     }
     reach = 1.0
     if layer is not None:
-        sizes = [_largest(p.weight) * len(p.weight) for p in layer.projections]
-        biases = [0.0 if p.bias is None else _largest(p.bias) for p in layer.projections]
+        sizes = [_max_abs(p.weight) * len(p.weight) for p in layer.projections]
+        biases = [0.0 if p.bias is None else _max_abs(p.bias) for p in layer.projections]
         reach = max(sizes) + max(biases)
-    most = min(job.variant.ordinary, torch.finfo(_TORCH[job.inputs.dtype]).max)
-    return not all(size * reach < most and size < most for size in largest.values())
+    limit = min(job.variant.stackable_below, torch.finfo(_TORCH[job.inputs.dtype]).max)
+    return not all(size * reach < limit and size < limit for size in largest.values())
 
 
-def _largest(array: np.ndarray) -> float:
+def _max_abs(array: np.ndarray) -> float:
     with np.errstate(invalid="ignore"):  # NaN, which bfloat16 warns of
         return float(np.abs(array).max())
 
 
-def _run_together(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[Ran]:
-    started = time.perf_counter()
+def _execute_stacked(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[JobOutput]:
+    started_at = time.perf_counter()
     job = jobs[0]
     tensors = {name: _gather(jobs, name, device) for name in job.inputs.tensors}
     weights = _layer_weights(job, device)
     loaded = time.perf_counter()
     clock = _Clock(device)
-    passed = through(job, tensors, weights, _places(jobs, device))
+    output = call_variant(job, tensors, weights, _plane_indices(jobs, device))
     compute_s = clock.stop()
     computed = time.perf_counter()
-    answers = _split(jobs, passed.tensors)
-    times = (loaded - started, compute_s, time.perf_counter() - computed)
-    return [Ran(a, started, *times, batch_size, len(jobs), passed.backend) for a in answers]
+    outputs = _split(jobs, output.tensors)
+    times = (loaded - started_at, compute_s, time.perf_counter() - computed)
+    return [
+        JobOutput(a, started_at, *times, batch_size, len(jobs), output.backend) for a in outputs
+    ]
 
 
 def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
@@ -190,7 +197,7 @@ def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
     for job in jobs:
         part = _load(job.inputs.tensors[name]).view(job.inputs.shapes[name])
         if spec is not None and spec.broadcasts and len(jobs) > 1:
-            part = part.expand(job.batch, *part.shape[1:])
+            part = part.expand(job.batch_size, *part.shape[1:])
         parts.append(part)
         if spec is not None and "B" not in spec.letters:
             break  # one tensor for all
@@ -209,7 +216,7 @@ def _load(raw: RawTensor) -> Tensor:
     return aligned.view(dtype)
 
 
-def _dense(array: np.ndarray, device: torch.device) -> Tensor:
+def _to_dense_tensor(array: np.ndarray, device: torch.device) -> Tensor:
     """A layer's array, which may be a transposed view, as a dense, aligned tensor."""
     dtype = _TORCH[array.dtype.name]
     bits = array.view(np.int16) if dtype == torch.bfloat16 else array
@@ -225,39 +232,39 @@ def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
         return {}
     return {
         role: (
-            _dense(p.weight, device),
-            None if p.bias is None else _dense(p.bias, device),
+            _to_dense_tensor(p.weight, device),
+            None if p.bias is None else _to_dense_tensor(p.bias, device),
         )
         for role, p in zip(ROLES, job.inputs.layer.projections, strict=True)
         if role in job.roles
     }
 
 
-def _places(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
+def _plane_indices(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
     """b * H + h of each plane within its own request; None where there is but one request."""
-    if len(jobs) == 1 or not jobs[0].variant.takes_place:
+    if len(jobs) == 1 or not jobs[0].variant.takes_plane:
         return None
-    each = [(job.batch, job.inputs.bound.sizes["H"]) for job in jobs]
+    each = [(job.batch_size, job.inputs.axes.sizes["H"]) for job in jobs]
     return torch.cat([torch.arange(B * H, device=device).view(B, H) for B, H in each])
 
 
 def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str, RawTensor]]:
     """Each job's part of each tensor, as it goes back."""
-    answers: list[dict[str, RawTensor]] = [{} for _ in jobs]
+    outputs: list[dict[str, RawTensor]] = [{} for _ in jobs]
     for name, whole in tensors.items():
         whole = whole.contiguous().cpu()
         if len(jobs) == 1:  # all of it, and what has no B too
-            answers[0][name] = _raw(whole, *jobs[0].answers[name])
+            outputs[0][name] = _to_raw(whole, *jobs[0].output_specs[name])
             continue
         first = 0
-        for job, answer in zip(jobs, answers, strict=True):
-            part = whole[first : first + job.batch]
-            answer[name] = _raw(part, *job.answers[name])
-            first += job.batch
-    return answers
+        for job, answer in zip(jobs, outputs, strict=True):
+            part = whole[first : first + job.batch_size]
+            answer[name] = _to_raw(part, *job.output_specs[name])
+            first += job.batch_size
+    return outputs
 
 
-def _raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
+def _to_raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
     if tensor.dtype != _TORCH[dtype]:  # only where a layer went the long way
         tensor = tensor.to(_TORCH[dtype])
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

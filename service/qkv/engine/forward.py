@@ -10,20 +10,27 @@ from torch import Tensor
 
 from qkv.attention.layers.layer import Layer, project, project_back
 from qkv.attention.layers.projections import ROLES, Projection, Projections
-from qkv.engine import weight_blocks as blocks
+from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
 from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_jobs import PEAK, ExactJob, PeakJob, exact, peak_of, widened
-from qkv.jobs.measure.row_divergence import DivergenceJob, divergence
+from qkv.jobs.measure.probe_jobs import (
+    PEAK_BYTES,
+    Float64Job,
+    PeakMemoryJob,
+    float64_arguments,
+    measure_peak_bytes,
+    to_float64,
+)
+from qkv.jobs.measure.row_divergence import RowDivergenceJob, compare_rows
 
-__all__ = ["LayerWeights", "Passed", "through"]
+__all__ = ["LayerWeights", "VariantOutput", "call_variant"]
 
 LayerWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """Weight (M, out) and bias (out) of each role that a variant has."""
 
 
-class Passed(NamedTuple):
-    """What came of a pass.
+class VariantOutput(NamedTuple):
+    """The outputs of one forward or backward pass.
 
     Attributes:
         tensors: by name, as many axes as the signature has; a layer's heads side by side.
@@ -34,62 +41,67 @@ class Passed(NamedTuple):
     backend: str
 
 
-def through(
-    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, place_BH: Tensor | None
-) -> Passed:
+def call_variant(
+    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+) -> VariantOutput:
     """Calls the variant, behind its layer if there is one.
 
     Args:
         job: says what to call, and for what; the only thing it is asked is that.
         tensors: by name, every axis there.
         weights: of its layer; empty where there is none.
-        place_BH: as `softmax.attend` takes it; None: the tensors are one request's.
+        plane_BH: as `softmax.attend` takes it; None: the tensors are one request's.
     """
-    if isinstance(job, PeakJob):
+    if isinstance(job, PeakMemoryJob):
         device = next(iter(tensors.values())).device
-        most = peak_of(lambda: _through(job, tensors, weights, place_BH), device)
-        return Passed({PEAK: torch.tensor([most])}, "measured")
-    return _through(job, tensors, weights, place_BH)
+        peak_bytes = measure_peak_bytes(
+            lambda: _call_variant(job, tensors, weights, plane_BH), device
+        )
+        return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
+    return _call_variant(job, tensors, weights, plane_BH)
 
 
-def _through(
-    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, place_BH: Tensor | None
-) -> Passed:
+def _call_variant(
+    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+) -> VariantOutput:
     layer = job.inputs.layer
-    if isinstance(job, DivergenceJob | ExactJob):
-        tensors = {name: exact(tensor) for name, tensor in tensors.items()}
-        weights = {r: (exact(w), None if b is None else exact(b)) for r, (w, b) in weights.items()}
-    projected = tensors if layer is None else _projected(layer, tensors, weights)
-    if isinstance(job, DivergenceJob):
-        return Passed(divergence(job, projected), "explicit")
+    if isinstance(job, RowDivergenceJob | Float64Job):
+        tensors = {name: to_float64(tensor) for name, tensor in tensors.items()}
+        weights = {
+            r: (to_float64(w), None if b is None else to_float64(b))
+            for r, (w, b) in weights.items()
+        }
+    projected = tensors if layer is None else _project(layer, tensors, weights)
+    if isinstance(job, RowDivergenceJob):
+        return VariantOutput(compare_rows(job, projected), "explicit")
     arguments: dict[str, Any] = {
         spec.argument: projected[name]
         for name, spec in job.variant.inputs.items()
         if name in projected
     }
     arguments |= job.arguments
-    if isinstance(job, ExactJob):
-        arguments = widened(job.variant, projected, job.arguments, job.inputs.dtype)
-    if job.variant.takes_place:
-        arguments["place_BH"] = place_BH
+    if isinstance(job, Float64Job):
+        arguments = float64_arguments(job.variant, projected, job.arguments, job.inputs.dtype)
+    if job.variant.takes_plane:
+        arguments["plane_BH"] = plane_BH
     if isinstance(job, GradientJob):
-        return Passed(_gradients(job, tensors, weights, arguments), "closed form")
-    outputs, digest, backend = job.outputs, {}, "blocks"
-    if job.form.is_digest:
+        return VariantOutput(_compute_gradients(job, tensors, weights, arguments), "closed form")
+    outputs, summary, backend = job.outputs, {}, "blocks"
+    if job.form.is_summary:
         outputs -= {"weights"}
-        sizes = job.inputs.bound.sizes
-        digest = blocks.made(job.variant, job.form, arguments, job.parameters, sizes)
+        sizes = job.inputs.axes.sizes
+        summary = compute_weight_form(job.variant, job.form, arguments, job.parameters, sizes)
     made = {}
     if outputs:
         result = job.variant.attend(**arguments, outputs=outputs)
         made = {n: getattr(result, n) for n in job.variant.outputs if n in outputs}
         backend = getattr(result, "backend", "explicit")
     if layer is not None and "output" in made:
-        made["output"] = _merged(made["output"])
-    return Passed(made | digest, backend)
+        made["output"] = _merge_heads(made["output"])
+    return VariantOutput(made | summary, backend)
 
 
-def _gradients(
+def _compute_gradients(
     job: GradientJob,
     tensors: Mapping[str, Tensor],
     weights: LayerWeights,
@@ -101,14 +113,14 @@ def _gradients(
     if layer is None:
         return backward(grad, **arguments)
     _, heads, *_ = job.variant.outputs["output"].letters
-    grad = grad.unflatten(-1, (job.inputs.bound.sizes[heads], -1)).transpose(1, 2).contiguous()
+    grad = grad.unflatten(-1, (job.inputs.axes.sizes[heads], -1)).transpose(1, 2).contiguous()
     made = backward(grad, **arguments)
     gradients = {name: tensor for name, tensor in made.items() if name not in weights}
     projections = []
     for role, p in zip(ROLES, layer.projections, strict=True):
         if role in weights:
             name = "x" if "x" in tensors else role
-            x, weight, bias = project_back(_merged(made[role]), tensors[name], *weights[role])
+            x, weight, bias = project_back(_merge_heads(made[role]), tensors[name], *weights[role])
             gradients[name] = gradients[name] + x if name in gradients else x
         else:  # the variant does not look at it
             weight, bias = (
@@ -122,12 +134,12 @@ def _gradients(
     return gradients | {name: torch.from_numpy(array) for name, array in written.items()}
 
 
-def _merged(x_BHLE: Tensor) -> Tensor:
+def _merge_heads(x_BHLE: Tensor) -> Tensor:
     """Heads side by side: (B, L, H * E)."""
     return x_BHLE.transpose(1, 2).flatten(2)
 
 
-def _projected(
+def _project(
     layer: Layer, tensors: Mapping[str, Tensor], weights: LayerWeights
 ) -> dict[str, Tensor]:
     """The tensors with queries, keys and values in place of embeddings.

@@ -1,4 +1,5 @@
-"""The work of the service in this process: a message in, a message, JSON or events out."""
+"""Runs requests in this process, without a service (`--local`): a message in, a message, JSON or
+events out."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ from typing import Any, Final
 import torch
 
 from qkv.attention import catalogue
-from qkv.engine.device_errors import told
-from qkv.engine.executor import Ran, run
+from qkv.engine.device_errors import to_client_error
+from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.convert import convert_message
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
-from qkv.jobs.measure import compare_report as findings
-from qkv.jobs.measure.compare_request import Comparison
-from qkv.jobs.measure.sweep_request import Sweep
-from qkv.jobs.measure.sweep_run import Course, Said
+from qkv.jobs.measure import compare_report
+from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.jobs.measure.sweep_request import SweepRequest
+from qkv.jobs.measure.sweep_run import SweepEvent, SweepRun
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
 __all__ = ["attend", "compare", "convert_message", "gradients", "sweep", "variants"]
 
-_UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
+_UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
 
 
 def attend(variant: str, message: Message) -> Message:
@@ -33,7 +34,7 @@ def attend(variant: str, message: Message) -> Message:
     Raises:
         QkvError: as the service would answer.
     """
-    return _run(Job.of(variant, message, _UNLIMITED), "outputs")
+    return _run(Job.from_message(variant, message, _UNLIMITED), "outputs")
 
 
 def gradients(variant: str, message: Message) -> Message:
@@ -42,11 +43,11 @@ def gradients(variant: str, message: Message) -> Message:
     Raises:
         QkvError: as the service would answer.
     """
-    return _run(GradientJob.of(variant, message, _UNLIMITED), "gradients")
+    return _run(GradientJob.from_message(variant, message, _UNLIMITED), "gradients")
 
 
 def _run(job: Job, group: str) -> Message:
-    ran = _ran(job)
+    ran = _execute(job)
     timing = {
         "compute_ms": ran.compute_s * 1e3,
         "device": "cpu",
@@ -54,12 +55,12 @@ def _run(job: Job, group: str) -> Message:
         "flops": job.flops,
         "bytes": job.bytes_in + job.bytes_out,
     }
-    fields = {"variant": job.variant.name, group: None, **job.marks, "timing": timing}
+    fields = {"variant": job.variant.name, group: None, **job.annotations, "timing": timing}
     return Message(fields, ran.outputs)
 
 
-def _ran(job: Job) -> Ran:
-    return run([job], torch.device("cpu"), stack=False)[0]
+def _execute(job: Job) -> JobOutput:
+    return execute([job], torch.device("cpu"), stack=False)[0]
 
 
 def compare(message: Message) -> dict[str, Any]:
@@ -68,14 +69,12 @@ def compare(message: Message) -> dict[str, Any]:
     Raises:
         QkvError: as the service would answer.
     """
-    steps, timing = (
-        findings.compare(Comparison(message, _UNLIMITED)),
-        {"compute_ms": 0.0, "runs": 0},
-    )
+    steps = compare_report.compare(CompareRequest(message, _UNLIMITED))
+    timing = {"compute_ms": 0.0, "runs": 0}
     try:
         job = next(steps)
         while True:
-            ran = _ran(job)
+            ran = _execute(job)
             timing["compute_ms"] += ran.compute_s * 1e3
             timing["runs"] += 1
             job = steps.send((ran.outputs, ran.compute_s * 1e3))
@@ -84,10 +83,10 @@ def compare(message: Message) -> dict[str, Any]:
         return body | {"timing": timing | {"device": "cpu"}}
 
 
-class _Here:
+class _LocalRunner:
     """Runs the jobs of a sweep, one after the other."""
 
-    def room(self, _: int) -> AbstractContextManager[None]:
+    def reserve(self, _: int) -> AbstractContextManager[None]:
         """As much as there is."""
         return nullcontext()
 
@@ -95,13 +94,13 @@ class _Here:
         """Runs it now."""
         await asyncio.sleep(0)  # who wants to end the sweep may do so before each run
         try:
-            ran = _ran(job)
+            ran = _execute(job)
         except Exception as error:
-            raise told(error, torch.device("cpu")) from None
+            raise to_client_error(error, torch.device("cpu")) from None
         return ran.outputs, ran.compute_s * 1e3
 
 
-def sweep(fields: Mapping[str, Any]) -> Generator[Said]:
+def sweep(fields: Mapping[str, Any]) -> Generator[SweepEvent]:
     """Times variants over lengths on the CPU, and says each time as soon as it is known.
 
     Args:
@@ -110,7 +109,7 @@ def sweep(fields: Mapping[str, Any]) -> Generator[Said]:
     Raises:
         QkvError: as the service would answer.
     """
-    events = Course(Sweep(fields, _UNLIMITED), _Here()).events()
+    events = SweepRun(SweepRequest(fields, _UNLIMITED), _LocalRunner()).events()
     with asyncio.Runner() as runner:
         try:
             while (said := runner.run(_next(events))) is not None:
@@ -119,7 +118,7 @@ def sweep(fields: Mapping[str, Any]) -> Generator[Said]:
             runner.run(events.aclose())
 
 
-async def _next(events: AsyncGenerator[Said, None]) -> Said | None:
+async def _next(events: AsyncGenerator[SweepEvent, None]) -> SweepEvent | None:
     return await anext(events, None)
 
 

@@ -18,7 +18,7 @@ __all__ = ["warm_up"]
 
 _log = logging.getLogger("qkv.app")
 
-_LIMITS: Final = Limits(answer=1 << 20, request=1 << 20)
+_LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)
 
 
 async def warm_up(engine: Engine) -> None:
@@ -30,10 +30,10 @@ async def warm_up(engine: Engine) -> None:
                 np.zeros([catalogue.fixed_size(x) or 2 for x in i.letters], np.float32)
             )
             for i in variant.inputs.values()
-            if not i.optional
+            if not i.is_optional
         }
         for outputs in (["output"], list(variant.outputs)):
-            job = Job.of(name, Message({"outputs": outputs}, tensors), _LIMITS)
+            job = Job.from_message(name, Message({"outputs": outputs}, tensors), _LIMITS)
             try:
                 await engine.submit(job)
             except QkvError:

@@ -14,19 +14,19 @@ from torch.nn.functional import pad
 from qkv.attention.catalogue import Variant
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
-from qkv.jobs import weight_forms as forms
-from qkv.jobs.weight_forms import Form
+from qkv.jobs import weight_forms
+from qkv.jobs.weight_forms import WeightForm
 
-__all__ = ["made"]
+__all__ = ["compute_weight_form"]
 
-_ON_CPU: Final = 1 << 20  # elements of a block, for each thread: what stays in its cache
-_ELSEWHERE: Final = 1 << 25  # on what works on its own: fewer, larger steps
-_ROWS: Final = 32  # of a block, at least: products of fewer cost as much
-_MOST: Final = 1 << 23  # elements of a block of so few rows
-_GAP: Final = 8  # rows that are made and left cost less than another block
-_BINS: Final = 64  # of keys, that one call attends to: a head's usual width
-_FEW: Final = 128  # bins, up to which attending to them costs less than looking at every weight
-_HELD: Final = 1 << 24  # numbers of such a call's values, or of its output
+_CPU_BLOCK_ELEMENTS: Final = 1 << 20  # of a block, for each thread: what stays in its cache
+_GPU_BLOCK_ELEMENTS: Final = 1 << 25  # of a block on a GPU: fewer, larger steps
+_MIN_BLOCK_ROWS: Final = 32  # of a block, at least: products of fewer cost as much
+_MAX_BLOCK_ELEMENTS: Final = 1 << 23  # elements of a block of so few rows
+_MAX_ROW_GAP: Final = 8  # rows that are made and left cost less than another block
+_BINS_PER_CALL: Final = 64  # of keys, that one call attends to: a head's usual width
+_FEW_BINS: Final = 128  # up to here attending to bins costs less than reading every weight
+_MAX_POOL_ELEMENTS: Final = 1 << 24  # numbers of such a call's values, or of its output
 
 
 class _Matrix(NamedTuple):
@@ -39,7 +39,7 @@ class _Matrix(NamedTuple):
         is_stochastic: no weight is negative, and a row's sum is 1, or 0 where it sees nothing.
     """
 
-    rows_of: Callable[[slice], Tensor]
+    row_block: Callable[[slice], Tensor]
     L: int
     at_once: int
     is_stochastic: bool
@@ -48,84 +48,91 @@ class _Matrix(NamedTuple):
         """All of it: which rows, and they."""
         for start in range(0, self.L, self.at_once):
             rows = slice(start, min(self.L, start + self.at_once))
-            yield rows, self.rows_of(rows)
+            yield rows, self.row_block(rows)
 
 
-def made(
+def compute_weight_form(
     variant: Variant,
-    form: Form,
+    form: WeightForm,
     arguments: Mapping[str, Any],
     parameters: pydantic.BaseModel,
     sizes: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """A form of the weights, by the names of its parts.
+    """Computes a form of the weights, by the names of its parts.
 
     Each is what the whole matrix gives, to within rounding; memory beside inputs and answer does
     not grow with L times S.
 
     Args:
         variant: whose weights.
-        form: which; a digest.
+        form: which; a summary.
         arguments: what the variant's `attend` takes, but for `outputs`.
         parameters: those of them that are no tensors, as the catalogue has them.
         sizes: of every letter of one request; B is read from the tensors, which may be several's.
     """
-    weights, arguments = variant.outputs["weights"], variant.drawn(arguments)
-    first = next(i for i in variant.inputs.values() if "B" in i.letters and not i.optional)
-    came = arguments[first.argument]
-    sizes = {**sizes, "B": came.shape[first.letters.index("B")]}
-    if variant.takes_place and arguments.get("place_BH") is None:
-        place = torch.arange(sizes["B"] * sizes["H"], device=came.device)
-        arguments["place_BH"] = place.view(sizes["B"], sizes["H"])
-    extents, dtype = forms.extents(form, weights, sizes), score_dtype(came.dtype)
-    query, parts = forms.query_axis(weights), forms.parts(form.kind, weights)
+    weights, arguments = variant.outputs["weights"], variant.random_inputs(arguments)
+    first = next(i for i in variant.inputs.values() if "B" in i.letters and not i.is_optional)
+    first_tensor = arguments[first.argument]
+    sizes = {**sizes, "B": first_tensor.shape[first.letters.index("B")]}
+    if variant.takes_plane and arguments.get("plane_BH") is None:
+        place = torch.arange(sizes["B"] * sizes["H"], device=first_tensor.device)
+        arguments["plane_BH"] = place.view(sizes["B"], sizes["H"])
+    form_sizes = weight_forms.form_sizes(form, weights, sizes)
+    dtype = score_dtype(first_tensor.dtype)
+    query, parts = weight_forms.query_axis(weights), weight_forms.form_tensors(form.kind, weights)
     answer = {
-        name: came.new_zeros(
-            [extents[x] for x in part.letters], dtype=torch.int64 if part.is_whole else dtype
+        name: first_tensor.new_zeros(
+            [form_sizes[x] for x in part.letters], dtype=torch.int64 if part.is_integer else dtype
         )
         for name, part in parts.items()
     }
     L, S = 1 if query is None else sizes[query], sizes[weights.letters[-1]]
-    attends = form.kind == "pool" and _attends(variant, parameters, sizes, L * S, extents["Q"])
-    elements = _elements(came.device)
-    rows = max(1, min(len(form.rows) or L, _ROWS, _MOST // S))
-    planes = _HELD // (max(L, S) * _BINS) if attends else elements // (rows * S)
-    for places in _planes(sizes, weights.letters, max(1, planes)):
-        own = _sliced(variant, arguments, sizes, places)
-        into = {n: t[_at(places, parts[n].letters)] for n, t in answer.items()}
+    attends = form.kind == "pool" and _should_attend(
+        variant, parameters, sizes, L * S, form_sizes["Q"]
+    )
+    elements = _block_elements(first_tensor.device)
+    rows = max(1, min(len(form.rows) or L, _MIN_BLOCK_ROWS, _MAX_BLOCK_ELEMENTS // S))
+    planes = elements // (rows * S)
+    if attends:
+        planes = _MAX_POOL_ELEMENTS // (max(L, S) * _BINS_PER_CALL)
+    for places in _plane_blocks(sizes, weights.letters, max(1, planes)):
+        own = _slice_arguments(variant, arguments, sizes, places)
+        into = {n: t[_index(places, parts[n].letters)] for n, t in answer.items()}
         if attends:
             _pool_by_attending(variant, own, dtype, into["weights"])
             continue
-        rows_of = variant.rows_of(own)
+        row_block = variant.row_block_function(own)
         if query is None:  # each item is a matrix of one row
-            rows_of = partial(_rows_of, rows_of(slice(0, _count(places)))[:, None])
+            row_block = partial(_rows_of, row_block(slice(0, _plane_count(places)))[:, None])
             into = {n: t if n == "received" else t.unsqueeze(1) for n, t in into.items()}
-        at_once = max(rows, elements // (_count(places) * S))
+        at_once = max(rows, elements // (_plane_count(places) * S))
         stochastic = variant.weights_are(parameters) == "stochastic"
-        _MAKERS[form.kind](_Matrix(rows_of, L, at_once, stochastic), form, into)
+        _MAKERS[form.kind](_Matrix(row_block, L, at_once, stochastic), form, into)
     return answer
 
 
-def _elements(device: torch.device) -> int:
+def _block_elements(device: torch.device) -> int:
     """Of a block."""
     if device.type != "cpu":
-        return _ELSEWHERE
-    return min(_ON_CPU * torch.get_num_threads(), _MOST)
+        return _GPU_BLOCK_ELEMENTS
+    return min(_CPU_BLOCK_ELEMENTS * torch.get_num_threads(), _MAX_BLOCK_ELEMENTS)
 
 
 def _rows_of(whole_B1S: Tensor, rows: slice) -> Tensor:
     return whole_B1S[:, rows]
 
 
-_Places = tuple[slice, slice]  # items, heads
+_Planes = tuple[slice, slice]  # items, heads
 
 
-def _count(places: _Places) -> int:
+def _plane_count(places: _Planes) -> int:
     items, heads = places
     return int((items.stop - items.start) * (heads.stop - heads.start))
 
 
-def _planes(sizes: Mapping[str, int], letters: tuple[str, ...], at_once: int) -> Iterator[_Places]:
+def _plane_blocks(
+    sizes: Mapping[str, int], letters: tuple[str, ...], at_once: int
+) -> Iterator[_Planes]:
     """All items and heads, so many at a time: whole items, else whole key heads with the query
     heads that read them, else some of those."""
     B, H = sizes["B"], sizes["H"] if "H" in letters else 1
@@ -141,14 +148,14 @@ def _planes(sizes: Mapping[str, int], letters: tuple[str, ...], at_once: int) ->
                 yield slice(b, b + 1), slice(start, min(heads.stop, start + step))
 
 
-def _at(places: _Places, letters: tuple[str, ...]) -> tuple[slice, ...]:
+def _index(places: _Planes, letters: tuple[str, ...]) -> tuple[slice, ...]:
     """Where they are in a tensor of these axes."""
     where = dict(zip("BH", places, strict=True))
     return tuple(where.get(letter, slice(None)) for letter in letters)
 
 
-def _sliced(
-    variant: Variant, arguments: Mapping[str, Any], sizes: Mapping[str, int], places: _Places
+def _slice_arguments(
+    variant: Variant, arguments: Mapping[str, Any], sizes: Mapping[str, int], places: _Planes
 ) -> dict[str, Any]:
     """The arguments of these items and heads alone."""
     items, heads = places
@@ -164,31 +171,31 @@ def _sliced(
                     for letter, size in axes
                 )
             ]
-    if variant.takes_place:
-        own["place_BH"] = arguments["place_BH"][items, heads]
+    if variant.takes_plane:
+        own["plane_BH"] = arguments["plane_BH"][items, heads]
     return own
 
 
-def _keep_rows(matrix: _Matrix, form: Form, into: Mapping[str, Tensor]) -> None:
+def _keep_rows(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
     """Those asked for, in that order: neighbours together."""
     wanted_R, weights = torch.tensor(form.rows, device=into["weights"].device), into["weights"]
     for rows in _runs(sorted(set(form.rows)), matrix.at_once):
         (at_X,) = torch.where((wanted_R >= rows.start) & (wanted_R < rows.stop))
-        weights[..., at_X, :] = matrix.rows_of(rows)[..., wanted_R[at_X] - rows.start, :]
+        weights[..., at_X, :] = matrix.row_block(rows)[..., wanted_R[at_X] - rows.start, :]
 
 
 def _runs(rows: list[int], most: int) -> Iterator[slice]:
     """Few ranges, of at most so many rows each, that hold all these rows, and few others."""
     first = last = rows[0]
     for row in rows[1:]:
-        if row - last > _GAP or row - first >= most:
+        if row - last > _MAX_ROW_GAP or row - first >= most:
             yield slice(first, last + 1)
             first = row
         last = row
     yield slice(first, last + 1)
 
 
-def _keep_largest(matrix: _Matrix, form: Form, into: Mapping[str, Tensor]) -> None:
+def _keep_largest(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
     """The k largest of each row, and where they are; of equal ones the first."""
     for rows, block in matrix.blocks():
         indices = _largest(block, form.size)
@@ -215,7 +222,7 @@ def _largest(block_XRS: Tensor, k: int) -> Tensor:
     return indices.gather(-1, order)
 
 
-def _keep_stats(matrix: _Matrix, form: Form, into: Mapping[str, Tensor]) -> None:
+def _keep_stats(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
     """Statistics of each row, and each key's sum."""
     received = torch.zeros_like(into["received"], dtype=torch.float64)
     for rows, block in matrix.blocks():
@@ -237,11 +244,11 @@ def _keep_stats(matrix: _Matrix, form: Form, into: Mapping[str, Tensor]) -> None
     into["received"].copy_(received)
 
 
-def _pool(matrix: _Matrix, form: Form, into: Mapping[str, Tensor]) -> None:
+def _pool(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
     """The mean over a bin's queries of what its keys' bin receives: sums over queries first."""
     weights = into["weights"]
     P, Q = weights.shape[-2:]
-    edges = _edges(matrix.L, P)
+    edges = _bin_edges(matrix.L, P)
     own, received_XS = 0, torch.zeros(())
     for rows, block in matrix.blocks():
         start = rows.start
@@ -250,12 +257,12 @@ def _pool(matrix: _Matrix, form: Form, into: Mapping[str, Tensor]) -> None:
             part = block[..., start - rows.start : stop - rows.start, :]
             received_XS = part.sum(-2).double() + received_XS.to(part.device)
             if stop == edges[own + 1]:
-                weights[..., own, :] = _binned(received_XS, Q) / (stop - edges[own])
+                weights[..., own, :] = _sum_bins(received_XS, Q) / (stop - edges[own])
                 own, received_XS = own + 1, torch.zeros(())
             start = stop
 
 
-def _attends(
+def _should_attend(
     variant: Variant,
     parameters: pydantic.BaseModel,
     sizes: Mapping[str, int],
@@ -265,17 +272,17 @@ def _attends(
     """Whether to attend to the bins in place of values is right, and sooner done than to look at
     every weight: where those are never made, or the bins are few."""
     weights, value = variant.outputs["weights"], variant.inputs.get("value")
-    if value is None or value.letters[-2] != weights.letters[-1] or value.optional:
+    if value is None or value.letters[-2] != weights.letters[-1] or value.is_optional:
         return False
     planes = sizes["B"] * sizes.get("H", 1)
-    return bins <= _FEW or variant.pairs(sizes, parameters) < planes * pairs
+    return bins <= _FEW_BINS or variant.score_count(sizes, parameters) < planes * pairs
 
 
 def _pool_by_attending(
     variant: Variant, arguments: Mapping[str, Any], dtype: torch.dtype, into: Tensor
 ) -> None:
     """The same by sum_j A_ij [j is in the bin]: what `attend` makes of such values."""
-    widened = {
+    score_arguments = {
         i.argument: arguments[i.argument].to(dtype)
         for i in variant.inputs.values()
         if (t := arguments.get(i.argument)) is not None
@@ -285,34 +292,34 @@ def _pool_by_attending(
     value, (P, Q) = arguments[variant.inputs["value"].argument], into.shape[-2:]
     S = value.shape[-2]
     bin_S = torch.arange(S, device=value.device) * Q // S
-    for start in range(0, Q, _BINS):
-        bins = torch.arange(start, min(Q, start + _BINS), device=value.device)
+    for start in range(0, Q, _BINS_PER_CALL):
+        bins = torch.arange(start, min(Q, start + _BINS_PER_CALL), device=value.device)
         inside_SQ = (bin_S[:, None] == bins).to(dtype)
-        own = {**arguments, **widened}
+        own = {**arguments, **score_arguments}
         own[variant.inputs["value"].argument] = inside_SQ.expand(*value.shape[:-1], -1).contiguous()
         output = variant.attend(**own, outputs=frozenset({"output"})).output
         L = output.shape[-2]
-        counts_P1 = torch.tensor(_edges(L, P), device=value.device).diff()[:, None]
-        into[..., start : start + len(bins)] = _binned(output.double().mT, P).mT / counts_P1
+        counts_P1 = torch.tensor(_bin_edges(L, P), device=value.device).diff()[:, None]
+        into[..., start : start + len(bins)] = _sum_bins(output.double().mT, P).mT / counts_P1
 
 
-def _edges(n: int, bins: int) -> list[int]:
+def _bin_edges(n: int, bins: int) -> list[int]:
     """Where bins begin, and where the last one ends: position i of n lies in i * bins // n."""
     return [-(-b * n // bins) for b in range(bins + 1)]
 
 
-def _binned(x_XN: Tensor, bins: int) -> Tensor:
+def _sum_bins(x_XN: Tensor, bins: int) -> Tensor:
     """Sums over the bins of the last axis."""
     n = x_XN.shape[-1]
     if n % bins == 0:
         return torch.sum(x_XN.unflatten(-1, (bins, -1)), -1)
-    edges = torch.tensor(_edges(n, bins), device=x_XN.device)
+    edges = torch.tensor(_bin_edges(n, bins), device=x_XN.device)
     at = edges[:-1, None] + torch.arange(-(-n // bins), device=x_XN.device)
     at = torch.where(at < edges[1:, None], at, n)  # past the end are zeros
     return torch.sum(pad(x_XN, (0, 1)).index_select(-1, at.flatten()).unflatten(-1, at.shape), -1)
 
 
-_MAKERS: Final[Mapping[str, Callable[[_Matrix, Form, Mapping[str, Tensor]], None]]] = {
+_MAKERS: Final[Mapping[str, Callable[[_Matrix, WeightForm, Mapping[str, Tensor]], None]]] = {
     "rows": _keep_rows,
     "top_k": _keep_largest,
     "stats": _keep_stats,

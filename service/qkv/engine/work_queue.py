@@ -1,4 +1,4 @@
-"""Who waits for the device: in groups of equal keys, in order, no more than there is room for."""
+"""Bounded work queue: jobs grouped by batch key, served oldest first within each priority."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from qkv.errors import NotNow
+from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 
-__all__ = ["DEFAULT_PRIORITY", "PRIORITIES", "Answer", "Load", "Queue", "Rate", "Waiting"]
+__all__ = [
+    "DEFAULT_PRIORITY",
+    "PRIORITIES",
+    "JobResult",
+    "Load",
+    "QueuedJob",
+    "ThroughputEstimate",
+    "WorkQueue",
+]
 
 PRIORITIES: Final = (1, 2, 3)
-"""First, as everybody, last."""
+"""High, default, low."""
 DEFAULT_PRIORITY: Final = 2
 
-_WORDS: Final = ("requests", "bytes of tensors", "floating-point operations")
-_FADES: Final = 0.9  # what a batch counts in the rate, with each that comes after it
-_LONGEST_S: Final = 60  # that anybody is told to stay away: estimates are no better
+_UNITS: Final = ("requests", "bytes of tensors", "floating-point operations")
+_DECAY: Final = 0.9  # weight of a batch in the estimate, with each batch after it
+_MAX_RETRY_AFTER_S: Final = 60  # estimates are no better than that
 
 
 class Load(NamedTuple):
-    """What there is to do, or was done.
+    """Work that is queued, being received, or was done.
 
     Attributes:
-        requests: how many.
+        requests: number of requests.
         bytes: of their tensors, in and out.
         flops: of their matrix products.
     """
@@ -39,52 +47,54 @@ class Load(NamedTuple):
     flops: int = 0
 
     @classmethod
-    def of(cls, every: Iterable[Waiting]) -> Load:
-        """All that these ask for."""
+    def of(cls, queued_jobs: Iterable[QueuedJob]) -> Load:
+        """Returns the load of all these jobs."""
         total = cls()
-        for waiting in every:
-            total = total.plus(waiting.load)
+        for queued_job in queued_jobs:
+            total = total.plus(queued_job.load)
         return total
 
-    def plus(self, more: Load) -> Load:
-        """Both together."""
-        return Load(self[0] + more[0], self[1] + more[1], self[2] + more[2])
+    def plus(self, other: Load) -> Load:
+        """Returns the sum of both."""
+        return Load(self[0] + other[0], self[1] + other[1], self[2] + other[2])
 
-    def minus(self, less: Load) -> Load:
-        """What is left without it."""
-        return Load(self[0] - less[0], self[1] - less[1], self[2] - less[2])
+    def minus(self, other: Load) -> Load:
+        """Returns the difference."""
+        return Load(self[0] - other[0], self[1] - other[1], self[2] - other[2])
 
-    def exceeds(self, there: Load, more: Load) -> str | None:
-        """Whether these limits refuse more beside what is there, and why; whatever comes where
-        there is nothing is let in, however large."""
-        if there.requests:
-            for most, has, comes, what in zip(self, there, more, _WORDS, strict=True):
-                if has + comes > most:
-                    return f"{has} {what} wait already; at most {most} may"
+    def over_limit(self, current: Load, added: Load) -> str | None:
+        """Returns why these limits do not allow `added` on top of `current`; None if they do.
+
+        Where nothing is queued, a job of any size is allowed.
+        """
+        if current.requests:
+            for limit, has, adds, unit in zip(self, current, added, _UNITS, strict=True):
+                if has + adds > limit:
+                    return f"{has} {unit} wait already; at most {limit} may"
         return None
 
 
-class Rate:
-    """What is done in a second, of late."""
+class ThroughputEstimate:
+    """Work done in a second, over the last batches."""
 
     def __init__(self) -> None:
         self._done, self._seconds = [0.0, 0.0, 0.0], 0.0
 
     def add(self, done: Load, seconds: float) -> None:
-        """So much was done, and took so long."""
-        self._done = [_FADES * was + more for was, more in zip(self._done, done, strict=True)]
-        self._seconds = _FADES * self._seconds + seconds
+        """Counts a batch and the seconds that it took."""
+        self._done = [_DECAY * was + more for was, more in zip(self._done, done, strict=True)]
+        self._seconds = _DECAY * self._seconds + seconds
 
-    def retry_after(self, waits: Load) -> int:
-        """Whole seconds until what waits should be done, by what there is most of: from 1 to 60."""
+    def retry_after(self, queued: Load) -> int:
+        """Estimates the whole seconds, from 1 to 60, until what is queued should be done."""
         done, seconds = self._done, self._seconds
-        each = (w * seconds / d for w, d in zip(waits, done, strict=True) if d)
+        each = (w * seconds / d for w, d in zip(queued, done, strict=True) if d)
         seconds = round(max(each, default=0.0), 3)  # rounding errors make no second
-        return max(1, min(math.ceil(seconds), _LONGEST_S))
+        return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER_S))
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JobResult:
     """Outputs by name, and the timing, all of it measured but `flops` and `bytes`."""
 
     outputs: dict[str, RawTensor]
@@ -92,127 +102,132 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """A job and who waits for it.
+class QueuedJob:
+    """A job in the queue, and the future of its result.
 
     Attributes:
         job: what is to run.
-        future: told what came of it.
+        future: resolved with the result, or with why there is none.
         priority: one of `PRIORITIES`.
-        since: from when on it waits, by `time.perf_counter`.
-        until: when its time is up, by the same clock; None: never.
+        enqueued_at: when it was submitted, by `time.perf_counter`.
+        deadline: when it expires, by the same clock; None: never.
     """
 
     job: Job
-    future: asyncio.Future[Answer]
+    future: asyncio.Future[JobResult]
     priority: int = DEFAULT_PRIORITY
-    since: float = field(default_factory=time.perf_counter)
-    until: float | None = None
+    enqueued_at: float = field(default_factory=time.perf_counter)
+    deadline: float | None = None
 
     @property
-    def key(self) -> Hashable:
-        """Those with equal keys may run together."""
-        return self.priority, self.job.key
+    def batch_key(self) -> Hashable:
+        """The key of its batch: jobs with equal keys may run together."""
+        return self.priority, self.job.batch_key
 
     @property
     def bytes(self) -> int:
-        """Of its tensors, in and out."""
+        """Bytes of its tensors, in and out."""
         return self.job.bytes_in + self.job.bytes_out
 
     @property
     def load(self) -> Load:
-        """What it asks for."""
+        """The work that it asks for."""
         return Load(1, self.bytes, self.job.flops)
 
     @property
-    def is_late(self) -> bool:
-        """Whether its time is up."""
-        return self.until is not None and self.until <= time.perf_counter()
+    def is_expired(self) -> bool:
+        """True once its deadline has passed."""
+        return self.deadline is not None and self.deadline <= time.perf_counter()
 
 
-class Queue:
-    """Not safe across threads: its owner has a lock.
+class WorkQueue:
+    """Queued jobs by batch key; not safe across threads: its owner has a lock.
 
     Args:
-        most: what may wait.
+        limit: what may be queued.
 
     Attributes:
-        waits: what does.
+        queued: the load of all queued jobs.
+        throughput: of the batches that ran; its owner adds them.
     """
 
-    def __init__(self, most: Load) -> None:
-        self._most = most
-        self.waits = Load()
-        self.rate = Rate()
-        self._groups: dict[Hashable, deque[Waiting]] = defaultdict(deque)
-        self._orders: dict[int, OrderedDict[Waiting, None]] = {
+    def __init__(self, limit: Load) -> None:
+        self._limit = limit
+        self.queued = Load()
+        self.throughput = ThroughputEstimate()
+        self._groups: dict[Hashable, deque[QueuedJob]] = defaultdict(deque)
+        self._orders: dict[int, OrderedDict[QueuedJob, None]] = {
             priority: OrderedDict() for priority in PRIORITIES
         }
 
     def __len__(self) -> int:
         return sum(map(len, self._orders.values()))
 
-    def put(self, waiting: Waiting) -> None:
-        """Has one more wait.
+    def put(self, queued_job: QueuedJob) -> None:
+        """Adds a job.
 
         Raises:
-            NotNow: too much does already.
+            ServiceUnavailable: too much is queued already.
         """
-        load = waiting.load
-        if (why := self._most.exceeds(self.waits, load)) is not None:
-            raise NotNow(why, retry_after=self.rate.retry_after(self.waits))
-        self._groups[waiting.key].append(waiting)
-        self._orders[waiting.priority][waiting] = None
-        self.waits = self.waits.plus(load)
+        load = queued_job.load
+        if (why := self._limit.over_limit(self.queued, load)) is not None:
+            raise ServiceUnavailable(why, retry_after=self.throughput.retry_after(self.queued))
+        self._groups[queued_job.batch_key].append(queued_job)
+        self._orders[queued_job.priority][queued_job] = None
+        self.queued = self.queued.plus(load)
 
-    def drop(self, waiting: Waiting) -> bool:
-        """Takes one out; false where its turn has come already."""
-        if waiting not in self._orders[waiting.priority]:
+    def remove(self, queued_job: QueuedJob) -> bool:
+        """Removes a job; returns False if it is not queued any more."""
+        if queued_job not in self._orders[queued_job.priority]:
             return False
-        group = self._groups[waiting.key]
-        group.remove(waiting)
+        group = self._groups[queued_job.batch_key]
+        group.remove(queued_job)
         if not group:
-            del self._groups[waiting.key]
-        self._forget(waiting)
+            del self._groups[queued_job.batch_key]
+        self._discard(queued_job)
         return True
 
-    def clear(self) -> list[Waiting]:
-        """Takes all out."""
-        every = [waiting for order in self._orders.values() for waiting in order]
+    def clear(self) -> list[QueuedJob]:
+        """Removes and returns all jobs."""
+        removed = [queued_job for order in self._orders.values() for queued_job in order]
         self._groups.clear()
         for order in self._orders.values():
             order.clear()
-        self.waits = Load()
-        return every
+        self.queued = Load()
+        return removed
 
-    def oldest(self) -> Waiting | None:
-        """Who has waited longest, of those with the first priority there is, and whose caller has
-        not gone."""
+    def find_oldest(self) -> QueuedJob | None:
+        """Returns the oldest job of the highest priority; removes cancelled jobs before it."""
         for order in self._orders.values():
             while order:
                 first = next(iter(order))
                 if not first.future.cancelled():
                     return first
-                self.drop(first)
+                self.remove(first)
         return None
 
-    def take(self, oldest: Waiting, most: int, most_bytes: int) -> list[Waiting]:
-        """Takes out those that run with the oldest, so many at most, and of so many bytes beyond
-        the first; those whose callers leave meanwhile run for nobody."""
-        group, total = self._groups[oldest.key], 0
-        batch: list[Waiting] = []
-        while group and len(batch) < most:
+    def take_batch(self, oldest: QueuedJob, max_jobs: int, max_bytes: int) -> list[QueuedJob]:
+        """Removes and returns the batch of the oldest job.
+
+        Args:
+            oldest: as `find_oldest` returned it.
+            max_jobs: most jobs in the batch.
+            max_bytes: of their tensors, beyond the first job. Cancelled jobs are left out.
+        """
+        group, total = self._groups[oldest.batch_key], 0
+        batch: list[QueuedJob] = []
+        while group and len(batch) < max_jobs:
             total += group[0].bytes
-            if batch and total > most_bytes:
+            if batch and total > max_bytes:
                 break
-            waiting = group.popleft()
-            if waiting is oldest or not waiting.future.cancelled():
-                batch.append(waiting)
-            self._forget(waiting)
+            queued_job = group.popleft()
+            if queued_job is oldest or not queued_job.future.cancelled():
+                batch.append(queued_job)
+            self._discard(queued_job)
         if not group:
-            del self._groups[oldest.key]
+            del self._groups[oldest.batch_key]
         return batch
 
-    def _forget(self, waiting: Waiting) -> None:
-        del self._orders[waiting.priority][waiting]
-        self.waits = self.waits.minus(waiting.load)
+    def _discard(self, queued_job: QueuedJob) -> None:
+        del self._orders[queued_job.priority][queued_job]
+        self.queued = self.queued.minus(queued_job.load)

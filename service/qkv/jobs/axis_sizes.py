@@ -1,4 +1,4 @@
-"""Shapes held against a variant's signature: lifted to its rank, every letter bound to a size."""
+"""Checks shapes against a variant's signature and binds each axis letter to a size."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from typing import Final, NamedTuple
 from qkv.attention.catalogue import Input, Output, Variant, fixed_size
 from qkv.errors import InvalidContent
 
-__all__ = ["Bound", "bind", "dropped_letters"]
+__all__ = ["AxisSizes", "bind_axes", "omitted_axes"]
 
 _HEADS: Final = frozenset("HG")
 
 Shape = tuple[int, ...]
 
 
-class Bound(NamedTuple):
-    """Shapes that fit.
+class AxisSizes(NamedTuple):
+    """The sizes of the axes of a request.
 
     Attributes:
         shapes: per tensor, its shape with every axis of the signature.
         sizes: the size of each letter, and of each number that stands for an axis.
-        dropped: letters whose axis the request left out, and so does the answer.
+        omitted: letters whose axis the request omits; the response omits it too.
     """
 
     shapes: dict[str, Shape]
     sizes: dict[str, int]
-    dropped: frozenset[str]
+    omitted: frozenset[str]
 
-    def answer_shape(self, output: Output) -> Shape:
-        """The shape an output goes back in."""
-        return tuple(self.sizes[x] for x in output.letters if x not in self.dropped)
+    def output_shape(self, output: Output) -> Shape:
+        """Returns the shape of an output in the response."""
+        return tuple(self.sizes[x] for x in output.letters if x not in self.omitted)
 
 
-def dropped_letters(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset[str]:
-    """Which axes a request leaves out, seen from its first tensor: the heads, then the batch.
+def omitted_axes(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset[str]:
+    """Returns the axes that a request omits, seen from its first tensor: heads, then batch.
 
     Raises:
-        InvalidContent: it has more axes than the signature, or too few.
+        InvalidContent: the tensor has more axes than the signature, or too few.
     """
     optional = [x for x in letters if x in _HEADS] + [x for x in letters if x == "B"]
     missing = len(letters) - len(shape)
     if not 0 <= missing <= len(optional):
-        gone = (optional[:n] for n in range(len(optional) + 1))
-        forms = (f"({', '.join(x for x in letters if x not in g)})" for g in gone)
+        omissions = (optional[:n] for n in range(len(optional) + 1))
+        forms = (f"({', '.join(x for x in letters if x not in o)})" for o in omissions)
         raise InvalidContent(
             f"{name} has shape {list(shape)}; it must be {' or '.join(forms)}",
             pointer=f"/inputs/{name}",
         )
-    dropped = frozenset(optional[:missing])
-    return dropped | _HEADS if dropped & _HEADS else dropped
+    omitted = frozenset(optional[:missing])
+    return omitted | _HEADS if omitted & _HEADS else omitted
 
 
-def bind(variant: Variant, shapes: Mapping[str, Shape], dropped: frozenset[str]) -> Bound:
-    """Lifts every shape to the signature's rank and binds every letter.
+def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[str]) -> AxisSizes:
+    """Adds the omitted axes to every shape and binds every letter to a size.
 
     Args:
-        variant: whose signature.
-        shapes: of the tensors that came, by name; all are inputs of the variant.
-        dropped: from `dropped_letters` of the first.
+        variant: the variant with the signature.
+        shapes: of the tensors of a request, by name; all are inputs of the variant.
+        omitted: from `omitted_axes` of the first tensor.
 
     Raises:
         InvalidContent: a rank or a size does not fit, or an axis is empty.
@@ -67,9 +67,9 @@ def bind(variant: Variant, shapes: Mapping[str, Shape], dropped: frozenset[str])
     axes += [x for o in variant.outputs.values() for x in o.letters]
     sizes = {x: size for x in axes if (size := fixed_size(x)) is not None}
     owners = dict.fromkeys(sizes, variant.name)
-    lifted = {}
+    full_shapes = {}
     for spec in sorted((variant.inputs[n] for n in shapes), key=lambda i: i.broadcasts):
-        shape = _lifted(spec, shapes[spec.name], dropped)
+        shape = _full_shape(spec, shapes[spec.name], omitted)
         for letter, size in zip(spec.letters, shape, strict=True):
             if spec.broadcasts and size == 1:
                 continue
@@ -85,21 +85,21 @@ def bind(variant: Variant, shapes: Mapping[str, Shape], dropped: frozenset[str])
                     pointer=f"/inputs/{spec.name}",
                 )
             owners.setdefault(letter, spec.name)
-        lifted[spec.name] = shape
+        full_shapes[spec.name] = shape
     if "H" in sizes and "G" in sizes and sizes["H"] % sizes["G"]:
         raise InvalidContent(
             f"{owners['H']} has H={sizes['H']} heads, not a multiple of the G={sizes['G']} heads "
             f"of {owners['G']}",
             pointer=f"/inputs/{owners['H']}",
         )
-    return Bound(lifted, sizes, dropped)
+    return AxisSizes(full_shapes, sizes, omitted)
 
 
-def _lifted(spec: Input, shape: Shape, dropped: frozenset[str]) -> Shape:
-    """The shape with a 1 for each axis that was left out."""
+def _full_shape(spec: Input, shape: Shape, omitted: frozenset[str]) -> Shape:
+    """Returns the shape with a 1 for each omitted axis."""
     if spec.letters == ("B",):  # per request item, whatever the rank: rank 2 is one item
-        dropped = frozenset()
-    kept = [x for x in spec.letters if x not in dropped]
+        omitted = frozenset()
+    kept = [x for x in spec.letters if x not in omitted]
     if spec.broadcasts and len(shape) < len(kept):
         shape = (1,) * (len(kept) - len(shape)) + shape
     if len(shape) != len(kept):
@@ -109,4 +109,4 @@ def _lifted(spec: Input, shape: Shape, dropped: frozenset[str]) -> Shape:
             pointer=f"/inputs/{spec.name}",
         )
     sizes = iter(shape)
-    return tuple(1 if x in dropped else next(sizes) for x in spec.letters)
+    return tuple(1 if x in omitted else next(sizes) for x in spec.letters)

@@ -1,4 +1,4 @@
-"""A conversion as a message: weights of one layout in, of another and a check out."""
+"""A validated convert request: converts weights of one layout to another."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 import pydantic
 
 from qkv.attention.layers.conversion import convert
-from qkv.jobs.fields import invalid_field
+from qkv.jobs.fields import field_error
 from qkv.tensors import FLOATING, RawTensor
-from qkv.wire.casting import typed
+from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
 
-__all__ = ["Conversion", "convert_message"]
+__all__ = ["ConvertFields", "convert_message"]
 
 
-class Conversion(pydantic.BaseModel):
-    """The fields of a conversion, tensors apart."""
+class ConvertFields(pydantic.BaseModel):
+    """The fields of a convert request, without its tensors."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -42,21 +42,26 @@ class Conversion(pydantic.BaseModel):
 
 
 def convert_message(message: Message) -> Message:
-    """Converts what a message holds; its fields are those of POST /v1/convert.
+    """Converts the weights in a message with the fields of POST /v1/convert.
 
     Raises:
-        InvalidContent: a field or tensor is wrong, or the target has no place for something.
+        InvalidContent: a field or tensor is wrong, or the target layout cannot hold a tensor.
     """
     try:
-        asked = Conversion.model_validate(message.fields)
+        fields = ConvertFields.model_validate(message.fields)
     except pydantic.ValidationError as error:
         known = ["from", "to", "tensors", "heads", "bias", "dtype", "encoding"]
-        raise invalid_field(error, known) from None
+        raise field_error(error, known) from None
     tensors = {
-        name: typed(raw, name, FLOATING, asked.dtype, f"/tensors/{name}").numpy()
+        name: cast_untyped(raw, name, FLOATING, fields.dtype, f"/tensors/{name}").numpy()
         for name, raw in message.tensors.items()
     }
-    done = convert(asked.source, asked.target, tensors, heads=asked.heads, bias=asked.bias)
-    fields = {"from": asked.source, "to": asked.target, "tensors": None, "check": done.check}
-    raw = {name: RawTensor.from_numpy(array) for name, array in done.tensors.items()}
-    return Message(fields, raw, encoding=message.encoding or "base64")
+    converted = convert(fields.source, fields.target, tensors, heads=fields.heads, bias=fields.bias)
+    response = {
+        "from": fields.source,
+        "to": fields.target,
+        "tensors": None,
+        "check": converted.check,
+    }
+    raw = {name: RawTensor.from_numpy(array) for name, array in converted.tensors.items()}
+    return Message(response, raw, encoding=message.encoding or "base64")

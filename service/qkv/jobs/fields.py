@@ -1,4 +1,4 @@
-"""The fields of a body, tensors apart, and what is said of one that is wrong."""
+"""The fields of a request that are not tensors, and the error for a field that is wrong."""
 
 from __future__ import annotations
 
@@ -6,26 +6,43 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import pydantic
+from pydantic_core import PydanticCustomError
 
-from qkv.errors import InvalidContent, pointer_to, shown
+from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.wire.message import Message
 
-__all__ = ["WHOLE", "Fields", "InlineLayer", "fields_of", "invalid_field"]
+__all__ = ["INTEGER", "JobFields", "LayerField", "LayerFields", "field_error", "parse_fields"]
 
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def _whole(value: Any) -> Any:
-    """1.0 is an integer to JSON Schema, and to whatever writes all numbers alike."""
+def _to_integer(value: Any) -> Any:
+    """Converts 1.0 to 1: to JSON Schema both are integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-WHOLE: Final = pydantic.BeforeValidator(_whole)
-"""Of a whole number of JSON; behind its bounds, or its schema has none."""
+INTEGER: Final = pydantic.BeforeValidator(_to_integer)
+"""Annotates an integer field. It follows the field's bounds, which its schema would lose otherwise.
+"""
 
 
-class InlineLayer(pydantic.BaseModel):
-    """A layer that stands in the request, beside its tensors."""
+def _check_layer(value: Any) -> Any:
+    """Refuses a layer that is no object, such as a name."""
+    if value is not None and not isinstance(value, dict):
+        raise PydanticCustomError("layer_type", "it must be an object of layout, heads and tensors")
+    return value
+
+
+LayerField = Annotated[
+    dict[str, Any] | None,
+    pydantic.Field(description="A layer that projects the inputs."),
+    pydantic.BeforeValidator(_check_layer),
+]
+"""The field `layer` of a request, without the tensors in it."""
+
+
+class LayerFields(pydantic.BaseModel):
+    """The fields of a layer in a request, without its tensors."""
 
     model_config = _CONFIG
 
@@ -36,8 +53,8 @@ class InlineLayer(pydantic.BaseModel):
     ] = None
 
 
-class Fields(pydantic.BaseModel):
-    """What stands beside the inputs, whatever is done with them."""
+class JobFields(pydantic.BaseModel):
+    """The fields that runs and gradients share."""
 
     model_config = _CONFIG
 
@@ -46,36 +63,33 @@ class Fields(pydantic.BaseModel):
         Literal["float64", "float32", "float16", "bfloat16"],
         pydantic.Field(description="What numbers in lists become."),
     ] = "float32"
-    layer: Annotated[
-        str | dict[str, Any] | None,
-        pydantic.Field(description="A layer that projects the inputs."),
-    ] = None
+    layer: LayerField = None
 
 
-_Fields = TypeVar("_Fields", bound=Fields)
+_Fields = TypeVar("_Fields", bound=JobFields)
 
 
-def fields_of(message: Message, model: type[_Fields]) -> _Fields:
-    """The message's fields.
+def parse_fields(message: Message, model: type[_Fields]) -> _Fields:
+    """Validates the fields of a message.
 
     Raises:
-        InvalidContent: one is unknown, mistyped or out of bounds.
+        InvalidContent: a field is unknown, mistyped or out of bounds.
     """
     try:
         return model.model_validate(message.fields)
     except pydantic.ValidationError as error:
-        raise invalid_field(error, ["inputs", *model.model_fields, "encoding"]) from None
+        raise field_error(error, ["inputs", *model.model_fields, "encoding"]) from None
 
 
-def invalid_field(
+def field_error(
     error: pydantic.ValidationError, known: Sequence[str], *within: str
 ) -> InvalidContent:
-    """The first fault of a body's fields, in a sentence.
+    """Returns the first error of an object's fields as one sentence.
 
     Args:
         error: from validating an object of the body.
-        known: the names the object may have.
-        within: where in the body the object stands.
+        known: the names that the object may have.
+        within: the path of the object in the body.
     """
     fault = error.errors(include_url=False, include_context=False)[0]
     # a union's branches are in loc too, as words no field has
@@ -90,5 +104,5 @@ def invalid_field(
         of = f" of {place}" if place else ""
         return InvalidContent(f"unknown field {name!r}{of}{listing}", pointer=pointer)
     pointer, where = pointer_to(*within, *path), ".".join(map(str, (*within, *path)))
-    detail = f"{where} came as {shown(fault['input'])}: {fault['msg']}"
+    detail = f"{where} came as {format_value(fault['input'])}: {fault['msg']}"
     return InvalidContent(detail, pointer=pointer)

@@ -1,4 +1,4 @@
-"""The tensors of a request, held against the signature of a variant."""
+"""Checks the tensors of a request against the signature of a variant."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from qkv.attention.catalogue import Input, Output, Variant
 from qkv.attention.layers import layouts
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.projections import ROLES
-from qkv.errors import InvalidContent, NotFound, pointer_to
-from qkv.jobs.axis_sizes import Bound, bind, dropped_letters
-from qkv.jobs.fields import Fields, InlineLayer, invalid_field
+from qkv.errors import InvalidContent, pointer_to
+from qkv.jobs.axis_sizes import AxisSizes, bind_axes, omitted_axes
+from qkv.jobs.fields import JobFields, LayerFields, field_error
 from qkv.tensors import FLOATING, RawTensor
-from qkv.wire.casting import typed
+from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
 
 __all__ = ["Inputs"]
@@ -26,85 +26,84 @@ class Inputs(NamedTuple):
     """Tensors that fit a variant.
 
     Attributes:
-        tensors: the variant's inputs, or the embeddings of its layer; shapes as they came.
-        layer: what projects them, or None.
-        dtype: that all of them share.
-        shapes: of each of them with every axis: the signature's, or (B, length, M).
-        bound: the sizes of the variant's letters.
+        tensors: the variant's inputs, or the embeddings of its layer, in the request's shapes.
+        layer: the layer that projects them, or None.
+        dtype: the dtype that all of them share.
+        shapes: of each tensor with every axis: the signature's, or (B, length, M).
+        axes: the sizes of the variant's letters.
     """
 
     tensors: Mapping[str, RawTensor]
     layer: Layer | None
     dtype: str
     shapes: Mapping[str, tuple[int, ...]]
-    bound: Bound
+    axes: AxisSizes
 
     @classmethod
-    def of(
-        cls, variant: Variant, parameters: pydantic.BaseModel, fields: Fields, message: Message
+    def from_message(
+        cls, variant: Variant, parameters: pydantic.BaseModel, fields: JobFields, message: Message
     ) -> Inputs:
         """Checks a message's tensors.
 
         Raises:
-            NotFound: no such layer.
             InvalidContent: a tensor, dtype, shape or value is wrong.
-            TooLarge: what the variant makes of its own would be.
+            PayloadTooLarge: the tensors that the variant draws itself would be too large.
         """
-        layer = _layer(fields, message)
-        tensors = _tensors(variant, fields, message, layer)
-        dtype = _one_dtype(variant, tensors, layer)
-        shapes, bound = _shapes(variant, tensors, layer)
-        bound.sizes.update(variant.complete(bound.sizes, parameters))
-        _check_key_lengths(tensors, bound)
-        return cls(tensors, layer, dtype, shapes, bound)
+        layer = _read_layer(fields, message)
+        tensors = _select_tensors(variant, fields, message, layer)
+        dtype = _common_dtype(variant, tensors, layer)
+        shapes, axes = _bind_shapes(variant, tensors, layer)
+        axes.sizes.update(variant.infer_sizes(axes.sizes, parameters))
+        _check_key_lengths(tensors, axes)
+        return cls(tensors, layer, dtype, shapes, axes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that came."""
+        """Bytes of all tensors of the request, the layer's included."""
         total = sum(t.nbytes for t in self.tensors.values())
         if self.layer is not None:
             total += sum(t.nbytes for t in self.layer.tensors.values())
         return total
 
-    def answer_shape(self, output: Output) -> tuple[int, ...]:
-        """The shape an output goes back in; a layer's heads lie side by side in its output."""
+    def output_shape(self, output: Output) -> tuple[int, ...]:
+        """Returns the shape of an output in the response; a layer's heads are merged in it."""
         if output.name == "output" and self.layer is not None and self.layer.heads is not None:
             shape = self.merged_shape(output)
-            return shape[1:] if "B" in self.bound.dropped else shape
-        return self.bound.answer_shape(output)
+            return shape[1:] if "B" in self.axes.omitted else shape
+        return self.axes.output_shape(output)
 
     def merged_shape(self, output: Output) -> tuple[int, ...]:
-        """The shape of an output (B, H, L, E) whose heads lie side by side: (B, L, H * E)."""
-        batch, heads, rows, width = (self.bound.sizes[letter] for letter in output.letters)
+        """Returns (B, L, H * E), the shape of an output (B, H, L, E) with merged heads."""
+        batch, heads, rows, width = (self.axes.sizes[letter] for letter in output.letters)
         return batch, rows, heads * width
 
     def embedding_shape(self, role: str) -> tuple[int, ...]:
-        """The shape (B, length, M) of what a layer projects to a role."""
+        """Returns the shape (B, length, M) of the embedding that a layer projects to a role."""
         return self.shapes["x" if "x" in self.shapes else role]
 
 
-def _layer(fields: Fields, message: Message) -> Layer | None:
+def _read_layer(fields: JobFields, message: Message) -> Layer | None:
     if fields.layer is None:
         return None
-    if isinstance(fields.layer, str):
-        raise NotFound(f"no saved layer {fields.layer!r:.60}", pointer="/layer")
     try:
-        inline = InlineLayer.model_validate(fields.layer)
+        layer = LayerFields.model_validate(fields.layer)
     except pydantic.ValidationError as error:
-        known = [*InlineLayer.model_fields, "tensors"]
-        raise invalid_field(error, known, "layer") from None
-    layout = layouts.find(inline.layout, "/layer/layout")
+        known = [*LayerFields.model_fields, "tensors"]
+        raise field_error(error, known, "layer") from None
+    layout = layouts.find(layer.layout, "/layer/layout")
     tensors = {
-        name: typed(raw, name, FLOATING, fields.dtype, pointer_to("layer", "tensors", name)).numpy()
+        name: cast_untyped(
+            raw, name, FLOATING, fields.dtype, pointer_to("layer", "tensors", name)
+        ).numpy()
         for name, raw in message.layer.items()
     }
-    return Layer(layout.read(tensors, "/layer/tensors"), inline.heads, layout)
+    return Layer(layout.read(tensors, "/layer/tensors"), layer.heads, layout)
 
 
-def _tensors(
-    variant: Variant, fields: Fields, message: Message, layer: Layer | None
+def _select_tensors(
+    variant: Variant, fields: JobFields, message: Message, layer: Layer | None
 ) -> dict[str, RawTensor]:
-    """The tensors that came, each known to the variant, with a dtype it accepts."""
+    """Returns the tensors of the request, which the variant must take, in accepted dtypes."""
     expected: dict[str, Input] = dict(variant.inputs)
     roles = [r for r in ROLES if r in expected]
     if layer is not None and not roles:
@@ -125,13 +124,13 @@ def _tensors(
                 f"{variant.name} has no input {name!r:.60}; it takes {', '.join(expected)}{hint}",
                 pointer=pointer_to("inputs", name),
             )
-    missing = [n for n, i in expected.items() if n not in message.tensors and not i.optional]
+    missing = [n for n, i in expected.items() if n not in message.tensors and not i.is_optional]
     if missing:
         raise InvalidContent(
             f"{variant.name} needs {', '.join(missing)}, which did not come", pointer="/inputs"
         )
     return {
-        name: typed(
+        name: cast_untyped(
             message.tensors[name], name, spec.dtypes, fields.dtype, pointer_to("inputs", name)
         )
         for name, spec in expected.items()
@@ -139,8 +138,8 @@ def _tensors(
     }
 
 
-def _one_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None) -> str:
-    """The dtype that all floating tensors but masks share."""
+def _common_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None) -> str:
+    """Returns the dtype that all floating tensors share, masks excepted."""
     dtypes = {
         name: t.dtype
         for name, t in inputs.items()
@@ -161,46 +160,46 @@ def _one_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer |
     return dtype
 
 
-def _shapes(
+def _bind_shapes(
     variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None
-) -> tuple[dict[str, tuple[int, ...]], Bound]:
-    """Every axis of every tensor, and the sizes of the variant's letters."""
-    came = {name: t.shape for name, t in inputs.items()}
+) -> tuple[dict[str, tuple[int, ...]], AxisSizes]:
+    """Returns the full shape of every tensor, and the sizes of the variant's letters."""
+    given = {name: t.shape for name, t in inputs.items()}
     if layer is None:
         first = next(iter(variant.inputs))
-        dropped = dropped_letters(first, variant.inputs[first].letters, came[first])
-        bound = bind(variant, came, dropped)
-        return bound.shapes, bound
+        omitted = omitted_axes(first, variant.inputs[first].letters, given[first])
+        axes = bind_axes(variant, given, omitted)
+        return axes.shapes, axes
     roles = [r for r in ROLES if r in variant.inputs]
-    embeddings = ["x"] if "x" in came else roles
-    dropped = dropped_letters(embeddings[0], ("B", "L", "M"), came[embeddings[0]])
-    lifted = {n: came[n] if not dropped else (1, *came[n]) for n in embeddings}
-    for name, shape in lifted.items():
+    embeddings = ["x"] if "x" in given else roles
+    omitted = omitted_axes(embeddings[0], ("B", "L", "M"), given[embeddings[0]])
+    embedding_shapes = {n: given[n] if not omitted else (1, *given[n]) for n in embeddings}
+    for name, shape in embedding_shapes.items():
         if len(shape) != 3 or 0 in shape:
             raise InvalidContent(
-                f"{name} has shape {list(came[name])}; as an embedding it must be "
-                f"{'(L, M)' if dropped else '(B, L, M)'} with no empty axis",
+                f"{name} has shape {list(given[name])}; as an embedding it must be "
+                f"{'(L, M)' if omitted else '(B, L, M)'} with no empty axis",
                 pointer=pointer_to("inputs", name),
             )
-    sources = {r: "x" if "x" in came else r for r in roles}
-    projected = layer.projected({r: lifted[s] for r, s in sources.items()}, sources)
-    heads = dropped | {"H", "G"} if layer.heads is None else dropped
-    shapes = {n: s for n, s in came.items() if n not in embeddings}
+    sources = {r: "x" if "x" in given else r for r in roles}
+    projected = layer.projected({r: embedding_shapes[s] for r, s in sources.items()}, sources)
+    heads = omitted | {"H", "G"} if layer.heads is None else omitted
+    shapes = {n: s for n, s in given.items() if n not in embeddings}
     for role, shape in projected.items():
-        axes = zip(variant.inputs[role].letters, shape, strict=True)
-        shapes[role] = tuple(size for letter, size in axes if letter not in heads)
-    bound = bind(variant, {n: shapes[n] for n in variant.inputs if n in shapes}, heads)
-    rest = {n: s for n, s in bound.shapes.items() if n not in roles}
-    return rest | lifted, bound
+        letters = zip(variant.inputs[role].letters, shape, strict=True)
+        shapes[role] = tuple(size for letter, size in letters if letter not in heads)
+    axes = bind_axes(variant, {n: shapes[n] for n in variant.inputs if n in shapes}, heads)
+    rest = {n: s for n, s in axes.shapes.items() if n not in roles}
+    return rest | embedding_shapes, axes
 
 
-def _check_key_lengths(inputs: Mapping[str, RawTensor], bound: Bound) -> None:
+def _check_key_lengths(inputs: Mapping[str, RawTensor], axes: AxisSizes) -> None:
     if (lengths := inputs.get("key_lengths")) is None:
         return
     values = lengths.numpy()
-    if ((values < 0) | (values > bound.sizes["S"])).any():
+    if ((values < 0) | (values > axes.sizes["S"])).any():
         raise InvalidContent(
-            f"key_lengths must lie in 0 to S={bound.sizes['S']}; "
+            f"key_lengths must lie in 0 to S={axes.sizes['S']}; "
             f"{', '.join(map(str, values[:8]))}{', ...' if len(values) > 8 else ''} came",
             pointer="/inputs/key_lengths",
         )

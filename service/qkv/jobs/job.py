@@ -1,4 +1,4 @@
-"""A validated request: variant, parameters, raw tensors, what to return, and its batching key."""
+"""A validated request: variant, parameters, tensors, outputs, batch key, sizes and limits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import pydantic
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
 from qkv.attention.layers.projections import ROLES
-from qkv.errors import InvalidContent, TooLarge, pointer_to, shown
-from qkv.jobs import weight_forms as forms
-from qkv.jobs.fields import Fields, fields_of
+from qkv.errors import InvalidContent, PayloadTooLarge, format_value, pointer_to
+from qkv.jobs import weight_forms
+from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
-from qkv.jobs.weight_forms import FULL, NONE, Form
+from qkv.jobs.weight_forms import FULL, NONE, WeightForm
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["SMALL_BYTES", "Job", "Limits", "Run"]
+__all__ = ["SMALL_BYTES", "Job", "Limits", "RunFields"]
 
 _SMALL_FLOPS: Final = 1 << 26  # about half a millisecond of one thread
 SMALL_BYTES: Final = 1 << 21
-"""Of a small job's tensors, in and out together: fewer."""
-_SMALL_PAIRS: Final = 1 << 20
+"""A small job has fewer bytes of tensors, inputs and outputs together."""
+_SMALL_SCORES: Final = 1 << 20
 
 
-class Run(Fields):
+class RunFields(JobFields):
     """The fields of a run."""
 
     outputs: Annotated[
@@ -43,28 +43,28 @@ class Run(Fields):
 
 
 class Limits(NamedTuple):
-    """What a request may ask for.
+    """The limits of a job.
 
     Attributes:
-        answer: bytes of the largest answer, tensors only.
-        request: bytes of inputs and answer together, the most that may ever wait.
-        scores: most scores that a variant which computes them may compute.
+        response_bytes: bytes of the tensors in the response.
+        job_bytes: bytes of the tensors in request and response together.
+        score_count: scores that a variant may compute, one per pair of a query and a key.
     """
 
-    answer: int
-    request: int
-    scores: int = 1 << 34
+    response_bytes: int
+    job_bytes: int
+    score_count: int = 1 << 34
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A request that can run: nothing in it is left to be found wrong.
+    """A validated request that can run.
 
     Attributes:
-        inputs: its tensors and its layer.
-        outputs: what to return.
-        form: how the weights go back, where they do.
-        is_inference: it answers what a caller asked a variant for, and is counted as that.
+        inputs: the tensors and the layer.
+        outputs: names of the outputs to return.
+        form: the form of the weights, if they are returned.
+        is_inference: a client requested this run of the variant; the statistics count it.
     """
 
     is_inference: ClassVar[bool] = True
@@ -73,58 +73,58 @@ class Job:
     parameters: pydantic.BaseModel
     inputs: Inputs
     outputs: frozenset[str]
-    form: Form = FULL
+    form: WeightForm = FULL
 
     @classmethod
-    def of(cls, variant_name: str, message: Message, limits: Limits) -> Job:
-        """Finds the variant and checks all that a request says against it.
+    def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Job:
+        """Finds the variant and checks the request against it.
 
         Raises:
-            NotFound: no such variant or layer.
+            NotFound: the variant does not exist.
             InvalidContent: a field, parameter, tensor, dtype, shape or value is wrong.
-            TooLarge: the answer, or the request and its answer, can never fit the limits.
+            PayloadTooLarge: the job exceeds the limits.
         """
         variant = catalogue.find(variant_name)
-        run = fields_of(message, Run)
-        parameters, form = variant.parse(run.parameters), forms.parse(run.weights)
-        outputs = _outputs(variant, run, form)
-        inputs = Inputs.of(variant, parameters, run, message)
-        if form.is_digest:
-            forms.check(form, variant.name, variant.outputs["weights"], inputs.bound.sizes)
+        fields = parse_fields(message, RunFields)
+        parameters, form = variant.parse(fields.parameters), weight_forms.parse(fields.weights)
+        outputs = _select_outputs(variant, fields, form)
+        inputs = Inputs.from_message(variant, parameters, fields, message)
+        if form.is_summary:
+            weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
         job = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
         job._check_size(limits)
         return job
 
     @cached_property
-    def key(self) -> Hashable:
-        """Jobs with equal keys may run stacked along B."""
+    def batch_key(self) -> Hashable:
+        """Jobs with equal keys may be stacked along B and run as one batch."""
         axes = tuple(
-            # without B it belongs to the whole request: only the very same tensor is equal
+            # an input without B is shared by the request: only the same object is equal
             (name, t.dtype, self.inputs.shapes[name][1:]) if self.has_batch(name) else (name, id(t))
             for name, t in self.inputs.tensors.items()
         )
-        asked = self.outputs, self.form
-        return self.variant.name, self.parameters, axes, *asked, id(self.inputs.layer)
+        returned = self.outputs, self.form
+        return self.variant.name, self.parameters, axes, *returned, id(self.inputs.layer)
 
     @property
-    def batch(self) -> int:
-        """Its items, the size of B."""
-        return self.inputs.bound.sizes.get("B", 1)
+    def batch_size(self) -> int:
+        """The size of B."""
+        return self.inputs.axes.sizes.get("B", 1)
 
     @cached_property
     def bytes_in(self) -> int:
-        """Bytes of all tensors that came."""
+        """Bytes of all tensors in the request."""
         return self.inputs.nbytes
 
     @cached_property
     def bytes_out(self) -> int:
-        """Bytes of all tensors that the answer holds."""
-        return sum(nbytes(dtype, shape) for dtype, shape in self.answers.values())
+        """Bytes of all tensors in the response."""
+        return sum(nbytes(dtype, shape) for dtype, shape in self.output_specs.values())
 
     @cached_property
     def flops(self) -> int:
         """Floating-point operations of the matrix products, projections included."""
-        sizes, layer = self.inputs.bound.sizes, self.inputs.layer
+        sizes, layer = self.inputs.axes.sizes, self.inputs.layer
         total = self.variant.flops(sizes)
         if layer is not None:
             for role, projection in zip(ROLES, layer.projections, strict=True):
@@ -133,120 +133,125 @@ class Job:
                     total += 2 * batch * length * projection.weight.size
         if self.form.kind == "pool":  # values as wide as there are bins
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
-        return total + 2 * self._looked_at * sizes.get("D", 1)
+        return total + 2 * self._form_score_count * sizes.get("D", 1)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What a layer projects for it."""
+        """The inputs that a layer projects."""
         return tuple(role for role in ROLES if role in self.variant.inputs)
 
     def dtype_of(self, output: str) -> str:
-        """The dtype an output goes back in."""
-        if self.variant.outputs[output].exact:
+        """Returns the dtype of an output in the response."""
+        if self.variant.outputs[output].is_exact:
             return "float64" if self.inputs.dtype == "float64" else "float32"
         return self.inputs.dtype
 
-    def answer_shape(self, output: str) -> tuple[int, ...]:
-        """The shape an output goes back in."""
-        return self.inputs.answer_shape(self.variant.outputs[output])
+    def output_shape(self, output: str) -> tuple[int, ...]:
+        """Returns the shape of an output in the response."""
+        return self.inputs.output_shape(self.variant.outputs[output])
 
     @cached_property
     def is_small(self) -> bool:
-        """Whether it is done sooner than it would be handed to another thread and back, or nearly;
-        and within some 50 ms where its numbers have every query meet every key, one by one."""
-        meetings = math.prod(self.inputs.bound.sizes.get(letter, 1) for letter in "BHLS")
+        """True if the job takes about as long as a hand-over to another thread.
+
+        It also bounds the slow path, in which each pair of a query and a key is visited, to 50 ms.
+        """
+        pairs = math.prod(self.inputs.axes.sizes.get(letter, 1) for letter in "BHLS")
         return (
             self.flops < _SMALL_FLOPS
             and self.bytes_in + self.bytes_out < SMALL_BYTES
-            and max(self.pairs, meetings) < _SMALL_PAIRS
+            and max(self.score_count, pairs) < _SMALL_SCORES
         )
 
-    def again(self, tensors: Mapping[str, RawTensor]) -> Self:
-        """The same job for other numbers, of the same names, dtypes and shapes; what has been
-        found of those holds for it too."""
-        twin = copy(self)
-        twin.__dict__.pop("key", None)  # tells tensors without B apart
-        object.__setattr__(twin, "inputs", self.inputs._replace(tensors=tensors))
-        return twin
+    def with_tensors(self, tensors: Mapping[str, RawTensor]) -> Self:
+        """Returns the same job with other tensors of the same names, dtypes and shapes.
+
+        Cached properties that depend on shapes only are kept.
+        """
+        job = copy(self)
+        job.__dict__.pop("batch_key", None)  # depends on which objects the tensors are
+        object.__setattr__(job, "inputs", self.inputs._replace(tensors=tensors))
+        return job
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """The parameters, by the names that the variant's functions give them."""
+        """The parameters by name, as the variant's functions take them."""
         return {n: getattr(self.parameters, n) for n in type(self.parameters).model_fields}
 
     @cached_property
-    def answers(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """dtype and shape of each output, as it goes back."""
-        found = {n: (self.dtype_of(n), self.answer_shape(n)) for n in self.outputs}
-        if self.form.is_digest:
-            dtype, _ = found.pop("weights")
-            weights, bound = self.variant.outputs["weights"], self.inputs.bound
-            extents = forms.extents(self.form, weights, bound.sizes)
-            for name, part in forms.parts(self.form.kind, weights).items():
-                shape = tuple(extents[x] for x in part.letters if x not in bound.dropped)
-                found[name] = "int64" if part.is_whole else dtype, shape
-        return found
+    def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of each output in the response."""
+        specs = {n: (self.dtype_of(n), self.output_shape(n)) for n in self.outputs}
+        if self.form.is_summary:
+            dtype, _ = specs.pop("weights")
+            weights, axes = self.variant.outputs["weights"], self.inputs.axes
+            sizes = weight_forms.form_sizes(self.form, weights, axes.sizes)
+            for name, spec in weight_forms.form_tensors(self.form.kind, weights).items():
+                shape = tuple(sizes[x] for x in spec.letters if x not in axes.omitted)
+                specs[name] = "int64" if spec.is_integer else dtype, shape
+        return specs
 
     @property
-    def is_fused(self) -> bool:
-        """Whether nothing but torch's kernel is to run; a layer's products are not that."""
+    def uses_sdpa(self) -> bool:
+        """True if torch's SDPA kernel alone runs, without a layer."""
         inputs = self.inputs
-        return inputs.layer is None and self.variant.fused(
-            inputs.bound.sizes, self.parameters, self.outputs
+        return inputs.layer is None and self.variant.uses_sdpa(
+            inputs.axes.sizes, self.parameters, self.outputs
         )
 
     @property
-    def marks(self) -> dict[str, str]:
-        """What an answer says of its weights, where it has them: `weights_are`."""
+    def annotations(self) -> dict[str, str]:
+        """Fields that the response adds to the weights: `weights_are`."""
         if "weights" not in self.outputs:
             return {}
         return {"weights_are": self.variant.weights_are(self.parameters)}
 
     def has_batch(self, name: str) -> bool:
-        """Whether an input has one item for each item of the batch."""
+        """Returns True if an input has one item for each item of the batch."""
         return name not in self.variant.inputs or "B" in self.variant.inputs[name].letters
 
     @cached_property
-    def pairs(self) -> int:
-        """How many pairs of a query and a key are looked at, whether they are returned or not."""
-        own = self.variant.pairs(self.inputs.bound.sizes, self.parameters)
-        return own + (own if self.form.kind == "pool" else self._looked_at)
+    def score_count(self) -> int:
+        """Scores that are computed, one per pair of a query and a key, returned or not."""
+        own = self.variant.score_count(self.inputs.axes.sizes, self.parameters)
+        return own + (own if self.form.kind == "pool" else self._form_score_count)
 
     @property
-    def _looked_at(self) -> int:
-        """How many weights a form is made of, beside those that make the output."""
+    def _form_score_count(self) -> int:
+        """Scores that the form needs beyond those of the output."""
         if self.form.kind not in ("rows", "top_k", "stats"):
             return 0
         weights = self.variant.outputs["weights"]
-        rows = forms.parts("rows", weights) if self.form.rows else {"weights": weights}
-        extents = forms.extents(self.form, weights, self.inputs.bound.sizes)
-        return math.prod(extents[letter] for letter in rows["weights"].letters)
+        spec = weight_forms.form_tensors("rows", weights)["weights"] if self.form.rows else weights
+        sizes = weight_forms.form_sizes(self.form, weights, self.inputs.axes.sizes)
+        return math.prod(sizes[letter] for letter in spec.letters)
 
     def _check_size(self, limits: Limits) -> None:
-        if self.pairs > limits.scores:
-            raise TooLarge(
-                f"{self.variant.name} would compute {self.pairs} scores, one for each pair of a "
-                f"query and a key, or what takes as long; at most {limits.scores} are computed",
-                limit=limits.scores,
+        if self.score_count > limits.score_count:
+            raise PayloadTooLarge(
+                f"{self.variant.name} would compute {self.score_count} scores, one for each pair "
+                "of a query and a key, or what takes as long; at most "
+                f"{limits.score_count} are computed",
+                limit=limits.score_count,
             )
-        if self.bytes_out > limits.answer:
-            hint = f" ({forms.LESS})" if "weights" in self.outputs else ""
-            raise TooLarge(
+        if self.bytes_out > limits.response_bytes:
+            hint = f" ({weight_forms.SMALLER_FORMS})" if "weights" in self.outputs else ""
+            raise PayloadTooLarge(
                 f"the answer would hold {self.bytes_out} bytes of tensors; at most "
-                f"{limits.answer} are answered{hint}",
-                limit=limits.answer,
+                f"{limits.response_bytes} are answered{hint}",
+                limit=limits.response_bytes,
             )
-        if self.bytes_in + self.bytes_out > limits.request:
-            raise TooLarge(
+        if self.bytes_in + self.bytes_out > limits.job_bytes:
+            raise PayloadTooLarge(
                 f"request and answer hold {self.bytes_in + self.bytes_out} bytes of tensors; at "
-                f"most {limits.request} may wait",
-                limit=limits.request,
+                f"most {limits.job_bytes} may wait",
+                limit=limits.job_bytes,
             )
 
 
-def _outputs(variant: Variant, run: Run, form: Form) -> frozenset[str]:
-    named = run.outputs
-    if form.is_digest and "weights" not in variant.outputs:
+def _select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> frozenset[str]:
+    named = fields.outputs
+    if form.is_summary and "weights" not in variant.outputs:
         raise InvalidContent(f"{variant.name} has no weights", pointer="/weights")
     if named is None:
         named = [n for n in ("output", "weights") if n in variant.outputs]
@@ -263,9 +268,9 @@ def _outputs(variant: Variant, run: Run, form: Form) -> frozenset[str]:
         raise InvalidContent("outputs is empty; name at least one", pointer="/outputs")
     if form == NONE and "weights" in named:
         raise InvalidContent('outputs names weights, and "weights" says "none"', pointer="/weights")
-    if form.is_digest and "weights" not in named:
+    if form.is_summary and "weights" not in named:
         raise InvalidContent(
-            f"weights came as {shown(form.asked)}, and outputs does not name weights",
+            f"weights came as {format_value(form.as_json)}, and outputs does not name weights",
             pointer="/weights",
         )
     return frozenset(named)

@@ -1,4 +1,4 @@
-"""The forms that weights are answered in: what a request says for each, and what it is given."""
+"""The forms in which weights are returned: parsing, checks, tensors and sizes."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from qkv.attention.catalogue import Output
-from qkv.errors import InvalidContent, pointer_to, shown
+from qkv.errors import InvalidContent, format_value, pointer_to
 
 __all__ = [
     "FULL",
     "KINDS",
-    "LESS",
     "NONE",
-    "Form",
-    "Part",
+    "SMALLER_FORMS",
+    "FormTensor",
+    "WeightForm",
     "check",
-    "extents",
+    "form_sizes",
+    "form_tensors",
     "parse",
-    "parts",
     "query_axis",
     "schema",
 ]
 
 _KNOWN: Final = '"full", "none", "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}'
-LESS: Final = (
+SMALLER_FORMS: Final = (
     '"weights" may be "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}, which hold less; '
     '"weights": "none" leaves them out'
 )
-"""What to ask for instead of weights that are too large."""
+"""A hint for the error about weights that are too large."""
 
 _HEADS: Final = "BHG"  # axes that are no query axis
 
 
 KINDS: Final = ("rows", "top_k", "pool", "stats")
-"""Of digests: what is made of the matrix, and is not the matrix itself."""
+"""The forms that summarize the matrix instead of returning it."""
 
 
-class Form(NamedTuple):
-    """A form.
+class WeightForm(NamedTuple):
+    """A form in which weights are returned.
 
     Attributes:
         kind: full, none, stats, rows, top_k or pool.
         size: the k of top_k, the bins of pool.
-        rows: those of rows.
+        rows: the row numbers of rows.
     """
 
     kind: str
@@ -51,83 +51,85 @@ class Form(NamedTuple):
     rows: tuple[int, ...] = ()
 
     @property
-    def is_digest(self) -> bool:
-        """Whether it is made of the matrix, and is not the matrix itself, or nothing."""
+    def is_summary(self) -> bool:
+        """True if tensors computed from the matrix are returned instead of the matrix."""
         return self.kind in KINDS
 
     @property
-    def asked(self) -> Any:
-        """What a request says for it."""
+    def as_json(self) -> Any:
+        """The value of the field `weights` in a request."""
         if self.kind == "rows":
             return {"rows": list(self.rows)}
         return {self.kind: self.size} if self.kind in ("top_k", "pool") else self.kind
 
 
-FULL: Final = Form("full")
-NONE: Final = Form("none")
+FULL: Final = WeightForm("full")
+NONE: Final = WeightForm("none")
 
 
-class Part(NamedTuple):
-    """A tensor that a form is answered as.
+class FormTensor(NamedTuple):
+    """A tensor of a form.
 
     Attributes:
-        letters: one per axis: the weights' own, and of what `extents` says.
-        is_whole: its numbers are whole ones: int64; else the weights' dtype.
+        letters: one per axis: those of the weights, and those that `form_sizes` adds.
+        is_integer: its dtype is int64; otherwise it is that of the weights.
     """
 
     letters: tuple[str, ...]
-    is_whole: bool = False
+    is_integer: bool = False
 
 
-def parse(asked: Any) -> Form:
-    """The form that a request's `weights` asks for.
+def parse(value: Any) -> WeightForm:
+    """Parses the field `weights` of a request.
 
     Raises:
-        InvalidContent: there is none such.
+        InvalidContent: the value is no form.
     """
-    if isinstance(asked, str) and asked in ("full", "none", "stats"):
-        return Form(asked)
-    if not isinstance(asked, dict) or len(asked) != 1 or next(iter(asked)) not in KINDS[:3]:
+    if isinstance(value, str) and value in ("full", "none", "stats"):
+        return WeightForm(value)
+    if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS[:3]:
         raise InvalidContent(
-            f"weights came as {shown(asked)}; it must be {_KNOWN}", pointer="/weights"
+            f"weights came as {format_value(value)}; it must be {_KNOWN}", pointer="/weights"
         )
-    ((kind, value),) = asked.items()
+    ((kind, content),) = value.items()
     if kind != "rows":
-        return Form(kind, _whole(value, f"weights.{kind}", pointer_to("weights", kind), 1))
-    if not isinstance(value, list) or not value:
+        return WeightForm(
+            kind, _parse_integer(content, f"weights.{kind}", pointer_to("weights", kind), 1)
+        )
+    if not isinstance(content, list) or not content:
         raise InvalidContent(
-            f"weights.rows came as {shown(value)}; it must be a list of at least one row",
+            f"weights.rows came as {format_value(content)}; it must be a list of at least one row",
             pointer="/weights/rows",
         )
     rows = (
-        _whole(row, f"weights.rows[{i}]", pointer_to("weights", "rows", i), 0)
-        for i, row in enumerate(value)
+        _parse_integer(row, f"weights.rows[{i}]", pointer_to("weights", "rows", i), 0)
+        for i, row in enumerate(content)
     )
-    return Form(kind, rows=tuple(rows))
+    return WeightForm(kind, rows=tuple(rows))
 
 
-def _whole(value: Any, name: str, pointer: str, least: int) -> int:
+def _parse_integer(value: Any, name: str, pointer: str, least: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # as JSON Schema has it
     if type(value) is not int or not least <= value < 1 << 63:
         raise InvalidContent(
-            f"{name} came as {shown(value)}; it must be a whole number, {least} or more",
+            f"{name} came as {format_value(value)}; it must be a whole number, {least} or more",
             pointer=pointer,
         )
     return value
 
 
 def query_axis(weights: Output) -> str | None:
-    """The letter of the weights' query axis; None where each item is one row."""
+    """Returns the letter of the weights' query axis; None if each item has a single row."""
     letter = weights.letters[-2] if len(weights.letters) > 1 else "B"
     return None if letter in _HEADS else letter
 
 
-def check(form: Form, variant: str, weights: Output, sizes: Mapping[str, int]) -> None:
-    """Holds a form against the sizes of a request.
+def check(form: WeightForm, variant: str, weights: Output, sizes: Mapping[str, int]) -> None:
+    """Checks a form against the axis sizes of a request.
 
     Raises:
-        InvalidContent: it asks for rows or keys that there are not.
+        InvalidContent: the form asks for rows or keys that do not exist.
     """
     key, query = weights.letters[-1], query_axis(weights)
     if form.kind == "top_k" and form.size > sizes[key]:
@@ -152,29 +154,34 @@ def check(form: Form, variant: str, weights: Output, sizes: Mapping[str, int]) -
             )
 
 
-def parts(kind: str, weights: Output) -> dict[str, Part]:
-    """The tensors that a form is answered as, by name: R rows, K keys, P and Q bins of queries and
-    of keys."""
+def form_tensors(kind: str, weights: Output) -> dict[str, FormTensor]:
+    """Returns the tensors of a form by name.
+
+    Their letters may be R (rows), K (keys), P and Q (bins of queries and of keys).
+    """
     key, query = weights.letters[-1], query_axis(weights)
     lead = weights.letters[:-1] if query is None else weights.letters[:-2]
     rows = lead if query is None else (*lead, query)
     if kind == "rows":
-        return {"weights": Part((*lead, "R", key))}
+        return {"weights": FormTensor((*lead, "R", key))}
     if kind == "top_k":
-        return {"weights": Part((*rows, "K")), "indices": Part((*rows, "K"), is_whole=True)}
+        return {
+            "weights": FormTensor((*rows, "K")),
+            "indices": FormTensor((*rows, "K"), is_integer=True),
+        }
     if kind == "pool":
-        return {"weights": Part((*lead, *(() if query is None else "P"), "Q"))}
+        return {"weights": FormTensor((*lead, *(() if query is None else "P"), "Q"))}
     return {
-        "entropy": Part(rows),
-        "largest": Part(rows),
-        "largest_index": Part(rows, is_whole=True),
-        "effective_keys": Part(rows),
-        "received": Part((*lead, key)),
+        "entropy": FormTensor(rows),
+        "largest": FormTensor(rows),
+        "largest_index": FormTensor(rows, is_integer=True),
+        "effective_keys": FormTensor(rows),
+        "received": FormTensor((*lead, key)),
     }
 
 
-def extents(form: Form, weights: Output, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of a request's letters, and of those that a form brings."""
+def form_sizes(form: WeightForm, weights: Output, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sizes of a request's letters and of the letters that a form adds."""
     keys, query = sizes[weights.letters[-1]], query_axis(weights)
     own = {
         "R": len(form.rows),
@@ -186,7 +193,7 @@ def extents(form: Form, weights: Output, sizes: Mapping[str, int]) -> dict[str, 
 
 
 def schema(weights: Output) -> dict[str, Any]:
-    """What JSON schema says of a request's `weights`."""
+    """Returns the JSON schema of the field `weights` of a request."""
     count = {"type": "integer", "minimum": 1, "maximum": (1 << 63) - 1}
     row = {"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1}
     fields = {"top_k": count, "pool": count}

@@ -1,6 +1,6 @@
 // Calls of the service, with a key where it needs one, and its problems.
 
-import { askForKey, forgetKey, key } from "./key.js";
+import { forgetKey, getKey, promptForKey } from "./api_key.js";
 
 /** What the service, or the way to it, has against a call: RFC 9457's members. */
 export class Problem extends Error {
@@ -14,18 +14,18 @@ export class Problem extends Error {
 }
 
 /** GET, answered in JSON. */
-export const get = async (path, signal) => (await call(path, { signal })).json();
+export const get = async (path, signal) => (await sendRequest(path, { signal })).json();
 
 /**
  * POST of JSON, answered in JSON.
  *
- * @returns {Promise<{answer: Object, took: number}>} and the milliseconds that this page waited
+ * @returns {Promise<{result: Object, elapsedMs: number}>} and the milliseconds that this page waited
  */
 export async function post(path, body, signal) {
-  const begin = performance.now();
-  const response = await call(path, posted(body, signal));
-  const answer = await response.json();
-  return { answer, took: performance.now() - begin };
+  const startedAt = performance.now();
+  const response = await sendRequest(path, postOptions(body, signal));
+  const result = await response.json();
+  return { result, elapsedMs: performance.now() - startedAt };
 }
 
 /**
@@ -33,51 +33,51 @@ export async function post(path, body, signal) {
  *
  * @yields {{event: string, data: Object}}
  */
-export async function* events(path, body, signal) {
-  const response = await call(path, posted(body, signal, "text/event-stream"));
+export async function* streamEvents(path, body, signal) {
+  const response = await sendRequest(path, postOptions(body, signal, "text/event-stream"));
   let text = "";
-  for await (const chunk of read(response.body.pipeThrough(new TextDecoderStream()))) {
+  for await (const chunk of readChunks(response.body.pipeThrough(new TextDecoderStream()))) {
     text += chunk.replaceAll("\r\n", "\n");
     for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
       const lines = text.slice(0, end).split("\n");
       text = text.slice(end + 2);
-      const said = (name) =>
+      const fieldValues = (name) =>
         lines.filter((l) => l.startsWith(`${name}:`)).map((l) => l.slice(name.length + 1).trim());
-      const data = said("data").join("\n");
-      if (data) yield { event: said("event")[0] ?? "message", data: JSON.parse(data) };
+      const data = fieldValues("data").join("\n");
+      if (data) yield { event: fieldValues("event")[0] ?? "message", data: JSON.parse(data) };
     }
   }
 }
 
 // for await over the stream itself is not in every browser
-async function* read(stream) {
+async function* readChunks(stream) {
   const reader = stream.getReader();
   try {
-    for (let part = await reader.read(); !part.done; part = await reader.read()) yield part.value;
+    for (let next = await reader.read(); !next.done; next = await reader.read()) yield next.value;
   } finally {
     await reader.cancel();
   }
 }
 
-function posted(body, signal, wanted = "application/json") {
-  const headers = { "Content-Type": "application/json", Accept: wanted };
+function postOptions(body, signal, accept = "application/json") {
+  const headers = { "Content-Type": "application/json", Accept: accept };
   return { method: "POST", body: JSON.stringify(body), headers, signal };
 }
 
-async function call(path, init) {
+async function sendRequest(path, init) {
   for (;;) {
-    const known = key();
-    const bearer = known ? { Authorization: `Bearer ${known}` } : {};
-    const response = await reach(path, { ...init, headers: { ...init.headers, ...bearer } });
+    const apiKey = getKey();
+    const bearer = apiKey ? { Authorization: `Bearer ${apiKey}` } : {};
+    const response = await fetchOrThrow(path, { ...init, headers: { ...init.headers, ...bearer } });
     if (response.ok) return response;
-    const problem = await problemOf(response);
+    const problem = await parseProblem(response);
     if (response.status !== 401) throw problem;
-    if (known && known === key()) forgetKey();
-    if (!(await askForKey(Boolean(known)))) throw problem;
+    if (apiKey && apiKey === getKey()) forgetKey();
+    if (!(await promptForKey(Boolean(apiKey)))) throw problem;
   }
 }
 
-async function reach(path, init) {
+async function fetchOrThrow(path, init) {
   try {
     return await fetch(path, init);
   } catch (error) {
@@ -86,7 +86,7 @@ async function reach(path, init) {
   }
 }
 
-async function problemOf(response) {
+async function parseProblem(response) {
   try {
     return new Problem({ status: response.status, ...(await response.json()) });
   } catch {

@@ -21,16 +21,16 @@ export function h(tag, attributes = {}, ...children) {
 }
 
 /** The element with this id. */
-export const find = (id) => document.getElementById(id);
+export const findById = (id) => document.getElementById(id);
 
 /** Shows a text in an element, or hides it where there is none. */
-export function say(element, text) {
+export function setText(element, text) {
   element.textContent = text ?? "";
   element.hidden = !text;
 }
 
 /** A number in about as many digits, without a long tail. */
-export function number(value, digits = 4) {
+export function formatNumber(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
   if (value === 0) return "0";
@@ -41,20 +41,20 @@ export function number(value, digits = 4) {
 }
 
 /** A number with so many decimals, so that numbers in a column can be compared. */
-export function fixed(value, decimals = 4) {
-  if (!Number.isFinite(value)) return number(value);
+export function formatFixed(value, decimals = 4) {
+  if (!Number.isFinite(value)) return formatNumber(value);
   return value.toFixed(decimals).replace("-", "−");
 }
 
 /** Milliseconds. */
-export function time(ms) {
+export function formatTime(ms) {
   if (!Number.isFinite(ms)) return "–";
   if (ms >= 1000) return `${(ms / 1000).toPrecision(3)} s`;
   return ms >= 0.1 ? `${Number(ms.toPrecision(3))} ms` : `${Number((ms * 1000).toPrecision(3))} µs`;
 }
 
 /** A count of things with a prefix, such as 1.2 G, or of bytes, such as 3.4 MiB. */
-export function many(value, unit = "") {
+export function formatCount(value, unit = "") {
   const step = unit ? 1024 : 1000;
   if (!Number.isFinite(value)) return "–";
   const prefixes = step === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];
@@ -68,10 +68,10 @@ export function many(value, unit = "") {
 }
 
 /** Calls once things have been quiet for so long. */
-export function soon(action, ms) {
+export function debounce(callback, ms) {
   let timer = 0;
   return (...values) => {
     clearTimeout(timer);
-    timer = setTimeout(() => action(...values), ms);
+    timer = setTimeout(() => callback(...values), ms);
   };
 }

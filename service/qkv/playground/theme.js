@@ -1,6 +1,6 @@
 // Light and dark: the system's choice, until somebody makes another.
 
-const NAME = "qkv-theme";
+const STORAGE_KEY = "qkv-theme";
 const system = matchMedia("(prefers-color-scheme: dark)");
 
 /** Whether the page is dark now. */
@@ -9,24 +9,24 @@ export function isDark() {
   return chosen ? chosen === "dark" : system.matches;
 }
 
-/** Has a button change the theme; `changed` is called when it has become another. */
-export function themed(button, changed) {
-  const chosen = localStorage.getItem(NAME);
+/** Has a button change the theme; `onChange` is called when it has become another. */
+export function listenToTheme(button, onChange) {
+  const chosen = localStorage.getItem(STORAGE_KEY);
   if (chosen) document.documentElement.dataset.theme = chosen;
-  const shown = () => {
+  const updateButton = () => {
     button.textContent = isDark() ? "Light" : "Dark";
     button.setAttribute("aria-label", `Change to the ${isDark() ? "light" : "dark"} theme`);
   };
   const update = () => {
-    shown();
-    changed();
+    updateButton();
+    onChange();
   };
   button.addEventListener("click", () => {
     const theme = isDark() ? "light" : "dark";
     document.documentElement.dataset.theme = theme;
-    localStorage.setItem(NAME, theme);
+    localStorage.setItem(STORAGE_KEY, theme);
     update();
   });
   system.addEventListener("change", update);
-  shown();
+  updateButton();
 }

@@ -1,8 +1,8 @@
 // How long the last calls took, and with what.
 
-import { h, time } from "./dom.js";
+import { formatTime, h } from "./dom.js";
 
-const SHOWN = 5;
+const MAX_CALLS = 5;
 const PARTS = [
   ["queue", "Queue", ({ queue_ms: ms }) => ms],
   ["transfer", "Transfer", ({ transfer_ms: ms }) => ms],
@@ -14,9 +14,9 @@ const PARTS = [
  * The list of calls.
  *
  * @param {HTMLElement} root
- * @returns {(call: {variant, what, timing, took}) => void} called for each
+ * @returns {(call: {variant, what, timing, elapsedMs}) => void} called for each
  */
-export function timings(root) {
+export function createTimingList(root) {
   const list = h("ol", { class: "calls", reversed: true });
   const key = PARTS.map(([part, title]) =>
     h("li", {}, h("span", { class: `swatch ${part}` }), title),
@@ -25,21 +25,21 @@ export function timings(root) {
   const calls = [];
   return (call) => {
     calls.unshift(call);
-    calls.splice(SHOWN);
+    calls.splice(MAX_CALLS);
     const longest = Math.max(...calls.map(({ timing }) => timing.total_ms));
-    list.replaceChildren(...calls.map((one) => item(one, longest)));
+    list.replaceChildren(...calls.map((one) => createItem(one, longest)));
   };
 }
 
-function item({ variant, what, timing, took }, longest) {
+function createItem({ variant, what, timing, elapsedMs }, longest) {
   const bar = h("div", { class: "stack", "aria-hidden": "true" });
-  const said = [];
+  const descriptions = [];
   for (const [part, title, of] of PARTS) {
     const ms = Math.max(of(timing), 0);
-    const piece = h("span", { class: part });
-    piece.style.width = `${(100 * ms) / longest}%`;
-    bar.append(piece);
-    said.push(`${title.toLowerCase()} ${time(ms)}`);
+    const segment = h("span", { class: part });
+    segment.style.width = `${(100 * ms) / longest}%`;
+    bar.append(segment);
+    descriptions.push(`${title.toLowerCase()} ${formatTime(ms)}`);
   }
   return h(
     "li",
@@ -48,14 +48,14 @@ function item({ variant, what, timing, took }, longest) {
       "div",
       { class: "line" },
       h("span", {}, h("strong", {}, variant), ` ${what}`),
-      h("span", {}, time(timing.total_ms)),
+      h("span", {}, formatTime(timing.total_ms)),
     ),
     bar,
-    h("p", { class: "hint" }, said.join(" · ")),
+    h("p", { class: "hint" }, descriptions.join(" · ")),
     h(
       "p",
       { class: "hint" },
-      `batch of ${timing.batch_size} · ${timing.device} · ${timing.backend} · ${time(took)} to here and back`,
+      `batch of ${timing.batch_size} · ${timing.device} · ${timing.backend} · ${formatTime(elapsedMs)} to here and back`,
     ),
   );
 }

@@ -1,4 +1,4 @@
-"""Looks at connections now and then, so that none is held for one who neither sends nor reads."""
+"""Closes connections whose client sends or reads too slowly."""
 
 from __future__ import annotations
 
@@ -13,64 +13,70 @@ if sys.platform == "linux":
     import fcntl
     import termios
 
-__all__ = ["Watch", "untaken"]
+__all__ = ["ConnectionTimeouts", "unsent_bytes"]
 
-_LINGER_S: Final = 2.0  # a caller that still sends when its connection is closed sees no answer
+_LINGER_S: Final = 2.0  # a client that still sends when its connection is closed sees no response
 
 
-class _Watched(Protocol):
-    """A connection that ends itself where it is late."""
+class _Checked(Protocol):
+    """A connection that closes itself if its client is too slow."""
 
     loop: asyncio.AbstractEventLoop
 
-    def look(self) -> None:
-        """Called every now and then."""
+    def check(self) -> None:
+        """Called once a period_s."""
 
 
-class Watch:
-    """Ends connections on which what is to be read comes too slowly, or what is written is not
-    taken.
+class ConnectionTimeouts:
+    """Checks all connections periodically, so that a request costs nothing.
 
-    It looks at all of them now and then, so that a request costs it nothing, and counts how often
-    it looked, not seconds: a process that was held up for long finds nobody late.
+    Counts checks, not seconds, so that a paused process does not time out all its connections.
 
     Args:
-        patience_s: seconds that a head may take, and each part of a body.
-        unread_s: seconds in which a caller may take nothing of its answers.
+        read_timeout_s: for a head, and for each 64 KiB of a body.
+        write_timeout_s: in which a client may read nothing of its responses.
+
+    Attributes:
+        period_s: between two checks.
+        read_checks: after which a client is too slow to send.
+        write_checks: after which a client is too slow to read.
+        linger_checks: after which a connection that was closed for writing is closed.
     """
 
-    def __init__(self, patience_s: float, unread_s: float) -> None:
-        self.period = min(1.0, patience_s / 4, unread_s / 4)
-        self.patience = math.ceil(patience_s / self.period)
-        self.unread = math.ceil(unread_s / self.period)
-        self.linger = math.ceil(_LINGER_S / self.period)
-        self._open: set[_Watched] = set()
+    def __init__(self, read_timeout_s: float, write_timeout_s: float) -> None:
+        self.period_s = min(1.0, read_timeout_s / 4, write_timeout_s / 4)
+        self.read_checks = math.ceil(read_timeout_s / self.period_s)
+        self.write_checks = math.ceil(write_timeout_s / self.period_s)
+        self.linger_checks = math.ceil(_LINGER_S / self.period_s)
+        self._connections: set[_Checked] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, connection: _Watched) -> None:
-        """From now on it looks at this one too."""
-        self._open.add(connection)
+    def add(self, connection: _Checked) -> None:
+        """Adds a connection to those that are checked."""
+        self._connections.add(connection)
         if self._timer is None:
-            self._wait(connection.loop)
+            self._schedule(connection.loop)
 
-    def remove(self, connection: _Watched) -> None:
-        """It is closed."""
-        self._open.discard(connection)
+    def remove(self, connection: _Checked) -> None:
+        """Removes a closed connection."""
+        self._connections.discard(connection)
 
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_later(self.period, self._look, loop)
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(self.period_s, self._check_all, loop)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        for connection in list(self._open):
-            connection.look()
-        if self._open:
-            self._wait(loop)
+        for connection in list(self._connections):
+            connection.check()
+        if self._connections:
+            self._schedule(loop)
 
 
-def untaken(transport: asyncio.Transport) -> int:
-    """Bytes that the kernel has and the other side has not, where it tells (tcp(7), SIOCOUTQ): it
-    takes more only after a third of a few megabytes has gone, which a slow reader needs long for.
+def unsent_bytes(transport: asyncio.Transport) -> int:
+    """Returns how many bytes the kernel's send buffer holds; 0 on other systems than Linux.
+
+    Its own count is needed (tcp(7), SIOCOUTQ): the kernel takes more only after a third of its
+    buffer of a few megabytes is free, which a slow reader needs long for.
     """
     if sys.platform != "linux":
         return 0

@@ -1,8 +1,6 @@
-"""A connection as uvicorn has it, bounded in what a stranger may send on it and in what time, and
-in how long an answer is kept for one who does not take it.
+"""uvicorn's HTTP/1.1 protocol with limits: sizes of headers and framing, read and write timeouts.
 
-What is wrong is said in the protocol's own form, behind the answers that are still due, and ends
-the connection.
+After an error the connection sends the responses that are due, an error response, and closes.
 """
 
 from __future__ import annotations
@@ -24,29 +22,36 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from qkv.errors import Internal, QkvError, TooLarge, TooLong, TooSlow, Unparseable
-from qkv.server.connection_timeouts import Watch, untaken
+from qkv.errors import (
+    HeadersTooLarge,
+    Internal,
+    MalformedRequest,
+    PayloadTooLarge,
+    QkvError,
+    RequestTimeout,
+)
+from qkv.server.connection_timeouts import ConnectionTimeouts, unsent_bytes
 
-__all__ = ["BODY", "NOTHING", "Connection", "path_of"]
+__all__ = ["BODY", "NOTHING", "LimitedHttpProtocol", "path_of"]
 
-_log = logging.getLogger("qkv.connection")
+_log = logging.getLogger(__name__)
 
-_MOST_HEADERS: Final = 100
-_MOST_HEAD: Final = 1 << 16  # bytes of a url and of names and values of headers
-_MOST_FRAMING: Final = 1 << 20  # bytes of a message that are no body: its head, lines of chunks
-_MOST_IGNORED: Final = 1 << 28  # bytes of a body that come after its answer, or are never read
-_LEAST_BITS: Final = 16  # of a body, 1 << 16 bytes at least have to come before patience ends
+_MAX_HEADERS: Final = 100
+_MAX_HEAD_BYTES: Final = 1 << 16  # of the URL and of names and values of headers
+_MAX_FRAMING_BYTES: Final = 1 << 20  # of a request other than its body: head, chunk sizes
+_MAX_IGNORED_BYTES: Final = 1 << 28  # of a body that arrive after the response, or are never read
+_PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body have to arrive within the read timeout
 
-HEAD, BODY, NOTHING = range(3)  # what is being read
+HEAD, BODY, NOTHING = range(3)  # what the connection is reading
 
 
-class Connection(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
     Args:
         config, server_state, app_state, _loop: as uvicorn's protocols take them.
-        watch: sees to it that what is read comes in time.
-        refusal: what answers an error below a path.
+        timeouts: checks it periodically.
+        error_response: makes the response for an error at a path.
     """
 
     def __init__(
@@ -56,105 +61,110 @@ class Connection(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        watch: Watch,
-        refusal: Callable[[QkvError, str], Response],
+        timeouts: ConnectionTimeouts,
+        error_response: Callable[[QkvError, str], Response],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._watch, self._refusal = watch, refusal
+        self._timeouts, self._error_response = timeouts, error_response
         self.url = b""
-        self._reads = HEAD
-        self._piece = self._framing = self._received = self._ignored = 0
+        self._reading = HEAD
+        self._chunk_bytes = self._framing_bytes = self._received_bytes = self._ignored_bytes = 0
         self._is_upgrade = False
-        self._farewell: bytes | None = None  # what ends the connection, once there is something
-        self._has_left = False
-        self._seen: tuple[Any, int] | None = None
-        self._looks = 0
-        self._is_resting = False  # nothing is sent or answered, and uvicorn has set no timer
-        self._rests = 0
-        self._running: RequestResponseCycle | None = None
-        self._unsent = self._unread = 0
+        self._last_response: bytes | None = None  # sent before the connection closes
+        self._is_lingering = False
+        self._progress: tuple[Any, int] | None = None
+        self._slow_checks = 0
+        self._is_idle = False  # headers alive, without a timer of uvicorn
+        self._idle_checks = 0
+        self._current_cycle: RequestResponseCycle | None = None
+        self._unsent_bytes = self._unread_checks = 0
         self._has_drained = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._outlet = SimpleNamespace(
-            write=transport.write, is_closing=transport.is_closing, close=self._finish
+        self._cycle_transport = SimpleNamespace(
+            write=transport.write, is_closing=transport.is_closing, close=self._close_after_response
         )
-        self._watch.add(self)
+        self._timeouts.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._watch.remove(self)
-        self._leave_running()
+        self._timeouts.remove(self)
+        self._disconnect_cycle()
         super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        cycle.transport = cast("asyncio.Transport", self._outlet)
+        self._current_cycle = cycle
+        cycle.transport = cast("asyncio.Transport", self._cycle_transport)
         super()._start_asgi_task(cycle, app)
 
-    def _leave_running(self) -> None:
-        """Says that its caller has left to what is being answered; uvicorn says it to the request
-        that came last, which may wait behind others."""
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
+    def _disconnect_cycle(self) -> None:
+        """Tells the request in progress that its client has disconnected; uvicorn tells the last
+        one received, which may be queued behind others."""
+        if self._current_cycle is not None and not self._current_cycle.response_complete:
+            self._current_cycle.disconnected = True
+            self._current_cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """uvicorn's own, but for what it does with errors and upgrades."""
-        if self._farewell is not None:
+        """Parses data as uvicorn does, except for errors and upgrades."""
+        if self._last_response is not None:
             self._ignore(len(data))
             return
         self._unset_keepalive_if_required()
-        self._received += len(data)
+        self._received_bytes += len(data)
         rest = memoryview(data)
-        while self._farewell is None and (end := self._feed(rest)) is not None:
+        while self._last_response is None and (end := self._feed(rest)) is not None:
             rest = rest[end:]
             self._feed(self._head_without_upgrade())
 
     def _feed(self, data: bytes | memoryview) -> int | None:
-        """Has it parsed; where a head ends that asks for another protocol, and comes again without
-        that before what is behind it."""
-        self._piece = len(data)
-        self._framing += self._piece
+        """Parses data; returns where a head ends that asks for an upgrade: it has to be parsed
+        again without."""
+        self._chunk_bytes = len(data)
+        self._framing_bytes += self._chunk_bytes
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             return int(upgrade.args[0])
         except httptools.HttpParserError as error:
-            self.part(self._meant(error))
+            self.close_with_error(self._error_from(error))
         else:
-            if self._framing > _MOST_FRAMING:
-                what = f"more than {_MOST_FRAMING} bytes"
-                if self._reads == HEAD:
-                    self.part(TooLong(f"the request's head has {what}"))
+            if self._framing_bytes > _MAX_FRAMING_BYTES:
+                what = f"more than {_MAX_FRAMING_BYTES} bytes"
+                if self._reading == HEAD:
+                    self.close_with_error(HeadersTooLarge(f"the request's head has {what}"))
                 else:
-                    self.part(TooLarge(f"of the request, {what} are no body; send larger chunks"))
+                    self.close_with_error(
+                        PayloadTooLarge(f"of the request, {what} are no body; send larger chunks")
+                    )
         return None
 
     def on_message_begin(self) -> None:
-        self._reads, self._framing = HEAD, self._piece  # at most
+        self._reading, self._framing_bytes = HEAD, self._chunk_bytes  # at most
         super().on_message_begin()
 
     def check_head(self) -> bool:
-        """Whether the request whose head has come is to be answered; if it is not, it wants to go
-        over to another protocol, and comes again without that.
+        """Checks a complete head; false: it asks for an upgrade, and is parsed again without.
 
         Raises:
-            TooLong, Unparseable: it is refused; the parser stops.
+            HeadersTooLarge, MalformedRequest: it is rejected; the parser stops.
         """
         names = [name for name, _ in self.headers]
-        if len(names) > _MOST_HEADERS:
-            raise TooLong(f"the request has {len(names)} headers; at most {_MOST_HEADERS} are read")
-        if self._framing > _MOST_HEAD:
+        if len(names) > _MAX_HEADERS:
+            raise HeadersTooLarge(
+                f"the request has {len(names)} headers; at most {_MAX_HEADERS} are read"
+            )
+        if self._framing_bytes > _MAX_HEAD_BYTES:
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if size > _MOST_HEAD:
-                raise TooLong(f"the request's head has {size} bytes; at most {_MOST_HEAD} are read")
+            if size > _MAX_HEAD_BYTES:
+                raise HeadersTooLarge(
+                    f"the request's head has {size} bytes; at most {_MAX_HEAD_BYTES} are read"
+                )
         hosts = names.count(b"host")
         if hosts != 1 and (hosts or self.parser.get_http_version() == "1.1"):
-            raise Unparseable(f"the request has {hosts} Host headers; it must have one")
+            raise MalformedRequest(f"the request has {hosts} Host headers; it must have one")
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise Unparseable("CONNECT asks for a proxy, and this is none")
+                raise MalformedRequest("CONNECT asks for a proxy, and this is none")
             self._is_upgrade = True
             return False
         return True
@@ -163,8 +173,8 @@ class Connection(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             self.url = _with_path(self.url)
         super().on_headers_complete()
-        self._reads, self._ignored = BODY, 0
-        self.headers = []  # what comes as headers from now on stands behind a body, and is not read
+        self._reading, self._ignored_bytes = BODY, 0
+        self.headers = []  # headers from now on are trailers, and not read
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
@@ -172,42 +182,42 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def _ignore(self, size: int) -> None:
-        """Throws away what comes after its answer: a caller that sends all before it reads would
-        see a broken connection otherwise. It has an end."""
-        self._received += size if self._has_left else 0
-        self._ignored += size
-        if self._ignored > _MOST_IGNORED:
+        """Discards bytes that arrive after the response, up to a limit: a client that sends all
+        before it reads would see a broken connection otherwise."""
+        self._received_bytes += size if self._is_lingering else 0
+        self._ignored_bytes += size
+        if self._ignored_bytes > _MAX_IGNORED_BYTES:
             self.transport.close()
 
-    def _finish(self) -> None:
-        """Closes behind an answer, where no more is to come on this connection."""
-        if self._reads == BODY:
+    def _close_after_response(self) -> None:
+        """Closes after a response, on a connection that is not headers alive."""
+        if self._reading == BODY:
             self.pipeline.clear()
-            self._farewell = b""  # it is said already
-            self._leave()
+            self._last_response = b""  # the response was it
+            self._send_last_response()
         else:
             self.transport.close()
 
     def on_message_complete(self) -> None:
         if not self._is_upgrade:
-            self._reads = NOTHING
+            self._reading = NOTHING
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
-        if self._has_left:
-            self._unset_keepalive_if_required()  # what is still sent has its own time
-        elif self._farewell is not None and is_last:
-            self._leave()
+        if self._is_lingering:
+            self._unset_keepalive_if_required()  # lingering has its own timeout
+        elif self._last_response is not None and is_last:
+            self._send_last_response()
 
-    def _begin_rest(self) -> None:
-        """An answer is given that uvicorn knows nothing of."""
+    def _begin_idle(self) -> None:
+        """Counts a response that uvicorn knows nothing of, and begins to wait for a request."""
         self.server_state.total_requests += 1
-        self._is_resting, self._rests, self._seen = True, 0, None
+        self._is_idle, self._idle_checks, self._progress = True, 0, None
 
     def shutdown(self) -> None:
-        if self._has_left:
+        if self._is_lingering:
             self.transport.close()
         super().shutdown()
 
@@ -215,127 +225,129 @@ class Connection(HttpToolsProtocol):
         self._has_drained = True
         super().resume_writing()
 
-    def look(self) -> None:
-        """Ends it where it is late; called every now and then."""
-        if self._is_unread():
-            self.drop()
+    def check(self) -> None:
+        """Closes the connection if its client is too slow; called once a period."""
+        if self._is_not_read():
+            self.abort()
             return
-        if self._is_resting:
-            self._rests += 1
-            if self._rests * self._watch.period > self.timeout_keep_alive:
+        if self._is_idle:
+            self._idle_checks += 1
+            if self._idle_checks * self._timeouts.period_s > self.timeout_keep_alive:
                 self.transport.close()
             return
-        seen = (self.scope, self._received >> _LEAST_BITS if self._reads == BODY else 0)
-        before, self._seen = self._seen, seen
-        if self._has_left:
-            self._looks = self._looks + 1 if before == seen else 0
-            if self._looks >= self._watch.linger:
+        seen = (self.scope, self._received_bytes >> _PROGRESS_BITS if self._reading == BODY else 0)
+        before, self._progress = self._progress, seen
+        if self._is_lingering:
+            self._slow_checks = self._slow_checks + 1 if before == seen else 0
+            if self._slow_checks >= self._timeouts.linger_checks:
                 self.transport.close()
         elif before is None or before[0] is not seen[0] or before[1] != seen[1]:
-            self._looks = 0
-        elif self._is_awaited():
-            self._looks += 1
-            if self._looks >= self._watch.patience:
-                self._looks = 0
-                if self.scope is None or self._reads == NOTHING:
-                    self.transport.close()  # nothing has come that could be answered
+            self._slow_checks = 0
+        elif self._is_client_due():
+            self._slow_checks += 1
+            if self._slow_checks >= self._timeouts.read_checks:
+                self._slow_checks = 0
+                if self.scope is None or self._reading == NOTHING:
+                    self.transport.close()  # there is no request to respond to
                     return
-                self.part(TooSlow("the rest of the request did not come in time"))
+                self.close_with_error(
+                    RequestTimeout("the rest of the request did not come in time")
+                )
         else:
-            self._looks = 0
+            self._slow_checks = 0
 
-    def drop(self) -> None:
-        """Ends it as it is: to close it would wait for what is not taken."""
-        self._leave_running()
+    def abort(self) -> None:
+        """Closes at once: `close` would wait for the client to read."""
+        self._disconnect_cycle()
         self.transport.abort()
 
-    def _is_unread(self) -> bool:
-        """Whether for too long nothing was taken of what is written. What is added meanwhile hides
-        nothing: little is, until it has drained."""
-        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        if self._unsent:
-            self._unsent += untaken(self.transport)
-        moves = not before or self._unsent < before or self._has_drained
-        self._unread = 0 if moves else self._unread + 1
+    def _is_not_read(self) -> bool:
+        """Returns whether the client has read nothing for too long. Bytes that are added meanwhile
+        hide no progress: few are, until the buffer has drained."""
+        before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
+        if self._unsent_bytes:
+            self._unsent_bytes += unsent_bytes(self.transport)
+        moves = not before or self._unsent_bytes < before or self._has_drained
+        self._unread_checks = 0 if moves else self._unread_checks + 1
         self._has_drained = False
-        return self._unread >= self._watch.unread
+        return self._unread_checks >= self._timeouts.write_checks
 
-    def _is_awaited(self) -> bool:
-        """Whether it is for the caller to send something, and nobody else measures the time."""
-        if self.flow.read_paused or self._farewell is not None:
+    def _is_client_due(self) -> bool:
+        """Returns whether the client has to send something, and no timer of uvicorn runs."""
+        if self.flow.read_paused or self._last_response is not None:
             return False
-        if self._reads != NOTHING:
+        if self._reading != NOTHING:
             return True
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle and self.timeout_keep_alive_task is None
 
-    def parse_anew(self) -> None:
-        """Has what comes next read as a request."""
+    def _reset_parser(self) -> None:
+        """Begins to parse a new request."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _head_without_upgrade(self) -> bytes:
-        """The head that has come, as if it asked for no other protocol; a parser stops where
-        another begins, so that it needs one of its own."""
+        """Returns the head that was parsed, without the upgrade; resets the parser, which has
+        stopped there."""
         self._is_upgrade = False
         method, version = self.parser.get_method(), self.parser.get_http_version()
-        self.parse_anew()
-        kept = [h for h in self.headers if h[0] not in (b"upgrade", b"connection")]
+        self._reset_parser()
+        headers = [h for h in self.headers if h[0] not in (b"upgrade", b"connection")]
         named = b",".join(value for name, value in self.headers if name == b"connection")
         if b"close" in [token.strip().lower() for token in named.split(b",")]:
-            kept.append((b"connection", b"close"))
-        lines = b"".join([b"%b: %b\r\n" % header for header in kept])
+            headers.append((b"connection", b"close"))
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version.encode(), lines)
 
-    def _meant(self, error: httptools.HttpParserError) -> QkvError:
-        """What is wrong where the parser stopped."""
+    def _error_from(self, error: httptools.HttpParserError) -> QkvError:
+        """Returns what was wrong where the parser stopped."""
         cause = error.__context__
         if isinstance(cause, QkvError):
             return cause
         if cause is None or isinstance(cause, httptools.HttpParserError | UnicodeError):
-            return Unparseable("this is no request of HTTP/1.1")
+            return MalformedRequest("this is no request of HTTP/1.1")
         _log.error("a connection failed", exc_info=cause)
         return Internal("this is a fault of the service, and is logged")
 
-    def part(self, error: QkvError) -> None:
-        """Ends the connection with an error, behind the answers that are due."""
-        self._farewell, cycle = self._written(error), self.cycle
-        if self._reads == BODY and self.pipeline:
-            self.pipeline.popleft()  # the last one, whose body will not come: it has not begun
-        elif self._reads == BODY:
+    def close_with_error(self, error: QkvError) -> None:
+        """Closes the connection with an error response, after the responses that are due."""
+        self._last_response, cycle = self._encode_error(error), self.cycle
+        if self._reading == BODY and self.pipeline:
+            self.pipeline.popleft()  # the last request: its body will not arrive
+        elif self._reading == BODY:
             if cycle.response_complete:
-                self._finish()
+                self._close_after_response()
                 return
             if cycle.response_started:
                 self.transport.close()
                 return
             cycle.disconnected = True
             cycle.message_event.set()
-            self._leave()
+            self._send_last_response()
             return
         if cycle is None or cycle.response_complete:
-            self._leave()
+            self._send_last_response()
 
-    def _leave(self) -> None:
-        """Says the last word, and closes as soon as the caller has read it, or soon."""
-        assert self._farewell is not None
+    def _send_last_response(self) -> None:
+        """Sends the error response, and closes once the client has read it, or soon."""
+        assert self._last_response is not None
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
-            self._has_left, self._looks = True, 0
-            self.flow.resume_reading()  # so that nothing unread resets what is said
-            self.transport.write(self._farewell)
+            self._is_lingering, self._slow_checks = True, 0
+            self.flow.resume_reading()  # bytes not read would reset the connection
+            self.transport.write(self._last_response)
             self.transport.write_eof()
 
-    def _written(self, error: QkvError, *more: tuple[bytes, bytes]) -> bytes:
-        answer = self._refusal(error, path_of(self.url))
-        headers = [*self.server_state.default_headers, *answer.raw_headers, *more]
+    def _encode_error(self, error: QkvError, *more: tuple[bytes, bytes]) -> bytes:
+        response = self._error_response(error, path_of(self.url))
+        headers = [*self.server_state.default_headers, *response.raw_headers, *more]
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
-        status = STATUS_LINE[answer.status_code]
-        return b"%b%bconnection: close\r\n\r\n%b" % (status, lines, bytes(answer.body))
+        status = STATUS_LINE[response.status_code]
+        return b"%b%bconnection: close\r\n\r\n%b" % (status, lines, bytes(response.body))
 
 
 def path_of(url: bytes) -> str:
-    """The path of a target as it came, or of as much of it as has come."""
+    """Returns the path of a request target, or of the part of it that was received."""
     if not url.startswith(b"/"):
         with suppress(httptools.HttpParserError):
             url = httptools.parse_url(url).path or b"/"
@@ -343,7 +355,7 @@ def path_of(url: bytes) -> str:
 
 
 def _with_path(url: bytes) -> bytes:
-    """A target in absolute form may have no path, which means "/" (RFC 9110, section 4.2.3)."""
+    """Returns a target in absolute form with a path; none means "/" (RFC 9110, section 4.2.3)."""
     parsed = httptools.parse_url(url)
     if parsed.path:
         return url

@@ -1,4 +1,7 @@
-"""The port: a listening socket, and what a parent can do with it beside its workers' accepting."""
+"""The listening socket: binds it, and stops accepting without resetting connections.
+
+Workers accept from it; the functions here are the supervisor's.
+"""
 
 from __future__ import annotations
 
@@ -12,71 +15,71 @@ from typing import Final
 
 import click
 
-from qkv.errors import NotNow
+from qkv.errors import ServiceUnavailable
 from qkv.wire import json
 
-__all__ = ["close_door", "has_waiting", "listen", "refuse"]
+__all__ = ["has_pending", "listen", "reject_pending", "stop_accepting"]
 
 _BACKLOG: Final = 2048
-_REFUSALS: Final = 64  # at a time: clients may come back at once, for ever
+_MAX_REJECTED: Final = 64  # in one call: clients may reconnect at once, for ever
 _SO_ATTACH_FILTER: Final = 26  # of Linux's asm-generic/socket.h; Python has no name for it
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """Returns a listening socket.
 
     Raises:
-        click.ClickException: the address cannot be had.
+        click.ClickException: it cannot listen on this address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, UnicodeError) as error:  # UnicodeError: what can be no name, such as "a..b"
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a name, such as "a..b"
         reason = error.strerror if isinstance(error, OSError) else str(error)
         reason = (reason or "").partition(" (while attempting")[0]  # the address, once more
         where = f"[{host}]" if family == socket.AF_INET6 else host
         raise click.ClickException(f"cannot listen on {where}:{port}: {reason}") from None
 
 
-def close_door(listening: socket.socket) -> None:
-    """Ignores who knocks from now on; those already in the queue can still be accepted.
+def stop_accepting(listening: socket.socket) -> None:
+    """Drops new SYNs; connections already in the backlog can still be accepted.
 
-    Closing a socket resets what waits in its queue, and emptying the queue first leaves a gap
-    between the two. A packet filter that lets nothing through (socket(7), SO_ATTACH_FILTER)
-    closes the gap: a knock goes unanswered, and when it is repeated, a second later, the socket
-    is closed and refuses it. Elsewhere than on Linux the gap stays.
+    Closing a socket resets the connections in its backlog, and emptying the backlog first leaves a
+    gap between the two. A packet filter that drops everything (socket(7), SO_ATTACH_FILTER) closes
+    the gap: a SYN is not answered, and when it is repeated, a second later, the socket is closed
+    and refuses it. On other systems than Linux the gap stays.
     """
     if sys.platform == "linux":
         drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
         program = struct.pack("HL", 1, ctypes.addressof(drop_all))
-        with contextlib.suppress(OSError):  # some sandboxes know no such option
+        with contextlib.suppress(OSError):  # some sandboxes lack the option
             listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-def has_waiting(listening: socket.socket) -> bool:
-    """Whether a connection waits to be accepted."""
+def has_pending(listening: socket.socket) -> bool:
+    """Returns whether a connection is in the backlog."""
     return bool(select.select([listening], [], [], 0)[0])
 
 
-def refuse(listening: socket.socket, detail: str) -> None:
-    """Answers 503 to those who wait to be accepted: no worker does it any more."""
-    answer = _refusal(detail)
+def reject_pending(listening: socket.socket, detail: str) -> None:
+    """Accepts the connections in the backlog, and responds with 503: no worker does so any more."""
+    response = _encode_503(detail)
     listening.setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        for _ in range(_REFUSALS):
+        for _ in range(_MAX_REJECTED):
             connection, _address = listening.accept()
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(0.2)
                 connection.recv(65536)
-                connection.sendall(answer)
+                connection.sendall(response)
                 connection.shutdown(socket.SHUT_WR)
-                # closing over unread bytes would reset the connection before the answer is read
+                # closing over unread bytes would reset the connection before the response is read
                 while connection.recv(65536):
                     pass
 
 
-def _refusal(detail: str) -> bytes:
-    body = json.dump(NotNow(detail).problem())
+def _encode_503(detail: str) -> bytes:
+    body = json.dump(ServiceUnavailable(detail).problem())
     return (
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
         b"retry-after: 5\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)

@@ -1,8 +1,7 @@
-"""The service as processes: a parent that owns the socket, workers that answer on it, and maybe one
-process that has the device for all of them.
+"""Supervisor process: binds the socket, forks, restarts and drains the workers.
 
-The parent forks the others, replaces one that dies, and drains them when it is told to stop. It
-has torch imported and nothing started, so that a fork is a worker within a fraction of a second.
+If workers share one device process, the supervisor forks that too. It imports torch and starts no
+thread, so that a forked worker is ready within a fraction of a second. Entry point: `serve`.
 """
 
 from __future__ import annotations
@@ -15,68 +14,66 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
-from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
 import click
 import torch
-import uvicorn
 import uvloop
 
-from qkv.api.app import create_app, most_of, new_device_process, new_fleet
+from qkv.api.app import new_device_process, new_shared_state, queue_limits
 from qkv.engine.engine import pick_device
-from qkv.engine.remote.remote_engine import Remote
-from qkv.engine.remote.shared_memory import Arena
-from qkv.engine.remote.socket_handover import Exchange
-from qkv.server import listener as port
-from qkv.server import malloc as heap
-from qkv.server.acceptor import Acceptor
-from qkv.server.cpus import usable_cpus
+from qkv.engine.remote.channel import SocketBroker
+from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.server import listener
+from qkv.server.process import limit_malloc_arenas, usable_cpus
+from qkv.server.worker import DRAIN_NOTICE_S, run_worker
 from qkv.settings import Settings
-from qkv.telemetry.stderr_logging import StandardError
-from qkv.telemetry.worker_state import Fleet, Worker
+from qkv.telemetry.log_writer import StderrHandler
+from qkv.telemetry.worker_state import SharedState, WorkerState
 
-__all__ = ["serve"]
+__all__ = ["Supervisor", "serve"]
 
-_log = logging.getLogger("qkv.serve")
+_log = logging.getLogger(__name__)
 
 _TRY = """\
 qkv serves on {url} ({device}, {workers}); Ctrl-C stops it. Try:
 curl {url}/v1/attention/softmax --json \
 '{{"inputs": {{"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}}}'"""
 
-_GRACE_S: Final = 0.3  # after the signal, for requests on their way: they are told to go elsewhere
-_TURN_S: Final = 0.05
-_SURE: Final = 20  # turns that every worker is seen to hang: all of them may just have slept
-_EMPTYING_S: Final = 2.0  # at most, for workers to take what waits to be accepted
-_ENDING_S: Final = 10.0  # at most, for workers whose time to answer is over to end by themselves
-_STOP: Final = (signal.SIGINT, signal.SIGTERM)
+_POLL_INTERVAL_S: Final = 0.05
+_STUCK_POLLS: Final = 20  # consecutive polls with every worker stuck, before 503: after the whole
+# service was suspended, all heartbeats are late for a moment
+_BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections still in the backlog
+_EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(settings: Settings) -> int:
-    """Serves until SIGINT or SIGTERM; then answers what has been accepted.
+    """Serves until SIGINT or SIGTERM, then completes the accepted requests.
 
     Returns:
         The exit status: 0 after a clean stop.
     """
     _load_tracing(settings)
-    heap.keep_one()
-    listening = port.listen(settings.host, settings.port)
-    device = _device_type(settings.device)
-    workers = settings.workers or (1 if device == "cuda" else usable_cpus())
-    is_apart = settings.device_process == "one" or (
-        settings.device_process == "auto" and device == "cuda" and workers > 1
+    limit_malloc_arenas()
+    listening = listener.listen(settings.host, settings.port)
+    device_type = _find_device_type(settings.device)
+    workers = settings.workers or (1 if device_type == "cuda" else usable_cpus())
+    has_device_process = settings.device_process == "one" or (
+        settings.device_process == "auto" and device_type == "cuda" and workers > 1
     )
-    fleet = new_fleet(settings, workers, device_process=is_apart)
-    arena = _new_arena(workers, settings.max_queue_bytes) if is_apart else None
-    return _Parent(settings, listening, fleet, device, arena).run()
+    state = new_shared_state(settings, workers, device_process=has_device_process)
+    shared_memory = (
+        _new_shared_memory(workers, settings.max_queue_bytes) if has_device_process else None
+    )
+    return Supervisor(settings, listening, state, device_type, shared_memory).run()
 
 
 def _load_tracing(settings: Settings) -> None:
-    """Imports what makes traces, where they are asked for: once for all workers."""
+    """Imports OpenTelemetry before the fork, if the environment asks for traces."""
     try:
         if settings.traces:
             import_module("qkv.telemetry.tracing")
@@ -89,9 +86,9 @@ def _load_tracing(settings: Settings) -> None:
         ) from None
 
 
-def _new_arena(regions: int, size: int) -> Arena:
+def _new_shared_memory(regions: int, size: int) -> SharedMemory:
     try:
-        return Arena(regions, size)
+        return SharedMemory(regions, size)
     except OSError as error:
         raise click.ClickException(
             f"{regions} times QKV_MAX_QUEUE_BYTES of memory to share cannot be had: "
@@ -99,82 +96,96 @@ def _new_arena(regions: int, size: int) -> Arena:
         ) from None
 
 
-class _Parent:
-    """Starts, watches and replaces the workers, and the device process where there is an arena."""
+class Supervisor:
+    """Forks, monitors and restarts the workers, and the device process if there is one.
+
+    Args:
+        settings: of the service.
+        listening: the socket that all workers accept from.
+        state: shared by all processes.
+        device_type: "cpu" or "cuda".
+        shared_memory: between the workers and the device process; None: each worker has an engine.
+    """
 
     def __init__(
         self,
         settings: Settings,
         listening: socket.socket,
-        fleet: Fleet,
-        device: str,
-        arena: Arena | None,
+        state: SharedState,
+        device_type: str,
+        shared_memory: SharedMemory | None,
     ) -> None:
         self._settings = settings
         self._listening = listening
-        self._fleet = fleet
-        self._device = device
-        self._arena = arena
-        self._exchange = None if arena is None else Exchange(len(fleet))
-        self._pids: dict[int, int] = {}  # by process id, its index in the fleet
-        self._started: list[float] = [0.0] * len(fleet.processes)
-        self._signals = 0
-        # nobody writes: workers read its end when the parent is gone
-        self._leash = os.pipe()
+        self._state = state
+        self._device_type = device_type
+        self._shared_memory = shared_memory
+        self._broker = None if shared_memory is None else SocketBroker(len(state))
+        self._indices: dict[int, int] = {}  # index in the shared state, by process id
+        self._started_at: list[float] = [0.0] * len(state.processes)
+        self._signal_count = 0
+        # no process writes to it: a child reads end of file once the supervisor has exited
+        self._parent_alive_pipe = os.pipe()
 
     def run(self) -> int:
         """Serves; returns the exit status."""
-        for s in _STOP:
-            signal.signal(s, self._signalled)
-        # What is there now stays. Looking through it for garbage, as each process would in time,
-        # takes it a fifth of a second, and copies every page of it that they share.
+        for s in _STOP_SIGNALS:
+            signal.signal(s, self._on_signal)
+        # A full collection would take each worker a fifth of a second, and copy every page that the
+        # processes share.
         gc.collect()
         gc.freeze()
-        for index in reversed(self._fleet.processes):  # workers wait for the device process
+        for index in reversed(self._state.processes):  # workers wait for the device process
             self._start(index)
-        announced, hung = False, 0
-        while not self._signals:
-            if not announced and self._fleet.ready:
-                announced = True
+        is_announced, stuck_polls = False, 0
+        while not self._signal_count:
+            if not is_announced and self._state.is_ready:
+                is_announced = True
                 self._announce()
-            for index in self._reap():
-                if not announced:
+            for index in self._collect_exited():
+                if not is_announced:
                     return self._give_up()
                 self._restart(index)
-            hung = hung + 1 if set(range(len(self._fleet))) <= set(self._fleet.stuck) else 0
-            if hung > _SURE:
-                port.refuse(self._listening, "every worker hangs")
-            time.sleep(_TURN_S)
+            stuck_polls = (
+                stuck_polls + 1
+                if set(range(len(self._state))) <= set(self._state.stuck_processes)
+                else 0
+            )
+            if stuck_polls > _STUCK_POLLS:
+                listener.reject_pending(self._listening, "every worker hangs")
+            time.sleep(_POLL_INTERVAL_S)
         return self._drain()
 
-    def _signalled(self, *_: object) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            self._kill()
+    def _on_signal(self, *_: object) -> None:
+        self._signal_count += 1
+        if self._signal_count > 1:
+            self._kill_all()
             os._exit(1)
 
     def _start(self, index: int) -> None:
-        worker = self._fleet.worker(index)
-        mailbox = self._exchange.mailbox(index) if self._exchange else None
-        self._started[index] = time.monotonic()
-        # a signal to a worker that is just born must end it, not run this process's handler in it
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
+        worker = self._state.worker(index)
+        control_socket = self._broker.create_control_socket(index) if self._broker else None
+        self._started_at[index] = time.monotonic()
+        # a signal to a new child must end it, not run the supervisor's handler in it
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         pid = os.fork()
         if pid:
-            self._pids[pid] = index
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
-            if self._exchange is not None and mailbox is not None:
-                mailbox.close()
-                self._exchange.introduce(index)
+            self._indices[pid] = index
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+            if self._broker is not None and control_socket is not None:
+                control_socket.close()
+                self._broker.connect(index)
             return
-        status, errors = 1, StandardError()
+        status, errors = 1, StderrHandler()
         try:
             errors.start()
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # Ctrl-C reaches all; the supervisor decides
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
-            os.close(self._leash[1])
-            status = self._be(index, worker, mailbox)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+            os.close(self._parent_alive_pipe[1])
+            status = self._run_child(index, worker, control_socket)
         except BaseException:
             _log.exception("%s failed", self._name(index))
         finally:
@@ -183,104 +194,117 @@ class _Parent:
             finally:
                 os._exit(status)
 
-    def _be(self, index: int, worker: Worker, mailbox: socket.socket | None) -> int:
-        """What a process does that was forked, to its end."""
-        settings, leash = self._settings, self._leash[0]
-        if self._arena is None or self._exchange is None or mailbox is None:
-            return _work(settings, self._listening, worker, None, leash)
-        self._exchange.close()
-        if index == len(self._fleet):
+    def _run_child(
+        self, index: int, worker: WorkerState, control_socket: socket.socket | None
+    ) -> int:
+        """Runs a forked process to its end; returns its exit status."""
+        settings, parent_alive_fd = self._settings, self._parent_alive_pipe[0]
+        if self._shared_memory is None or self._broker is None or control_socket is None:
+            return run_worker(settings, self._listening, worker, None, parent_alive_fd)
+        self._broker.close()
+        if index == len(self._state):
             self._listening.close()
-            made = new_device_process(settings, worker, self._arena, mailbox, leash)
+            device_process = new_device_process(
+                settings, worker, self._shared_memory, control_socket, parent_alive_fd
+            )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                is_whole = runner.run(made.run())
-            return 0 if is_whole else 1
-        region, device = self._arena.region(index), torch.device(self._device)
-        remote = Remote(device, region, mailbox, self._fleet, most_of(settings))
-        return _work(settings, self._listening, worker, remote, leash)
+                is_clean = runner.run(device_process.run())
+            return 0 if is_clean else 1
+        region, device = self._shared_memory.region(index), torch.device(self._device_type)
+        remote = RemoteEngine(device, region, control_socket, self._state, queue_limits(settings))
+        return run_worker(settings, self._listening, worker, remote, parent_alive_fd)
 
     def _restart(self, index: int) -> None:
-        """Starts a worker anew; one that dies at once, again and again, only once a second."""
-        lived = time.monotonic() - self._started[index]
-        _say(f"{self._name(index)} ended after {lived:.1f} s; starting another")
-        if lived < 1:
-            time.sleep(1 - lived)
+        """Starts a process again; one that exits at once is restarted at most once a second."""
+        lived_s = time.monotonic() - self._started_at[index]
+        _print_line(f"{self._name(index)} ended after {lived_s:.1f} s; starting another")
+        if lived_s < 1:
+            time.sleep(1 - lived_s)
         self._start(index)
 
     def _name(self, index: int) -> str:
-        return f"worker {index}" if index < len(self._fleet) else "the device process"
+        return f"worker {index}" if index < len(self._state) else "the device process"
 
-    def _reap(self) -> list[int]:
-        """The processes that have ended."""
-        ended = []
-        while self._pids:
+    def _collect_exited(self) -> list[int]:
+        """Returns the indices of the processes that have exited since the last call."""
+        exited = []
+        while self._indices:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
             if not pid:
                 break
-            if pid in self._pids:
-                ended.append(self._pids.pop(pid))
-                self._fleet.has_ended(ended[-1])
-        return ended
+            if pid in self._indices:
+                exited.append(self._indices.pop(pid))
+                self._state.clear_row(exited[-1])
+        return exited
 
     def _drain(self) -> int:
-        """Lets the workers answer what they have accepted.
+        """Stops the service gracefully; returns the exit status.
 
-        For a moment whoever comes is still let in, to be told 503. Then nobody new is, and the
-        workers take all that waits to be accepted, so that closing the port resets nothing.
+        New connections are first accepted and answered with 503. Then new SYNs are dropped, and
+        the workers accept what is in the backlog, so that closing the socket resets nothing.
         """
-        self._fleet.drain()
-        time.sleep(_GRACE_S)
-        port.close_door(self._listening)
-        end = time.monotonic() + _EMPTYING_S
-        while self._pids and port.has_waiting(self._listening) and time.monotonic() < end:
-            self._reap()
-            time.sleep(_TURN_S)
-        port.refuse(self._listening, "the service is stopping")  # what no worker took
+        self._state.drain()
+        time.sleep(DRAIN_NOTICE_S)
+        listener.stop_accepting(self._listening)
+        deadline = time.monotonic() + _BACKLOG_TIMEOUT_S
+        while (
+            self._indices and listener.has_pending(self._listening) and time.monotonic() < deadline
+        ):
+            self._collect_exited()
+            time.sleep(_POLL_INTERVAL_S)
+        listener.reject_pending(
+            self._listening, "the service is stopping"
+        )  # what no worker accepted
         self._listening.close()
-        end = time.monotonic() + _GRACE_S + self._settings.drain_s + _ENDING_S
-        workers = range(len(self._fleet))
-        for some in (workers, self._fleet.processes):  # who runs jobs ends after who asks for them
-            for pid, index in self._pids.items():
-                if index in some:
+        deadline = time.monotonic() + DRAIN_NOTICE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
+        workers = range(len(self._state))
+        for group in (workers, self._state.processes):  # the device process after the workers
+            for pid, index in self._indices.items():
+                if index in group:
                     os.kill(pid, signal.SIGTERM)
-            while set(self._pids.values()) & set(some) and time.monotonic() < end:
-                self._reap()
-                time.sleep(_TURN_S)
-        late = len(self._pids)
-        self._kill()
-        return 1 if late else 0
+            while set(self._indices.values()) & set(group) and time.monotonic() < deadline:
+                self._collect_exited()
+                time.sleep(_POLL_INTERVAL_S)
+        remaining_count = len(self._indices)
+        self._kill_all()
+        return 1 if remaining_count else 0
 
     def _give_up(self) -> int:
-        _say("a worker ended before it was ready; giving up")
-        self._kill()
+        _print_line("a worker ended before it was ready; giving up")
+        self._kill_all()
         return 1
 
-    def _kill(self) -> None:
-        for pid in self._pids:
+    def _kill_all(self) -> None:
+        for pid in self._indices:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _announce(self) -> None:
         host, port = self._listening.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        workers = f"{len(self._fleet)} worker{'s' if len(self._fleet) > 1 else ''}"
+        workers = f"{len(self._state)} worker{'s' if len(self._state) > 1 else ''}"
         url = f"http://{host}:{port}"
-        _say(_TRY.format(url=url, device=self._device, workers=workers))
+        _print_line(_TRY.format(url=url, device=self._device_type, workers=workers))
 
 
-def _say(text: str) -> None:
-    """Writes to stderr. Who read it may be gone or busy, or the disk full: that ends no service."""
+def _print_line(text: str) -> None:
+    """Writes to stderr; never fails or blocks if its reader is gone or slow, or the disk full."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             click.echo(text, err=True)
 
 
-def _device_type(name: str) -> str:
-    """The type of the device that workers will pick, asked in a fork: once this process had
-    looked for a GPU, its children could not use one."""
+def _find_device_type(name: str) -> str:
+    """Returns the device type that workers will pick.
+
+    Asks in a forked process: once the supervisor had initialised CUDA, its children could not.
+
+    Raises:
+        click.ClickException: torch finds no such device.
+    """
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         with contextlib.suppress(BaseException):
@@ -293,82 +317,3 @@ def _device_type(name: str) -> str:
     if not found:
         raise click.ClickException(f"QKV_DEVICE is {name}, and torch finds no such device")
     return found
-
-
-def _work(
-    settings: Settings,
-    listening: socket.socket,
-    worker: Worker,
-    remote: Remote | None,
-    leash: int,
-) -> int:
-    """A worker process, from fork to end."""
-    app = create_app(settings, worker, remote)
-    config = uvicorn.Config(
-        app.state.front,
-        loop="uvloop" if sys.platform != "win32" else "auto",
-        http=app.state.protocol,
-        lifespan="on",
-        log_level="warning",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,  # nothing here asks where a caller is
-        timeout_graceful_shutdown=settings.drain_s,
-    )
-    broken: asyncio.Event = app.state.engine.broken
-    server = _Server(config, worker, leash, broken)
-    server.run(sockets=[listening])
-    return 0 if server.started and not broken.is_set() else 1
-
-
-class _Server(uvicorn.Server):
-    """uvicorn in a worker: says that it is ready, and refuses for a moment before it closes."""
-
-    def __init__(
-        self, config: uvicorn.Config, worker: Worker, leash: int, broken: asyncio.Event
-    ) -> None:
-        super().__init__(config)
-        self._worker = worker
-        self._leash = leash
-        self._broken = broken
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # it listens nowhere itself: connections are brought to it
-        assert sockets is not None
-        (listening,) = sockets
-        connections = self.server_state.connections
-        self._acceptor = Acceptor(listening, self._worker, self._protocol, lambda: len(connections))
-        self._acceptor.open()
-        asyncio.get_running_loop().add_reader(self._leash, self._orphaned)
-        self._worker.ready(True)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Whether to end: as uvicorn has it, or because the device has failed for good."""
-        return self._broken.is_set() or await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._worker.ready(False)
-        await asyncio.sleep(_GRACE_S)  # uvicorn closes what has sent nothing yet
-        self._acceptor.close()
-        await super().shutdown(sockets)
-
-    def _protocol(self) -> asyncio.Protocol:
-        make: Any = self.config.http_protocol_class  # or whatever makes one
-        made: asyncio.Protocol = make(self.config, self.server_state, self.lifespan.state)
-        return made
-
-    def _orphaned(self) -> None:
-        """The parent is gone: nobody would replace or stop this worker."""
-        asyncio.get_running_loop().remove_reader(self._leash)
-        self._worker.fleet.drain()
-        self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """uvicorn raises the signal again after a clean stop, which would then end as a failure."""
-        before = signal.signal(signal.SIGTERM, self.handle_exit)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)

@@ -1,8 +1,8 @@
-"""What all processes have done together: counts in memory that they share, for Prometheus.
+"""Request counters and histograms of all processes in shared memory, for Prometheus.
 
-Each worker writes its own row, on its event loop alone, and whoever is asked sums them. Rows
-outlive their workers, so that no sum ever falls. What ran in batches is counted in `models`, by
-whichever process has the device.
+Each worker writes its own row, on its event loop alone; the worker that serves GET /metrics sums
+them. Rows outlive their workers, so that no sum ever falls. Batches are counted in `model_stats`,
+by the process that has the device.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from qkv.errors import QkvError
 
 __all__ = [
     "BUCKETS",
+    "HISTOGRAMS",
     "OTHER",
     "OUTCOMES",
-    "TIMES",
     "UNKNOWN",
-    "Meter",
-    "Metrics",
+    "MetricsRecorder",
+    "SharedMetrics",
     "Usage",
-    "numbers",
+    "float64_view",
 ]
 
 BUCKETS: Final = (
@@ -34,7 +34,7 @@ BUCKETS: Final = (
 )
 """Seconds, upper bounds: from a tiny attention to the longest that anybody waits for."""
 
-TIMES: Final = ("request_duration", "queue_wait", "compute")
+HISTOGRAMS: Final = ("request_duration", "queue_wait", "compute")
 """The histograms of each variant."""
 
 OUTCOMES: Final = ("ok", *sorted({kind.name for kind in QkvError.__subclasses__()}))
@@ -49,16 +49,16 @@ _TOTALS: Final = ("request_body_bytes", "response_body_bytes", "log_lines_droppe
 
 
 class Usage(NamedTuple):
-    """What waits for a process's device, and the bytes of memory that it has of it."""
+    """What is queued for a process's device, and its use of the device's memory."""
 
-    waiting: int = 0
-    waiting_bytes: int = 0
-    allocated: int = 0
-    reserved: int = 0
-    memory: int = 0
+    queued_count: int = 0
+    queued_bytes: int = 0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    total_bytes: int = 0
 
 
-class Metrics:
+class SharedMetrics:
     """The counts of so many processes, made before they are forked.
 
     Args:
@@ -70,7 +70,7 @@ class Metrics:
         self.variants = tuple(variants)
         shapes = (
             (processes, len(variants) + 2, len(OUTCOMES)),
-            (processes, len(variants), len(TIMES), len(BUCKETS) + 2),
+            (processes, len(variants), len(HISTOGRAMS), len(BUCKETS) + 2),
             (processes, len(_TOTALS)),
         )
         block = mmap.mmap(-1, 8 * sum(int(np.prod(shape)) for shape in shapes))
@@ -78,32 +78,32 @@ class Metrics:
         for shape in shapes:
             arrays.append(np.frombuffer(block, "f8", int(np.prod(shape)), start).reshape(shape))
             start += arrays[-1].nbytes
-        self._requests, self._times, self._totals = arrays
+        self._requests, self._histograms, self._totals = arrays
 
-    def meter(self, process: int) -> Meter:
-        """What a process counts with."""
-        places = (*self.variants, UNKNOWN, OTHER)
-        return Meter(
-            {name: numbers(self._requests[process, i]) for i, name in enumerate(places)},
+    def recorder(self, process: int) -> MetricsRecorder:
+        """Returns the recorder of a process."""
+        names = (*self.variants, UNKNOWN, OTHER)
+        return MetricsRecorder(
+            {name: float64_view(self._requests[process, i]) for i, name in enumerate(names)},
             {
-                name: [numbers(row) for row in self._times[process, i]]
+                name: [float64_view(row) for row in self._histograms[process, i]]
                 for i, name in enumerate(self.variants)
             },
-            numbers(self._totals[process]),
+            float64_view(self._totals[process]),
         )
 
     @property
     def requests(self) -> dict[str, dict[str, float]]:
         """How many requests had each outcome, by variant; UNKNOWN and OTHER too."""
-        places = (*self.variants, UNKNOWN, OTHER)
+        names = (*self.variants, UNKNOWN, OTHER)
         rows = self._requests.sum(0).tolist()
         return {
-            n: dict(zip(OUTCOMES, row, strict=True)) for n, row in zip(places, rows, strict=True)
+            n: dict(zip(OUTCOMES, row, strict=True)) for n, row in zip(names, rows, strict=True)
         }
 
-    def times(self, variant: str, name: str) -> tuple[list[float], float]:
-        """How many lie in each bucket and in none before, the last without a bound; their sum."""
-        rows = self._times[:, self.variants.index(variant), TIMES.index(name)]
+    def histogram(self, variant: str, name: str) -> tuple[list[float], float]:
+        """Returns the count of each bucket, the last without a bound, and the sum in seconds."""
+        rows = self._histograms[:, self.variants.index(variant), HISTOGRAMS.index(name)]
         *counts, total = rows.sum(0).tolist()
         return counts, total
 
@@ -113,8 +113,9 @@ class Metrics:
         return dict(zip(_TOTALS, self._totals.sum(0).tolist(), strict=True))
 
 
-class Meter:
-    """Counts what becomes of one process's requests, for its event loop alone but for `dropped`."""
+class MetricsRecorder:
+    """Counts the requests of one process; for its event loop alone, except
+    `add_dropped_log_lines`."""
 
     def __init__(
         self,
@@ -122,48 +123,47 @@ class Meter:
         times: dict[str, list[memoryview[float]]],
         totals: memoryview[float],
     ) -> None:
-        self._requests, self._times, self._totals = requests, times, totals
+        self._requests, self._histograms, self._totals = requests, times, totals
         self._outcomes = {name: place for place, name in enumerate(OUTCOMES)}
 
-    def ran(self, variant: str, queue_s: float, compute_s: float) -> None:
-        """A request was run: how long it waited, and how long the call took that ran it."""
-        _, queue, compute = self._times[variant]
+    def record_run(self, variant: str, queue_s: float, compute_s: float) -> None:
+        """Counts a run: the seconds that it was queued, and those of the call that ran it."""
+        _, queue, compute = self._histograms[variant]
         queue[bisect_left(BUCKETS, queue_s)] += 1
         queue[-1] += queue_s
         compute[bisect_left(BUCKETS, compute_s)] += 1
         compute[-1] += compute_s
 
-    def answered(self, place: str, outcome: str, seconds: float, sent: int) -> None:
-        """A request has its answer.
+    def record_response(self, variant: str, outcome: str, seconds: float, body_bytes: int) -> None:
+        """Counts a response.
 
         Args:
-            place: the variant's name, UNKNOWN or OTHER.
+            variant: its name, UNKNOWN or OTHER.
             outcome: one of OUTCOMES.
-            seconds: since its headers came.
-            sent: bytes of the answer's body.
+            seconds: since the request's headers were received.
+            body_bytes: of the response.
         """
-        self._requests[place][self._outcomes[outcome]] += 1
-        self._totals[1] += sent
-        if outcome == "ok" and (times := self._times.get(place)) is not None:
+        self._requests[variant][self._outcomes[outcome]] += 1
+        self._totals[1] += body_bytes
+        if outcome == "ok" and (times := self._histograms.get(variant)) is not None:
             duration = times[0]
             duration[bisect_left(BUCKETS, seconds)] += 1
             duration[-1] += seconds
 
-    def received(self, count: int) -> None:
-        """So many bytes of bodies came."""
+    def add_request_bytes(self, count: int) -> None:
+        """Counts received bytes of request bodies."""
         self._totals[0] += count
 
-    def dropped(self, count: int) -> None:
-        """So many lines of the request log found no room, or could not be written; called by one
-        thread at a time, whichever it is."""
+    def add_dropped_log_lines(self, count: int) -> None:
+        """Counts dropped lines of the request log; called by one thread at a time, any of them."""
         self._totals[2] += count
 
-    def has(self, variant: str) -> bool:
-        """Whether there is such a variant."""
-        return variant in self._times
+    def has_variant(self, variant: str) -> bool:
+        """Returns True if there is such a variant."""
+        return variant in self._histograms
 
 
-def numbers(row: np.ndarray) -> memoryview[float]:
-    """A view of float64 numbers: an increment is a store of eight bytes, which no reader sees half
-    of, and quicker than an array's."""
+def float64_view(row: np.ndarray) -> memoryview[float]:
+    """Returns a view of float64 numbers: an increment is a store of eight bytes, which no reader
+    sees half of, and quicker than an array's."""
     return row.data.cast("B").cast("d")

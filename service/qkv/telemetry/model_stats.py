@@ -1,4 +1,4 @@
-"""What all worker processes know of each model together: whether it is loaded, its statistics.
+"""The loaded flag and the statistics of each model, in shared memory.
 
 A model is what the Open Inference Protocol calls a variant. Each worker writes its own counts,
 which outlive it, and reads the sum of all.
@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from qkv.telemetry.metrics import numbers
+from qkv.telemetry.metrics import float64_view
 
-__all__ = ["Models", "Recorder"]
+__all__ = ["ModelStats", "ModelStatsRecorder"]
 
 # Triton's names, in docs/protocol/extension_statistics.md; of each a count and nanoseconds
 _STAGES: Final = ("compute_input", "compute_infer", "compute_output")
@@ -25,46 +25,46 @@ _HEAD: Final = _SHARED + len(_STAGES)
 _PER_SIZE: Final = 3 + len(_STAGES)  # of batches of one size: how many, success and queue, stages
 
 
-class Models:
-    """The models there are, in memory that is shared with forks.
+class ModelStats:
+    """All models, in memory that is shared with forks.
 
     Args:
         names: of the models.
         workers: how many processes count.
-        most: the largest batch size.
+        max_batch_size: most requests in a batch.
     """
 
-    def __init__(self, names: Sequence[str], workers: int, most: int) -> None:
-        self._places = {name: place for place, name in enumerate(names)}
-        shape = (workers, len(names), _HEAD + _PER_SIZE * most)
+    def __init__(self, names: Sequence[str], workers: int, max_batch_size: int) -> None:
+        self._indices = {name: index for index, name in enumerate(names)}
+        shape = (workers, len(names), _HEAD + _PER_SIZE * max_batch_size)
         block = mmap.mmap(-1, 8 * int(np.prod(shape)) + len(names) + 1)
         self._counts = np.frombuffer(block, "f8", int(np.prod(shape))).reshape(shape)
         self._unloaded = memoryview(block)[self._counts.nbytes :].cast("?")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._indices
 
     @property
     def names(self) -> list[str]:
         """Every model, loaded or not."""
-        return list(self._places)
+        return list(self._indices)
 
     def is_loaded(self, name: str) -> bool:
-        """Whether the model answers."""
-        return not self._unloaded[self._places[name]]
+        """Returns True if the model is loaded."""
+        return not self._unloaded[self._indices[name]]
 
     def load(self, name: str, *, loaded: bool = True) -> None:
-        """Has the model answer from now on, or not, in every worker."""
-        self._unloaded[self._places[name]] = not loaded
+        """Loads or unloads the model, in every worker."""
+        self._unloaded[self._indices[name]] = not loaded
 
-    def recorder(self, worker: int) -> Recorder:
-        """What a worker counts with."""
-        return Recorder(self._places, self._counts[worker])
+    def recorder(self, worker: int) -> ModelStatsRecorder:
+        """Returns the recorder of a worker."""
+        return ModelStatsRecorder(self._indices, self._counts[worker])
 
     def statistics(self, name: str) -> dict[str, Any]:
         """The model's statistics, summed over all workers, as Triton's statistics extension has
         them: times in nanoseconds, and in milliseconds since 1970 that of the last inference."""
-        counts = self._counts[:, self._places[name]]
+        counts = self._counts[:, self._indices[name]]
         total = counts.sum(0)
         sizes = total[_HEAD:].reshape(-1, _PER_SIZE)
         batches = [(size, *row) for size, row in enumerate(sizes.tolist(), start=1) if row[0]]
@@ -77,70 +77,70 @@ class Models:
             "inference_count": inferences,
             "execution_count": sum(int(count) for _, count, *_ in batches),
             "inference_stats": {
-                "success": _lasted(inferences, success),
-                "fail": _lasted(*total[1:_SHARED].tolist()),
+                "success": _count_and_ns(inferences, success),
+                "fail": _count_and_ns(*total[1:_SHARED].tolist()),
             }
-            | {stage: _lasted(inferences, seconds) for stage, seconds in times.items()},
+            | {stage: _count_and_ns(inferences, seconds) for stage, seconds in times.items()},
             "batch_stats": [
                 {"batch_size": size}
-                | {stage: _lasted(count, s) for stage, s in zip(_STAGES, each, strict=True)}
+                | {stage: _count_and_ns(count, s) for stage, s in zip(_STAGES, each, strict=True)}
                 for size, count, _, _, *each in batches
             ],
         }
 
 
-class Recorder:
-    """Counts what becomes of one worker's requests; safe across its threads."""
+class ModelStatsRecorder:
+    """Counts the jobs of one process; safe across its threads."""
 
-    def __init__(self, places: dict[str, int], counts: np.ndarray) -> None:
-        self._rows = {name: numbers(counts[place]) for name, place in places.items()}
+    def __init__(self, indices: dict[str, int], counts: np.ndarray) -> None:
+        self._rows = {name: float64_view(counts[index]) for name, index in indices.items()}
         self._lock = threading.Lock()
 
-    def ran(
+    def record_batch(
         self,
         name: str,
         size: int,
-        total: float,
-        queue: float,
-        together: Sequence[float],
-        shared: Sequence[float] = (),
+        total_s: float,
+        queue_s: float,
+        batch_s: Sequence[float],
+        shared_s: Sequence[float] = (),
     ) -> None:
-        """A batch ran.
+        """Counts a batch.
 
         Args:
             name: the model's.
             size: how many requests it was.
-            total: seconds since they came, of all.
-            queue: seconds that they waited, of all.
-            together: seconds of loading, computing and taking apart, of the whole batch.
-            shared: what these come to beyond that, if each request counts what it shared with
-                others for itself; none: nothing.
+            total_s: seconds since they were submitted, summed over all.
+            queue_s: seconds that they were queued, summed over all.
+            batch_s: seconds of loading, computing and splitting, of the whole batch.
+            shared_s: what these come to beyond that, if each request counts for itself what it
+                shared with others; none: nothing.
         """
         row, at = self._rows[name], _HEAD + _PER_SIZE * (size - 1)
-        load, compute, split = together
+        load_s, compute_s, split_s = batch_s
         with self._lock:
             row[0] = time.time() * 1e3
             row[at] += 1
-            row[at + 1] += total
-            row[at + 2] += queue
-            row[at + 3] += load
-            row[at + 4] += compute
-            row[at + 5] += split
-            for place, seconds in enumerate(shared, start=_SHARED):
-                row[place] += seconds
+            row[at + 1] += total_s
+            row[at + 2] += queue_s
+            row[at + 3] += load_s
+            row[at + 4] += compute_s
+            row[at + 5] += split_s
+            for index, seconds in enumerate(shared_s, start=_SHARED):
+                row[index] += seconds
 
-    def failed(self, name: str, total: float) -> None:
-        """A request was queued and not answered: it failed, or its time was up.
+    def record_failure(self, name: str, total_s: float) -> None:
+        """Counts a queued request that failed or expired.
 
         Args:
             name: the model's.
-            total: seconds since it came.
+            total_s: seconds since it was submitted.
         """
         row = self._rows[name]
         with self._lock:
             row[1] += 1
-            row[2] += total
+            row[2] += total_s
 
 
-def _lasted(count: float, seconds: float) -> dict[str, int]:
+def _count_and_ns(count: float, seconds: float) -> dict[str, int]:
     return {"count": int(count), "ns": round(seconds * 1e9)}

@@ -25,11 +25,11 @@ from qkv.version import __version__
 
 __all__ = ["Traces"]
 
-_LAST_S: Final = 5.0  # for what is left, when the service ends
+_STOP_TIMEOUT_S: Final = 5.0  # for what is left, when the service ends
 _METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
 _OTHER: Final = "_OTHER"
-_LONGEST: Final = 512  # characters that a span has of what a caller says
-_LONGEST_CONTEXT: Final = 1024  # characters; W3C's Trace Context, section 3.3.1.5, asks for 512
+_MAX_ATTRIBUTE_LENGTH: Final = 512  # characters that a span has of what a caller says
+_MAX_CONTEXT_LENGTH: Final = 1024  # characters; W3C's Trace Context, section 3.3.1.5, asks for 512
 _NAMES: Final = {  # of what the log has of a request, as spans have it
     "status": "http.response.status_code",
     "path": "url.path",
@@ -45,8 +45,8 @@ _NAMES: Final = {  # of what the log has of a request, as spans have it
 
 
 class Traces:
-    """Those of one process. Where they go, which are kept and how long they wait to be sent is as
-    the standard's variables in the environment say (OTEL_*)."""
+    """The traces of one process. The standard's environment variables (OTEL_*) say where they go,
+    which are kept and how long they wait to be sent."""
 
     def __init__(self) -> None:
         named = Resource({"service.name": "qkv", "service.version": __version__})
@@ -63,15 +63,15 @@ class Traces:
 
     def add(
         self,
-        said: Mapping[str, Any],
+        log_entry: Mapping[str, Any],
         headers: Iterable[tuple[bytes, bytes]],
         seconds: float,
         route: str | None,
     ) -> str | None:
-        """Has a request sent that ends now, soon, from a thread of its own.
+        """Sends a request that ends now, soon, from its own thread.
 
         Args:
-            said: what the log has of it.
+            log_entry: its entry in the request log.
             headers: its own, names in lower case.
             seconds: that it took.
             route: the path as the service has it, where there is one.
@@ -80,18 +80,18 @@ class Traces:
             The trace's id; None where this one is not kept.
         """
         now = time.time_ns()
-        method = said["method"] if said["method"] in _METHODS else _OTHER
+        method = log_entry["method"] if log_entry["method"] in _METHODS else _OTHER
         name = "HTTP" if method == _OTHER else method
         span = self._tracer.start_span(
             name if route is None else f"{name} {route}",
             context=self._context(headers),
             kind=SpanKind.SERVER,
-            attributes=_attributes(said, dict(headers), method, route),
+            attributes=_attributes(log_entry, dict(headers), method, route),
             start_time=now - int(seconds * 1e9),
         )
         if not span.is_recording():
             return None
-        if said["status"] >= 500 or not said["status"]:
+        if log_entry["status"] >= 500 or not log_entry["status"]:
             span.set_status(Status(StatusCode.ERROR))
         span.end(now)
         return f"{span.get_span_context().trace_id:032x}"
@@ -100,7 +100,7 @@ class Traces:
         """Sends what is left, if it is taken within a moment."""
         thread = threading.Thread(target=self._provider.shutdown, name="qkv-traces", daemon=True)
         thread.start()
-        await asyncio.to_thread(thread.join, _LAST_S)
+        await asyncio.to_thread(thread.join, _STOP_TIMEOUT_S)
 
     def _context(self, headers: Iterable[tuple[bytes, bytes]]) -> Context:
         """What the request is part of, as its headers say (`traceparent`); what is long is not
@@ -110,28 +110,28 @@ class Traces:
             if name in self._read:
                 key, text = name.decode(), value.decode("latin-1")
                 carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
-        carrier = {key: text for key, text in carrier.items() if len(text) <= _LONGEST_CONTEXT}
+        carrier = {key: text for key, text in carrier.items() if len(text) <= _MAX_CONTEXT_LENGTH}
         return propagate.extract(carrier, Context()) if carrier else Context()
 
 
 def _attributes(
-    said: Mapping[str, Any], headers: dict[bytes, bytes], method: str, route: str | None
+    log_entry: Mapping[str, Any], headers: dict[bytes, bytes], method: str, route: str | None
 ) -> dict[str, str | int | float]:
-    found = {name: said[key] for key, name in _NAMES.items() if said.get(key) is not None}
+    found = {name: log_entry[key] for key, name in _NAMES.items() if log_entry.get(key) is not None}
     found |= {"http.request.method": method, "url.scheme": "http"}
-    if not said["status"]:
+    if not log_entry["status"]:
         del found["http.response.status_code"]
-    if method == _OTHER and said["method"] != "?":  # which is none at all
-        found["http.request.method_original"] = said["method"][:_LONGEST]
+    if method == _OTHER and log_entry["method"] != "?":  # which is none at all
+        found["http.request.method_original"] = log_entry["method"][:_MAX_ATTRIBUTE_LENGTH]
     if route is not None:
         found["http.route"] = route
-    if said["status"] >= 500 or not said["status"]:
-        found["error.type"] = said["outcome"]
+    if log_entry["status"] >= 500 or not log_entry["status"]:
+        found["error.type"] = log_entry["outcome"]
     if agent := headers.get(b"user-agent"):
-        found["user_agent.original"] = agent.decode("latin-1")[:_LONGEST]
+        found["user_agent.original"] = agent.decode("latin-1")[:_MAX_ATTRIBUTE_LENGTH]
     host, _, port = headers.get(b"host", b"").decode("latin-1").rpartition(":")
     if host and port.isdecimal():
-        found |= {"server.address": host[:_LONGEST], "server.port": int(port[:5])}
+        found |= {"server.address": host[:_MAX_ATTRIBUTE_LENGTH], "server.port": int(port[:5])}
     elif port:
-        found["server.address"] = f"{host}:{port}".removeprefix(":")[:_LONGEST]
+        found["server.address"] = f"{host}:{port}".removeprefix(":")[:_MAX_ATTRIBUTE_LENGTH]
     return found

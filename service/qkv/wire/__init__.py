@@ -9,17 +9,17 @@ from qkv.errors import NotAcceptable, UnsupportedMediaType
 from qkv.wire import json, safetensors
 from qkv.wire.message import Message
 
-__all__ = ["CODECS", "Codec", "for_accept", "for_content_type", "require"]
+__all__ = ["CODECS", "Codec", "for_accept", "for_content_type", "require_acceptable"]
 
 Chunk = bytes | memoryview
 
 
 class Codec(Protocol):
-    """What a wire format's file offers."""
+    """The functions of a wire format's module."""
 
     MEDIA_TYPE: str
 
-    def aligned_at(self, head: bytes) -> int | None:
+    def aligned_offset(self, head: bytes) -> int | None:
         """Which byte of a body should lie at an aligned address, seen from its first 8; None
         where it does not matter and `bytes` are wanted."""
 
@@ -60,14 +60,16 @@ def for_accept(header: str | None, came: Codec) -> Codec:
     """
     if not header:
         return came
-    liked = _liked(header)
-    best = max((came, *CODECS.values()), key=lambda codec: _likes(liked, codec.MEDIA_TYPE))
-    if _likes(liked, best.MEDIA_TYPE)[0] <= 0:
+    preferences = _parse_preferences(header)
+    best = max(
+        (came, *CODECS.values()), key=lambda codec: _preference(preferences, codec.MEDIA_TYPE)
+    )
+    if _preference(preferences, best.MEDIA_TYPE)[0] <= 0:
         raise NotAcceptable(f"Accept {header!r:.100} has none of {', '.join(CODECS)}")
     return best
 
 
-def require(header: str | None, *media_types: str) -> None:
+def require_acceptable(header: str | None, *media_types: str) -> None:
     """Has an answer that comes in but one form be welcome, by any of its names.
 
     Raises:
@@ -75,27 +77,27 @@ def require(header: str | None, *media_types: str) -> None:
     """
     if not header:
         return
-    liked = _liked(header)
-    if all(_likes(liked, media_type)[0] <= 0 for media_type in media_types):
+    preferences = _parse_preferences(header)
+    if all(_preference(preferences, media_type)[0] <= 0 for media_type in media_types):
         raise NotAcceptable(f"Accept {header!r:.100} has no {' or '.join(media_types)}")
 
 
-_Liked = Mapping[str, tuple[float, int]]
+_Preferences = Mapping[str, tuple[float, int]]
 
 
-def _liked(header: str) -> _Liked:
+def _parse_preferences(header: str) -> _Preferences:
     """How much each range is liked, and, less the further back it stands, how early."""
-    liked: dict[str, tuple[float, int]] = {}
+    preferences: dict[str, tuple[float, int]] = {}
     for place, item in enumerate(header.split(",")):
         media_range, *parameters = (part.strip().lower() for part in item.split(";"))
-        liked.setdefault(media_range, (_quality(parameters), -place))
-    return liked
+        preferences.setdefault(media_range, (_quality(parameters), -place))
+    return preferences
 
 
-def _likes(liked: _Liked, media_type: str) -> tuple[float, int]:
+def _preference(preferences: _Preferences, media_type: str) -> tuple[float, int]:
     """That of the most specific range; among equals, what was named first."""
     ranges = (media_type, f"{media_type.partition('/')[0]}/*", "*/*")
-    return next((liked[r] for r in ranges if r in liked), (0.0, 0))
+    return next((preferences[r] for r in ranges if r in preferences), (0.0, 0))
 
 
 def _quality(parameters: list[str]) -> float:

@@ -1,4 +1,4 @@
-"""Numbers written without a dtype, as JSON lists are, become what their place asks for."""
+"""Casts untyped numbers, such as JSON lists, to a dtype that their input accepts."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ import numpy as np
 from qkv.errors import InvalidContent
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 
-__all__ = ["typed"]
+__all__ = ["cast_untyped"]
 
 
-def typed(
+def cast_untyped(
     raw: RawTensor, name: str, accepted: Sequence[str], dtype: str, pointer: str
 ) -> RawTensor:
-    """The tensor with a dtype that its place accepts; a tensor that came with one is checked.
+    """Casts an untyped tensor to an accepted dtype; checks the dtype of any other tensor.
 
     Args:
         raw: the tensor.
-        name: what to call it in errors.
-        accepted: the dtypes its place accepts.
-        dtype: the floating dtype that literal numbers take.
+        name: its name in error messages.
+        accepted: the accepted dtypes.
+        dtype: the floating dtype for untyped numbers.
+        pointer: JSON pointer to the tensor.
 
     Raises:
-        InvalidContent: its dtype is not accepted, or its numbers do not fit one that is.
+        InvalidContent: the dtype is not accepted, or the numbers do not fit an accepted one.
     """
-    if not raw.literal:
+    if not raw.is_untyped:
         if raw.dtype not in accepted:
             raise InvalidContent(
-                f"{name} came as {raw.dtype}; it must be {_either(accepted)}", pointer=pointer
+                f"{name} came as {raw.dtype}; it must be {_join_names(accepted)}", pointer=pointer
             )
-        return raw  # the very same: a tensor for a whole request batches only with itself
+        return raw  # the same object: the batch key of a tensor without B is its identity
     array = raw.numpy()
     if raw.dtype == "bool":
         if "bool" not in accepted:
@@ -39,12 +40,12 @@ def typed(
         return RawTensor.from_numpy(array)
     if "bool" in accepted:
         _refuse_ambiguous(array, name, pointer)
-        # added to the scores, so as exact as they are
+        # a mask that is added to the scores has their dtype
         dtype = "float64" if dtype == "float64" else "float32"
     if not any(d in accepted for d in FLOATING):
-        return RawTensor.from_numpy(_whole(array, name, pointer))
+        return RawTensor.from_numpy(_to_int64(array, name, pointer))
     if dtype not in accepted:
-        raise InvalidContent(f"{name} must be {_either(accepted)}", pointer=pointer)
+        raise InvalidContent(f"{name} must be {_join_names(accepted)}", pointer=pointer)
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype])
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
@@ -65,7 +66,7 @@ def _refuse_ambiguous(array: np.ndarray, name: str, pointer: str) -> None:
         )
 
 
-def _whole(array: np.ndarray, name: str, pointer: str) -> np.ndarray:
+def _to_int64(array: np.ndarray, name: str, pointer: str) -> np.ndarray:
     if array.dtype != np.int64:
         fits = np.isfinite(array) & (np.abs(array) < 2**53) & (array == np.trunc(array))
         if not fits.all():
@@ -77,5 +78,5 @@ def _whole(array: np.ndarray, name: str, pointer: str) -> np.ndarray:
     return array
 
 
-def _either(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return " or ".join(names)

@@ -8,22 +8,22 @@ import orjson
 import pybase64
 import simdjson
 
-from qkv.errors import InvalidContent, Unparseable, pointer_to, shown
+from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
 from qkv.tensors import DTYPES, RawTensor, nbytes
-from qkv.wire import json_arrays as lists
-from qkv.wire.json_arrays import MAX_AXES, Document, Lists, items, shown_node
+from qkv.wire import json_arrays
+from qkv.wire.json_arrays import MAX_AXES, Document, NestedLists, format_node, items
 from qkv.wire.message import Message
 
 __all__ = [
     "MEDIA_TYPE",
     "PROBLEM_TYPE",
-    "aligned_at",
-    "asked_encoding",
+    "aligned_offset",
     "decode",
+    "decode_fields",
     "dump",
     "encode",
     "load",
-    "plain",
+    "pop_encoding",
 ]
 
 MEDIA_TYPE: Final = "application/json"
@@ -33,7 +33,7 @@ _ENCODINGS: Final = ("lists", "base64")
 _TENSOR_KEYS: Final = {"dtype", "shape", "data"}
 
 
-def aligned_at(head: bytes) -> None:
+def aligned_offset(head: bytes) -> None:
     """Nowhere: nothing in it is used in place."""
 
 
@@ -45,14 +45,14 @@ def decode(body: bytes | memoryview, group: str) -> Message:
         group: "inputs", "outputs" or "tensors".
 
     Raises:
-        Unparseable: it is not JSON, not an object, or nested too deep.
+        MalformedRequest: it is not JSON, not an object, or nested too deep.
         InvalidContent: a name comes twice, or a tensor is ragged, mistyped, or not as long as
             its shape says.
     """
     document = Document(bytes(body))  # itself, where it is bytes
     fields: dict[str, Any] = {}
-    tensors: dict[str, Lists | _Base64] = {}
-    layer: dict[str, Lists | _Base64] = {}
+    tensors: dict[str, NestedLists | _Base64] = {}
+    layer: dict[str, NestedLists | _Base64] = {}
     for name, node in items(document.root, ""):
         if name == group:
             tensors = _tensors(document, node, f"/{group}")
@@ -62,19 +62,19 @@ def decode(body: bytes | memoryview, group: str) -> Message:
                 if key == "tensors":
                     layer = _tensors(document, inner, "/layer/tensors")
                 else:
-                    fields["layer"][key] = document.plain(inner, f"/layer/{key}")
+                    fields["layer"][key] = document.to_python(inner, f"/layer/{key}")
         else:
-            fields[name] = document.plain(node, f"/{name}")
-    encoding = asked_encoding(fields)
+            fields[name] = document.to_python(node, f"/{name}")
+    encoding = pop_encoding(fields)
     if encoding is None:
         first = next(iter(tensors.values()), None)
         encoding = "base64" if isinstance(first, _Base64) else "lists"
     found = (*tensors.values(), *layer.values())
-    is_walked = any(isinstance(t, Lists) for t in found) and document.is_walked
+    has_visited_all = any(isinstance(t, NestedLists) for t in found) and document.has_visited_all
     return Message(
         fields,
-        {name: tensor.read(is_walked) for name, tensor in tensors.items()},
-        {name: tensor.read(is_walked) for name, tensor in layer.items()},
+        {name: tensor.read(has_visited_all) for name, tensor in tensors.items()},
+        {name: tensor.read(has_visited_all) for name, tensor in layer.items()},
         encoding,
     )
 
@@ -82,7 +82,7 @@ def decode(body: bytes | memoryview, group: str) -> Message:
 def encode(message: Message, group: str) -> list[bytes | memoryview]:
     """Writes a message; its tensors stand under `group`, in that field's place if there is one."""
     document = dict(message.fields)
-    write = _as_base64 if message.encoding == "base64" else lists.write
+    write = _write_base64 if message.encoding == "base64" else json_arrays.write
     document[group] = {n: orjson.Fragment(write(t)) for n, t in message.tensors.items()}
     if message.layer:
         tensors = {n: orjson.Fragment(write(t)) for n, t in message.layer.items()}
@@ -92,14 +92,14 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
     return [orjson.dumps(document)]
 
 
-def plain(text: bytes) -> dict[str, Any]:
+def decode_fields(text: bytes) -> dict[str, Any]:
     """Reads an object without tensors, under the limits that hold for a message.
 
     Raises:
-        Unparseable, InvalidContent, TooLarge: as in `decode`.
+        MalformedRequest, InvalidContent, PayloadTooLarge: as in `decode`.
     """
     document = Document(text)
-    fields: dict[str, Any] = document.plain(document.root, "")
+    fields: dict[str, Any] = document.to_python(document.root, "")
     return fields
 
 
@@ -107,15 +107,15 @@ def load(text: bytes | str) -> Any:
     """Reads plain JSON.
 
     Raises:
-        Unparseable: it is not JSON.
+        MalformedRequest: it is not JSON.
     """
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise Unparseable(f"not JSON: {error}") from None
+        raise MalformedRequest(f"not JSON: {error}") from None
 
 
-def asked_encoding(fields: dict[str, Any]) -> str | None:
+def pop_encoding(fields: dict[str, Any]) -> str | None:
     """Takes `encoding` out of a message's fields.
 
     Raises:
@@ -124,7 +124,7 @@ def asked_encoding(fields: dict[str, Any]) -> str | None:
     encoding = fields.pop("encoding", None)
     if encoding is not None and encoding not in _ENCODINGS:
         raise InvalidContent(
-            f"encoding came as {shown(encoding)}; it must be {' or '.join(_ENCODINGS)}",
+            f"encoding came as {format_value(encoding)}; it must be {' or '.join(_ENCODINGS)}",
             pointer="/encoding",
         )
     return None if encoding is None else str(encoding)
@@ -135,11 +135,11 @@ def dump(document: Any) -> bytes:
     return orjson.dumps(document)
 
 
-def _tensors(document: Document, node: Any, pointer: str) -> dict[str, Lists | _Base64]:
+def _tensors(document: Document, node: Any, pointer: str) -> dict[str, NestedLists | _Base64]:
     """The tensors of a group, walked but not read."""
     if not isinstance(node, simdjson.Object):
         raise InvalidContent(
-            f"{pointer[1:]} must be an object, tensors by name; {shown_node(node)} came",
+            f"{pointer[1:]} must be an object, tensors by name; {format_node(node)} came",
             pointer=pointer,
         )
     return {
@@ -148,10 +148,10 @@ def _tensors(document: Document, node: Any, pointer: str) -> dict[str, Lists | _
     }
 
 
-def _tensor(document: Document, node: Any, name: str, pointer: str) -> Lists | _Base64:
+def _tensor(document: Document, node: Any, name: str, pointer: str) -> NestedLists | _Base64:
     if not isinstance(node, simdjson.Object):
-        return document.lists(node, name, pointer)
-    fields = {k: document.plain(inner, f"{pointer}/{k}") for k, inner in items(node, pointer)}
+        return document.nested_lists(node, name, pointer)
+    fields = {k: document.to_python(inner, f"{pointer}/{k}") for k, inner in items(node, pointer)}
     if fields.keys() != _TENSOR_KEYS:
         raise InvalidContent(
             f"{name} as an object has dtype, shape and data; {', '.join(fields) or 'nothing'} came",
@@ -167,7 +167,7 @@ class _Base64:
         self.name, self.pointer = name, pointer
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise InvalidContent(
-                f"{name} has dtype {shown(dtype)}; known are {', '.join(DTYPES)}",
+                f"{name} has dtype {format_value(dtype)}; known are {', '.join(DTYPES)}",
                 pointer=f"{pointer}/dtype",
             )
         if (
@@ -177,13 +177,13 @@ class _Base64:
             or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
         ):
             raise InvalidContent(
-                f"{name} has shape {shown(shape)}; it must be at most {MAX_AXES} whole numbers, "
-                "none negative, of less than 2**63 bytes together",
+                f"{name} has shape {format_value(shape)}; it must be at most {MAX_AXES} whole "
+                "numbers, none negative, of less than 2**63 bytes together",
                 pointer=f"{pointer}/shape",
             )
         if not isinstance(data, str):
             raise InvalidContent(
-                f"{name} has data {shown(data)}; it must be a string of base64",
+                f"{name} has data {format_value(data)}; it must be a string of base64",
                 pointer=f"{pointer}/data",
             )
         self._dtype, self._shape, self._data = dtype, tuple(shape), data
@@ -216,6 +216,6 @@ class _Base64:
         return RawTensor(self._dtype, self._shape, memoryview(data))
 
 
-def _as_base64(tensor: RawTensor) -> bytes:
+def _write_base64(tensor: RawTensor) -> bytes:
     head = orjson.dumps({"dtype": tensor.dtype, "shape": tensor.shape})[:-1]
     return b"".join((head, b',"data":"', pybase64.b64encode(tensor.data), b'"}'))

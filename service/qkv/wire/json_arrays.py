@@ -1,5 +1,4 @@
-"""JSON as it is read here: plain values under limits, and nested lists without a Python object per
-number.
+"""Reads JSON: plain values under limits, and nested lists without a Python object per number.
 
 Lists are read into one buffer (simdjson: three times the speed of orjson and msgspec at 200,000
 numbers), and written from one (orjson). The strings "NaN", "Infinity" and "-Infinity" stand for
@@ -18,10 +17,10 @@ import numpy as np
 import orjson
 import simdjson
 
-from qkv.errors import InvalidContent, TooLarge, Unparseable, pointer_to, shown
+from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format_value, pointer_to
 from qkv.tensors import RawTensor
 
-__all__ = ["MAX_AXES", "Document", "Lists", "items", "shown_node", "write"]
+__all__ = ["MAX_AXES", "Document", "NestedLists", "format_node", "items", "write"]
 
 MAX_AXES: Final = 8
 _MAX_DEPTH: Final = 32  # of what is not a tensor
@@ -31,8 +30,8 @@ Array = np.ndarray[Any, Any]
 
 _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), ("d", np.float64))
 _LONGEST_LIST: Final = (1 << 24) - 1  # where simdjson stops counting
-_MOST_VALUES: Final = 10_000  # outside tensors
-_MOST_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs a Python object
+_MAX_VALUES: Final = 10_000  # outside tensors
+_MAX_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs a Python object
 # A string, or a whole number that may be beyond 64 bits, with what stands around it in JSON;
 # possessive, for there are strings of 64 MiB.
 _WIDE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(?<=[\[,:\s])-?[0-9]{19,}(?=[\],}\s])', re.DOTALL)
@@ -50,50 +49,52 @@ class Document:
         text: UTF-8; bytes, because simdjson is much slower with anything else.
 
     Raises:
-        Unparseable: it is not JSON, or not an object.
+        MalformedRequest: it is not JSON, or not an object.
     """
 
     def __init__(self, text: bytes) -> None:
         try:
-            root = _parsed(text)
+            root = _parse(text)
         except (ValueError, RuntimeError, MemoryError) as error:
-            raise Unparseable(f"the body is not JSON: {_reason(text, error)}") from None
+            raise MalformedRequest(
+                f"the body is not JSON: {_parse_error_reason(text, error)}"
+            ) from None
         if not isinstance(root, simdjson.Object):
-            raise Unparseable("the body must be a JSON object")
+            raise MalformedRequest("the body must be a JSON object")
         self.root = root
         self._text = text
         self._arrays = 0
         self._values = 0
 
     @property
-    def is_walked(self) -> bool:
+    def has_visited_all(self) -> bool:
         """Whether every array has been met: one that has not hides among numbers, where simdjson
         would flatten it away."""
         brackets = np.frombuffer(self._text, np.uint8) == ord("[")  # faster than bytes.count
         return int(np.count_nonzero(brackets)) == self._arrays
 
-    def plain(self, node: Any, pointer: str, depth: int = 0) -> Any:
+    def to_python(self, node: Any, pointer: str, depth: int = 0) -> Any:
         """What is not a tensor, as Python has it.
 
         Raises:
-            Unparseable: it is nested too deep.
-            TooLarge: it is too many values.
+            MalformedRequest: it is nested too deep.
+            PayloadTooLarge: it is too many values.
         """
         if depth > _MAX_DEPTH:
-            raise Unparseable(f"nested deeper than {_MAX_DEPTH}", pointer=pointer)
+            raise MalformedRequest(f"nested deeper than {_MAX_DEPTH}", pointer=pointer)
         self._values += 1
-        if self._values > _MOST_VALUES:
-            raise TooLarge(
-                f"more than {_MOST_VALUES} values that belong to no tensor", pointer=pointer
+        if self._values > _MAX_VALUES:
+            raise PayloadTooLarge(
+                f"more than {_MAX_VALUES} values that belong to no tensor", pointer=pointer
             )
         if isinstance(node, simdjson.Object):
             return {
-                name: self.plain(inner, pointer + pointer_to(name), depth + 1)
+                name: self.to_python(inner, pointer + pointer_to(name), depth + 1)
                 for name, inner in items(node, pointer)
             }
         if isinstance(node, simdjson.Array):
             return [
-                self.plain(inner, f"{pointer}/{i}", depth + 1)
+                self.to_python(inner, f"{pointer}/{i}", depth + 1)
                 for i, inner in enumerate(self.elements(node))
             ]
         return node
@@ -103,21 +104,21 @@ class Document:
         self._arrays += 1
         yield from node
 
-    def lists(self, node: Any, name: str, pointer: str) -> Lists:
+    def nested_lists(self, node: Any, name: str, pointer: str) -> NestedLists:
         """Nested lists, walked but not read; a number alone is a tensor without axes.
 
         Raises:
             InvalidContent: they are ragged, or nested too deep.
-            TooLarge: they are too many.
+            PayloadTooLarge: they are too many.
         """
         if not isinstance(node, simdjson.Array):
-            return Lists(name, pointer, [node], (), [[node]])
+            return NestedLists(name, pointer, [node], (), [[node]])
         shape, leaves, arrays = _walk(node, name, pointer)
         self._arrays += arrays
-        return Lists(name, pointer, node, shape, leaves)
+        return NestedLists(name, pointer, node, shape, leaves)
 
 
-class Lists:
+class NestedLists:
     """A tensor as nested lists in a document, not yet read."""
 
     def __init__(
@@ -127,7 +128,7 @@ class Lists:
         self._name, self._pointer = name, pointer
         self._node, self._leaves = node, leaves
 
-    def read(self, is_walked: bool) -> RawTensor:
+    def read(self, has_visited_all: bool) -> RawTensor:
         """The tensor.
 
         Args:
@@ -135,46 +136,46 @@ class Lists:
 
         Raises:
             InvalidContent: it holds something else than numbers, or than booleans.
-            TooLarge: it can only be read slowly, and is too large for that.
+            PayloadTooLarge: it can only be read slowly, and is too large for that.
         """
         if 0 in self.shape:
-            return RawTensor.from_numpy(np.zeros(self.shape), literal=True)
+            return RawTensor.from_numpy(np.zeros(self.shape), is_untyped=True)
         first = self._leaves[0][0]
-        if is_walked and isinstance(self._node, simdjson.Array):
+        if has_visited_all and isinstance(self._node, simdjson.Array):
             for code, dtype in _BUFFERS[type(first) is float :]:
                 try:
                     buffer = self._node.as_buffer(of_type=code)
                 except (TypeError, ValueError):
                     continue  # of another type, or mixed
                 array: Array = np.frombuffer(buffer, dtype).reshape(self.shape)
-                return RawTensor.from_numpy(array, literal=True)
+                return RawTensor.from_numpy(array, is_untyped=True)
         return self._read_objects()
 
     def _read_objects(self) -> RawTensor:
         """The slow way, for booleans, for strings among numbers, and for what is wrong."""
-        if math.prod(self.shape) > _MOST_OBJECTS:
+        if math.prod(self.shape) > _MAX_OBJECTS:
             raise _too_large(
                 self._name,
                 self._pointer,
-                f"more than {_MOST_OBJECTS} values that are booleans, or among which are strings",
+                f"more than {_MAX_OBJECTS} values that are booleans, or among which are strings",
             )
         values = list(chain.from_iterable(self._leaves))
         types = set(map(type, values))
         if types == {bool}:
-            return RawTensor.from_numpy(np.array(values).reshape(self.shape), literal=True)
+            return RawTensor.from_numpy(np.array(values).reshape(self.shape), is_untyped=True)
         if str in types:
             values = [_NON_FINITE.get(v, v) if isinstance(v, str) else v for v in values]
             types = set(map(type, values))
         if not types <= {int, float}:
             at, odd = next((i, v) for i, v in enumerate(values) if type(v) not in (int, float))
             raise InvalidContent(
-                f"{self._name} holds {shown_node(odd)} at {list(self._index(at))}; it must be all "
+                f"{self._name} holds {format_node(odd)} at {list(self._index(at))}; it must be all "
                 'numbers (or "NaN", "Infinity", "-Infinity"), or all booleans',
                 pointer=self._pointer,
             )
         whole = types == {int} and min(values) >= -(2**63) and max(values) < 2**63
         dtype = np.int64 if whole else np.float64
-        return RawTensor.from_numpy(np.array(values, dtype).reshape(self.shape), literal=True)
+        return RawTensor.from_numpy(np.array(values, dtype).reshape(self.shape), is_untyped=True)
 
     def _index(self, at: int) -> tuple[int, ...]:
         return tuple(int(i) for i in np.unravel_index(at, self.shape)) if self.shape else ()
@@ -206,11 +207,11 @@ def items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
         yield name, node[name]
 
 
-def shown_node(value: Any) -> str:
+def format_node(value: Any) -> str:
     """A value of a document, as far as a person needs it."""
     if isinstance(value, simdjson.Object | simdjson.Array):
         return "an object" if isinstance(value, simdjson.Object) else "a list"
-    return shown(value)
+    return format_value(value)
 
 
 def write(tensor: RawTensor) -> bytes:
@@ -228,7 +229,7 @@ def write(tensor: RawTensor) -> bytes:
     return text if tensor.shape else text[1:-1]
 
 
-def _parsed(text: bytes) -> Any:
+def _parse(text: bytes) -> Any:
     """The root of a document. Whole numbers beyond 64 bits are read as the nearest float64, as
     JavaScript writes those below 1e21; among a bounded number of strings."""
     try:
@@ -237,10 +238,10 @@ def _parsed(text: bytes) -> Any:
         # by then every string has been found to have an end
         if not str(error).startswith(("BIGINT_ERROR", "NUMBER_ERROR")):
             raise
-    return simdjson.Parser().parse(_WIDE.sub(_as_float, text, count=_MOST_OBJECTS))
+    return simdjson.Parser().parse(_WIDE.sub(_as_float, text, count=_MAX_OBJECTS))
 
 
-def _reason(text: bytes, error: Exception) -> str:
+def _parse_error_reason(text: bytes, error: Exception) -> str:
     """Why it is no JSON; where, in orjson's words, if it is short enough to be read once more."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8"
@@ -281,8 +282,8 @@ def _walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any
             return tuple(shape), level, arrays
         if len(shape) == MAX_AXES:
             raise InvalidContent(f"{name} has more than {MAX_AXES} axes", pointer=pointer)
-        if arrays + len(level) * shape[-1] > _MOST_OBJECTS:
-            raise _too_large(name, pointer, f"more than {_MOST_OBJECTS} lists")
+        if arrays + len(level) * shape[-1] > _MAX_OBJECTS:
+            raise _too_large(name, pointer, f"more than {_MAX_OBJECTS} lists")
         level = list(chain.from_iterable(level))
         if not all(isinstance(row, simdjson.Array) for row in level):
             raise InvalidContent(
@@ -292,5 +293,5 @@ def _walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any
         arrays += len(level)
 
 
-def _too_large(name: str, pointer: str, what: str) -> TooLarge:
-    return TooLarge(f"{name} holds {what}; send it as base64", pointer=pointer)
+def _too_large(name: str, pointer: str, what: str) -> PayloadTooLarge:
+    return PayloadTooLarge(f"{name} holds {what}; send it as base64", pointer=pointer)

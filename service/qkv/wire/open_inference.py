@@ -17,11 +17,11 @@ import numpy as np
 import orjson
 import simdjson
 
-from qkv.errors import InvalidContent, TooLarge, Unparseable, shown
+from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format_value
 from qkv.tensors import DTYPES, RawTensor, nbytes
-from qkv.wire import json_arrays as lists
-from qkv.wire.casting import typed
-from qkv.wire.json_arrays import MAX_AXES, Document, Lists, items, shown_node
+from qkv.wire import json_arrays
+from qkv.wire.casting import cast_untyped
+from qkv.wire.json_arrays import MAX_AXES, Document, NestedLists, format_node, items
 from qkv.wire.message import Message
 
 __all__ = ["DATATYPES", "LENGTH_HEADER", "decode", "encode", "json_length"]
@@ -43,7 +43,7 @@ _DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _KEYS: Final = ("name", "datatype", "shape", "parameters", "data")
 _SIZE: Final = "binary_data_size"
 _MAX_TENSORS: Final = 256
-_MOST_BARE: Final = 1 << 18
+_MAX_BARE: Final = 1 << 18
 _BARE: Final = re.compile(rb"(?<=[\[,:\s])(NaN|-?Infinity)(?=[\],}\s])")
 
 
@@ -70,13 +70,13 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
         length: bytes of the JSON; None: all.
 
     Raises:
-        Unparseable: the lengths do not add up, or the JSON is none.
+        MalformedRequest: the lengths do not add up, or the JSON is none.
         InvalidContent: a tensor is not as its shape and datatype say, or none that is served.
-        TooLarge: what costs a Python object each is too many.
+        PayloadTooLarge: what costs a Python object each is too many.
     """
     view = memoryview(body)
     if length is not None and length > len(view):
-        raise Unparseable(f"{LENGTH_HEADER} is {length}; the body has {len(view)} bytes")
+        raise MalformedRequest(f"{LENGTH_HEADER} is {length}; the body has {len(view)} bytes")
     document = _document(bytes(body if length is None else view[:length]))
     data = view[len(view) if length is None else length :]
     fields: dict[str, Any] = {}
@@ -85,20 +85,20 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
         if name == group:
             found = _tensors(document, node, group)
         else:
-            fields[name] = document.plain(node, f"/{name}")
-    is_walked = any(t.lists for t in found) and document.is_walked
+            fields[name] = document.to_python(node, f"/{name}")
+    has_visited_all = any(t.nested_lists for t in found) and document.has_visited_all
     tensors: dict[str, RawTensor] = {}
     end = 0
     for tensor in found:
         if tensor.name in tensors:
             raise InvalidContent(f"{tensor.name!r:.60} comes twice", pointer=tensor.pointer)
-        if tensor.lists is None:
+        if tensor.nested_lists is None:
             tensors[tensor.name] = tensor.view(data[end:])
             end += tensor.size
         else:
-            tensors[tensor.name] = tensor.read(tensor.lists, is_walked)
+            tensors[tensor.name] = tensor.read(tensor.nested_lists, has_visited_all)
     if end != len(data):
-        raise Unparseable(f"{len(data) - end} bytes behind the JSON belong to no tensor")
+        raise MalformedRequest(f"{len(data) - end} bytes behind the JSON belong to no tensor")
     return Message(fields, tensors)
 
 
@@ -106,13 +106,13 @@ def _document(text: bytes) -> Document:
     """The JSON; Triton's client writes NaN and Infinity without quotes, which is none."""
     try:
         return Document(text)
-    except Unparseable:
+    except MalformedRequest:
         bare = text.count(b"NaN") + text.count(b"Infinity")
         if not bare or not _BARE.search(text):
             raise
-        if bare > _MOST_BARE:  # each costs a Python object
-            raise TooLarge(
-                f"more than {_MOST_BARE} NaN and Infinity without quotes; send bytes"
+        if bare > _MAX_BARE:  # each costs a Python object
+            raise PayloadTooLarge(
+                f"more than {_MAX_BARE} NaN and Infinity without quotes; send bytes"
             ) from None
     return Document(_BARE.sub(rb'"\1"', text))
 
@@ -143,7 +143,7 @@ def encode(
         else:
             size = tensor.nbytes // DTYPES[tensor.dtype].itemsize
             flat = RawTensor(tensor.dtype, (size,), tensor.data)
-            entry["data"] = orjson.Fragment(lists.write(flat))
+            entry["data"] = orjson.Fragment(json_arrays.write(flat))
         entries.append(entry)
     text = orjson.dumps(message.fields | {group: entries})
     return [text, *chunks], len(text) if chunks else None
@@ -154,14 +154,14 @@ class _Tensor:
 
     Attributes:
         label: its name, as far as a person needs it.
-        lists: its numbers, where they stand in the JSON.
+        nested_lists: its numbers, where they stand in the JSON.
         size: how many bytes it has behind the JSON.
     """
 
     def __init__(self, document: Document, node: Any, pointer: str) -> None:
         if not isinstance(node, simdjson.Object):
             raise InvalidContent(
-                f"{pointer[1:]} must be an object; {shown_node(node)} came", pointer=pointer
+                f"{pointer[1:]} must be an object; {format_node(node)} came", pointer=pointer
             )
         plain: dict[str, Any] = {}
         data: Any = None
@@ -169,20 +169,20 @@ class _Tensor:
             if key == "data":
                 data = inner
             else:
-                plain[key] = document.plain(inner, f"{pointer}/{key}")
+                plain[key] = document.to_python(inner, f"{pointer}/{key}")
         self.pointer = pointer
-        self.name = _checked_name(plain, pointer)
+        self.name = _read_name(plain, pointer)
         self.label = f"{self.name:.60}"
         self.dtype, self.shape = self._form(plain)
         self.size = self._binary_size(plain.get("parameters"), data is not None)
-        self.lists = None
+        self.nested_lists = None
         if data is not None:
-            self.lists = document.lists(data, self.label, f"{pointer}/data")
+            self.nested_lists = document.nested_lists(data, self.label, f"{pointer}/data")
 
     def view(self, data: memoryview) -> RawTensor:
         """The tensor whose bytes these are the first of."""
         if len(data) < self.size:
-            raise Unparseable(
+            raise MalformedRequest(
                 f"{self.label} has {_SIZE} {self.size}; {len(data)} bytes are left behind the JSON",
                 pointer=self.pointer,
             )
@@ -191,7 +191,7 @@ class _Tensor:
             raise self._wrong("is BOOL and holds bytes other than 0 and 1")
         return RawTensor(self.dtype, self.shape, own)
 
-    def read(self, numbers: Lists, is_walked: bool) -> RawTensor:
+    def read(self, numbers: NestedLists, has_visited_all: bool) -> RawTensor:
         """The tensor whose numbers these are, nested as its shape says, or flat."""
         count = nbytes(self.dtype, self.shape) // DTYPES[self.dtype].itemsize
         # an empty axis hides those within it
@@ -201,9 +201,9 @@ class _Tensor:
                 f"has shape {list(self.shape)}, {count} elements; its data came as "
                 f"{list(numbers.shape)}"
             )
-        raw = numbers.read(is_walked)
+        raw = numbers.read(has_visited_all)
         if self.dtype != "bool":
-            raw = typed(raw, self.label, [self.dtype], self.dtype, f"{self.pointer}/data")
+            raw = cast_untyped(raw, self.label, [self.dtype], self.dtype, f"{self.pointer}/data")
             return RawTensor(self.dtype, self.shape, raw.data)
         array = raw.numpy()
         if not ((array == 0) | (array == 1)).all():
@@ -217,7 +217,9 @@ class _Tensor:
                 raise self._wrong(f"has {key!r:.60}; known are {', '.join(_KEYS)}")
         datatype, shape = plain.get("datatype"), plain.get("shape")
         if not isinstance(datatype, str) or datatype not in _DTYPES:
-            raise self._wrong(f"has datatype {shown(datatype)}; served are {', '.join(_DTYPES)}")
+            raise self._wrong(
+                f"has datatype {format_value(datatype)}; served are {', '.join(_DTYPES)}"
+            )
         dtype = _DTYPES[datatype]
         if (
             not isinstance(shape, list)
@@ -226,14 +228,14 @@ class _Tensor:
             or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
         ):
             raise self._wrong(
-                f"has shape {shown(shape)}; it must be at most {MAX_AXES} whole numbers, none "
-                "negative, of less than 2**63 bytes together"
+                f"has shape {format_value(shape)}; it must be at most {MAX_AXES} whole "
+                "numbers, none negative, of less than 2**63 bytes together"
             )
         return dtype, tuple(shape)
 
     def _binary_size(self, parameters: Any, has_data: bool) -> int:
         if parameters is not None and not isinstance(parameters, dict):
-            raise self._wrong(f"has parameters {shown(parameters)}; they must be an object")
+            raise self._wrong(f"has parameters {format_value(parameters)}; they must be an object")
         for key in parameters or {}:
             if key.startswith("shared_memory"):
                 raise self._wrong("lies in shared memory, which is not read here; send its bytes")
@@ -246,7 +248,7 @@ class _Tensor:
         needed = nbytes(self.dtype, self.shape)
         if size is not None and (type(size) is not int or size != needed):
             raise self._wrong(
-                f"has {_SIZE} {shown(size)}; {DATATYPES[self.dtype]} of shape "
+                f"has {_SIZE} {format_value(size)}; {DATATYPES[self.dtype]} of shape "
                 f"{list(self.shape)} takes {needed}"
             )
         return 0 if has_data else needed
@@ -258,7 +260,7 @@ class _Tensor:
 def _tensors(document: Document, node: Any, group: str) -> list[_Tensor]:
     if not isinstance(node, simdjson.Array):
         raise InvalidContent(
-            f"{group} must be a list of tensors; {shown_node(node)} came", pointer=f"/{group}"
+            f"{group} must be a list of tensors; {format_node(node)} came", pointer=f"/{group}"
         )
     if len(node) > _MAX_TENSORS:
         raise InvalidContent(f"{group} holds more than {_MAX_TENSORS}", pointer=f"/{group}")
@@ -266,10 +268,11 @@ def _tensors(document: Document, node: Any, group: str) -> list[_Tensor]:
     return [_Tensor(document, entry, f"/{group}/{i}") for i, entry in entries]
 
 
-def _checked_name(plain: dict[str, Any], pointer: str) -> str:
+def _read_name(plain: dict[str, Any], pointer: str) -> str:
     name = plain.get("name")
     if not isinstance(name, str):
         raise InvalidContent(
-            f"{pointer[1:]} has name {shown(name)}; it must be a string", pointer=f"{pointer}/name"
+            f"{pointer[1:]} has name {format_value(name)}; it must be a string",
+            pointer=f"{pointer}/name",
         )
     return name

@@ -12,12 +12,12 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from qkv.errors import InvalidContent, Unparseable, pointer_to
+from qkv.errors import InvalidContent, MalformedRequest, pointer_to
 from qkv.tensors import RawTensor, nbytes
-from qkv.wire.json import asked_encoding, plain
+from qkv.wire.json import decode_fields, pop_encoding
 from qkv.wire.message import Message
 
-__all__ = ["MEDIA_TYPE", "aligned_at", "decode", "encode"]
+__all__ = ["MEDIA_TYPE", "aligned_offset", "decode", "encode"]
 
 MEDIA_TYPE: Final = "application/vnd.safetensors"
 
@@ -38,7 +38,7 @@ _MAX_NAMES: Final = 256
 _ALIGNMENT: Final = 64
 
 
-def aligned_at(head: bytes) -> int:
+def aligned_offset(head: bytes) -> int:
     """Which byte of the body should lie at an aligned address, seen from its first 8: the first
     tensor's, so that it needs no copy later."""
     return 8 + int.from_bytes(head[:8], "little") if len(head) >= 8 else 0
@@ -52,15 +52,15 @@ def decode(body: bytes | memoryview, group: str) -> Message:
         group: what the tensors are to the message; the format has but one group.
 
     Raises:
-        Unparseable: it is no safetensors file: lengths, header or offsets do not add up.
+        MalformedRequest: it is no safetensors file: lengths, header or offsets do not add up.
         InvalidContent: a dtype or shape is not one that is served, or `qkv` is not JSON.
     """
     view = memoryview(body)
     if len(view) < 8:
-        raise Unparseable(f"a safetensors file has at least 8 bytes; {len(view)} came")
+        raise MalformedRequest(f"a safetensors file has at least 8 bytes; {len(view)} came")
     length = int.from_bytes(view[:8], "little")
     if length > min(_MAX_HEADER, len(view) - 8):
-        raise Unparseable(
+        raise MalformedRequest(
             f"the header claims {length} bytes; {len(view) - 8} follow, at most {_MAX_HEADER} "
             "are read"
         )
@@ -70,7 +70,7 @@ def decode(body: bytes | memoryview, group: str) -> Message:
     tensors: dict[str, RawTensor] = {}
     layer: dict[str, RawTensor] = {}
     end = 0
-    for name, entry in sorted(header.items(), key=_span):
+    for name, entry in sorted(header.items(), key=_byte_range):
         if name.startswith(_LAYER):
             inner = name.removeprefix(_LAYER)
             pointer = pointer_to("layer", "tensors", inner)
@@ -78,11 +78,11 @@ def decode(body: bytes | memoryview, group: str) -> Message:
         else:
             tensors[name], end = _tensor(name, entry, data, end, pointer_to(group, name))
     if end != len(data):
-        raise Unparseable(f"{len(data) - end} bytes belong to no tensor")
+        raise MalformedRequest(f"{len(data) - end} bytes belong to no tensor")
     fields = _fields(metadata)
     if layer:  # as in JSON, where they stand in it
         fields.setdefault("layer", {})
-    return Message(fields, tensors, layer, asked_encoding(fields))
+    return Message(fields, tensors, layer, pop_encoding(fields))
 
 
 def encode(message: Message, group: str) -> list[bytes | memoryview]:
@@ -107,17 +107,17 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
 def _header(text: bytes) -> dict[str, Any]:
     try:
         # the standard library's, because it shows names that come twice
-        header = json.loads(str(text, "utf-8"), object_pairs_hook=_once)
+        header = json.loads(str(text, "utf-8"), object_pairs_hook=_unique_names)
     except (ValueError, RecursionError) as error:
-        raise Unparseable(f"the header is not JSON: {error}") from None
+        raise MalformedRequest(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise Unparseable("the header must be a JSON object")
+        raise MalformedRequest("the header must be a JSON object")
     if len(header) > _MAX_NAMES:
-        raise Unparseable(f"the header names more than {_MAX_NAMES} tensors")
+        raise MalformedRequest(f"the header names more than {_MAX_NAMES} tensors")
     return header
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for name, value in pairs:
         if name in unique:
@@ -127,11 +127,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _span(entry: tuple[str, Any]) -> list[int]:
+def _byte_range(entry: tuple[str, Any]) -> list[int]:
     """Where a tensor's bytes begin and end, as far as that can be told; an empty one comes before
     the one that begins where it does."""
     offsets = entry[1].get("data_offsets") if isinstance(entry[1], dict) else None
-    return offsets if isinstance(offsets, list) and all(map(_whole, offsets)) else []
+    return offsets if isinstance(offsets, list) and all(map(_is_count, offsets)) else []
 
 
 def _tensor(
@@ -139,7 +139,7 @@ def _tensor(
 ) -> tuple[RawTensor, int]:
     """A tensor that begins where the last one ended, and where it ends itself."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise Unparseable(f"{name!r:.60} must have dtype, shape and data_offsets, and no more")
+        raise MalformedRequest(f"{name!r:.60} must have dtype, shape and data_offsets, and no more")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in _DTYPES:
         raise InvalidContent(
@@ -149,7 +149,7 @@ def _tensor(
     if (
         not isinstance(shape, list)
         or len(shape) > _MAX_AXES
-        or not all(map(_whole, shape))
+        or not all(map(_is_count, shape))
         or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
     ):
         raise InvalidContent(
@@ -157,11 +157,13 @@ def _tensor(
             "of less than 2**63 bytes together",
             pointer=pointer,
         )
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_whole, offsets)):
-        raise Unparseable(f"{name!r:.60} has data_offsets {offsets!r:.100}; they are two numbers")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise MalformedRequest(
+            f"{name!r:.60} has data_offsets {offsets!r:.100}; they are two numbers"
+        )
     first, last = offsets
     if first != end or not first <= last <= len(data):
-        raise Unparseable(
+        raise MalformedRequest(
             f"{name!r:.60} lies at {first} to {last} of {len(data)} bytes; it must begin at {end}, "
             "where the tensor before it ends"
         )
@@ -182,15 +184,15 @@ def _tensor(
 def _fields(metadata: Any) -> dict[str, Any]:
     """The fields under `qkv`; other metadata is the file's own affair."""
     if not isinstance(metadata, dict):
-        raise Unparseable(f"{_METADATA} must be an object")
+        raise MalformedRequest(f"{_METADATA} must be an object")
     text = metadata.get("qkv", "{}")
     if not isinstance(text, str):
         raise InvalidContent("qkv in the metadata must be text that is JSON", pointer="")
     try:
-        return plain(text.encode())
+        return decode_fields(text.encode())
     except UnicodeEncodeError as error:
-        raise Unparseable(f"qkv in the metadata is not UTF-8: {error}") from None
+        raise MalformedRequest(f"qkv in the metadata is not UTF-8: {error}") from None
 
 
-def _whole(value: object) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63

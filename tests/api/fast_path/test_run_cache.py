@@ -14,23 +14,24 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import Server, until
 from qkv import Client
-from qkv.api.fast_path.job_cache import Prepared
+from qkv.api.fast_path.job_cache import JobCache
 from qkv.attention.catalogue import variants
-from qkv.engine.engine import Answer, Engine
-from qkv.engine.executor import run
-from qkv.errors import Internal, NotNow
+from qkv.engine.engine import Engine, JobResult
+from qkv.engine.executor import execute
+from qkv.errors import Internal, ServiceUnavailable
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
-from qkv.wire import open_inference as v2
+from qkv.wire import open_inference
 from qkv.wire.message import Message
-from support.engines import bits
+from support.engines import bits, hold
 from support.known_requests import DTYPES
+from support.processes import wait_until
+from support.service import Server
 
 Array = np.ndarray[Any, Any]
 
-LIMITS: Final = Limits(answer=1 << 30, request=4 << 30)
+LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=4 << 30)
 CPU: Final = torch.device("cpu")
 INFER: Final = "/v2/models/softmax/infer"
 NAMES: Final = ("query", "key", "value")
@@ -45,8 +46,8 @@ def written(arrays: Mapping[str, Array], **fields: Any) -> tuple[bytes, dict[str
     """A body of the Open Inference Protocol, and its headers."""
     raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
     outputs = [{"name": "output", "parameters": {"binary_data": True}}]
-    chunks, length = v2.encode(Message({"outputs": outputs} | fields, raw), "inputs", set(raw))
-    return b"".join(chunks), {v2.LENGTH_HEADER: str(length)}
+    chunks, length = open_inference.encode(Message({"outputs": outputs} | fields, raw), "inputs", set(raw))
+    return b"".join(chunks), {open_inference.LENGTH_HEADER: str(length)}
 
 
 def infer(server: Server, arrays: Mapping[str, Array], path: str = INFER, **fields: Any) -> Any:
@@ -56,12 +57,12 @@ def infer(server: Server, arrays: Mapping[str, Array], path: str = INFER, **fiel
 
 def output(response: httpx.Response) -> bytes:
     assert response.status_code == 200, response.text
-    return response.content[int(response.headers[v2.LENGTH_HEADER]) :]
+    return response.content[int(response.headers[open_inference.LENGTH_HEADER]) :]
 
 
 def job_of(arrays: Mapping[str, Array], variant: str = "softmax", **fields: Any) -> Job:
     tensors = {n: RawTensor.from_numpy(a) for n, a in arrays.items()}
-    return Job.of(variant, Message({"outputs": ["output"]} | fields, tensors), LIMITS)
+    return Job.from_message(variant, Message({"outputs": ["output"]} | fields, tensors), LIMITS)
 
 
 # ---------------------------------------------------------------- a head that has come before
@@ -85,7 +86,7 @@ def test_what_else_the_head_says_is_heeded(server: Server) -> None:
         assert output(infer(server, arrays, parameters={"causal": True})) == causal
         for name in ids:
             answer = infer(server, arrays, id=name)
-            length = int(answer.headers[v2.LENGTH_HEADER])
+            length = int(answer.headers[open_inference.LENGTH_HEADER])
             assert json.loads(answer.content[:length])["id"] == name
             assert output(answer) == plain
     longer = drawn(1, (1, 2, 6, 4))
@@ -131,13 +132,13 @@ def test_other_variants_and_versions_have_heads_of_their_own(server: Server) -> 
 
 
 def test_nothing_of_a_body_is_kept_and_few_heads_are() -> None:
-    prepared: Prepared[int] = Prepared()
+    prepared: JobCache[int] = JobCache()
 
     def body_of(seed: int, length: int) -> tuple[memoryview, Job]:
         body, headers = written(drawn(seed, (1, 1, length, 2)))
         view = memoryview(bytearray(body))
-        message = v2.decode(view, "inputs", int(headers[v2.LENGTH_HEADER]))
-        return view, Job.of("softmax", Message({}, message.tensors), LIMITS)
+        message = open_inference.decode(view, "inputs", int(headers[open_inference.LENGTH_HEADER]))
+        return view, Job.from_message("softmax", Message({}, message.tensors), LIMITS)
 
     for length in range(1, 400):
         view, job = body_of(0, length)
@@ -181,9 +182,9 @@ def test_a_small_job_has_the_same_bits_there_as_in_the_devices_thread(dtype: str
                 job = job_of(arrays, name, outputs=["output", "weights"])
                 if not job.is_small:
                     continue
-                until(lambda: not engine._running)
-                now = engine.run_now(job)
-                assert isinstance(now, Answer)
+                wait_until(lambda: not engine._running)
+                now = engine.run_inline(job)
+                assert isinstance(now, JobResult)
                 assert bits(now) == bits(await engine.submit(job))
 
     with_engine(test)
@@ -193,20 +194,20 @@ def test_what_is_large_or_would_go_before_others_is_queued() -> None:
     async def test(engine: Engine) -> None:
         small, large = job_of(drawn(0)), job_of(drawn(0, (1, 8, 1024, 64)))
         assert large.flops > small.flops
-        assert engine.run_now(large) is None
+        assert engine.run_inline(large) is None
         loop = job_of({"value": drawn(0, (1, 1, 30000, 1))["value"]}, "mean",
                       parameters={"method": "loop"})  # fmt: skip
         assert not loop.is_small
         long = {name: np.ones((2000, 1), np.float32) for name in NAMES}
         for name in ("linear", "taylor", "efficient", "linformer"):  # numbers may make it quadratic
             assert not job_of(long, name).is_small
-        with engine.hold():
-            assert engine.run_now(small) is None
+        with hold(engine):
+            assert engine.run_inline(small) is None
             first = engine.submit(large)
-        assert engine.run_now(small) is None  # the large one runs, or waits
+        assert engine.run_inline(small) is None  # the large one runs, or waits
         await first
-        until(lambda: not engine._running)
-        assert engine.run_now(small) is not None
+        wait_until(lambda: not engine._running)
+        assert engine.run_inline(small) is not None
 
     with_engine(test)
 
@@ -217,13 +218,13 @@ def test_one_that_fails_there_is_told_so_and_the_next_runs(
     async def test(engine: Engine) -> None:
         job = job_of(drawn(0))
         with monkeypatch.context() as patch:
-            patch.setattr("qkv.engine.engine.run", lambda *_: 1 / 0)
+            patch.setattr(engine, "execute", lambda *_: 1 / 0)
             with pytest.raises(Internal):
-                engine.run_now(job)
-        assert engine.run_now(job) is not None
+                engine.run_inline(job)
+        assert engine.run_inline(job) is not None
         await engine.stop()
-        with pytest.raises(NotNow):
-            engine.run_now(job)
+        with pytest.raises(ServiceUnavailable):
+            engine.run_inline(job)
 
     with_engine(test)
 
@@ -248,8 +249,8 @@ def test_more_threads_change_no_bits_where_they_are_taken() -> None:
                 if "outputs" in fields and L * S * H > 1 << 24:
                     continue
                 job = job_of(arrays, **fields)
-                (alone,) = run([job], CPU, False, 1, 1)
-                (spread,) = run([job], CPU, False, 1, 4)
+                (alone,) = execute([job], CPU, False, 1, 1)
+                (spread,) = execute([job], CPU, False, 1, 4)
                 taken += torch.get_num_threads() == 4
                 assert {n: bytes(t.data) for n, t in alone.outputs.items()} == {
                     n: bytes(t.data) for n, t in spread.outputs.items()
@@ -265,8 +266,8 @@ def test_numbers_that_take_another_path_take_it_on_their_own_threads() -> None:
     job = job_of(arrays)
     before = torch.get_num_threads()
     try:
-        (alone,) = run([job], CPU, False, 1, 1)
-        (spread,) = run([job], CPU, False, 1, 4)
+        (alone,) = execute([job], CPU, False, 1, 1)
+        (spread,) = execute([job], CPU, False, 1, 4)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -276,10 +277,10 @@ def test_numbers_that_take_another_path_take_it_on_their_own_threads() -> None:
 
 def test_only_kernels_of_torchs_own_are_spread() -> None:
     arrays = drawn(0, (1, 8, 1024, 64))
-    assert job_of(arrays).is_fused
-    assert not job_of(arrays, parameters={"dropout": 0.5}).is_fused
-    assert not job_of(arrays, parameters={"softcap": 5.0}).is_fused
-    assert not job_of(arrays, outputs=["output", "weights"]).is_fused
-    assert not job_of(drawn(0, (1, 8, 32, 64))).is_fused
+    assert job_of(arrays).uses_sdpa
+    assert not job_of(arrays, parameters={"dropout": 0.5}).uses_sdpa
+    assert not job_of(arrays, parameters={"softcap": 5.0}).uses_sdpa
+    assert not job_of(arrays, outputs=["output", "weights"]).uses_sdpa
+    assert not job_of(drawn(0, (1, 8, 32, 64))).uses_sdpa
     others = [v.name for v in variants().values() if v.name not in ("softmax", "mean")]
-    assert not any(job_of(arrays, n).is_fused for n in others if n != "linear_layer")
+    assert not any(job_of(arrays, n).uses_sdpa for n in others if n != "linear_layer")

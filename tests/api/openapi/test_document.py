@@ -9,17 +9,17 @@ import numpy as np
 import openapi_spec_validator
 import pytest
 
-from conftest import Server, serving
 from qkv.api.openapi import examples
 from qkv.attention import catalogue
 from qkv.attention.layers.layouts import LAYOUTS
 from qkv.jobs.job import Job
-from qkv.telemetry.worker_state import Fleet
+from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, safetensors
 from qkv.wire.message import Message
-from support.known_requests import random_case, refused
-from support.openapi_schemas import described, fits, kept
+from support.known_requests import assert_problem, random_case
+from support.openapi_schemas import assert_matches_document, fits, response_content
+from support.service import Server, running_server
 
 RUNS: Final = [f"/v1/attention/{name}" for name in catalogue.variants()] + [
     f"/v1/gradients/{v.name}" for v in catalogue.variants().values() if v.backward
@@ -88,11 +88,11 @@ def test_every_example_runs_and_is_answered_as_shown(
         assert response.status_code == 200, response.text
         assert timeless(response.json()) == timeless(shown[name]["value"])
         assert fits(shown[name]["value"], answers[json.MEDIA_TYPE]["schema"], document)
-        kept(document, response)
+        assert_matches_document(document, response)
         file = server.http.post(
             path, json=example["value"], headers={"Accept": safetensors.MEDIA_TYPE}
         )
-        assert described(document, file) == answers[safetensors.MEDIA_TYPE]
+        assert response_content(document, file) == answers[safetensors.MEDIA_TYPE]
 
 
 @pytest.mark.parametrize("path", ["/v1/variants", "/livez", "/readyz"])
@@ -101,7 +101,7 @@ def test_every_plain_answer_is_as_described(
 ) -> None:
     response = server.http.get(path)
     assert response.status_code == 200
-    content = described(document, response)
+    content = response_content(document, response)
     assert fits(response.json(), content["schema"], document)
     assert not fits({"nope": 1}, content["schema"], document)
     assert content.get("example", response.json()) == response.json()
@@ -109,7 +109,7 @@ def test_every_plain_answer_is_as_described(
 
 def test_the_page_is_as_described(server: Server, document: dict[str, Any]) -> None:
     page = server.http.get("/")
-    assert described(document, page)["schema"] == {"type": "string"}
+    assert response_content(document, page)["schema"] == {"type": "string"}
     same = server.http.get("/", headers={"If-None-Match": page.headers["etag"]})
     assert str(same.status_code) in document["paths"]["/"]["get"]["responses"]
 
@@ -129,7 +129,7 @@ def test_a_catalogue_entry_is_as_described(server: Server, document: dict[str, A
             assert not fits(rest | {f"{word}_": entry[word]}, schema, document)
     missing = server.http.get("/v1/variants/sotfmax")
     shown = operation["responses"]["404"]["content"][json.PROBLEM_TYPE]
-    assert refused(missing, 404) == shown["example"]
+    assert assert_problem(missing, 404) == shown["example"]
     assert fits(missing.json(), shown["schema"], document)
 
 
@@ -143,7 +143,7 @@ def test_a_picture_is_as_described(server: Server, document: dict[str, Any]) -> 
     for response in (found, again):
         headers = answers[str(response.status_code)]["headers"]
         assert all(name in response.headers for name in headers)
-    missing = refused(server.http.get(path.format(variant="sotfmax")), 404)
+    missing = assert_problem(server.http.get(path.format(variant="sotfmax")), 404)
     assert missing == answers["404"]["content"][json.PROBLEM_TYPE]["example"]
 
 
@@ -157,7 +157,7 @@ def test_every_run_and_its_answer_are_as_described(
     assert fits(body, content["schema"], document)
     response = server.http.post(SOFTMAX, json=body)
     assert response.status_code == 200, response.text
-    kept(document, response)
+    assert_matches_document(document, response)
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
@@ -172,7 +172,7 @@ def test_every_conversion_is_as_described(
             CONVERT, json={"from": source, "to": target, "tensors": changed}
         )
         assert response.status_code == 200, response.text
-        kept(document, response)
+        assert_matches_document(document, response)
 
 
 def run(**fields: Any) -> tuple[str, dict[str, Any]]:
@@ -274,9 +274,9 @@ def test_the_schema_and_the_service_agree(
     if good:
         assert response.status_code == 200, response.text
     else:
-        refused(response, 422, body)
+        assert_problem(response, 422, body)
     assert fits(body, schema, document) is good
-    kept(document, response)
+    assert_matches_document(document, response)
 
 
 FAULTS: Final = [
@@ -297,29 +297,29 @@ def test_every_fault_is_described_and_shown(
         assert "404" not in document["paths"][path]["post"]["responses"]
         return
     response = server.http.post(path, **request_)
-    problem = refused(response, status)
-    kept(document, response)
-    assert described(document, response)["example"] == problem
+    problem = assert_problem(response, status)
+    assert_matches_document(document, response)
+    assert response_content(document, response)["example"] == problem
 
 
 def test_what_does_not_fit_is_described(document: dict[str, Any]) -> None:
-    with serving(max_body_bytes=100, max_answer_bytes=8) as small:
+    with running_server(max_body_bytes=100, max_answer_bytes=8) as small:
         for path in POSTS:
             large = small.http.post(path, content=b" " * 101)
-            assert refused(large, 413)["limit"] == 100
-            kept(document, large)
+            assert assert_problem(large, 413)["limit"] == 100
+            assert_matches_document(document, large)
         wide = b'{"inputs":{"query":[[1]],"key":[[1]],"value":[[1,1,1]]}}'
         answer = small.http.post(SOFTMAX, content=wide)
-        assert refused(answer, 413)["limit"] == 8
-        kept(document, answer)
+        assert assert_problem(answer, 413)["limit"] == 8
+        assert_matches_document(document, answer)
 
 
 def test_what_is_not_now_is_described(document: dict[str, Any]) -> None:
     """Every operation says so while the service stops, and the probes in their own way."""
-    with serving() as stopping:
-        fleet = stopping.app.user_middleware[0].kwargs["fleet"]
-        assert isinstance(fleet, Fleet)
-        fleet.drain()
+    with running_server() as stopping:
+        shared_state = stopping.app.user_middleware[0].kwargs["shared_state"]
+        assert isinstance(shared_state, SharedState)
+        shared_state.drain()
         shown = next(e for e in examples.PROBLEMS if e.status == 503).problem()
         for path, methods in document["paths"].items():
             (method,) = methods
@@ -327,7 +327,7 @@ def test_what_is_not_now_is_described(document: dict[str, Any]) -> None:
                 continue
             response = stopping.http.request(method, path)
             assert response.status_code == 503
-            kept(document, response)
+            assert_matches_document(document, response)
             if path == "/v2/health/ready":
                 assert response.json() == {"live": True, "ready": False}
             elif path.startswith("/v2"):
@@ -342,12 +342,12 @@ def test_our_own_fault_is_described(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError
 
-    with serving() as server:
-        monkeypatch.setattr(Job, "of", broken)
+    with running_server() as server:
+        monkeypatch.setattr(Job, "from_message", broken)
         response = server.http.post(SOFTMAX, json={"inputs": INPUTS})
     assert response.status_code == 500
-    kept(document, response)
-    assert described(document, response)["example"] == response.json()
+    assert_matches_document(document, response)
+    assert response_content(document, response)["example"] == response.json()
 
 
 def test_every_operation_describes_the_faults_it_can_have(document: dict[str, Any]) -> None:

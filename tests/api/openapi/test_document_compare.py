@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from conftest import Server
 from qkv.wire import safetensors
 from support.compare_requests import (
     COMPARE,
     INPUTS,
-    UNFIT,
+    MALFORMED,
+    UNFITTING,
     VARIANTS,
-    WRONG,
-    drawn,
-    named,
+    assert_same_report,
     post,
-    same,
+    random_inputs,
+    variant_entry,
 )
-from support.known_requests import refused
-from support.openapi_schemas import described, fits, kept
+from support.known_requests import assert_problem
+from support.openapi_schemas import assert_matches_document, fits, response_content
+from support.service import Server
 
 
 @pytest.fixture(scope="module")
@@ -49,33 +49,36 @@ def test_every_example_runs_and_is_answered_as_shown(
         assert fits(example["value"], asked_schema(document), document)
         response = post(server, example["value"])
         assert response.status_code == 200, response.text
-        same(response.json(), answers["examples"][name]["value"])
+        assert_same_report(response.json(), answers["examples"][name]["value"])
         assert fits(answers["examples"][name]["value"], answers["schema"], document)
-        kept(document, response)
+        assert_matches_document(document, response)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_answer_is_as_described(server: Server, document: dict[str, Any], name: str) -> None:
-    inputs = {n: a.tolist() for n, a in drawn().items()}
-    fields = {"variants": [named(name), named("softmax", causal=True)], "repeats": 1}
+    inputs = {n: a.tolist() for n, a in random_inputs().items()}
+    fields = {
+        "variants": [variant_entry(name), variant_entry("softmax", causal=True)],
+        "repeats": 1,
+    }
     for more in ({}, {"rows": 0}, {"dtype": "float64"}):
         body = {"inputs": inputs} | fields | more
         assert fits(body, asked_schema(document), document)
         response = post(server, body)
         assert response.status_code == 200, response.text
-        kept(document, response)
+        assert_matches_document(document, response)
 
 
 @pytest.mark.parametrize(
     ("fields", "is_unfit"),
-    [(fields, False) for *_, fields in WRONG] + [(fields, True) for *_, fields in UNFIT],
+    [(fields, False) for *_, fields in MALFORMED] + [(fields, True) for *_, fields in UNFITTING],
 )
 def test_what_is_refused_is_described(
     server: Server, document: dict[str, Any], fields: dict[str, Any], is_unfit: bool
 ) -> None:
     body = {"inputs": INPUTS} | fields
     assert fits(body, asked_schema(document), document) is is_unfit
-    kept(document, post(server, body))
+    assert_matches_document(document, post(server, body))
 
 
 def test_its_other_faults_are_described(server: Server, document: dict[str, Any]) -> None:
@@ -85,5 +88,5 @@ def test_its_other_faults_are_described(server: Server, document: dict[str, Any]
         (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),
     ):
         response = server.http.post(COMPARE, **how)
-        assert described(document, response)["example"] == refused(response, status)
-        kept(document, response)
+        assert response_content(document, response)["example"] == assert_problem(response, status)
+        assert_matches_document(document, response)

@@ -9,25 +9,26 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import pytest
-from test_http_connection import answers
 
-from conftest import PATIENCE, Server, serving
 from support.openapi_schemas import fits
+from support.processes import TIMEOUT_S
+from support.raw_connection import read_responses
+from support.service import Server, running_server
 
 REFUSED: Final = (400, 408, 413, 431)
 CHUNKS: Final = b"1\r\n \r\n" * 400_000  # 2 MB around 400 KB
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[Server]:
+def short_read_timeout() -> Iterator[Server]:
     """A service that does not wait for long."""
-    with serving(read_timeout_s=0.8) as server:
+    with running_server(read_timeout_s=0.8) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def document(hasty: Server) -> dict[str, Any]:
-    found: dict[str, Any] = hasty.http.get("/openapi.json").json()
+def document(short_read_timeout: Server) -> dict[str, Any]:
+    found: dict[str, Any] = short_read_timeout.http.get("/openapi.json").json()
     return found
 
 
@@ -62,29 +63,29 @@ def held(document: dict[str, Any], path: str, method: str, answer: Any) -> None:
 
 @pytest.mark.parametrize("status", [400, 408, 431])
 def test_what_every_operation_may_be_refused_with(
-    hasty: Server, document: dict[str, Any], status: int
+    short_read_timeout: Server, document: dict[str, Any], status: int
 ) -> None:
     with ExitStack() as stack:
         asked = []
         for path, method, line in heads(document):
-            connection = socket.create_connection(hasty.address, PATIENCE)
+            connection = socket.create_connection(short_read_timeout.address, TIMEOUT_S)
             stack.enter_context(connection)
             connection.sendall(sent(line, status))
             asked.append((path, method, connection))
         for path, method, connection in asked:
-            (answer,) = answers(connection)
+            (answer,) = read_responses(connection)
             assert answer[0] == status
             held(document, path, method, answer)
 
 
 def test_too_much_around_a_body_is_said_to_those_who_are_to_send_one(
-    hasty: Server, document: dict[str, Any]
+    short_read_timeout: Server, document: dict[str, Any]
 ) -> None:
     """All else has answered by then, and only the connection ends, once that is read."""
     for path, method, line in heads(document):
-        with socket.create_connection(hasty.address, PATIENCE) as connection:
+        with socket.create_connection(short_read_timeout.address, TIMEOUT_S) as connection:
             connection.sendall(sent(line, 413))
-            found = answers(connection)
+            found = read_responses(connection)
         statuses = [answer[0] for answer in found]
         documented = "413" in document["paths"][path][method]["responses"]
         assert documented is (method == "post")
@@ -96,18 +97,20 @@ def test_too_much_around_a_body_is_said_to_those_who_are_to_send_one(
             assert statuses != [413]
 
 
-def test_whatever_is_answered_is_in_the_document(hasty: Server, document: dict[str, Any]) -> None:
+def test_whatever_is_answered_is_in_the_document(
+    short_read_timeout: Server, document: dict[str, Any]
+) -> None:
     """A body that does not end is refused with what is documented, wherever one is read."""
     line = b"Host: here\r\nContent-Length: 10\r\n\r\n1"
     with ExitStack() as stack:
         asked = []
         for path, method, head in heads(document):
-            connection = socket.create_connection(hasty.address, PATIENCE)
+            connection = socket.create_connection(short_read_timeout.address, TIMEOUT_S)
             stack.enter_context(connection)
             connection.sendall(head + line)
             asked.append((path, method, connection))
         for path, method, connection in asked:
-            found = answers(connection)
+            found = read_responses(connection)
             for answer in found:
                 held(document, path, method, answer)
             assert [a[0] for a in found][-1] == 408 or method == "get", path

@@ -7,8 +7,8 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from conftest import Server
-from support.openapi_schemas import fits, renamed
+from support.openapi_schemas import fits, with_renamed_fields
+from support.service import Server
 
 MODEL: Final = "/v2/models/softmax"
 INFER: Final = f"{MODEL}/infer"
@@ -35,7 +35,7 @@ def kept(document: dict[str, Any], response: httpx.Response) -> None:
     content = said[str(response.status_code)]["content"]
     answer, schema = response.json(), content[response.headers["content-type"]]["schema"]
     assert fits(answer, schema, document), answer
-    for other in renamed(answer):
+    for other in with_renamed_fields(answer):
         assert not fits(other, schema, document), other
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conftest import Server
 from qkv.api.openapi.measure_schemas import EVENTS
-from qkv.errors import NotNow
-from support.known_requests import refused
-from support.openapi_schemas import fits, kept, renamed
-from support.sweep_requests import REFUSED, SMALL, SWEEP, parsed, swept
+from qkv.errors import ServiceUnavailable
+from support.known_requests import assert_problem
+from support.openapi_schemas import assert_matches_document, fits, with_renamed_fields
+from support.service import Server
+from support.sweep_requests import REFUSED, SMALL, SWEEP, parse_events, run_sweep
 
 
 def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> None:
@@ -25,11 +25,11 @@ def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> N
         assert not fits(
             {"variants": ["mean"], "lengths": [8]} | fields, content["schema"], document
         )
-    told = swept(small, **body)
+    told = run_sweep(small, **body)
     assert any("problem" in what for _, what in told)
-    told.append(("error", {"problem": NotNow("the service is stopping").problem()}))
+    told.append(("error", {"problem": ServiceUnavailable("the service is stopping").problem()}))
     answer = operation["responses"]["200"]["content"]["text/event-stream"]
-    told += list(parsed(iter(answer["example"].split("\n"))))
+    told += list(parse_events(iter(answer["example"].split("\n"))))
     for name, what in told:
         component = schemas[EVENTS[name]]
         assert (
@@ -37,7 +37,7 @@ def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> N
             in (operation["responses"]["200"]["description"])
         )
         assert fits(what, component, document), what
-        for other in renamed(what):
+        for other in with_renamed_fields(what):
             assert not fits(other, component, document), other
 
 
@@ -51,5 +51,5 @@ def test_its_faults_are_described(server: Server) -> None:
         (422, {"json": {}}),
     ):
         response = server.http.post(SWEEP, **how)
-        refused(response, status)
-        kept(document, response)
+        assert_problem(response, status)
+        assert_matches_document(document, response)

@@ -2,7 +2,7 @@
 
 A sample: SCHEMATHESIS_EXAMPLES says how many random bodies each operation gets, here 3. By hand:
 
-    SCHEMATHESIS_EXAMPLES=300 make test ARGS=tests/test_schemathesis.py
+    SCHEMATHESIS_EXAMPLES=300 make test-all ARGS=tests/api/openapi/test_schemathesis.py
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import Server
 from qkv.attention import catalogue
 from qkv.wire import json, safetensors
 from support.fitting_requests import Fitting
 from support.paths import ROOT
+from support.service import Server
 
 EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "3"))
 PATHS = [

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import Server
-from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, refused
+from support.examples import examples
+from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, assert_problem
+from support.service import Server
 
 ROLES = ("query", "key", "value")
 State = dict[str, Array]
@@ -24,7 +25,7 @@ def post(server: Server, state: dict[str, Any], source: str, target: str, **fiel
     document = {"from": source, "to": target, "tensors": tensors} | fields
     response = server.http.post("/v1/convert", json=document)
     if response.status_code != 200:
-        refused(response, response.status_code, document)
+        assert_problem(response, response.status_code, document)
     return response
 
 
@@ -100,7 +101,7 @@ def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
         assert all(isinstance(t, comes) for t in answer["tensors"].values())
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_bits_come_through(server: Server, data: st.DataObject) -> None:
     """NaN, infinities and the smallest numbers too."""
@@ -349,6 +350,6 @@ def test_what_is_wrong_is_said(
 def test_a_field_that_is_missing_is_named(server: Server, field: str) -> None:
     document = {"from": "v1", "to": "v2", "tensors": {n: a.tolist() for n, a in v1().items()}}
     del document[field]
-    problem = refused(server.http.post("/v1/convert", json=document), 422, document)
+    problem = assert_problem(server.http.post("/v1/convert", json=document), 422, document)
     assert field in problem["detail"] or field == "tensors"
     assert problem["pointer"] == f"/{field}"

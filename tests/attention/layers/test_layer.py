@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import PATIENCE, Server
 from qkv.attention.variants import softmax
-from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, refused
+from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, assert_problem
+from support.processes import TIMEOUT_S
+from support.service import Server
 
 ROLES: Final = ("query", "key", "value")
 KINDS: Final = 80
@@ -154,7 +156,7 @@ def test_layers_keep_their_bits_among_others(server: Server) -> None:
     documents = [random_layer(kind).document for kind in range(KINDS)]
     alone = [ask(server.http, document) for document in documents]
     with (
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as http,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
         ThreadPoolExecutor(8) as pool,
     ):
         assert list(pool.map(lambda d: ask(http, d), documents)) == alone
@@ -191,7 +193,13 @@ def test_masks_and_lengths_beside_a_layer(server: Server) -> None:
             assert np.abs(sums[~blind] - 1).max() <= 5 * EPS["float32"]
 
 
-def test_a_layer_that_is_not_saved_is_not_found(server: Server) -> None:
-    document = {"inputs": {"x": [[1]]}, "layer": "mine"}
-    problem = refused(server.http.post("/v1/attention/softmax", json=document), 404, document)
-    assert "mine" in problem["detail"]
+@pytest.mark.parametrize("layer", ["mine", 1, ["v2"], True])
+@pytest.mark.parametrize("path", ["attention/softmax", "gradients/softmax", "compare"])
+def test_layer_that_is_no_object_is_refused(server: Server, path: str, layer: Any) -> None:
+    document = {"inputs": {"x": [[1]]}, "layer": layer}
+    if path == "compare":
+        document["variants"] = ["linear"]
+    problem = assert_problem(server.http.post(f"/v1/{path}", json=document), 422, document)
+    assert problem["pointer"] == "/layer"
+    detail = f"layer came as {json.dumps(layer)}: it must be an object of layout, heads and tensors"
+    assert problem["detail"] == detail

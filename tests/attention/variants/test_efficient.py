@@ -8,18 +8,19 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import Server
 from qkv.attention.variants import efficient
-from qkv.engine.executor import run
+from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.known_requests import refused
+from support.examples import examples
+from support.known_requests import assert_problem
 from support.peak_memory import needs_proc, peaks
+from support.service import Server
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -140,9 +141,9 @@ def test_blocks_of_rows_are_the_rows(offset: Any, slope: float) -> None:
     key += slope * torch.arange(70)[:, None]
     lengths, parameters = torch.tensor([70, 33]), {"causal": True, "query_offset": offset}
     _, whole = attended(query, key, torch.randn(2, 2, 70, 3), lengths, **parameters)
-    rows_of = efficient.weights(query, key, lengths, **parameters)
+    row_block = efficient.weights(query, key, lengths, **parameters)
     for rows in (slice(0, 50), slice(3, 4), slice(17, 49), slice(49, 50)):
-        block = rows_of(rows).double()
+        block = row_block(rows).double()
         close = 2 * roundings(query, key) * torch.finfo(torch.float32).eps
         torch.testing.assert_close(block, whole[:, :, rows], rtol=close, atol=1e-37)
 
@@ -337,7 +338,7 @@ def test_padding_may_hold_anything(
         assert not spoilt[1][2].any()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     sizes=st.lists(
         st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=6, max_size=6
@@ -383,12 +384,12 @@ def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         arrays = {"query": key, "key": key, "value": np.full((1, 1, 3, 4), 2, np.float32)}
         tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
         message = Message({"parameters": {"causal": True}}, tensors)
-        return Job.of("efficient", message, Limits(1 << 20, 1 << 20))
+        return Job.from_message("efficient", message, Limits(1 << 20, 1 << 20))
 
-    ran = run([job(19.0), job(21.0), job(2.0)], torch.device("cpu"), stack=True)
-    assert [r.stacked for r in ran] == [2, 1, 2]
+    ran = execute([job(19.0), job(21.0), job(2.0)], torch.device("cpu"), stack=True)
+    assert [r.stacked_count for r in ran] == [2, 1, 2]
     for r, size in zip(ran, (19.0, 21.0, 2.0), strict=True):
-        alone = run([job(size)], torch.device("cpu"), stack=True)[0]
+        alone = execute([job(size)], torch.device("cpu"), stack=True)[0]
         assert np.array_equal(r.outputs["output"].numpy(), alone.outputs["output"].numpy())
 
 
@@ -396,7 +397,7 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
     for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
         body = {"inputs": inputs, "parameters": {name: 1}}
-        problem = refused(server.http.post(PATH, json=body), 422)
+        problem = assert_problem(server.http.post(PATH, json=body), 422)
         assert f"efficient refuses '{name}'" in problem["detail"]
     body = {"inputs": inputs | {"mask": [[True]]}}
-    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]
+    assert "no input 'mask'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import Server
 from qkv.attention.variants import linear
-from qkv.engine.executor import run
+from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.known_requests import refused
+from support.known_requests import assert_problem
 from support.peak_memory import needs_proc, peaks
+from support.service import Server
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -232,10 +232,10 @@ def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         query, key, value = (np.full((1, 1, 3, 4), size, np.float32) for _ in range(3))
         arrays = {"query": query, "key": -key, "value": value}
         tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
-        return Job.of("linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
+        return Job.from_message("linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
 
-    ran = run([job(1.0), job(40.0), job(2.0)], torch.device("cpu"), stack=True)
-    assert [r.stacked for r in ran] == [2, 1, 2]
+    ran = execute([job(1.0), job(40.0), job(2.0)], torch.device("cpu"), stack=True)
+    assert [r.stacked_count for r in ran] == [2, 1, 2]
     assert [r.batch_size for r in ran] == [3, 3, 3]
     for r, size in zip(ran, (1.0, 40.0, 2.0), strict=True):
         np.testing.assert_allclose(r.outputs["output"].numpy(), size, rtol=1e-6)
@@ -245,7 +245,7 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
     for name in ("scale", "softcap", "window", "dropout", "seed"):
         body = {"inputs": inputs, "parameters": {name: 1}}
-        problem = refused(server.http.post(PATH, json=body), 422)
+        problem = assert_problem(server.http.post(PATH, json=body), 422)
         assert f"linear refuses '{name}'" in problem["detail"]
     body = {"inputs": inputs | {"mask": [[True]]}}
-    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]
+    assert "no input 'mask'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]

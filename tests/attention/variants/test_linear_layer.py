@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from conftest import Server
 from qkv.attention.catalogue import find
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.variants import linear_layer
 from qkv.client.client import Client
-from qkv.engine.executor import run
+from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.known_requests import as_array, refused
-from support.small_requests import together
+from support.known_requests import as_array, assert_problem
+from support.service import Server
+from support.small_requests import post_as_one_batch
 
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALL: Final = frozenset(find("linear_layer").outputs)
 PATH: Final = "/v1/attention/linear_layer"
 INFER: Final = "/v2/models/linear_layer/infer"
-LIMITS: Final = Limits(answer=1 << 20, request=1 << 20)
+LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -276,27 +276,29 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     inputs: dict[str, Any] = {"x": [1, 2], "weight": [[3, 4]]}
     names = ("causal", "scale", "softcap", "window", "dropout", "seed", "query_offset", "normalize")
     for name in names:
-        problem = refused(server.http.post(PATH, json={"inputs": inputs, "parameters": {name: 1}}))
+        problem = assert_problem(
+            server.http.post(PATH, json={"inputs": inputs, "parameters": {name: 1}})
+        )
         assert f"linear_layer refuses '{name}'" in problem["detail"]
     for name in ("key_lengths", "query", "mask"):
-        problem = refused(server.http.post(PATH, json={"inputs": inputs | {name: [1]}}))
+        problem = assert_problem(server.http.post(PATH, json={"inputs": inputs | {name: [1]}}))
         assert f"no input '{name}'; it takes x, weight" in problem["detail"]
     eye = {f"W_{role}.weight": [[1, 0], [0, 1]] for role in ("query", "key", "value")}
     inline = {"layout": "v2", "tensors": eye}
-    problem = refused(server.http.post(PATH, json={"inputs": inputs, "layer": inline}))
+    problem = assert_problem(server.http.post(PATH, json={"inputs": inputs, "layer": inline}))
     assert problem["detail"] == "linear_layer takes no layer"
     for wrong, says in (
         ({"weight": [[3, 4, 5]]}, "weight has I=3 where x has I=2"),
         ({"x": [[[1, 2]]]}, "it must be (B, I) or (I)"),
         ({"weight": [3, 4]}, "it must be (O, I)"),
     ):
-        problem = refused(server.http.post(PATH, json={"inputs": inputs | wrong}))
+        problem = assert_problem(server.http.post(PATH, json={"inputs": inputs | wrong}))
         assert says in problem["detail"]
 
 
 def job(x: Tensor, weight: RawTensor) -> Job:
     raw = {"x": RawTensor.from_numpy(x.numpy()), "weight": weight}
-    return Job.of("linear_layer", Message({"outputs": sorted(ALL)}, raw), LIMITS)
+    return Job.from_message("linear_layer", Message({"outputs": sorted(ALL)}, raw), LIMITS)
 
 
 @pytest.mark.parametrize("stack", [False, True])
@@ -304,12 +306,12 @@ def test_only_requests_with_the_very_same_weight_batch(stack: bool) -> None:
     (x, weight), (other_x, other) = (layer(2, 8, 4, torch.float32, seed) for seed in (1, 2))
     shared = RawTensor.from_numpy(weight.numpy())
     one, two, longer = job(x, shared), job(other_x, shared), job(torch.cat([x, x]), shared)
-    assert one.key == two.key == longer.key
-    assert one.key != job(x, RawTensor.from_numpy(other.numpy())).key
-    assert one.key != job(x, RawTensor.from_numpy(weight.numpy().copy())).key
+    assert one.batch_key == two.batch_key == longer.batch_key
+    assert one.batch_key != job(x, RawTensor.from_numpy(other.numpy())).batch_key
+    assert one.batch_key != job(x, RawTensor.from_numpy(weight.numpy().copy())).batch_key
     jobs = [one, two, longer]
-    for asked, ran in zip(jobs, run(jobs, torch.device("cpu"), stack), strict=True):
-        (alone,) = run([asked], torch.device("cpu"), stack)
+    for asked, ran in zip(jobs, execute(jobs, torch.device("cpu"), stack), strict=True):
+        (alone,) = execute([asked], torch.device("cpu"), stack)
         for name in ALL:
             found, expected = (r.outputs[name].numpy() for r in (ran, alone))
             if stack:  # which on a CPU keeps the numbers, not the bits
@@ -321,7 +323,7 @@ def test_only_requests_with_the_very_same_weight_batch(stack: bool) -> None:
 def test_concurrent_requests_with_other_weights_do_not_mix(server: Server) -> None:
     cases = [layer(2, 8, 4, torch.float32, seed) for seed in range(8)]
     inputs = [{"x": x.tolist(), "weight": weight.tolist()} for x, weight in cases]
-    answers = together(server, PATH, [{"inputs": each} for each in inputs])
+    answers = post_as_one_batch(server, PATH, [{"inputs": each} for each in inputs])
     for (x, weight), answer in zip(cases, answers, strict=True):
         assert answer["timing"]["batch_size"] == 1
         output = torch.tensor(answer["outputs"]["output"])

@@ -8,17 +8,25 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import linformer
 from support.dtypes import every_dtype, exact_dtype
-from support.linformer_reference import ALL, OUTPUT, assert_right, attended, drawn, requests
+from support.examples import examples
+from support.linformer_reference import (
+    ALL,
+    OUTPUT,
+    assert_right,
+    attend_checked,
+    random_projection,
+    requests,
+)
 from support.peak_memory import needs_proc, peaks
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(request=requests(), block=st.none() | st.integers(1, 300))
 def test_against_reference(request: Any, block: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -39,8 +47,8 @@ def test_a_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
     """Given or drawn, with the same bits as if they were made for it."""
     query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
     E, F = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
-    longer = attended(query, key, value, E, F)
-    by_hand = attended(query, key, value, E[:, :20].contiguous(), F[:, :20].contiguous())
+    longer = attend_checked(query, key, value, E, F)
+    by_hand = attend_checked(query, key, value, E[:, :20].contiguous(), F[:, :20].contiguous())
     for name in ALL:
         assert torch.equal(getattr(longer, name), getattr(by_hand, name))
     assert torch.equal(
@@ -53,14 +61,14 @@ def test_a_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
 def test_drawn_is_as_if_it_had_been_given(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
     for seed in (0, 7, 2**64 - 1):
-        E, F = (drawn(stream, 6, 20, seed).to(dtype) for stream in (0, 1))
-        expected = attended(query, key, value, E, F)
+        E, F = (random_projection(stream, 6, 20, seed).to(dtype) for stream in (0, 1))
+        expected = attend_checked(query, key, value, E, F)
         for came in ((None, None), (E, None), (None, F)):
-            found = attended(query, key, value, *came, rank=6, seed=seed)
+            found = attend_checked(query, key, value, *came, rank=6, seed=seed)
             for name in ALL:
                 assert torch.equal(getattr(found, name), getattr(expected, name))
         assert not torch.equal(E, F)
-    one, two = (attended(query, key, value, rank=6, seed=seed).map for seed in (1, 2))
+    one, two = (attend_checked(query, key, value, rank=6, seed=seed).map for seed in (1, 2))
     assert one is not None
     assert two is not None
     assert not torch.equal(one, two)
@@ -89,7 +97,7 @@ def test_map_weights_and_output_are_of_one_piece(dtype: torch.dtype) -> None:
     value, (E, F) = torch.randn(2, 2, 30, 3).to(dtype), torch.randn(2, 7, 30).to(dtype)
     lengths = torch.tensor([30, 11])
     padding = torch.arange(30) >= lengths[:, None]
-    found = attended(query, key, value, E, F, lengths)
+    found = attend_checked(query, key, value, E, F, lengths)
     P, A, Y = (getattr(found, n).double() for n in ("map", "weights", "output"))
     eps, f = torch.finfo(exact_dtype(dtype)).eps, F.double()
     torch.testing.assert_close(P.sum(-1), torch.ones(2, 4, 9).double(), rtol=0, atol=9 * eps)
@@ -131,12 +139,12 @@ def test_numbers_whose_products_overflow(dtype: torch.dtype) -> None:
     E, F = torch.randn(5, 9).to(dtype), torch.randn(5, 9).to(dtype)
     e = 900 if dtype == torch.float64 else 110
     eps = torch.finfo(dtype).eps
-    plain = attended(query, key, value, E, F, scale=0.5)
+    plain = attend_checked(query, key, value, E, F, scale=0.5)
     for factors in ((-e, e, e, -e), (e, -e, e, -e), (e, e, -e, -e), (e, e, e, -2 * e - e)):
         a, b, c, d = (2.0**f if abs(f) < 1000 else 0.0 for f in factors)
         if not d:
             continue
-        found = attended(query * a, key * b, value * 2.0 ** (e // 2), E * c, F, scale=0.5 * d)
+        found = attend_checked(query * a, key * b, value * 2.0 ** (e // 2), E * c, F, scale=0.5 * d)
         for name, scaled in (("map", 1.0), ("weights", 1.0), ("output", 2.0 ** (e // 2))):
             close = 500 * eps  # about 50 roundings of scores and sums of a size of 10
             expected = getattr(plain, name) * scaled
@@ -179,7 +187,7 @@ def test_the_largest_numbers_everywhere(dtype: torch.dtype) -> None:
     E, F = signs(3, 7), signs(3, 7)
     for factor in (1.0, 2.0**-9):
         query, key, value = signs(1, 2, 5, 4), signs(1, 2, 7, 4), signs(1, 2, 7, 2)
-        found = attended(query, key, value * 0, E * factor, F)
+        found = attend_checked(query, key, value * 0, E * factor, F)
         assert found.output is not None
         assert found.weights is not None
         assert found.map is not None
@@ -202,7 +210,7 @@ def test_scores_past_any_softmax(dtype: torch.dtype) -> None:
     """Huge but ordinary products: rows are finite, and the largest score takes all."""
     query, key, value = (torch.randn(1, 2, 6, 4).to(dtype) * 200 for _ in range(3))
     for scale in (1e9, -1e9, 1e-30, 0.0):
-        found = attended(query, key, value, rank=3, scale=scale)
+        found = attend_checked(query, key, value, rank=3, scale=scale)
         truth = linformer.reference(query, key, value, rank=3, scale=scale)
         assert truth.map is not None
         torch.testing.assert_close(found.map.double(), truth.map, rtol=0, atol=1e-5)  # type: ignore[union-attr]

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import Server
 from qkv.attention.variants import linformer
-from qkv.engine.executor import run
-from qkv.errors import InvalidContent, TooLarge
+from qkv.engine.executor import execute
+from qkv.errors import InvalidContent, PayloadTooLarge
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.known_requests import refused
+from support.known_requests import assert_problem
 from support.linformer_reference import ALL
-from support.small_requests import together
+from support.service import Server
+from support.small_requests import post_as_one_batch
 
 PATH: Final = "/v1/attention/linformer"
-LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
+LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
 INPUTS: Final = {"query": [[1, 0]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}
 
 
@@ -32,7 +32,9 @@ def raw(x: Tensor) -> RawTensor:
 def job(*tensors: RawTensor, **parameters: Any) -> Job:
     names = ("query", "key", "value", "key_projection", "value_projection")
     fields = {"parameters": parameters, "outputs": sorted(ALL)}
-    return Job.of("linformer", Message(fields, dict(zip(names, tensors, strict=False))), LIMITS)
+    return Job.from_message(
+        "linformer", Message(fields, dict(zip(names, tensors, strict=False))), LIMITS
+    )
 
 
 def test_letters_that_no_tensor_binds() -> None:
@@ -46,11 +48,11 @@ def test_letters_that_no_tensor_binds() -> None:
         (job(*tensors, E, rank=9), 9),
         (job(*(raw(torch.randn(1, 2, 30, 4)) for _ in range(3))), 30),
     ):
-        L = made.inputs.bound.sizes["L"]
-        assert made.inputs.bound.sizes["R"] == rank
-        assert made.answer_shape("map") == (1, 2, L, rank)
+        L = made.inputs.axes.sizes["L"]
+        assert made.inputs.axes.sizes["R"] == rank
+        assert made.output_shape("map") == (1, 2, L, rank)
         drawn = 1 if "key_projection" in made.inputs.tensors else 2  # L is S here
-        assert made.pairs == 2 * L * rank + 32 * drawn * rank * L
+        assert made.score_count == 2 * L * rank + 32 * drawn * rank * L
         assert made.flops == 2 * 2 * rank * 8 * (L + L)
 
 
@@ -67,9 +69,9 @@ def test_what_does_not_fit_is_found_before_it_is_queued() -> None:
         job(*tensors, raw(torch.randn(3, 8)), raw(torch.randn(3, 9)))
     message = Message({"parameters": {"rank": 3}}, dict(zip(INPUTS, tensors, strict=True)))
     # 8 x 3 pairs, and two projections of 3 x 8 to draw
-    with pytest.raises(TooLarge, match=f"would compute {24 + 32 * 2 * 24} scores"):
-        Job.of("linformer", message, LIMITS._replace(scores=23))
-    Job.of("linformer", message, LIMITS._replace(scores=24 + 32 * 2 * 24))
+    with pytest.raises(PayloadTooLarge, match=f"would compute {24 + 32 * 2 * 24} scores"):
+        Job.from_message("linformer", message, LIMITS._replace(score_count=23))
+    Job.from_message("linformer", message, LIMITS._replace(score_count=24 + 32 * 2 * 24))
 
 
 @pytest.mark.parametrize(
@@ -87,26 +89,26 @@ def test_what_would_be_held_is_bounded(S: int, width: int, rank: int) -> None:
 
     if rank > 65536:
         sizes |= {"R": rank, "N": S}
-    with pytest.raises(TooLarge, match="numbers beside the inputs") as caught:
-        linformer.complete(sizes, Parameters(None if rank > 65536 else rank))
+    with pytest.raises(PayloadTooLarge, match="numbers beside the inputs") as caught:
+        linformer.infer_sizes(sizes, Parameters(None if rank > 65536 else rank))
     assert caught.value.members == {"limit": 1 << 26}
     sizes |= {"S": 65536, "H": 8, "G": 8, "D": 64, "E": 64, "R": 256, "N": 65536}
-    assert linformer.complete(sizes, Parameters(None)) == {"R": 256}
+    assert linformer.infer_sizes(sizes, Parameters(None)) == {"R": 256}
 
 
 def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     for name in ("causal", "query_offset", "window", "softcap", "dropout", "normalize"):
         body: dict[str, Any] = {"inputs": INPUTS, "parameters": {name: 1}}
-        problem = refused(server.http.post(PATH, json=body), 422)
+        problem = assert_problem(server.http.post(PATH, json=body), 422)
         assert f"linformer refuses '{name}'" in problem["detail"]
         assert problem["pointer"] == f"/parameters/{name}"
     body = {"inputs": INPUTS | {"mask": [[True, True]]}}
-    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]
+    assert "no input 'mask'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
     for name, value in (("rank", 0), ("rank", 65537), ("rank", 1.5), ("seed", -1), ("seed", 0.5)):
         body = {"inputs": INPUTS, "parameters": {name: value}}
-        assert name in refused(server.http.post(PATH, json=body), 422)["detail"]
+        assert name in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
     body = {"inputs": INPUTS | {"key_projection": [[1]]}}
-    problem = refused(server.http.post(PATH, json=body), 422)
+    problem = assert_problem(server.http.post(PATH, json=body), 422)
     assert problem["detail"] == "the projections are made for at most N=1 keys; S=2 came"
     assert problem["pointer"] == "/inputs"
 
@@ -129,7 +131,7 @@ def test_over_http(server: Server) -> None:
     assert np.shape(found["output"]) == (3, 2)
     assert np.shape(found["map"]) == (2, 3, 2)
     body["inputs"] = x | {"value_projection": [[1, 2], [3, 4]]}
-    problem = refused(server.http.post(PATH, json=body), 422)
+    problem = assert_problem(server.http.post(PATH, json=body), 422)
     assert "at most N=2 keys; S=3 came" in problem["detail"]
 
 
@@ -139,11 +141,11 @@ def test_only_requests_with_the_very_same_projections_batch(stack: bool) -> None
     E, F, other = (raw(torch.randn(3, 6)) for _ in range(3))
     one, two = (job(*came, E, F) for came in tensors)
     apart, drawn_one, drawn_two = job(*tensors[0], E, other), *(job(*t, seed=4) for t in tensors)
-    assert one.key == two.key != apart.key
-    assert drawn_one.key == drawn_two.key != job(*tensors[0], seed=5).key
+    assert one.batch_key == two.batch_key != apart.batch_key
+    assert drawn_one.batch_key == drawn_two.batch_key != job(*tensors[0], seed=5).batch_key
     for jobs in ([one, two], [drawn_one, drawn_two]):
-        for asked, ran in zip(jobs, run(jobs, torch.device("cpu"), stack), strict=True):
-            (alone,) = run([asked], torch.device("cpu"), stack)
+        for asked, ran in zip(jobs, execute(jobs, torch.device("cpu"), stack), strict=True):
+            (alone,) = execute([asked], torch.device("cpu"), stack)
             for name in ALL:
                 found, expected = (r.outputs[name].numpy() for r in (ran, alone))
                 assert found.shape == expected.shape
@@ -151,7 +153,7 @@ def test_only_requests_with_the_very_same_projections_batch(stack: bool) -> None
                     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
                 else:
                     np.testing.assert_array_equal(found, expected)
-    with_other, without = (run([j], torch.device("cpu"), stack)[0] for j in (apart, one))
+    with_other, without = (execute([j], torch.device("cpu"), stack)[0] for j in (apart, one))
     found, expected = (r.outputs["output"].numpy() for r in (with_other, without))
     assert not np.array_equal(found, expected)
 
@@ -161,10 +163,10 @@ def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -
     names = ("query", "key", "value", "key_projection", "value_projection")
     inputs = [{n: t.tolist() for n, t in zip(names, case, strict=True)} for case in cases]
     documents = [{"inputs": each, "outputs": sorted(ALL)} for each in inputs]
-    answers = together(server, PATH, documents)
+    answers = post_as_one_batch(server, PATH, documents)
     for case, answer in zip(cases, answers, strict=True):
         assert answer["timing"]["batch_size"] == 1
-        (alone,) = run([job(*map(raw, case))], torch.device("cpu"), stack=False)
+        (alone,) = execute([job(*map(raw, case))], torch.device("cpu"), stack=False)
         for name in ALL:
             np.testing.assert_array_equal(
                 np.array(answer["outputs"][name], np.float32), alone.outputs[name].numpy()

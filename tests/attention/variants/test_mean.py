@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_seeds import AVERAGES, AVERAGING
 from torch import Tensor
 
-from conftest import Server, serving
 from qkv.attention.variants import mean
-from support.known_requests import refused
+from support.known_requests import assert_problem
+from support.seed_tables import AVERAGES, AVERAGING
+from support.service import Server, running_server
 
 METHODS: Final[tuple[Any, ...]] = typing.get_args(mean._Method)
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -219,19 +219,19 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     inputs = {"value": [[1, 2], [3, 4]]}
     for name in ("scale", "softcap", "window", "dropout", "seed", "query_offset"):
         body = {"inputs": inputs, "parameters": {name: 1}}
-        problem = refused(server.http.post(PATH, json=body), 422)
+        problem = assert_problem(server.http.post(PATH, json=body), 422)
         assert f"mean refuses '{name}'" in problem["detail"]
     body = {"inputs": inputs | {"query": [[1, 2]]}}
-    assert "no input 'query'" in refused(server.http.post(PATH, json=body), 422)["detail"]
+    assert "no input 'query'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
 
 
 def test_the_slow_ways_are_bounded_and_the_fast_one_is_not() -> None:
-    with serving(max_scores=99) as server:
+    with running_server(max_scores=99) as server:
         body: dict[str, Any] = {"inputs": {"value": [[1.0]] * 10}, "weights": "none"}
         assert server.http.post(PATH, json=body).status_code == 200
         for method in ("loop", "matmul", "softmax"):
             body["parameters"] = {"method": method}
-            assert refused(server.http.post(PATH, json=body), 413)["limit"] == 99
+            assert assert_problem(server.http.post(PATH, json=body), 413)["limit"] == 99
 
 
 def test_a_layer_projects_the_values(server: Server) -> None:

@@ -7,24 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qkv.attention.common import fused_kernel as _kernel
+from qkv.attention.common import fused_kernel
 from qkv.attention.variants import softmax
 from support.checked_softmax import ALL, OUTPUT, attend, weights
 from support.dtypes import every_dtype, exact_dtype
+from support.examples import examples
 from support.softmax_requests import Request, requests
 from support.tolerances import assert_within, bounds
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(requests(), st.none() | st.integers(1, 300))
 def test_softmax_against_reference(request: Request, block: int | None) -> None:
     """Every parameter, with weights and without, whole or in blocks of rows (`block` elements)."""
     with pytest.MonkeyPatch.context() as patch:
         if block is not None:
-            patch.setattr(_kernel, "BIAS_ELEMENTS", block)
+            patch.setattr(fused_kernel, "BIAS_ELEMENTS", block)
             patch.setattr(softmax, "_SCORE_ELEMENTS", block)
         assert_agrees_with_reference(request)
 
@@ -106,7 +107,7 @@ def test_scales_that_are_not_positive(dtype: torch.dtype, causal: bool, scale: f
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(requests())
 def test_weights_are_what_the_values_were_averaged_with(request: Request) -> None:
     """weights @ value is the output, whatever the request, to the rounding of that product."""
@@ -123,7 +124,7 @@ def test_weights_are_what_the_values_were_averaged_with(request: Request) -> Non
     assert_within(answer.output, A @ v, bound)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(requests(dropout=False), st.randoms(use_true_random=False))
 def test_permuting_the_keys_changes_nothing(request: Request, random: Any) -> None:
     assume(request.key_lengths is None and not request.parameters.get("causal"))

@@ -6,23 +6,24 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qkv.attention.common.dropout import keep
+from qkv.attention.common.dropout import keep_mask
 from qkv.attention.variants import softmax
 from support.checked_softmax import ALL, OUTPUT, attend, weights
 from support.dtypes import every_dtype
+from support.examples import examples
 from support.tolerances import assert_within, bounds
 
 
 def kept_by_reference(dropout: float, seed: int, place: int, L: int, S: int) -> Tensor:
-    """The mask by the reference's own lines, which share nothing with `_dropout`."""
+    """The mask by the reference's own lines, which share nothing with `common/dropout.py`."""
     return torch.from_numpy(softmax._kept(dropout, seed, place, L, S))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     dropout=st.floats(0, 1, exclude_max=True),
     seed=st.integers(0, 2**64 - 1) | st.sampled_from((0, 2**31, 2**32 - 1, 2**32, 2**63)),
@@ -35,11 +36,11 @@ def test_dropout_is_the_function_it_is_said_to_be(
     dropout: float, seed: int, places: list[int], L: int, S: int, data: st.DataObject
 ) -> None:
     """Bit for bit the reference's, for every plane, and a block is a part of the whole."""
-    found = keep(dropout, seed, torch.tensor([places]), slice(0, L), slice(0, S))
+    found = keep_mask(dropout, seed, torch.tensor([places]), slice(0, L), slice(0, S))
     for h, place in enumerate(places):
         assert torch.equal(found[0, h], kept_by_reference(dropout, seed, place, L, S))
     rows, keys = (sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in (L, S))
-    block = keep(dropout, seed, torch.tensor([places]), slice(*rows), slice(*keys))
+    block = keep_mask(dropout, seed, torch.tensor([places]), slice(*rows), slice(*keys))
     assert torch.equal(block, found[:, :, slice(*rows), slice(*keys)])
 
 
@@ -48,7 +49,7 @@ def test_dropout_keeps_as_many_as_it_should(dropout: float) -> None:
     """Within five standard deviations, over the whole and over each row, column and plane."""
     B, H, L, S = 2, 4, 200, 300
     places = torch.arange(B * H).view(B, H)
-    kept = keep(dropout, 123, places, slice(0, L), slice(0, S)).double()
+    kept = keep_mask(dropout, 123, places, slice(0, L), slice(0, S)).double()
     for axes in ((0, 1, 2, 3), (2, 3), (0, 1, 2), (0, 1, 3)):
         rate, n = kept.mean(axes), math.prod(kept.shape[a] for a in axes)
         sigma = math.sqrt(dropout * (1 - dropout) / n)
@@ -99,7 +100,7 @@ def test_dropout_of_values_at_the_end_of_the_range(dropout: float) -> None:
 
 @every_dtype
 def test_stacked_requests_drop_what_they_drop_alone(dtype: torch.dtype) -> None:
-    """`place_BH` tells each plane its place within its own request: the same mask."""
+    """`plane_BH` tells each plane its place within its own request: the same mask."""
     H, L, S, D = 2, 9, 12, 8
     batches = (1, 3, 2)
     requests = [
@@ -108,8 +109,8 @@ def test_stacked_requests_drop_what_they_drop_alone(dtype: torch.dtype) -> None:
     places = torch.cat([torch.arange(b * H).view(b, H) for b in batches])
     stacked = [torch.cat(parts) for parts in zip(*requests, strict=True)]
     parameters = {"dropout": 0.3, "seed": 7, "causal": True}
-    together = attend(*stacked, **parameters, outputs=ALL, place_BH=places)
-    by_rows = weights(*stacked[:2], **parameters, place_BH=places)(slice(2, 5))
+    together = attend(*stacked, **parameters, outputs=ALL, plane_BH=places)
+    by_rows = weights(*stacked[:2], **parameters, plane_BH=places)(slice(2, 5))
     assert together.weights is not None
     first = 0
     for request, b in zip(requests, batches, strict=True):

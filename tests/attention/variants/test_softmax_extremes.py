@@ -9,13 +9,14 @@ from typing import Final
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import softmax
 from support.checked_softmax import ALL, OUTPUT, attend
 from support.dtypes import DTYPES, every_dtype, exact_dtype
+from support.examples import examples
 from support.tolerances import assert_within, bounds, spread
 
 
@@ -86,7 +87,7 @@ def extremes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, fl
     return query, key, value, mask, scale, draw(st.booleans())
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(extremes())
 def test_finite_inputs_of_any_size_have_finite_and_right_answers(
     request: tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool],

@@ -9,7 +9,7 @@ import pytest
 from support.peak_memory import Peak, needs_proc, peaks
 
 _MEASURE: Final = """
-from qkv.attention.softmax import attend
+from qkv.attention.variants.softmax import attend
 B, H, G, L, S, D, E = SIZES
 query = torch.randn(B, H, L, D, dtype=DTYPE)
 key, value = torch.randn(B, G, S, D, dtype=DTYPE), torch.randn(B, G, S, E, dtype=DTYPE)

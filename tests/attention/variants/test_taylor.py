@@ -8,14 +8,15 @@ from typing import Any, Final
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import Server
 from qkv.attention.variants import taylor
-from support.known_requests import refused
+from support.examples import examples
+from support.known_requests import assert_problem
 from support.peak_memory import needs_proc, peaks
+from support.service import Server
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
@@ -239,7 +240,7 @@ def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:
     assert ((output - truth).abs() <= close).all()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(request=requests(), causal=st.booleans(), seed=st.integers(0, 99))
 def test_the_length_of_a_row_changes_nothing(request: Any, causal: bool, seed: int) -> None:
     (query, key, value), _ = request
@@ -337,7 +338,7 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
     for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
         body = {"inputs": inputs, "parameters": {name: 1}}
-        problem = refused(server.http.post(PATH, json=body), 422)
+        problem = assert_problem(server.http.post(PATH, json=body), 422)
         assert f"taylor refuses '{name}'" in problem["detail"]
     body = {"inputs": inputs | {"mask": [[True]]}}
-    assert "no input 'mask'" in refused(server.http.post(PATH, json=body), 422)["detail"]
+    assert "no input 'mask'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]

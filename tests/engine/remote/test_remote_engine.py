@@ -12,61 +12,69 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from test_same_bits import KINDS, group
 
-import qkv.engine.engine
 from qkv.attention.catalogue import Variant, variants
-from qkv.engine.engine import Answer, Engine
-from qkv.engine.executor import run as run_jobs
+from qkv.engine.engine import Engine, JobResult
+from qkv.engine.executor import execute
+from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.device_process import DeviceProcess
-from qkv.engine.remote.remote_engine import Remote
-from qkv.engine.remote.shared_memory import Arena
-from qkv.engine.remote.socket_handover import Exchange
-from qkv.errors import Internal, InvalidContent, NotNow, QkvError, TooLate
+from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job, Limits
-from qkv.telemetry.worker_state import Fleet
+from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.engines import CPU, bits
+from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
+from support.engines import CPU, bits, hold
 
-LIMITS: Final = Limits(answer=1 << 30, request=1 << 30)
+LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
 
 
 class Service:
     """Several workers' remotes and a device process."""
 
     def __init__(self, workers: int, size: int, **options: Any) -> None:
-        self.fleet = Fleet(workers, models=tuple(variants()), most_together=32, device_process=True)
-        self.arena = Arena(workers, size)
+        self.shared_state = SharedState(
+            workers, models=tuple(variants()), max_batch_size=32, device_process=True
+        )
+        self.shared_memory = SharedMemory(workers, size)
         self.engine = Engine(CPU, **{"max_batch": 32, "stack": True} | options)
-        self.exchange = Exchange(workers)
-        self._boxes = [self.exchange.mailbox(workers)]
-        self._leash = os.pipe()
-        worker = self.fleet.worker(workers)
+        self.socket_broker = SocketBroker(workers)
+        self._control_sockets = [self.socket_broker.create_control_socket(workers)]
+        self._alive_pipe = os.pipe()
+        worker = self.shared_state.worker(workers)
         process = DeviceProcess(
-            self.engine, worker, self.arena, LIMITS, self._boxes[0], self._leash[0]
+            self.engine,
+            worker,
+            self.shared_memory,
+            LIMITS,
+            self._control_sockets[0],
+            self._alive_pipe[0],
         )
         self._running = asyncio.ensure_future(process.run())
         self.remotes = [self.remote(index) for index in range(workers)]
 
-    def remote(self, index: int) -> Remote:
+    def remote(self, index: int) -> RemoteEngine:
         """Starts a worker's remote, or another in its place."""
-        self._boxes.append(self.exchange.mailbox(index))
-        made = Remote(CPU, self.arena.region(index), self._boxes[-1], self.fleet)
+        self._control_sockets.append(self.socket_broker.create_control_socket(index))
+        made = RemoteEngine(
+            CPU, self.shared_memory.region(index), self._control_sockets[-1], self.shared_state
+        )
         made.start()
-        self.exchange.introduce(index)
+        self.socket_broker.connect(index)
         return made
 
     async def close(self) -> None:
         """Ends as when the parent is killed: remotes first."""
         for remote in self.remotes:
             await remote.stop()
-        os.close(self._leash[1])
+        os.close(self._alive_pipe[1])
         await self._running
-        os.close(self._leash[0])
-        for box in self._boxes:
-            box.close()
-        self.exchange.close()
+        os.close(self._alive_pipe[0])
+        for control_socket in self._control_sockets:
+            control_socket.close()
+        self.socket_broker.close()
 
 
 @asynccontextmanager
@@ -74,7 +82,7 @@ async def service(workers: int = 2, size: int = 64 << 20, **options: Any) -> Asy
     made = Service(workers, size, **options)
     try:
         for remote in made.remotes:
-            await remote.until_ready()
+            await remote.wait_until_ready()
         yield made
     finally:
         await made.close()
@@ -97,7 +105,7 @@ def plain(seed: int, length: int = 4, **fields: Any) -> Job:
         name: RawTensor.from_numpy(draw.normal(size=(1, 2, length, 8)).astype(np.float32))
         for name in ("query", "key", "value")
     }
-    return Job.of("softmax", Message({"outputs": ["output"]} | fields, tensors), LIMITS)
+    return Job.from_message("softmax", Message({"outputs": ["output"]} | fields, tensors), LIMITS)
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -107,31 +115,30 @@ async def until(happened: Callable[[], bool]) -> None:
 
 
 def waiting(engine: Engine) -> int:
-    with engine._changed:
-        return len(engine._queue)
+    return engine.usage().queued_count
 
 
-async def is_whole(remote: Remote, arena: Arena) -> None:
+async def is_whole(remote: RemoteEngine, shared_memory: SharedMemory) -> None:
     """Returns once nothing of a remote's region is taken."""
-    await until(lambda: _free(remote) == arena._size)
+    await until(lambda: _free(remote) == shared_memory._size)
 
 
-def _free(remote: Remote) -> int:
+def _free(remote: RemoteEngine) -> int:
     """Bytes that can be had at once, after what came back is put together."""
-    remote._region.take(0)
-    remote._region.take(0)
+    remote._region.allocate(0)
+    remote._region.allocate(0)
     holes = remote._region._holes
-    back = sum(size for _, size in remote._region._returned)
+    back = sum(size for _, size in remote._region._released)
     return sum(size for _, size in holes) + back
 
 
-@pytest.mark.parametrize(("variant", "kind"), KINDS)
+@pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
 def test_answers_have_the_bits_and_keys_of_an_engine_at_hand(
     variant: Variant, kind: type[Job]
 ) -> None:
     async def test(made: Service) -> None:
         for seed in range(8):
-            for job in group(variant, kind, seed):
+            for job in random_jobs(variant, kind, seed):
                 there = await made.remotes[seed % 2].submit(job)
                 here = await made.engine.submit(job)
                 assert bits(there) == bits(here)
@@ -155,7 +162,7 @@ def test_layers_travel_too() -> None:
             for role in ("query", "key", "value")
         }
         fields = {"outputs": ["output"], "layer": {"layout": layout, "heads": 2}}
-        job = Job.of("softmax", Message(fields, {"x": x}, weights), LIMITS)
+        job = Job.from_message("softmax", Message(fields, {"x": x}, weights), LIMITS)
 
         async def test(made: Service, job: Job = job) -> None:
             for _ in range(2):
@@ -169,7 +176,7 @@ def test_jobs_of_several_workers_are_one_batch() -> None:
     async def test(made: Service) -> None:
         jobs = [plain(seed) for seed in range(9)]
         alone = [await made.engine.submit(job) for job in jobs]
-        with made.engine.hold():
+        with hold(made.engine):
             futures = [made.remotes[i % 3].submit(job) for i, job in enumerate(jobs)]
             await until(lambda: waiting(made.engine) == 9)
         for one, other in zip(alone, await asyncio.gather(*futures), strict=True):
@@ -182,12 +189,12 @@ def test_jobs_of_several_workers_are_one_batch() -> None:
 def test_priorities_and_deadlines_hold() -> None:
     async def test(made: Service) -> None:
         ended: list[int] = []
-        with made.engine.hold():
+        with hold(made.engine):
             for priority in (3, 2, 1):
                 future = made.remotes[0].submit(plain(0, priority), priority=priority)
                 future.add_done_callback(lambda _, p=priority: ended.append(p))  # type: ignore[misc]
             late = made.remotes[0].submit(plain(0, 9), wait_s=0.05)
-            with pytest.raises(TooLate, match="50 ms"):
+            with pytest.raises(DeadlineExceeded, match="50 ms"):
                 await late
         await until(lambda: len(ended) == 3)
         assert ended == [1, 2, 3]
@@ -197,7 +204,7 @@ def test_priorities_and_deadlines_hold() -> None:
 
 def test_the_deadline_counts_from_the_worker() -> None:
     async def test(made: Service) -> None:
-        with made.engine.hold():
+        with hold(made.engine):
             future = made.remotes[0].submit(plain(0), wait_s=30.0)
             await until(lambda: waiting(made.engine) == 1)
             await asyncio.sleep(0.05)
@@ -209,7 +216,7 @@ def test_the_deadline_counts_from_the_worker() -> None:
 
 def test_a_leaver_takes_its_job_with_it() -> None:
     async def test(made: Service) -> None:
-        with made.engine.hold():
+        with hold(made.engine):
             futures = [made.remotes[i % 2].submit(plain(i)) for i in range(4)]
             await until(lambda: waiting(made.engine) == 4)
             for future in futures[:3]:
@@ -219,21 +226,21 @@ def test_a_leaver_takes_its_job_with_it() -> None:
         futures.clear()
         del future
         for remote in made.remotes:
-            await is_whole(remote, made.arena)
+            await is_whole(remote, made.shared_memory)
 
     run(test)
 
 
-def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+def gated(engine: Engine) -> tuple[threading.Event, threading.Event]:
     """Has the engine say when it runs something, and wait for leave to go on."""
     runs, goes = threading.Event(), threading.Event()
 
     def waits(*arguments: Any) -> Any:
         runs.set()
         assert goes.wait(60)
-        return run_jobs(*arguments)
+        return execute(*arguments)
 
-    monkeypatch.setattr(qkv.engine.engine, "run", waits)
+    engine.execute = waits
     return runs, goes
 
 
@@ -241,15 +248,15 @@ def test_what_the_device_may_read_is_not_taken_by_others(monkeypatch: pytest.Mon
     """Its caller has left, and it runs."""
 
     async def test(made: Service) -> None:
-        runs, goes = gated(monkeypatch)
+        runs, goes = gated(made.engine)
         future = made.remotes[0].submit(plain(0))
         await asyncio.to_thread(runs.wait)
         future.cancel()
         del future
         await asyncio.sleep(0.1)
-        assert _free(made.remotes[0]) < made.arena._size
+        assert _free(made.remotes[0]) < made.shared_memory._size
         goes.set()
-        await is_whole(made.remotes[0], made.arena)
+        await is_whole(made.remotes[0], made.shared_memory)
 
     run(test)
 
@@ -258,21 +265,21 @@ def test_a_worker_in_anothers_place_waits_for_what_that_one_left_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test(made: Service) -> None:
-        runs, goes = gated(monkeypatch)
+        runs, goes = gated(made.engine)
         old = made.remotes[0]
         lost = old.submit(plain(0))
         await asyncio.to_thread(runs.wait)
         made.remotes[0] = made.remote(0)
         assert old._channel is not None
         old._channel.close()
-        with pytest.raises(NotNow):
+        with pytest.raises(ServiceUnavailable):
             await lost
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(made.remotes[0].until_ready(), 0.3)
-        with pytest.raises(NotNow, match="starts again"):
+            await asyncio.wait_for(made.remotes[0].wait_until_ready(), 0.3)
+        with pytest.raises(ServiceUnavailable, match="starts again"):
             made.remotes[0].submit(plain(1))
         goes.set()
-        await made.remotes[0].until_ready()
+        await made.remotes[0].wait_until_ready()
         answer = await made.remotes[0].submit(plain(1))
         assert bits(answer) == bits(await made.engine.submit(plain(1)))
 
@@ -283,21 +290,21 @@ def test_a_full_region_is_not_now_and_one_that_was_is_whole_again() -> None:
     async def test(made: Service) -> None:
         job = plain(0, 4096)
         futures: list[Any] = []
-        with made.engine.hold():
+        with hold(made.engine):
             futures += [made.remotes[0].submit(job) for _ in range(9)]  # of 1 MiB, in and out
-            with pytest.raises(NotNow, match="memory"):
+            with pytest.raises(ServiceUnavailable, match="memory"):
                 made.remotes[0].submit(job)
             futures.append(made.remotes[1].submit(job))  # which has a region of its own
             assert not futures[-1].done()
         answers = await asyncio.gather(*futures)
         assert len({str(bits(answer)) for answer in answers}) == 1
         futures.clear()
-        with pytest.raises(NotNow):  # an answer counts until it is sent
+        with pytest.raises(ServiceUnavailable):  # an answer counts until it is sent
             made.remotes[0].submit(plain(0, 20000))
         answers.clear()
-        await is_whole(made.remotes[0], made.arena)
+        await is_whole(made.remotes[0], made.shared_memory)
         await made.remotes[0].submit(plain(0, 20000))
-        await is_whole(made.remotes[0], made.arena)
+        await is_whole(made.remotes[0], made.shared_memory)
 
     run(test, 2, 8 << 20)
 
@@ -311,18 +318,18 @@ def test_a_thousand_jobs_leave_nothing_taken() -> None:
             for future in futures[::3]:
                 future.cancel()
             answers = await asyncio.gather(*futures, return_exceptions=True)
-            assert all(isinstance(a, Answer | asyncio.CancelledError) for a in answers)
+            assert all(isinstance(a, JobResult | asyncio.CancelledError) for a in answers)
             del answers, futures, future
         for remote in made.remotes:
-            await is_whole(remote, made.arena)
-            assert not remote._waiting
+            await is_whole(remote, made.shared_memory)
+            assert not remote._submitted
 
     run(test)
 
 
 def test_failures_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     faults: list[Exception] = [
-        InvalidContent("no", pointer="/inputs/query"), NotNow("later", retry_after=7),
+        InvalidContent("no", pointer="/inputs/query"), ServiceUnavailable("later", retry_after=7),
         MemoryError(), ValueError("a secret"),
     ]  # fmt: skip
 
@@ -332,7 +339,7 @@ def test_failures_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
             def fails(*_: Any, fault: Exception = fault) -> Any:
                 raise fault
 
-            monkeypatch.setattr(qkv.engine.engine, "run", fails)
+            made.engine.execute = fails
             found: list[QkvError] = []
             for engine in (made.engine, made.remotes[0]):
                 with pytest.raises(QkvError) as caught:
@@ -351,9 +358,9 @@ def test_statistics_are_the_device_process() -> None:
     async def test(made: Service) -> None:
         for remote in made.remotes:
             await remote.submit(plain(0))
-        found = made.fleet.models.statistics("softmax")
+        found = made.shared_state.models.statistics("softmax")
         assert (found["inference_count"], found["execution_count"]) == (2, 2)
-        assert made.fleet.models.statistics("mean")["inference_count"] == 0
+        assert made.shared_state.models.statistics("mean")["inference_count"] == 0
 
     run(test)
 
@@ -361,21 +368,21 @@ def test_statistics_are_the_device_process() -> None:
 def test_where_the_device_process_ends_whoever_waits_is_told() -> None:
     async def test(made: Service) -> None:
         remote = made.remotes[0]
-        with made.engine.hold():
+        with hold(made.engine):
             small, large = remote.submit(plain(0)), remote.submit(plain(0, 20000))
             await until(lambda: waiting(made.engine) == 2)
             assert remote._channel is not None
             remote._channel.close()
             for future in (small, large):
-                with pytest.raises(NotNow, match="ended"):
+                with pytest.raises(ServiceUnavailable, match="ended"):
                     await future
-            assert not remote.ready
-            assert remote.alive
-        made.exchange.introduce(0)
-        await remote.until_ready()
+            assert not remote.is_ready
+            assert remote.is_alive
+        made.socket_broker.connect(0)
+        await remote.wait_until_ready()
         await remote.submit(plain(0))
         del small, large, future
-        await is_whole(remote, made.arena)
+        await is_whole(remote, made.shared_memory)
 
     run(test)
 
@@ -385,7 +392,7 @@ def test_a_remote_that_stops_takes_nothing_more() -> None:
         future = made.remotes[0].submit(plain(0))
         await made.remotes[0].stop()
         assert future.done()
-        with pytest.raises(NotNow, match="stopping"):
+        with pytest.raises(ServiceUnavailable, match="stopping"):
             made.remotes[0].submit(plain(0))
 
     run(test)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from support.compare_requests import INPUTS, compare, drawn, named
+from support.compare_requests import INPUTS, compare, random_inputs, variant_entry
 
 
 def test_random_tensors_make_an_empty_comparison() -> None:
@@ -24,9 +24,13 @@ def test_random_tensors_make_an_empty_comparison() -> None:
 
 
 def test_what_has_no_meaning_is_null_and_said() -> None:
-    inputs = drawn()
-    names = [named("linformer"), named("linear", normalize=False), named("mean")]
-    answer = compare(inputs, variants=[*names, named("softmax", causal=True)])
+    inputs = random_inputs()
+    names = [
+        variant_entry("linformer"),
+        variant_entry("linear", normalize=False),
+        variant_entry("mean"),
+    ]
+    answer = compare(inputs, variants=[*names, variant_entry("softmax", causal=True)])
     signed, sums, mean, causal = (entry["weights"] for entry in answer["variants"])
     notes = answer["notes"]
     for weights, kind in ((signed, "signed"), (sums, "unnormalised")):
@@ -38,14 +42,14 @@ def test_what_has_no_meaning_is_null_and_said() -> None:
     assert any("the KL divergence is infinite: mean and softmax." in note for note in notes)
     assert any(note.startswith("Causal where the anchor is not") for note in notes)
     assert any("Of linformer projections did not come" in note for note in notes)
-    even = compare(inputs, variants=[named("mean", causal=False)])
+    even = compare(inputs, variants=[variant_entry("mean", causal=False)])
     assert even["variants"][0]["weights"]["rank_correlation"] is None
     assert any("no order" in note for note in even["notes"])
     assert mean["rank_correlation"] is not None  # it sees some keys and others not
 
 
 def test_numbers_that_are_not_finite_are_said() -> None:
-    inputs = drawn()
+    inputs = random_inputs()
     inputs["value"][0, 0, 0, 0] = np.inf
     answer = compare(inputs, variants=["linear"])
     (entry,) = answer["variants"]
@@ -55,14 +59,14 @@ def test_numbers_that_are_not_finite_are_said() -> None:
         "The output of softmax and linear, or what it is held against, is not finite."
         in (answer["notes"])
     )
-    inputs = drawn()
+    inputs = random_inputs()
     inputs["query"][0, 0, 0, 0] = np.nan
     json.dumps(compare(inputs, variants=["linear"]), allow_nan=False)
 
 
 @pytest.mark.parametrize("size", [1e-320, 1e-200, 1e200, 1.7e308, 0.0])
 def test_outputs_of_any_size(size: float) -> None:
-    inputs = drawn("float64")
+    inputs = random_inputs("float64")
     inputs["value"] = np.full_like(inputs["value"], size)
     (entry,) = compare(inputs, variants=["linear"])["variants"]
     if size:

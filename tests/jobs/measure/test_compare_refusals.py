@@ -10,34 +10,43 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from conftest import Server
 from qkv.engine import local
 from qkv.errors import QkvError
-from qkv.jobs.measure.compare_request import Comparison
-from qkv.wire import json as wire
-from support.compare_requests import INPUTS, UNFIT, UNLIMITED, VARIANTS, WRONG, drawn, post
-from support.known_requests import explained, refused
+from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.wire import json as wire_json
+from support.compare_requests import (
+    INPUTS,
+    MALFORMED,
+    UNFITTING,
+    UNLIMITED,
+    VARIANTS,
+    post,
+    random_inputs,
+)
+from support.examples import examples
+from support.known_requests import assert_client_error, assert_problem
+from support.service import Server
 
 
-@pytest.mark.parametrize(("status", "pointer", "fields"), [*WRONG, *UNFIT])
+@pytest.mark.parametrize(("status", "pointer", "fields"), [*MALFORMED, *UNFITTING])
 def test_what_is_wrong_is_said_and_where(
     server: Server, status: int, pointer: str, fields: dict[str, Any]
 ) -> None:
     body = {"inputs": INPUTS} | fields
-    assert refused(post(server, body), status, body)["pointer"] == pointer
+    assert assert_problem(post(server, body), status, body)["pointer"] == pointer
 
 
 def test_what_is_too_large_is_refused_before_it_runs(serve: Callable[..., Server]) -> None:
     small = serve(max_scores=100, max_queue_bytes=4000, max_answer_bytes=1000)
-    inputs = {n: a.tolist() for n, a in drawn(B=1, H=1, G=1, N=12).items()}
-    problem = refused(post(small, {"inputs": inputs, "variants": ["linear"]}), 413)
+    inputs = {n: a.tolist() for n, a in random_inputs(B=1, H=1, G=1, N=12).items()}
+    problem = assert_problem(post(small, {"inputs": inputs, "variants": ["linear"]}), 413)
     assert problem["limit"] == 100
     body: dict[str, Any] = {"inputs": inputs, "variants": ["linear"], "anchor": "mean"}
-    assert refused(post(small, body), 413)["pointer"] == "/rows"
+    assert assert_problem(post(small, body), 413)["pointer"] == "/rows"
     assert post(small, body | {"rows": 8}).status_code == 200
-    long = {n: a.tolist() for n, a in drawn(B=1, H=1, G=1, N=51).items()}
+    long = {n: a.tolist() for n, a in random_inputs(B=1, H=1, G=1, N=51).items()}
     body = {"inputs": long, "variants": ["linear"], "anchor": "taylor", "rows": 0}
-    assert "own error is found by its output" in refused(post(small, body), 413)["detail"]
+    assert "own error is found by its output" in assert_problem(post(small, body), 413)["detail"]
     assert post(small, body | {"dtype": "float64", "rows": 0}).status_code == 413
 
 
@@ -52,7 +61,7 @@ ANYTHING: Final = strategies.recursive(
 )  # fmt: skip
 
 
-@hypothesis.settings(max_examples=300)
+@examples(300)
 @hypothesis.given(
     strategies.dictionaries(
         strategies.sampled_from(["variants", "anchor", "repeats", "rows", "dtype", "layer", "no"]),
@@ -67,12 +76,12 @@ def test_whatever_comes_is_refused_or_can_run(
     """With inputs of any kind, and with good ones."""
     asked = {"variants": ["linear"]} | fields | {"inputs": INPUTS if are_good else inputs}
     try:
-        message = wire.decode(json.dumps(asked).encode(), "inputs")
-        made = Comparison(message, UNLIMITED)
+        message = wire_json.decode(json.dumps(asked).encode(), "inputs")
+        made = CompareRequest(message, UNLIMITED)
     except QkvError as error:
-        explained(error, asked)
+        assert_client_error(error, asked)
     else:
-        for contender in made.variants:
-            for job in made.divergences(contender):
-                assert job.pairs
+        for entry in made.variants:
+            for job in made.divergence_jobs(entry):
+                assert job.score_count
         assert json.loads(json.dumps(local.compare(message)))["variants"]

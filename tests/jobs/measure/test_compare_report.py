@@ -11,13 +11,20 @@ import torch
 
 from qkv.attention import catalogue
 from qkv.engine import local
-from qkv.jobs.measure import compare_request as comparison
-from qkv.jobs.measure import row_divergence as divergence
-from qkv.jobs.measure.compare_request import Comparison
-from qkv.jobs.measure.row_metrics import FIGURES, figures
+from qkv.jobs.measure import compare_request, row_divergence
+from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.jobs.measure.row_metrics import ROW_METRICS, row_metrics
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.compare_requests import INPUTS, NEEDED, UNLIMITED, VARIANTS, compare, drawn, named
+from support.compare_requests import (
+    INPUTS,
+    NEEDED,
+    UNLIMITED,
+    VARIANTS,
+    compare,
+    random_inputs,
+    variant_entry,
+)
 from support.known_requests import DTYPES, EPS, Array
 
 APART: Final = ("total_variation", "kl_divergence", "js_divergence", "rank_correlation")
@@ -110,12 +117,12 @@ def takes(name: str, **parameters: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("anchor", VARIANTS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_pair_differs_as_the_full_matrices_do(anchor: str, causal: bool) -> None:
-    inputs = drawn()
+    inputs = random_inputs()
     own = {name: takes(name, causal=causal) for name in VARIANTS}
     answer = compare(
         inputs,
-        variants=[named(n, **own[n]) for n in VARIANTS],
-        anchor=named(anchor, **own[anchor]),
+        variants=[variant_entry(n, **own[n]) for n in VARIANTS],
+        anchor=variant_entry(anchor, **own[anchor]),
     )
     full = {n: reference(n, inputs, **own[n]) for n in VARIANTS}
     for name, entry in zip(VARIANTS, answer["variants"], strict=True):
@@ -138,12 +145,12 @@ def _check_entropy(entry: dict[str, Any], full: Array, kind: str) -> None:
 @pytest.mark.parametrize("lengths", [False, True])
 def test_grouped_padded_and_half_precision(dtype: str, lengths: bool) -> None:
     """Weights are those of the inputs as they came, in float64, whatever their dtype."""
-    inputs = drawn(dtype, H=4, G=2)
+    inputs = random_inputs(dtype, H=4, G=2)
     if lengths:
         inputs["key_lengths"] = np.array([9, 4])
         inputs["key"][1, :, 4:] = np.nan
     names = ("linear", "taylor", "efficient", "linformer")
-    answer = compare(inputs, variants=[named(n) for n in names])
+    answer = compare(inputs, variants=[variant_entry(n) for n in names])
     clean = dict(inputs)
     if lengths:
         clean["key"] = inputs["key"].copy()
@@ -156,8 +163,10 @@ def test_grouped_padded_and_half_precision(dtype: str, lengths: bool) -> None:
 
 @pytest.mark.parametrize("dtype", EPS)
 def test_outputs_are_held_against_the_anchor_and_it_against_float64(dtype: str) -> None:
-    inputs = drawn(dtype)
-    answer = compare(inputs, variants=["linear", "softmax"], anchor=named("softmax", causal=True))
+    inputs = random_inputs(dtype)
+    answer = compare(
+        inputs, variants=["linear", "softmax"], anchor=variant_entry("softmax", causal=True)
+    )
 
     def output(name: str, wide: bool = False, **parameters: Any) -> Array:
         came = {n: a.astype(np.float64) if wide else a for n, a in inputs.items()}
@@ -191,7 +200,7 @@ def test_an_anchor_is_off_by_no_more_than_its_roundings(name: str, dtype: str) -
     """What it draws by itself is the same in float64."""
     numbers = np.random.default_rng(3)
     inputs = {n: numbers.normal(size=(1, 2, 16, 8)).astype(dtype) for n in INPUTS}
-    own = compare(inputs, variants=["softmax"], anchor=named(name))["anchor"]["output"]
+    own = compare(inputs, variants=["softmax"], anchor=variant_entry(name))["anchor"]["output"]
     assert 0 < own["relative_error"] < 4 * EPS[dtype]
 
 
@@ -200,8 +209,8 @@ def test_an_anchor_with_a_mask_and_a_layer() -> None:
     numbers = np.random.default_rng(2)
     mask = numbers.random((9, 9)) < 0.6
     mask[3] = False
-    inputs = drawn() | {"mask": mask}
-    answer = compare(inputs, variants=[named("softmax", scale=3.0)])
+    inputs = random_inputs() | {"mask": mask}
+    answer = compare(inputs, variants=[variant_entry("softmax", scale=3.0)])
     anchor, other = reference("softmax", inputs), reference("softmax", inputs, scale=3.0)
     (entry,) = answer["variants"]
     assert not anchor[:, :, 3].any()
@@ -235,8 +244,8 @@ def test_linear_layer_is_compared_with_its_like() -> None:
 def test_ties_share_their_ranks() -> None:
     b = np.array([[1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
     a = np.array([[2.0, 1.0, 1.0, 1.0, 4.0, 5.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
-    found = figures(torch.from_numpy(b), torch.from_numpy(a), (False, False))
-    assert found.keys() == set(FIGURES)
+    found = row_metrics(torch.from_numpy(b), torch.from_numpy(a), (False, False))
+    assert found.keys() == set(ROW_METRICS)
     right = by_row(b[0], a[0])["rank_correlation"]
     assert found["rank_correlation"].tolist() == [pytest.approx(right, rel=1e-14)]
 
@@ -246,9 +255,9 @@ def test_rows_are_evenly_spread_and_as_many_as_are_asked_for(
     rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However they are cut into jobs and blocks."""
-    inputs = drawn(B=1, N=100)
+    inputs = random_inputs(B=1, N=100)
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
-    asked = Comparison(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
+    asked = CompareRequest(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
     chosen = [i for first, last in asked.rows for i in range(first, last)]
     assert len(set(chosen)) == len(chosen) <= (100 if rows is None else rows)
     assert len(chosen) > (99 if rows is None else rows - 16)
@@ -260,12 +269,12 @@ def test_rows_are_evenly_spread_and_as_many_as_are_asked_for(
     (entry,) = whole["variants"]
     assert close({n: entry["weights"][n] for n in APART}, expected(b, a, {"stochastic"}))
     assert any("evenly spread" in note for note in whole["notes"]) is (len(chosen) < 100)
-    monkeypatch.setattr(comparison, "_TOGETHER", 7 * 2 * 100)
-    monkeypatch.setattr(divergence, "_BLOCK", 2 * 2 * 100)
-    monkeypatch.setattr(divergence, "_PART", 3 * 100)
-    cut = Comparison(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
-    jobs = list(cut.divergences(cut.variants[0]))
+    monkeypatch.setattr(compare_request, "_JOB_SCORES", 7 * 2 * 100)
+    monkeypatch.setattr(row_divergence, "_BLOCK", 2 * 2 * 100)
+    monkeypatch.setattr(row_divergence, "_PART", 3 * 100)
+    cut = CompareRequest(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
+    jobs = list(cut.divergence_jobs(cut.variants[0]))
     assert [i for j in jobs for r in j.rows for i in range(*r)] == chosen
-    assert all(job.pairs <= 7 * 2 * 100 for job in jobs)
+    assert all(job.score_count <= 7 * 2 * 100 for job in jobs)
     again = compare(inputs, variants=["linear"], rows=rows)
     assert close(again["variants"][0]["weights"], entry["weights"])

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from conftest import Server
-from qkv.errors import QkvError, TooLarge
+from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job, Limits
-from qkv.jobs.measure.probe_jobs import PeakJob, TimedJob
-from qkv.jobs.measure.sweep_request import Crossover, Sweep, Sweeping, crossovers
-from qkv.wire import json as wire
-from support.known_requests import DTYPES, explained, refused
-from support.sweep_requests import CELL, REFUSED, SMALL, SWEEP, parsed, swept
-from support.sweep_requests import counted as counted
+from qkv.jobs.measure.probe_jobs import PeakMemoryJob, TimingJob
+from qkv.jobs.measure.sweep_request import Crossover, SweepFields, SweepRequest, crossovers
+from qkv.wire import json as wire_json
+from support.examples import examples
+from support.known_requests import DTYPES, assert_client_error, assert_problem
+from support.service import Server
+from support.sweep_requests import CELL, REFUSED, SMALL, SWEEP, parse_events, run_sweep
+from support.sweep_requests import submitted_jobs as submitted_jobs
 
-UNLIMITED: Final = Limits(answer=1 << 62, request=1 << 62)
+UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
 
 
 # ------------------------------------------------------------ where curves cross
@@ -67,15 +68,15 @@ def test_curves_may_cross_again_and_each_pair_is_told() -> None:
 
 def test_numbers_are_drawn_once_for_all_variants() -> None:
     fields = {"variants": ["softmax", "linear", "mean"], "lengths": [5, 7], **SMALL, "seed": 3}
-    sweep, again = Sweep(fields, UNLIMITED), Sweep(fields, UNLIMITED)
-    drawn = [sweep.drawn(sweep.job(c, 7), 7) for c in sweep.choices]
+    sweep, again = SweepRequest(fields, UNLIMITED), SweepRequest(fields, UNLIMITED)
+    drawn = [sweep.with_random_inputs(sweep.job(c, 7), 7) for c in sweep.choices]
     for job in drawn:
         for name, tensor in job.inputs.tensors.items():
             assert tensor.shape == (1, 2, 7, 8)
             assert bytes(tensor.data) == bytes(drawn[0].inputs.tensors[name].data)
-    twin = again.drawn(again.job(again.choices[0], 7), 7)
-    other = Sweep(fields | {"seed": 4}, UNLIMITED)
-    apart = other.drawn(other.job(other.choices[0], 7), 7)
+    twin = again.with_random_inputs(again.job(again.choices[0], 7), 7)
+    other = SweepRequest(fields | {"seed": 4}, UNLIMITED)
+    apart = other.with_random_inputs(other.job(other.choices[0], 7), 7)
     for name, tensor in drawn[0].inputs.tensors.items():
         assert bytes(tensor.data) == bytes(twin.inputs.tensors[name].data)
         assert bytes(tensor.data) != bytes(apart.inputs.tensors[name].data)
@@ -86,8 +87,12 @@ def test_numbers_are_drawn_once_for_all_variants() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_numbers_are_normal_in_every_dtype(dtype: str) -> None:
     fields = {"variants": ["softmax"], "lengths": [512], "dtype": dtype, "batch": 2}
-    sweep = Sweep(fields, UNLIMITED)
-    query = sweep.drawn(sweep.job(sweep.choices[0], 512), 512).inputs.tensors["query"].numpy()
+    sweep = SweepRequest(fields, UNLIMITED)
+    query = (
+        sweep.with_random_inputs(sweep.job(sweep.choices[0], 512), 512)
+        .inputs.tensors["query"]
+        .numpy()
+    )
     assert query.dtype == DTYPES[dtype]
     assert query.shape == (2, 8, 512, 64)
     assert abs(query.astype("f8").mean()) < 0.01
@@ -96,7 +101,7 @@ def test_numbers_are_normal_in_every_dtype(dtype: str) -> None:
 
 def test_every_cell_is_told_in_order_and_true(server: Server) -> None:
     linformer = {"variant": "linformer", "parameters": {"rank": 4}}
-    said = swept(server, variants=["softmax", linformer], lengths=[16, 64, 32])
+    said = run_sweep(server, variants=["softmax", linformer], lengths=[16, 64, 32])
     names = [name for name, _ in said]
     assert names == ["progress", "cell"] * 6 + ["done"]
     progress = [what for name, what in said if name == "progress"]
@@ -129,16 +134,21 @@ def test_whole_numbers_may_have_a_point(server: Server) -> None:
 
 
 def test_each_repeat_is_a_job_of_its_own_after_all_others(
-    server: Server, counted: list[tuple[Job, int]]
+    server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
-    swept(server, variants=["linear"], lengths=[8, 16], repeats=3)
-    assert [type(job) for job, _ in counted] == [PeakJob, TimedJob, TimedJob, TimedJob] * 2
-    assert {priority for _, priority in counted} == {3}
+    run_sweep(server, variants=["linear"], lengths=[8, 16], repeats=3)
+    assert [type(job) for job, _ in submitted_jobs] == [
+        PeakMemoryJob,
+        TimingJob,
+        TimingJob,
+        TimingJob,
+    ] * 2
+    assert {priority for _, priority in submitted_jobs} == {3}
 
 
 def test_a_cell_that_cannot_run_is_told_and_the_rest_goes_on(serve: Callable[..., Server]) -> None:
     small = serve(max_scores=2 * 100 * 100, max_queue_bytes=1 << 20, max_answer_bytes=1 << 18)
-    said = swept(small, variants=["softmax", "linear"], lengths=[64, 128, 1 << 14])
+    said = run_sweep(small, variants=["softmax", "linear"], lengths=[64, 128, 1 << 14])
     cells = [what for name, what in said if name == "cell"]
     problems = {(c["index"], c["length"]): c["problem"] for c in cells if "problem" in c}
     assert problems.keys() == {(0, 128), (0, 1 << 14), (1, 1 << 14)}
@@ -149,7 +159,9 @@ def test_a_cell_that_cannot_run_is_told_and_the_rest_goes_on(serve: Callable[...
     assert all(p["type"] == "urn:qkv:problem:too-large" for p in problems.values())
     assert problems[0, 128]["limit"] == 20_000
     assert said[-1] == ("done", {"cells": 6, "crossovers": said[-1][1]["crossovers"]})
-    huge = swept(small, variants=["mean"], lengths=[1 << 20], batch=4096, heads=4096, width=65536)
+    huge = run_sweep(
+        small, variants=["mean"], lengths=[1 << 20], batch=4096, heads=4096, width=65536
+    )
     assert huge[1][1]["problem"]["status"] == 413
 
 
@@ -157,31 +169,31 @@ def test_a_deadline_is_each_runs_own(server: Server) -> None:
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     headers = {"X-Request-Timeout": "0.05"}
     with (
-        server.engine.hold(),
+        server.hold(),
         server.http.stream("POST", SWEEP, json=body, headers=headers) as response,
     ):
-        said = list(parsed(response.iter_lines()))
+        said = list(parse_events(response.iter_lines()))
     assert said[1][1]["problem"]["type"] == "urn:qkv:problem:too-late"
-    refused(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
+    assert_problem(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
 
 
 @pytest.mark.parametrize(("status", "pointer", "fields"), REFUSED)
 def test_what_is_wrong_is_said_before_anything_runs(
     server: Server,
-    counted: list[tuple[Job, int]],
+    submitted_jobs: list[tuple[Job, int]],
     status: int,
     pointer: str,
     fields: dict[str, Any],
 ) -> None:
     body = {"variants": ["mean"], "lengths": [8]} | fields
-    assert refused(server.http.post(SWEEP, json=body), status, body)["pointer"] == pointer
-    assert counted == []
+    assert assert_problem(server.http.post(SWEEP, json=body), status, body)["pointer"] == pointer
+    assert submitted_jobs == []
 
 
-@hypothesis.settings(max_examples=300)
+@examples(300)
 @hypothesis.given(
     strategies.dictionaries(
-        strategies.sampled_from([*Sweeping.model_fields, "no"]),
+        strategies.sampled_from([*SweepFields.model_fields, "no"]),
         strategies.recursive(
             strategies.none() | strategies.integers(-3, 2**65) | strategies.floats()
             | strategies.sampled_from(["mean", "softmax", "float16", "variant", ""]),
@@ -193,17 +205,17 @@ def test_what_is_wrong_is_said_before_anything_runs(
 )  # fmt: skip
 def test_whatever_comes_is_refused_or_has_cells(fields: dict[str, Any]) -> None:
     asked = {"variants": ["mean"], "lengths": [8]} | fields
-    limits = Limits(answer=1 << 24, request=1 << 24)
+    limits = Limits(response_bytes=1 << 24, job_bytes=1 << 24)
     try:
-        sweep = Sweep(wire.plain(json.dumps(asked).encode()), limits)
+        sweep = SweepRequest(wire_json.decode_fields(json.dumps(asked).encode()), limits)
     except QkvError as error:
-        explained(error, asked)
+        assert_client_error(error, asked)
         return
     for length in sweep.lengths:
         for choice in sweep.choices:
             try:
-                job = sweep.drawn(sweep.job(choice, length), length)
-            except TooLarge:
+                job = sweep.with_random_inputs(sweep.job(choice, length), length)
+            except PayloadTooLarge:
                 continue
             assert job.inputs.nbytes <= 1 << 24
 
@@ -211,15 +223,17 @@ def test_whatever_comes_is_refused_or_has_cells(fields: dict[str, Any]) -> None:
 def test_other_faults(server: Server, serve: Callable[..., Server]) -> None:
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     for text in (b"", b"[]", b"{", b'{"variants": ["mean"], "lengths": [8]} x', b"\xff"):
-        refused(server.http.post(SWEEP, content=text), 400)
-    refused(server.http.post(SWEEP, content=b"x", headers={"Content-Type": "text/plain"}), 415)
+        assert_problem(server.http.post(SWEEP, content=text), 400)
+    assert_problem(
+        server.http.post(SWEEP, content=b"x", headers={"Content-Type": "text/plain"}), 415
+    )
     for accept in ("application/vnd.safetensors", "text/html", "text/event-stream;q=0"):
-        refused(server.http.post(SWEEP, json=body, headers={"Accept": accept}), 406)
+        assert_problem(server.http.post(SWEEP, json=body, headers={"Accept": accept}), 406)
     for accept in ("text/event-stream", "text/*", "application/json", "*/*"):
         assert server.http.post(SWEEP, json=body, headers={"Accept": accept}).is_success
-    refused(server.http.get(SWEEP), 405)
+    assert_problem(server.http.get(SWEEP), 405)
     tight = serve(max_body_bytes=20)
-    assert refused(tight.http.post(SWEEP, json=body), 413)["limit"] == 20
+    assert assert_problem(tight.http.post(SWEEP, json=body), 413)["limit"] == 20
 
 
 @pytest.mark.parametrize(
@@ -234,5 +248,5 @@ def test_few_bytes_do_not_buy_minutes(
     server: Server, named: dict[str, Any], length: int, sizes: dict[str, int]
 ) -> None:
     """Each held a worker for a minute and more, whoever left."""
-    told = swept(server, variants=[named], lengths=[length], **sizes)
+    told = run_sweep(server, variants=[named], lengths=[length], **sizes)
     assert told[1][1]["problem"]["status"] == 413

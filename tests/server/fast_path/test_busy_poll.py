@@ -8,19 +8,20 @@ from contextlib import ExitStack
 
 import pytest
 
-from conftest import serving, until
 from qkv.server.fast_path.busy_poll import BusyPoll
-from qkv.telemetry.worker_state import Fleet, Worker
-from support.raw_connection import body_of, calling, drawn, request_of
+from qkv.telemetry.worker_state import SharedState, WorkerState
+from support.processes import wait_until
+from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
+from support.service import running_server
 
 
-def workers(count: int) -> list[Worker]:
-    fleet = Fleet(count)
-    return [fleet.worker(index) for index in range(count)]
+def workers(count: int) -> list[WorkerState]:
+    shared_state = SharedState(count)
+    return [shared_state.worker(index) for index in range(count)]
 
 
-def polls(fleet: Fleet) -> list[bool]:
-    return [bool(polls) for polls in fleet.rows["polls"]]
+def polls(shared_state: SharedState) -> list[bool]:
+    return [bool(polls) for polls in shared_state.worker_rows["is_polling"]]
 
 
 def turns(poll: BusyPoll) -> int:
@@ -47,7 +48,7 @@ def test_a_loop_looks_at_its_sockets_without_waiting_and_then_sleeps() -> None:
     (worker,) = workers(1)
     assert turns(BusyPoll(worker, 0.0)) < 5
     assert turns(BusyPoll(worker, 0.02)) > 10
-    assert polls(worker.fleet) == [False]
+    assert polls(worker.shared_state) == [False]
 
 
 def test_it_stays_awake_from_the_last_answer_on() -> None:
@@ -60,7 +61,7 @@ def test_it_stays_awake_from_the_last_answer_on() -> None:
         await asyncio.sleep(0.02)
         again = loop.time()
         poll.begin(loop)
-        await asyncio.to_thread(until, lambda: polls(worker.fleet) == [False])
+        await asyncio.to_thread(wait_until, lambda: polls(worker.shared_state) == [False])
         return loop.time() - again
 
     assert asyncio.run(begun_twice()) >= 0.03
@@ -73,10 +74,10 @@ def test_it_falls_asleep_once_others_ask() -> None:
     async def asked_in_between() -> None:
         loop = asyncio.get_running_loop()
         poll.begin(loop)
-        assert polls(ours.fleet) == [True, False]
-        other.asks(1)
+        assert polls(ours.shared_state) == [True, False]
+        other.add_in_flight(1)
         ended = loop.time() + 1.0
-        while polls(ours.fleet) == [True, False]:  # however often it answers
+        while polls(ours.shared_state) == [True, False]:  # however often it answers
             assert loop.time() < ended
             poll.begin(loop)
             await asyncio.sleep(0.001)
@@ -88,49 +89,49 @@ def test_one_worker_at_most_stays_awake_and_only_where_nobody_else_asks() -> Non
     ours, other = workers(2)
 
     def only() -> tuple[bool, bool]:
-        return ours.is_only, other.is_only
+        return ours.is_only_active, other.is_only_active
 
     assert only() == (True, True)
-    ours.asks(1)
+    ours.add_in_flight(1)
     assert only() == (True, False)
-    ours.polls(True)
-    ours.asks(-1)
+    ours.set_polling(True)
+    ours.add_in_flight(-1)
     assert only() == (True, False)
-    other.asks(1)
+    other.add_in_flight(1)
     assert only() == (False, False)
     assert turns(BusyPoll(ours, 0.02)) < 5
     assert turns(BusyPoll(other, 0.02)) < 5
-    ours.polls(False)
+    ours.set_polling(False)
     assert turns(BusyPoll(other, 0.02)) > 10
 
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_service_stays_awake_for_a_lone_caller(others: int) -> None:
-    request = request_of(*body_of(drawn(0)))
-    with serving(busy_poll_us=100_000) as server, ExitStack() as stack:
-        caller, *_ = [stack.enter_context(calling(server)) for _ in range(1 + others)]
-        fleet: Fleet = server.app.state.protocol.keywords["worker"].fleet
+    request = encode_request(*encode_body(random_inputs(0)))
+    with running_server(busy_poll_us=100_000) as server, ExitStack() as stack:
+        caller, *_ = [stack.enter_context(raw_client(server)) for _ in range(1 + others)]
+        shared_state: SharedState = server.runtime.worker.shared_state
 
         def awake() -> bool:
             caller.send(request)
-            caller.answer()
+            caller.read_response()
             time.sleep(0.002)
-            return polls(fleet) == [True]
+            return polls(shared_state) == [True]
 
         if others:
             assert not any(awake() for _ in range(10))
         else:
-            until(awake)
-            until(lambda: polls(fleet) == [False])
+            wait_until(awake)
+            wait_until(lambda: polls(shared_state) == [False])
 
 
 def test_a_process_with_one_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkv.api.app.usable_cpus", lambda: 1)
-    request = request_of(*body_of(drawn(0)))
-    with serving(busy_poll_us=100_000) as server, calling(server) as caller:
-        fleet: Fleet = server.app.state.protocol.keywords["worker"].fleet
+    monkeypatch.setattr("qkv.server.worker.usable_cpus", lambda: 1)
+    request = encode_request(*encode_body(random_inputs(0)))
+    with running_server(busy_poll_us=100_000) as server, raw_client(server) as caller:
+        shared_state: SharedState = server.runtime.worker.shared_state
         for _ in range(10):
             caller.send(request)
-            caller.answer()
+            caller.read_response()
             time.sleep(0.002)
-            assert polls(fleet) == [False]
+            assert polls(shared_state) == [False]

@@ -15,46 +15,47 @@ import pybase64
 import pytest
 import torch
 
-from conftest import PATIENCE, Server, until
 from qkv import wire
-from qkv.api.fast_path.run_cache import Shortcuts
+from qkv.api.fast_path.run_cache import RunCache
 from qkv.attention.catalogue import variants
-from qkv.engine.executor import Standing, run
+from qkv.engine.executor import PreparedRun, execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.known_requests import Array
+from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import (
     NAMES,
     PATH,
     asked_of,
-    body_of,
-    calling,
-    drawn,
-    inputs_of,
-    request_of,
+    encode_body,
+    encode_request,
+    inputs_for,
+    random_inputs,
+    raw_client,
 )
-from support.raw_connection import ran as ran
+from support.raw_connection import fast_path_runs as fast_path_runs
+from support.service import Server
 
 
 @pytest.mark.parametrize("name", sorted(variants()))
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_the_answer_is_that_of_the_long_way(
-    server: Server, ran: list[Standing], name: str, dtype: str
+    server: Server, fast_path_runs: list[PreparedRun], name: str, dtype: str
 ) -> None:
     """Bytes, JSON but for the times, and headers."""
     variant = variants()[name]
     outputs = tuple(variant.outputs)
     numpy = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    arrays = inputs_of(name, numpy)
+    arrays = inputs_for(name, numpy)
     assert all(array.nbytes % 64 == 0 for array in arrays.values())
-    body, length = body_of(arrays, outputs, id="7")
-    with calling(server) as caller:
+    body, length = encode_body(arrays, outputs, id="7")
+    with raw_client(server) as caller:
         answers = []
         for _ in range(3):
-            caller.send(request_of(body, length, f"/v2/models/{name}/infer"))
-            answers.append(caller.answer())
-    assert len(ran) >= 2
+            caller.send(encode_request(body, length, f"/v2/models/{name}/infer"))
+            answers.append(caller.read_response())
+    assert len(fast_path_runs) >= 2
     for headers, said, data in answers:
         assert data == answers[0][2]
         assert set(headers) == set(answers[0][0])
@@ -65,17 +66,19 @@ def test_the_answer_is_that_of_the_long_way(
     assert answers[0][1] == answers[1][1] == answers[2][1]
 
 
-def test_other_numbers_have_their_own_answers(server: Server, ran: list[Standing]) -> None:
-    limits = Limits(answer=1 << 30, request=1 << 30)
-    with calling(server) as caller:
+def test_other_numbers_have_their_own_answers(
+    server: Server, fast_path_runs: list[PreparedRun]
+) -> None:
+    limits = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
+    with raw_client(server) as caller:
         for seed in range(30):
-            arrays = drawn(seed)
-            caller.send(request_of(*body_of(arrays)))
+            arrays = random_inputs(seed)
+            caller.send(encode_request(*encode_body(arrays)))
             tensors = {n: RawTensor.from_numpy(a) for n, a in arrays.items()}
-            job = Job.of("softmax", Message({"outputs": ["output"]}, tensors), limits)
-            (alone,) = run([job], torch.device("cpu"), False)
-            assert caller.answer()[2] == alone.outputs["output"].data
-    assert len(ran) >= 29
+            job = Job.from_message("softmax", Message({"outputs": ["output"]}, tensors), limits)
+            (alone,) = execute([job], torch.device("cpu"), False)
+            assert caller.read_response()[2] == alone.outputs["output"].data
+    assert len(fast_path_runs) >= 29
 
 
 def wild(random: Any, shape: tuple[int, ...], size: float) -> Array:
@@ -89,7 +92,7 @@ def wild(random: Any, shape: tuple[int, ...], size: float) -> Array:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_what_is_decided_once_has_the_bits_of_what_is_decided_each_time(dtype: str) -> None:
     """Heads, groups, parameters; and numbers for which it is to be decided anew."""
-    random, limits = np.random.default_rng(0), Limits(answer=1 << 30, request=1 << 30)
+    random, limits = np.random.default_rng(0), Limits(response_bytes=1 << 30, job_bytes=1 << 30)
     backends = []
     asked = (["output"], ["output"], ["output", "weights"], ["weights", "scores"])
     for turn in range(400):
@@ -110,9 +113,9 @@ def test_what_is_decided_once_has_the_bits_of_what_is_decided_each_time(dtype: s
             tensors[name] = RawTensor(dtype, array.shape, view)
         outputs = asked[random.integers(len(asked))]
         fields = {"outputs": outputs, "parameters": given[turn % len(given)]}
-        job = Job.of("softmax", Message(fields, tensors), limits)
-        (alone,) = run([job], torch.device("cpu"), False)
-        ready = Standing(job, buffer)
+        job = Job.from_message("softmax", Message(fields, tensors), limits)
+        (alone,) = execute([job], torch.device("cpu"), False)
+        ready = PreparedRun(job, buffer)
         for _ in range(2):
             again = ready.run()
             assert again.backend == alone.backend
@@ -143,25 +146,27 @@ def native_of(
 @pytest.mark.parametrize("kind", ["attention", "gradients"])
 @pytest.mark.parametrize("name", sorted(variants()))
 def test_the_native_api_has_it_too(
-    server: Server, ran: list[Standing], codec: Any, kind: str, name: str
+    server: Server, fast_path_runs: list[PreparedRun], codec: Any, kind: str, name: str
 ) -> None:
     """In base64 of any size, as bytes where all are aligned; two tensors may be the same."""
     variant, random = variants()[name], np.random.default_rng(0)
     size = 3 if codec is wire.json else 4
     group = "outputs" if kind == "attention" else "gradients"
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         for turn in range(4):
             arrays = {
                 n: np.asarray(random.normal(size=a.shape) if turn else np.ones(a.shape), "f4")
-                for n, a in inputs_of(name, size=size).items()
+                for n, a in inputs_for(name, size=size).items()
             }
             raw = {n: RawTensor.from_numpy(a) for n, a in arrays.items()}
             fields: dict[str, Any] = {}
             if kind == "attention":
                 fields = {"outputs": list(variant.outputs)}
             else:
-                job = Job.of(name, Message({"outputs": ["output"]}, raw), Limits(1 << 30, 1 << 30))
-                shape = job.answer_shape("output")
+                job = Job.from_message(
+                    name, Message({"outputs": ["output"]}, raw), Limits(1 << 30, 1 << 30)
+                )
+                shape = job.output_shape("output")
                 raw["grad_output"] = RawTensor.from_numpy(random.normal(size=shape).astype("f4"))
             caller.send(native_of(codec, raw, f"/v1/{kind}/{name}", **fields))
             answer = codec.decode(caller.body(), group)
@@ -173,21 +178,21 @@ def test_the_native_api_has_it_too(
                 assert tensor.shape == expected.tensors[n].shape
                 assert tensor.data == expected.tensors[n].data
             assert list(answer.fields) == list(expected.fields)
-    assert len(ran) == 3
+    assert len(fast_path_runs) == 3
 
 
 def test_base64_that_is_none_is_told_so_whatever_came_before(
-    server: Server, ran: list[Standing]
+    server: Server, fast_path_runs: list[PreparedRun]
 ) -> None:
     """A string that ends early, an escape, padding in the middle, letters that are none."""
-    raw = {n: RawTensor.from_numpy(a) for n, a in drawn(0, (1, 1, 5, 3)).items()}
+    raw = {n: RawTensor.from_numpy(a) for n, a in random_inputs(0, (1, 1, 5, 3)).items()}
     request = native_of(wire.json, raw, "/v1/attention/softmax", outputs=["output"])
     text = pybase64.b64encode(raw["key"].data)
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         for _ in range(3):
             caller.send(request)
             caller.body()
-        assert len(ran) == 2
+        assert len(fast_path_runs) == 2
         for wrong in (b'","a":"', b"\\u0041", b"A=AA", b"\xff\xff", b"    ", b"\n\n\n\n", b"$"):
             broken = request.replace(text, wrong + text[len(wrong) :])
             assert len(broken) == len(request)
@@ -211,77 +216,81 @@ def test_base64_that_is_none_is_told_so_whatever_came_before(
     ],
 )  # fmt: skip
 def test_what_asks_for_more_takes_the_long_way(
-    server: Server, ran: list[Standing], line: str
+    server: Server, fast_path_runs: list[PreparedRun], line: str
 ) -> None:
-    body, length = body_of(drawn(0))
+    body, length = encode_body(random_inputs(0))
     for _ in range(3):
-        with socket.create_connection(server.address, PATIENCE) as connection:
-            connection.sendall(request_of(body, length, PATH, line))
+        with socket.create_connection(server.address, TIMEOUT_S) as connection:
+            connection.sendall(encode_request(body, length, PATH, line))
             answer = b""
             while b" 200 OK" not in answer:
                 answer += (more := connection.recv(1 << 20))
                 assert more, answer
-    assert not ran
+    assert not fast_path_runs
 
 
-def test_what_changes_no_answer_changes_no_way(server: Server, ran: list[Standing]) -> None:
-    request = [request_of(*body_of(drawn(0)), PATH, f"User-Agent: {i}") for i in range(4)]
-    with calling(server) as caller:
+def test_what_changes_no_answer_changes_no_way(
+    server: Server, fast_path_runs: list[PreparedRun]
+) -> None:
+    request = [
+        encode_request(*encode_body(random_inputs(0)), PATH, f"User-Agent: {i}") for i in range(4)
+    ]
+    with raw_client(server) as caller:
         caller.send(request[0])
-        first = caller.answer()[2]
-        ran.clear()
+        first = caller.read_response()[2]
+        fast_path_runs.clear()
         caller.send(*request)
-        assert [caller.answer()[2] for _ in request] == [first] * 4
-    assert len(ran) == 4
+        assert [caller.read_response()[2] for _ in request] == [first] * 4
+    assert len(fast_path_runs) == 4
 
 
 @pytest.mark.parametrize("others", [0, 2])
 @pytest.mark.parametrize("before", [1, 2])
 def test_when_the_device_is_busy_it_waits_its_turn(
-    server: Server, ran: list[Standing], before: int, others: int
+    server: Server, fast_path_runs: list[PreparedRun], before: int, others: int
 ) -> None:
     """However much of it a parser has seen, and the connection goes on."""
-    body, length = body_of(drawn(0))
-    request = request_of(body, length)
+    body, length = encode_body(random_inputs(0))
+    request = encode_request(body, length)
     head = len(request) - len(body)
     for cut in (0, head - 5, head, head + 9):
         with ExitStack() as stack:
-            caller, *_ = [stack.enter_context(calling(server)) for _ in range(1 + others)]
+            caller, *_ = [stack.enter_context(raw_client(server)) for _ in range(1 + others)]
             for _ in range(before):
                 caller.send(request)
-                first = caller.answer()[2]
-            ran.clear()
+                first = caller.read_response()[2]
+            fast_path_runs.clear()
             for _ in range(2):
-                with server.engine.hold():
+                with server.hold():
                     caller.send(request[:cut])
                     time.sleep(0.02)
                     caller.send(request[cut:])
-                    server.await_waiting(1)
-                headers, _, data = caller.answer()
+                    server.wait_until_queued(1)
+                headers, _, data = caller.read_response()
                 assert data == first
                 assert "connection" not in headers
-            assert not ran
+            assert not fast_path_runs
             caller.send(request)
-            assert caller.answer()[2] == first
-            assert ran
+            assert caller.read_response()[2] == first
+            assert fast_path_runs
 
 
 def test_what_fails_there_is_told_so_by_the_long_way(
-    server: Server, ran: list[Standing], monkeypatch: pytest.MonkeyPatch
+    server: Server, fast_path_runs: list[PreparedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = request_of(*body_of(drawn(0)))
-    with calling(server) as caller:
+    request = encode_request(*encode_body(random_inputs(0)))
+    with raw_client(server) as caller:
         caller.send(request)
-        first = caller.answer()[2]
-        ran.clear()
+        first = caller.read_response()[2]
+        fast_path_runs.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(Standing, "run", lambda _: 1 / 0)
+            patch.setattr(PreparedRun, "run", lambda _: 1 / 0)
             caller.send(request)
-            assert caller.answer()[2] == first
-        assert not ran
+            assert caller.read_response()[2] == first
+        assert not fast_path_runs
         caller.send(request)
-        assert caller.answer()[2] == first
-    assert len(ran) == 1
+        assert caller.read_response()[2] == first
+    assert len(fast_path_runs) == 1
 
 
 @pytest.mark.parametrize("step", ["run", "reply"])
@@ -289,28 +298,28 @@ def test_what_fails_there_is_answered_all_the_same(
     server: Server, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """On a lone connection, and where others are open and it is answered a moment later."""
-    request = request_of(*body_of(drawn(0)))
+    request = encode_request(*encode_body(random_inputs(0)))
     for others in (0, 2):
         with ExitStack() as stack:
-            callers = [stack.enter_context(calling(server)) for _ in range(1 + others)]
+            callers = [stack.enter_context(raw_client(server)) for _ in range(1 + others)]
             caller = callers[0]
             caller.send(request)
-            first = caller.answer()[2]
+            first = caller.read_response()[2]
             with monkeypatch.context() as patch:
-                patch.setattr(Shortcuts, step, lambda *_: 1 / 0)
+                patch.setattr(RunCache, step, lambda *_: 1 / 0)
                 caller.send(request)
-                assert caller.answer()[2] == first
+                assert caller.read_response()[2] == first
             caller.send(request)
-            assert caller.answer()[2] == first
-    until(lambda: asked_of(server) == 0)
+            assert caller.read_response()[2] == first
+    wait_until(lambda: asked_of(server) == 0)
 
 
 def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> None:
     server = serve()
-    request = request_of(*body_of(drawn(0)))
-    with calling(server) as caller:
+    request = encode_request(*encode_body(random_inputs(0)))
+    with raw_client(server) as caller:
         caller.send(request, request)
-        assert caller.answer()[2] == caller.answer()[2]
+        assert caller.read_response()[2] == caller.read_response()[2]
         assert server.http.post("/v2/repository/models/softmax/unload", json={}).status_code == 200
         caller.send(request)
         assert caller.socket.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
@@ -318,24 +327,24 @@ def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> Non
 
 def test_masks_whose_bytes_end_anywhere_are_answered(server: Server) -> None:
     """Together with the rest they are no whole number of float32."""
-    arrays = drawn(0, (1, 1, 3, 16)) | {"mask": np.zeros((1, 3), np.float16)}
-    with calling(server) as caller:
+    arrays = random_inputs(0, (1, 1, 3, 16)) | {"mask": np.zeros((1, 3), np.float16)}
+    with raw_client(server) as caller:
         answers = []
         for _ in range(3):
-            caller.send(request_of(*body_of(arrays)))
-            answers.append(caller.answer()[2])
+            caller.send(encode_request(*encode_body(arrays)))
+            answers.append(caller.read_response()[2])
     assert len(set(answers)) == 1
 
 
 def test_nothing_that_is_returned_lies_where_the_next_request_will() -> None:
-    limits = Limits(answer=1 << 30, request=1 << 30)
+    limits = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
     for name, variant in variants().items():
-        tensors = {n: RawTensor.from_numpy(a) for n, a in inputs_of(name).items()}
-        job = Job.of(name, Message({"outputs": list(variant.outputs)}, tensors), limits)
-        standing = Standing(job)
-        outputs = standing.run().outputs
+        tensors = {n: RawTensor.from_numpy(a) for n, a in inputs_for(name).items()}
+        job = Job.from_message(name, Message({"outputs": list(variant.outputs)}, tensors), limits)
+        prepared_run = PreparedRun(job)
+        outputs = prepared_run.run().outputs
         before = {n: bytes(t.data) for n, t in outputs.items()}
-        for tensor in standing._tensors.values():
+        for tensor in prepared_run._tensors.values():
             if tensor.is_floating_point():
                 tensor.fill_(7)
         assert {n: bytes(t.data) for n, t in outputs.items()} == before

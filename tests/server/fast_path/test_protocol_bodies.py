@@ -10,117 +10,134 @@ import time
 import httpx
 import pytest
 
-from conftest import PATIENCE, Server, running, until
-from qkv.engine.executor import Standing
-from support.raw_connection import PATH, Caller, asked_of, body_of, calling, drawn, request_of
-from support.raw_connection import ran as ran
+from qkv.engine.executor import PreparedRun
+from support.processes import TIMEOUT_S, running_command, wait_until
+from support.raw_connection import (
+    PATH,
+    RawClient,
+    asked_of,
+    encode_body,
+    encode_request,
+    random_inputs,
+    raw_client,
+)
+from support.raw_connection import fast_path_runs as fast_path_runs
+from support.service import Server
 
 
-def test_however_the_bytes_come(server: Server, ran: list[Standing]) -> None:
+def test_however_the_bytes_come(server: Server, fast_path_runs: list[PreparedRun]) -> None:
     """Cut anywhere, and many requests at once, to several paths."""
     requests = [
-        request_of(*body_of(drawn(seed)), f"/v2/models/{name}/infer")
+        encode_request(*encode_body(random_inputs(seed)), f"/v2/models/{name}/infer")
         for seed, name in enumerate(("softmax", "linear", "softmax", "efficient") * 3)
     ]
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         whole = []
         for request in requests:
             caller.send(request)
-            whole.append(caller.answer()[2])
-        ran.clear()
+            whole.append(caller.read_response()[2])
+        fast_path_runs.clear()
         for size in (100, 999, 1400, 4000):
             for request, expected in zip(requests, whole, strict=True):
                 caller.send(*(request[i : i + size] for i in range(0, len(request), size)))
-                assert caller.answer()[2] == expected
+                assert caller.read_response()[2] == expected
         caller.send(b"".join(requests))
-        assert [caller.answer()[2] for _ in requests] == whole
-    assert len(ran) == len(requests) * 5
-    until(lambda: asked_of(server) == 0)
+        assert [caller.read_response()[2] for _ in requests] == whole
+    assert len(fast_path_runs) == len(requests) * 5
+    wait_until(lambda: asked_of(server) == 0)
 
 
-def test_large_bodies_come_whole_however_they_come(server: Server, ran: list[Standing]) -> None:
+def test_large_bodies_come_whole_however_they_come(
+    server: Server, fast_path_runs: list[PreparedRun]
+) -> None:
     """One after the other, many at once, in pieces, and with small ones between them."""
-    large = [request_of(*body_of(drawn(seed, (1, 8, 256, 64)))) for seed in range(3)]
-    small = [request_of(*body_of(drawn(seed))) for seed in range(3)]
+    large = [
+        encode_request(*encode_body(random_inputs(seed, (1, 8, 256, 64)))) for seed in range(3)
+    ]
+    small = [encode_request(*encode_body(random_inputs(seed))) for seed in range(3)]
     requests = [one for pair in zip(large, small, strict=True) for one in pair]
-    expect = request_of(*body_of(drawn(0, (1, 8, 256, 64))), PATH, "Expect: 100-continue")
-    with calling(server) as caller:
+    expect = encode_request(
+        *encode_body(random_inputs(0, (1, 8, 256, 64))), PATH, "Expect: 100-continue"
+    )
+    with raw_client(server) as caller:
         whole = []
         for request in requests:
             caller.send(request)
-            whole.append(caller.answer()[2])
+            whole.append(caller.read_response()[2])
         assert len(set(whole)) == 6
         caller.send(b"".join(requests))
-        assert [caller.answer()[2] for _ in requests] == whole
+        assert [caller.read_response()[2] for _ in requests] == whole
         together = b"".join(requests)
         for size in (7_001, 65_537, 300_000):
             caller.send(*(together[i : i + size] for i in range(0, len(together), size)))
-            assert [caller.answer()[2] for _ in requests] == whole
+            assert [caller.read_response()[2] for _ in requests] == whole
         end = expect.index(b"\r\n\r\n") + 4
         caller.send(expect[:end])
         assert caller.socket.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
         caller.send(expect[end:])
-        assert caller.answer()[2] == whole[0]
+        assert caller.read_response()[2] == whole[0]
     for size in (1000, 100_000, 1_000_000):
-        with calling(server) as caller:
+        with raw_client(server) as caller:
             caller.send(large[0][:size])
-            until(lambda: asked_of(server) == 1)
-        until(lambda: asked_of(server) == 0)
+            wait_until(lambda: asked_of(server) == 1)
+        wait_until(lambda: asked_of(server) == 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 128, 64), (1, 8, 1024, 32)])
 def test_what_comes_in_pieces_is_counted_once(server: Server, shape: tuple[int, ...]) -> None:
     """By parsers or past them, with the next request close behind."""
-    received = server.app.state.protocol.keywords["observer"]._meter._totals
-    body, length = body_of(drawn(0, shape))
-    request = request_of(body, length)
+    received = server.runtime.observer._metrics_recorder._totals
+    body, length = encode_body(random_inputs(0, shape))
+    request = encode_request(body, length)
     head = len(request) - len(body)
-    with calling(server) as caller:
+    with raw_client(server) as caller:
         caller.send(request)
-        first = caller.answer()[2]
+        first = caller.read_response()[2]
         for cuts in ([head], [head + 9], [head + 1, head + 77], [head // 2, len(request) - 1]):
             before, ends = received[0], [0, *cuts, len(request)]
             for begin, end in itertools.pairwise(ends):
                 caller.send(request[begin:end])
                 time.sleep(0.02)
-            assert caller.answer()[2] == first
+            assert caller.read_response()[2] == first
             assert received[0] - before == len(body)
         caller.send(request[: head + 9])
         time.sleep(0.02)
         caller.send(request[head + 9 :] + request)
-        assert caller.answer()[2] == caller.answer()[2] == first
+        assert caller.read_response()[2] == caller.read_response()[2] == first
 
 
 def test_an_upgrade_that_is_not_made_reads_its_body_once(server: Server) -> None:
     """Its head is read twice, the second time without the wish."""
-    body, length = body_of(drawn(0))
-    request = request_of(body, length)
-    wish = request_of(body, length, PATH, "Connection: upgrade", "Upgrade: h2c")
-    door = server.engine.door
-    with calling(server) as caller:
+    body, length = encode_body(random_inputs(0))
+    request = encode_request(body, length)
+    wish = encode_request(body, length, PATH, "Connection: upgrade", "Upgrade: h2c")
+    admission = server.engine.admission
+    with raw_client(server) as caller:
         for _ in range(2):
             caller.send(request)
-            first = caller.answer()[2]
+            first = caller.read_response()[2]
         for _ in range(2):
             caller.send(wish[: -len(body)])
-            until(lambda: len(door.places) == 1)
+            wait_until(lambda: len(admission.admissions) == 1)
             caller.send(body)
-            assert caller.answer()[2] == first
-            assert not door.places
+            assert caller.read_response()[2] == first
+            assert not admission.admissions
 
 
-def test_who_leaves_in_the_middle_is_forgotten(server: Server, ran: list[Standing]) -> None:
-    request = request_of(*body_of(drawn(0)))
-    with calling(server) as caller:
+def test_who_leaves_in_the_middle_is_forgotten(
+    server: Server, fast_path_runs: list[PreparedRun]
+) -> None:
+    request = encode_request(*encode_body(random_inputs(0)))
+    with raw_client(server) as caller:
         caller.send(request)
-        caller.answer()
-    ran.clear()
+        caller.read_response()
+    fast_path_runs.clear()
     for _ in range(20):
-        with calling(server) as caller:
+        with raw_client(server) as caller:
             caller.send(request[:-100])
-            until(lambda: asked_of(server) == 1)
-        until(lambda: asked_of(server) == 0)
-    assert not ran
+            wait_until(lambda: asked_of(server) == 1)
+        wait_until(lambda: asked_of(server) == 0)
+    assert not fast_path_runs
 
 
 @pytest.mark.parametrize("before", [1, 2])
@@ -129,19 +146,19 @@ def test_a_body_that_comes_in_while_the_service_ends_is_answered(
     shape: tuple[int, ...], before: int
 ) -> None:
     """Whether a parser has seen its head, or that came before, or goes the long way."""
-    request = request_of(*body_of(drawn(0, shape)))
-    with running("serve", "--port", "0", "--workers", "1") as process:
+    request = encode_request(*encode_body(random_inputs(0, shape)))
+    with running_command("serve", "--port", "0", "--workers", "1") as process:
         url = httpx.URL(process.url)
         assert url.port is not None
-        with socket.create_connection((url.host, url.port), PATIENCE) as connection:
-            caller = Caller(connection)
+        with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
+            caller = RawClient(connection)
             for _ in range(before):
                 caller.send(request)
-                first = caller.answer()[2]
+                first = caller.read_response()[2]
             caller.send(request[:-1000])
             time.sleep(0.2)  # for these bytes to be read
             process.popen.send_signal(signal.SIGTERM)
             time.sleep(1)  # it has closed what is idle by now
             caller.send(request[-1000:])
-            assert caller.answer()[2] == first
+            assert caller.read_response()[2] == first
         assert process.wait() == 0

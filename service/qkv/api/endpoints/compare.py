@@ -10,21 +10,21 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.job_runner import SERVER_TIMING, Runs, unless_left
-from qkv.api.request_body import elsewhere, read
+from qkv.api.job_runner import SERVER_TIMING, JobRunner, cancel_on_disconnect
+from qkv.api.request_body import in_thread_if_large, read_message
 from qkv.jobs.job import Job
-from qkv.jobs.measure.compare_report import Made, compare
-from qkv.jobs.measure.compare_request import Comparison
+from qkv.jobs.measure.compare_report import TimedOutputs, compare
+from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.settings import Settings
-from qkv.wire import json, require
+from qkv.wire import json, require_acceptable
 
 __all__ = ["router"]
 
 _PARTS = ("queue_ms", "transfer_ms", "compute_ms")
 
 
-def router(runs: Runs, settings: Settings) -> APIRouter:
-    """The route."""
+def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
+    """Returns the route."""
     routes = APIRouter(tags=["attention"])
 
     @routes.post(
@@ -36,17 +36,21 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
         "waits for its turn by itself, so that others are answered in between.",
     )
     async def compare_variants(request: Request) -> Response:
-        require(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
-        wait_s = runs.patience_of(request)
-        with runs.enter(request) as place:
-            received = await read(request, "inputs", settings.max_body_bytes, place.grow)
+        require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
+        wait_s = job_runner.deadline_of(request)
+        with job_runner.admit(request) as admission:
+            received = await read_message(
+                request, "inputs", settings.max_body_bytes, admission.grow
+            )
             message = received.message
-            every = (*message.tensors.values(), *message.layer.values())
-            size = sum(tensor.nbytes for tensor in every if tensor.literal)
-            comparison = await elsewhere(size, lambda: Comparison(message, runs.limits))
-        measuring = _measured(runs, comparison, wait_s)
-        body, timing = await unless_left(request, asyncio.ensure_future(measuring))
-        timing["total_ms"] = (time.perf_counter() - received.at) * 1e3
+            tensors = (*message.tensors.values(), *message.layer.values())
+            size = sum(tensor.nbytes for tensor in tensors if tensor.is_untyped)
+            comparison = await in_thread_if_large(
+                size, lambda: CompareRequest(message, job_runner.limits)
+            )
+        pending = _run_comparison(job_runner, comparison, wait_s)
+        body, timing = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
+        timing["total_ms"] = (time.perf_counter() - received.received_at) * 1e3
         return Response(
             json.dump(body | {"timing": timing}),
             media_type=json.MEDIA_TYPE,
@@ -56,30 +60,34 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
     return routes
 
 
-async def _measured(
-    runs: Runs, comparison: Comparison, wait_s: float | None
+async def _run_comparison(
+    job_runner: JobRunner, comparison: CompareRequest, wait_s: float | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The answer, and what its runs took together."""
+    """Returns the report, and the timing of all its jobs."""
     steps = compare(comparison)
-    size = comparison.anchor.timed.bytes_in  # of what is looked at, or made, between two jobs
+    size = (
+        comparison.baseline.timing.bytes_in
+    )  # of the tensors that a step between two jobs handles
     timing: dict[str, Any] = dict.fromkeys(_PARTS, 0.0) | {"runs": 0}
-    made: Made | None = None
+    measurement: TimedOutputs | None = None
     while True:
-        job = await elsewhere(size, partial(_step, steps, made))
+        job = await in_thread_if_large(size, partial(_step, steps, measurement))
         if isinstance(job, dict):
             return job, timing
-        ran = await runs.measure(job, wait_s)
+        job_result = await job_runner.run_part(job, wait_s)
         for part in _PARTS:
-            timing[part] += ran.timing[part]
+            timing[part] += job_result.timing[part]
         timing["runs"] += 1
-        timing["device"] = ran.timing["device"]
-        made = ran.outputs, ran.timing["compute_ms"]
+        timing["device"] = job_result.timing["device"]
+        measurement = job_result.outputs, job_result.timing["compute_ms"]
 
 
-def _step(steps: Generator[Job, Made, dict[str, Any]], made: Made | None) -> Job | dict[str, Any]:
-    """The next job, or the answer: no thread may raise StopIteration."""
+def _step(
+    steps: Generator[Job, TimedOutputs, dict[str, Any]], measurement: TimedOutputs | None
+) -> Job | dict[str, Any]:
+    """Returns the next job, or the report: a thread may not raise StopIteration."""
     try:
-        return next(steps) if made is None else steps.send(made)
+        return next(steps) if measurement is None else steps.send(measurement)
     except StopIteration as end:
-        answer: dict[str, Any] = end.value
-        return answer
+        report: dict[str, Any] = end.value
+        return report

@@ -6,16 +6,16 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.job_runner import Runs
-from qkv.api.request_body import Outgoing, read
+from qkv.api.job_runner import JobRunner
+from qkv.api.request_body import TensorResponse, read_message
 from qkv.jobs.convert import convert_message
 from qkv.settings import Settings
 
 __all__ = ["router"]
 
 
-def router(runs: Runs, settings: Settings) -> APIRouter:
-    """The route; `runs` says whether there is room."""
+def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
+    """Returns the route."""
     routes = APIRouter(tags=["layers"])
 
     @routes.post(
@@ -27,13 +27,17 @@ def router(runs: Runs, settings: Settings) -> APIRouter:
         "maybe `W_query.bias`.",
     )
     async def convert_weights(request: Request) -> Response:
-        with runs.enter(request) as place:
-            received = await read(request, "tensors", settings.max_body_bytes, place.grow)
-            place.grow(sum(tensor.nbytes for tensor in received.message.tensors.values()))  # again
-            codec = received.answer_in
+        with job_runner.admit(request) as admission:
+            received = await read_message(
+                request, "tensors", settings.max_body_bytes, admission.grow
+            )
+            admission.grow(
+                sum(tensor.nbytes for tensor in received.message.tensors.values())
+            )  # again
+            codec = received.response_codec
             chunks = await asyncio.to_thread(
                 lambda: codec.encode(convert_message(received.message), "tensors")
             )
-        return Outgoing(chunks, codec.MEDIA_TYPE)
+        return TensorResponse(chunks, codec.MEDIA_TYPE)
 
     return routes

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from qkv.engine.engine import Engine
-from qkv.engine.remote.remote_engine import Remote
-from qkv.telemetry.worker_state import Fleet
+from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.telemetry.worker_state import SharedState
 
 __all__ = ["router"]
 
 
-def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
+def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["operations"])
 
@@ -21,7 +21,7 @@ def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
         summary="Whether every worker lives: none is stuck.",
     )
     async def livez(response: Response) -> dict[str, str]:
-        return _status(response, engine.alive and not fleet.stuck)
+        return _status(response, engine.is_alive and not shared_state.stuck_processes)
 
     @routes.get(
         "/readyz",
@@ -29,7 +29,7 @@ def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
         summary="Whether every worker takes requests.",
     )
     async def readyz(response: Response) -> dict[str, str]:
-        return _status(response, engine.ready and fleet.ready)
+        return _status(response, engine.is_ready and shared_state.is_ready)
 
     return routes
 

@@ -8,8 +8,8 @@ from typing import Final
 
 from fastapi import APIRouter, Response
 
-from qkv.telemetry.metrics import BUCKETS, OTHER, TIMES
-from qkv.telemetry.worker_state import Fleet
+from qkv.telemetry.metrics import BUCKETS, HISTOGRAMS, OTHER
+from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
 
 __all__ = ["TEXT_TYPE", "exposition", "router"]
@@ -24,7 +24,7 @@ _TIMED: Final = {
 }
 
 
-def router(fleet: Fleet, device: str) -> APIRouter:
+def router(shared_state: SharedState, device: str) -> APIRouter:
     """The route."""
     routes = APIRouter(tags=["operations"])
 
@@ -34,19 +34,19 @@ def router(fleet: Fleet, device: str) -> APIRouter:
         summary="What all workers have counted, for Prometheus.",
     )
     async def metrics() -> Response:
-        return Response(exposition(fleet, device), headers={"Content-Type": TEXT_TYPE})
+        return Response(exposition(shared_state, device), headers={"Content-Type": TEXT_TYPE})
 
     return routes
 
 
-def exposition(fleet: Fleet, device: str) -> str:
+def exposition(shared_state: SharedState, device: str) -> str:
     """All metrics. Every series is there from the start, and none is ever added."""
     page = _Page()
     page.add("build_info", "gauge", "Which version serves, on which device.")
     page.sample("build_info", 1, version=__version__, device=device)
-    _add_requests(page, fleet)
-    _add_runs(page, fleet)
-    _add_gauges(page, fleet)
+    _add_requests(page, shared_state)
+    _add_runs(page, shared_state)
+    _add_gauges(page, shared_state)
     return page.text
 
 
@@ -95,8 +95,8 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(float(value))
 
 
-def _add_requests(page: _Page, fleet: Fleet) -> None:
-    requests, totals = fleet.metrics.requests, fleet.metrics.totals
+def _add_requests(page: _Page, shared_state: SharedState) -> None:
+    requests, totals = shared_state.metrics.requests, shared_state.metrics.totals
     page.add("requests_total", "counter", "Requests to run a variant, by what became of them.")
     for variant, outcomes in requests.items():
         if variant != OTHER:
@@ -118,14 +118,16 @@ def _add_requests(page: _Page, fleet: Fleet) -> None:
         page.one(f"{name}_total", "counter", says, totals[name])
 
 
-def _add_runs(page: _Page, fleet: Fleet) -> None:
-    variants = fleet.metrics.variants
-    for name in TIMES:
+def _add_runs(page: _Page, shared_state: SharedState) -> None:
+    variants = shared_state.metrics.variants
+    for name in HISTOGRAMS:
         page.add(f"{name}_seconds", "histogram", _TIMED[name])
         for variant in variants:
-            counts, total = fleet.metrics.times(variant, name)
+            counts, total = shared_state.metrics.histogram(variant, name)
             page.histogram(f"{name}_seconds", BUCKETS, counts, total, variant)
-    batches = {variant: fleet.models.statistics(variant)["batch_stats"] for variant in variants}
+    batches = {
+        variant: shared_state.models.statistics(variant)["batch_stats"] for variant in variants
+    }
     page.add("batch_size", "histogram", "Requests that ran together; gradients are not counted.")
     for variant, sizes in batches.items():
         counts, total = [0] * (len(_SIZES) + 1), 0
@@ -141,22 +143,30 @@ def _add_runs(page: _Page, fleet: Fleet) -> None:
         page.sample("device_seconds_total", took, variant=variant)
 
 
-def _add_gauges(page: _Page, fleet: Fleet) -> None:
-    rows, load = fleet.rows, fleet.usage
+def _add_gauges(page: _Page, shared_state: SharedState) -> None:
+    rows, load = shared_state.worker_rows, shared_state.usage
     for name, says, value in (
-        ("requests_in_progress", "Requests to run a variant that are not answered.", fleet.asked),
-        ("queue_depth", "Requests that wait for the device.", load.waiting),
-        ("queue_bytes", "Bytes of tensors, in and out, of those.", load.waiting_bytes),
+        (
+            "requests_in_progress",
+            "Requests to run a variant that are not answered.",
+            shared_state.in_flight,
+        ),
+        ("queue_depth", "Requests that wait for the device.", load.queued_count),
+        ("queue_bytes", "Bytes of tensors, in and out, of those.", load.queued_bytes),
         ("connections", "Open connections.", int(rows["connections"].sum())),
-        ("workers", "Worker processes.", len(fleet)),
+        ("workers", "Worker processes.", len(shared_state)),
         ("workers_ready", "Those of them that take requests.", int(rows["ready"].sum())),
     ):
         page.one(name, "gauge", says, value)
     for name, says, value in (
-        ("allocated", "Bytes of the device's memory that tensors hold.", load.allocated),
-        ("reserved", "Bytes of it that the service holds, for tensors to come too.", load.reserved),
-        ("total", "Bytes of it that there are.", load.memory),
+        ("allocated", "Bytes of the device's memory that tensors hold.", load.allocated_bytes),
+        (
+            "reserved",
+            "Bytes of it that the service holds, for tensors to come too.",
+            load.reserved_bytes,
+        ),
+        ("total", "Bytes of it that there are.", load.total_bytes),
     ):
         page.add(f"device_memory_{name}_bytes", "gauge", says)
-        if load.memory:  # a CPU's memory is not counted
+        if load.total_bytes:  # a CPU's memory is not counted
             page.sample(f"device_memory_{name}_bytes", value)

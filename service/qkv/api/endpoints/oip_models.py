@@ -12,25 +12,33 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
-from qkv.api.request_body import body
+from qkv.api.request_body import read_body
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Input, Output, Variant, fixed_size
 from qkv.engine.engine import Engine
-from qkv.engine.remote.remote_engine import Remote
-from qkv.errors import InvalidContent, NotFound, NotNow, QkvError
-from qkv.telemetry.model_stats import Models
-from qkv.telemetry.worker_state import Fleet
+from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.errors import InvalidContent, NotFound, QkvError, ServiceUnavailable
+from qkv.telemetry.model_stats import ModelStats
+from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
 from qkv.wire import json
 from qkv.wire.open_inference import DATATYPES
 
-__all__ = ["PUBLIC", "VERSION", "default_output", "find_loaded", "new_router", "refusal", "router"]
+__all__ = [
+    "HEALTH_PATHS",
+    "VERSION",
+    "default_output",
+    "find_loaded",
+    "new_router",
+    "oip_error_response",
+    "router",
+]
 
 VERSION: Final = "1"
 """The one version that every model has."""
 
-PUBLIC: Final = ("/v2/health/live", "/v2/health/ready")
-"""The paths that answer while the service stops."""
+HEALTH_PATHS: Final = ("/v2/health/live", "/v2/health/ready")
+"""The paths that are served while the service drains."""
 
 _EXTENSIONS: Final = (
     "binary_tensor_data",
@@ -41,11 +49,11 @@ _EXTENSIONS: Final = (
     "schedule_policy",
     "statistics",
 )
-_MAX_BODY: Final = 1 << 16
-_PREFERRED: Final = ("bool", "float32", "int64")  # of the dtypes that a tensor may have
+_MAX_BODY_BYTES: Final = 1 << 16
+_PREFERRED_DTYPES: Final = ("bool", "float32", "int64")  # of the dtypes that a tensor may have
 
 
-def find_loaded(models: Models, name: str, version: str = VERSION) -> Variant:
+def find_loaded(models: ModelStats, name: str, version: str = VERSION) -> Variant:
     """The variant behind a model that answers.
 
     Raises:
@@ -57,7 +65,7 @@ def find_loaded(models: Models, name: str, version: str = VERSION) -> Variant:
     return variant
 
 
-def refusal(error: QkvError) -> Response:
+def oip_error_response(error: QkvError) -> Response:
     """An error as the protocol writes it, with the statuses that Triton uses: 400 for whatever is
     wrong with a request, 503 also where its time was up."""
     status = {406: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
@@ -72,16 +80,18 @@ def new_router() -> APIRouter:
     )
 
 
-def router(engine: Engine | Remote, fleet: Fleet) -> APIRouter:
+def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRouter:
     """The routes."""
     routes = new_router()
-    _add_server(routes, engine, fleet)
-    _add_models(routes, engine, fleet)
-    _add_repository(routes, fleet.models)
+    _add_server(routes, engine, shared_state)
+    _add_models(routes, engine, shared_state)
+    _add_repository(routes, shared_state.models)
     return routes
 
 
-def _add_server(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> None:
+def _add_server(
+    routes: APIRouter, engine: Engine | RemoteEngine, shared_state: SharedState
+) -> None:
     @routes.get("/v2", summary="What serves, and which extensions it has.")
     @routes.get("/v2/", include_in_schema=False)
     async def server() -> dict[str, Any]:
@@ -93,22 +103,24 @@ def _add_server(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> Non
         summary="Whether every worker lives: none is stuck.",
     )
     async def live(response: Response) -> dict[str, bool]:
-        good = engine.alive and not fleet.stuck
-        response.status_code = 200 if good else 503
-        return {"live": good}
+        is_good = engine.is_alive and not shared_state.stuck_processes
+        response.status_code = 200 if is_good else 503
+        return {"live": is_good}
 
     @routes.get("/v2/health/ready", summary="Whether every worker takes requests.")
     async def ready(response: Response) -> dict[str, bool]:
-        good = engine.ready and fleet.ready
-        response.status_code = 200 if good else 503
+        is_good = engine.is_ready and shared_state.is_ready
+        response.status_code = 200 if is_good else 503
         return {
-            "live": engine.alive,
-            "ready": good,
+            "live": engine.is_alive,
+            "ready": is_good,
         }  # the specification has the one, KServe the other
 
 
-def _add_models(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> None:
-    models = fleet.models
+def _add_models(
+    routes: APIRouter, engine: Engine | RemoteEngine, shared_state: SharedState
+) -> None:
+    models = shared_state.models
 
     @routes.get("/v2/models", summary="The models that answer.")
     async def models_listed() -> dict[str, list[str]]:
@@ -136,10 +148,10 @@ def _add_models(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> Non
     @routes.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(response: Response, model: str, version: str = VERSION) -> dict[str, Any]:
         _find(models, model, version)
-        if not (engine.ready and fleet.ready):
-            raise NotNow("the service is not ready")
-        good = models.is_loaded(model)
-        if not good:  # Triton's status
+        if not (engine.is_ready and shared_state.is_ready):
+            raise ServiceUnavailable("the service is not ready")
+        is_good = models.is_loaded(model)
+        if not is_good:  # Triton's status
             response.status_code = 400
             return {"error": f"{model} is not loaded", "name": model, "ready": False}
         return {"name": model, "ready": True}
@@ -151,7 +163,7 @@ def _add_models(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> Non
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> dict[str, Any]:
-        instances = 1 if isinstance(engine, Remote) else len(fleet)
+        instances = 1 if isinstance(engine, RemoteEngine) else len(shared_state)
         return _config(find_loaded(models, model, version), engine, instances)
 
     @routes.get(
@@ -165,11 +177,11 @@ def _add_models(routes: APIRouter, engine: Engine | Remote, fleet: Fleet) -> Non
         return {"model_stats": [_statistics(models, model)]}
 
 
-def _add_repository(routes: APIRouter, models: Models) -> None:
+def _add_repository(routes: APIRouter, models: ModelStats) -> None:
     @routes.post("/v2/repository/index", summary="Every model, loaded or not.")
     async def index(request: Request) -> list[dict[str, str]]:
-        asked = await _fields(request, "ready")
-        if not isinstance(asked.get("ready", False), bool):
+        fields = await _read_fields(request, "ready")
+        if not isinstance(fields.get("ready", False), bool):
             raise InvalidContent("ready must be true or false")
         loaded = {name: models.is_loaded(name) for name in models.names}
         return [
@@ -180,7 +192,7 @@ def _add_repository(routes: APIRouter, models: Models) -> None:
                 "reason": "" if loaded[name] else "unloaded",
             }
             for name in models.names
-            if loaded[name] or not asked.get("ready")
+            if loaded[name] or not fields.get("ready")
         ]
 
     @routes.post(
@@ -190,7 +202,7 @@ def _add_repository(routes: APIRouter, models: Models) -> None:
     )
     async def load(request: Request, model: str) -> dict[str, Any]:
         _find(models, model, VERSION)
-        await _refuse_parameters(request)
+        await _reject_parameters(request)
         models.load(model)
         return {"name": model, "load": True}
 
@@ -201,12 +213,12 @@ def _add_repository(routes: APIRouter, models: Models) -> None:
     )
     async def unload(request: Request, model: str) -> dict[str, Any]:
         _find(models, model, VERSION)
-        await _refuse_parameters(request, "unload_dependents")  # there are none
+        await _reject_parameters(request, "unload_dependents")  # there are none
         models.load(model, loaded=False)
         return {"name": model, "unload": True}
 
 
-def _find(models: Models, name: str, version: str) -> Variant:
+def _find(models: ModelStats, name: str, version: str) -> Variant:
     if name not in models:
         raise NotFound(f"Request for unknown model: {name!r:.60} is not found")
     if version != VERSION:
@@ -217,20 +229,20 @@ def _find(models: Models, name: str, version: str) -> Variant:
     return catalogue.find(name)
 
 
-async def _fields(request: Request, *known: str) -> dict[str, Any]:
+async def _read_fields(request: Request, *known: str) -> dict[str, Any]:
     """The fields of a body that may be empty."""
-    text = bytes(await body(request, _MAX_BODY, lambda _: None))
-    fields = json.plain(text) if text.strip() else {}
+    text = bytes(await read_body(request, _MAX_BODY_BYTES, lambda _: None))
+    fields = json.decode_fields(text) if text.strip() else {}
     for name in fields:
         if name not in known:
             raise InvalidContent(f"unknown field {name!r:.60}; known are {', '.join(known)}")
     return fields
 
 
-async def _refuse_parameters(request: Request, *known: str) -> None:
+async def _reject_parameters(request: Request, *known: str) -> None:
     """Parameters would change what is loaded: no configuration and no file is taken. Those that
     are known are flags."""
-    parameters = (await _fields(request, "parameters")).get("parameters")
+    parameters = (await _read_fields(request, "parameters")).get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidContent("parameters must be an object")
     for name, value in (parameters or {}).items():
@@ -255,7 +267,7 @@ def _metadata(variant: Variant) -> dict[str, Any]:
                 "parameters": {
                     "datatypes": [DATATYPES[d] for d in spec.dtypes],
                     "axes": list(spec.letters),
-                    "optional": spec.optional,
+                    "optional": spec.is_optional,
                 },
             }
             for spec in variant.inputs.values()
@@ -280,7 +292,7 @@ def default_output(variant: Variant) -> str:
     return "output" if "output" in variant.outputs else next(iter(variant.outputs))
 
 
-def _config(variant: Variant, engine: Engine | Remote, instances: int) -> dict[str, Any]:
+def _config(variant: Variant, engine: Engine | RemoteEngine, instances: int) -> dict[str, Any]:
     """ModelConfig, as Triton's model_config.proto defines it. max_batch_size is 0: B is an axis
     like any other, and batches form of requests, not of their items."""
 
@@ -300,7 +312,7 @@ def _config(variant: Variant, engine: Engine | Remote, instances: int) -> dict[s
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 0,
         "input": [
-            tensor(i, _datatype(i.dtypes)) | {"optional": i.optional}
+            tensor(i, _datatype(i.dtypes)) | {"optional": i.is_optional}
             for i in variant.inputs.values()
         ],
         "output": [tensor(o, "FP32") for o in variant.outputs.values()],
@@ -312,10 +324,10 @@ def _config(variant: Variant, engine: Engine | Remote, instances: int) -> dict[s
     }
 
 
-def _statistics(models: Models, name: str) -> dict[str, Any]:
+def _statistics(models: ModelStats, name: str) -> dict[str, Any]:
     return {"name": name, "version": VERSION} | models.statistics(name)
 
 
 def _datatype(dtypes: tuple[str, ...]) -> str:
     """The one datatype that the protocol has room for, of those that a tensor may have."""
-    return DATATYPES[next(dtype for dtype in _PREFERRED if dtype in dtypes)]
+    return DATATYPES[next(dtype for dtype in _PREFERRED_DTYPES if dtype in dtypes)]

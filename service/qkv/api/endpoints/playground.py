@@ -1,9 +1,13 @@
-"""GET / and /playground/{file}: the page that shows attention, from the package's own files."""
+"""GET / and /playground/{name}: serves the playground's files. `create_app` uses `router`.
+
+The files are read once, from the package, when this module is imported.
+"""
 
 from __future__ import annotations
 
 from hashlib import sha256
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Final, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -37,30 +41,44 @@ _POLICY: Final = {
 class _File(NamedTuple):
     content: bytes
     media_type: str
-    tag: str
+    etag: str
 
 
-def _read() -> dict[str, _File]:
-    """What is served, by name. The package's own files decide: no path that a client sends is ever
-    looked up on a disk."""
-    found = {}
-    for entry in files("qkv").joinpath("playground").iterdir():
-        suffix = "." + entry.name.rpartition(".")[2]
-        if suffix in _TYPES:
-            content = entry.read_bytes()
-            tag = f'"{sha256(content).hexdigest()[:16]}"'
-            found[entry.name] = _File(content, _TYPES[suffix], tag)
-    return found
+def _read_files() -> dict[str, _File]:
+    """Returns every file of the page, by the path it is served at.
+
+    The table is fixed: no path that a client sends is looked up on a disk.
+    """
+    top = files("qkv").joinpath("playground")
+    entries = {entry.name: entry for entry in top.iterdir() if not entry.is_dir()}
+    for folder in top.iterdir():
+        if folder.is_dir():
+            entries |= {f"{folder.name}/{entry.name}": entry for entry in folder.iterdir()}
+    return {
+        "/" if name == _PAGE else f"/playground/{name}": _read_file(entry)
+        for name, entry in entries.items()
+        if _suffix(name) in _TYPES
+    }
 
 
-_FILES: Final = _read()
+def _read_file(entry: Traversable) -> _File:
+    content = entry.read_bytes()
+    etag = f'"{sha256(content).hexdigest()[:16]}"'
+    return _File(content, _TYPES[_suffix(entry.name)], etag)
 
-PATHS: Final = frozenset(("/", *(f"/playground/{name}" for name in _FILES if name != _PAGE)))
+
+def _suffix(name: str) -> str:
+    return "." + name.rpartition(".")[2]
+
+
+_FILES: Final = _read_files()
+
+PATHS: Final = frozenset(_FILES)
 """Every path of the page."""
 
 
 def router() -> APIRouter:
-    """The routes."""
+    """Returns the routes of the page and its files."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get(
@@ -69,23 +87,26 @@ def router() -> APIRouter:
         summary="The playground.",
         description="A page that runs variants and draws what they answer.",
     )
-    async def page(request: Request) -> Response:
-        return _answer(request, _FILES[_PAGE])
+    async def get_page(request: Request) -> Response:
+        return _file_response(request, _FILES["/"])
 
-    @routes.get("/playground/{name}", include_in_schema=False)
-    async def part(name: str, request: Request) -> Response:
-        if request.url.path not in PATHS:
+    @routes.get("/playground/{name:path}", include_in_schema=False)
+    async def get_file(name: str, request: Request) -> Response:
+        file = _FILES.get(f"/playground/{name}")
+        if file is None:
             raise NotFound(f"the playground has no file {name[:200]!r}")
-        return _answer(request, _FILES[name])
+        return _file_response(request, file)
 
     return routes
 
 
-def _answer(request: Request, file: _File) -> Response:
-    """A file, or that it has not changed: another release may have another of the same name, so it
-    is asked for again, at no cost."""
-    headers = _POLICY | {"ETag": file.tag, "Cache-Control": "no-cache"}
-    known = request.headers.get("If-None-Match", "").split(",")
-    if any(k.strip().removeprefix("W/") in (file.tag, "*") for k in known):
+def _file_response(request: Request, file: _File) -> Response:
+    """Returns the file, or 304 if the client has this version of it.
+
+    Clients revalidate each time: another release may have another file of the same name.
+    """
+    headers = _POLICY | {"ETag": file.etag, "Cache-Control": "no-cache"}
+    known_etags = request.headers.get("If-None-Match", "").split(",")
+    if any(etag.strip().removeprefix("W/") in (file.etag, "*") for etag in known_etags):
         return Response(status_code=304, headers=headers)
     return Response(file.content, headers=headers | {"Content-Type": file.media_type})

@@ -1,74 +1,144 @@
-"""The native API's endpoints: a message of any wire format in, one of any out."""
+"""POST /v1/attention/{variant} and /v1/gradients/{variant}: runs a variant, or its gradients.
+
+`RunHandler.handle` is what both do: a message of any wire format in, tensors of any out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
 
-from qkv.api.fast_path.body_layout import Laid, behind, within
-from qkv.api.fast_path.run_cache import Asked, Reply, Shortcuts
-from qkv.api.job_runner import Result, Runs
-from qkv.api.request_body import Outgoing, Received, elsewhere, read
+from qkv.api.fast_path.body_layout import BodyLayout, behind, within
+from qkv.api.fast_path.run_cache import Reply, RequestKey, RunCache
+from qkv.api.job_runner import JobRunner, RunResult
+from qkv.api.request_body import ReceivedMessage, TensorResponse, in_thread_if_large, read_message
+from qkv.attention import catalogue
+from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job
 from qkv.settings import Settings
 from qkv.wire import json
 from qkv.wire.message import Message
 
-__all__ = ["Native"]
+__all__ = ["RunHandler", "attention_router", "gradients_router"]
 
-_EFFORT: Final = {"base64": 0.1}  # of writing a byte, beside numbers in lists
+_RELATIVE_COST: Final = {"base64": 0.1}  # of encoding a byte, 1 being numbers in lists
 
 
-class Native:
-    """Makes endpoints.
+class RunHandler:
+    """Handles requests to run a variant.
 
     Args:
-        runs: what runs their jobs.
-        shortcuts: told what may be answered at once when it comes again.
-        settings: their limits.
+        job_runner: runs their jobs.
+        run_cache: remembers small requests, to run the next like them on the fast path.
+        settings: of the service; limits of a body.
     """
 
-    def __init__(self, runs: Runs, shortcuts: Shortcuts, settings: Settings) -> None:
-        self.runs, self._shortcuts = runs, shortcuts
+    def __init__(self, job_runner: JobRunner, run_cache: RunCache, settings: Settings) -> None:
+        self.job_runner, self._run_cache = job_runner, run_cache
         self._max_body_bytes = settings.max_body_bytes
 
     def endpoint(
         self, kind: type[Job], variant: str, group: str
     ) -> Callable[[Request], Awaitable[Response]]:
-        """What answers a request: the tensors that a kind of job makes, which stand under
-        `group`."""
+        """Returns the endpoint of one variant; arguments as `handle` takes them."""
 
-        async def answer(request: Request) -> Response:
-            with self.runs.enter(request) as place:
-                received = await read(request, "inputs", self._max_body_bytes, place.grow)
-                job = await self.runs.job(variant, received.message, kind)
-            ran = await self.runs.run(request, received.at, job)
-            codec, encoding = received.answer_in, received.message.encoding or "base64"
+        async def endpoint(request: Request) -> Response:
+            return await self.handle(request, kind, variant, group)
 
-            def message(ran: Result) -> Message:
-                fields = {"variant": variant, group: None, **ran.marks, "timing": ran.timing}
-                return Message(fields, ran.outputs, encoding=encoding)
+        return endpoint
 
-            def reply(ran: Result) -> Reply:
-                headers = {"content-type": codec.MEDIA_TYPE, "server-timing": ran.server_timing}
-                lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-                return Reply(lines.encode(), codec.encode(message(ran), group), variant)
+    async def handle(self, request: Request, kind: type[Job], variant: str, group: str) -> Response:
+        """Runs one request.
 
-            if self._shortcuts.may_keep(job) and (codec is not json or encoding == "base64"):
-                asked = Asked.of(request.scope["raw_path"], request.scope["headers"])
-                self._shortcuts.keep(asked, _laid(received, job), job, reply)
-            size = ran.nbytes * _EFFORT.get(encoding, 1.0) if codec is json else 0
-            chunks = await elsewhere(int(size), lambda: codec.encode(message(ran), group))
-            return Outgoing(chunks, codec.MEDIA_TYPE, ran.headers)
+        Args:
+            request: whose body has the inputs.
+            kind: of job; Job itself is a forward pass.
+            variant: to run.
+            group: the field of the response that has the tensors.
 
-        return answer
+        Raises:
+            QkvError: the request is invalid, or could not be run.
+        """
+        with self.job_runner.admit(request) as admission:
+            received = await read_message(request, "inputs", self._max_body_bytes, admission.grow)
+            job = await self.job_runner.new_job(variant, received.message, kind)
+        result = await self.job_runner.run(request, received.received_at, job)
+        codec, encoding = received.response_codec, received.message.encoding or "base64"
+
+        def to_message(result: RunResult) -> Message:
+            fields = {
+                "variant": variant, group: None, **result.annotations, "timing": result.timing,
+            }  # fmt: skip
+            return Message(fields, result.outputs, encoding=encoding)
+
+        def to_reply(result: RunResult) -> Reply:
+            headers = {"content-type": codec.MEDIA_TYPE, "server-timing": result.server_timing}
+            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            return Reply(lines.encode(), codec.encode(to_message(result), group), variant)
+
+        if self._run_cache.may_keep(job) and (codec is not json or encoding == "base64"):
+            key = RequestKey.of(request.scope["raw_path"], request.scope["headers"])
+            self._run_cache.keep(key, _body_layout(received, job), job, to_reply)
+        size = result.nbytes * _RELATIVE_COST.get(encoding, 1.0) if codec is json else 0
+        chunks = await in_thread_if_large(
+            int(size), lambda: codec.encode(to_message(result), group)
+        )
+        return TensorResponse(chunks, codec.MEDIA_TYPE, result.headers)
 
 
-def _laid(received: Received, job: Job) -> Laid | None:
-    """Where the tensors lay in a body; None where it holds numbers in lists."""
-    length = received.codec.aligned_at(bytes(received.body[:8]))
+def attention_router(handler: RunHandler) -> APIRouter:
+    """Returns the routes of runs, one per variant, so that each has a schema of its own."""
+    routes = APIRouter(tags=["attention"])
+    for variant in catalogue.variants().values():
+        routes.add_api_route(
+            f"/v1/attention/{variant.name}",
+            handler.endpoint(Job, variant.name, "outputs"),
+            methods=["POST"],
+            operation_id=f"attend_{variant.name}",
+            summary=variant.summary,
+            description=f"`{variant.module.FORMULA}`\n\nPaper: {variant.module.PAPER}.\n\n"
+            f"Cost: {variant.module.COST}.",
+        )
+
+    @routes.post("/v1/attention/{variant}", include_in_schema=False)
+    async def unknown(request: Request) -> Response:
+        catalogue.find(request.path_params["variant"])  # raises: known ones have a route above
+        raise AssertionError
+
+    return routes
+
+
+def gradients_router(handler: RunHandler) -> APIRouter:
+    """Returns the routes of gradients, one per variant that has them."""
+    routes = APIRouter(tags=["gradients"])
+    for variant in catalogue.variants().values():
+        if variant.backward is not None:
+            routes.add_api_route(
+                f"/v1/gradients/{variant.name}",
+                handler.endpoint(GradientJob, variant.name, "gradients"),
+                methods=["POST"],
+                operation_id=f"gradients_{variant.name}",
+                summary=f"The gradients of {variant.name}.",
+                description="Of sum(grad_output * output), with respect to each floating input "
+                "and each tensor of the layer.",
+            )
+
+    @routes.post("/v1/gradients/{variant}", include_in_schema=False)
+    async def unknown(request: Request) -> Response:
+        variant, limits = request.path_params["variant"], handler.job_runner.limits
+        GradientJob.from_message(
+            variant, Message(), limits
+        )  # raises: known ones have a route above
+        raise AssertionError
+
+    return routes
+
+
+def _body_layout(received: ReceivedMessage, job: Job) -> BodyLayout | None:
+    """Returns where the tensors lay in a body; None where it holds numbers in lists."""
+    length = received.codec.aligned_offset(bytes(received.body[:8]))
     if length is None:
         return within(bytes(received.body), job)
     return behind(length, received.body, job)

@@ -1,4 +1,4 @@
-"""POST /v1/sweep: variants over lengths, told as they are timed."""
+"""POST /v1/sweep: times variants over lengths, as server-sent events."""
 
 from __future__ import annotations
 
@@ -8,68 +8,70 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.event_stream import MEDIA_TYPE, Event, Events, failed
-from qkv.api.job_runner import Runs
-from qkv.api.request_body import body
-from qkv.engine.admission import Place
-from qkv.errors import NotNow, UnsupportedMediaType
+from qkv.api.event_stream import MEDIA_TYPE, Event, EventStreamResponse, error_event
+from qkv.api.job_runner import JobRunner
+from qkv.api.request_body import read_body
+from qkv.engine.admission import Admission
+from qkv.errors import ServiceUnavailable, UnsupportedMediaType
 from qkv.jobs.job import Job
-from qkv.jobs.measure.sweep_request import Sweep
-from qkv.jobs.measure.sweep_run import Course
+from qkv.jobs.measure.sweep_request import SweepRequest
+from qkv.jobs.measure.sweep_run import SweepRun
 from qkv.settings import Settings
-from qkv.telemetry.worker_state import Fleet
+from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
-from qkv.wire import json, require
+from qkv.wire import json, require_acceptable
 
 __all__ = ["router"]
 
-_LAST: Final = 3  # the priority of what has time
+_LOWEST_PRIORITY: Final = 3
 
 
-class _Stopping(Exception):
-    """The service ends before the sweep does."""
+class _Draining(Exception):
+    """The service drains before the sweep has ended."""
 
 
-class _Turns:
-    """Runs the jobs of a sweep after everybody else's.
+class LowPriorityRunner:
+    """Runs the jobs of a sweep at the lowest priority.
 
     Args:
-        runs: runs them.
-        wait_s: seconds that each may wait for its turn.
-        fleet: says when the service ends.
+        job_runner: runs them.
+        wait_s: seconds that each may be queued.
+        shared_state: knows whether the service drains.
     """
 
-    def __init__(self, runs: Runs, wait_s: float | None, fleet: Fleet) -> None:
-        self._runs, self._wait_s, self._fleet = runs, wait_s, fleet
+    def __init__(
+        self, job_runner: JobRunner, wait_s: float | None, shared_state: SharedState
+    ) -> None:
+        self._job_runner, self._wait_s, self._shared_state = job_runner, wait_s, shared_state
 
-    def room(self, size: int) -> Place:
+    def reserve(self, size: int) -> Admission:
         """The inputs are made here, and have room for themselves as if they came in a body.
 
         Raises:
-            NotNow: there is none.
-            _Stopping: the service ends.
+            ServiceUnavailable: there is none.
+            _Draining: the service drains.
         """
-        self._go_on()
-        return self._runs.room(size)
+        self._check_draining()
+        return self._job_runner.admit_bytes(size)
 
     async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
         """Waits for its turn.
 
         Raises:
             QkvError: from the engine.
-            _Stopping: the service ends.
+            _Draining: the service drains.
         """
-        self._go_on()
-        ran = await self._runs.measure(job, self._wait_s, priority=_LAST)
-        return ran.outputs, ran.timing["compute_ms"]
+        self._check_draining()
+        job_result = await self._job_runner.run_part(job, self._wait_s, priority=_LOWEST_PRIORITY)
+        return job_result.outputs, job_result.timing["compute_ms"]
 
-    def _go_on(self) -> None:
-        if self._fleet.draining:
-            raise _Stopping
+    def _check_draining(self) -> None:
+        if self._shared_state.is_draining:
+            raise _Draining
 
 
-def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
-    """The route."""
+def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState) -> APIRouter:
+    """Returns the route."""
     routes = APIRouter(tags=["attention"])
 
     @routes.post(
@@ -82,31 +84,39 @@ def router(runs: Runs, settings: Settings, fleet: Fleet) -> APIRouter:
     )
     async def sweep(request: Request) -> Response:
         # what the events hold is JSON, and `curl --json` takes nothing else
-        require(", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE)
+        require_acceptable(
+            ", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE
+        )
         _check_media_type(request)
-        wait_s = runs.patience_of(request)
-        with runs.enter(request) as place:
-            came = await body(request, settings.max_body_bytes, json.aligned_at, place.grow)
-            asked = Sweep(json.plain(bytes(came)), runs.limits)
-        return Events(_told(Course(asked, _Turns(runs, wait_s, fleet))))
+        wait_s = job_runner.deadline_of(request)
+        with job_runner.admit(request) as admission:
+            body = await read_body(
+                request, settings.max_body_bytes, json.aligned_offset, admission.grow
+            )
+            sweep_request = SweepRequest(json.decode_fields(bytes(body)), job_runner.limits)
+        return EventStreamResponse(
+            _events(SweepRun(sweep_request, LowPriorityRunner(job_runner, wait_s, shared_state)))
+        )
 
     return routes
 
 
 def _check_media_type(request: Request) -> None:
-    """JSON, also where nothing is said: there are no tensors."""
-    said = request.headers.get("content-type", json.MEDIA_TYPE).partition(";")[0].strip().lower()
-    if said != json.MEDIA_TYPE:
+    """Rejects bodies that are not JSON; a request without a Content-Type is taken for JSON."""
+    content_type = (
+        request.headers.get("content-type", json.MEDIA_TYPE).partition(";")[0].strip().lower()
+    )
+    if content_type != json.MEDIA_TYPE:
         raise UnsupportedMediaType(
-            f"Content-Type {said!r:.100} is not read here; send {json.MEDIA_TYPE}"
+            f"Content-Type {content_type!r:.100} is not read here; send {json.MEDIA_TYPE}"
         )
 
 
-async def _told(course: Course) -> AsyncGenerator[Event, None]:
-    """All that is to be said."""
-    async with aclosing(course.events()) as events:
+async def _events(sweep_run: SweepRun) -> AsyncGenerator[Event, None]:
+    """Yields the events of a sweep; an error event if the service drains first."""
+    async with aclosing(sweep_run.events()) as events:
         try:
             async for event in events:
                 yield event
-        except _Stopping:
-            yield failed(NotNow("the service is stopping", retry_after=5))
+        except _Draining:
+            yield error_event(ServiceUnavailable("the service is stopping", retry_after=5))

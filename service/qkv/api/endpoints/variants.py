@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api import variant_pictures as picture
+from qkv.api import variant_pictures
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
 from qkv.errors import NotFound
@@ -24,7 +24,7 @@ _INERT: Final = {
 
 def entry(variant: Variant) -> dict[str, Any]:
     """What the catalogue answers of a variant: its own words, and where its picture is."""
-    drawn = picture.draw(variant) is not None
+    drawn = variant_pictures.draw(variant) is not None
     return variant.describe() | {
         "picture": f"/v1/variants/{variant.name}/picture" if drawn else None
     }
@@ -50,10 +50,10 @@ def router() -> APIRouter:
         "/v1/variants/{variant}/picture",
         operation_id="get_picture",
         summary="A picture of its weights.",
-        description=f"{picture.INPUT} {picture.SHADES}",
+        description=f"{variant_pictures.INPUT} {variant_pictures.SHADES}",
     )
     async def variant_picture(variant: str, request: Request) -> Response:
-        svg = picture.draw(catalogue.find(variant))
+        svg = variant_pictures.draw(catalogue.find(variant))
         if svg is None:
             raise NotFound(f"{variant} has no picture: it has no weights that could be drawn")
         tag = f'"{sha256(svg.encode()).hexdigest()[:16]}"'

@@ -13,7 +13,7 @@ from qkv.engine.executor import ALIGNMENT
 from qkv.jobs.job import SMALL_BYTES, Job
 from qkv.tensors import FLOATING
 
-__all__ = ["Chunk", "Laid", "Layout", "Places", "Room", "behind", "within"]
+__all__ = ["BodyLayout", "Chunk", "InputBuffer", "Layout", "Places", "behind", "within"]
 
 Chunk = bytes | memoryview
 
@@ -21,7 +21,7 @@ Places = Mapping[str, tuple[int, int]]
 """First and last byte of each tensor in a room."""
 
 
-class Room:
+class InputBuffer:
     """Memory for the tensors of one small request after another; `data[START:]` is aligned.
 
     Attributes:
@@ -38,12 +38,12 @@ class Room:
 class Layout(Protocol):
     """How a body is told apart into words and tensors; equal ones do it alike."""
 
-    def lay(self, chunks: Sequence[Chunk], room: Room) -> bytes | None:
+    def lay(self, chunks: Sequence[Chunk], room: InputBuffer) -> bytes | None:
         """Lays a body's tensors where they belong, and returns its words; None where it is another
         kind of body."""
 
 
-class Laid(NamedTuple):
+class BodyLayout(NamedTuple):
     """A body that was told apart.
 
     Attributes:
@@ -62,12 +62,12 @@ class _Behind(NamedTuple):
 
     length: int
 
-    def lay(self, chunks: Sequence[Chunk], room: Room) -> bytes:
-        end = start = Room.START - self.length
+    def lay(self, chunks: Sequence[Chunk], room: InputBuffer) -> bytes:
+        end = start = InputBuffer.START - self.length
         for chunk in chunks:
             end, before = end + len(chunk), end
             room.data[before:end] = chunk
-        return bytes(room.data[start : Room.START])
+        return bytes(room.data[start : InputBuffer.START])
 
 
 class _Within(NamedTuple):
@@ -79,7 +79,7 @@ class _Within(NamedTuple):
 
     cuts: tuple[tuple[int, int, int, int], ...]
 
-    def lay(self, chunks: Sequence[Chunk], room: Room) -> bytes | None:
+    def lay(self, chunks: Sequence[Chunk], room: InputBuffer) -> bytes | None:
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         view, words, end = memoryview(body), [], 0
         for first, last, start, stop in self.cuts:
@@ -95,22 +95,22 @@ class _Within(NamedTuple):
         return b"".join([*words, body[end:]])
 
 
-def behind(length: int, body: bytes | memoryview, job: Job) -> Laid | None:
+def behind(length: int, body: bytes | memoryview, job: Job) -> BodyLayout | None:
     """A body whose first bytes say all but the tensors, which are views of what follows; None where
     they are not, or not aligned."""
     found = spans(body, job)
     if found is None or length > LONGEST_HEAD:
         return None
-    shift = Room.START - length
+    shift = InputBuffer.START - length
     places = {span.name: (span.first + shift, span.last + shift) for span in found}
-    if any((first - Room.START) % ALIGNMENT for first, _ in places.values()):
+    if any((first - InputBuffer.START) % ALIGNMENT for first, _ in places.values()):
         return None
-    return Laid(_Behind(length), bytes(body[:length]), places)
+    return BodyLayout(_Behind(length), bytes(body[:length]), places)
 
 
-def within(body: bytes, job: Job) -> Laid | None:
+def within(body: bytes, job: Job) -> BodyLayout | None:
     """A body that has every tensor in base64, in the order of the job's; None where it has not."""
-    cuts, places, words, end, start = [], {}, b"", 0, Room.START
+    cuts, places, words, end, start = [], {}, b"", 0, InputBuffer.START
     for name, tensor in job.inputs.tensors.items():
         text = pybase64.b64encode(tensor.data)
         first = body.find(b'"%b"' % text, end) + 1
@@ -122,4 +122,4 @@ def within(body: bytes, job: Job) -> Laid | None:
         places[name] = (start, stop)
         start = stop + -stop % ALIGNMENT
     words += body[end:]
-    return None if len(words) > LONGEST_HEAD else Laid(_Within(tuple(cuts)), words, places)
+    return None if len(words) > LONGEST_HEAD else BodyLayout(_Within(tuple(cuts)), words, places)

@@ -11,7 +11,7 @@ import numpy as np
 from qkv.jobs.job import Job
 from qkv.tensors import FLOATING, RawTensor
 
-__all__ = ["LONGEST_HEAD", "Prepared", "Span", "spans"]
+__all__ = ["LONGEST_HEAD", "JobCache", "TensorSpan", "spans"]
 
 _T = TypeVar("_T")
 
@@ -21,7 +21,7 @@ LONGEST_HEAD: Final = 4096
 _MOST: Final = 256  # heads that are kept, those that came last
 
 
-class Span(NamedTuple):
+class TensorSpan(NamedTuple):
     """Where in a body a tensor's bytes are, and what they are."""
 
     name: str
@@ -34,11 +34,11 @@ class Span(NamedTuple):
 class _Known(NamedTuple, Generic[_T]):
     asked: _T
     job: Job
-    spans: tuple[Span, ...]
+    spans: tuple[TensorSpan, ...]
     length: int
 
 
-class Prepared(Generic[_T]):
+class JobCache(Generic[_T]):
     """The jobs of requests by their heads: what a format says of the tensors before their bytes.
 
     Two bodies of one head and one length differ in numbers alone. What is not checked in numbers
@@ -59,7 +59,7 @@ class Prepared(Generic[_T]):
             name: RawTensor(dtype, shape, view[first:last])
             for name, dtype, shape, first, last in known.spans
         }
-        return known.asked, known.job.again(tensors)
+        return known.asked, known.job.with_tensors(tensors)
 
     def keep(self, key: Hashable, body: bytes | memoryview, asked: _T, job: Job) -> None:
         """Keeps a job whose tensors are views of the body, and floats; others are let be.
@@ -73,12 +73,12 @@ class Prepared(Generic[_T]):
         if found is None or job.inputs.layer is not None:
             return
         _ = job.is_small, job.bytes_out, job.arguments  # found of the shapes, once
-        self._known[key] = _Known(asked, job.again({}), found, len(body))
+        self._known[key] = _Known(asked, job.with_tensors({}), found, len(body))
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
 
 
-def spans(body: bytes | memoryview, job: Job) -> tuple[Span, ...] | None:
+def spans(body: bytes | memoryview, job: Job) -> tuple[TensorSpan, ...] | None:
     """Where the job's tensors are; None where one is elsewhere, or its numbers are checked."""
     start = np.frombuffer(body, np.uint8).ctypes.data
     found = []
@@ -87,5 +87,5 @@ def spans(body: bytes | memoryview, job: Job) -> tuple[Span, ...] | None:
         last = first + tensor.nbytes
         if tensor.dtype not in FLOATING or not 0 <= first <= last <= len(body):
             return None
-        found.append(Span(name, tensor.dtype, tensor.shape, first, last))
+        found.append(TensorSpan(name, tensor.dtype, tensor.shape, first, last))
     return tuple(found)

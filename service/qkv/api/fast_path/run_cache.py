@@ -7,15 +7,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from qkv.api.fast_path.body_layout import Chunk, Laid, Layout, Room
+from qkv.api.fast_path.body_layout import BodyLayout, Chunk, InputBuffer, Layout
 from qkv.api.fast_path.job_cache import LONGEST_HEAD
-from qkv.api.job_runner import Result, Runs, result_of
-from qkv.engine.accounting import Alone
-from qkv.engine.executor import Standing
+from qkv.api.job_runner import JobRunner, RunResult, to_run_result
+from qkv.engine.accounting import InlineRun
+from qkv.engine.executor import PreparedRun
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 
-__all__ = ["Asked", "Done", "Header", "Known", "Reply", "Shortcuts"]
+__all__ = ["CachedRuns", "Done", "Header", "Reply", "RequestKey", "RunCache"]
 
 Header = tuple[bytes, bytes]
 
@@ -35,14 +35,14 @@ _PLAIN: Final = frozenset(
 )
 
 
-class Asked(NamedTuple):
+class RequestKey(NamedTuple):
     """What a request says before its body, but for what changes no answer."""
 
     url: bytes
     headers: tuple[Header, ...]
 
     @classmethod
-    def of(cls, url: bytes, headers: Iterable[Header]) -> Asked:
+    def of(cls, url: bytes, headers: Iterable[Header]) -> RequestKey:
         """Of a request's line and its headers, names in lower case."""
         return cls(url, tuple([header for header in headers if header[0] not in _IDLE]))
 
@@ -74,68 +74,68 @@ class Reply(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    standing: Standing
+    prepared_run: PreparedRun
     is_open: Callable[[], bool]
-    written: Callable[[Result], Reply]
+    written: Callable[[RunResult], Reply]
 
 
 class Done(NamedTuple):
     """What has run, and when its last byte was seen."""
 
     plan: _Plan
-    alone: Alone
+    alone: InlineRun
     received: float
 
 
-class Known(NamedTuple):
+class CachedRuns(NamedTuple):
     """How bodies behind one url and its headers are told apart, and plans by their words."""
 
     layout: Layout
     plans: OrderedDict[bytes, _Plan]
 
 
-class Shortcuts:
+class RunCache:
     """Answers what only differs in numbers from what was answered before.
 
     The tensors of such a body are laid where the last ones lay, and stand there already: nothing
-    is parsed, checked or placed anew. Jobs are those that the engine runs at once. To be used on
-    the event loop alone.
+    is parsed, checked or placed anew. Jobs are those that the engine runs at once. To be used
+    on the event loop alone.
 
     Args:
-        runs: what runs them.
+        job_runner: what job_runner them.
     """
 
-    def __init__(self, runs: Runs) -> None:
-        self._runs, self._room = runs, Room()
-        self._known: OrderedDict[Asked, Known] = OrderedDict()
+    def __init__(self, job_runner: JobRunner) -> None:
+        self._job_runner, self._room = job_runner, InputBuffer()
+        self._known: OrderedDict[RequestKey, CachedRuns] = OrderedDict()
 
-    def find(self, asked: Asked) -> Known | None:
+    def find(self, asked: RequestKey) -> CachedRuns | None:
         """What is known of such a request; None: none came before."""
         return self._known.get(asked)
 
-    def run(self, known: Known, chunks: Sequence[Chunk]) -> Done | None:
+    def run(self, known: CachedRuns, chunks: Sequence[Chunk]) -> Done | None:
         """Runs what a body asks for; None where it has to go the long way."""
         received = time.perf_counter()
         words = known.layout.lay(chunks, self._room)
         plan = None if words is None else known.plans.get(words)
         if plan is None or not plan.is_open():
             return None
-        alone = self._runs.run_standing(plan.standing)
+        alone = self._job_runner.run_prepared(plan.prepared_run)
         return None if alone is None else Done(plan, alone, received)
 
     def reply(self, done: Done) -> Reply:
         """The answer to what was run, which is counted."""
         plan, alone, received = done
-        reply = plan.written(result_of(alone.answer(), received, alone.job))
-        self._runs.count_standing(alone)
+        reply = plan.written(to_run_result(alone.to_result(), received, alone.job))
+        self._job_runner.record_inline_run(alone)
         return reply
 
     def keep(
         self,
-        asked: Asked,
-        laid: Laid | None,
+        asked: RequestKey,
+        laid: BodyLayout | None,
         job: Job,
-        written: Callable[[Result], Reply],
+        written: Callable[[RunResult], Reply],
         is_open: Callable[[], bool] = lambda: True,
     ) -> None:
         """Keeps how a request was answered, if the next like it can be answered at once.
@@ -153,7 +153,7 @@ class Shortcuts:
             return
         known = self._known.get(asked)
         if known is None or known.layout != laid.layout:
-            known = self._known[asked] = Known(laid.layout, OrderedDict())
+            known = self._known[asked] = CachedRuns(laid.layout, OrderedDict())
         inputs, room = job.inputs.tensors, self._room.data
         tensors = {
             name: RawTensor(inputs[name].dtype, inputs[name].shape, room[first:last])
@@ -162,8 +162,10 @@ class Shortcuts:
         first = min(first for first, _ in laid.places.values())
         last = max(last for _, last in laid.places.values())
         together = sum(tensor.nbytes for tensor in tensors.values()) == last - first
-        standing = Standing(job.again(tensors), room[first:last] if together else None)
-        known.plans[laid.words] = _Plan(standing, is_open, written)
+        prepared_run = PreparedRun(
+            job.with_tensors(tensors), room[first:last] if together else None
+        )
+        known.plans[laid.words] = _Plan(prepared_run, is_open, written)
         if len(known.plans) > _MOST_HEADS:
             known.plans.popitem(last=False)
         if len(self._known) > _MOST:
@@ -171,4 +173,4 @@ class Shortcuts:
 
     def may_keep(self, job: Job) -> bool:
         """Whether such a job can be answered at once when it comes again."""
-        return job.inputs.layer is None and self._runs.runs_now(job)
+        return job.inputs.layer is None and self._job_runner.can_run_inline(job)

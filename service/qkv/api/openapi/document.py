@@ -7,21 +7,18 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from qkv import errors
-from qkv.api import variant_pictures as picture
-from qkv.api.auth import OPEN
+from qkv.api import variant_pictures
+from qkv.api.auth import PUBLIC_PATHS
 from qkv.api.endpoints.metrics import TEXT_TYPE
 from qkv.api.endpoints.playground import PAGE_TYPE
 from qkv.api.endpoints.variants import PICTURE_TYPE, entry
-from qkv.api.openapi import examples, schemas
-from qkv.api.openapi import measure as openapi_compare
-from qkv.api.openapi import measure_schemas as schemas_compare
-from qkv.api.openapi import open_inference as openapi_v2
-from qkv.api.openapi.examples import Pairs
+from qkv.api.openapi import examples, measure, measure_schemas, open_inference, schemas
+from qkv.api.openapi.examples import Examples
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
 from qkv.wire import json, safetensors
 
-__all__ = ["DESCRIPTION", "TAGS", "complete", "prepare"]
+__all__ = ["DESCRIPTION", "TAGS", "complete_document", "prepare_examples"]
 
 DESCRIPTION: Final = f"""\
 **Bodies** are `{json.MEDIA_TYPE}` or `{safetensors.MEDIA_TYPE}`: `Content-Type` says what comes
@@ -59,74 +56,76 @@ TAGS: Final = [
     {"name": "operations", "description": "For what runs the service."},
 ]
 
-_KEY: Final = "One of the keys in `QKV_API_KEYS`; where none is set, nobody needs one."
-_FILE: Final = {"type": "string", "format": "binary"}
-_FAULTS: Final = (400, 404, 406, 413, 415, 422, 500, 503)
-_OF_CONNECTION: Final = (
-    errors.Unparseable("this is no request of HTTP/1.1"),
-    errors.TooSlow("the rest of the request did not come in time"),
-    errors.TooLong("the request has 101 headers; at most 100 are read"),
+_KEY_DESCRIPTION: Final = "One of the keys in `QKV_API_KEYS`; where none is set, nobody needs one."
+_FILE_SCHEMA: Final = {"type": "string", "format": "binary"}
+_ERROR_STATUSES: Final = (400, 404, 406, 413, 415, 422, 500, 503)
+_CONNECTION_ERRORS: Final = (
+    errors.MalformedRequest("this is no request of HTTP/1.1"),
+    errors.RequestTimeout("the rest of the request did not come in time"),
+    errors.HeadersTooLarge("the request has 101 headers; at most 100 are read"),
 )
-_OF_BODY: Final = errors.TooLarge(
+_FRAMING_ERROR: Final = errors.PayloadTooLarge(
     "of the request, more than 1048576 bytes are no body; send larger chunks"
 )
 
 
-def prepare() -> None:
+def prepare_examples() -> None:
     """Runs the examples and draws the pictures. Both run outside the engine, so that is for before
     it starts."""
     examples.conversions()
     examples.inference()
-    openapi_compare.examples()
+    measure.examples()
     for variant in catalogue.variants().values():
         examples.attention(variant)
         if variant.backward is not None:
             examples.gradients(variant)
-        picture.draw(variant)
+        variant_pictures.draw(variant)
 
 
-def complete(document: dict[str, Any], is_guarded: bool) -> None:
+def complete_document(document: dict[str, Any], is_guarded: bool) -> None:
     """Says of every operation what it takes and gives, in place of what FastAPI makes of it:
     FastAPI drops a default of null, writes whole bounds as floats, and knows no such bodies."""
     operations = _operations()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             operation |= operations[path]  # in place
-            refused = _refused(path, reads_body=method == "post")
+            refused = _connection_errors(path, reads_body=method == "post")
             operation["responses"] = dict(sorted((refused | operation["responses"]).items()))
     document["components"] = {
         "schemas": {
             **schemas.COMPONENTS,
-            **schemas_compare.components(),
-            **openapi_v2.COMPONENTS,
+            **measure_schemas.components(),
+            **open_inference.COMPONENTS,
         },
-        "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
+        "securitySchemes": {
+            "key": {"type": "http", "scheme": "bearer", "description": _KEY_DESCRIPTION}
+        },
     }
     if is_guarded:
-        _guard(document)
+        _require_key(document)
 
 
-def _refused(path: str, reads_body: bool) -> dict[str, Any]:
+def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
     """What a connection refuses whatever is asked for. What reads no body has answered before too
     much stands around one."""
-    faults = [*_OF_CONNECTION, *([_OF_BODY] if reads_body else [])]
+    extra = [*_CONNECTION_ERRORS, *([_FRAMING_ERROR] if reads_body else [])]
     if path.startswith("/v2"):
-        return openapi_v2.faults(*(fault.status for fault in faults))
-    return _problems(faults=faults)
+        return open_inference.error_responses(*(error.status for error in extra))
+    return _error_responses(extra=extra)
 
 
-def _guard(document: dict[str, Any]) -> None:
+def _require_key(document: dict[str, Any]) -> None:
     """Says of every operation but the open ones that it needs a key."""
     document["security"] = [{"key": []}]
-    (refused,) = _problems(faults=[errors.Unauthorized()]).values()
+    (refused,) = _error_responses(extra=[errors.Unauthorized()]).values()
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            if path in OPEN:
+            if path in PUBLIC_PATHS:
                 operation["security"] = []
                 continue
-            said = openapi_v2.unauthorized() if path.startswith("/v2") else refused
+            response = open_inference.unauthorized() if path.startswith("/v2") else refused
             headers = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
-            every = operation["responses"] | {"401": said | {"headers": headers}}
+            every = operation["responses"] | {"401": response | {"headers": headers}}
             operation["responses"] = dict(sorted(every.items()))
 
 
@@ -147,16 +146,16 @@ def _operations() -> dict[str, dict[str, Any]]:
             for v in catalogue.variants().values()
             if v.backward is not None
         },
-        **openapi_compare.operations(_problems),
+        **measure.operations(_error_responses),
         "/v1/convert": _convert(),
-        "/v1/variants": _plain("All of them, by name.", listed, {"variants": entries}),
+        "/v1/variants": _json_operation("All of them, by name.", listed, {"variants": entries}),
         "/v1/variants/{variant}": {"parameters": [one]}
-        | _plain("That variant.", every, entries[0], unknown),
+        | _json_operation("That variant.", every, entries[0], unknown),
         "/v1/variants/{variant}/picture": {"parameters": [one]} | _picture(unknown),
-        "/": _kept("The page.", PAGE_TYPE),
+        "/": _cacheable("The page.", PAGE_TYPE),
         **dict.fromkeys(("/livez", "/readyz"), _status()),
         "/metrics": _metrics(),
-        **openapi_v2.operations(),
+        **open_inference.operations(),
     }
 
 
@@ -176,14 +175,14 @@ def _gradients(variant: Variant) -> dict[str, Any]:
 
 
 def _run(
-    pairs: Pairs, request: dict[str, Any], answer: dict[str, Any], made: str
+    cases: Examples, request: dict[str, Any], answer: dict[str, Any], noun: str
 ) -> dict[str, Any]:
     """An operation that takes inputs, and answers what is made of them."""
-    good = _both(
-        f"The {made} asked for, and the timing.",
+    good = _in_both_formats(
+        f"The {noun} asked for, and the timing.",
         answer,
-        f"The {made} by name; `variant` and `timing` as JSON under `qkv` in the metadata.",
-        pairs,
+        f"The {noun} by name; `variant` and `timing` as JSON under `qkv` in the metadata.",
+        cases,
         -1,
     )
     timing = {
@@ -192,48 +191,48 @@ def _run(
         "schema": {"type": "string"},
         "example": "queue;dur=0.0200, transfer;dur=0.0200, compute;dur=0.1100, total;dur=0.2800",
     }
-    body = _both(
+    body = _in_both_formats(
         "Tensors, and what to do with them.",
         request,
         "The inputs by name, a layer's tensors as `layer.<name>`; all else as JSON under `qkv` in "
         "the metadata.",
-        pairs,
+        cases,
         1,
     )
     return {
         "parameters": [schemas.TIMEOUT],
         "requestBody": {"required": True} | body,
         "responses": {"200": good | {"headers": {"Server-Timing": timing}}}
-        | _problems(*_FAULTS, 504),
+        | _error_responses(*_ERROR_STATUSES, 504),
     }
 
 
 def _convert() -> dict[str, Any]:
-    pairs = examples.conversions()
-    body = _both(
+    cases = examples.conversions()
+    body = _in_both_formats(
         "A layer's tensors, and the layout wanted.",
         schemas.conversion(),
         "The tensors by name; all else as JSON under `qkv` in the metadata.",
-        pairs,
+        cases,
         1,
     )
-    good = _both(
+    good = _in_both_formats(
         "The tensors in that layout, and how far both layers' outputs on the same random input "
         "lie apart.",
         schemas.converted(),
         "The tensors by name; `from`, `to` and `check` as JSON under `qkv` in the metadata.",
-        pairs,
+        cases,
         -1,
     )
-    faults = _problems(*(status for status in _FAULTS if status != 404))
-    return {"requestBody": {"required": True} | body, "responses": {"200": good} | faults}
+    error_responses = _error_responses(*(status for status in _ERROR_STATUSES if status != 404))
+    return {"requestBody": {"required": True} | body, "responses": {"200": good} | error_responses}
 
 
 def _picture(unknown: errors.NotFound) -> dict[str, Any]:
-    return _kept("An SVG without scripts.", PICTURE_TYPE, unknown)
+    return _cacheable("An SVG without scripts.", PICTURE_TYPE, unknown)
 
 
-def _kept(description: str, media_type: str, *faults: errors.QkvError) -> dict[str, Any]:
+def _cacheable(description: str, media_type: str, *extra: errors.QkvError) -> dict[str, Any]:
     """An operation whose answer may be one that came before."""
     tag = {
         "description": "What `If-None-Match` may say the next time.",
@@ -243,72 +242,72 @@ def _kept(description: str, media_type: str, *faults: errors.QkvError) -> dict[s
     content = {media_type: {"schema": {"type": "string"}}}
     good = {"description": description, "headers": {"ETag": tag}, "content": content}
     same = {"description": "It is the one that came before.", "headers": {"ETag": tag}}
-    return {"responses": {"200": good, "304": same} | _problems(500, 503, faults=faults)}
+    return {"responses": {"200": good, "304": same} | _error_responses(500, 503, extra=extra)}
 
 
 def _metrics() -> dict[str, Any]:
     content = {TEXT_TYPE: {"schema": {"type": "string"}}}
     good = {"description": "The text format 0.0.4 of Prometheus.", "content": content}
-    return {"responses": {"200": good} | _problems(500, 503)}
+    return {"responses": {"200": good} | _error_responses(500, 503)}
 
 
 def _status() -> dict[str, Any]:
-    def said(word: str) -> dict[str, Any]:
+    def content(word: str) -> dict[str, Any]:
         return {json.MEDIA_TYPE: {"schema": schemas.closed({"status": {"const": word}})}}
 
     return {
         "responses": {
-            "200": {"description": "Yes.", "content": said("ok")},
-            "503": {"description": "No.", "content": said("down")},
+            "200": {"description": "Yes.", "content": content("ok")},
+            "503": {"description": "No.", "content": content("down")},
         }
-        | _problems(500)
+        | _error_responses(500)
     }
 
 
-def _plain(
-    description: str, schema: dict[str, Any], example: Any, *faults: errors.QkvError
+def _json_operation(
+    description: str, schema: dict[str, Any], example: Any, *extra: errors.QkvError
 ) -> dict[str, Any]:
     """An operation that takes no body and answers in JSON."""
     content = {json.MEDIA_TYPE: {"schema": schema, "example": example}}
     good = {"description": description, "content": content}
-    return {"responses": {"200": good} | _problems(500, 503, faults=faults)}
+    return {"responses": {"200": good} | _error_responses(500, 503, extra=extra)}
 
 
-def _problems(*statuses: int, faults: Iterable[errors.QkvError] = ()) -> dict[str, Any]:
+def _error_responses(*statuses: int, extra: Iterable[errors.QkvError] = ()) -> dict[str, Any]:
     """The faults with these statuses, and these faults."""
-    found = {}
-    for error in [*(e for e in examples.PROBLEMS if e.status in statuses), *faults]:
-        said = error.problem()
-        fixed = {name: {"const": said[name]} for name in ("type", "title", "status")}
+    responses = {}
+    for error in [*(e for e in examples.PROBLEMS if e.status in statuses), *extra]:
+        problem = error.problem()
+        fixed = {name: {"const": problem[name]} for name in ("type", "title", "status")}
         schema = schemas.ref("Problem") | {"properties": fixed}
         if isinstance(error, errors.InvalidContent):
             schema["required"] = ["pointer"]
         what = (inspect.getdoc(type(error)) or "").partition("\n")[0]
-        found[error.status] = {
+        responses[error.status] = {
             "description": f"{error.title}. {what}",
-            "content": {json.PROBLEM_TYPE: {"schema": schema, "example": said}},
+            "content": {json.PROBLEM_TYPE: {"schema": schema, "example": problem}},
         }
-        if isinstance(error, errors.NotNow):
-            found[error.status]["headers"] = {
+        if isinstance(error, errors.ServiceUnavailable):
+            responses[error.status]["headers"] = {
                 "Retry-After": {
                     "description": "Seconds after which to send it again.",
                     "required": True,
                     "schema": {"type": "integer", "minimum": 1},
                 }
             }
-    return {str(status): found[status] for status in sorted(found)}
+    return {str(status): responses[status] for status in sorted(responses)}
 
 
-def _both(
-    description: str, schema: dict[str, Any], file: str, pairs: Pairs, side: int
+def _in_both_formats(
+    description: str, schema: dict[str, Any], file: str, cases: Examples, side: int
 ) -> dict[str, Any]:
     """A body in both formats; `side` is which part of a pair of examples it is."""
-    shown = {n: {"summary": pair[0], "value": pair[side]} for n, pair in pairs.items()}
+    shown = {n: {"summary": pair[0], "value": pair[side]} for n, pair in cases.items()}
     content = {"schema": schema} | ({"examples": shown} if shown else {})
     return {
         "description": description,
         "content": {
             json.MEDIA_TYPE: content,
-            safetensors.MEDIA_TYPE: {"schema": _FILE | {"description": file}},
+            safetensors.MEDIA_TYPE: {"schema": _FILE_SCHEMA | {"description": file}},
         },
     }

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any, Final
 
 from qkv import errors
-from qkv.api import event_stream as events
-from qkv.api.openapi import measure_schemas as schemas_compare
-from qkv.api.openapi.examples import Pairs
+from qkv.api import event_stream
+from qkv.api.openapi import measure_schemas
+from qkv.api.openapi.examples import Examples
 from qkv.api.openapi.schemas import TIMEOUT
 from qkv.engine import local
 from qkv.wire import json, safetensors
@@ -31,12 +31,12 @@ data: {"index":0,"parameters":{},"variant":"softmax","length":256,"median_ms":1.
 
 """
 
-Problems = Callable[..., dict[str, Any]]
+ErrorResponses = Callable[..., dict[str, Any]]
 """Makes the faults of an operation of statuses, and of faults that are its own."""
 
 
 @cache
-def examples() -> Pairs:
+def examples() -> Examples:
     """Comparisons, with what the service answers but for times."""
     inputs = {"query": _X, "key": _X, "value": _X}
     causal = {"parameters": {"causal": True}}
@@ -56,28 +56,32 @@ def examples() -> Pairs:
             },
         ),
     }
-    return {name: (said, body, _answered(body)) for name, (said, body) in requests.items()}
+    return {name: (summary, body, _with_times(body)) for name, (summary, body) in requests.items()}
 
 
-def _answered(body: dict[str, Any]) -> dict[str, Any]:
-    answer = local.compare(json.decode(json.dump(body), "inputs"))
-    for entry in (answer["anchor"], *answer["variants"]):
+def _with_times(body: dict[str, Any]) -> dict[str, Any]:
+    report = local.compare(json.decode(json.dump(body), "inputs"))
+    for entry in (report["anchor"], *report["variants"]):
         entry["timing"] |= _TIMES
-    answer["timing"] |= _TIMING
-    return answer
+    report["timing"] |= _TIMING
+    return report
 
 
-def operations(problems: Problems) -> dict[str, dict[str, Any]]:
+def operations(error_responses: ErrorResponses) -> dict[str, dict[str, Any]]:
     """Both, by path."""
-    return {"/v1/compare": _compare(problems), "/v1/sweep": _sweep(problems)}
+    return {"/v1/compare": _compare(error_responses), "/v1/sweep": _sweep(error_responses)}
 
 
-def _compare(problems: Problems) -> dict[str, Any]:
-    pairs = examples()
+def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
+    cases = examples()
     file = {"type": "string", "format": "binary", "description": "The inputs by name; all else as "
             "JSON under `qkv` in the metadata."}  # fmt: skip
-    asked = {n: {"summary": said, "value": body} for n, (said, body, _) in pairs.items()}
-    shown = {n: {"summary": said, "value": answer} for n, (said, _, answer) in pairs.items()}
+    request_examples = {
+        n: {"summary": summary, "value": body} for n, (summary, body, _) in cases.items()
+    }
+    response_examples = {
+        n: {"summary": summary, "value": report} for n, (summary, _, report) in cases.items()
+    }
     timing = {
         "description": "The times of the timing, as W3C's Server Timing has them.",
         "required": True,
@@ -89,7 +93,10 @@ def _compare(problems: Problems) -> dict[str, Any]:
             "required": True,
             "description": f"Tensors, and what to run on them: {_CHOICE} each.",
             "content": {
-                json.MEDIA_TYPE: {"schema": schemas_compare.comparison(), "examples": asked},
+                json.MEDIA_TYPE: {
+                    "schema": measure_schemas.comparison(),
+                    "examples": request_examples,
+                },
                 safetensors.MEDIA_TYPE: {"schema": file},
             },
         },
@@ -98,24 +105,29 @@ def _compare(problems: Problems) -> dict[str, Any]:
                 "description": "Figures of each, and what is to be said of them.",
                 "headers": {"Server-Timing": timing},
                 "content": {
-                    json.MEDIA_TYPE: {"schema": schemas_compare.compared(), "examples": shown}
+                    json.MEDIA_TYPE: {
+                        "schema": measure_schemas.compared(),
+                        "examples": response_examples,
+                    }
                 },
             }
         }
-        | problems(400, 413, 415, 422, 500, 503, 504, faults=_faults(json.MEDIA_TYPE)),
+        | error_responses(
+            400, 413, 415, 422, 500, 503, 504, extra=_specific_errors(json.MEDIA_TYPE)
+        ),
     }
 
 
-def _sweep(problems: Problems) -> dict[str, Any]:
-    said = ", ".join(
+def _sweep(error_responses: ErrorResponses) -> dict[str, Any]:
+    summary = ", ".join(
         f"`{name}`, whose data is a `{component}`"
-        for name, component in schemas_compare.EVENTS.items()
+        for name, component in measure_schemas.EVENTS.items()
     )
-    stream = {"schema": schemas_compare.event(), "example": _STREAM}
-    unread = errors.UnsupportedMediaType(
+    stream = {"schema": measure_schemas.event(), "example": _STREAM}
+    not_json = errors.UnsupportedMediaType(
         f"Content-Type 'text/plain' is not read here; send {json.MEDIA_TYPE}"
     )
-    schema = {"schema": schemas_compare.sweep(), "example": _REQUEST}
+    schema = {"schema": measure_schemas.sweep(), "example": _REQUEST}
     return {
         "parameters": [TIMEOUT],
         "requestBody": {
@@ -125,18 +137,23 @@ def _sweep(problems: Problems) -> dict[str, Any]:
         },
         "responses": {
             "200": {
-                "description": f"Server-sent events: {said}, each one line of JSON. "
+                "description": f"Server-sent events: {summary}, each one line of JSON. "
                 "The schema is that of one event.",
-                "content": {events.MEDIA_TYPE: stream},
+                "content": {event_stream.MEDIA_TYPE: stream},
             }
         }
-        | problems(
-            400, 413, 422, 500, 503, faults=[*_faults(events.MEDIA_TYPE, json.MEDIA_TYPE), unread]
+        | error_responses(
+            400,
+            413,
+            422,
+            500,
+            503,
+            extra=[*_specific_errors(event_stream.MEDIA_TYPE, json.MEDIA_TYPE), not_json],
         ),
     }
 
 
-def _faults(*media_types: str) -> list[errors.QkvError]:
+def _specific_errors(*media_types: str) -> list[errors.QkvError]:
     """Those whose words are its own."""
     return [
         errors.NotFound("no variant 'sotfmax'; /v1/variants says what there is", pointer="/anchor"),

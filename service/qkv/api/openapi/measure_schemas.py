@@ -10,8 +10,8 @@ import pydantic
 from qkv.api.openapi.schemas import closed, ref, request
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
-from qkv.jobs.measure.compare_request import Comparing
-from qkv.jobs.measure.sweep_request import Sweeping, has_length
+from qkv.jobs.measure.compare_request import CompareFields
+from qkv.jobs.measure.sweep_request import SweepFields, has_length
 from qkv.wire import json
 
 __all__ = ["EVENTS", "compared", "comparison", "components", "event", "sweep"]
@@ -42,7 +42,7 @@ _MEANINGS: Final = {
 
 def comparison() -> Schema:
     """The JSON body of a comparison."""
-    fields = _fields(Comparing)
+    fields = _fields(CompareFields)
     every = list(catalogue.variants().values())
     fields["variants"]["items"] = _choice(every)
     fields["anchor"] = _choice(every) | {
@@ -85,7 +85,7 @@ def compared() -> Schema:
 
 def sweep() -> Schema:
     """The JSON body of a sweep."""
-    fields = _fields(Sweeping)
+    fields = _fields(SweepFields)
     fields["variants"]["items"] = _choice(v for v in catalogue.variants().values() if has_length(v))
     fields["lengths"]["uniqueItems"] = True
     return closed(fields, ["variants", "lengths"])

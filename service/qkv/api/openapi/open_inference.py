@@ -11,7 +11,7 @@ from qkv.attention import catalogue
 from qkv.wire import json
 from qkv.wire.open_inference import DATATYPES, LENGTH_HEADER
 
-__all__ = ["COMPONENTS", "faults", "operations", "unauthorized"]
+__all__ = ["COMPONENTS", "error_responses", "operations", "unauthorized"]
 
 _TEXT: Final = {"type": "string"}
 _FLAG: Final = {"type": "boolean"}
@@ -33,7 +33,7 @@ _AXES: Final = {"type": "array", "items": _TEXT, "description": "One letter per 
 _STAGE: Final = closed({"count": _COUNT, "ns": _COUNT})
 _STAGES: Final = ("compute_input", "compute_infer", "compute_output")
 
-_WHAT: Final = {
+_ERROR_DESCRIPTIONS: Final = {
     400: "Something is wrong with the request.",
     404: "No such model or version, or it is unloaded.",
     408: "It did not come in time.",
@@ -55,7 +55,7 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-_REQUESTED: Final = closed(
+_REQUESTED_OUTPUT: Final = closed(
     {"name": _TEXT, "parameters": _nullable(closed({"binary_data": _FLAG}, ()))}, ["name"]
 )
 
@@ -135,12 +135,12 @@ def operations() -> dict[str, dict[str, Any]]:
     both = closed({"live": _FLAG, "ready": _FLAG})
     server = closed({"name": {"const": "qkv"}, "version": _TEXT, "extensions": listed})
     entry = closed(dict.fromkeys(("name", "version", "state", "reason"), _TEXT))
-    found = {
-        "/v2": _answers(server, 500, 503),
-        "/v2/health/live": _answers(flags, 500),
-        "/v2/health/ready": _answers(both, 500),
-        "/v2/models": _answers(closed({"models": listed}), 500, 503),
-        "/v2/models/stats": _answers(stats, 500, 503),
+    by_path = {
+        "/v2": _json_operation(server, 500, 503),
+        "/v2/health/live": _json_operation(flags, 500),
+        "/v2/health/ready": _json_operation(both, 500),
+        "/v2/models": _json_operation(closed({"models": listed}), 500, 503),
+        "/v2/models/stats": _json_operation(stats, 500, 503),
         "/v2/models/{model}": _of_model(_metadata()),
         "/v2/models/{model}/ready": _of_model(closed({"name": _TEXT, "ready": {"const": True}})),
         "/v2/models/{model}/config": _of_model(
@@ -148,22 +148,22 @@ def operations() -> dict[str, dict[str, Any]]:
         ),
         "/v2/models/{model}/stats": _of_model(stats),
         "/v2/models/{model}/infer": _infer(),
-        "/v2/repository/index": _takes(closed({"ready": _FLAG}, ()))
-        | _answers({"type": "array", "items": entry}, 400, 500, 503),
+        "/v2/repository/index": _json_body(closed({"ready": _FLAG}, ()))
+        | _json_operation({"type": "array", "items": entry}, 400, 500, 503),
     }
     for path, schema in (("/v2/health/live", flags), ("/v2/health/ready", both)):
-        found[path]["responses"]["503"] = _said("No.", schema)
+        by_path[path]["responses"]["503"] = _json_response("No.", schema)
     unloaded = closed({"error": _TEXT, "name": _TEXT, "ready": {"const": False}})
-    found["/v2/models/{model}/ready"]["responses"]["400"] = _said(
+    by_path["/v2/models/{model}/ready"]["responses"]["400"] = _json_response(
         "The model is unloaded, or something is wrong with the request.",
         {"anyOf": [unloaded, ref("V2Error")]},
     )
     for verb in ("load", "unload"):
         parameters = closed({"unload_dependents": _FLAG} if verb == "unload" else {}, ())
-        found[f"/v2/repository/models/{{model}}/{verb}"] = _takes(
+        by_path[f"/v2/repository/models/{{model}}/{verb}"] = _json_body(
             closed({"parameters": _nullable(parameters)}, ())
         ) | _of_model(closed({"name": _TEXT, verb: {"const": True}}), 400)
-    return found
+    return by_path
 
 
 def _infer() -> dict[str, Any]:
@@ -172,25 +172,31 @@ def _infer() -> dict[str, Any]:
         "schema": _COUNT,
     }
     header = {"name": LENGTH_HEADER, "in": "header", "required": False} | size
-    asked, answered = examples.inference()
-    behind = {"type": "string", "format": "binary", "description": "The JSON, then the tensors."}
-    body = {
-        json.MEDIA_TYPE: {"schema": ref("V2Request"), "example": asked},
-        _BINARY: {"schema": behind},
+    request, response = examples.inference()
+    binary_body = {
+        "type": "string",
+        "format": "binary",
+        "description": "The JSON, then the tensors.",
     }
-    answer = {
-        json.MEDIA_TYPE: {"schema": ref("V2Answer"), "example": answered},
-        _BINARY: {"schema": behind},
+    body = {
+        json.MEDIA_TYPE: {"schema": ref("V2Request"), "example": request},
+        _BINARY: {"schema": binary_body},
+    }
+    response_content = {
+        json.MEDIA_TYPE: {"schema": ref("V2Answer"), "example": response},
+        _BINARY: {"schema": binary_body},
     }
     timing = {"description": "The times of the parameters.", "required": True, "schema": _TEXT}
-    good = {
+    ok_response = {
         "description": "The outputs asked for, and the timing.",
-        "content": answer,
+        "content": response_content,
         "headers": {"Server-Timing": timing},
     }
     operation = _of_model({}, 400, 413)
-    operation["responses"] = {"200": good} | {
-        status: said for status, said in operation["responses"].items() if status != "200"
+    operation["responses"] = {"200": ok_response} | {
+        status: error_response
+        for status, error_response in operation["responses"].items()
+        if status != "200"
     }
     operation["parameters"] += [header, TIMEOUT]
     return operation | {"requestBody": {"required": True, "content": body}}
@@ -199,15 +205,18 @@ def _infer() -> dict[str, Any]:
 def _metadata() -> dict[str, Any]:
     tensor = {"name": _TEXT, "datatype": _DATATYPE, "shape": _SIZES}
     datatypes = {"type": "array", "items": _DATATYPE}
-    taken = closed({"datatypes": datatypes, "axes": _AXES, "optional": _FLAG})
-    given = closed({"axes": _AXES, "on_request": _FLAG})
+    input_parameters = closed({"datatypes": datatypes, "axes": _AXES, "optional": _FLAG})
+    output_parameters = closed({"axes": _AXES, "on_request": _FLAG})
     return closed(
         {
             "name": _TEXT,
             "versions": {"const": [VERSION]},
             "platform": {"const": "qkv"},
-            "inputs": {"type": "array", "items": closed(tensor | {"parameters": taken})},
-            "outputs": {"type": "array", "items": closed(tensor | {"parameters": given})},
+            "inputs": {"type": "array", "items": closed(tensor | {"parameters": input_parameters})},
+            "outputs": {
+                "type": "array",
+                "items": closed(tensor | {"parameters": output_parameters}),
+            },
         }
     )
 
@@ -219,31 +228,37 @@ def _of_model(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
         "name": "model", "in": "path", "required": True, "description": "A variant's name.",
         "schema": {"type": "string", "enum": names}, "example": names[0],
     }  # fmt: skip
-    return {"parameters": [model]} | _answers(schema, *statuses, 404, 500, 503)
+    return {"parameters": [model]} | _json_operation(schema, *statuses, 404, 500, 503)
 
 
-def _takes(schema: dict[str, Any]) -> dict[str, Any]:
+def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": False, "content": {json.MEDIA_TYPE: {"schema": schema}}}}
 
 
-def _answers(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
+def _json_operation(schema: dict[str, Any], *statuses: int) -> dict[str, Any]:
     """An operation that answers in JSON; its faults are those with these statuses."""
-    return {"responses": {"200": _said("What was asked for.", schema)} | faults(*statuses)}
+    return {
+        "responses": {"200": _json_response("What was asked for.", schema)}
+        | error_responses(*statuses)
+    }
 
 
-def faults(*statuses: int) -> dict[str, Any]:
-    """The faults with these statuses."""
-    found = {str(status): _said(_WHAT[status], ref("V2Error")) for status in sorted(statuses)}
-    if "503" in found:
+def error_responses(*statuses: int) -> dict[str, Any]:
+    """The error responses with these statuses."""
+    by_status = {
+        str(status): _json_response(_ERROR_DESCRIPTIONS[status], ref("V2Error"))
+        for status in sorted(statuses)
+    }
+    if "503" in by_status:
         wait = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
-        found["503"]["headers"] = {"Retry-After": wait}
-    return found
+        by_status["503"]["headers"] = {"Retry-After": wait}
+    return by_status
 
 
 def unauthorized() -> dict[str, Any]:
     """What says that a request had no key."""
-    return _said("It came without one of the service's keys.", ref("V2Error"))
+    return _json_response("It came without one of the service's keys.", ref("V2Error"))
 
 
-def _said(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _json_response(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {json.MEDIA_TYPE: {"schema": schema}}}

@@ -11,11 +11,11 @@ from qkv.api.job_runner import TIMEOUT_HEADER
 from qkv.attention.catalogue import Output, Variant
 from qkv.attention.layers.layouts import LAYOUTS, Layout
 from qkv.attention.layers.projections import ROLES, SPELLINGS
-from qkv.jobs import weight_forms as forms
-from qkv.jobs.convert import Conversion
-from qkv.jobs.fields import Fields, InlineLayer
+from qkv.jobs import weight_forms
+from qkv.jobs.convert import ConvertFields
+from qkv.jobs.fields import JobFields, LayerFields
 from qkv.jobs.gradient_job import GRAD_OUTPUT
-from qkv.jobs.job import Run
+from qkv.jobs.job import RunFields
 from qkv.tensors import DTYPES, FLOATING
 
 __all__ = [
@@ -54,7 +54,7 @@ def ref(component: str) -> Schema:
 
 def request(variant: Variant) -> Schema:
     """The JSON body of a run of this variant."""
-    body = _body(variant, _fields(Run), {})
+    body = _body(variant, _fields(RunFields), {})
     body["properties"]["outputs"] |= {
         "anyOf": [
             {
@@ -69,7 +69,7 @@ def request(variant: Variant) -> Schema:
     if (weights := variant.outputs.get("weights")) is None:
         body["properties"]["weights"] = {"enum": ["full", "none"], "default": "full"}
         return body
-    body["properties"]["weights"] = forms.schema(weights)
+    body["properties"]["weights"] = weight_forms.schema(weights)
     with_weights: Schema = {"contains": {"const": "weights"}}
     body["allOf"] += [
         _where_weights({"const": "none"}, {"anyOf": [{"type": "null"}, {"not": with_weights}]}),
@@ -91,7 +91,7 @@ def _where_weights(are: Schema, outputs: Schema) -> Schema:
 def gradients_request(variant: Variant) -> Schema:
     """The JSON body that asks for this variant's gradients."""
     grad = _tensor(FLOATING, "As the output is; in the inputs' dtype")
-    return _body(variant, _fields(Fields), {GRAD_OUTPUT: grad})
+    return _body(variant, _fields(JobFields), {GRAD_OUTPUT: grad})
 
 
 def _body(variant: Variant, fields: dict[str, Schema], more: Mapping[str, Schema]) -> Schema:
@@ -103,7 +103,7 @@ def _body(variant: Variant, fields: dict[str, Schema], more: Mapping[str, Schema
         )
         for i in variant.inputs.values()
     } | dict(more)
-    needed = [i.name for i in variant.inputs.values() if not i.optional] + list(more)
+    needed = [i.name for i in variant.inputs.values() if not i.is_optional] + list(more)
     fields["parameters"] = _parameters(variant)
     rules: Schema = {"properties": {"inputs": {"required": needed}}}
     if roles := [r for r in ROLES if r in variant.inputs]:
@@ -128,7 +128,7 @@ def answer(variant: Variant) -> Schema:
     """The JSON body that a run of this variant is answered with."""
     outputs = {
         o.name: _tensor(
-            ("float64", "float32") if o.exact else FLOATING, f"({', '.join(o.letters)})"
+            ("float64", "float32") if o.is_exact else FLOATING, f"({', '.join(o.letters)})"
         )
         for o in variant.outputs.values()
     }
@@ -147,12 +147,12 @@ def _digests(weights: Output) -> dict[str, Schema]:
     """What stands beside the weights, or in their place, in the forms that are not the whole."""
     shapes: dict[str, list[str]] = {"weights": [f"({', '.join(weights.letters)})"]}
     dtypes: dict[str, tuple[str, ...]] = {}
-    for kind in forms.KINDS:
-        if kind == "rows" and forms.query_axis(weights) is None:
+    for kind in weight_forms.KINDS:
+        if kind == "rows" and weight_forms.query_axis(weights) is None:
             continue
-        for name, part in forms.parts(kind, weights).items():
+        for name, part in weight_forms.form_tensors(kind, weights).items():
             shapes.setdefault(name, []).append(f"{kind}: ({', '.join(part.letters)})")
-            dtypes[name] = ("int64",) if part.is_whole else ("float64", "float32")
+            dtypes[name] = ("int64",) if part.is_integer else ("float64", "float32")
     return {name: _tensor(dtypes[name], "; ".join(shapes[name])) for name in shapes}
 
 
@@ -177,7 +177,7 @@ def gradients_answer(variant: Variant) -> Schema:
 
 def conversion() -> Schema:
     """The JSON body of a conversion."""
-    fields = _fields(Conversion)
+    fields = _fields(ConvertFields)
     fields["from"] |= _LAYOUT
     fields["to"] |= _LAYOUT
     every = {"from": fields.pop("from"), "to": fields.pop("to"), "tensors": {"type": "object"}}
@@ -301,7 +301,7 @@ def _weights(layout: Layout) -> Schema:
 
 def _layer() -> Schema:
     """A layer that stands in a request."""
-    heads = _fields(InlineLayer)["heads"]
+    heads = _fields(LayerFields)["heads"]
     return {
         "description": "A layer that projects the inputs.",
         "oneOf": [

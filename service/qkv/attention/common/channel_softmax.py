@@ -9,18 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qkv.attention.common.feature_sums import State, shared
-from qkv.attention.common.row_masks import without
-from qkv.attention.common.score_blocks import largest
+from qkv.attention.common.feature_sums import State, apply_state
+from qkv.attention.common.row_masks import mask_padding
+from qkv.attention.common.score_blocks import largest_size
 
-__all__ = ["averages"]
+__all__ = ["average_by_channels"]
 
 _LEAST = -16.0  # of keys: S over a channel's sum of e^k is below 2**24
 _MOST = 2.0**24  # of such a sum: no key is above 17
 _SIZES = (2.0**-60, 1e15)  # of averages: between them nothing has overflowed
 
 
-def averages(
+def average_by_channels(
     query_BGKLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, padding_BS: Tensor | None
 ) -> tuple[Tensor | None, list[bool]]:
     """softmax_D(Q) softmax_S(K)^T V, (B, G, K, L, E), and for which items that is right; None where
@@ -29,11 +29,11 @@ def averages(
     Only the few averages are divided and judged, not keys and values, each item's by themselves.
     What has underflowed in an item that is right amounts to less than the smallest normal number.
     """
-    key, value = without(padding_BS, key_BGSD), without(padding_BS, value_BGSE)
+    key, value = mask_padding(padding_BS, key_BGSD), mask_padding(padding_BS, value_BGSE)
     fits = [least >= _LEAST for least in key.amin((1, 2, 3)).tolist()]
     if not any(fits):
         return None, fits
-    values_BGED, ones_BG1D = State.of(without(padding_BS, key, -torch.inf), value, _power)
+    values_BGED, ones_BG1D = State.of(mask_padding(padding_BS, key, -torch.inf), value, _power)
     average_BGED = values_BGED.div_(ones_BG1D)
     totals = ones_BG1D.amax((1, 2, 3)).tolist()
     sizes = average_BGED.abs().amax((1, 2, 3)).tolist()
@@ -41,12 +41,12 @@ def averages(
         fits[b] &= total <= _MOST and _SIZES[0] <= size <= _SIZES[1]
     if not any(fits):
         return None, fits
-    (output,) = shared(query_BGKLD, (average_BGED,), partial(torch.softmax, dim=-1))
+    (output,) = apply_state(query_BGKLD, (average_BGED,), partial(torch.softmax, dim=-1))
     # an average is no larger than what it averages, however it is rounded: which can only matter
     # where those of channels are not far smaller than some value is
     for b, some in enumerate(value[:, 0, 0].abs().amax(-1).tolist()):
         if not 2 * sizes[b] <= some:
-            bound = largest(value[b])
+            bound = largest_size(value[b])
             output[b].clamp_(-bound, bound)
     return output, fits
 

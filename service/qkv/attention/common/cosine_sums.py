@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["averages"]
+__all__ = ["average_by_cosines"]
 
 _CHUNK = 64  # rows of a triangle of cosines
 _SEGMENT = 4 * _CHUNK  # rows whose numbers stay in the cache
@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
         return self.x_D / self.norm_1
 
 
-def averages(
+def average_by_cosines(
     query_BGKLD: Tensor,
     key_BGSD: Tensor,
     value_BGSE: Tensor,
@@ -66,7 +66,7 @@ def averages(
         key_BGSD: keys, zero for padding.
         value_BGSE: values, zero for padding.
         counts_BL: how many keys each query sees, in float32 too.
-        offsets: as in `_features.sums`.
+        offsets: as in `feature_sums.feature_sums`.
     """
     counts = counts_BL[:, None, None, :, None]
     query, key = _Rows.of(query_BGKLD), _Rows.of(key_BGSD)

@@ -14,23 +14,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["keep"]
+__all__ = ["keep_mask"]
 
 _SIGN = -(1 << 31)
 
 
-def keep(dropout: float, seed: int, place_BH: Tensor, rows: slice, keys: slice) -> Tensor:
+def keep_mask(dropout: float, seed: int, plane_BH: Tensor, rows: slice, keys: slice) -> Tensor:
     """Which weights survive: bool (B, H, R, S) for a block of rows and a range of keys.
 
     Args:
         dropout: probability of dropping, 0 <= dropout < 1.
         seed: 0 <= seed < 2**64.
-        place_BH: int64, b * H + h of each plane within its own request.
+        plane_BH: int64, b * H + h of each plane within its own request.
         rows, keys: ranges of the whole matrix.
     """
-    device = place_BH.device
+    device = plane_BH.device
     seeded = _mix(_mix(_word(seed, device)) ^ _word(seed >> 32, device))
-    plane_BH11 = _mix(seeded ^ place_BH.to(torch.int32))[:, :, None, None]
+    plane_BH11 = _mix(seeded ^ plane_BH.to(torch.int32))[:, :, None, None]
     row_R1 = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)[:, None]
     key_S = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device)
     hash_BHRS = _mix(_mix(plane_BH11 ^ row_R1) ^ _mix(~key_S))

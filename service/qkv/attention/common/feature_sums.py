@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Phi", "State", "back_sums", "products", "shared", "sums"]
+__all__ = [
+    "Phi",
+    "State",
+    "apply_state",
+    "feature_products",
+    "feature_sums",
+    "transposed_feature_sums",
+]
 
 _CHUNK = 64  # queries whose scores are made, where they see no key past their own
 _ROWS = 1024  # keys that are summed in the dtype they come in, and no more
@@ -37,7 +44,7 @@ class State(NamedTuple):
         return cls(*(x.unflatten(0, (B, G)) for x in whole))
 
 
-def sums(
+def feature_sums(
     query_BGKLF: Tensor,
     key_BGSF: Tensor,
     value_BGSE: Tensor,
@@ -56,32 +63,34 @@ def sums(
         phi: makes the features of what came in their place, row by row.
     """
     if offsets is None:
-        output, total = shared(query_BGKLF, State.of(key_BGSF, value_BGSE, phi), phi)
+        output, total = apply_state(query_BGKLF, State.of(key_BGSF, value_BGSE, phi), phi)
         return output, total
     total = query_BGKLF.new_empty(*query_BGKLF.shape[:-1], 1)
     return _filled(query_BGKLF, key_BGSF, value_BGSE, total, offsets, phi, phi), total
 
 
-def products(
+def feature_products(
     query_BGKLF: Tensor,
     key_BGSF: Tensor,
     value_BGSE: Tensor,
     offsets: list[int] | None,
     query_phi: Phi | None = None,
 ) -> Tensor:
-    """The first of the `sums` alone; query_phi makes features of queries only."""
+    """The first of the `feature_sums` alone; query_phi makes features of queries only."""
     if offsets is None:
         state = State.of(key_BGSF, value_BGSE, None)
-        return shared(query_BGKLF, (state.values_BGEF,), query_phi)[0]
+        return apply_state(query_BGKLF, (state.values_BGEF,), query_phi)[0]
     return _filled(query_BGKLF, key_BGSF, value_BGSE, None, offsets, query_phi, None)
 
 
-def shared(query_BGKLF: Tensor, states_BGXF: tuple[Tensor, ...], phi: Phi | None) -> list[Tensor]:
+def apply_state(
+    query_BGKLF: Tensor, states_BGXF: tuple[Tensor, ...], phi: Phi | None
+) -> list[Tensor]:
     """Queries times each of what all of them share, (B, G, K, L, X); a few heads and rows
     at a time.
 
     Args:
-        query_BGKLF: as in `sums`; phi makes features of them.
+        query_BGKLF: as in `feature_sums`; phi makes features of them.
         states_BGXF: of a `State`, or made of it.
     """
     B, G, K, L, F = query_BGKLF.shape
@@ -97,7 +106,7 @@ def shared(query_BGKLF: Tensor, states_BGXF: tuple[Tensor, ...], phi: Phi | None
     return [x.view(B, G, K, L, -1) for x in made]
 
 
-def back_sums(
+def transposed_feature_sums(
     key_BGSF: Tensor, query_BGKLF: Tensor, value_BGKLE: Tensor, offsets: list[int] | None
 ) -> Tensor:
     """sum_i (g_j . f_i) v_i, (B, G, S, E), over the queries i of all heads that see each key j.
@@ -112,7 +121,7 @@ def back_sums(
     key_BHSF = key_BGSF.flip(2).unsqueeze(2).expand(-1, -1, K, -1, -1).flatten(1, 2)
     query_BHLF, value_BHLE = (x.flip(3).flatten(1, 2) for x in (query_BGKLF, value_BGKLE))
     backwards = [L - S + offset for offset in offsets]
-    made = products(key_BHSF.unsqueeze(2), query_BHLF, value_BHLE, backwards)
+    made = feature_products(key_BHSF.unsqueeze(2), query_BHLF, value_BHLE, backwards)
     return made.view(B, G, K, S, -1).sum(2).flip(2)
 
 
@@ -125,8 +134,10 @@ def _filled(
     query_phi: Phi | None,
     key_phi: Phi | None,
 ) -> Tensor:
-    """The first of the `sums`; fills in the other. A few heads and rows at a time, and no bit
-    depends on how many."""
+    """Returns the first of the `feature_sums` and fills in the other.
+
+    A few heads and rows at a time; no bit depends on how many.
+    """
     (B, G, K, L, F), (S, E) = query_BGKLF.shape, value_BGSE.shape[2:]
     output = query_BGKLF.new_empty(B, G, K, L, E)
     query, key, value, filled = (
@@ -185,7 +196,7 @@ def _state(key_nSF: Tensor, value_nSE: Tensor, phi: Phi | None) -> tuple[Tensor,
 
 
 class _Heads(NamedTuple):
-    """A few heads, n of them: what `sums` is given, what it fills in, and what makes features."""
+    """n heads: the arguments and outputs of `feature_sums`, and the feature functions."""
 
     query_nKLF: Tensor
     key_nSF: Tensor

@@ -15,7 +15,7 @@ BIAS_ELEMENTS = 1 << 22
 """Of a block's bias: 4 MiB bool, 16 MiB float32."""
 
 
-def takes(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:
+def is_supported(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:
     """Whether torch's kernel adds this mask in float32 and multiplies by this scale.
 
     On a GPU it wants floating masks in the query's dtype; and a scale that vanishes in float32

@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkv.attention.common.feature_sums import back_sums, products
-from qkv.attention.common.score_blocks import Scores, largest, raised, score_dtype
+from qkv.attention.common.feature_sums import feature_products, transposed_feature_sums
+from qkv.attention.common.score_blocks import Scores, largest_size, score_dtype, times_power_of_2
 from qkv.attention.common.visibility import row_blocks
 
-__all__ = ["by_features", "by_heads", "by_scores", "is_ordinary", "regrown", "sized"]
+__all__ = [
+    "gradients_by_features",
+    "gradients_by_heads",
+    "gradients_by_scores",
+    "is_ordinary",
+    "normalize_size",
+    "scale_back",
+]
 
 _SCORE_ELEMENTS = 1 << 21  # of a block of scores, of which there are five: 8 MiB each in float32
 _WORTH_IT = 1 << 16  # elements, below which the calls take longer than the numbers
@@ -22,23 +29,23 @@ _ORDINARY = 1e20  # a few factors up to it, and their sums, stay far inside floa
 _MOST_EXPONENT = 2000  # past it all but 0 over- or underflows
 
 
-def sized(x: Tensor) -> tuple[Tensor, int]:
+def normalize_size(x: Tensor) -> tuple[Tensor, int]:
     """x / 2**e and e: 0, unless x, in float64, is so large or small that products may leave the
     range; then what makes its largest about 1."""
-    size = largest(x)
+    size = largest_size(x)
     if not (size > _ORDINARY or 0 < size < 1 / _ORDINARY):
         return x, 0
     exponent = math.frexp(size)[1]
-    return regrown(x, -exponent), exponent
+    return scale_back(x, -exponent), exponent
 
 
-def regrown(x: Tensor, exponents: Tensor | int) -> Tensor:
+def scale_back(x: Tensor, exponents: Tensor | int) -> Tensor:
     """x * 2**exponents."""
     if isinstance(exponents, int):
         if exponents == 0:
             return x
         exponents = torch.tensor(exponents, device=x.device)
-    return raised(x, exponents.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
+    return times_power_of_2(x, exponents.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
 
 
 def is_ordinary(
@@ -46,7 +53,7 @@ def is_ordinary(
 ) -> bool:
     """Whether the gradients by scores of (grad_output, query, key, value) overflow nowhere in
     float32, nor vanish on the way for being small."""
-    grad, query, key, value = map(largest, tensors)
+    grad, query, key, value = map(largest_size, tensors)
     H, L, E = tensors[0].shape[1:]
     if 0 < grad * value < 1 / _SAFE:
         return False
@@ -54,7 +61,7 @@ def is_ordinary(
     return summed < _SAFE and 2 * summed * max(query, key) * abs(scale) < _SAFE
 
 
-def by_scores(
+def gradients_by_scores(
     scores: Scores, grad_BHLE: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor
 ) -> dict[str, Tensor]:
     """Gradients of exact attention, a block of rows of some heads at a time, all in the scores'
@@ -117,7 +124,7 @@ def _add_block(
     made["key"][:, :, keys] += torch.einsum("bgkls,bgkld->bgsd", slope_BGKRS, query)
 
 
-def by_heads(
+def gradients_by_heads(
     backward: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
     grad_BHLE: Tensor,
     query_BHLD: Tensor,
@@ -143,7 +150,7 @@ def by_heads(
     return {"query": query, "key": key, "value": value}
 
 
-def by_features(
+def gradients_by_features(
     query_BGKLF: Tensor,
     key_BGSF: Tensor,
     value_BGSE: Tensor,
@@ -162,13 +169,13 @@ def by_features(
             divided, n is 1 and b is 0.
     """
     if divided is None:
-        gradient = back_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
+        gradient = transposed_feature_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
     else:
         output_BGKLE, total_BGKL1 = divided
         grad_BGKLE = grad_BGKLE / total_BGKL1
-        gradient = back_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
+        gradient = transposed_feature_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)
         less_BGKL1 = (grad_BGKLE * output_BGKLE.div_(total_BGKL1)).sum(-1, keepdim=True).neg_()
         grad_BGKLE = torch.cat([grad_BGKLE, less_BGKL1], -1)
         value_BGSE = pad(value_BGSE, (0, 1), value=1.0)
-    query = products(grad_BGKLE, value_BGSE, key_BGSF, offsets)
-    return query, back_sums(value_BGSE, grad_BGKLE, query_BGKLF, offsets), gradient
+    query = feature_products(grad_BGKLE, value_BGSE, key_BGSF, offsets)
+    return query, transposed_feature_sums(value_BGSE, grad_BGKLE, query_BGKLF, offsets), gradient

@@ -9,10 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.attention.common.score_blocks import Scores, largest, raised, score_dtype, shrunk
+from qkv.attention.common.score_blocks import (
+    Scores,
+    largest_size,
+    score_dtype,
+    split_exponents,
+    times_power_of_2,
+)
 from qkv.attention.common.visibility import Visibility, row_blocks
 
-__all__ = ["Path", "averaged"]
+__all__ = ["Path", "average_mixtures"]
 
 _ELEMENTS = 1 << 22  # of a block of rows of a projection
 _SIZE = 480  # exponent of what is shrunk: a product of two has 2**960, and room for sums
@@ -34,9 +40,9 @@ class Path(NamedTuple):
         cls, query: Tensor, key: Tensor, value: Tensor | None, E: Tensor, F: Tensor, scale: float
     ) -> Path:
         exact, (S, D) = score_dtype(query.dtype), key.shape[2:]
-        keys = largest(E) * largest(key) * S
-        scores = keys * largest(query) * D
-        values = largest(F) * (1.0 if value is None else max(1.0, largest(value) * S))
+        keys = largest_size(E) * largest_size(key) * S
+        scores = keys * largest_size(query) * D
+        values = largest_size(F) * (1.0 if value is None else max(1.0, largest_size(value) * S))
         most = 1e30 if exact == torch.float32 else 1e300
         safe = all(size < most for size in (keys, scores, scores * abs(scale), values))
         return cls(exact if safe else torch.float64, exact == torch.float64 and not safe)
@@ -47,7 +53,7 @@ class Path(NamedTuple):
         projection, x = projection_RS.to(self.dtype), x_BGSX.to(self.dtype)
         if not self.shrinks:
             return projection @ x, None
-        x, x_exponents = shrunk(x)
+        x, x_exponents = split_exponents(x)
         (B, G, S, X), R = x.shape, len(projection)
         made = x.new_empty(B, G, R, X)
         exponents = x_exponents.new_empty(B, G, R, 1)
@@ -58,7 +64,7 @@ class Path(NamedTuple):
                 part, shift = projection[rows].masked_fill(nothing_S, 0.0), x_exponents[b, g].mT
                 sizes = (own[rows] + shift).masked_fill(part == 0, -5000)
                 exponents[b, g, rows] = sizes.amax(-1, keepdim=True) - _SIZE
-                made[b, g, rows] = raised(part, shift - exponents[b, g, rows]) @ x[b, g]
+                made[b, g, rows] = times_power_of_2(part, shift - exponents[b, g, rows]) @ x[b, g]
         return made, exponents
 
     def scores(self, query_BHLD: Tensor, key_BGSD: Tensor, E_RS: Tensor, scale: float) -> Scores:
@@ -80,14 +86,14 @@ class Path(NamedTuple):
         """P F, with zeros for padding."""
         F = F_RS.to(self.dtype)
         if self.shrinks:  # a sum that rounds up at the end of the range is no larger than F
-            most = largest(F) / 4
+            most = largest_size(F) / 4
             made = (map_BHLR @ (F / 4)).clamp_(-most, most).mul_(4)
         else:
             made = map_BHLR @ F
         return made if padding_BS is None else made.masked_fill_(padding_BS[:, None, None], 0.0)
 
 
-def averaged(map_BHLR: Tensor, value_BGRE: Tensor, exponents_BGR1: Tensor | None) -> Tensor:
+def average_mixtures(map_BHLR: Tensor, value_BGRE: Tensor, exponents_BGR1: Tensor | None) -> Tensor:
     """P (F V), (B, H, L, E)."""
     map_BGKLR = map_BHLR.unflatten(1, (value_BGRE.shape[1], -1))
     if exponents_BGR1 is None:
@@ -95,6 +101,6 @@ def averaged(map_BHLR: Tensor, value_BGRE: Tensor, exponents_BGR1: Tensor | None
     exponents = exponents_BGR1[:, :, None].mT
     sizes = torch.frexp(map_BGKLR).exponent + exponents
     top = sizes.masked_fill(map_BGKLR == 0, -10000).amax(-1, keepdim=True)
-    map_BGKLR = raised(map_BGKLR, exponents - top)
+    map_BGKLR = times_power_of_2(map_BGKLR, exponents - top)
     made = torch.einsum("bgklr,bgre->bgkle", map_BGKLR, value_BGRE)
-    return raised(made, top).flatten(1, 2)
+    return times_power_of_2(made, top).flatten(1, 2)

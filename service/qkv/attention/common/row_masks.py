@@ -14,13 +14,13 @@ from torch import Tensor
 __all__ = [
     "Causal",
     "QueryOffset",
-    "again",
-    "counts_of",
-    "hide",
-    "offsets_of",
-    "padding_of",
-    "seen",
-    "without",
+    "item_offsets",
+    "mask_padding",
+    "padding_mask",
+    "rows_to_redo",
+    "visible_counts",
+    "visible_keys",
+    "zero_hidden",
 ]
 
 Causal = Annotated[bool, Field(description="A query sees no key past its position.")]
@@ -33,14 +33,14 @@ QueryOffset = Annotated[
 ]
 
 
-def padding_of(S: int, key_lengths_B: Tensor | None) -> Tensor | None:
+def padding_mask(S: int, key_lengths_B: Tensor | None) -> Tensor | None:
     """Which keys are padding, (B, S); None: none is."""
     if key_lengths_B is None:
         return None
     return torch.arange(S, device=key_lengths_B.device) >= key_lengths_B[:, None]
 
 
-def without(padding_BS: Tensor | None, tensor_BGSX: Tensor, instead: float = 0.0) -> Tensor:
+def mask_padding(padding_BS: Tensor | None, tensor_BGSX: Tensor, instead: float = 0.0) -> Tensor:
     """Keys or values with zeros for padding, whose NaN or inf would spread through sums; or -inf
     instead, of which e^x is 0."""
     if padding_BS is None:
@@ -48,7 +48,7 @@ def without(padding_BS: Tensor | None, tensor_BGSX: Tensor, instead: float = 0.0
     return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], instead)
 
 
-def offsets_of(
+def item_offsets(
     B: int,
     L: int,
     S: int,
@@ -65,25 +65,25 @@ def offsets_of(
     return [length - L for length in lengths]
 
 
-def seen(rows_R: Tensor, S: int, offset: int | None) -> Tensor | None:
+def visible_keys(rows_R: Tensor, S: int, offset: int | None) -> Tensor | None:
     """Which keys the queries at these rows see, (R, S); None: all."""
     if offset is None:
         return None
     return torch.arange(S, device=rows_R.device) <= rows_R[:, None] + offset
 
 
-def hide(block_BGKRS: Tensor, rows: slice, offsets: list[int] | None) -> None:
+def zero_hidden(block_BGKRS: Tensor, rows: slice, offsets: list[int] | None) -> None:
     """Zeros, in place, for what these rows of A do not see."""
     if offsets is None:
         return
     row_R = torch.arange(rows.start, rows.stop, device=block_BGKRS.device)
     for b, offset in enumerate(offsets):
-        visible = seen(row_R, block_BGKRS.shape[-1], offset)
+        visible = visible_keys(row_R, block_BGKRS.shape[-1], offset)
         assert visible is not None
         block_BGKRS[b].masked_fill_(~visible, 0.0)
 
 
-def counts_of(
+def visible_counts(
     B: int,
     L: int,
     S: int,
@@ -101,7 +101,7 @@ def counts_of(
     return torch.minimum(row_BL.clamp(min=0), counts_BL)
 
 
-def again(bad_BGKL: Tensor, at_once: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def rows_to_redo(bad_BGKL: Tensor, at_once: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """The rows that are bad: head by head, at most `at_once` at a time."""
     if not bad_BGKL.any():
         return

@@ -8,10 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.attention.common.dropout import keep
+from qkv.attention.common.dropout import keep_mask
 from qkv.attention.common.visibility import Visibility
 
-__all__ = ["ScoreBlock", "Scores", "is_safe", "largest", "raised", "score_dtype", "shrunk"]
+__all__ = [
+    "ScoreBlock",
+    "Scores",
+    "is_safe",
+    "largest_size",
+    "score_dtype",
+    "split_exponents",
+    "times_power_of_2",
+]
 
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
 _SIZE = 480  # a row's largest becomes 2**480: products do not overflow, what is tiny stays
@@ -28,7 +36,7 @@ def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> b
     most = _SAFE[score_dtype(query.dtype)]
     if not _scores_fit(query, key, scale, most):
         return False
-    return value is None or largest(value) < most
+    return value is None or largest_size(value) < most
 
 
 def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> bool:
@@ -40,7 +48,7 @@ def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> bool:
     products = _norm(query) * _norm(key)
     if products < most and products * abs(scale) < most:
         return True
-    products = largest(query) * largest(key) * query.shape[-1]
+    products = largest_size(query) * largest_size(key) * query.shape[-1]
     return products < most and products * abs(scale) < most
 
 
@@ -76,7 +84,7 @@ class Scores(NamedTuple):
         key_BGSD: keys, in the scores' dtype.
         exponents: where float64 could overflow, the powers of two that each query row (B,G,K,L,1)
             and each key row (B,G,1,1,S) have been divided by; else None.
-        visible, scale, softcap, dropout, seed, place_BH: as in `softmax.attend`.
+        visible, scale, softcap, dropout, seed, plane_BH: as in `softmax.attend`.
     """
 
     query_BGKLD: Tensor
@@ -87,7 +95,7 @@ class Scores(NamedTuple):
     softcap: float | None
     dropout: float
     seed: int
-    place_BH: Tensor
+    plane_BH: Tensor
 
     @classmethod
     def of(
@@ -99,7 +107,7 @@ class Scores(NamedTuple):
         softcap: float | None,
         dropout: float,
         seed: int,
-        place_BH: Tensor | None,
+        plane_BH: Tensor | None,
         safe: bool,
     ) -> Scores:
         """Brings query and key to the visibility's dtype and, where unsafe, to a safe size."""
@@ -109,12 +117,12 @@ class Scores(NamedTuple):
         if not safe:
             key = visible.without_padding(key)
             if query_BHLD.dtype == torch.float64:  # what was narrower cannot overflow it
-                query, query_exponents = shrunk(query)
-                key, key_exponents = shrunk(key)
+                query, query_exponents = split_exponents(query)
+                key, key_exponents = split_exponents(key)
                 exponents = (query_exponents, key_exponents[:, :, None].mT)
-        if place_BH is None:
-            place_BH = torch.arange(B * H, device=query.device).view(B, H)
-        return cls(query, key, exponents, visible, scale, softcap, dropout, seed, place_BH)
+        if plane_BH is None:
+            plane_BH = torch.arange(B * H, device=query.device).view(B, H)
+        return cls(query, key, exponents, visible, scale, softcap, dropout, seed, plane_BH)
 
     def block(self, rows: slice) -> ScoreBlock:
         """Scores and weights of the query rows from `rows.start` to `rows.stop`."""
@@ -122,7 +130,7 @@ class Scores(NamedTuple):
         scores, grown = self._products(rows, keys, bias)
         if self.softcap is not None:
             # capped scores are of ordinary size, so the exponents are spent here
-            scores = raised(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
+            scores = times_power_of_2(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
             grown = None
         if bias is not None:
             if bias.dtype == torch.bool:
@@ -130,20 +138,20 @@ class Scores(NamedTuple):
             else:
                 if self.exponents is not None:  # what is hidden may be inf, and inf - inf is NaN
                     scores.masked_fill_(bias == -torch.inf, 0.0)
-                scores += bias if grown is None else raised(bias, -grown)
+                scores += bias if grown is None else times_power_of_2(bias, -grown)
         logits = scores
         if grown is not None:
             # shifted first, so that growing cannot give inf - inf: the largest is 0
-            logits = raised(scores - scores.amax(dim=-1, keepdim=True), grown)
+            logits = times_power_of_2(scores - scores.amax(dim=-1, keepdim=True), grown)
         weights = torch.softmax(logits, dim=-1)
         if bias is not None and keys.start < keys.stop:
             blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
             weights.masked_fill_(blind, 0.0)
         shares, kept = weights, None
         if self.dropout:
-            kept = keep(self.dropout, self.seed, self.place_BH, rows, keys)
+            kept = keep_mask(self.dropout, self.seed, self.plane_BH, rows, keys)
             weights = (shares * kept).div_(1.0 - self.dropout)
-        return ScoreBlock(keys, raised(scores, grown), weights, shares, kept)
+        return ScoreBlock(keys, times_power_of_2(scores, grown), weights, shares, kept)
 
     def of_heads(self, groups: slice) -> Scores:
         """Those of some key heads, and the query heads that read them."""
@@ -158,7 +166,7 @@ class Scores(NamedTuple):
             key_BGSD=self.key_BGSD[:, groups],
             exponents=exponents,
             visible=visible,
-            place_BH=self.place_BH[:, heads],
+            plane_BH=self.plane_BH[:, heads],
         )
 
     def slopes(self, rows: slice) -> Tensor | None:
@@ -170,7 +178,7 @@ class Scores(NamedTuple):
         if self.softcap is None:
             return None
         keys, bias = self.visible.block(rows, self.key_BGSD.device)
-        scores = raised(*self._products(rows, keys, bias)).div_(self.softcap)
+        scores = times_power_of_2(*self._products(rows, keys, bias)).div_(self.softcap)
         fallen = scores.abs_().mul_(-2.0).exp_()
         return 4.0 * fallen / (1.0 + fallen).square_()
 
@@ -189,16 +197,16 @@ class Scores(NamedTuple):
         return _fitted(scores, exponents.flatten(1, 2), bias)
 
 
-def largest(x: Tensor) -> float:
+def largest_size(x: Tensor) -> float:
     """Largest absolute value; NaN where there is one."""
     low, high = torch.aminmax(x)
     return max(-low.item(), high.item())
 
 
-def shrunk(x: Tensor) -> tuple[Tensor, Tensor]:
+def split_exponents(x: Tensor) -> tuple[Tensor, Tensor]:
     """x / 2**e and e, exactly, with an e for each row that makes its largest about 2**_SIZE."""
     exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - _SIZE
-    return raised(x, -exponents), exponents
+    return times_power_of_2(x, -exponents), exponents
 
 
 def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -210,10 +218,10 @@ def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Ten
         unseen |= ~bias if bias.dtype == torch.bool else bias == -torch.inf
     top = sizes.masked_fill(unseen, 0).amax(dim=-1, keepdim=True)
     grown = (top - _ROOM).clamp(min=0)
-    return raised(scores, exponents - grown), grown
+    return times_power_of_2(scores, exponents - grown), grown
 
 
-def raised(x: Tensor, exponents: Tensor | None) -> Tensor:
+def times_power_of_2(x: Tensor, exponents: Tensor | None) -> Tensor:
     """x * 2**exponents, in two steps because 2.0**1024 is no float; x itself for None."""
     if exponents is None:
         return x

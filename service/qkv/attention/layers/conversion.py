@@ -9,8 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from qkv.attention.layers import layout_v1 as v1
-from qkv.attention.layers import layouts
+from qkv.attention.layers import layout_v1, layouts
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.projections import ROLES, Array, Projection, Projections
 from qkv.errors import InvalidContent
@@ -57,7 +56,9 @@ def convert(
                 f'"bias": "augment" has a meaning between v1 and v2, not from {source} to {target}',
                 pointer="/bias",
             )
-        projections = v1.augmented(given) if target == "v1" else v1.separated(given)
+        projections = (
+            layout_v1.fold_biases(given) if target == "v1" else layout_v1.separate_biases(given)
+        )
     written = writer.write(projections)
     _refuse_unsplittable(Layer(given, heads, reader))
     return Converted(

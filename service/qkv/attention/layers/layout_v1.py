@@ -72,7 +72,7 @@ def forward(projections: Projections, x_LM: tuple[Tensor, Tensor, Tensor], heads
     return torch.cat(parts, dim=-1)
 
 
-def augmented(projections: Projections) -> Projections:
+def fold_biases(projections: Projections) -> Projections:
     """Folds each bias into a last row of the weight, exactly, for x with a column of ones."""
     return Projections(
         *(
@@ -85,8 +85,8 @@ def augmented(projections: Projections) -> Projections:
     )
 
 
-def separated(projections: Projections) -> Projections:
-    """The inverse of `augmented`: the last row of each weight becomes a bias."""
+def separate_biases(projections: Projections) -> Projections:
+    """The inverse of `fold_biases`: the last row of each weight becomes a bias."""
     for p in projections:
         if len(p.weight) < 2:
             raise InvalidContent(

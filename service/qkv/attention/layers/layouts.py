@@ -1,4 +1,4 @@
-"""The weight layouts there are, by name."""
+"""The known weight layouts by name."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from qkv.attention.layers import layout_v1 as v1
-from qkv.attention.layers import layout_v2 as v2
+from qkv.attention.layers import layout_v1, layout_v2
 from qkv.attention.layers.projections import Array, Projections
-from qkv.errors import InvalidContent, shown
+from qkv.errors import InvalidContent, format_value
 
 __all__ = ["LAYOUTS", "Layout", "find"]
 
 
 class Layout(Protocol):
-    """What a layout's file offers."""
+    """The functions of a layout's module."""
 
-    SUFFIXES: tuple[str, ...]  # of a projection's name, the weight's first
+    SUFFIXES: tuple[str, ...]  # of a projection's tensors, the weight's first
 
     def read(self, tensors: Mapping[str, Array], pointer: str = ...) -> Projections:
-        """Takes the layout's tensors."""
+        """Reads the layout's tensors."""
 
     def write(self, projections: Projections) -> dict[str, Array]:
-        """Gives the layout's tensors."""
+        """Writes the layout's tensors."""
 
     def forward(
         self, projections: Projections, x_LM: tuple[Tensor, Tensor, Tensor], heads: int
     ) -> Tensor:
-        """Runs the layer in this layout's own way, for checks."""
+        """Runs the layer as this layout's source does, for checks."""
 
 
-LAYOUTS: Final[Mapping[str, Layout]] = {"v1": v1, "v2": v2}
+LAYOUTS: Final[Mapping[str, Layout]] = {"v1": layout_v1, "v2": layout_v2}
 
 
 def find(name: object, pointer: str) -> Layout:
-    """The layout of that name.
+    """Returns the layout of that name.
 
     Raises:
-        InvalidContent: there is none.
+        InvalidContent: the layout does not exist.
     """
     if isinstance(name, str) and name in LAYOUTS:
         return LAYOUTS[name]
     raise InvalidContent(
-        f"no layout {shown(name)}; there are {', '.join(LAYOUTS)}", pointer=pointer
+        f"no layout {format_value(name)}; there are {', '.join(LAYOUTS)}", pointer=pointer
     )

@@ -17,19 +17,24 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from qkv.attention.common.channel_softmax import averages
-from qkv.attention.common.feature_sums import Phi, back_sums, products, sums
-from qkv.attention.common.gradients import by_heads, regrown, sized
+from qkv.attention.common.channel_softmax import average_by_channels
+from qkv.attention.common.feature_sums import (
+    Phi,
+    feature_products,
+    feature_sums,
+    transposed_feature_sums,
+)
+from qkv.attention.common.gradients import gradients_by_heads, normalize_size, scale_back
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
-    hide,
-    offsets_of,
-    padding_of,
-    without,
+    item_offsets,
+    mask_padding,
+    padding_mask,
+    zero_hidden,
 )
 from qkv.attention.common.running_softmax import Steep
-from qkv.attention.common.score_blocks import largest, score_dtype
+from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 FORMULA: Final = "A = softmax_D(Q) softmax_S(K)^T; causal: a query's softmax_S is over what it sees"
@@ -45,7 +50,7 @@ REFUSES: Final[Mapping[str, str]] = {
     "normalize": "the two softmaxes are the normalisation: rows sum to 1 without a division",
 }
 
-ORDINARY: Final = 20.0  # half of _SPAN: no key within it takes all of a call along another path
+STACKABLE_BELOW: Final = 20.0  # half of _SPAN: no key below it puts a whole call on another path
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
 _SPAN = 40.0  # of a channel's keys, up to which e^(k - m) times a value is safe in float32
@@ -84,29 +89,33 @@ class _Features(NamedTuple):
         """A @ value, (B, G, K, L, E)."""
         dtype = value_BGSE.dtype
         query, key = self.query_BGKLD.to(dtype), self.key_BGSD.to(dtype)
-        return products(query, key, value_BGSE, self.offsets, self.phi)
+        return feature_products(query, key, value_BGSE, self.offsets, self.phi)
 
     def block(self, rows: slice) -> Tensor:
         """Rows of A, (B, G, K, R, S)."""
         query = self.query_BGKLD[:, :, :, rows]
         query = query if self.phi is None else self.phi(query)
         block = torch.einsum("bgkld,bgsd->bgkls", query, self.key_BGSD)
-        hide(block, rows, self.offsets)
+        zero_hidden(block, rows, self.offsets)
         return block
 
     def gradients(self, value_BGSE: Tensor, grad_BGKLE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of softmax_D(Q), of K and of the values, grad being that of A @ value."""
         query, key, offsets = self.query_BGKLD, self.key_BGSD, self.offsets
         query = query if self.phi is None else self.phi(query)
-        slope, _ = sums(grad_BGKLE, value_BGSE, key, offsets)
+        slope, _ = feature_sums(grad_BGKLE, value_BGSE, key, offsets)
         if offsets is not None:
             total = _totals(key, offsets, query.shape[3])
             slope /= total.masked_fill_(total == 0, 1.0)[:, :, None]
         # what a row takes off is the same for all keys that it sees
         row_BGKL1, key_BGS1 = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
-        key_gradient = back_sums(value_BGSE, grad_BGKLE, query, offsets)
-        key_gradient -= back_sums(key_BGS1, row_BGKL1, query * slope, offsets)
-        return slope, key_gradient.mul_(key), back_sums(key, query, grad_BGKLE, offsets)
+        key_gradient = transposed_feature_sums(value_BGSE, grad_BGKLE, query, offsets)
+        key_gradient -= transposed_feature_sums(key_BGS1, row_BGKL1, query * slope, offsets)
+        return (
+            slope,
+            key_gradient.mul_(key),
+            transposed_feature_sums(key, query, grad_BGKLE, offsets),
+        )
 
 
 class _Steep(NamedTuple):
@@ -178,10 +187,10 @@ def weights(
     made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     exact = score_dtype(query_BHLD.dtype)
 
-    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         return made.block(rows).flatten(1, 2).to(exact)
 
-    return rows_of
+    return row_block
 
 
 def _quickly(
@@ -194,9 +203,9 @@ def _quickly(
 ) -> Tensor:
     """The output in float32 where every query sees every key, but `_carefully` for the items that
     this is too narrow for. Each is judged by itself: its bits do not depend on its neighbours."""
-    padding = padding_of(key_BGSD.shape[2], key_lengths_B)
+    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
     query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).float()
-    made, fits = averages(query, key_BGSD.float(), value_BGSE.float(), padding)
+    made, fits = average_by_channels(query, key_BGSD.float(), value_BGSE.float(), padding)
     if made is None:
         return _carefully(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
     output = made.flatten(1, 2).to(query_BHLD.dtype)
@@ -219,7 +228,7 @@ def _carefully(
 ) -> Tensor:
     """The output, whatever came."""
     made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
-    value = without(padding_of(key_BGSD.shape[2], key_lengths_B), value_BGSE)
+    value = mask_padding(padding_mask(key_BGSD.shape[2], key_lengths_B), value_BGSE)
     return _output(made, value).to(query_BHLD.dtype)
 
 
@@ -232,8 +241,8 @@ def _made(
 ) -> _Features | _Steep:
     """What makes A: in float32 or float64 where keys are of like size, else in float64."""
     (B, _, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
-    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
-    padding = padding_of(S, key_lengths_B)
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    padding = padding_mask(S, key_lengths_B)
     query = query_BHLD.unflatten(1, (G, -1)).to(score_dtype(query_BHLD.dtype))
     key = key_BGSD.to(query.dtype)
     unseen = None if padding is None else padding[:, None, :, None]
@@ -283,7 +292,7 @@ def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
 def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     """A @ value, (B, H, L, E); the value's padding is zeros."""
     value, dtype = value_BGSE, torch.float64
-    most = [largest(item) for item in value] if value.numel() else [0.0] * len(value)
+    most = [largest_size(item) for item in value] if value.numel() else [0.0] * len(value)
     if isinstance(made, _Features) and made.query_BGKLD.dtype == torch.float32:
         # past 1e15 what e^-_SPAN leaves of a small value beside it may underflow
         dtype = torch.float32 if all(m <= 1e15 for m in most) else dtype
@@ -356,7 +365,7 @@ def backward(
     backward = partial(
         _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
     )
-    return by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+    return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
 
 
 def _gradients(
@@ -371,10 +380,16 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of query, key and value."""
     query, key = query_BHLD.double(), key_BGSD.double()
-    value, v = sized(without(padding_of(key.shape[2], key_lengths_B), value_BGSE.double()))
-    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    value, v = normalize_size(
+        mask_padding(padding_mask(key.shape[2], key_lengths_B), value_BGSE.double())
+    )
+    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
     made = _made(query, key, key_lengths_B, causal, query_offset)
     slope_BGKLD, key_gradient, value_gradient = made.gradients(value, grad)
     query, slope = query.softmax(-1), slope_BGKLD.flatten(1, 2)
     query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)
-    return regrown(query_gradient, g + v), regrown(key_gradient, g + v), regrown(value_gradient, g)
+    return (
+        scale_back(query_gradient, g + v),
+        scale_back(key_gradient, g + v),
+        scale_back(value_gradient, g),
+    )

@@ -18,19 +18,24 @@ from jaxtyping import Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
-from qkv.attention.common.feature_sums import Phi, State, shared, sums
-from qkv.attention.common.gradients import by_features, by_heads, regrown, sized
+from qkv.attention.common.feature_sums import Phi, State, apply_state, feature_sums
+from qkv.attention.common.gradients import (
+    gradients_by_features,
+    gradients_by_heads,
+    normalize_size,
+    scale_back,
+)
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
-    again,
-    hide,
-    offsets_of,
-    padding_of,
-    seen,
-    without,
+    item_offsets,
+    mask_padding,
+    padding_mask,
+    rows_to_redo,
+    visible_keys,
+    zero_hidden,
 )
-from qkv.attention.common.score_blocks import largest, score_dtype
+from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 FORMULA: Final = "A_ij = phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l), phi(x) = elu(x) + 1"
@@ -45,7 +50,9 @@ REFUSES: Final[Mapping[str, str]] = {
     "seed": "no single weight is ever made that could be dropped",
 }
 
-ORDINARY: Final = 8.0  # beyond it all of a call may be made in another way: see _FAINT, and logs
+STACKABLE_BELOW: Final = (
+    8.0  # from there on a whole call may take another path: see _FAINT and logs
+)
 
 _ELEMENTS = 1 << 22  # of a block of rows of A, and of the features' sums behind it
 _NORMAL = 1e-31  # products above it are rounded as all are, and so are their sums
@@ -88,10 +95,13 @@ class _Features(NamedTuple):
         """
         compute = score_dtype(query_BHLD.dtype)
         query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
-        key = without(padding_BS, key_BGSD.to(compute))
+        key = mask_padding(padding_BS, key_BGSD.to(compute))
         if (least := _least_product(query, key)) is not None:
-            return cls(query, without(padding_BS, key, -torch.inf), _phi, None, None, least)
-        logs = _log_phi(query.double()), without(padding_BS, _log_phi(key.double()), -torch.inf)
+            return cls(query, mask_padding(padding_BS, key, -torch.inf), _phi, None, None, least)
+        logs = (
+            _log_phi(query.double()),
+            mask_padding(padding_BS, _log_phi(key.double()), -torch.inf),
+        )
         query_shift = logs[0].amax(-1, keepdim=True)
         key_shift = logs[1].amax((-1, -2), keepdim=True)
         key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # all are padding
@@ -140,9 +150,9 @@ def attend(
         outputs: which of "output" and "weights" to return.
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    padding = padding_of(S, key_lengths_B)
+    padding = padding_mask(S, key_lengths_B)
     features = _Features.of(query_BHLD, key_BGSD, padding)
-    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
         output = _output(features, value_BGSE, padding, offsets, normalize).to(dtype)
@@ -168,14 +178,14 @@ def weights(
     """What makes blocks of rows of A: from a slice of L to (B, H, R, S), in memory O(R S). The
     arguments are `attend`'s."""
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    features = _Features.of(query_BHLD, key_BGSD, padding_of(S, key_lengths_B)).made()
-    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
+    features = _Features.of(query_BHLD, key_BGSD, padding_mask(S, key_lengths_B)).made()
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     exact = score_dtype(query_BHLD.dtype)
 
-    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         return _block(features, rows, offsets, normalize).to(exact)
 
-    return rows_of
+    return row_block
 
 
 def _least_product(query: Tensor, key: Tensor) -> float | None:
@@ -218,20 +228,26 @@ def _output(
     normalize: bool,
 ) -> Tensor:
     """A @ value, (B, H, L, E), by sums that queries share."""
-    value = without(padding_BS, value_BGSE.to(features.key_BGSD.dtype))
+    value = mask_padding(padding_BS, value_BGSE.to(features.key_BGSD.dtype))
     query, key, phi = features.query_BGKLD, features.key_BGSD, features.phi
     if _is_faint(features, value):
         query, key, value = query.double(), key.double(), value.double()
     narrow, most, room = value.dtype == torch.float32, 0.0, 1.0
     state = State.of(key, value, phi) if narrow and offsets is None else None
-    if state is None or not largest(state.values_BGEF) <= 1e25:  # queries of up to 1e6 have room
-        state, most = None, largest(value)
+    if (
+        state is None or not largest_size(state.values_BGEF) <= 1e25
+    ):  # queries of up to 1e6 have room
+        state, most = None, largest_size(value)
     if most > 1e15 and narrow:  # its sums may pass float32's range
         query, key, value = query.double(), key.double(), value.double()
     elif most > 1e150:
         room = 2.0 ** (np.frexp(most)[1] - 500)
         value = value / room
-    made = sums(query, key, value, offsets, phi) if state is None else shared(query, state, phi)
+    made = (
+        feature_sums(query, key, value, offsets, phi)
+        if state is None
+        else apply_state(query, state, phi)
+    )
     output, total = made
     if normalize:
         output.div_(total.clamp(min=torch.finfo(total.dtype).tiny))  # 0 where nothing is seen
@@ -253,8 +269,10 @@ def _redo(
 ) -> None:
     """Rows whose sum has underflowed, once more from the logarithms of their weights."""
     query, key = logs
-    for (b, g, k), rows in again(total_BGKL1[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
-        own = seen(rows, key.shape[2], None if offsets is None else offsets[b])
+    for (b, g, k), rows in rows_to_redo(
+        total_BGKL1[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()
+    ):
+        own = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
         made = _from_logs(query[b, g, k, rows], key[b, g], own)
         output_BGKLE[b, g, k, rows] = made @ value_BGSE[b, g]
 
@@ -281,7 +299,7 @@ def _block(features: _Features, rows: slice, offsets: list[int] | None, normaliz
     query = features.query_BGKLD[:, :, :, rows]
     block = torch.einsum("bgkld,bgsd->bgkls", query, features.key_BGSD)
     S, row_R = block.shape[-1], torch.arange(rows.start, rows.stop, device=block.device)
-    hide(block, rows, offsets)
+    zero_hidden(block, rows, offsets)
     if not normalize:
         if features.shift_BGKL1 is not None:
             block = block * features.shift_BGKL1[:, :, :, rows].exp()
@@ -290,8 +308,8 @@ def _block(features: _Features, rows: slice, offsets: list[int] | None, normaliz
     block = block / total.masked_fill(total == 0, 1.0)
     if features.logs is not None:
         query, key = features.logs
-        for (b, g, k), at in again(total[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
-            own = seen(row_R[at], S, None if offsets is None else offsets[b])
+        for (b, g, k), at in rows_to_redo(total[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
+            own = visible_keys(row_R[at], S, None if offsets is None else offsets[b])
             block[b, g, k, at] = _from_logs(query[b, g, k, row_R[at]], key[b, g], own)
     return block.flatten(1, 2)
 
@@ -346,10 +364,10 @@ def backward(
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     backward = partial(
         _gradients if normalize else _gradients_of_sums,
-        padding_BS=padding_of(S, key_lengths_B),
-        offsets=offsets_of(B, L, S, key_lengths_B, causal, query_offset),
+        padding_BS=padding_mask(S, key_lengths_B),
+        offsets=item_offsets(B, L, S, key_lengths_B, causal, query_offset),
     )
-    return by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+    return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
 
 
 def _gradients(
@@ -363,21 +381,23 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of query, key and value, through the gradients of log phi: what phi has been divided by
     cancels in them."""
-    query, key = query_BHLD.double(), without(padding_BS, key_BGSD.double())
-    value, v = sized(without(padding_BS, value_BGSE.double()))
-    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    query, key = query_BHLD.double(), mask_padding(padding_BS, key_BGSD.double())
+    value, v = normalize_size(mask_padding(padding_BS, value_BGSE.double()))
+    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
     features = _Features.of(query, key, padding_BS).made()
-    output, total = sums(features.query_BGKLD, features.key_BGSD, value, offsets)
+    output, total = feature_sums(features.query_BGKLD, features.key_BGSD, value, offsets)
     lost = total == 0 if features.logs is None else total < _TINY
     divided = (output, total.masked_fill(lost, torch.inf))
-    made = by_features(features.query_BGKLD, features.key_BGSD, value, grad, divided, offsets)
+    made = gradients_by_features(
+        features.query_BGKLD, features.key_BGSD, value, grad, divided, offsets
+    )
     made[0].mul_(features.query_BGKLD)
     made[1].mul_(features.key_BGSD)
     if features.logs is not None:
         _add_lost(made, lost[..., 0], features.logs, value, grad, offsets)
     made[1].div_(key.clamp(min=0).add_(1.0))
     query_gradient = made[0].flatten(1, 2).div_(query.clamp(min=0).add_(1.0))
-    return regrown(query_gradient, g + v), regrown(made[1], g + v), regrown(made[2], g)
+    return scale_back(query_gradient, g + v), scale_back(made[1], g + v), scale_back(made[2], g)
 
 
 def _add_lost(
@@ -391,8 +411,8 @@ def _add_lost(
     """Adds what rows whose sum has underflowed give: A is a softmax over all pairs of a key and a
     feature, by the logarithms."""
     query, key = logs
-    for (b, g, k), rows in again(lost_BGKL, _ELEMENTS // key[0, 0].numel()):
-        own = seen(rows, key.shape[2], None if offsets is None else offsets[b])
+    for (b, g, k), rows in rows_to_redo(lost_BGKL, _ELEMENTS // key[0, 0].numel()):
+        own = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
         share_RSD = _terms(query[b, g, k, rows], key[b, g], own)
         total_R11 = share_RSD.sum((1, 2), keepdim=True)
         share_RSD /= total_R11.masked_fill_(total_R11 == 0, 1.0)
@@ -415,16 +435,16 @@ def _gradients_of_sums(
     offsets: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of query, key and value where rows are not divided by their sum."""
-    query, key = query_BHLD.double(), without(padding_BS, key_BGSD.double())
-    value, v = sized(without(padding_BS, value_BGSE.double()))
-    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    query_phi, q = sized(_phi(query).unflatten(1, (key.shape[1], -1)))
-    key_phi, k = sized(without(padding_BS, _phi(key)))
-    made = by_features(query_phi, key_phi, value, grad, None, offsets)
+    query, key = query_BHLD.double(), mask_padding(padding_BS, key_BGSD.double())
+    value, v = normalize_size(mask_padding(padding_BS, value_BGSE.double()))
+    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    query_phi, q = normalize_size(_phi(query).unflatten(1, (key.shape[1], -1)))
+    key_phi, k = normalize_size(mask_padding(padding_BS, _phi(key)))
+    made = gradients_by_features(query_phi, key_phi, value, grad, None, offsets)
     query_gradient = made[0].flatten(1, 2).mul_(query.clamp(max=0).exp_())
-    key_gradient = without(padding_BS, made[1]).mul(key.clamp(max=0).exp_())
+    key_gradient = mask_padding(padding_BS, made[1]).mul(key.clamp(max=0).exp_())
     return (
-        regrown(query_gradient, g + v + k),
-        regrown(key_gradient, g + v + q),
-        regrown(made[2], g + q + k),
+        scale_back(query_gradient, g + v + k),
+        scale_back(key_gradient, g + v + q),
+        scale_back(made[2], g + q + k),
     )

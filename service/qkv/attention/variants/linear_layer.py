@@ -134,10 +134,10 @@ def weights(
     and shares nothing with others."""
     exact = score_dtype(x_BI.dtype)
 
-    def rows_of(rows: slice) -> Float32[Tensor, "R I"] | Float64[Tensor, "R I"]:
+    def row_block(rows: slice) -> Float32[Tensor, "R I"] | Float64[Tensor, "R I"]:
         return _Shares.of(x_BI[rows]).weights().to(exact)
 
-    return rows_of
+    return row_block
 
 
 def _product(x_BI: Tensor, weight_OI: Tensor, exact: torch.dtype) -> Tensor:

@@ -18,12 +18,12 @@ from jaxtyping import Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
-from qkv.attention.common.key_mixtures import Path, averaged
-from qkv.attention.common.row_masks import padding_of, without
+from qkv.attention.common.key_mixtures import Path, average_mixtures
+from qkv.attention.common.row_masks import mask_padding, padding_mask
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 from qkv.attention.variants import softmax
-from qkv.errors import InvalidContent, TooLarge
+from qkv.errors import InvalidContent, PayloadTooLarge
 
 FORMULA: Final = "P = softmax(scale Q (E K)^T); output = P (F V) = A V, A = P F"
 PAPER: Final = "Wang et al., Linformer, arXiv:2006.04768, section 4"
@@ -42,7 +42,7 @@ REFUSES: Final[Mapping[str, str]] = {
     "normalize": "the map is a softmax; A = P F is signed, and its row sums may be 0",
 }
 
-ORDINARY: Final = 1e4  # three such numbers, scale, D and S multiplied stay within float32's range
+STACKABLE_BELOW: Final = 1e4  # three such numbers times scale, D and S are within float32's range
 
 _RANK = 256  # at most, where neither a projection nor a parameter says
 _DRAWN = 32  # pairs that a drawn number takes as long as, or longer
@@ -65,14 +65,14 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * B * R * (D + E) * (G * S + H * L)
 
 
-def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
+def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
     """Each query meets each of the R mixtures, however many keys there are. To draw a number of a
     projection takes as long as many a pair; with N one came, and maybe both."""
     B, H, L, S, R = (sizes[letter] for letter in "BHLSR")
     return B * H * L * R + _DRAWN * R * S * (1 if "N" in sizes else 2)
 
 
-def complete(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
+def infer_sizes(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
     """R where no projection came; projections that do not fit are found here."""
     B, H, G, S, D, E = (sizes[letter] for letter in "BHGSDE")
     if sizes.get("N", S) < S:
@@ -90,7 +90,7 @@ def complete(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
     # the projections, what they make of keys and values, and one row of the map of all heads
     held = R * (2 * S + B * G * (D + E) + B * H)
     if held > _HELD:
-        raise TooLarge(
+        raise PayloadTooLarge(
             f"rank R={R} over S={S} keys would hold {held} numbers beside the inputs; at most "
             f"{_HELD} are held",
             limit=_HELD,
@@ -98,7 +98,7 @@ def complete(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
     return {"R": R}
 
 
-def drawn(
+def random_inputs(
     key_BGSD: Float[Tensor, "B G S D"],
     key_projection_RN: Float[Tensor, "R N"] | None = None,
     value_projection_RN: Float[Tensor, "R N"] | None = None,
@@ -148,8 +148,8 @@ def attend(
         outputs: which of "output", "weights" and "map" (P) to return.
     """
     (B, H, L, D), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
-    exact, padding = score_dtype(dtype), padding_of(S, key_lengths_B)
-    key, value = without(padding, key_BGSD), without(padding, value_BGSE)
+    exact, padding = score_dtype(dtype), padding_mask(S, key_lengths_B)
+    key, value = mask_padding(padding, key_BGSD), mask_padding(padding, value_BGSE)
     E_RS, F_RS = _projections(key, key_projection_RN, value_projection_RN, rank, seed)
     scale = D**-0.5 if scale is None else scale
     if outputs == {"output"}:
@@ -174,7 +174,7 @@ def attend(
     for rows in row_blocks(L, B * H * max(R, 0 if weights is None else S), _ELEMENTS):
         part = scores.block(rows).weights
         if output is not None:
-            output[:, :, rows] = averaged(part, mixed_value, exponents)
+            output[:, :, rows] = average_mixtures(part, mixed_value, exponents)
         if weights is not None:
             weights[:, :, rows] = path.weights(part, F_RS, padding)
         if whole_map is not None:
@@ -195,17 +195,17 @@ def weights(
 ) -> Callable[[slice], Tensor]:
     """What makes blocks of rows of A: from a slice of L to (B, H, rows, S), in memory O(rows S)
     beside the projections. The arguments are `attend`'s."""
-    padding = padding_of(key_BGSD.shape[2], key_lengths_B)
-    key, exact = without(padding, key_BGSD), score_dtype(query_BHLD.dtype)
+    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
+    key, exact = mask_padding(padding, key_BGSD), score_dtype(query_BHLD.dtype)
     E_RS, F_RS = _projections(key, key_projection_RN, value_projection_RN, rank, seed)
     scale = query_BHLD.shape[-1] ** -0.5 if scale is None else scale
     path = Path.of(query_BHLD, key, None, E_RS, F_RS, scale)
     scores, F_RS = path.scores(query_BHLD, key, E_RS, scale), F_RS.to(path.dtype)
 
-    def rows_of(rows: slice) -> Float32[Tensor, "B H rows S"] | Float64[Tensor, "B H rows S"]:
+    def row_block(rows: slice) -> Float32[Tensor, "B H rows S"] | Float64[Tensor, "B H rows S"]:
         return path.weights(scores.block(rows).weights, F_RS, padding).to(exact)
 
-    return rows_of
+    return row_block
 
 
 def _projections(
@@ -296,13 +296,16 @@ def backward(
     pass it. The other arguments are `attend`'s.
     """
     (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
-    padding = padding_of(S, key_lengths_B)
+    padding = padding_mask(S, key_lengths_B)
     E_RS, F_RS = (
         p.double()
         for p in _projections(key_BGSD, key_projection_RN, value_projection_RN, rank, seed)
     )
     query = query_BHLD.double()
-    key, value = without(padding, key_BGSD).double(), without(padding, value_BGSE).double()
+    key, value = (
+        mask_padding(padding, key_BGSD).double(),
+        mask_padding(padding, value_BGSE).double(),
+    )
     scale = D**-0.5 if scale is None else scale
     scores = Path.of(query, key, value, E_RS, F_RS, scale).scores(query, key, E_RS, scale)
     mixed_key, mixed_value = E_RS @ key, F_RS @ value
@@ -319,8 +322,8 @@ def backward(
         value_grad += torch.einsum("bgklr,bgkle->bgre", p, grad)
     grads = {
         "query": query_grad,
-        "key": without(padding, E_RS.mT @ key_grad),
-        "value": without(padding, F_RS.mT @ value_grad),
+        "key": mask_padding(padding, E_RS.mT @ key_grad),
+        "value": mask_padding(padding, F_RS.mT @ value_grad),
     }
     for name, came, mixed_grad, tensor in (
         ("key_projection", key_projection_RN, key_grad, key),

@@ -18,9 +18,9 @@ from jaxtyping import Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
 
-from qkv.attention.common.gradients import regrown, sized
-from qkv.attention.common.row_masks import padding_of, without
-from qkv.attention.common.score_blocks import largest, score_dtype
+from qkv.attention.common.gradients import normalize_size, scale_back
+from qkv.attention.common.row_masks import mask_padding, padding_mask
+from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 FORMULA: Final = "A_ij = 1/(i+1) for j <= i; output = A V"
@@ -65,7 +65,7 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * sizes["B"] * sizes["H"] * sizes["S"] * sizes["E"]
 
 
-def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
+def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
     """How many pairs of a row and a value are looked at, one by one; the loop reads each value
     again, number by number."""
     if parameters.method == "cumsum":
@@ -110,10 +110,10 @@ def attend(
     if "output" not in outputs:
         return Mean(None, weights, method)
     if key_lengths_B is not None:
-        value_BHSE = without(padding_of(value_BHSE.shape[2], key_lengths_B), value_BHSE)
+        value_BHSE = mask_padding(padding_mask(value_BHSE.shape[2], key_lengths_B), value_BHSE)
     make = _METHODS[method]
     if normalize and value_BHSE.dtype == torch.float64:
-        S, most = value_BHSE.shape[2], largest(value_BHSE)
+        S, most = value_BHSE.shape[2], largest_size(value_BHSE)
         if most > 1e300 / S:
             # a sum on the way to an average must not overflow, nor an average that is rounded up
             room = 2.0 ** (S.bit_length() + 1)
@@ -136,11 +136,11 @@ def weights(
     lengths_B = _lengths(value_BHSE, key_lengths_B)
     exact = score_dtype(value_BHSE.dtype)
 
-    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         block_B1RS = _weights(lengths_B, rows, S, causal, normalize, "matmul").to(exact)
         return block_B1RS.expand(B, H, -1, S).contiguous()
 
-    return rows_of
+    return row_block
 
 
 def _lengths(value_BHSE: Tensor, key_lengths_B: Tensor | None) -> Tensor:
@@ -324,9 +324,9 @@ def backward(
     Whatever the method, it is one function: a sum that runs from the last row to the first.
     """
     S, lengths_B = value_BHSE.shape[2], _lengths(value_BHSE, key_lengths_B)
-    grad, exponent = sized(grad_output_BHSE.double())
+    grad, exponent = normalize_size(grad_output_BHSE.double())
     if normalize:
         grad = grad / _counts(lengths_B, slice(0, S), causal).clamp(min=1)
     sums = grad.flip(2).cumsum(2).flip(2) if causal else grad.sum(2, keepdim=True)
-    value = without(padding_of(S, key_lengths_B), sums.expand_as(value_BHSE))
-    return {"value": regrown(value, exponent)}
+    value = mask_padding(padding_mask(S, key_lengths_B), sums.expand_as(value_BHSE))
+    return {"value": scale_back(value, exponent)}

@@ -18,9 +18,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from qkv.attention.common import fused_kernel as _kernel
-from qkv.attention.common.gradients import by_scores, is_ordinary, regrown, sized
-from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, largest, score_dtype
+from qkv.attention.common import fused_kernel
+from qkv.attention.common.gradients import (
+    gradients_by_scores,
+    is_ordinary,
+    normalize_size,
+    scale_back,
+)
+from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, largest_size, score_dtype
 from qkv.attention.common.visibility import Visibility, row_blocks
 
 FORMULA: Final = "A = softmax(scale Q K^T + mask); output = A V"
@@ -50,7 +55,7 @@ class Softmax(NamedTuple):
     backend: str = "explicit"
 
 
-def fused(sizes: Mapping[str, int], parameters: Any, outputs: frozenset[str]) -> bool:
+def uses_sdpa(sizes: Mapping[str, int], parameters: Any, outputs: frozenset[str]) -> bool:
     """Whether torch's kernel runs, but for numbers of unusual size, and has the same bits on any
     number of threads: with few queries it cuts the keys instead, into as many as there are threads
     (measured: no difference in 386 shapes with L >= 32, 21 of 147 with less)."""
@@ -69,7 +74,7 @@ def flops(sizes: Mapping[str, int]) -> int:
     return 2 * B * H * L * S * (D + E)
 
 
-def pairs(sizes: Mapping[str, int], parameters: Any) -> int:
+def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
     """As many as there are scores; a drop is drawn for each in the time of many."""
     scores = sizes["B"] * sizes["H"] * sizes["L"] * sizes["S"]
     return scores * _DROPPED if parameters.dropout else scores
@@ -109,7 +114,7 @@ def attend(
     ] = 0.0,
     seed: Annotated[int, Field(ge=0, lt=2**64, description="What dropout is drawn from.")] = 0,
     outputs: frozenset[str] = frozenset({"output"}),
-    place_BH: Int64[Tensor, "B H"] | None = None,
+    plane_BH: Int64[Tensor, "B H"] | None = None,
 ) -> Softmax:
     """Attends exactly.
 
@@ -125,23 +130,23 @@ def attend(
         mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
         key_lengths_B: keys at and past it are padding.
         outputs: which of `output`, `weights`, `scores` to return.
-        place_BH: b * H + h of each plane within its own request, where planes of several requests
+        plane_BH: b * H + h of each plane within its own request, where planes of several requests
             are stacked; None: all are one request's. Only dropout looks at it.
     """
     (B, H, L, D), S = query_BHLD.shape, key_BGSD.shape[2]
     scale = D**-0.5 if scale is None else scale
-    if B * H * S > _kernel.BIAS_ELEMENTS and B * H > 1:
+    if B * H * S > fused_kernel.BIAS_ELEMENTS and B * H > 1:
         # one row of all heads would be a large matrix by itself
         return _halved(
-            attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), place_BH,
+            attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), plane_BH,
             causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
             dropout=dropout, seed=seed, outputs=outputs,
         )  # fmt: skip
     exact = score_dtype(query_BHLD.dtype)
     visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
     plain = outputs <= {"output"} and softcap is None and not dropout
-    if plain and _kernel.takes(query_BHLD, mask_BHLS, scale):
-        output = _kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, scale)
+    if plain and fused_kernel.is_supported(query_BHLD, mask_BHLS, scale):
+        output = fused_kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, scale)
         if output is not None:
             return Softmax(output, backend="sdpa")
         safe = False
@@ -151,7 +156,7 @@ def attend(
     if not safe:
         visible = visible._replace(dtype=torch.float64)
         value = visible.without_padding(value)
-    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
+    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe)
     return _explicit(scores, value.to(visible.dtype), outputs, query_BHLD.dtype)
 
 
@@ -165,13 +170,13 @@ def decided(
     (B, H, L, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
     scale = D**-0.5 if parameters.scale is None else parameters.scale
     more = ("softcap", "window", "dropout", "query_offset")
-    if scale < 1e-30 or B * H * S > _kernel.BIAS_ELEMENTS:
+    if scale < 1e-30 or B * H * S > fused_kernel.BIAS_ELEMENTS:
         return None
     if any(getattr(parameters, name) for name in more):
         return None
     causal, grouped = parameters.causal, H != G
 
-    def fused(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
+    def run_fused(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
         made = scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
         )
@@ -186,7 +191,7 @@ def decided(
         return Softmax(made, weights.flatten(1, 2), scores.flatten(1, 2))
 
     if outputs == {"output"}:
-        return fused if D == E else None
+        return run_fused if D == E else None
     is_one_block = len(row_blocks(L, B * H * S, _SCORE_ELEMENTS)) == 1
     return explicit if is_one_block and not causal and L * S * D * E else None
 
@@ -204,7 +209,7 @@ def weights(
     window: tuple[int | None, int | None] | None = None,
     dropout: float = 0.0,
     seed: int = 0,
-    place_BH: Int64[Tensor, "B H"] | None = None,
+    plane_BH: Int64[Tensor, "B H"] | None = None,
 ) -> Callable[[slice], Tensor]:
     """What makes blocks of rows of A, after dropout: from a slice of L to (B, H, R, S), in memory
     O(R S). The arguments are `attend`'s."""
@@ -216,9 +221,9 @@ def weights(
         L, S, mask_BHLS, key_lengths_B, causal, query_offset, window,
         exact if safe else torch.float64,
     )  # fmt: skip
-    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, place_BH, safe)
+    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe)
 
-    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         block = scores.block(rows)
         if block.keys == slice(0, S):
             return block.weights.to(exact)
@@ -226,21 +231,21 @@ def weights(
         whole_BHRS[..., block.keys] = block.weights
         return whole_BHRS
 
-    return rows_of
+    return row_block
 
 
 def _halved(
     attend: Callable[..., Softmax],
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    place_BH: Tensor | None,
+    plane_BH: Tensor | None,
     **parameters: Any,
 ) -> Softmax:
     """Attends to half of the items, else half of the key heads, else half of the query heads that
     read one, and then to the other half."""
     query, key, value, mask, lengths = tensors
     (B, H), G = query.shape[:2], key.shape[1]
-    if place_BH is None:
-        place_BH = torch.arange(B * H, device=query.device).view(B, H)
+    if plane_BH is None:
+        plane_BH = torch.arange(B * H, device=query.device).view(B, H)
     axis, size = (0, B) if B > 1 else (1, H)
     middle = (size if axis == 0 or G == 1 else G) // 2 * (1 if axis == 0 or G == 1 else H // G)
     parts = []
@@ -254,7 +259,7 @@ def _halved(
             attend(
                 query[items, heads], key[items, groups], value[items, groups],
                 None if mask is None else own, None if lengths is None else lengths[items],
-                place_BH=place_BH[items, heads], **parameters,
+                plane_BH=plane_BH[items, heads], **parameters,
             )
         )  # fmt: skip
     outputs, weights, scores, backends = zip(*parts, strict=True)
@@ -306,7 +311,7 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
     output = torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value / room).flatten(1, 2)
     if not scores.dropout:
-        most = largest(value_BGSE) / room
+        most = largest_size(value_BGSE) / room
         output.clamp_(-most, most)
     return output.mul_(room)
 
@@ -362,7 +367,7 @@ def reference(
 
 
 def _kept(dropout: float, seed: int, place: int, L: int, S: int) -> Any:
-    """The definition of `_dropout` in unsigned numpy, written apart from it."""
+    """The definition of `common/dropout.py` in unsigned numpy, written apart from it."""
 
     def mix(x: Any) -> Any:
         x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
@@ -390,7 +395,7 @@ def backward(
     window: tuple[int | None, int | None] | None = None,
     dropout: float = 0.0,
     seed: int = 0,
-    place_BH: Int64[Tensor, "B H"] | None = None,
+    plane_BH: Int64[Tensor, "B H"] | None = None,
 ) -> dict[str, Tensor]:
     """Gradients of sum(grad_output * output), a block of rows at a time; the arguments are
     `attend`'s.
@@ -410,11 +415,11 @@ def backward(
     safe = is_safe(query_BHLD, key, value, scale) and is_ordinary(tensors, scale, dropout)
     if not safe:
         visible = visible._replace(dtype=torch.float64)
-    scores = Scores.of(query_BHLD, key, visible, scale, softcap, dropout, seed, place_BH, safe)
+    scores = Scores.of(query_BHLD, key, visible, scale, softcap, dropout, seed, plane_BH, safe)
     grad, query, key, value = (x.to(visible.dtype) for x in tensors)
     if safe:
-        return by_scores(scores, grad, query, key, value)
-    (grad, g), (query, q), (key, k), (value, v) = map(sized, (grad, query, key, value))
+        return gradients_by_scores(scores, grad, query, key, value)
+    (grad, g), (query, q), (key, k), (value, v) = map(normalize_size, (grad, query, key, value))
     exponents = {"query": g + v + k, "key": g + v + q, "value": g, "mask": g + v}
-    made = by_scores(scores, grad, query, key, value)
-    return {name: regrown(gradient, exponents[name]) for name, gradient in made.items()}
+    made = gradients_by_scores(scores, grad, query, key, value)
+    return {name: scale_back(gradient, exponents[name]) for name, gradient in made.items()}

@@ -19,21 +19,26 @@ from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkv.attention.common.cosine_sums import averages
-from qkv.attention.common.feature_sums import sums
-from qkv.attention.common.gradients import by_features, by_heads, regrown, sized
+from qkv.attention.common.cosine_sums import average_by_cosines
+from qkv.attention.common.feature_sums import feature_sums
+from qkv.attention.common.gradients import (
+    gradients_by_features,
+    gradients_by_heads,
+    normalize_size,
+    scale_back,
+)
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
-    again,
-    counts_of,
-    hide,
-    offsets_of,
-    padding_of,
-    seen,
-    without,
+    item_offsets,
+    mask_padding,
+    padding_mask,
+    rows_to_redo,
+    visible_counts,
+    visible_keys,
+    zero_hidden,
 )
-from qkv.attention.common.score_blocks import score_dtype, shrunk
+from qkv.attention.common.score_blocks import score_dtype, split_exponents
 from qkv.attention.common.visibility import row_blocks
 
 FORMULA: Final = "A_ij = (1 + q'_i . k'_j) / (n + q'_i . sum_l k'_l), x' = x / |x|"
@@ -91,12 +96,12 @@ class _Features(NamedTuple):
         query_offset: int | Literal["end"],
     ) -> _Features:
         (B, _, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
-        padding = padding_of(S, key_lengths_B)
-        offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
-        counts = counts_of(B, L, S, key_lengths_B, offsets, query_BHLD.device)
+        padding = padding_mask(S, key_lengths_B)
+        offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+        counts = visible_counts(B, L, S, key_lengths_B, offsets, query_BHLD.device)
         query = pad(_direction(query_BHLD.unflatten(1, (G, -1))), (1, 0), value=1.0)
-        key = pad(_direction(without(padding, key_BGSD)), (1, 0), value=1.0)
-        return cls(query, without(padding, key), offsets, counts)
+        key = pad(_direction(mask_padding(padding, key_BGSD)), (1, 0), value=1.0)
+        return cls(query, mask_padding(padding, key), offsets, counts)
 
     def cancelled(self, total_BGKR: Tensor, rows: slice) -> Tensor:
         """The rows whose sum has cancelled."""
@@ -119,7 +124,7 @@ class _Features(NamedTuple):
         opposed = (key_SD.shape[1] + 4) * torch.finfo(torch.float64).eps
         made_RS = made_RS.masked_fill_(made_RS <= opposed, 0.0).square_().div_(2)
         made_RS = made_RS.masked_fill_((key_SD == 0).all(-1), 1.0).mul_(key_SF[:, 0])
-        own = seen(rows_R, len(key_SF), None if self.offsets is None else self.offsets[b])
+        own = visible_keys(rows_R, len(key_SF), None if self.offsets is None else self.offsets[b])
         if own is not None:
             made_RS.masked_fill_(~own, 0.0)
         return made_RS
@@ -180,10 +185,10 @@ def weights(
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     exact = score_dtype(query_BHLD.dtype)
 
-    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
+    def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         return _block(features, rows).to(exact)
 
-    return rows_of
+    return row_block
 
 
 def _quickly(
@@ -201,13 +206,13 @@ def _quickly(
     on its neighbours.
     """
     (B, _, L, _), (_, G, S, _), dtype = query_BHLD.shape, key_BGSD.shape, query_BHLD.dtype
-    padding = padding_of(S, key_lengths_B)
-    offsets = offsets_of(B, L, S, key_lengths_B, causal, query_offset)
-    counts_BL = counts_of(B, L, S, key_lengths_B, offsets, query_BHLD.device).float()
-    output, total = averages(
+    padding = padding_mask(S, key_lengths_B)
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    counts_BL = visible_counts(B, L, S, key_lengths_B, offsets, query_BHLD.device).float()
+    output, total = average_by_cosines(
         query_BHLD.unflatten(1, (G, -1)),
-        without(padding, key_BGSD),
-        without(padding, value_BGSE).float(),
+        mask_padding(padding, key_BGSD),
+        mask_padding(padding, value_BGSE).float(),
         counts_BL,
         offsets,
     )
@@ -235,8 +240,8 @@ def _exactly(
 ) -> Tensor:
     """The output in float64, whatever came; rounded to the dtype."""
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
-    padding = padding_of(key_BGSD.shape[2], key_lengths_B)
-    return _output(features, without(padding, value_BGSE)).to(query_BHLD.dtype)
+    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
+    return _output(features, mask_padding(padding, value_BGSE)).to(query_BHLD.dtype)
 
 
 def _direction(x: Tensor) -> Tensor:
@@ -248,18 +253,18 @@ def _direction(x: Tensor) -> Tensor:
 def _with_norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
     """x and |x| in float64, both over 2**e, and e of each row."""
     # squares of what was narrower neither overflow nor underflow
-    x, exponents = shrunk(x) if x.dtype == torch.float64 else (x.double(), 0)
+    x, exponents = split_exponents(x) if x.dtype == torch.float64 else (x.double(), 0)
     return x, torch.linalg.vector_norm(x, dim=-1, keepdim=True), exponents
 
 
 def _output(features: _Features, value_BGSE: Tensor) -> Tensor:
     """A @ value, (B, H, L, E), by sums that queries share; the value's padding is zeros."""
     value, room_B111, most_B111 = _with_room(value_BGSE)
-    output, total = sums(features.query_BGKLF, features.key_BGSF, value, features.offsets)
+    output, total = feature_sums(features.query_BGKLF, features.key_BGSF, value, features.offsets)
     total = total[..., 0]
     cancelled = features.cancelled(total, slice(None))
     output /= total.masked_fill(cancelled | (total == 0), 1.0)[..., None]
-    for (b, g, k), rows in again(cancelled, _ELEMENTS // value.shape[2]):
+    for (b, g, k), rows in rows_to_redo(cancelled, _ELEMENTS // value.shape[2]):
         output[b, g, k, rows] = features.exactly((b, g, k), rows) @ value[b, g]
     # an average is no larger than what it averages, however it is rounded
     return output.flatten(1, 2).clamp_(-most_B111, most_B111).mul_(room_B111)
@@ -279,11 +284,11 @@ def _block(features: _Features, rows: slice) -> Tensor:
     """Rows of A, (B, H, R, S)."""
     query = features.query_BGKLF[:, :, :, rows]
     block = torch.einsum("bgklf,bgsf->bgkls", query, features.key_BGSF).clamp_(min=0.0)
-    hide(block, rows, features.offsets)
+    zero_hidden(block, rows, features.offsets)
     total = block.sum(-1)
     cancelled = features.cancelled(total, rows)
     block /= total.masked_fill(cancelled | (total == 0), 1.0)[..., None]
-    for (b, g, k), at in again(cancelled, _ELEMENTS // block.shape[-1]):
+    for (b, g, k), at in rows_to_redo(cancelled, _ELEMENTS // block.shape[-1]):
         block[b, g, k, at] = features.exactly((b, g, k), at + rows.start)
     return block.flatten(1, 2)
 
@@ -343,7 +348,7 @@ def backward(
     backward = partial(
         _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
     )
-    return by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
+    return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
 
 
 def _gradients(
@@ -357,21 +362,21 @@ def _gradients(
     query_offset: int | Literal["end"],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of query, key and value."""
-    padding = padding_of(key_BGSD.shape[2], key_lengths_B)
-    key_BGSD = without(padding, key_BGSD)
+    padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
+    key_BGSD = mask_padding(padding, key_BGSD)
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     query, key = features.query_BGKLF, features.key_BGSF
-    value, v = sized(without(padding, value_BGSE.double()))
-    grad, g = sized(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    output, total = sums(query, key, value, features.offsets)
+    value, v = normalize_size(mask_padding(padding, value_BGSE.double()))
+    grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
+    output, total = feature_sums(query, key, value, features.offsets)
     cancelled = features.cancelled(total[..., 0], slice(None))
     divided = (output, total.masked_fill_(cancelled[..., None] | (total == 0), torch.inf))
-    made = by_features(query, key, value, grad, divided, features.offsets)
+    made = gradients_by_features(query, key, value, grad, divided, features.offsets)
     _add_cancelled(made, cancelled, features, value, grad)
     return (
         _through_direction(made[0].flatten(1, 2)[..., 1:], query_BHLD, g + v),
-        _through_direction(without(padding, made[1])[..., 1:], key_BGSD, g + v),
-        regrown(made[2], g),
+        _through_direction(mask_padding(padding, made[1])[..., 1:], key_BGSD, g + v),
+        scale_back(made[2], g),
     )
 
 
@@ -384,7 +389,9 @@ def _add_cancelled(
 ) -> None:
     """Adds what rows whose sum has cancelled give: the gradient of |q' + k'|^2 / 2 is q' + k', in
     which nothing cancels."""
-    for (b, g, k), rows in again(cancelled_BGKL, _ELEMENTS // features.key_BGSF[0, 0].numel()):
+    for (b, g, k), rows in rows_to_redo(
+        cancelled_BGKL, _ELEMENTS // features.key_BGSF[0, 0].numel()
+    ):
         similar_RS = features.similar((b, g, k), rows)
         total_R1 = similar_RS.sum(-1, keepdim=True)
         total_R1 = total_R1.masked_fill_(total_R1 == 0, torch.inf)
@@ -404,4 +411,4 @@ def _through_direction(gradient: Tensor, x: Tensor, exponent: int) -> Tensor:
     x, norm, exponents = _with_norm(x)
     direction = x / norm.masked_fill(norm == 0, 1.0)
     gradient = gradient - direction * (direction * gradient).sum(-1, keepdim=True)
-    return regrown(gradient / norm.masked_fill(norm == 0, torch.inf), exponent - exponents)
+    return scale_back(gradient / norm.masked_fill(norm == 0, torch.inf), exponent - exponents)

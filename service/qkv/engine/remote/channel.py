@@ -1,6 +1,10 @@
-"""What a worker and the device process say to one another: frames on a socket that they share.
+"""Channels between workers and the device process: message frames on a socket pair.
 
-A frame is a head (bytes that follow, kind, request) and what follows. No tensor is in it.
+A frame is a header (bytes that follow, type, request id) and its payload; no tensor is in it. The
+parent process makes a socket pair for each worker and hands an end to either side, whenever one of
+the two has started. The ends go through control sockets, one for each process and made before its
+fork, so that there is no address that another process could connect to, and only the two hold a
+pair open: each sees the other's end close as soon as it does.
 """
 
 from __future__ import annotations
@@ -9,112 +13,165 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from typing import Final, NamedTuple, Self, cast
 
-__all__ = ["Asked", "Channel", "Kind"]
+__all__ = ["Channel", "JobRequest", "MessageType", "SocketBroker", "receive_connection"]
 
-_HEAD: Final = struct.Struct("<IBQ")
-_ASKED: Final = struct.Struct("<QQQQBdd")
-_NEVER: Final = -1.0
+_FRAME_HEADER: Final = struct.Struct("<IBQ")
+_JOB_REQUEST: Final = struct.Struct("<QQQQBdd")
+_NO_DEADLINE: Final = -1.0
 
 
-class Kind(IntEnum):
-    """What a frame is."""
+class MessageType(IntEnum):
+    """The type of a frame."""
 
-    ASK = 1  # worker: a job is to run; an `Asked` follows
-    LEAVE = 2  # worker: its caller has left
+    RUN = 1  # worker: a job is to run; a `JobRequest` follows
+    CANCEL = 2  # worker: its client has disconnected
     READY = 3  # device process: jobs are taken
-    ANSWER = 4  # device process: timing and outputs' names; the outputs are in shared memory
-    FAULT = 5  # device process: it failed, and why
-    GONE = 6  # device process: it ran for nobody, or not at all
+    RESULT = 4  # device process: timing and outputs' names; the outputs are in shared memory
+    ERROR = 5  # device process: the job failed, and why
+    RELEASED = 6  # device process: a cancelled job has run, or never will
 
 
-class Asked(NamedTuple):
+class JobRequest(NamedTuple):
     """A job that is to run.
 
     Attributes:
-        inputs: where in the worker's region its tensors are.
-        inputs_size: bytes of them.
-        answer: where the answer's go.
-        answer_size: bytes of them.
+        inputs_offset: where in the worker's region its tensors are.
+        inputs_bytes: their size.
+        outputs_offset: where its outputs go.
+        outputs_bytes: their size.
         priority: as `Engine.submit` takes it.
-        since: when it was submitted, by `time.perf_counter`, one clock for every process.
+        enqueued_at: when it was submitted, by `time.perf_counter`, one clock for every process.
         wait_s: as `Engine.submit` takes it.
-        head: of its parcel.
+        header: as `job_codec.encode_header` makes it.
     """
 
-    inputs: int
-    inputs_size: int
-    answer: int
-    answer_size: int
+    inputs_offset: int
+    inputs_bytes: int
+    outputs_offset: int
+    outputs_bytes: int
     priority: int
-    since: float
+    enqueued_at: float
     wait_s: float | None
-    head: bytes
+    header: bytes
 
     def pack(self) -> bytes:
-        """Itself as bytes."""
-        *numbers, wait_s, head = self
-        return _ASKED.pack(*numbers, _NEVER if wait_s is None else wait_s) + head
+        """Returns it as bytes."""
+        *numbers, wait_s, header = self
+        return _JOB_REQUEST.pack(*numbers, _NO_DEADLINE if wait_s is None else wait_s) + header
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """What was packed."""
-        asked = cls._make((*_ASKED.unpack_from(data), data[_ASKED.size :]))
-        return asked._replace(wait_s=None) if asked.wait_s == _NEVER else asked
+        """Returns what was packed."""
+        request = cls._make((*_JOB_REQUEST.unpack_from(data), data[_JOB_REQUEST.size :]))
+        return request._replace(wait_s=None) if request.wait_s == _NO_DEADLINE else request
 
 
 class Channel(asyncio.Protocol):
-    """One end.
+    """One end of a socket pair.
 
     Args:
-        take: told of each frame: kind, request, and what follows.
-        lost: told, once, when the other end or this one is closed.
+        on_message: called with each frame: type, request id, and payload.
+        on_lost: called once when the other end or this one is closed.
     """
 
     def __init__(
-        self, take: Callable[[Kind, int, bytes], None], lost: Callable[[], None] = lambda: None
+        self,
+        on_message: Callable[[MessageType, int, bytes], None],
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._take, self._lost = take, lost
+        self._on_message, self._on_lost = on_message, on_lost
         self._transport: asyncio.WriteTransport | None = None
         self._rest = b""
         self.closed = asyncio.Event()
 
     async def open(self, end: socket.socket) -> Self:
-        """Speaks through one end of a pair of sockets from now on."""
+        """Sends and receives on one end of a socket pair from now on."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
         return self
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio's."""
+        """Called by asyncio."""
         self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """asyncio's: any number of bytes."""
+        """Called by asyncio, with any number of bytes."""
         data = self._rest + data
         first = 0
-        while len(data) - first >= _HEAD.size:
-            size, kind, request = _HEAD.unpack_from(data, first)
-            end = first + _HEAD.size + size
+        while len(data) - first >= _FRAME_HEADER.size:
+            size, kind, request_id = _FRAME_HEADER.unpack_from(data, first)
+            end = first + _FRAME_HEADER.size + size
             if end > len(data):
                 break
-            self._take(Kind(kind), request, data[first + _HEAD.size : end])
+            payload = data[first + _FRAME_HEADER.size : end]
+            self._on_message(MessageType(kind), request_id, payload)
             first = end
         self._rest = data[first:]
 
     def connection_lost(self, error: Exception | None) -> None:
-        """asyncio's."""
+        """Called by asyncio."""
         self.closed.set()
-        self._lost()
+        self._on_lost()
 
-    def send(self, kind: Kind, request: int = 0, what: bytes = b"") -> None:
-        """Sends a frame; into the void where the other end is closed."""
+    def send(self, kind: MessageType, request_id: int = 0, payload: bytes = b"") -> None:
+        """Sends a frame; drops it if the other end is closed."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(_HEAD.pack(len(what), kind, request) + what)
+            header = _FRAME_HEADER.pack(len(payload), kind, request_id)
+            self._transport.write(header + payload)
 
     def close(self) -> None:
-        """Closes it once all is sent, and takes nothing more."""
-        self._take = lambda kind, request, what: None
+        """Closes it once all is sent, and receives nothing more."""
+        self._on_message = lambda kind, request_id, payload: None
         if self._transport is not None:
             self._transport.close()
+
+
+class SocketBroker:
+    """The control sockets of all processes, in their parent.
+
+    Args:
+        device_process: its index; smaller ones are the workers'.
+    """
+
+    def __init__(self, device_process: int) -> None:
+        self._device_process = device_process
+        self._control_sockets: dict[int, socket.socket] = {}
+
+    def create_control_socket(self, index: int) -> socket.socket:
+        """Creates the control socket of a process that is about to be forked; returns its end."""
+        if index in self._control_sockets:
+            self._control_sockets[index].close()
+        self._control_sockets[index], theirs = socket.socketpair()
+        return theirs
+
+    def connect(self, index: int) -> None:
+        """Connects a forked worker to the device process, or the device process to all workers."""
+        workers = range(self._device_process)
+        for worker in workers if index == self._device_process else [index]:
+            if worker in self._control_sockets and self._device_process in self._control_sockets:
+                self._send_pair(worker)
+
+    def close(self) -> None:
+        """Closes the parent's ends."""
+        for control_socket in self._control_sockets.values():
+            control_socket.close()
+
+    def _send_pair(self, worker: int) -> None:
+        name = worker.to_bytes(2)
+        one, other = socket.socketpair()
+        with one, other, suppress(OSError):  # a process that has just ended is started again
+            socket.send_fds(self._control_sockets[self._device_process], [name], [one.fileno()])
+            socket.send_fds(self._control_sockets[worker], [name], [other.fileno()])
+
+
+def receive_connection(control_socket: socket.socket) -> tuple[int, socket.socket] | None:
+    """Receives a connection from a control socket that has something to read.
+
+    Returns:
+        The worker's index, and one end of a socket pair; None once the parent has ended.
+    """
+    name, ends, _, _ = socket.recv_fds(control_socket, 2, 1)
+    return (int.from_bytes(name), socket.socket(fileno=ends[0])) if ends else None

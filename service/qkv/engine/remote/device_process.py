@@ -1,5 +1,4 @@
-"""The process that owns the device, where workers do not: it runs what they write into memory that
-all of them share."""
+"""The process that owns the device: runs the jobs that workers write into shared memory."""
 
 from __future__ import annotations
 
@@ -18,22 +17,21 @@ import numpy as np
 import orjson
 
 from qkv.engine.engine import Engine
-from qkv.engine.remote import job_codec as parcel
-from qkv.engine.remote.channel import Asked, Channel, Kind
-from qkv.engine.remote.shared_memory import Arena
-from qkv.engine.remote.socket_handover import receive
+from qkv.engine.remote import job_codec
+from qkv.engine.remote.channel import Channel, JobRequest, MessageType, receive_connection
+from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.warmup import warm_up
-from qkv.engine.work_queue import Answer
-from qkv.errors import Internal, NotNow, QkvError
+from qkv.engine.work_queue import JobResult
+from qkv.errors import Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Limits
-from qkv.telemetry.worker_state import Worker
+from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["DeviceProcess"]
 
 _log = logging.getLogger("qkv.device")
 
-_LARGE: Final = 1 << 20  # bytes; more is not copied on the event loop
-_TURN_S: Final = 0.01
+_LARGE_BYTES: Final = 1 << 20  # more is not copied on the event loop
+_POLL_S: Final = 0.01
 
 
 class DeviceProcess:
@@ -41,232 +39,246 @@ class DeviceProcess:
 
     Args:
         engine: what runs them.
-        worker: what this process is in its fleet.
-        arena: where tensors are.
+        worker: this process's row of the shared state.
+        shared_memory: where tensors are.
         limits: what each job may ask for.
-        mailbox: brings a worker's index and one end of a pair of sockets whenever one starts.
-        leash: reads as closed once the parent has ended.
+        control_socket: brings a worker's index and one end of a socket pair when one starts.
+        parent_alive_fd: reads as closed once the parent has ended.
     """
 
     def __init__(
         self,
         engine: Engine,
-        worker: Worker,
-        arena: Arena,
+        worker: WorkerState,
+        shared_memory: SharedMemory,
         limits: Limits,
-        mailbox: socket.socket,
-        leash: int,
+        control_socket: socket.socket,
+        parent_alive_fd: int,
     ) -> None:
         self._engine, self._worker = engine, worker
-        self._mailbox, self._leash = mailbox, leash
-        opener = parcel.Opener(limits)
-        self._callers = [
-            _Caller(i, engine, arena, opener, self._left) for i in range(len(worker.fleet))
+        self._control_socket, self._parent_alive_fd = control_socket, parent_alive_fd
+        decoder = job_codec.JobDecoder(limits)
+        self._links = [
+            WorkerLink(index, engine, shared_memory, decoder, self._end_if_orphaned)
+            for index in range(len(worker.shared_state))
         ]
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ending = asyncio.Event()
         self._is_orphan = False
 
     async def run(self) -> bool:
-        """Runs jobs until SIGTERM, or until parent and workers are gone; answers what it took.
+        """Runs jobs until SIGTERM, or until parent and workers have ended; sends all results.
 
         Returns:
-            Whether the device works; where it failed for good, this ends by itself.
+            True if the device works. If it failed for good, this ends without SIGTERM.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_ending.set)
         self._engine.start()
-        pulse = asyncio.create_task(self._worker.pulse(self._engine.usage))
-        watch = asyncio.create_task(self._watch())
+        heartbeat = asyncio.create_task(self._worker.run_heartbeat(self._engine.usage))
+        failure_watch = asyncio.create_task(self._end_on_failure())
         await warm_up(self._engine)
-        self._engine.ledger.recorder = self._worker.recorder
-        self._worker.loads(self._engine.usage())
-        loop.add_reader(self._leash, self._orphaned)
-        loop.add_reader(self._mailbox, self._letter)
-        self._worker.ready(True)
+        self._engine.accounting.stats_recorder = self._worker.stats_recorder
+        self._worker.set_usage(self._engine.usage())
+        loop.add_reader(self._parent_alive_fd, self._on_parent_exit)
+        loop.add_reader(self._control_socket, self._on_new_connection)
+        self._worker.set_ready(True)
         await self._is_ending.wait()
-        self._worker.ready(False)
+        self._worker.set_ready(False)
         await self._engine.stop()
-        for caller in self._callers:
-            await caller.close()
-        pulse.cancel()
-        watch.cancel()
-        return not self._engine.broken.is_set()
+        for link in self._links:
+            await link.close()
+        heartbeat.cancel()
+        failure_watch.cancel()
+        return not self._engine.failed.is_set()
 
-    async def _watch(self) -> None:
-        await self._engine.broken.wait()
+    async def _end_on_failure(self) -> None:
+        await self._engine.failed.wait()
         self._is_ending.set()
 
-    def _letter(self) -> None:
-        """A worker has started."""
-        if (letter := receive(self._mailbox)) is None:
-            asyncio.get_running_loop().remove_reader(self._mailbox)
+    def _on_new_connection(self) -> None:
+        """Connects a worker that has started."""
+        if (connection := receive_connection(self._control_socket)) is None:
+            asyncio.get_running_loop().remove_reader(self._control_socket)
             return
-        index, end = letter
-        task = asyncio.create_task(self._callers[index].open(end))
+        index, end = connection
+        task = asyncio.create_task(self._links[index].open(end))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _orphaned(self) -> None:
-        """The parent is gone; workers end by themselves once they have answered."""
-        asyncio.get_running_loop().remove_reader(self._leash)
+    def _on_parent_exit(self) -> None:
+        """Ends once all workers have; each ends by itself after its last response."""
+        asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
         self._is_orphan = True
-        self._left()
+        self._end_if_orphaned()
 
-    def _left(self) -> None:
-        """A worker has ended."""
-        if self._is_orphan and not any(caller.is_there for caller in self._callers):
+    def _end_if_orphaned(self) -> None:
+        """Ends this process if the parent and all workers have ended."""
+        if self._is_orphan and not any(link.is_connected for link in self._links):
             self._is_ending.set()
 
 
-class _Held(NamedTuple):
-    """A job of a worker's.
+class PendingJob(NamedTuple):
+    """A worker's job whose result is not sent yet.
 
     Attributes:
-        asked: as it came.
+        request: as it was received.
         inputs: its tensors' bytes; the job refers to them as long as the device may read them.
-        future: its answer.
+        future: its result.
     """
 
-    asked: Asked
+    request: JobRequest
     inputs: np.ndarray
-    future: asyncio.Future[Answer]
+    future: asyncio.Future[JobResult]
 
 
-class _Caller:
-    """One worker, and its jobs that are not answered.
+class WorkerLink:
+    """The connection to one worker, and its pending jobs.
 
-    A worker that is started anew takes over the region of the one before. It is told that it may
-    once nothing here looks at what that one had written, or writes for it.
+    A restarted worker takes over the region of the one before. It is sent READY once nothing here
+    reads what that one had written, or writes for it.
+
+    Args:
+        index: the worker's.
+        engine: what runs its jobs.
+        shared_memory: where its tensors are.
+        decoder: decodes its jobs.
+        on_lost: called when the worker has ended.
     """
 
     def __init__(
         self,
         index: int,
         engine: Engine,
-        arena: Arena,
-        opener: parcel.Opener,
+        shared_memory: SharedMemory,
+        decoder: job_codec.JobDecoder,
         on_lost: Callable[[], None],
     ) -> None:
         self._index = index
-        self._engine, self._arena, self._opener = engine, arena, opener
+        self._engine, self._shared_memory, self._decoder = engine, shared_memory, decoder
         self._on_lost = on_lost
-        self._held: dict[int, _Held] = {}
-        self._leaving = 0  # jobs that run for nobody
+        self._pending: dict[int, PendingJob] = {}
+        self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
         self._channel: Channel | None = None
-        self._answering: set[asyncio.Task[None]] = set()
+        self._reply_tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def is_there(self) -> bool:
-        """Whether it may ask for something."""
+    def is_connected(self) -> bool:
+        """True while the worker may send something."""
         return self._channel is not None and not self._channel.closed.is_set()
 
     async def open(self, end: socket.socket) -> None:
-        """Takes its jobs from now on."""
-        if self._channel is not None:  # the worker before it may not have been seen to end
+        """Takes the worker's jobs from now on."""
+        if self._channel is not None:  # the end of the worker before it may not have been seen
             self._channel.close()
-            self._lost(self._channel)
-        channel = self._channel = Channel(self._take, lambda: self._lost(channel))
-        while self._leaving:
+            self._on_connection_lost(self._channel)
+        channel = self._channel = Channel(
+            self._on_message, lambda: self._on_connection_lost(channel)
+        )
+        while self._cancelled_count:
             gc.collect()  # an exception's traceback may be all that still refers to a job
-            await asyncio.sleep(_TURN_S)
+            await asyncio.sleep(_POLL_S)
         await channel.open(end)
-        channel.send(Kind.READY)
+        channel.send(MessageType.READY)
 
     async def close(self) -> None:
-        """Returns once its answers are on their way and its end is closed."""
+        """Returns once its results are sent and its end is closed."""
         await asyncio.sleep(0)  # for what the engine has just handed over
-        await asyncio.gather(*self._answering)
-        if self._channel is not None and self.is_there:
+        await asyncio.gather(*self._reply_tasks)
+        if self._channel is not None and self.is_connected:
             self._channel.close()
             await self._channel.closed.wait()
 
-    def _take(self, kind: Kind, request: int, what: bytes) -> None:
-        """What the worker says."""
-        if kind == Kind.LEAVE:
-            if (held := self._held.get(request)) is not None and held.future.cancel():
-                self._let_go(request)
+    def _on_message(self, kind: MessageType, request_id: int, payload: bytes) -> None:
+        """Handles a frame of the worker."""
+        if kind == MessageType.CANCEL:
+            if (job := self._pending.get(request_id)) is not None and job.future.cancel():
+                self._release_when_unused(request_id)
             return
         try:
-            self._ask(request, Asked.unpack(what))
+            self._submit(request_id, JobRequest.unpack(payload))
         except Exception as error:
-            self._say(request, *_fault(error))
+            self._send(request_id, *_encode_error(error))
 
-    def _ask(self, request: int, asked: Asked) -> None:
-        inputs = self._arena.bytes(self._index, asked.inputs, asked.inputs_size)
-        job = self._opener.open(asked.head, inputs)
+    def _submit(self, request_id: int, request: JobRequest) -> None:
+        inputs = self._shared_memory.view(self._index, request.inputs_offset, request.inputs_bytes)
         future = self._engine.submit(
-            job, priority=asked.priority, wait_s=asked.wait_s, since=asked.since
+            self._decoder.decode(request.header, inputs),
+            priority=request.priority,
+            wait_s=request.wait_s,
+            enqueued_at=request.enqueued_at,
         )
-        self._held[request] = _Held(asked, inputs, future)
-        future.add_done_callback(partial(self._done, request))
+        self._pending[request_id] = PendingJob(request, inputs, future)
+        future.add_done_callback(partial(self._on_done, request_id))
 
-    def _done(self, request: int, future: asyncio.Future[Answer]) -> None:
-        held = self._held.get(request)
-        if held is None or held.future is not future or future.cancelled():
+    def _on_done(self, request_id: int, future: asyncio.Future[JobResult]) -> None:
+        job = self._pending.get(request_id)
+        if job is None or job.future is not future or future.cancelled():
             return
-        if future.exception() is None and held.asked.answer_size > _LARGE:
-            task = asyncio.create_task(self._reply_large(request, held))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+        if future.exception() is None and job.request.outputs_bytes > _LARGE_BYTES:
+            task = asyncio.create_task(self._reply_large(request_id, job))
+            self._reply_tasks.add(task)
+            task.add_done_callback(self._reply_tasks.discard)
         else:
-            del self._held[request]
-            self._say(request, *self._reply(held))
+            del self._pending[request_id]
+            self._send(request_id, *self._build_reply(job))
 
-    async def _reply_large(self, request: int, held: _Held) -> None:
-        reply = await asyncio.to_thread(self._reply, held)
-        if self._held.get(request) is held:  # else its worker has ended meanwhile
-            del self._held[request]
-            self._say(request, *reply)
+    async def _reply_large(self, request_id: int, job: PendingJob) -> None:
+        reply = await asyncio.to_thread(self._build_reply, job)
+        if self._pending.get(request_id) is job:  # else its worker has ended meanwhile
+            del self._pending[request_id]
+            self._send(request_id, *reply)
 
-    def _reply(self, held: _Held) -> tuple[Kind, bytes]:
-        """What the worker is told, once the answer is copied to where it looks for it."""
+    def _build_reply(self, job: PendingJob) -> tuple[MessageType, bytes]:
+        """Copies the outputs to where the worker expects them; returns the reply to it."""
         try:
-            answer, asked = held.future.result(), held.asked
-            tensors = answer.outputs.values()
-            room = self._arena.bytes(self._index, asked.answer, asked.answer_size)
-            places = parcel.laid_out(t.nbytes for t in tensors)
-            for place, tensor in zip(places, tensors, strict=True):
-                room[place] = np.frombuffer(tensor.data, np.uint8)
-            return Kind.ANSWER, orjson.dumps([list(answer.outputs), answer.timing])
+            result, request = job.future.result(), job.request
+            tensors = result.outputs.values()
+            target = self._shared_memory.view(
+                self._index, request.outputs_offset, request.outputs_bytes
+            )
+            slices = job_codec.aligned_slices(t.nbytes for t in tensors)
+            for where, tensor in zip(slices, tensors, strict=True):
+                target[where] = np.frombuffer(tensor.data, np.uint8)
+            return MessageType.RESULT, orjson.dumps([list(result.outputs), result.timing])
         except Exception as error:
-            return _fault(error)
+            return _encode_error(error)
 
-    def _say(self, request: int, kind: Kind, what: bytes) -> None:
+    def _send(self, request_id: int, kind: MessageType, payload: bytes) -> None:
         if self._channel is not None:
-            self._channel.send(kind, request, what)
+            self._channel.send(kind, request_id, payload)
 
-    def _let_go(self, request: int) -> None:
-        """Waits for the device to have done with a job that nobody waits for."""
-        inputs = self._held.pop(request).inputs
-        self._leaving += 1
-        told = partial(self._gone, self._channel, request)
+    def _release_when_unused(self, request_id: int) -> None:
+        """Sends RELEASED once the device does not read a cancelled job's inputs any more."""
+        inputs = self._pending.pop(request_id).inputs
+        self._cancelled_count += 1
+        on_released = partial(self._on_released, self._channel, request_id)
         loop = asyncio.get_running_loop()
 
-        def gone() -> None:
+        def on_finalized() -> None:
             with suppress(RuntimeError):  # the loop is closed, and this process ends
-                loop.call_soon_threadsafe(told)
+                loop.call_soon_threadsafe(on_released)
 
-        weakref.finalize(inputs, gone).atexit = False
+        weakref.finalize(inputs, on_finalized).atexit = False
 
-    def _gone(self, channel: Channel | None, request: int) -> None:
-        self._leaving -= 1
+    def _on_released(self, channel: Channel | None, request_id: int) -> None:
+        self._cancelled_count -= 1
         if channel is not None and channel is self._channel:
-            channel.send(Kind.GONE, request)
+            channel.send(MessageType.RELEASED, request_id)
 
-    def _lost(self, channel: Channel) -> None:
-        """The worker has ended: its jobs run for nobody."""
+    def _on_connection_lost(self, channel: Channel) -> None:
+        """Cancels the jobs of a worker that has ended."""
         if channel is self._channel:
-            for request, held in list(self._held.items()):
-                held.future.cancel()
-                self._let_go(request)
+            for request_id, job in list(self._pending.items()):
+                job.future.cancel()
+                self._release_when_unused(request_id)
             self._on_lost()
 
 
-def _fault(error: Exception) -> tuple[Kind, bytes]:
-    """What a worker is told of a failure; what is ours to fix is logged."""
+def _encode_error(error: Exception) -> tuple[MessageType, bytes]:
+    """Encodes a failure for the worker, and logs it if it is ours to fix."""
     if not isinstance(error, QkvError):
         _log.error("a job could not be taken, or not be answered", exc_info=error)
         error = Internal("the computation failed")
-    retry_after = error.retry_after if isinstance(error, NotNow) else 1
-    return Kind.FAULT, orjson.dumps([error.status, error.problem(), retry_after])
+    retry_after = error.retry_after if isinstance(error, ServiceUnavailable) else 1
+    return MessageType.ERROR, orjson.dumps([error.status, error.problem(), retry_after])

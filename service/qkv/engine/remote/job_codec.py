@@ -1,7 +1,8 @@
-"""A job as bytes, for another process of the service: a head of JSON, and the tensors' own bytes.
+"""A job as bytes, for another process: a header in JSON, and the tensors' own bytes.
 
-The head is the request that the job was made of, without its numbers. The other process makes the
-job of it by the same checks; of a head that has come before, once and for all.
+The header is the request that the job was made of, without its numbers. The other process makes the
+job from it with the same checks, and keeps the jobs of recent headers. `RemoteEngine` encodes,
+`WorkerLink` decodes.
 """
 
 from __future__ import annotations
@@ -17,38 +18,46 @@ from qkv.attention.layers.layouts import LAYOUTS
 from qkv.engine.remote.shared_memory import ALIGNMENT
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
-from qkv.jobs.measure.probe_jobs import ExactJob, PeakJob, TimedJob
-from qkv.jobs.measure.row_divergence import DivergenceJob
+from qkv.jobs.measure.probe_jobs import Float64Job, PeakMemoryJob, TimingJob
+from qkv.jobs.measure.row_divergence import RowDivergenceJob
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["Opener", "head_of", "laid_out", "room_for", "sizes_in", "sizes_out", "write"]
+__all__ = [
+    "JobDecoder",
+    "aligned_bytes",
+    "aligned_slices",
+    "encode_header",
+    "input_sizes",
+    "output_sizes",
+    "write_tensors",
+]
 
-_MOST: Final = 256  # heads that are kept, those that came last
-_LONGEST: Final = 4096  # bytes of a head that is kept
+_MAX_KEPT: Final = 256  # headers whose jobs are kept, the most recent ones
+_MAX_HEADER_BYTES: Final = 4096  # of a header whose job is kept
 
 _Tensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
-_KINDS: Final[dict[str, type[Job]]] = {
+_JOB_TYPES: Final[dict[str, type[Job]]] = {
     "run": Job,
     "gradients": GradientJob,
-    "timed": TimedJob,
-    "peak": PeakJob,
-    "exact": ExactJob,
-    "divergence": DivergenceJob,
+    "timed": TimingJob,
+    "peak": PeakMemoryJob,
+    "exact": Float64Job,
+    "divergence": RowDivergenceJob,
 }
 
 
-def laid_out(sizes: Iterable[int]) -> Iterator[slice]:
-    """Where tensors of so many bytes lie, one after the other, each at an aligned place."""
+def aligned_slices(sizes: Iterable[int]) -> Iterator[slice]:
+    """Returns where tensors of these bytes lie, one after the other, each aligned."""
     first = 0
     for size in sizes:
         yield slice(first, first + size)
         first += _padded(size)
 
 
-def room_for(sizes: Iterable[int]) -> int:
-    """Bytes that hold them all so, in any order."""
+def aligned_bytes(sizes: Iterable[int]) -> int:
+    """Returns the bytes that `aligned_slices` takes, in any order."""
     return sum(map(_padded, sizes))
 
 
@@ -56,18 +65,18 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def head_of(job: Job) -> bytes:
-    """All of a job but numbers, the same for jobs that differ in nothing else."""
+def encode_header(job: Job) -> bytes:
+    """Encodes all of a job but its numbers; jobs that differ in nothing else have equal headers."""
     fields: dict[str, Any] = {
         "parameters": job.parameters.model_dump(mode="json", exclude_unset=True)
     }
-    (kind,) = (name for name, known in _KINDS.items() if type(job) is known)
-    if isinstance(job, DivergenceJob):
-        fields |= job.asked
+    (kind,) = (name for name, known in _JOB_TYPES.items() if type(job) is known)
+    if isinstance(job, RowDivergenceJob):
+        fields |= job.own_fields
     elif kind != "gradients":
         fields["outputs"] = sorted(job.outputs)
-        if job.form.is_digest:
-            fields["weights"] = job.form.asked
+        if job.form.is_summary:
+            fields["weights"] = job.form.as_json
     tensors = [(name, t.dtype, t.shape) for name, t in job.inputs.tensors.items()]
     weights: list[_Tensor] = []
     if (layer := job.inputs.layer) is not None:
@@ -77,66 +86,67 @@ def head_of(job: Job) -> bytes:
     return orjson.dumps([kind, job.variant.name, fields, tensors, weights])
 
 
-def sizes_in(job: Job) -> list[int]:
-    """Bytes of each tensor that comes with it, its layer's last."""
+def input_sizes(job: Job) -> list[int]:
+    """Returns the bytes of each input tensor, the layer's last."""
     layer = job.inputs.layer
     weights = () if layer is None else layer.tensors.values()
     return [t.nbytes for t in (*job.inputs.tensors.values(), *weights)]
 
 
-def sizes_out(job: Job, names: Iterable[str] | None = None) -> list[int]:
-    """Bytes of each tensor of its answer, in that order; None: in any."""
-    return [nbytes(*job.answers[name]) for name in (job.answers if names is None else names)]
+def output_sizes(job: Job, names: Iterable[str] | None = None) -> list[int]:
+    """Returns the bytes of each output, in the order of `names`; None: in any."""
+    names = job.output_specs if names is None else names
+    return [nbytes(*job.output_specs[name]) for name in names]
 
 
-def write(job: Job, into: np.ndarray) -> None:
-    """Copies its tensors, its layer's last."""
+def write_tensors(job: Job, into: np.ndarray) -> None:
+    """Copies its input tensors, the layer's last."""
     sources = [np.frombuffer(t.data, np.uint8) for t in job.inputs.tensors.values()]
     if job.inputs.layer is not None:
         arrays = job.inputs.layer.tensors.values()
         sources += [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
-    for place, source in zip(laid_out(s.nbytes for s in sources), sources, strict=True):
-        into[place] = source
+    for where, source in zip(aligned_slices(s.nbytes for s in sources), sources, strict=True):
+        into[where] = source
 
 
-class Opener:
-    """Makes jobs of parcels.
+class JobDecoder:
+    """Decodes jobs.
 
     Args:
-        limits: what each may ask for, as whoever checked it before had them.
+        limits: what each may ask for; the worker that checked it before has the same.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._known: OrderedDict[bytes, tuple[Job, list[_Tensor]]] = OrderedDict()
 
-    def open(self, head: bytes, data: np.ndarray) -> Job:
-        """The job; its tensors are views of the data.
+    def decode(self, header: bytes, data: np.ndarray) -> Job:
+        """Returns the job; its tensors are views of the data.
 
         Raises:
-            QkvError: as `Job.of`; but whoever wrote the head has had it checked.
+            QkvError: as `Job.from_message`; but the worker has checked it before.
         """
-        if (known := self._known.get(head)) is not None:
-            self._known.move_to_end(head)
-            return known[0].again(_views(known[1], data))
-        kind, variant, fields, tensors, weights = orjson.loads(head)
+        if (known := self._known.get(header)) is not None:
+            self._known.move_to_end(header)
+            return known[0].with_tensors(_views(known[1], data))
+        kind, variant, fields, tensors, weights = orjson.loads(header)
         views = _views([*tensors, *weights], data)
         layer = {name: views.pop(name) for name, *_ in weights}
-        job = _KINDS[kind].of(variant, Message(fields, views, layer), self._limits)
+        job = _JOB_TYPES[kind].from_message(variant, Message(fields, views, layer), self._limits)
         # rows that are compared do not come again
-        is_kept = job.inputs.layer is None and not isinstance(job, DivergenceJob)
-        if is_kept and len(head) <= _LONGEST:
-            _ = job.is_small, job.bytes_out, job.arguments  # found of the shapes, once
-            came = [(n, t.dtype, t.shape) for n, t in job.inputs.tensors.items()]
-            self._known[head] = job.again({}), came
-            if len(self._known) > _MOST:
+        is_kept = job.inputs.layer is None and not isinstance(job, RowDivergenceJob)
+        if is_kept and len(header) <= _MAX_HEADER_BYTES:
+            _ = job.is_small, job.bytes_out, job.arguments  # computed from the shapes, once
+            specs = [(n, t.dtype, t.shape) for n, t in job.inputs.tensors.items()]
+            self._known[header] = job.with_tensors({}), specs
+            if len(self._known) > _MAX_KEPT:
                 self._known.popitem(last=False)
         return job
 
 
 def _views(tensors: Sequence[_Tensor], data: np.ndarray) -> dict[str, RawTensor]:
-    places = laid_out(nbytes(dtype, shape) for _, dtype, shape in tensors)
+    slices = aligned_slices(nbytes(dtype, shape) for _, dtype, shape in tensors)
     return {
-        name: RawTensor(dtype, tuple(shape), data.data[place])
-        for (name, dtype, shape), place in zip(tensors, places, strict=True)
+        name: RawTensor(dtype, tuple(shape), data.data[where])
+        for (name, dtype, shape), where in zip(tensors, slices, strict=True)
     }

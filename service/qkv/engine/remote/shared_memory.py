@@ -1,7 +1,7 @@
-"""Memory that worker processes share with the one that owns the device: a region for each worker.
+"""Memory that workers share with the device process: one region for each worker.
 
-A worker takes blocks of its own region and writes requests into them; the device process reads
-those where they are, and writes the answers into others. No byte goes through a socket.
+A worker allocates blocks of its own region and writes inputs into them. The device process reads
+them in place, and writes the outputs into other blocks. No tensor goes through a socket.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from qkv.errors import NotNow
+from qkv.errors import ServiceUnavailable
 
-__all__ = ["ALIGNMENT", "KEPT", "Arena", "Block", "Region"]
+__all__ = ["ALIGNMENT", "RETAINED_BYTES", "Block", "SharedMemory", "WorkerRegion"]
 
 ALIGNMENT: Final = 64
 """Bytes at whose multiples every block begins."""
 
-KEPT: Final = 64 << 20
+RETAINED_BYTES: Final = 64 << 20
 """Bytes at the start of each region that stay with the service once they were used; what lies
 beyond goes back to the system with each block."""
 
-_SLACK: Final = 1 << 20  # for what lies between tensors
-_PAGE: Final = mmap.PAGESIZE
+_PADDING_BYTES: Final = 1 << 20  # for what lies between tensors
+_PAGE_BYTES: Final = mmap.PAGESIZE
 _NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # mman.h; Python names it from 3.13
 
 
@@ -35,16 +35,16 @@ class Block(NamedTuple):
     """Bytes of a region.
 
     Attributes:
-        first: where in the region they begin.
+        offset: where in the region they begin.
         bytes: themselves. The block is free again once nothing refers to these, or to views of
             their `data`.
     """
 
-    first: int
+    offset: int
     bytes: np.ndarray
 
 
-class Arena:
+class SharedMemory:
     """The regions, made before any process is forked; memory only where something was written.
 
     Args:
@@ -53,70 +53,72 @@ class Arena:
     """
 
     def __init__(self, regions: int, size: int) -> None:
-        self._size = -(-(size + _SLACK) // _PAGE) * _PAGE
+        self._size = -(-(size + _PADDING_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, regions * self._size, flags=flags)
 
-    def region(self, index: int) -> Region:
-        """A worker's region, of which nothing is taken."""
-        return Region(self, index, self._size)
+    def region(self, index: int) -> WorkerRegion:
+        """Returns a worker's region, with nothing allocated."""
+        return WorkerRegion(self, index, self._size)
 
-    def bytes(self, index: int, first: int, size: int) -> np.ndarray:
-        """Bytes of a region; whoever took them sees what is written to them, and the reverse."""
-        assert 0 <= first <= first + size <= self._size
-        start = index * self._size + first
+    def view(self, index: int, offset: int, size: int) -> np.ndarray:
+        """Returns bytes of a region, as a view that the worker and the device process share."""
+        assert 0 <= offset <= offset + size <= self._size
+        start = index * self._size + offset
         return np.frombuffer(memoryview(self._memory)[start : start + size], np.uint8)
 
-    def give_back(self, index: int, first: int, size: int) -> None:
-        """Has the system take the whole pages of these bytes that need not be kept."""
-        start = -(-max(first, KEPT) // _PAGE) * _PAGE
-        end = (first + size) // _PAGE * _PAGE
+    def release_pages(self, index: int, offset: int, size: int) -> None:
+        """Returns the whole pages of these bytes to the system, beyond `RETAINED_BYTES`."""
+        start = -(-max(offset, RETAINED_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        end = (offset + size) // _PAGE_BYTES * _PAGE_BYTES
         if start < end and sys.platform == "linux":
             self._memory.madvise(mmap.MADV_REMOVE, index * self._size + start, end - start)
 
 
-class Region:
-    """Takes blocks, first fit: few requests at a time stay where memory is warm.
+class WorkerRegion:
+    """Allocates blocks, first fit: few requests at a time stay where memory is warm.
 
-    `take` is for one thread. Blocks may come back in any.
+    `allocate` is for one thread. Blocks may be released in any.
     """
 
-    def __init__(self, arena: Arena, index: int, size: int) -> None:
-        self._arena, self._index = arena, index
-        self._holes = [(0, size)]  # where they begin, and bytes; in order, none beside another
-        self._returned: deque[tuple[int, int]] = deque()
+    def __init__(self, shared_memory: SharedMemory, index: int, size: int) -> None:
+        self._shared_memory, self._index = shared_memory, index
+        self._holes = [(0, size)]  # offset and bytes; in order, none beside another
+        self._released: deque[tuple[int, int]] = deque()
 
-    def take(self, size: int) -> Block:
-        """A block of so many bytes.
+    def allocate(self, size: int) -> Block:
+        """Allocates a block of so many bytes.
 
         Raises:
-            NotNow: there is no room, until others come back.
+            ServiceUnavailable: there is no room, until other blocks are released.
         """
-        while self._returned:
-            self._close(*self._returned.popleft())
-        whole = max(-(-size // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
-        place = next((p for p, (_, room) in enumerate(self._holes) if room >= whole), None)
-        if place is None:
-            raise NotNow("requests and answers on their way fill the memory that is for them")
-        first, room = self._holes[place]
-        if room == whole:
-            del self._holes[place]
+        while self._released:
+            self._add_hole(*self._released.popleft())
+        padded = max(-(-size // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        position = next((p for p, (_, room) in enumerate(self._holes) if room >= padded), None)
+        if position is None:
+            raise ServiceUnavailable(
+                "requests and answers on their way fill the memory that is for them"
+            )
+        offset, room = self._holes[position]
+        if room == padded:
+            del self._holes[position]
         else:
-            self._holes[place] = (first + whole, room - whole)
-        taken = self._arena.bytes(self._index, first, size)
-        weakref.finalize(taken, self._return, first, whole).atexit = False
-        return Block(first, taken)
+            self._holes[position] = (offset + padded, room - padded)
+        view = self._shared_memory.view(self._index, offset, size)
+        weakref.finalize(view, self._release, offset, padded).atexit = False
+        return Block(offset, view)
 
-    def _return(self, first: int, size: int) -> None:
-        self._arena.give_back(self._index, first, size)
-        self._returned.append((first, size))
+    def _release(self, offset: int, size: int) -> None:
+        self._shared_memory.release_pages(self._index, offset, size)
+        self._released.append((offset, size))
 
-    def _close(self, first: int, size: int) -> None:
-        """Makes a hole, one with those beside it."""
-        insort(self._holes, (first, size))
-        place = self._holes.index((first, size))
-        for left in (place, place - 1):
+    def _add_hole(self, offset: int, size: int) -> None:
+        """Adds a hole and merges it with its neighbours."""
+        insort(self._holes, (offset, size))
+        position = self._holes.index((offset, size))
+        for left in (position, position - 1):
             if 0 <= left < len(self._holes) - 1:
-                (first, size), (after, more) = self._holes[left : left + 2]
-                if first + size == after:
-                    self._holes[left : left + 2] = [(first, size + more)]
+                (offset, size), (after, more) = self._holes[left : left + 2]
+                if offset + size == after:
+                    self._holes[left : left + 2] = [(offset, size + more)]

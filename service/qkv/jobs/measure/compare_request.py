@@ -1,4 +1,4 @@
-"""A validated request to compare variants: the jobs that it takes, and what is made of theirs."""
+"""A validated request to compare variants, and the jobs of the comparison."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import pydantic
 
-from qkv.errors import InvalidContent, QkvError, TooLarge, pointer_to
-from qkv.jobs.fields import WHOLE, invalid_field
+from qkv.errors import InvalidContent, PayloadTooLarge, QkvError, pointer_to
+from qkv.jobs.fields import INTEGER, LayerField, field_error
 from qkv.jobs.job import Job, Limits
-from qkv.jobs.measure.probe_jobs import ExactJob, PeakJob, TimedJob
-from qkv.jobs.measure.row_divergence import Anchor, DivergenceJob, taken
-from qkv.jobs.measure.variant_choice import MOST, Choice
+from qkv.jobs.measure.probe_jobs import Float64Job, PeakMemoryJob, TimingJob
+from qkv.jobs.measure.row_divergence import Baseline, RowDivergenceJob, select_inputs
+from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.wire.message import Message
 
-__all__ = ["Comparing", "Comparison", "Contender"]
+__all__ = ["CompareEntry", "CompareFields", "CompareRequest"]
 
 _MEANING: Final = ("mask", "key_lengths")
-"""Inputs that change what attention is asked for: who has no place for them answers something
-else."""
-_TOGETHER: Final = 1 << 22  # pairs that one job compares: about a second of one thread
-_NEIGHBOURS: Final = 16  # rows that are looked at together, where not all are
+"""Inputs that every variant must take: without them it would compute something else."""
+_JOB_SCORES: Final = 1 << 22  # that one job compares: about a second of one thread
+_NEIGHBOURS: Final = 16  # adjacent rows in a range, if not all rows are compared
 
 
-class Comparing(pydantic.BaseModel):
-    """The fields of a comparison, tensors apart."""
+class CompareFields(pydantic.BaseModel):
+    """The fields of a compare request, without its tensors."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
     variants: Annotated[
         list[Any],
-        pydantic.Field(min_length=1, max_length=MOST, description="What to compare, in order."),
+        pydantic.Field(
+            min_length=1, max_length=MAX_VARIANTS, description="What to compare, in order."
+        ),
     ]
     anchor: Annotated[Any, pydantic.Field(description="What each is held against.")] = "softmax"
     repeats: Annotated[
         int,
         pydantic.Field(ge=1, le=100, description="Runs of each that are timed, in turns."),
-        WHOLE,
+        INTEGER,
     ] = 5
     rows: Annotated[
-        Annotated[int, pydantic.Field(ge=0), WHOLE] | None,
+        Annotated[int, pydantic.Field(ge=0), INTEGER] | None,
         pydantic.Field(
             description="Rows of each head whose weights are compared, at most, evenly spread; "
             "null: all; 0: none."
@@ -53,156 +54,156 @@ class Comparing(pydantic.BaseModel):
         Literal["float64", "float32", "float16", "bfloat16"] | None,
         pydantic.Field(description="What numbers in lists become; null: float32."),
     ] = None
-    layer: Annotated[
-        str | dict[str, Any] | None,
-        pydantic.Field(description="A layer that projects the inputs."),
-    ] = None
+    layer: LayerField = None
 
 
-class Contender(NamedTuple):
-    """A variant that is compared, or the anchor.
+class CompareEntry(NamedTuple):
+    """The jobs of a variant that is compared, or of the baseline.
 
     Attributes:
-        peak: run first, so that no first call is timed.
+        peak_memory: runs before `timing`, so that no first call is timed.
     """
 
-    choice: Choice
-    timed: TimedJob
-    peak: PeakJob
+    choice: VariantChoice
+    timing: TimingJob
+    peak_memory: PeakMemoryJob
 
 
-class Comparison:
-    """What is to be run.
+class CompareRequest:
+    """A validated request to compare variants.
 
     Args:
-        message: inputs, and the fields of `Comparing`.
-        limits: what each of its jobs may ask for.
+        message: inputs, and the fields of `CompareFields`.
+        limits: the limits of each job.
 
     Attributes:
-        anchor, variants: who is run.
-        repeats: how often.
+        baseline: what the variants are compared with, the field `anchor` of the request.
+        variants: the variants to compare.
+        repeats: timed runs of each.
 
     Raises:
-        QkvError: as `Job.of`; and where variants cannot be compared.
+        QkvError: as `Job.from_message`, or the variants cannot be compared.
     """
 
     def __init__(self, message: Message, limits: Limits) -> None:
         try:
-            asked = Comparing.model_validate(message.fields)
+            fields = CompareFields.model_validate(message.fields)
         except pydantic.ValidationError as error:
-            known = ["inputs", *Comparing.model_fields, "encoding"]
-            raise invalid_field(error, known) from None
-        self.repeats, self._most_rows, self._limits = asked.repeats, asked.rows, limits
-        self._fields = {"dtype": asked.dtype or "float32", "layer": asked.layer}
-        choices = [Choice.of(asked.anchor, "anchor")]
-        choices += [Choice.of(said, "variants", i) for i, said in enumerate(asked.variants)]
+            known = ["inputs", *CompareFields.model_fields, "encoding"]
+            raise field_error(error, known) from None
+        self.repeats, self._max_rows, self._limits = fields.repeats, fields.rows, limits
+        self._fields = {"dtype": fields.dtype or "float32", "layer": fields.layer}
+        choices = [VariantChoice.parse(fields.anchor, "anchor")]
+        choices += [
+            VariantChoice.parse(value, "variants", i) for i, value in enumerate(fields.variants)
+        ]
         _check_names(choices, message)
-        made: list[Contender] = []
+        entries: list[CompareEntry] = []
         for choice in choices:
             message = replace(message, tensors=dict(message.tensors))
-            contender = self._contender(choice, message)
-            # numbers without a dtype are converted once, for all
-            message.tensors.update(contender.timed.inputs.tensors)
-            made.append(contender)
-        self.anchor, *self.variants = made
-        for contender in self.variants:
-            _check_shapes(contender, self.anchor)
+            entry = self._entry(choice, message)
+            # untyped tensors are cast once, for all variants
+            message.tensors.update(entry.timing.inputs.tensors)
+            entries.append(entry)
+        self.baseline, *self.variants = entries
+        for entry in self.variants:
+            _check_shapes(entry, self.baseline)
         self._check_size()
 
-    def _contender(self, choice: Choice, message: Message) -> Contender:
+    def _entry(self, choice: VariantChoice, message: Message) -> CompareEntry:
         fields = self._fields | {"parameters": choice.parameters, "outputs": ["output"]}
-        own = taken(choice.variant, replace(message, fields=fields))
+        own = select_inputs(choice.variant, replace(message, fields=fields))
         try:
-            timed = TimedJob.like(Job.of(choice.variant.name, own, self._limits))
+            timing = TimingJob.from_job(Job.from_message(choice.variant.name, own, self._limits))
         except QkvError as error:
-            choice.blame(error)
-        return Contender(choice, timed, PeakJob.like(timed))
+            choice.reraise(error)
+        return CompareEntry(choice, timing, PeakMemoryJob.from_job(timing))
 
     @property
-    def has_exact(self) -> bool:
-        """Whether there is something more exact than the anchor."""
-        return self.anchor.timed.inputs.dtype != "float64"
+    def has_float64_job(self) -> bool:
+        """True if the baseline is also run in float64, because its inputs are not."""
+        return self.baseline.timing.inputs.dtype != "float64"
 
     @property
-    def exact(self) -> ExactJob:
-        """The anchor's run on the same inputs in float64."""
-        return ExactJob.like(self.anchor.timed)
+    def float64_job(self) -> Float64Job:
+        """The baseline's run on the same inputs in float64."""
+        return Float64Job.from_job(self.baseline.timing)
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:
-        """The ranges of rows whose weights are compared, in order."""
-        if not all("weights" in c.timed.variant.outputs for c in (self.anchor, *self.variants)):
+        """The ranges of rows to compare, in order."""
+        if not all("weights" in e.timing.variant.outputs for e in (self.baseline, *self.variants)):
             return []
-        length, most = self.length, self._most_rows
-        if most is None or most >= length:
+        length, limit = self.row_count, self._max_rows
+        if limit is None or limit >= length:
             return [(0, length)]
-        together = min(_NEIGHBOURS, most)
-        parts = most // together if together else 0
+        together = min(_NEIGHBOURS, limit)
+        parts = limit // together if together else 0
         starts = [i * length // parts for i in range(parts)]
         return [(start, start + together) for start in starts]
 
-    def divergences(self, contender: Contender) -> Iterator[DivergenceJob]:
-        """The jobs that compare a variant's weights with the anchor's, none of them long."""
+    def divergence_jobs(self, entry: CompareEntry) -> Iterator[RowDivergenceJob]:
+        """Yields short jobs that compare a variant's weights with the baseline's."""
         if not self.rows:
             return
-        own, other = contender.timed, self.anchor.timed
+        own, other = entry.timing, self.baseline.timing
         *planes, _, S = self._weights_shape
-        most = max(1, _TOGETHER // (math.prod(planes) * S))
+        limit = max(1, _JOB_SCORES // (math.prod(planes) * S))
         cut = [
-            (start, min(last, start + most))
+            (start, min(last, start + limit))
             for first, last in self.rows
-            for start in range(first, last, most)
+            for start in range(first, last, limit)
         ]
         while cut:
             size = count = 0
-            while count < len(cut) and (size == 0 or size + _length(cut[count]) <= most):
+            while count < len(cut) and (size == 0 or size + _length(cut[count]) <= limit):
                 size += _length(cut[count])
                 count += 1
             part, cut = cut[:count], cut[count:]
-            yield DivergenceJob.between(
+            yield RowDivergenceJob.from_inputs(
                 own.variant,
                 own.parameters,
                 own.inputs,
-                Anchor(other.variant, other.parameters),
+                Baseline(other.variant, other.parameters),
                 other.inputs,
                 part,
             )
 
     @property
-    def length(self) -> int:
-        """Rows that there are, of each head."""
+    def row_count(self) -> int:
+        """Rows of the weights of each head."""
         return self._weights_shape[-2]
 
     @property
     def _weights_shape(self) -> tuple[int, ...]:
-        return _shape(self.anchor.timed, "weights")
+        return _full_shape(self.baseline.timing, "weights")
 
     def _check_size(self) -> None:
-        """Of what is asked for beyond single runs."""
-        limits, wide = self._limits, self.exact
-        if (size := wide.bytes_in + wide.bytes_out) > limits.request:
-            raise TooLarge(
+        """Checks the limits that no single run has."""
+        limits, wide = self._limits, self.float64_job
+        if (size := wide.bytes_in + wide.bytes_out) > limits.job_bytes:
+            raise PayloadTooLarge(
                 f"the anchor's own error is found by its output in float64, {size} bytes with its "
-                f"inputs; at most {limits.request} may wait",
-                limit=limits.request,
+                f"inputs; at most {limits.job_bytes} may wait",
+                limit=limits.job_bytes,
             )
         if not self.rows:
             return
         *planes, _, S = self._weights_shape
         pairs = math.prod(planes) * S * sum(map(_length, self.rows))
-        if pairs > limits.scores:
-            raise TooLarge(
-                f"{pairs} weights of each variant would be compared; at most {limits.scores} are: "
-                "`rows` says how many rows",
+        if pairs > limits.score_count:
+            raise PayloadTooLarge(
+                f"{pairs} weights of each variant would be compared; at most "
+                f"{limits.score_count} are: `rows` says how many rows",
                 pointer="/rows",
-                limit=limits.scores,
+                limit=limits.score_count,
             )
 
 
-def _check_names(choices: Sequence[Choice], message: Message) -> None:
-    """Whatever came is taken by one of them, and what changes the question by each."""
+def _check_names(choices: Sequence[VariantChoice], message: Message) -> None:
+    """Checks that every input is taken by a variant, and those of `_MEANING` by each."""
     for name in message.tensors:
-        takers = [c for c in choices if name in taken(c.variant, message).tensors]
+        takers = [c for c in choices if name in select_inputs(c.variant, message).tensors]
         pointer = pointer_to("inputs", name)
         if not takers:
             listed = ", ".join(dict.fromkeys(c.variant.name for c in choices))
@@ -217,24 +218,25 @@ def _check_names(choices: Sequence[Choice], message: Message) -> None:
                     )
 
 
-def _check_shapes(contender: Contender, anchor: Contender) -> None:
-    """Those of outputs and weights are the anchor's."""
+def _check_shapes(entry: CompareEntry, baseline: CompareEntry) -> None:
+    """Checks that output and weights have the shapes of the baseline's."""
     for name in ("output", "weights"):
-        if not all(name in c.timed.variant.outputs for c in (contender, anchor)):
+        if not all(name in e.timing.variant.outputs for e in (entry, baseline)):
             continue  # a variant may have no weights to show
-        own, other = _shape(contender.timed, name), _shape(anchor.timed, name)
+        own, other = _full_shape(entry.timing, name), _full_shape(baseline.timing, name)
         if own != other:
             raise InvalidContent(
-                f"{contender.choice.variant.name} has {name} of shape {list(own)} where the "
-                f"anchor, {anchor.choice.variant.name}, has {list(other)}: they cannot be compared",
-                pointer=contender.choice.pointer,
+                f"{entry.choice.variant.name} has {name} of shape {list(own)} where the "
+                f"anchor, {baseline.choice.variant.name}, has {list(other)}: they cannot be "
+                "compared",
+                pointer=entry.choice.pointer,
             )
 
 
-def _shape(job: TimedJob, output: str) -> tuple[int, ...]:
-    """Of an output, every axis there."""
+def _full_shape(job: TimingJob, output: str) -> tuple[int, ...]:
+    """Returns the shape of an output with every axis."""
     letters = job.variant.outputs[output].letters
-    return tuple(job.inputs.bound.sizes[letter] for letter in letters)
+    return tuple(job.inputs.axes.sizes[letter] for letter in letters)
 
 
 def _length(rows: tuple[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""Jobs that measure a run: its time when nothing runs with it, its memory, or its roundings."""
+"""Jobs that measure a run: its time, its peak memory, and its output in float64."""
 
 from __future__ import annotations
 
@@ -15,106 +15,118 @@ from torch.autograd import profiler_legacy
 from qkv.attention.catalogue import Variant
 from qkv.jobs.job import Job
 
-__all__ = ["PEAK", "ExactJob", "PeakJob", "TimedJob", "exact", "peak_of", "widened"]
+__all__ = [
+    "PEAK_BYTES",
+    "Float64Job",
+    "PeakMemoryJob",
+    "TimingJob",
+    "float64_arguments",
+    "measure_peak_bytes",
+    "to_float64",
+]
 
-PEAK: Final = "peak_bytes"
-"""What a `PeakJob` answers."""
+PEAK_BYTES: Final = "peak_bytes"
+"""The output of a `PeakMemoryJob`."""
 
 
 @dataclass(frozen=True, eq=False)
-class TimedJob(Job):
-    """A job that shares its call with no other, so that the call's time is its own."""
+class TimingJob(Job):
+    """A job that runs in a batch of its own, so that the batch's time is its time."""
 
     is_inference: ClassVar[bool] = False
 
     @classmethod
-    def like(cls, job: Job) -> Self:
-        """The same run as a job of this kind."""
+    def from_job(cls, job: Job) -> Self:
+        """Returns the same run as a job of this class."""
         return cls(job.variant, job.parameters, job.inputs, job.outputs)
 
     @cached_property
-    def key(self) -> Hashable:
-        """Its own."""
+    def batch_key(self) -> Hashable:
+        """A key of its own: it is never stacked."""
         return id(self)
 
     @property
-    def is_fused(self) -> bool:
-        """Never: threads that nobody else wants are lent to some variants and not to others."""
+    def uses_sdpa(self) -> bool:
+        """Always false: idle threads are lent to SDPA only, which would skew the times."""
         return False
 
 
 @dataclass(frozen=True, eq=False)
-class PeakJob(TimedJob):
-    """A job that answers, in place of its outputs, how many bytes it held at most beside its
-    inputs."""
+class PeakMemoryJob(TimingJob):
+    """A job that returns its peak memory beyond its inputs, instead of its outputs."""
 
     @cached_property
-    def answers(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """One number."""
-        return {PEAK: ("int64", (1,))}
+    def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """One integer, in bytes."""
+        return {PEAK_BYTES: ("int64", (1,))}
 
 
 @dataclass(frozen=True, eq=False)
-class ExactJob(TimedJob):
-    """A job that runs, and answers, in float64 whatever its inputs came in."""
+class Float64Job(TimingJob):
+    """A job that runs in float64, whatever the dtype of its inputs."""
 
     def dtype_of(self, output: str) -> str:
-        """float64."""
+        """Returns float64."""
         return "float64"
 
 
-def widened(
+def float64_arguments(
     variant: Variant, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    """The arguments of a variant's functions in float64: of what it draws by itself, the numbers
-    that it draws for inputs of their own dtype.
+    """Returns the arguments of a variant's functions in float64.
+
+    Tensors that the variant draws at random have the values drawn for the inputs' own dtype.
 
     Args:
-        variant: whose.
-        tensors: its inputs by name, `exact`.
-        parameters: by the names that its functions give them.
-        dtype: that the inputs came in.
+        variant: the variant.
+        tensors: its inputs by name, in float64.
+        parameters: its parameters by name.
+        dtype: the dtype of the inputs in the request.
     """
     wide = {
         spec.argument: tensors[name] for name, spec in variant.inputs.items() if name in tensors
     }
-    came = getattr(torch, dtype)
-    narrow = {n: t.to(came) if t.is_floating_point() else t for n, t in wide.items()}
-    made = variant.drawn({**narrow, **parameters})
-    drawn = {n: exact(v) if isinstance(v, Tensor) else v for n, v in made.items() if n not in wide}
-    return drawn | wide
+    given = getattr(torch, dtype)
+    narrow = {n: t.to(given) if t.is_floating_point() else t for n, t in wide.items()}
+    complete = variant.random_inputs({**narrow, **parameters})
+    random = {
+        n: to_float64(v) if isinstance(v, Tensor) else v
+        for n, v in complete.items()
+        if n not in wide
+    }
+    return random | wide
 
 
-def exact(tensor: Tensor) -> Tensor:
-    """In float64, where it has floats."""
+def to_float64(tensor: Tensor) -> Tensor:
+    """Converts a floating tensor to float64; returns any other as it is."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def peak_of(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that torch held at once for this work, beyond what it held before; what the
-    work returns is among them.
+def measure_peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Runs `work` and returns the most bytes that torch allocated for it at once.
 
-    On a CUDA device by its allocator's counters. On a CPU by every allocation and release of this
-    thread: exact, where a process's resident memory is also what others do and what malloc keeps.
-    Scratch memory that a kernel takes past torch's allocator (MKL's packed matrices) is in neither.
+    The returned tensors of `work` are included. On a CUDA device the allocator counts; on a CPU
+    every allocation and release of this thread does. Resident memory would also count other
+    threads and what malloc keeps. Memory that kernels allocate without torch is not counted, such
+    as MKL's packed matrices.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        made = work()
+        result = work()
         torch.cuda.synchronize(device)
-        del made
+        del result
         return int(torch.cuda.max_memory_allocated(device) - before)
     # not torch.profiler: it writes lines of its own to standard error
     _enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
     try:
-        made = work()
+        result = work()
     finally:
         threads = _disable_profiler_legacy()
-    del made
-    held = most = 0
+    del result
+    allocated = peak = 0
     for record in (r for thread in threads for r in thread if str(r.kind()) == "memory_alloc"):
-        held += record.cpu_memory_usage()
-        most = max(most, held)
-    return most
+        allocated += record.cpu_memory_usage()
+        peak = max(peak, allocated)
+    return peak

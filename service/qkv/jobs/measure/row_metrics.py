@@ -1,4 +1,4 @@
-"""How rows of two attention matrices differ, and what is kept of many such figures."""
+"""Metrics of rows of two attention matrices, and their running statistics."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
-__all__ = ["FIGURES", "Spread", "figures"]
+__all__ = ["ROW_METRICS", "RunningStats", "row_metrics"]
 
-FIGURES: Final = (
+ROW_METRICS: Final = (
     "total_variation", "kl_divergence", "js_divergence", "rank_correlation",
-    "entropy", "unevenness", "anchor_entropy", "anchor_unevenness",
+    "entropy", "unevenness", "baseline_entropy", "baseline_unevenness",
 )  # fmt: skip
-"""What is found of each row."""
+"""The names of the metrics of a row."""
 
 
-class Spread(NamedTuple):
-    """Figures of many rows, as far as they are kept.
+class RunningStats(NamedTuple):
+    """Running statistics of a metric over many rows.
 
     Attributes:
-        rows: those that have the figure.
-        total: of all of them.
-        least, most: infinite where there is none.
+        rows: the number of rows that have the metric.
+        total: the sum over these rows.
+        least, most: the extremes; infinite if there are no rows.
     """
 
     rows: float = 0.0
@@ -32,70 +32,70 @@ class Spread(NamedTuple):
     most: float = -math.inf
 
     @classmethod
-    def of(cls, each_N: Tensor) -> Self:
-        """Of the figures of some rows."""
-        if not len(each_N):
+    def from_values(cls, values_N: Tensor) -> Self:
+        """Returns the statistics of a metric of some rows."""
+        if not len(values_N):
             return cls()
-        least, most = each_N.aminmax()
-        return cls(len(each_N), each_N.sum().item(), least.item(), most.item())
+        least, most = values_N.aminmax()
+        return cls(len(values_N), values_N.sum().item(), least.item(), most.item())
 
-    def plus(self, more: Spread) -> Spread:
-        """Of both."""
-        return Spread(
-            self.rows + more.rows,
-            self.total + more.total,
-            min(self.least, more.least),
-            max(self.most, more.most),
+    def merge(self, other: RunningStats) -> RunningStats:
+        """Returns the statistics of the rows of both."""
+        return RunningStats(
+            self.rows + other.rows,
+            self.total + other.total,
+            min(self.least, other.least),
+            max(self.most, other.most),
         )
 
     @property
     def mean(self) -> float:
-        """NaN where there is none."""
+        """The mean; NaN if there are no rows."""
         return self.total / self.rows if self.rows else math.nan
 
 
-def figures(
-    variant_NS: Tensor, anchor_NS: Tensor, are_distributions: tuple[bool, bool]
+def row_metrics(
+    variant_NS: Tensor, baseline_NS: Tensor, are_distributions: tuple[bool, bool]
 ) -> dict[str, Tensor]:
-    """Every figure of N rows, each of those rows alone that have it.
+    """Computes every metric of N rows; the values of a metric are of those rows that have it.
 
-    A row in which neither has weights has none. Keys count as seen where either has weight. Logs
-    are natural.
+    A row without weights in both matrices has no metric. A key counts as seen if either matrix
+    gives it weight. Logarithms are natural.
 
     Args:
-        variant_NS, anchor_NS: the rows, float64.
-        are_distributions: whether the rows of either are none negative with a sum of 1.
+        variant_NS, baseline_NS: the rows, float64.
+        are_distributions: True per matrix if no weight is negative and each row's sum is 1.
 
     Returns:
-        By the names in `FIGURES`: total variation, half the sum of |a - b|; KL divergence of the
-        variant from the anchor, sum a log(a / b), infinite where b is 0 and a is not; Jensen-
-        Shannon, the mean of both divergences from their middle; Spearman's rank correlation, where
-        neither has all seen keys alike; entropies; and by how much an entropy falls short of the
-        logarithm of how many keys have weight, for rows with several.
+        By the names in `ROW_METRICS`: total variation, half the sum of |a - b|; KL divergence of
+        the variant from the baseline, sum a log(a / b), infinite where b is 0 and a is not;
+        Jensen-Shannon, the mean of both divergences from their middle; Spearman's rank
+        correlation, where neither has all seen keys alike; entropies; and by how much an entropy
+        falls short of the logarithm of how many keys have weight, for rows with several.
     """
-    b, a = variant_NS, anchor_NS
+    b, a = variant_NS, baseline_NS
     seen_NS = (b != 0) | (a != 0)
     rows = seen_NS.any(-1)
     if not bool(rows.all()):
         b, a, seen_NS = b[rows], a[rows], seen_NS[rows]
-    found = dict.fromkeys(FIGURES, b.new_empty(0))
-    found["total_variation"] = (a - b).abs_().sum(-1) / 2
-    found["rank_correlation"] = _rank_correlation(b, a, seen_NS)
+    metrics = dict.fromkeys(ROW_METRICS, b.new_empty(0))
+    metrics["total_variation"] = (a - b).abs_().sum(-1) / 2
+    metrics["rank_correlation"] = _rank_correlation(b, a, seen_NS)
     entropies = []
     for rows_NS, prefix, is_distribution in zip(
-        (b, a), ("", "anchor_"), are_distributions, strict=True
+        (b, a), ("", "baseline_"), are_distributions, strict=True
     ):
         if is_distribution:
             entropy, count = _entropy(rows_NS), (rows_NS != 0).sum(-1)
-            found[f"{prefix}entropy"] = entropy[count > 0]
-            found[f"{prefix}unevenness"] = (count.to(entropy).log() - entropy)[count > 1]
+            metrics[f"{prefix}entropy"] = entropy[count > 0]
+            metrics[f"{prefix}unevenness"] = (count.to(entropy).log() - entropy)[count > 1]
             entropies.append(entropy)
     if all(are_distributions):
         crossed = -torch.xlogy(a, b).sum(-1)
-        found["kl_divergence"] = (crossed - entropies[1]).clamp_(min=0.0)
+        metrics["kl_divergence"] = (crossed - entropies[1]).clamp_(min=0.0)
         apart = _entropy((a + b) / 2) - (entropies[0] + entropies[1]) / 2
-        found["js_divergence"] = apart.clamp_(min=0.0)
-    return found
+        metrics["js_divergence"] = apart.clamp_(min=0.0)
+    return metrics
 
 
 def _entropy(rows_NS: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _entropy(rows_NS: Tensor) -> Tensor:
 
 
 def _rank_correlation(b_NS: Tensor, a_NS: Tensor, seen_NS: Tensor) -> Tensor:
-    """Pearson's of the ranks; where one side has but one rank there is none."""
+    """Returns Pearson's correlation of the ranks, without rows in which all ranks are equal."""
     middle_N1 = (seen_NS.sum(-1, keepdim=True, dtype=a_NS.dtype) - 1) / 2
     if bool(seen_NS.all()):
         rank_b, rank_a = (_ranks(x) - middle_N1 for x in (b_NS, a_NS))
@@ -120,7 +120,7 @@ def _rank_correlation(b_NS: Tensor, a_NS: Tensor, seen_NS: Tensor) -> Tensor:
 
 
 def _ranks(x_NS: Tensor) -> Tensor:
-    """From 0 on; those that tie share the mean of theirs."""
+    """Returns ranks from 0 on; ties share the mean of their ranks."""
     value, order = x_NS.sort(-1)
     S = x_NS.shape[-1]
     rank = torch.arange(S, dtype=x_NS.dtype, device=x_NS.device).expand_as(x_NS)

@@ -1,4 +1,4 @@
-"""A validated request to time variants over lengths: its cells, and where two curves cross."""
+"""A validated request to time variants over lengths, and the crossovers of its curves."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ import numpy as np
 import pydantic
 
 from qkv.attention.catalogue import Variant
-from qkv.errors import InvalidContent, TooLarge, pointer_to
-from qkv.jobs.fields import WHOLE, invalid_field
+from qkv.errors import InvalidContent, PayloadTooLarge, pointer_to
+from qkv.jobs.fields import INTEGER, field_error
 from qkv.jobs.job import Job, Limits
-from qkv.jobs.measure.probe_jobs import TimedJob
-from qkv.jobs.measure.variant_choice import MOST, Choice
+from qkv.jobs.measure.probe_jobs import TimingJob
+from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["Crossover", "Sweep", "Sweeping", "crossovers", "has_length"]
+__all__ = ["Crossover", "SweepFields", "SweepRequest", "crossovers", "has_length"]
 
-_DRAWN: Final = frozenset("BHGLSDE")  # the axes that a sweep has sizes for
+_AXES: Final = frozenset("BHGLSDE")  # the axes that a sweep has sizes for
 
-_Length = Annotated[int, pydantic.Field(ge=1, le=1 << 20), WHOLE]
+_Length = Annotated[int, pydantic.Field(ge=1, le=1 << 20), INTEGER]
 
 
-class Sweeping(pydantic.BaseModel):
-    """The fields of a sweep."""
+class SweepFields(pydantic.BaseModel):
+    """The fields of a sweep request."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
     variants: Annotated[
         list[Any],
-        pydantic.Field(min_length=1, max_length=MOST, description="What to time, in order."),
+        pydantic.Field(
+            min_length=1, max_length=MAX_VARIANTS, description="What to time, in order."
+        ),
     ]
     lengths: Annotated[
         list[_Length],
@@ -40,102 +42,110 @@ class Sweeping(pydantic.BaseModel):
             min_length=1, max_length=64, description="Of queries and keys alike; none twice."
         ),
     ]
-    batch: Annotated[int, pydantic.Field(ge=1, le=4096, description="Items."), WHOLE] = 1
+    batch: Annotated[int, pydantic.Field(ge=1, le=4096, description="Items."), INTEGER] = 1
     heads: Annotated[
-        int, pydantic.Field(ge=1, le=4096, description="Of queries and keys alike."), WHOLE
+        int, pydantic.Field(ge=1, le=4096, description="Of queries and keys alike."), INTEGER
     ] = 8
     width: Annotated[
-        int, pydantic.Field(ge=1, le=65536, description="Of queries, keys and values alike."), WHOLE
+        int,
+        pydantic.Field(ge=1, le=65536, description="Of queries, keys and values alike."),
+        INTEGER,
     ] = 64
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"],
         pydantic.Field(description="Of all inputs."),
     ] = "float32"
     repeats: Annotated[
-        int, pydantic.Field(ge=1, le=100, description="Runs of each cell that are timed."), WHOLE
+        int, pydantic.Field(ge=1, le=100, description="Runs of each cell that are timed."), INTEGER
     ] = 5
     seed: Annotated[
-        int, pydantic.Field(ge=0, lt=1 << 63, description="What the inputs are drawn from."), WHOLE
+        int,
+        pydantic.Field(ge=0, lt=1 << 63, description="What the inputs are drawn from."),
+        INTEGER,
     ] = 0
 
 
-class Sweep:
-    """What is to be run.
+class SweepRequest:
+    """A validated request to time variants over lengths.
 
     Args:
-        fields: those of `Sweeping`.
-        limits: what each run may ask for.
+        fields: the fields of `SweepFields`.
+        limits: the limits of each run.
 
     Attributes:
         choices: the variants, in order.
-        lengths: in order.
-        repeats: how often each is timed.
+        lengths: the lengths, in order.
+        repeats: timed runs of each variant at each length.
 
     Raises:
-        NotFound: no such variant.
+        NotFound: a variant does not exist.
         InvalidContent: a field is wrong, or a variant has no length.
     """
 
     def __init__(self, fields: Mapping[str, Any], limits: Limits) -> None:
         try:
-            asked = Sweeping.model_validate(fields)
+            parsed = SweepFields.model_validate(fields)
         except pydantic.ValidationError as error:
-            raise invalid_field(error, list(Sweeping.model_fields)) from None
-        for i, length in enumerate(asked.lengths):
-            if length in asked.lengths[:i]:
+            raise field_error(error, list(SweepFields.model_fields)) from None
+        for i, length in enumerate(parsed.lengths):
+            if length in parsed.lengths[:i]:
                 raise InvalidContent(f"{length} is there twice", pointer=pointer_to("lengths", i))
-        self.choices = [Choice.of(said, "variants", i) for i, said in enumerate(asked.variants)]
+        self.choices = [
+            VariantChoice.parse(value, "variants", i) for i, value in enumerate(parsed.variants)
+        ]
         for choice in self.choices:
             _check_axes(choice)
-        self.lengths, self.repeats = asked.lengths, asked.repeats
-        self._asked, self._limits = asked, limits
+        self.lengths, self.repeats = parsed.lengths, parsed.repeats
+        self._fields, self._limits = parsed, limits
 
-    def job(self, choice: Choice, length: int) -> TimedJob:
-        """A run of a variant at a length; its numbers are still to be drawn.
+    def job(self, choice: VariantChoice, length: int) -> TimingJob:
+        """Returns a run of a variant at a length, with zeros as inputs.
 
         Raises:
-            TooLarge, InvalidContent: as `Job.of`.
+            PayloadTooLarge, InvalidContent: as `Job.from_message`.
         """
         shapes = self._shapes(choice.variant, length)
-        size = sum(nbytes(self._asked.dtype, shape) for shape in shapes.values())
-        if size > self._limits.request:  # before anything so large is made
-            raise TooLarge(
+        size = sum(nbytes(self._fields.dtype, shape) for shape in shapes.values())
+        if size > self._limits.job_bytes:  # before anything so large is allocated
+            raise PayloadTooLarge(
                 f"{choice.variant.name} would have {size} bytes of inputs; at most "
-                f"{self._limits.request} may wait",
-                limit=self._limits.request,
+                f"{self._limits.job_bytes} may wait",
+                limit=self._limits.job_bytes,
             )
-        dtype = DTYPES[self._asked.dtype]
+        dtype = DTYPES[self._fields.dtype]
         blank = {n: RawTensor.from_numpy(np.zeros(s, dtype)) for n, s in shapes.items()}
         fields = {"parameters": choice.parameters, "outputs": ["output"]}
-        return TimedJob.like(Job.of(choice.variant.name, Message(fields, blank), self._limits))
+        return TimingJob.from_job(
+            Job.from_message(choice.variant.name, Message(fields, blank), self._limits)
+        )
 
-    def drawn(self, job: TimedJob, length: int) -> TimedJob:
-        """The same job with its numbers: those of an input are the same for every variant."""
-        tensors = {n: self._draw(n, t.shape, length) for n, t in job.inputs.tensors.items()}
-        return job.again(tensors)
+    def with_random_inputs(self, job: TimingJob, length: int) -> TimingJob:
+        """Returns the same job with random inputs, which are the same for every variant."""
+        tensors = {n: self._random(n, t.shape, length) for n, t in job.inputs.tensors.items()}
+        return job.with_tensors(tensors)
 
-    def _draw(self, name: str, shape: Sequence[int], length: int) -> RawTensor:
-        numbers = np.random.default_rng([self._asked.seed, length, *name.encode()])
-        array = numbers.standard_normal(shape, np.float32)
-        return RawTensor.from_numpy(array.astype(DTYPES[self._asked.dtype], copy=False))
+    def _random(self, name: str, shape: Sequence[int], length: int) -> RawTensor:
+        generator = np.random.default_rng([self._fields.seed, length, *name.encode()])
+        array = generator.standard_normal(shape, np.float32)
+        return RawTensor.from_numpy(array.astype(DTYPES[self._fields.dtype], copy=False))
 
     def _shapes(self, variant: Variant, length: int) -> dict[str, tuple[int, ...]]:
-        asked = self._asked
-        sizes = dict.fromkeys("LS", length) | dict.fromkeys("HG", asked.heads)
-        sizes |= {"B": asked.batch, "D": asked.width, "E": asked.width}
+        fields = self._fields
+        sizes = dict.fromkeys("LS", length) | dict.fromkeys("HG", fields.heads)
+        sizes |= {"B": fields.batch, "D": fields.width, "E": fields.width}
         return {
             spec.name: tuple(sizes[letter] for letter in spec.letters)
             for spec in variant.inputs.values()
-            if not spec.optional
+            if not spec.is_optional
         }
 
 
 class Crossover(NamedTuple):
-    """Where one curve passes under another.
+    """A length from which on another curve is the lower one.
 
     Attributes:
-        from_, to: which was lower before, and which is from there on.
-        length: where.
+        from_, to: the index of the lower curve before and after.
+        length: the length.
     """
 
     from_: int
@@ -180,21 +190,21 @@ def _crossings(
 
 
 def has_length(variant: Variant) -> bool:
-    """Whether a variant's inputs can be drawn at a length."""
+    """Returns True if random inputs of a length can be made for a variant."""
     axes = _axes(variant)
-    return axes <= _DRAWN and "S" in axes
+    return axes <= _AXES and "S" in axes
 
 
 def _axes(variant: Variant) -> set[str]:
-    """Of the inputs that it needs."""
-    needed = [spec for spec in variant.inputs.values() if not spec.optional]
+    """Returns the axes of the inputs that a variant needs."""
+    needed = [spec for spec in variant.inputs.values() if not spec.is_optional]
     return {letter for spec in needed for letter in spec.letters}
 
 
-def _check_axes(choice: Choice) -> None:
+def _check_axes(choice: VariantChoice) -> None:
     if not has_length(choice.variant):
         raise InvalidContent(
             f"{choice.variant.name} has inputs of axes {', '.join(sorted(_axes(choice.variant)))}: "
-            f"a sweep draws what has a length S, and no axis but {', '.join(sorted(_DRAWN))}",
+            f"a sweep draws what has a length S, and no axis but {', '.join(sorted(_AXES))}",
             pointer=choice.pointer,
         )

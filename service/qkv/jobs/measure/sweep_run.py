@@ -1,5 +1,4 @@
-"""What a sweep says while it is measured: which cell comes next, what was found, where curves
-cross."""
+"""Runs a sweep and yields its events: progress, cell, done."""
 
 from __future__ import annotations
 
@@ -8,59 +7,61 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from qkv.errors import QkvError, TooLarge
+from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
-from qkv.jobs.measure.compare_report import times
-from qkv.jobs.measure.probe_jobs import PEAK, PeakJob
-from qkv.jobs.measure.sweep_request import Sweep, crossovers
-from qkv.jobs.measure.variant_choice import Choice
+from qkv.jobs.measure.compare_report import summarize_times
+from qkv.jobs.measure.probe_jobs import PEAK_BYTES, PeakMemoryJob
+from qkv.jobs.measure.sweep_request import SweepRequest, crossovers
+from qkv.jobs.measure.variant_choice import VariantChoice
 from qkv.tensors import RawTensor
 
-__all__ = ["Course", "Runner", "Said"]
+__all__ = ["Runner", "SweepEvent", "SweepRun"]
 
 _T = TypeVar("_T")
 
-Said = tuple[str, Any]
-"""An event's name, and what it says, as plain JSON."""
+SweepEvent = tuple[str, Any]
+"""The name of an event and its data, plain JSON."""
 
 
 class Runner(Protocol):
-    """What has the jobs of a sweep run."""
+    """Runs the jobs of a sweep."""
 
-    def room(self, size: int) -> AbstractContextManager[Any]:
-        """Room for so many bytes of inputs.
+    def reserve(self, size: int) -> AbstractContextManager[Any]:
+        """Reserves `size` bytes for inputs.
 
         Raises:
-            QkvError: there is none.
+            QkvError: there is no room for them.
         """
 
     async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
-        """What came of a job, and the milliseconds that its computation took.
+        """Runs a job and returns its outputs and its compute time in milliseconds.
 
         Raises:
-            QkvError: it failed.
+            QkvError: the job failed.
         """
 
 
-class Course:
-    """Has the cells of a sweep measured, one after the other.
+class SweepRun:
+    """Measures the cells of a sweep, one after the other.
 
     Args:
-        asked: which.
-        runner: what runs them. What it raises that is no `QkvError` ends the course.
+        request: the cells.
+        runner: runs the jobs. Any exception of it that is no `QkvError` ends the sweep.
     """
 
-    def __init__(self, asked: Sweep, runner: Runner) -> None:
-        self._asked, self._runner = asked, runner
+    def __init__(self, request: SweepRequest, runner: Runner) -> None:
+        self._request, self._runner = request, runner
 
-    async def events(self) -> AsyncGenerator[Said, None]:
-        """`progress` before each cell, `cell` after it, `done` at the end. A cell that cannot be
-        measured says its `problem`, and the others go on."""
-        asked, done = self._asked, 0
-        total = len(asked.choices) * len(asked.lengths)
-        curves: list[dict[int, float]] = [{} for _ in asked.choices]
-        for length in asked.lengths:
-            for index, choice in enumerate(asked.choices):
+    async def events(self) -> AsyncGenerator[SweepEvent, None]:
+        """Yields `progress` before each cell, `cell` after it, and `done` at the end.
+
+        A cell that cannot be measured has a `problem`; the sweep goes on.
+        """
+        request, done = self._request, 0
+        total = len(request.choices) * len(request.lengths)
+        curves: list[dict[int, float]] = [{} for _ in request.choices]
+        for length in request.lengths:
+            for index, choice in enumerate(request.choices):
                 named = {"variant": choice.variant.name, "length": length}
                 yield "progress", {"done": done, "total": total, **named}
                 cell: dict[str, Any] = {"index": index, "parameters": choice.parameters, **named}
@@ -69,33 +70,35 @@ class Course:
                     curves[index][length] = cell["median_ms"]
                 except QkvError as error:
                     cell["problem"] = error.problem()
-                except MemoryError:  # its runs say so themselves
-                    cell["problem"] = TooLarge("there is no memory for its inputs").problem()
+                except MemoryError:  # from its inputs; the engine reports that of a run itself
+                    cell["problem"] = PayloadTooLarge("there is no memory for its inputs").problem()
                 done += 1
                 yield "cell", cell
-        crossed = [{"from": c.from_, "to": c.to, "length": c.length} for c in crossovers(curves)]
-        yield "done", {"cells": done, "crossovers": crossed}
+        found = [{"from": c.from_, "to": c.to, "length": c.length} for c in crossovers(curves)]
+        yield "done", {"cells": done, "crossovers": found}
 
-    async def _cell(self, choice: Choice, length: int) -> dict[str, Any]:
-        """What is found of a variant at a length.
+    async def _cell(self, choice: VariantChoice, length: int) -> dict[str, Any]:
+        """Measures a variant at a length.
 
         Raises:
-            QkvError: it cannot run.
+            QkvError: the variant cannot run.
         """
-        blank = self._asked.job(choice, length)
-        with self._runner.room(blank.bytes_in):
-            job = await _to_its_end(asyncio.to_thread(self._asked.drawn, blank, length))
-            peak, _ = await self._runner.measure(PeakJob.like(job))
-            times_ms = [(await self._runner.measure(job))[1] for _ in range(self._asked.repeats)]
-        return times(times_ms) | {
+        zeros = self._request.job(choice, length)
+        with self._runner.reserve(zeros.bytes_in):
+            job = await _finish_despite_cancel(
+                asyncio.to_thread(self._request.with_random_inputs, zeros, length)
+            )
+            peak, _ = await self._runner.measure(PeakMemoryJob.from_job(job))
+            times_ms = [(await self._runner.measure(job))[1] for _ in range(self._request.repeats)]
+        return summarize_times(times_ms) | {
             "flops": job.flops,
             "bytes": job.bytes_in + job.bytes_out,
-            PEAK: int(peak[PEAK].numpy()[0]),
+            PEAK_BYTES: int(peak[PEAK_BYTES].numpy()[0]),
         }
 
 
-async def _to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Waits for a thread, also where nobody wants what it makes any more: it holds it still."""
+async def _finish_despite_cancel(work: Coroutine[Any, Any, _T]) -> _T:
+    """Waits for a thread even if this task is cancelled: the thread still uses the memory."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""A variant and its parameters, as a body names them."""
+"""A variant with its parameters, as compare and sweep requests name it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import pydantic
 
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
-from qkv.errors import InvalidContent, QkvError, pointer_to, shown
-from qkv.jobs.fields import invalid_field
+from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
+from qkv.jobs.fields import field_error
 
-__all__ = ["MOST", "Choice"]
+__all__ = ["MAX_VARIANTS", "VariantChoice"]
 
-MOST = 16
-"""Variants that one request may name."""
+MAX_VARIANTS = 16
+"""The number of variants that one request may name."""
 
 
-class _Named(pydantic.BaseModel):
+class _ChoiceFields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
     variant: str
     parameters: dict[str, Any] = {}
 
 
-class Choice(NamedTuple):
-    """A variant with parameters that it takes.
+class VariantChoice(NamedTuple):
+    """A variant with validated parameters.
 
     Attributes:
-        parameters: as they came.
-        pointer: JSON pointer to where it is named.
-        is_object: it is named as an object, so that there are parts to point to.
+        parameters: the parameters in the request.
+        pointer: JSON pointer to the choice in the body.
+        is_object: the choice is an object, so that pointers may go into it.
     """
 
     variant: Variant
@@ -39,48 +39,48 @@ class Choice(NamedTuple):
     is_object: bool
 
     @classmethod
-    def of(cls, said: Any, *within: str | int) -> Choice:
-        """Finds what a part of a body names: a variant's name, or an object of `variant` and
-        `parameters`.
+    def parse(cls, value: Any, *within: str | int) -> VariantChoice:
+        """Parses a variant's name, or an object of `variant` and `parameters`.
 
         Args:
-            said: that part.
-            within: where in the body it stands.
+            value: a part of the body.
+            within: the path of that part.
 
         Raises:
-            NotFound: no such variant.
-            InvalidContent: it is neither, or a parameter is wrong.
+            NotFound: the variant does not exist.
+            InvalidContent: the value is neither, or a parameter is wrong.
         """
         pointer = pointer_to(*within)
-        if isinstance(said, str):
-            name, parameters = said, {}
-        elif isinstance(said, dict):
+        if isinstance(value, str):
+            name, parameters = value, {}
+        elif isinstance(value, dict):
             try:
-                named = _Named.model_validate(said)
+                fields = _ChoiceFields.model_validate(value)
             except pydantic.ValidationError as error:
-                raise invalid_field(error, list(_Named.model_fields), *map(str, within)) from None
-            name, parameters = named.variant, named.parameters
+                raise field_error(
+                    error, list(_ChoiceFields.model_fields), *map(str, within)
+                ) from None
+            name, parameters = fields.variant, fields.parameters
         else:
             raise InvalidContent(
-                f"{'.'.join(map(str, within))} came as {shown(said)}; it must be a variant's name, "
-                'or {"variant": ..., "parameters": {...}}',
+                f"{'.'.join(map(str, within))} came as {format_value(value)}; it must be a "
+                'variant\'s name, or {"variant": ..., "parameters": {...}}',
                 pointer=pointer,
             )
         try:
             variant = catalogue.find(name)
         except QkvError as error:
-            error.pointer = pointer + "/variant" * isinstance(said, dict)
+            error.pointer = pointer + "/variant" * isinstance(value, dict)
             raise
-        choice = cls(variant, parameters, pointer, isinstance(said, dict))
+        choice = cls(variant, parameters, pointer, isinstance(value, dict))
         try:
             variant.parse(parameters)
         except QkvError as error:
-            choice.blame(error)
+            choice.reraise(error)
         return choice
 
-    def blame(self, error: QkvError) -> NoReturn:
-        """Raises an error that a job of this variant found, with a pointer into the body that named
-        it: what is wrong with a parameter is wrong here."""
+    def reraise(self, error: QkvError) -> NoReturn:
+        """Raises an error of this variant's job with a pointer into the body that named it."""
         if error.pointer is not None and error.pointer.startswith("/parameters"):
             error.pointer = self.pointer + (error.pointer if self.is_object else "")
         raise error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from qkv.telemetry.worker_state import Worker
+from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["BusyPoll"]
 
@@ -23,14 +23,14 @@ class BusyPoll:
         seconds: to stay awake for; 0: not at all.
     """
 
-    def __init__(self, worker: Worker, seconds: float) -> None:
+    def __init__(self, worker: WorkerState, seconds: float) -> None:
         self._worker, self._seconds = worker, seconds
         self._until = 0.0
         self._is_on = False
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """An answer is given, on the only connection of this worker."""
-        if self._seconds and self._worker.is_only:
+        if self._seconds and self._worker.is_only_active:
             self._until = time.perf_counter() + self._seconds
             if not self._is_on:
                 self._turn_on(True)
@@ -45,4 +45,4 @@ class BusyPoll:
 
     def _turn_on(self, is_on: bool) -> None:
         self._is_on = is_on
-        self._worker.polls(is_on)
+        self._worker.set_polling(is_on)

@@ -8,18 +8,18 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
-from qkv.api.fast_path.run_cache import Asked, Done, Header, Known
-from qkv.engine.admission import Place
+from qkv.api.fast_path.run_cache import CachedRuns, Done, Header, RequestKey
+from qkv.engine.admission import Admission
 
-__all__ = ["Head", "Round", "Short"]
+__all__ = ["PendingRequest", "ReadyBatch", "RequestHead"]
 
-_log = logging.getLogger("qkv.short")
+_log = logging.getLogger(__name__)
 
 _LONGEST: Final = 4096  # bytes of a head that is kept, for each connection
 _CACHED: Final = 1 << 18  # bytes of answers, beside what they are made of and with
 
 
-class Short:
+class PendingRequest:
     """A request whose head the shortcuts know, until it is answered or goes the long way.
 
     Attributes:
@@ -41,17 +41,17 @@ class Short:
     )  # fmt: skip
 
     def __init__(
-        self, asked: Asked, known: Known, id: bytes | None, unparsed: bytes | None = None
+        self, asked: RequestKey, known: CachedRuns, id: bytes | None, unparsed: bytes | None = None
     ) -> None:
         self.asked, self.known, self.id, self.unparsed = asked, known, id, unparsed
         self.chunks: list[bytes | memoryview] = []
         self.since = time.perf_counter()
         self.is_whole = self.has_run = False
         self.done: Done | None = None
-        self.place: Place | None = None
+        self.place: Admission | None = None
 
 
-class Head(NamedTuple):
+class RequestHead(NamedTuple):
     """What came before a body, byte for byte, and what a parser found in it.
 
     Attributes:
@@ -62,13 +62,13 @@ class Head(NamedTuple):
 
     text: bytes
     length: int
-    asked: Asked
-    known: Known
+    asked: RequestKey
+    known: CachedRuns
     id: bytes | None
     headers: list[Header]
 
     @classmethod
-    def of(cls, data: bytes, short: Short, headers: list[Header]) -> Head | None:
+    def of(cls, data: bytes, short: PendingRequest, headers: list[Header]) -> RequestHead | None:
         """What a request's first piece began with; None where it is no such piece, or long."""
         length = data.find(b"\r\n\r\n", 0, _LONGEST) + 4
         if length < 4 or length + sum(map(len, short.chunks)) != len(data):
@@ -86,11 +86,11 @@ class Answering(Protocol):
     def answer(self) -> None:
         """Answers it, if it has not been."""
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Ends it as it is."""
 
 
-class Round:
+class ReadyBatch:
     """Requests that the event loop read in one look at the network: all are run, and then all are
     answered, since torch's code, the network's and ours drive one another out of the CPU's caches;
     but no more than such a cache holds the answers of."""
@@ -131,4 +131,4 @@ def _answer(connection: Answering) -> None:
         connection.answer()
     except Exception:  # ends one connection, and keeps nobody else's answer
         _log.exception("an answer failed")
-        connection.drop()
+        connection.abort()

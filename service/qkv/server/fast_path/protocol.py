@@ -14,43 +14,50 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
-from qkv.api.auth import Keys
-from qkv.api.direct_routes import ACCEPTED
-from qkv.api.fast_path.run_cache import Asked, Header, Reply, Shortcuts
-from qkv.api.observability import ID, ID_OF, REFUSAL, Observer, Refusal, said_id
-from qkv.api.request_body import REST
-from qkv.engine.admission import Door
-from qkv.errors import NotNow, QkvError
-from qkv.server.body_receiver import Filling
-from qkv.server.connection_timeouts import Watch
+from qkv.api.auth import ApiKeys
+from qkv.api.direct_routes import ACCEPTED_STATE
+from qkv.api.fast_path.run_cache import Header, Reply, RequestKey, RunCache
+from qkv.api.observability import (
+    PROTOCOL_ERROR_STATE,
+    REQUEST_ID_HEADER,
+    REQUEST_ID_STATE,
+    ProtocolError,
+    RequestObserver,
+    request_id_from,
+)
+from qkv.api.request_body import BODY_READER_STATE
+from qkv.engine.admission import AdmissionController
+from qkv.errors import QkvError, ServiceUnavailable
+from qkv.server.body_receiver import BodyReceiver
+from qkv.server.connection_timeouts import ConnectionTimeouts
 from qkv.server.fast_path.busy_poll import BusyPoll
-from qkv.server.fast_path.pending_request import Head, Round, Short
-from qkv.server.http_connection import BODY, NOTHING, Connection, path_of
-from qkv.telemetry.worker_state import Worker
+from qkv.server.fast_path.pending_request import PendingRequest, ReadyBatch, RequestHead
+from qkv.server.http_connection import BODY, NOTHING, LimitedHttpProtocol, path_of
+from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["Protocol"]
+__all__ = ["FastPathProtocol"]
 
-_log = logging.getLogger("qkv.protocol")
+_log = logging.getLogger(__name__)
 
 _JOINED: Final = 1 << 16  # bytes; less is copied sooner than it is written in pieces
 
 
-class Protocol(Connection):
+class FastPathProtocol(LimitedHttpProtocol):
     """One connection.
 
-    A request that the shortcuts know is kept from uvicorn until its last byte is there. They
-    answer it then, or uvicorn goes on with all of it as if it had just come: a task, an ASGI
+    A request that the run cache knows is kept from uvicorn until its last byte is there. It
+    is answered then, or uvicorn goes on with all of it as if it had just come: a task, an ASGI
     application and two queues for each request take longer than a small attention.
 
     Args:
         config, server_state, app_state, _loop: as uvicorn's protocols take them.
-        watch, refusal: as `Connection` takes them.
+        timeouts, error_response: as `LimitedHttpProtocol` takes them.
         worker: counts requests, and says when the service ends; then there are no short ways.
-        shortcuts: what can be answered at once.
-        round: of all connections of this process.
-        poll: keeps its loop awake for a lone caller.
-        door: lets in what they are asked, where it does not come with its head.
-        keys: who has none of them goes the long way, which refuses; None: all are let in.
+        run_cache: what can be answered at once.
+        ready_batch: of all connections of this process.
+        busy_poll: keeps its loop awake for a lone caller.
+        admission: lets in what they are asked, where it does not come with its head.
+        api_keys: who has none of them goes the long way, which refuses; None: all are let in.
         observer: sees what they answer, and all bodies that come.
     """
 
@@ -61,31 +68,33 @@ class Protocol(Connection):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        watch: Watch,
-        refusal: Callable[[QkvError, str], Response],
-        worker: Worker,
-        shortcuts: Shortcuts,
-        round: Round,
-        poll: BusyPoll,
-        door: Door,
-        observer: Observer,
-        keys: Keys | None = None,
+        timeouts: ConnectionTimeouts,
+        error_response: Callable[[QkvError, str], Response],
+        worker: WorkerState,
+        run_cache: RunCache,
+        ready_batch: ReadyBatch,
+        busy_poll: BusyPoll,
+        admission: AdmissionController,
+        observer: RequestObserver,
+        api_keys: ApiKeys | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop, watch=watch, refusal=refusal)
-        self._worker, self._shortcuts, self._keys = worker, shortcuts, keys
-        self._observer, self._round, self._door = observer, round, door
-        self._poll = poll
-        self._short: Short | None = None
-        self._filling: Filling | None = None
+        super().__init__(
+            config, server_state, app_state, _loop, timeouts=timeouts, error_response=error_response
+        )
+        self._worker, self._run_cache, self._api_keys = worker, run_cache, api_keys
+        self._observer, self._ready_batch, self._admission = observer, ready_batch, admission
+        self._busy_poll = busy_poll
+        self._short: PendingRequest | None = None
+        self._body_receiver: BodyReceiver | None = None
         self._piece_of: bytes | None = None  # what is parsed, where a request begins with it
-        self._head: Head | None = None
+        self._head: RequestHead | None = None
         self._is_long = False  # what is parsed goes the long way
         self._is_behind = False  # a body has gone past the parser
 
     def data_received(self, data: bytes) -> None:
         """A request that begins with the very bytes of the last one's head needs no parser."""
         if (
-            self._is_resting
+            self._is_idle
             and (head := self._head) is not None
             and len(data) <= head.length
             and data.startswith(head.text)
@@ -94,50 +103,50 @@ class Protocol(Connection):
             self._take_again(head, data)
             return
         self.answer()  # before a parser goes on
-        self._is_resting = False
-        self._piece_of = data if self._reads == NOTHING else None
+        self._is_idle = False
+        self._piece_of = data if self._reading == NOTHING else None
         self._parse(data)
         short = self._short
-        is_waiting = self._filling is not None or self._farewell is not None
+        is_waiting = self._body_receiver is not None or self._last_response is not None
         if short is not None and not short.is_whole and not is_waiting:
             self._keep_head(short)
             self._await(short)
         self._piece_of = None
 
-    def _take_again(self, head: Head, data: bytes) -> None:
+    def _take_again(self, head: RequestHead, data: bytes) -> None:
         """A request behind a head that came before, and nothing is in its way."""
-        self._is_resting = False
+        self._is_idle = False
         self.url, self.headers = head.asked.url, head.headers
-        self._short = short = Short(head.asked, head.known, head.id, data)
-        self._worker.asks(1)
+        self._short = short = PendingRequest(head.asked, head.known, head.id, data)
+        self._worker.add_in_flight(1)
         body = memoryview(data)[len(head.text) :]
         short.chunks.append(body)
         self._observer.received(len(body))
-        self._received += len(data)
+        self._received_bytes += len(data)
         if len(data) == head.length:
             self._complete(short)
         else:
             self._await(short)
 
-    def _keep_head(self, short: Short) -> None:
+    def _keep_head(self, short: PendingRequest) -> None:
         """What began with its first piece may begin with the same bytes again."""
         if self._piece_of is not None:
-            self._head = Head.of(self._piece_of, short, self.headers) or self._head
+            self._head = RequestHead.of(self._piece_of, short, self.headers) or self._head
 
-    def _await(self, short: Short) -> None:
+    def _await(self, short: PendingRequest) -> None:
         """More of its body is to come, and needs no parser.
 
         Only now it takes room, as those do that go the long way: what comes with its head is gone
         when this turn of the loop ends.
         """
         try:
-            short.place = self._door.enter(short.asked.size)
-        except NotNow:
-            self._take_long_way()  # it is refused there
+            short.place = self._admission.admit(short.asked.size)
+        except ServiceUnavailable:
+            self._take_long_way()  # it is rejected there
             return
         rest = np.empty(short.asked.size - sum(map(len, short.chunks)), np.uint8).data
         short.chunks.append(rest)
-        self._reads = BODY
+        self._reading = BODY
         self._fill(rest)
 
     def on_headers_complete(self) -> None:
@@ -145,20 +154,20 @@ class Protocol(Connection):
             self._piece_of = None  # it comes again in other words
             return
         if not self._is_long and self._is_free() and self.parser.get_method() == b"POST":
-            asked = Asked.of(self.url, self.headers)
+            asked = RequestKey.of(self.url, self.headers)
             if (
-                (known := self._shortcuts.find(asked)) is not None
+                (known := self._run_cache.find(asked)) is not None
                 and self.parser.get_http_version() == "1.1"
-                and (self._keys is None or self._keys.admit(self.headers))
+                and (self._api_keys is None or self._api_keys.match(self.headers))
             ):
-                self._short = Short(asked, known, said_id(self.headers))
-                self._reads = BODY
-                self._worker.asks(1)
+                self._short = PendingRequest(asked, known, request_id_from(self.headers))
+                self._reading = BODY
+                self._worker.add_in_flight(1)
                 return
         self._start()
 
     def on_body(self, body: bytes) -> None:
-        self._framing -= len(body)
+        self._framing_bytes -= len(body)
         if not self._is_long:
             self._observer.received(len(body))
         if self._short is not None:
@@ -170,22 +179,22 @@ class Protocol(Connection):
         if self._short is None:
             super().on_message_complete()
             return
-        self._reads = NOTHING
+        self._reading = NOTHING
         self._keep_head(self._short)
         self._complete(self._short)
 
-    def _complete(self, short: Short) -> None:
+    def _complete(self, short: PendingRequest) -> None:
         """All of it is there; what others have sent is read before it is answered: a caller who is
         quick to ask again would be read again and again."""
         short.is_whole = True
         if len(self.connections) > 1:
-            self._round.add(self, self.loop)
+            self._ready_batch.add(self, self.loop)
         else:
             self.answer()
 
     def on_message_begin(self) -> None:
         self.answer()  # one after the other, in their order
-        self._is_resting = False
+        self._is_idle = False
         super().on_message_begin()
 
     def run(self) -> int:
@@ -195,10 +204,10 @@ class Protocol(Connection):
         if short is None or not short.is_whole or short.has_run:
             return 0
         short.has_run = True
-        if self._worker.fleet.draining:  # then more is to be said than the answer
+        if self._worker.shared_state.is_draining:  # then more is to be said than the answer
             return 0
         try:
-            short.done = self._shortcuts.run(short.known, short.chunks)
+            short.done = self._run_cache.run(short.known, short.chunks)
         except Exception:  # the long way says it to the caller
             _log.exception("a shortcut failed")
         return 0 if short.done is None else short.done.alone.job.bytes_out
@@ -212,7 +221,7 @@ class Protocol(Connection):
         reply = None
         if short.done is not None:
             try:
-                reply = self._shortcuts.reply(short.done)
+                reply = self._run_cache.reply(short.done)
             except Exception:
                 _log.exception("a shortcut failed")
         if reply is None:
@@ -223,42 +232,44 @@ class Protocol(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._short is not None:
             self._forget(self._short)
-        if self._filling is not None:
-            self._filling.end(False)
-            self._filling = None
+        if self._body_receiver is not None:
+            self._body_receiver.end(False)
+            self._body_receiver = None
         super().connection_lost(exc)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """What came in short goes with it."""
         if self._short is not None:
             self._forget(self._short)
-        super().drop()
+        super().abort()
 
-    def part(self, error: QkvError) -> None:
-        """What came in short is due as well, or what is refused."""
+    def close_with_error(self, error: QkvError) -> None:
+        """What came in short is due as well, or what is rejected."""
         self.answer()
         self._take_long_way()
-        self._stop_filling()
-        self._is_resting = False
-        super().part(error)
+        self._stop_receiver()
+        self._is_idle = False
+        super().close_with_error(error)
 
-    def _written(self, error: QkvError, *more: Header) -> bytes:
+    def _encode_error(self, error: QkvError, *more: Header) -> bytes:
         """Where the application never sees the request, it is seen here; else it is told."""
         headers: Iterable[Header] = ()
         url = b""
-        if self._reads != NOTHING:  # else they are those of the request before
-            headers = self.scope["headers"] if self._reads == BODY else self.headers or ()
+        if self._reading != NOTHING:  # else they are those of the request before
+            headers = self.scope["headers"] if self._reading == BODY else self.headers or ()
             url = self.url
-        begun = self.scope["state"] if self._reads == BODY else {}
-        id = begun.get(ID_OF) or said_id(headers) or self._observer.new_id()
-        written = super()._written(error, *more, (ID, id))
-        refusal = Refusal(error, len(written.partition(b"\r\n\r\n")[2]))
-        if self._reads == BODY and not self.pipeline:
+        begun = self.scope["state"] if self._reading == BODY else {}
+        id = begun.get(REQUEST_ID_STATE) or request_id_from(headers) or self._observer.new_id()
+        written = super()._encode_error(error, *more, (REQUEST_ID_HEADER, id))
+        protocol_error = ProtocolError(error, len(written.partition(b"\r\n\r\n")[2]))
+        if self._reading == BODY and not self.pipeline:
             if not self.cycle.response_started:
-                begun[REFUSAL] = refusal
+                begun[PROTOCOL_ERROR_STATE] = protocol_error
         else:
             method = self.parser.get_method().decode() if url else "?"
-            self._observer.refused(method, path_of(url) if url else "", headers, id, refusal)
+            self._observer.record_protocol_error(
+                method, path_of(url) if url else "", headers, id, protocol_error
+            )
         return written
 
     def shutdown(self) -> None:
@@ -270,18 +281,20 @@ class Protocol(Connection):
         """Whether nothing on this connection is being answered, or waits to be read by its caller,
         and the service goes on."""
         is_idle = self.cycle is None or self.cycle.response_complete
-        return is_idle and not self.flow.write_paused and not self._worker.fleet.draining
+        return is_idle and not self.flow.write_paused and not self._worker.shared_state.is_draining
 
     def _start(self) -> None:
         """uvicorn's own way, with a shorter one for the body."""
         super().on_headers_complete()
-        self.scope["state"][REST] = partial(self._rest, self.cycle)
-        self.scope["state"][ID_OF] = said_id(self.scope["headers"]) or self._observer.new_id()
+        self.scope["state"][BODY_READER_STATE] = partial(self._rest, self.cycle)
+        self.scope["state"][REQUEST_ID_STATE] = (
+            request_id_from(self.scope["headers"]) or self._observer.new_id()
+        )
         if self._is_long:
-            self.scope["state"][ACCEPTED] = True
+            self.scope["state"][ACCEPTED_STATE] = True
 
     def _rest(self, cycle: RequestResponseCycle, buffer: memoryview) -> asyncio.Future[bool]:
-        """A `Rest` of the request that a cycle answers."""
+        """A `BodyReader` of the request that a cycle answers."""
         came, cycle.body = cycle.body, bytearray()
         buffer[: len(came)] = came
         done = self.loop.create_future()
@@ -293,17 +306,17 @@ class Protocol(Connection):
         return done
 
     def _fill(self, buffer: memoryview, done: asyncio.Future[bool] | None = None) -> None:
-        self._filling = Filling(self, buffer, done)
-        self.transport.set_protocol(self._filling)
+        self._body_receiver = BodyReceiver(self, buffer, done)
+        self.transport.set_protocol(self._body_receiver)
 
-    def took(self, count: int) -> None:
+    def on_bytes(self, count: int) -> None:
         """So many bytes of a body came that is being filled."""
-        self._received += count
+        self._received_bytes += count
         self._observer.received(count)
 
-    def filled(self) -> None:
+    def on_complete(self) -> None:
         """All of a body came, and no parser has seen it."""
-        self._filling, self._is_behind = None, True
+        self._body_receiver, self._is_behind = None, True
         self.transport.set_protocol(self)
         self.on_message_complete()
 
@@ -312,17 +325,17 @@ class Protocol(Connection):
         it knows of its request; until the next."""
         if self._is_behind:
             self._is_behind = False
-            self.parse_anew()
+            self._reset_parser()
         super().data_received(data)
 
-    def _stop_filling(self) -> bytes:
+    def _stop_receiver(self) -> bytes:
         """What has come of what is filled, and no parser has seen."""
-        filling, self._filling = self._filling, None
+        filling, self._body_receiver = self._body_receiver, None
         if filling is None:
             return b""
         filling.end(False)
         self.transport.set_protocol(self)
-        return bytes(filling.came)
+        return bytes(filling.received)
 
     def _take_long_way(self) -> None:
         """Gives what came in short, if anything did, to uvicorn."""
@@ -331,9 +344,9 @@ class Protocol(Connection):
         self._forget(short)
         self._head = None  # what is known of it may be another's by now
         self._is_long = True
-        if self._filling is not None:
+        if self._body_receiver is not None:
             short.chunks.pop()
-        unseen = self._stop_filling()
+        unseen = self._stop_receiver()
         if short.unparsed is not None:
             for piece in (short.unparsed, *short.chunks[1:]):
                 self._parse(bytes(piece))
@@ -347,25 +360,25 @@ class Protocol(Connection):
             self._parse(unseen)
         self._is_long = False
 
-    def _forget(self, short: Short) -> None:
+    def _forget(self, short: PendingRequest) -> None:
         self._short = None
         if short.place is not None:
-            short.place.leave()
-        self._worker.asks(-1)
+            short.place.release()
+        self._worker.add_in_flight(-1)
 
-    def _write(self, short: Short, reply: Reply) -> None:
+    def _write(self, short: PendingRequest, reply: Reply) -> None:
         """Answers, and counts it before: who has its answer finds it counted, whichever worker it
         asks."""
         size, id = sum(map(len, reply.body)), short.id or self._observer.new_id()
         last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
-        first = self._round.first_lines(self.server_state.default_headers)
+        first = self._ready_batch.first_lines(self.server_state.default_headers)
         head = b"".join((first, reply.lines, last))
-        self._observer.answered_at_once(self.url, self.headers, id, short.since, reply, size)
+        self._observer.record_fast_path(self.url, self.headers, id, short.since, reply, size)
         self._forget(short)
         if size > _JOINED:
             self.transport.writelines((head, *reply.body))
         else:
             self.transport.write(b"".join((head, *reply.body)))
-        self._begin_rest()
+        self._begin_idle()
         if len(self.connections) == 1:
-            self._poll.begin(self.loop)
+            self._busy_poll.begin(self.loop)

@@ -1,0 +1,82 @@
+"""ASGI middleware: HEAD requests, draining, and cross-origin requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qkv.api.endpoints.oip_models import HEALTH_PATHS
+from qkv.api.error_responses import error_response
+from qkv.errors import ServiceUnavailable
+from qkv.telemetry.worker_state import SharedState
+
+__all__ = ["DrainMiddleware", "HeadMiddleware", "allow_origins"]
+
+_SERVED_WHILE_DRAINING: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS))
+
+
+class HeadMiddleware:
+    """Serves HEAD wherever GET is served; the server leaves the response's body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        return await self._app(scope, receive, send)
+
+
+class DrainMiddleware:
+    """While the service drains, rejects new requests and has clients close their connections.
+
+    Requests that were accepted before are completed.
+    """
+
+    def __init__(self, app: ASGIApp, shared_state: SharedState) -> None:
+        self._app = app
+        self._shared_state = shared_state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        has_response = False
+
+        async def send_closing(message: Message) -> None:
+            nonlocal has_response
+            has_response = True
+            if message["type"] == "http.response.start" and self._shared_state.is_draining:
+                message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
+            await send(message)
+
+        if not self._shared_state.is_draining or scope["path"] in _SERVED_WHILE_DRAINING:
+            try:
+                return await self._app(scope, receive, send_closing)
+            except asyncio.CancelledError:  # the drain timed out before the body was received
+                if has_response:
+                    raise
+        stopping = ServiceUnavailable("the service is stopping", retry_after=5)
+        return await error_response(stopping, scope["path"])(scope, receive, send_closing)
+
+
+def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
+    """Returns an application that pages of these origins may call.
+
+    It has to be outside of authentication: a browser's preflight request has no key. The fast path
+    needs no such headers: a page's request has `Origin`, which the fast path does not take.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        expose_headers=(
+            *("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing"),
+            "X-Request-ID",
+        ),
+    )

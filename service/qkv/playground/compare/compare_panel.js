@@ -1,0 +1,204 @@
+// Variants side by side: how far each is from an anchor, and what it costs.
+
+import { post } from "../api.js";
+import { formatCount, formatNumber, formatTime, h, setText } from "../dom.js";
+import { buildChoice } from "../inputs/parameter_form.js";
+import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
+import { comparableVariants, runnableVariants } from "../weights/weights_request.js";
+
+const AUTO_RUN_SCORES = 65536; // scores; up to here it runs by itself
+const DEFAULT_ROWS = 1024; // rows; of more the service compares so many, unless it is asked for all
+
+const COLUMNS = [
+  ["Output", "Relative error", ({ output }) => formatNumber(output?.relative_error, 3)],
+  ["Output", "Largest error", ({ output }) => formatNumber(output?.largest_error, 3)],
+  ["Output", "Cosine", ({ output }) => formatNumber(output?.cosine, 4)],
+  ["Weights", "Total variation", ({ weights }) => formatPair(weights?.total_variation)],
+  ["Weights", "Jensen–Shannon", ({ weights }) => formatPair(weights?.js_divergence)],
+  ["Weights", "KL", ({ weights }) => formatPair(weights?.kl_divergence)],
+  ["Weights", "Rank correlation", ({ weights }) => formatPair(weights?.rank_correlation)],
+  ["Weights", "Entropy", ({ weights }) => formatNumber(weights?.entropy?.mean, 3)],
+  ["Cost", "Time", ({ timing }) => formatTime(timing.median_ms)],
+  ["Cost", "Flops", ({ flops }) => formatCount(flops)],
+  ["Cost", "Peak memory", ({ peak_bytes: bytes }) => (bytes ? formatCount(bytes, "B") : "–")],
+];
+
+/**
+ * The panel of the comparison.
+ *
+ * @param {HTMLElement} root
+ * @param {Object} state of the page
+ * @param {(body: Object) => void} onRequest told of each request
+ */
+export function createComparePanel(root, state, onRequest) {
+  const anchor = h("select", { id: "anchor", change: () => updateChoices() });
+  const boxes = h("div", { class: "boxes", role: "group", "aria-label": "Variants to compare" });
+  const allRowsInput = h("input", { type: "checkbox", id: "compare-all-rows" });
+  const allRows = h(
+    "div",
+    { class: "check", hidden: true },
+    allRowsInput,
+    h("label", { for: "compare-all-rows" }, "All rows"),
+  );
+  const button = h("button", { type: "button", click: () => run() }, "Compare");
+  const status = h("p", { class: "hint", role: "status" });
+  const error = h("p", { class: "error", role: "alert", hidden: true });
+  const notes = h("ul", { class: "notes" });
+  const area = h("div", {
+    class: "scroll",
+    tabindex: "0",
+    role: "region",
+    "aria-label": "Comparison",
+  });
+  root.append(
+    h("h3", {}, "Side by side"),
+    h(
+      "div",
+      { class: "row" },
+      h("div", { class: "field inline" }, h("label", { for: "anchor" }, "Against"), anchor),
+      boxes,
+      allRows,
+      button,
+    ),
+    status,
+    error,
+    area,
+    notes,
+  );
+  const excluded = new Set();
+  let running = null;
+
+  const updateChoices = () => {
+    const names = runnableVariants(state).map(({ variant }) => variant);
+    const selected = names.includes(anchor.value)
+      ? anchor.value
+      : names.includes("softmax")
+        ? "softmax"
+        : names[0];
+    anchor.replaceChildren(
+      ...names.map((name) => new Option(name, name, false, name === selected)),
+    );
+    const others = selected
+      ? comparableVariants(state, state.variants.get(selected)).map(({ variant }) => variant)
+      : [];
+    boxes.replaceChildren(
+      ...others.map((name) =>
+        createCheckbox(name, !excluded.has(name), (isIncluded) =>
+          isIncluded ? excluded.delete(name) : excluded.add(name),
+        ),
+      ),
+    );
+    root.hidden = names.length < 2;
+    button.disabled = !others.length;
+    return others.length > 0;
+  };
+  const run = async () => {
+    running?.abort();
+    running = new AbortController();
+    const { signal } = running;
+    const anchorVariant = state.variants.get(anchor.value);
+    const comparable = comparableVariants(state, anchorVariant);
+    const chosen = comparable.filter(({ variant }) => !excluded.has(variant));
+    const allVariants = [anchorVariant, ...chosen];
+    const inputs = Object.assign(
+      {},
+      ...allVariants.map((variant) => inputsFor(state.tensors, variant, state.layer)),
+    );
+    const body = {
+      inputs: encodeInputs(inputs),
+      anchor: buildChoice(anchorVariant, state.parameters),
+      variants: chosen.map((variant) => buildChoice(variant, state.parameters)),
+    };
+    if (allRowsInput.checked && !allRows.hidden) body.rows = null;
+    if (state.layer && inputs.x) body.layer = state.layer;
+    onRequest(body);
+    status.textContent = "Comparing…";
+    try {
+      const { result } = await post("/v1/compare", body, signal);
+      if (signal.aborted) return;
+      setText(error, null);
+      area.replaceChildren(createTable(result));
+      notes.replaceChildren(...(result.notes ?? []).map((note) => h("li", {}, note)));
+      status.textContent =
+        "Each with the parameters set above that it takes. The anchor's own error is its distance from float64. Of two numbers the first is the mean over rows, the second the worst row.";
+    } catch (problem) {
+      if (problem.name === "AbortError") return;
+      setText(error, problem.detail ?? problem.message);
+      status.textContent = "";
+    }
+  };
+
+  return {
+    update: (request) => {
+      running?.abort();
+      const canCompare = updateChoices();
+      // the service compares so few by itself
+      allRows.hidden = !canCompare || request.rows <= DEFAULT_ROWS;
+      if (canCompare && request.rows * request.cols <= AUTO_RUN_SCORES) return run();
+      setText(error, null);
+      area.replaceChildren();
+      notes.replaceChildren();
+      status.textContent = canCompare
+        ? `${request.rows} × ${request.cols} weights take a moment to compare: say when.`
+        : `No other variant answers the same: none takes all that ${anchor.value} takes of this.`;
+    },
+  };
+}
+
+function createCheckbox(name, isChecked, onChange) {
+  const input = h("input", {
+    type: "checkbox",
+    id: `compare-${name}`,
+    change: () => onChange(input.checked),
+  });
+  input.checked = isChecked;
+  return h("div", { class: "check" }, input, h("label", { for: `compare-${name}` }, name));
+}
+
+function createTable({ anchor, variants }) {
+  const groups = [...new Set(COLUMNS.map(([group]) => group))];
+  const width = (group) => COLUMNS.filter(([one]) => one === group).length;
+  const line = (entry, isAnchor) =>
+    h(
+      "tr",
+      { class: isAnchor ? "anchor" : "" },
+      h(
+        "th",
+        { scope: "row" },
+        entry.variant,
+        isAnchor ? h("span", { class: "hint" }, " anchor") : "",
+      ),
+      ...COLUMNS.map(([, , format]) => h("td", {}, format(entry))),
+    );
+  return h(
+    "table",
+    { class: "numbers sides" },
+    h("caption", { class: "unseen" }, `Variants against ${anchor.variant}`),
+    h(
+      "thead",
+      {},
+      h(
+        "tr",
+        {},
+        h("td", {}),
+        ...groups.map((group) => h("th", { scope: "colgroup", colspan: width(group) }, group)),
+      ),
+      h(
+        "tr",
+        {},
+        h("th", { scope: "col" }, "Variant"),
+        ...COLUMNS.map(([, name]) => h("th", { scope: "col" }, name)),
+      ),
+    ),
+    h("tbody", {}, line(anchor, true), ...variants.map((entry) => line(entry, false))),
+  );
+}
+
+/** The mean over rows, and the worst of them below it. */
+function formatPair(pair) {
+  if (!pair) return "–";
+  const fragment = document.createDocumentFragment();
+  const worst = h("span", { class: "hint" }, formatNumber(pair.worst, 3));
+  fragment.append(formatNumber(pair.mean, 3), worst);
+  return fragment;
+}

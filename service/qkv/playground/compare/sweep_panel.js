@@ -1,0 +1,158 @@
+// A sweep over sequence lengths, drawn while it runs.
+
+import { streamEvents } from "../api.js";
+import { h, setText } from "../dom.js";
+import { buildChoice } from "../inputs/parameter_form.js";
+import { drawSweep, fillSweepTable } from "./sweep_chart.js";
+import { describeFastest } from "./sweep_table.js";
+
+const LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
+const FIELDS = [
+  ["heads", "Heads", 4, 1, 64],
+  ["width", "Width", 64, 1, 512],
+  ["repeats", "Repeats", 5, 1, 50],
+];
+const DEFAULT_VARIANTS = ["softmax", "linear", "efficient", "taylor"];
+
+/**
+ * The panel of the sweep.
+ *
+ * @param {HTMLElement} root
+ * @param {Object} state of the page
+ * @param {Object} callbacks
+ * @param {(text: string) => void} callbacks.announce
+ * @param {(body: Object) => void} callbacks.onRequest told of each request
+ */
+export function createSweepPanel(root, state, { announce, onRequest }) {
+  const boxes = h("div", { class: "boxes", role: "group", "aria-label": "Variants to measure" });
+  const longest = h(
+    "select",
+    { id: "sweep-longest" },
+    ...LENGTHS.slice(3).map((n) => new Option(n.toLocaleString("en"), n, n === 2048, n === 2048)),
+  );
+  const inputs = FIELDS.map(([name, , value, min, max]) =>
+    h("input", { id: `sweep-${name}`, type: "number", value, min, max, step: 1 }),
+  );
+  const fields = FIELDS.map(([name, label], i) => createField(`sweep-${name}`, label, inputs[i]));
+  const button = h(
+    "button",
+    { type: "button", class: "primary", click: () => (running ? running.abort() : run()) },
+    "Measure",
+  );
+  const progress = h("progress", { "aria-label": "Progress of the sweep", hidden: true });
+  const status = h("p", { class: "hint", role: "status" });
+  const error = h("p", { class: "error", role: "alert", hidden: true });
+  const chart = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const table = h("table", { class: "numbers" });
+  const details = h(
+    "details",
+    { hidden: true },
+    h("summary", {}, "The times as a table"),
+    h(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of the times" },
+      table,
+    ),
+  );
+  chart.id = "chart";
+  root.append(
+    boxes,
+    h(
+      "div",
+      { class: "row fields" },
+      createField("sweep-longest", "Up to", longest),
+      ...fields,
+      button,
+    ),
+    progress,
+    status,
+    error,
+    h("figure", { class: "chart" }, chart),
+    details,
+  );
+  const selected = new Set(DEFAULT_VARIANTS);
+  let running = null;
+  let sweep = null;
+  let knownNames = "";
+
+  const draw = () => {
+    if (!sweep) return;
+    drawSweep(chart, sweep);
+    fillSweepTable(table, sweep);
+    details.hidden = false;
+  };
+  new ResizeObserver(draw).observe(root);
+
+  const run = async () => {
+    const names = [...state.variants.keys()].filter((name) => selected.has(name));
+    const body = buildBody(names, Number(longest.value), inputs, state);
+    onRequest(body);
+    sweep = { cells: [], variants: names, crossovers: [], lengths: body.lengths };
+    running = new AbortController();
+    button.textContent = "Stop";
+    progress.hidden = false;
+    progress.removeAttribute("value");
+    setText(error, null);
+    draw();
+    try {
+      for await (const { event, data } of streamEvents("/v1/sweep", body, running.signal))
+        handleEvent(event, data);
+    } catch (problem) {
+      if (problem.name === "AbortError") status.textContent = "Stopped.";
+      else setText(error, problem.detail ?? problem.message);
+    } finally {
+      running = null;
+      button.textContent = "Measure";
+      progress.hidden = true;
+    }
+  };
+  const handleEvent = (event, data) => {
+    if (event === "progress") {
+      progress.max = data.total;
+      progress.value = data.done;
+      status.textContent = `${data.done} of ${data.total}: ${data.variant} at ${data.length.toLocaleString("en")}`;
+    } else if (event === "cell") {
+      sweep.cells.push(data);
+    } else if (event === "done") {
+      sweep.crossovers = data.crossovers;
+      status.textContent = `${sweep.cells.length} measured. ${describeFastest(sweep)}`;
+      announce("The sweep is done");
+    } else if (event === "problem" || event === "error") {
+      setText(error, data.detail ?? "The sweep failed.");
+    }
+    draw();
+  };
+
+  return {
+    update: () => {
+      const names = [...state.variants.values()]
+        .filter(({ inputs: variantInputs }) => "value" in variantInputs)
+        .map(({ variant }) => variant);
+      if (knownNames === names.join()) return;
+      knownNames = names.join();
+      boxes.replaceChildren(...names.map((name) => createCheckbox(name, selected)));
+      status.textContent = "Each length is measured a few times, between other callers' requests.";
+    },
+  };
+}
+
+function buildBody(names, longest, inputs, state) {
+  const sizes = Object.fromEntries(FIELDS.map(([name], i) => [name, Number(inputs[i].value)]));
+  const variants = names.map((name) => buildChoice(state.variants.get(name), state.parameters));
+  return { variants, lengths: LENGTHS.filter((length) => length <= longest), ...sizes };
+}
+
+function createField(id, label, input) {
+  return h("div", { class: "field" }, h("label", { for: id }, label), input);
+}
+
+function createCheckbox(name, selected) {
+  const id = `sweep-with-${name}`;
+  const input = h("input", {
+    type: "checkbox",
+    id,
+    change: () => (input.checked ? selected.add(name) : selected.delete(name)),
+  });
+  input.checked = selected.has(name);
+  return h("div", { class: "check" }, input, h("label", { for: id }, name));
+}

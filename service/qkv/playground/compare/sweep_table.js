@@ -1,0 +1,109 @@
+// A sweep in words and as a table, for who cannot see the chart, or would rather read.
+
+const MAX_CROSSOVERS = 3; // crossovers in a sentence
+
+/**
+ * A sweep as a table: a row for each length, a column for each variant.
+ *
+ * @param {HTMLTableElement} table
+ * @param {{cells: Object[], variants: string[]}} sweep
+ */
+export function fillSweepTable(table, { cells, variants }) {
+  const createRow = (texts, scopeOf) => {
+    const line = document.createElement("tr");
+    const entries = texts.map((text, column) => {
+      const cell = document.createElement(scopeOf(column) ? "th" : "td");
+      if (scopeOf(column)) cell.scope = scopeOf(column);
+      cell.textContent = text;
+      return cell;
+    });
+    line.append(...entries);
+    return line;
+  };
+  const lengths = [...new Set(cells.map((cell) => cell.length))].sort((a, b) => a - b);
+  const caption = document.createElement("caption");
+  caption.textContent = "Median time of a call in milliseconds, and from the least to the most";
+  const rows = lengths.map((length) => {
+    const found = variants.map((_, index) =>
+      cells.find((c) => c.index === index && c.length === length),
+    );
+    return createRow([formatInteger(length), ...found.map(formatCell)], (column) =>
+      column ? null : "row",
+    );
+  });
+  table.replaceChildren(
+    caption,
+    createRow(["length", ...variants], () => "col"),
+    ...rows,
+  );
+}
+
+/** A number of milliseconds in three digits. */
+export function formatMilliseconds(ms) {
+  return ms.toLocaleString("en", { maximumSignificantDigits: 3 });
+}
+
+/** What a cell says: its milliseconds, or why there are none. */
+export function formatCell(cell) {
+  if (!cell) return "";
+  if (cell.problem) return cell.problem.detail ?? cell.problem.title;
+  const [median, least, most] = [cell.median_ms, cell.least_ms, cell.most_ms].map(
+    formatMilliseconds,
+  );
+  return `${median} (${least} to ${most})`;
+}
+
+/** A whole number, with commas. */
+export function formatInteger(number) {
+  return Math.round(number).toLocaleString("en");
+}
+
+/** A sweep in a few sentences. */
+export function describeSweep(cells, variants, crossovers) {
+  const parts = variants.flatMap((label, index) => {
+    const points = cells.filter((c) => c.index === index).sort((a, b) => a.length - b.length);
+    if (!points.length) return [];
+    const sentences = [points[0], points.at(-1)].map(
+      (c) => `${formatMilliseconds(c.median_ms)} ms at ${formatInteger(c.length)}`,
+    );
+    return [`${label}: ${[...new Set(sentences)].join(", ")}.`];
+  });
+  const crossings = crossovers.map((crossover) => `${describeCrossover(crossover, variants)}.`);
+  return [...parts, ...crossings].join(" ") || "Nothing has been measured yet.";
+}
+
+/** What a crossover says: before it the one was faster. */
+export function describeCrossover({ from, to, length }, variants) {
+  return `${variants[to]} is faster than ${variants[from]} from about ${formatInteger(length)} on`;
+}
+
+/**
+ * Who is faster, in a sentence or two: at every length, or from where on.
+ *
+ * @param {{cells: Object[], variants: string[], crossovers: Object[], lengths: number[]}} sweep
+ */
+export function describeFastest({ cells, variants, crossovers, lengths }) {
+  const sentences = crossovers
+    .slice(0, MAX_CROSSOVERS)
+    .map((crossover) => describeCrossover(crossover, variants));
+  const rest = crossovers.length - sentences.length;
+  const crossings = sentences.length
+    ? `${sentences.join("; ")}${rest ? `, and ${rest} more, marked in the chart` : ""}.`
+    : "";
+  const first = variants.findIndex((_, index) =>
+    lengths.every((length) => isFastest(cells, index, length)),
+  );
+  if (first < 0 || variants.length < 2) return crossings || "No two lines cross.";
+  const comparison = variants.length > 2 ? "the fastest" : `faster than ${variants[1 - first]}`;
+  return `${variants[first]} is ${comparison} at every length measured. ${crossings}`.trim();
+}
+
+function isFastest(cells, index, length) {
+  const cellsAtLength = cells.filter(
+    (cell) => cell.length === length && cell.median_ms !== undefined,
+  );
+  const ownCell = cellsAtLength.find((cell) => cell.index === index);
+  return (
+    Boolean(ownCell) && cellsAtLength.every((c) => c === ownCell || c.median_ms > ownCell.median_ms)
+  );
+}

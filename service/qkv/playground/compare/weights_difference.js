@@ -1,0 +1,137 @@
+// Where the weights of two variants differ: one map minus the other.
+
+import { post } from "../api.js";
+import { fromWire, toNumbers } from "../data/tensors.js";
+import { formatFixed, h, setText } from "../dom.js";
+import { headName } from "../weights/head_grid.js";
+import { Heatmap } from "../weights/heatmap.js";
+import { headMatrix } from "../weights/heatmap_data.js";
+import {
+  buildRequest,
+  comparableVariants,
+  firstOfBin,
+  heatmapBody,
+} from "../weights/weights_request.js";
+
+/**
+ * The panel of the difference.
+ *
+ * @param {HTMLElement} root
+ * @param {Object} state of the page
+ * @param {{onCall: Function, onPoint: Function}} callbacks told of calls, and of cells that are pointed at
+ */
+export function createDifferencePanel(root, state, callbacks) {
+  const select = h("select", { id: "other", change: () => run() });
+  const label = h("label", { for: "other" });
+  const about = h("p", { class: "hint", role: "status" });
+  const error = h("p", { class: "error", hidden: true });
+  const figure = h("figure", { class: "map", "aria-label": "Difference map" });
+  const field = h("div", { class: "field inline" }, label, select);
+  root.append(
+    h("h3", {}, "Difference map"),
+    field,
+    error,
+    h("div", { class: "weights" }, figure, h("div", { class: "beside" }, about)),
+  );
+  const map = new Heatmap(figure, {
+    maxHeight: 480,
+    onPoint: (cell, byKey) => callbacks.onPoint(map, cell, byKey),
+  });
+  let view = null;
+  let other = null;
+  let running = null;
+
+  const draw = () => {
+    if (!view || !other) return;
+    const numbers = view.weights.numbers.map((value, at) => value - other.numbers[at]);
+    const matrix = headMatrix(view, state.head, state.labels, numbers);
+    const names = [view.request.variant.variant, other.name];
+    map.show({
+      ...matrix,
+      label: `${names.join(" minus ")}: ${matrix.rows} by ${matrix.cols}. Arrow keys move.`,
+    });
+    about.textContent = describeDifference(matrix, names, {
+      rows: view.request.rows,
+      isPooled: view.request.bins !== null,
+      head: view.weights.stack > 1 ? ` of ${headName(state.head, view.weights)}` : "",
+    });
+  };
+  const run = async () => {
+    running?.abort();
+    running = new AbortController();
+    const { signal } = running;
+    const variant = state.variants.get(select.value);
+    try {
+      const request = buildRequest(state, variant);
+      const body = { ...heatmapBody(request), outputs: ["weights"] };
+      const { result, elapsedMs } = await post(request.path, body, signal);
+      callbacks.onCall({
+        variant: variant.variant,
+        what: "weights, to compare",
+        timing: result.timing,
+        elapsedMs,
+      });
+      const numbers = toNumbers(fromWire(result.outputs.weights));
+      if (signal.aborted || numbers.length !== view.weights.numbers.length) return;
+      other = { name: variant.variant, numbers };
+      setText(error, null);
+      figure.hidden = false;
+      draw();
+    } catch (problem) {
+      if (problem.name === "AbortError") return;
+      setText(error, problem.detail ?? problem.message);
+      figure.hidden = true;
+      about.textContent = "";
+    }
+  };
+
+  return {
+    map,
+    draw,
+    update: (newView) => {
+      view = newView;
+      const names = comparableVariants(state, view.request.variant).map(({ variant }) => variant);
+      root.hidden = !view.weights || !names.length;
+      if (root.hidden) return;
+      const selected = names.includes(select.value)
+        ? select.value
+        : names.includes("linear")
+          ? "linear"
+          : names[0];
+      select.replaceChildren(
+        ...names.map((name) => new Option(name, name, false, name === selected)),
+      );
+      label.textContent = `${view.request.variant.variant} minus`;
+      run();
+    },
+  };
+}
+
+/**
+ * How far the rows lie apart, in words. What differs within a pooled cell cancels there, so that
+ * the rows themselves lie at least as far apart as their bins.
+ */
+function describeDifference(
+  { rows, cols, numbers, rowName },
+  names,
+  { rows: length, isPooled, head },
+) {
+  let [sum, worst, at] = [0, -1, 0];
+  for (let row = 0; row < rows; row += 1) {
+    let distance = 0;
+    for (let col = 0; col < cols; col += 1) distance += Math.abs(numbers[row * cols + col]) / 2;
+    sum += distance * (firstOfBin(row + 1, rows, length) - firstOfBin(row, rows, length));
+    if (distance > worst) [worst, at] = [distance, row];
+  }
+  const [first, second] = names;
+  const colours = `Blue where ${first} has more weight, orange where ${second} has.`;
+  const [mean, max] = [formatFixed(sum / length, 3), formatFixed(worst, 3)];
+  if (!isPooled) {
+    return `${colours} The total variation of a row${head} is ${mean} on average, at most ${max}: ${rowName(at)}.`;
+  }
+  return (
+    `${colours} Between these pooled cells${head}, total variation is ${mean} on average, at most ` +
+    `${max}: ${rowName(at)}. These are lower bounds: row by row it is as much or more, for what ` +
+    "differs within a cell cancels. Side by side, below, compares the rows themselves."
+  );
+}

@@ -1,0 +1,212 @@
+// The request that the page sends, to copy: as a curl command for bash, and as a Python program.
+//
+// A request is {path: "/v1/attention/softmax", body}, with the body as it goes over the wire. A key
+// is never written down: both read the environment variable QKV_API_KEY. What is too large to paste
+// is read from files: arrays from those that they came in, all else from the body, saved as BODY_FILE.
+
+/** Where a large body is, once it is saved. */
+export const BODY_FILE = "request.json";
+
+const MAX_INLINE_LENGTH = 2 ** 14; // characters
+const PYTHON_CONSTANTS = { NaN: "np.nan", Infinity: "np.inf", "-Infinity": "-np.inf" };
+
+/**
+ * The body as JSON, and whether it is too large to paste.
+ *
+ * @param {Object} body
+ */
+export function serializeBody(body) {
+  const json = formatBody(body);
+  return { json, isLarge: json.length > MAX_INLINE_LENGTH };
+}
+
+/**
+ * A command that asks the same in bash.
+ *
+ * @param {{path: string, body: Object}} request
+ * @param {string} url of the service
+ * @param {boolean} needsKey whether the service asks for a key
+ */
+export function curlCommand({ path, body }, url, needsKey = false) {
+  const { json, isLarge } = serializeBody(body);
+  const args = ["curl", "-sS"];
+  // events as they come; --json alone would take no answer but JSON
+  if (path.endsWith("/sweep")) args.push("-N", "-H 'Accept: text/event-stream'");
+  args.push(quoteForBash(url.replace(/\/$/, "") + path));
+  if (needsKey) args.push('-H "Authorization: Bearer ${QKV_API_KEY:?holds no key}"');
+  return `${args.join(" ")} --json ${isLarge ? `@${BODY_FILE}` : quoteForBash(json)}`;
+}
+
+/**
+ * A program that asks the same by `qkv.Client`.
+ *
+ * @param {Object} request
+ *   path: /v1/attention/{variant}, compare or sweep; body
+ *   files: .npy of inputs, by name, where they came in such
+ * @param {string} url of the service
+ * @param {boolean} needsKey whether the service asks for a key
+ */
+export function pythonProgram({ path, body, files = {} }, url, needsKey = false) {
+  const [, , kind, variant] = path.split("/");
+  const builders = {
+    attention: () => attendCall(variant, body, files),
+    compare: () => compareCall(body, files),
+    sweep: () => sweepCall(body),
+  };
+  const lines = builders[kind]();
+  const key = needsKey ? ', api_key=os.environ["QKV_API_KEY"]' : "";
+  if (lines.some((line) => line.includes("body["))) {
+    lines.unshift(`body = json.loads(Path(${toStringLiteral(BODY_FILE)}).read_text())`);
+  }
+  const header = `with Client(${toStringLiteral(url.replace(/\/$/, ""))}${key}) as qkv:`;
+  const code = [header, ...lines.map((line) => `    ${line}`)].join("\n");
+  return `${addImports(code)}\n\n${code}\n`;
+}
+
+/** What the code uses, in the order that Python's own style asks for. */
+function addImports(code) {
+  const standard = ["base64", "json", "os"]
+    .filter((name) => code.includes(`${name}.`))
+    .map((n) => `import ${n}`);
+  if (code.includes("Path(")) standard.push("from pathlib import Path");
+  const thirdParty = [
+    ["ml_dtypes", "import ml_dtypes"],
+    ["np", "import numpy as np"],
+  ].flatMap(([name, line]) => (code.includes(`${name}.`) ? [line] : []));
+  return [standard, thirdParty, ["from qkv import Client"]]
+    .filter((block) => block.length)
+    .map((block) => block.join("\n"))
+    .join("\n\n");
+}
+
+function attendCall(variant, { inputs, parameters, layer, outputs, weights, dtype }, files) {
+  const args = [
+    toStringLiteral(variant),
+    ...arrayArguments(inputs, dtype, files),
+    ...keywordArguments(parameters),
+    ...layerArgument(layer, dtype),
+    ...keywordArguments({ outputs, weights }),
+  ];
+  return [
+    ...formatCall("run = qkv.attend", args),
+    "for name, array in run.outputs.items():",
+    '    print(name, array.shape, array, sep="\\n")',
+  ];
+}
+
+function compareCall({ inputs, layer, variants, anchor, repeats, rows, dtype }, files) {
+  const args = [
+    toPythonLiteral(variants),
+    ...arrayArguments(inputs, dtype, files),
+    ...layerArgument(layer, dtype),
+    ...keywordArguments({ anchor, repeats }),
+    ...(rows === undefined ? [] : [`rows=${toPythonLiteral(rows)}`]), // null: all of them
+  ];
+  return [...formatCall("comparison = qkv.compare", args), "print(comparison.table())"];
+}
+
+function sweepCall({ variants, lengths, ...options }) {
+  const args = [toPythonLiteral(variants), toPythonLiteral(lengths), ...keywordArguments(options)];
+  const [first, ...rest] = formatCall("with qkv.sweep", args);
+  return [
+    first,
+    ...rest.slice(0, -1),
+    ") as cells:",
+    "    for cell in cells:",
+    "        print(cell)",
+  ];
+}
+
+function formatCall(name, args) {
+  return [`${name}(`, ...args.map((argument) => `    ${argument},`), ")"];
+}
+
+function keywordArguments(fields) {
+  return Object.entries(fields ?? {})
+    .filter(([, value]) => value !== undefined && value !== null)
+    .map(([name, value]) => `${name}=${toPythonLiteral(value)}`);
+}
+
+function arrayArguments(tensors, dtype, files) {
+  return Object.entries(tensors ?? {}).map(([name, tensor]) => {
+    const isFile = name in files && isLong(tensor);
+    const bodyPath = `body["inputs"][${toStringLiteral(name)}]`;
+    return `${name}=${isFile ? `np.load(${toStringLiteral(files[name])})` : arrayExpression(tensor, name, dtype, bodyPath)}`;
+  });
+}
+
+const isLong = (tensor) => JSON.stringify(tensor).length > MAX_INLINE_LENGTH;
+
+function layerArgument(layer, dtype) {
+  if (layer === undefined || layer === null) return [];
+  const tensors = Object.entries(layer.tensors).map(
+    ([name, tensor]) =>
+      `${toStringLiteral(name)}: ${arrayExpression(tensor, name, dtype, `body["layer"]["tensors"][${toStringLiteral(name)}]`)}`,
+  );
+  const rest = Object.entries(layer).filter(([name]) => name !== "tensors");
+  const fields = rest.map(([name, value]) => `${toStringLiteral(name)}: ${toPythonLiteral(value)}`);
+  return [`layer={${[...fields, `"tensors": {${tensors.join(", ")}}`].join(", ")}}`];
+}
+
+/**
+ * A tensor as an array: lists get the dtype that the service would give them. A long one is read
+ * from its place in the body.
+ */
+function arrayExpression(tensor, name, dtype, bodyPath) {
+  const isLarge = isLong(tensor);
+  if (!Array.isArray(tensor)) {
+    const bytes = `base64.b64decode(${isLarge ? `${bodyPath}["data"]` : toStringLiteral(tensor.data)})`;
+    return `np.frombuffer(${bytes}, ${numpyDtype(tensor.dtype)}).reshape(${toPythonLiteral(tensor.shape)})`;
+  }
+  const floatDtype = dtype ?? "float32";
+  const maskDtypes = { true: "bool", false: floatDtype === "float64" ? "float64" : "float32" };
+  const dtypes = {
+    key_lengths: "int64",
+    mask: maskDtypes[typeof tensor.flat(Infinity)[0] === "boolean"],
+  };
+  return `np.array(${isLarge ? bodyPath : toPythonLiteral(tensor)}, ${numpyDtype(dtypes[name] ?? floatDtype)})`;
+}
+
+function numpyDtype(dtype) {
+  if (dtype === "bool") return "bool"; // numpy 1 has no np.bool
+  return dtype === "bfloat16" ? "ml_dtypes.bfloat16" : `np.${dtype}`;
+}
+
+/** A value of JSON as Python writes it. */
+function toPythonLiteral(value) {
+  if (value === null) return "None";
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (Object.hasOwn(PYTHON_CONSTANTS, value)) return PYTHON_CONSTANTS[value];
+  if (typeof value === "string") return toStringLiteral(value);
+  if (Array.isArray(value)) return `[${value.map(toPythonLiteral).join(", ")}]`;
+  if (typeof value !== "object") return String(value);
+  return `{${Object.entries(value)
+    .map(([name, item]) => `${toStringLiteral(name)}: ${toPythonLiteral(item)}`)
+    .join(", ")}}`;
+}
+
+/** A string as both JSON and Python write it: Python reads every escape that JSON has but `\/`. */
+function toStringLiteral(string) {
+  return JSON.stringify(string);
+}
+
+/** One word for bash, whatever is in it. */
+function quoteForBash(string) {
+  return `'${string.replaceAll("'", "'\\''")}'`;
+}
+
+/** JSON with a line for every field, and for every field of `inputs`. */
+function formatBody(body) {
+  const lines = Object.entries(body).map(([name, value]) => {
+    const fields = name === "inputs" ? Object.entries(value).map(formatField) : null;
+    return fields
+      ? `  "inputs": {\n    ${fields.join(",\n    ")}\n  }`
+      : `  ${formatField([name, value])}`;
+  });
+  return `{\n${lines.join(",\n")}\n}`;
+}
+
+function formatField([name, value]) {
+  return `${JSON.stringify(name)}: ${JSON.stringify(value)}`;
+}

@@ -1,0 +1,100 @@
+// .safetensors: any number of tensors by name, behind a header in JSON.
+
+import { countElements, DTYPE_BYTES, toInt64 } from "./dtypes.js";
+
+const DTYPES = {
+  F64: "float64",
+  F32: "float32",
+  F16: "float16",
+  BF16: "bfloat16",
+  I64: "int64",
+  BOOL: "bool",
+};
+const INTEGER_CODES = { I8: "i1", I16: "i2", I32: "i4", U8: "u1", U16: "u2", U32: "u4", U64: "u8" };
+const MAX_HEADER_BYTES = 100_000_000; // bytes; the format's own bound
+
+/** Whether bytes begin as a .safetensors does: a header's length, and `{`. */
+export function isSafetensors(bytes) {
+  return bytes.length > 8 && bytes[8] === 0x7b && bytes[7] === 0 && bytes[6] === 0;
+}
+
+/**
+ * The tensors of a .safetensors, in its order.
+ *
+ * @param {Uint8Array} bytes of the whole file
+ * @returns {Object<string, {dtype: string, shape: number[], data: Uint8Array}>}
+ * @throws {Error} it is no whole .safetensors, or one of its dtypes does not travel
+ */
+export function parseSafetensors(bytes) {
+  const { header, data } = splitHeader(bytes);
+  const entries = Object.entries(header).filter(([name]) => name !== "__metadata__");
+  let end = 0;
+  for (const [name, entry] of entries.toSorted(([, a], [, b]) => startOf(a) - startOf(b))) {
+    checkEntry(name, entry, end);
+    end = entry.data_offsets[1];
+  }
+  if (end !== data.length) {
+    throw new Error(
+      `this .safetensors holds ${data.length} bytes of data; its header names ${end}`,
+    );
+  }
+  if (!entries.length) throw new Error("this .safetensors holds no tensors");
+  return Object.fromEntries(entries.map(([name, entry]) => [name, readTensor(entry, data)]));
+}
+
+function splitHeader(bytes) {
+  if (bytes.length < 8) throw new Error("this .safetensors ends inside its header");
+  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+  const length = Number(view.getBigUint64(0, true));
+  if (length > MAX_HEADER_BYTES || length > bytes.length - 8) {
+    throw new Error("this .safetensors ends inside its header, or is none");
+  }
+  let header;
+  try {
+    header = JSON.parse(
+      new TextDecoder("utf-8", { fatal: true }).decode(bytes.subarray(8, 8 + length)),
+    );
+  } catch {
+    throw new Error("the header of this .safetensors is not JSON");
+  }
+  if (header === null || typeof header !== "object" || Array.isArray(header)) {
+    throw new Error("the header of this .safetensors is not a JSON object");
+  }
+  return { header, data: bytes.subarray(8 + length) };
+}
+
+function startOf(entry) {
+  return entry?.data_offsets?.[0] ?? 0;
+}
+
+/** Tensors lie one behind the other, each as long as its shape says. */
+function checkEntry(name, entry, expectedStart) {
+  const label = `tensor ${JSON.stringify(name)} of this .safetensors`;
+  const { dtype, shape, data_offsets: offsets } = entry ?? {};
+  if (!Object.hasOwn(DTYPES, dtype) && !Object.hasOwn(INTEGER_CODES, dtype)) {
+    const known = [...Object.keys(DTYPES), ...Object.keys(INTEGER_CODES)].join(", ");
+    throw new Error(`${label} is of dtype ${JSON.stringify(dtype ?? null)}; ${known} are read`);
+  }
+  const areSizes = (list) =>
+    Array.isArray(list) && list.every((n) => Number.isSafeInteger(n) && n >= 0);
+  if (!areSizes(shape) || !areSizes(offsets) || offsets.length !== 2) {
+    throw new Error(`${label} has no shape and offsets of whole numbers`);
+  }
+  if (shape.length > 32 || !Number.isSafeInteger(countElements(shape.map((n) => n || 1)) * 8)) {
+    throw new Error(`${label} has shape [${shape}], past what can be counted`);
+  }
+  const size = INTEGER_CODES[dtype] ? Number(INTEGER_CODES[dtype][1]) : DTYPE_BYTES[DTYPES[dtype]];
+  const expectedBytes = size * countElements(shape);
+  if (offsets[0] !== expectedStart || offsets[1] - offsets[0] !== expectedBytes) {
+    throw new Error(
+      `${label} lies at bytes ${offsets[0]} to ${offsets[1]} where ${dtype} of shape [${shape}] ` +
+        `lies at ${expectedStart} to ${expectedStart + expectedBytes}`,
+    );
+  }
+}
+
+function readTensor({ dtype, shape, data_offsets: offsets }, data) {
+  const bytes = data.slice(...offsets);
+  if (DTYPES[dtype]) return { dtype: DTYPES[dtype], shape, data: bytes };
+  return { dtype: "int64", shape, data: toInt64(bytes, INTEGER_CODES[dtype]) };
+}

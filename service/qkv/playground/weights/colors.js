@@ -1,0 +1,57 @@
+// Colours of numbers: blue from 0 up, orange below it. In OKLCH, so that lightness goes evenly for
+// the eye, as in the pictures of the variants.
+
+const SHADE_COUNT = 256;
+
+/**
+ * The colours of a theme.
+ *
+ * @param {boolean} isDark
+ * @returns {{up: Uint8ClampedArray, down: Uint8ClampedArray}} RGB for each of 256 shares of the most
+ */
+export function createPalette(isDark) {
+  const createRamp = (sign) => {
+    const colours = new Uint8ClampedArray(3 * SHADE_COUNT);
+    for (let shade = 0; shade < SHADE_COUNT; shade += 1) {
+      colours.set(colourAt((sign * shade) / (SHADE_COUNT - 1), isDark), 3 * shade);
+    }
+    return colours;
+  };
+  return { up: createRamp(1), down: createRamp(-1), isDark };
+}
+
+/** RGB of a share of the largest number, -1 to 1, out of a palette. */
+export function pickColour({ up, down }, share) {
+  const ramp = share < 0 ? down : up;
+  const at = 3 * Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)));
+  return [ramp[at], ramp[at + 1], ramp[at + 2]];
+}
+
+/** Whether dark text stands out more from a colour than white does (WCAG 2, relative luminance). */
+export function isLight(rgb) {
+  const linear = rgb.map((u) => (u <= 10 ? u / 3294.6 : ((u / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.185;
+}
+
+function colourAt(share, isDark) {
+  const size = Math.abs(share);
+  const lightness = isDark ? 0.25 + 0.63 * size : 0.965 - 0.6 * size;
+  const chroma = 0.012 + 0.065 * Math.sin(Math.PI * size) + 0.063 * size;
+  const up = isDark ? 265 - 65 * size : 225 + 45 * size;
+  const down = isDark ? 40 + 45 * size : 75 - 40 * size;
+  return toSrgb(lightness, chroma, ((share < 0 ? down : up) * Math.PI) / 180);
+}
+
+// Ottosson, A perceptual color space for image processing, 2020
+function toSrgb(lightness, chroma, hue) {
+  const a = chroma * Math.cos(hue);
+  const b = chroma * Math.sin(hue);
+  const long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
+  const medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3;
+  const short = (lightness - 0.0894841775 * a - 1.291485548 * b) ** 3;
+  return [
+    4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+    -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+    -0.0041960863 * long - 0.7034186147 * medium + 1.707614701 * short,
+  ].map((u) => 255 * (u <= 0.0031308 ? 12.92 * u : 1.055 * u ** (1 / 2.4) - 0.055));
+}

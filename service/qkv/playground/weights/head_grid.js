@@ -1,0 +1,65 @@
+// Heads side by side; a click on one shows it large.
+
+import { h } from "../dom.js";
+import { drawThumbnail } from "./heatmap.js";
+
+const MAX_HEADS = 64;
+
+/**
+ * The grid of heads.
+ *
+ * @param {HTMLElement} root
+ * @param {(head: number) => void} onSelect
+ * @returns {(weights: {rows, cols, stack, shape, numbers}, head: number) => void}
+ */
+export function createHeadGrid(root, onSelect) {
+  return (weights, head) => {
+    root.hidden = weights.stack < 2;
+    if (root.hidden) return root.replaceChildren();
+    const size = weights.rows * weights.cols;
+    const shownCount = Math.min(weights.stack, MAX_HEADS);
+    const buttons = Array.from({ length: shownCount }, (_, index) => {
+      const numbers = weights.numbers.subarray(index * size, (index + 1) * size);
+      const image = drawThumbnail({ rows: weights.rows, cols: weights.cols, numbers });
+      image.setAttribute("aria-hidden", "true");
+      return h(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": String(index === head),
+          click: () => onSelect(index),
+        },
+        image,
+        h("span", {}, headName(index, weights)),
+      );
+    });
+    const legend = h("h3", { id: "heads-title" }, "Heads");
+    const grid = h(
+      "div",
+      { class: "grid", role: "group", "aria-labelledby": "heads-title" },
+      ...buttons,
+    );
+    const hiddenCount = weights.stack - shownCount;
+    root.replaceChildren(
+      legend,
+      grid,
+      ...(hiddenCount ? [h("p", { class: "hint" }, `${hiddenCount} more are not shown.`)] : []),
+    );
+  };
+}
+
+/** What a head is called, with its place in the batch where there are several. */
+export function headName(index, { shape, stack }) {
+  const heads = shape.length > 3 ? shape.at(-3) : 1;
+  if (shape.length === 3) return `item ${index}`;
+  return stack > heads
+    ? `item ${Math.floor(index / heads)}, head ${index % heads}`
+    : `head ${index}`;
+}
+
+/** How many maps there are, by what they are: items of a batch, heads, or both. */
+export function describeStack({ shape, stack }) {
+  const heads = shape.length > 3 ? shape.at(-3) : 1;
+  const items = stack > heads ? `${stack / heads} items` : "";
+  return [items, heads > 1 ? `${heads} heads` : ""].filter(Boolean).join(" of ");
+}

@@ -1,0 +1,258 @@
+// A matrix as a heat map on a canvas, which a pointer or the arrow keys go about on.
+
+import { formatFixed, formatNumber, h, setText } from "../dom.js";
+import { isDark } from "../theme.js";
+import { createPalette, isLight, pickColour } from "./colors.js";
+import { computeLayout, drawAxes } from "./heatmap_axes.js";
+import { listenToPointer } from "./heatmap_pointer.js";
+
+/** The heat map in a figure. */
+export class Heatmap {
+  /**
+   * @param {HTMLElement} figure
+   * @param {Object} options
+   * @param {number} options.maxHeight pixels that the cells may take from top to bottom
+   * @param {boolean} options.hasRoot whether shades may go by the root, so that small numbers show
+   * @param {(cell: {row, col}|null, byKey: boolean) => void} options.onPoint
+   * @param {(row: number|null) => void} options.onSelect
+   */
+  constructor(
+    figure,
+    { maxHeight = 560, hasRoot = false, onPoint = () => {}, onSelect = null } = {},
+  ) {
+    this.maxHeight = maxHeight;
+    this.usesRoot = false;
+    this.hint = onSelect
+      ? "Point at a cell, or use the arrow keys; a click or Enter holds its row."
+      : "Point at a cell, or use the arrow keys.";
+    this.canvas = h("canvas", { "aria-hidden": "true" });
+    this.surface = h(
+      "div",
+      { class: "surface", tabindex: "0", role: "application", "aria-roledescription": "heat map" },
+      this.canvas,
+    );
+    this.legend = h("div", { class: "legend" });
+    this.readout = h("div", { class: "readout" });
+    this.about = h("p", { class: "hint", hidden: true });
+    const rootCheckbox = h("input", {
+      type: "checkbox",
+      change: () => {
+        this.usesRoot = rootCheckbox.checked;
+        this.repaint();
+      },
+    });
+    const rootLabel = h("label", { class: "small" }, rootCheckbox, "Bring out small weights");
+    const rootToggle = hasRoot ? [rootLabel] : [];
+    figure.append(
+      this.surface,
+      h(
+        "figcaption",
+        {},
+        this.readout,
+        h("div", { class: "shades" }, this.legend, ...rootToggle),
+        this.about,
+      ),
+    );
+    this.context = this.canvas.getContext("2d");
+    this.cursor = null;
+    this.selectedRow = null;
+    listenToPointer(this, {
+      onPoint: (cell, byKey) => {
+        this.cursor = cell;
+        this.draw();
+        onPoint(cell, byKey);
+      },
+      onSelect: onSelect ?? (() => {}),
+    });
+    new ResizeObserver(() => this.draw()).observe(figure);
+  }
+
+  /**
+   * Shows a matrix.
+   *
+   * @param {Object} matrix
+   *   rows, cols, numbers: row by row
+   *   label: what it is, for who hears it; about: what a cell is, where that needs saying
+   *   rowLabels, colLabels: words, or null; rowTick, colTick: (index) => text where there are none
+   *   rowName, colName: (index) => what a row or column is called in a sentence
+   *   rowAxis, colAxis: what rows and columns are, or null
+   *   rowBars, colBars: {values, label, most}, or null
+   */
+  show(matrix) {
+    this.matrix = matrix;
+    this.largest = 0;
+    this.isSigned = false;
+    for (const value of matrix.numbers) {
+      if (Math.abs(value) > this.largest && Number.isFinite(value)) this.largest = Math.abs(value);
+      if (value < 0) this.isSigned = true;
+    }
+    this.cursor = null;
+    this.showReadout(null);
+    setText(this.about, matrix.about);
+    this.surface.setAttribute("aria-label", matrix.label);
+    this.repaint();
+  }
+
+  /** Draws anew what changes with the theme. */
+  repaint() {
+    if (!this.matrix) return;
+    this.colours = createPalette(isDark());
+    this.image = renderCells(this.matrix, (value) => this.share(value), this.colours);
+    this.drawLegend();
+    this.draw();
+  }
+
+  /** The share of the largest number that a number is drawn as. */
+  share(value) {
+    const share = this.largest ? value / this.largest : 0;
+    return this.usesRoot ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share;
+  }
+
+  /** Says what is pointed at, or how to. */
+  showReadout(text, value = "") {
+    this.readout.classList.toggle("idle", text === null);
+    this.readout.replaceChildren(text ?? this.hint, " ", h("strong", {}, value));
+  }
+
+  /** Marks a row as held. */
+  markRow(row) {
+    this.selectedRow = row;
+    this.draw();
+  }
+
+  draw() {
+    if (!this.matrix || this.isDrawScheduled) return;
+    this.isDrawScheduled = true;
+    requestAnimationFrame(() => {
+      this.isDrawScheduled = false;
+      this.render();
+    });
+  }
+
+  render() {
+    const { canvas, context, matrix, surface } = this;
+    const width = surface.clientWidth;
+    if (!width) return;
+    const layout = computeLayout(context, matrix, width, this.maxHeight);
+    this.layout = layout;
+    const scale = devicePixelRatio || 1;
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(layout.total * scale);
+    canvas.style.height = `${layout.total}px`;
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    const colours = themeColours();
+    context.imageSmoothingEnabled = layout.cellWidth * scale < 1;
+    context.imageSmoothingQuality = "high";
+    context.drawImage(this.image, layout.left, layout.top, layout.width, layout.height);
+    this.drawGrid(layout, colours);
+    drawAxes(context, matrix, layout, colours, this.cursor, this.selectedRow);
+    this.drawCursor(layout, colours);
+  }
+
+  /** Lines between cells that are large enough, and numbers in those that have room. */
+  drawGrid({ left, top, width, height, cellWidth, cellHeight }, { card, line }) {
+    const { context, matrix } = this;
+    if (Math.min(cellWidth, cellHeight) >= 9) {
+      context.fillStyle = card;
+      for (let col = 1; col < matrix.cols; col += 1)
+        context.fillRect(left + col * cellWidth - 0.5, top, 1, height);
+      for (let row = 1; row < matrix.rows; row += 1)
+        context.fillRect(left, top + row * cellHeight - 0.5, width, 1);
+    }
+    context.strokeStyle = line;
+    context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
+    if (cellWidth < 40 || cellHeight < 20) return;
+    context.font = "13px system-ui, -apple-system, 'Segoe UI', sans-serif";
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    matrix.numbers.forEach((value, at) => {
+      if (!value) return;
+      const isLightCell = isLight(pickColour(this.colours, this.share(value)));
+      context.fillStyle = isLightCell ? "#0b111a" : "#ffffff";
+      const [row, col] = [Math.floor(at / matrix.cols), at % matrix.cols];
+      context.fillText(
+        formatCell(value),
+        left + (col + 0.5) * cellWidth,
+        top + (row + 0.5) * cellHeight,
+      );
+    });
+  }
+
+  /** The held row, and the cross of what is pointed at. */
+  drawCursor({ left, top, width, height, cellWidth, cellHeight }, { ink, accent }) {
+    const { context, cursor, selectedRow } = this;
+    if (selectedRow !== null && selectedRow < this.matrix.rows) {
+      context.strokeStyle = accent;
+      context.lineWidth = 2;
+      context.strokeRect(
+        left - 1,
+        top + selectedRow * cellHeight - 1,
+        width + 2,
+        Math.max(cellHeight, 2) + 2,
+      );
+    }
+    if (cursor) {
+      const [x, y] = [left + cursor.col * cellWidth, top + cursor.row * cellHeight];
+      context.fillStyle = ink;
+      context.globalAlpha = 0.35;
+      for (const at of [y - 0.5, y + cellHeight - 0.5]) context.fillRect(left, at, width, 1);
+      for (const at of [x - 0.5, x + cellWidth - 0.5]) context.fillRect(at, top, 1, height);
+      context.globalAlpha = 1;
+      context.strokeStyle = ink;
+      context.lineWidth = 1.5;
+      context.strokeRect(x, y, Math.max(cellWidth, 3), Math.max(cellHeight, 3));
+    }
+    context.lineWidth = 1;
+  }
+
+  /** The scale of shades, with numbers at its ends. */
+  drawLegend() {
+    const steps = 64;
+    const strip = h("canvas", { width: steps, height: 1, "aria-hidden": "true" });
+    const context = strip.getContext("2d");
+    const lowest = this.isSigned ? -1 : 0;
+    for (let i = 0; i < steps; i += 1) {
+      const share = lowest + ((1 - lowest) * i) / (steps - 1);
+      context.fillStyle = `rgb(${pickColour(this.colours, share).join(" ")})`;
+      context.fillRect(i, 0, 1, 1);
+    }
+    const low = this.isSigned ? formatNumber(-this.largest, 3) : "0";
+    const high = formatNumber(this.largest, 3);
+    this.legend.replaceChildren(h("span", {}, low), strip, h("span", {}, high));
+  }
+}
+
+/** The cells, one pixel each; what is exactly 0 is left empty. */
+function renderCells({ rows, cols, numbers }, share, colours) {
+  const canvas = h("canvas", { width: cols, height: rows });
+  const context = canvas.getContext("2d");
+  const pixels = context.createImageData(cols, rows);
+  numbers.forEach((value, at) => {
+    if (!value) return;
+    const [red, green, blue] = Number.isFinite(value)
+      ? pickColour(colours, share(value))
+      : [160, 160, 160];
+    pixels.data.set([red, green, blue, 255], 4 * at);
+  });
+  context.putImageData(pixels, 0, 0);
+  return canvas;
+}
+
+/** A thumbnail of a matrix: its cells alone. */
+export function drawThumbnail(matrix) {
+  const largest = matrix.numbers.reduce((max, value) => Math.max(max, Math.abs(value)), 0) || 1;
+  return renderCells(matrix, (value) => value / largest, createPalette(isDark()));
+}
+
+const formatCell = (value) => {
+  const text = formatFixed(value, Math.abs(value) >= 10 ? 1 : 2);
+  return /^−?0\.00$/.test(text) ? "·" : text.replace(/^(−?)0\./, "$1.");
+};
+
+function themeColours() {
+  const style = getComputedStyle(document.documentElement);
+  const names = ["ink", "muted", "line", "card", "accent", "bar"];
+  return Object.fromEntries(
+    names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]),
+  );
+}

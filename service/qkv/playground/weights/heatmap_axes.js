@@ -1,0 +1,182 @@
+// What stands around a matrix: where the cells lie, the names of rows and columns, and bars.
+
+const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
+const MIN_NAME_PX = 11; // pixels that a name needs across its line
+const MAX_CELL_PX = 110; // pixels that a cell may have
+const THIN_CELL_PX = 4; // pixels of a cell; bars that thin touch, and show an outline
+const TIP_PX = 3; // pixels of it
+const MAX_BAR_PX = 12; // pixels that a bar may have
+
+/**
+ * Where everything lies, in pixels.
+ *
+ * @param {CanvasRenderingContext2D} context to measure words with
+ * @param {Object} matrix what `Heatmap.show` was given
+ * @param {number} width that there is
+ * @param {number} maxHeight how high the cells may get in all
+ */
+export function computeLayout(context, matrix, width, maxHeight) {
+  context.font = FONT;
+  const widest = (names) => Math.max(...names.map((name) => context.measureText(name).width));
+  const isNarrow = width < 480;
+  const bars = isNarrow ? 30 : 48;
+  const maxNameWidth = isNarrow ? 64 : 110;
+  const rowNamesWidth = matrix.rowLabels ? Math.min(widest(matrix.rowLabels), maxNameWidth) : 28;
+  const left = rowNamesWidth + 12 + (matrix.rowAxis ? 20 : 0);
+  const end = matrix.colLabels ? 0.72 * context.measureText(matrix.colLabels.at(-1)).width : 0;
+  const right = Math.max(matrix.rowBars ? bars + 12 : 4, end); // the last name may be turned
+  const ratio = matrix.rows / matrix.cols;
+  // square cells, unless that made a matrix a strip
+  const fitting = ratio > 0.4 && ratio < 2.5 ? maxHeight / ratio : Infinity;
+  const cellsWide = Math.max(
+    Math.min(width - left - right, matrix.cols * MAX_CELL_PX, fitting),
+    40,
+  );
+  const colWidest = matrix.colLabels ? widest(matrix.colLabels) : 24;
+  const angle = matrix.colLabels ? nameAngle(cellsWide / matrix.cols, colWidest) : 0;
+  const namesSize = angle ? Math.min(colWidest, 110) * Math.sin(angle) + 10 : 14;
+  const top = namesSize + 8 + (matrix.colAxis ? 20 : 0);
+  const cellsHigh = Math.round(Math.min(cellsWide * ratio, maxHeight));
+  const high = Math.max(cellsHigh, Math.min(matrix.rows * 22, 120));
+  return {
+    left,
+    top,
+    width: cellsWide,
+    height: high,
+    cellWidth: cellsWide / matrix.cols,
+    cellHeight: high / matrix.rows,
+    bars,
+    angle,
+    total: top + high + (matrix.colBars ? bars + 34 : 6),
+  };
+}
+
+/** How far columns' names are turned: as little as has them stand clear of one another. */
+function nameAngle(cellWidth, widest) {
+  if (cellWidth >= widest + 8) return 0;
+  return cellWidth < 17 ? Math.PI / 2 : Math.PI / 4;
+}
+
+/** Draws names, axes and bars; `cursor` is the row and column that are pointed at. */
+export function drawAxes(context, matrix, layout, colours, cursor, selectedRow) {
+  context.font = FONT;
+  drawAxisTitles(context, matrix, layout, colours);
+  drawRowNames(context, matrix, layout, colours, cursor?.row, selectedRow);
+  drawColumnNames(context, matrix, layout, colours, cursor?.col);
+  if (matrix.rowBars)
+    drawRowBars(context, matrix.rowBars, layout, colours, cursor?.row, selectedRow);
+  if (matrix.colBars) drawColumnBars(context, matrix.colBars, layout, colours, cursor?.col);
+}
+
+function drawAxisTitles(context, matrix, { left, top, width, height }, { muted }) {
+  context.fillStyle = muted;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  if (matrix.colAxis) context.fillText(matrix.colAxis, left + width / 2, 9);
+  if (matrix.rowAxis) {
+    context.save();
+    context.translate(9, top + height / 2);
+    context.rotate(-Math.PI / 2);
+    context.fillText(matrix.rowAxis, 0, 0);
+    context.restore();
+  }
+}
+
+function drawRowNames(context, matrix, { left, top, cellHeight }, colours, at, selectedRow) {
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const { rows, rowLabels, rowTick } = matrix;
+  for (const [row, name] of visibleNames(rowLabels, rowTick, rows, cellHeight, 26)) {
+    setEmphasis(context, colours, row === selectedRow, row === at);
+    context.fillText(
+      name,
+      left - 8,
+      top + (row + 0.5) * cellHeight,
+      left - (matrix.rowAxis ? 30 : 10),
+    );
+  }
+}
+
+function drawColumnNames(context, matrix, { left, top, cellWidth, angle }, colours, at) {
+  context.textBaseline = "middle";
+  const { cols, colLabels, colTick } = matrix;
+  for (const [col, name] of visibleNames(colLabels, colTick, cols, cellWidth, 40)) {
+    setEmphasis(context, colours, false, col === at);
+    const x = left + (col + 0.5) * cellWidth;
+    context.save();
+    context.translate(x, top - 10);
+    context.rotate(-angle);
+    context.textAlign = angle ? "left" : "center";
+    context.fillText(name, 0, 0, 110);
+    context.restore();
+  }
+}
+
+/** Which rows or columns are named: all where words fit, or else some that are round numbers. */
+function visibleNames(labels, name, count, size, minGap) {
+  const step = labels && size >= MIN_NAME_PX ? 1 : tickStep(minGap / size);
+  const visible = [];
+  for (let i = 0; i < count; i += step) visible.push([i, labels ? labels[i] : name(i)]);
+  return visible;
+}
+
+/** The next of 1, 2, 5, 10, 20 ..., or of powers of two past those. */
+function tickStep(least) {
+  if (least <= 1) return 1;
+  for (let step = 2; ; step *= 2) if (step >= least) return step;
+}
+
+function setEmphasis(context, { ink, muted, accent }, isSelected, isPointed) {
+  context.fillStyle = isSelected ? accent : isPointed ? ink : muted;
+  context.font = isSelected || isPointed ? `600 ${FONT}` : FONT;
+}
+
+function drawRowBars(context, { values, label, max }, layout, colours, at, selectedRow) {
+  const { left, top, width, height, cellHeight, bars } = layout;
+  const x = left + width + 12;
+  drawCaption(context, colours, label, x + bars, 9, "right");
+  const barSize = barThickness(cellHeight);
+  values.forEach((value, row) => {
+    const isMarked = row === selectedRow || row === at;
+    const size = Math.max(max > 0 ? (bars * value) / max : 0, 0.5);
+    const y = top + (row + 0.5) * cellHeight - barSize / 2;
+    const tip = isMarked || cellHeight >= THIN_CELL_PX ? size : Math.min(size, TIP_PX);
+    context.fillStyle = colours.line;
+    context.fillRect(x, y, size - tip, barSize);
+    const markedColour = row === selectedRow ? colours.accent : colours.ink;
+    context.fillStyle = isMarked ? markedColour : colours.bar;
+    context.fillRect(x + size - tip, y, tip, barSize);
+  });
+  context.fillStyle = colours.line;
+  context.fillRect(x - 1, top, 1, height);
+}
+
+function drawColumnBars(context, { values, label, max }, layout, colours, at) {
+  const { left, top, width, height, cellWidth, bars } = layout;
+  const y = top + height + 12;
+  const barSize = barThickness(cellWidth);
+  values.forEach((value, col) => {
+    const size = Math.max(max > 0 ? (bars * Math.abs(value)) / max : 0, 0.5);
+    const x = left + (col + 0.5) * cellWidth - barSize / 2;
+    const tip = col === at || cellWidth >= THIN_CELL_PX ? size : Math.min(size, TIP_PX);
+    context.fillStyle = colours.line;
+    context.fillRect(x, y, barSize, size - tip);
+    context.fillStyle = col === at ? colours.ink : colours.bar;
+    context.fillRect(x, y + size - tip, barSize, tip);
+  });
+  context.fillStyle = colours.line;
+  context.fillRect(left, y - 1, width, 1);
+  drawCaption(context, colours, label, left, y + bars + 13, "left");
+}
+
+/** How thick the bar of a cell is; bars that touch lie over one another, or seams would show. */
+const barThickness = (cell) =>
+  cell < THIN_CELL_PX ? cell + 0.7 : Math.min(cell * 0.7, MAX_BAR_PX);
+
+function drawCaption(context, { muted }, label, x, y, align) {
+  context.fillStyle = muted;
+  context.font = FONT;
+  context.textAlign = align;
+  context.textBaseline = "middle";
+  context.fillText(label, x, y);
+}

@@ -1,0 +1,127 @@
+// What the heat maps are given: a view's matrices, with names and bars.
+
+import { headName } from "./head_grid.js";
+import { binValues, firstOfBin } from "./weights_request.js";
+
+/** What rows and columns of a view's weights are called, in the map and in full. */
+export function axisNames(view, labels) {
+  const { request, weights } = view;
+  const axis = (length, bins, one, many) => {
+    const tokens = labels.length === length ? labels : null;
+    const repeated = new Set(tokens?.filter((word, i) => tokens.indexOf(word) !== i));
+    const fullName = (i) => {
+      if (!tokens) return `${one} ${i}`;
+      return repeated.has(tokens[i]) ? `${tokens[i]} (${i})` : tokens[i];
+    };
+    const isPooled = bins < length;
+    const rangeName = (bin) =>
+      `${many} ${firstOfBin(bin, bins, length)} to ${firstOfBin(bin + 1, bins, length) - 1}`;
+    return {
+      labels: isPooled ? null : tokens,
+      tick: (i) => String(firstOfBin(i, bins, length)),
+      name: isPooled ? rangeName : fullName,
+      fullName,
+    };
+  };
+  return {
+    row: axis(request.rows, weights.rows, "query", "queries"),
+    col: axis(request.cols, weights.cols, "key", "keys"),
+  };
+}
+
+/** One head's weights, with each query's entropy and each key's mass. */
+export function weightsMatrix(view, head, labels) {
+  const { request, weights, stats } = view;
+  const zeros = (length) => new Float64Array(weights.stack * length); // they are on their way
+  const binHead = (numbers, length, bins, isSum) =>
+    binValues(numbers.subarray(head * length, (head + 1) * length), bins, isSum);
+  const entropy = binHead(stats.entropy ?? zeros(request.rows), request.rows, weights.rows, false);
+  const received = binHead(
+    sumByKey(stats.received ?? zeros(request.cols), weights.stack * request.cols),
+    request.cols,
+    weights.cols,
+    true,
+  );
+  const poolingNote = request.bins === null ? "" : `, pooled to ${weights.rows} by ${weights.cols}`;
+  const headNote = weights.stack > 1 ? `, ${headName(head, weights)}` : "";
+  return {
+    ...headMatrix(view, head, labels, weights.numbers),
+    label:
+      `Weights of ${request.variant.variant}${headNote}: ${request.rows} queries by ${request.cols} keys${poolingNote}. ` +
+      "Arrow keys move, Enter holds a row.",
+    rowBars: {
+      values: entropy,
+      label: "entropy",
+      max: Math.max(Math.log(request.cols), ...entropy),
+    },
+    colBars: { values: received, label: "mass each key receives", max: largest(received) },
+  };
+}
+
+/** One head of a matrix that is as a view's weights are, without bars. */
+export function headMatrix(view, head, labels, numbers) {
+  const { rows, cols } = view.weights;
+  const { row, col } = axisNames(view, labels);
+  const { request } = view;
+  return {
+    rows,
+    cols,
+    about: request.bins === null ? null : describePooling(request, rows, cols),
+    numbers: numbers.subarray(head * rows * cols, (head + 1) * rows * cols),
+    rowLabels: row.labels,
+    colLabels: col.labels,
+    rowTick: row.tick,
+    colTick: col.tick,
+    rowName: row.name,
+    colName: col.name,
+    rowAxis: "query",
+    colAxis: "key",
+    rowBars: null,
+    colBars: null,
+  };
+}
+
+/** What a cell of a pooled map stands for. */
+function describePooling(request, rows, cols) {
+  const describeSize = (length, bins, one, many) => {
+    const [least, most] = [Math.floor(length / bins), Math.ceil(length / bins)];
+    if (most === 1) return `one ${one}`;
+    return least === most ? `${most} ${many}` : `${least} or ${most} ${many}`;
+  };
+  return (
+    `Pooled: a cell is the mean over ${describeSize(request.rows, rows, "query", "queries")} of the mass on ` +
+    `${describeSize(request.cols, cols, "key", "keys")}, so that it may be more than any one weight.`
+  );
+}
+
+/** One head's output. */
+export function outputMatrix(view, head, labels) {
+  const { rows, cols, stack, numbers } = view.output;
+  const at = Math.min(head, stack - 1);
+  return {
+    rows,
+    cols,
+    numbers: numbers.subarray(at * rows * cols, (at + 1) * rows * cols),
+    rowLabels: labels.length === rows && rows <= 64 ? labels : null,
+    colLabels: null,
+    rowTick: String,
+    colTick: String,
+    rowName: (i) => (labels.length === rows ? labels[i] : `row ${i}`),
+    colName: (i) => `channel ${i}`,
+    rowAxis: null,
+    colAxis: "channel",
+    rowBars: null,
+    colBars: null,
+    label: `Output: ${rows} rows by ${cols} channels. Arrow keys move.`,
+  };
+}
+
+/** What keys receive, over all rows where each row's items are keys of its own. */
+function sumByKey(received, count) {
+  if (received.length === count) return received;
+  const sums = new Float64Array(count);
+  received.forEach((mass, at) => (sums[at % count] += mass));
+  return sums;
+}
+
+const largest = (numbers) => numbers.reduce((most, value) => Math.max(most, Math.abs(value)), 0);

@@ -1,0 +1,70 @@
+// A pointer and the arrow keys on a matrix.
+
+/**
+ * Has a matrix say which cell is pointed at, and which row somebody wants held.
+ *
+ * @param {Object} heatmap its surface, layout, matrix, cursor and selectedRow
+ * @param {{onPoint: Function, onSelect: Function}} callbacks
+ */
+export function listenToPointer(heatmap, callbacks) {
+  const { surface } = heatmap;
+  const toggleRow = (row) => callbacks.onSelect(row === heatmap.selectedRow ? null : row);
+  surface.addEventListener("pointermove", (event) => {
+    const cell = cellAt(heatmap, event);
+    const isSame = cell?.row === heatmap.cursor?.row && cell?.col === heatmap.cursor?.col;
+    if (!isSame) callbacks.onPoint(cell, false);
+  });
+  surface.addEventListener("pointerleave", () => {
+    if (heatmap.cursor && document.activeElement !== surface) callbacks.onPoint(null, false);
+  });
+  surface.addEventListener("blur", () => callbacks.onPoint(null, false));
+  surface.addEventListener("click", (event) => {
+    const cell = cellAt(heatmap, event);
+    if (!cell) return;
+    callbacks.onPoint(cell, false);
+    toggleRow(cell.row);
+  });
+  surface.addEventListener("keydown", (event) => {
+    if (!heatmap.matrix || event.ctrlKey || event.metaKey || event.altKey) return;
+    const at = heatmap.cursor ?? { row: heatmap.selectedRow ?? 0, col: 0 };
+    if (event.key === "Enter" || event.key === " ") toggleRow(at.row);
+    else if (event.key === "Escape") callbacks.onSelect(null);
+    else {
+      const target = moveCursor(
+        event,
+        heatmap.cursor ? at : { row: at.row, col: at.col - (event.key === "ArrowRight") },
+        heatmap.matrix,
+      );
+      if (!target) return;
+      callbacks.onPoint(target, true);
+    }
+    event.preventDefault();
+  });
+}
+
+function moveCursor({ key, shiftKey }, { row, col }, { rows, cols }) {
+  const stepSize = shiftKey ? 10 : 1;
+  const page = Math.max(1, Math.floor(rows / 8));
+  const target = {
+    ArrowUp: [row - stepSize, col],
+    ArrowDown: [row + stepSize, col],
+    ArrowLeft: [row, col - stepSize],
+    ArrowRight: [row, col + stepSize],
+    PageUp: [row - page, col],
+    PageDown: [row + page, col],
+    Home: [row, 0],
+    End: [row, cols - 1],
+  }[key];
+  if (!target) return null;
+  const clamp = (at, count) => Math.min(Math.max(at, 0), count - 1);
+  return { row: clamp(target[0], rows), col: clamp(target[1], cols) };
+}
+
+function cellAt({ canvas, layout, matrix }, { clientX, clientY }) {
+  if (!layout) return null;
+  const bounds = canvas.getBoundingClientRect();
+  const col = Math.floor((clientX - bounds.left - layout.left) / layout.cellWidth);
+  const row = Math.floor((clientY - bounds.top - layout.top) / layout.cellHeight);
+  if (row < 0 || col < 0 || row >= matrix.rows || col >= matrix.cols) return null;
+  return { row, col };
+}

@@ -1,0 +1,120 @@
+// One query's weights: which keys have most of them, and how much together.
+
+import { formatFixed, formatNumber, h } from "../dom.js";
+
+const SHOWN_COUNT = 8;
+
+/**
+ * The panel of a row.
+ *
+ * @param {HTMLElement} root
+ * @param {(row: number) => void} onSelect told of a row that was typed, or released: null
+ */
+export function createRowPanel(root, onSelect) {
+  const title = h("h3", {});
+  const input = h("input", {
+    id: "row-number",
+    type: "number",
+    min: 0,
+    step: 1,
+    change: () => input.value !== "" && onSelect(clamp(Number(input.value), Number(input.max))),
+  });
+  const selectButton = h("button", { type: "button", class: "quiet select-row" });
+  const facts = h("dl", { class: "facts" });
+  const body = h("tbody");
+  const about = h("p", { class: "hint" });
+  const table = h(
+    "table",
+    { class: "most" },
+    h("caption", { class: "unseen" }, "The keys with most weight"),
+    h(
+      "thead",
+      {},
+      h(
+        "tr",
+        {},
+        h("th", { scope: "col" }, "Key"),
+        h("th", { scope: "col", class: "end" }, "Weight"),
+        h("th", { scope: "col", class: "end" }, "Together"),
+      ),
+    ),
+    body,
+  );
+  root.append(
+    h("div", { class: "title" }, title, selectButton),
+    h("div", { class: "field inline" }, h("label", { for: "row-number" }, "Query"), input),
+    facts,
+    table,
+    about,
+  );
+
+  /**
+   * Shows a row.
+   *
+   * @param {Object} values
+   *   row, rows: which, of how many; isSelected
+   *   weights: of every key; names: (index) => text of rows and columns
+   *   entropy, effectiveKeys: of the row, or undefined; isSigned
+   */
+  return (values) => {
+    const { row, rows, isSelected, weights, rowName, colName, entropy, effectiveKeys } = values;
+    title.textContent = rowName(row);
+    selectButton.textContent = isSelected ? "Let go" : "Hold";
+    selectButton.onclick = () => onSelect(isSelected ? null : row);
+    selectButton.setAttribute("aria-label", isSelected ? "Let go of this row" : "Hold this row");
+    input.max = rows - 1;
+    if (document.activeElement !== input) input.value = row;
+    facts.replaceChildren(
+      ...createFact("Entropy", entropy === undefined ? "–" : `${formatNumber(entropy, 3)} nats`),
+      ...createFact(
+        "Effective keys",
+        effectiveKeys === undefined ? "–" : formatNumber(effectiveKeys, 3),
+      ),
+    );
+    const sorted = sortByWeight(weights);
+    const total = sorted.reduce((sum, { size }) => sum + size, 0);
+    const largest = sorted[0]?.size || 1;
+    let sum = 0;
+    const lines = sorted.slice(0, SHOWN_COUNT).filter(({ size }) => size > 0);
+    body.replaceChildren(
+      ...lines.map(({ col, weight, size }) => {
+        sum += size;
+        const bar = h("span", { class: weight < 0 ? "bar below" : "bar", "aria-hidden": "true" });
+        bar.style.width = `${(100 * size) / largest}%`;
+        return h(
+          "tr",
+          {},
+          h("th", { scope: "row" }, h("span", {}, colName(col)), bar),
+          h("td", {}, largest < 0.01 ? formatNumber(weight, 3) : formatFixed(weight)),
+          h("td", {}, total ? formatPercent(sum / total) : "–"),
+        );
+      }),
+    );
+    about.textContent = describeSpread(sorted, total, values.isSigned);
+  };
+}
+
+const formatPercent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+
+const createFact = (name, value) => [h("div", {}, h("dt", {}, name), h("dd", {}, value))];
+
+const clamp = (value, max) => Math.min(Math.max(Math.round(value) || 0, 0), max);
+
+/** Every key by the size of its weight. */
+function sortByWeight(weights) {
+  const list = Array.from(weights, (weight, col) => ({ col, weight, size: Math.abs(weight) }));
+  return list.sort((a, b) => b.size - a.size || a.col - b.col);
+}
+
+/** Over how many keys half of the mass is spread, and nearly all of it. */
+function describeSpread(sorted, total, isSigned) {
+  if (!total) return "This query sees nothing.";
+  const keysFor = (share) => {
+    let [sum, keys] = [0, 0];
+    for (; keys < sorted.length && sum < share * total * (1 - 1e-9); keys += 1)
+      sum += sorted[keys].size;
+    return `${keys} ${keys === 1 ? "key" : "keys"}`;
+  };
+  const mass = isSigned ? "mass, whatever its sign," : "mass";
+  return `Half of the ${mass} is on ${keysFor(0.5)}, 90 % on ${keysFor(0.9)} of ${sorted.length}.`;
+}

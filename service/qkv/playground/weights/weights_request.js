@@ -1,0 +1,176 @@
+// What the service answers of a request, as the page draws it: weights in full, or pooled where
+// they are too many to send, with what each row and each key comes to.
+
+import { post } from "../api.js";
+import { countElements, fromWire, toNumbers } from "../data/tensors.js";
+import { pickParameters } from "../inputs/parameter_form.js";
+import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
+
+const MAX_FULL_SIZE = 512; // rows or columns that come one by one
+const MAX_FULL_SCORES = 2 ** 22; // of all heads together
+const POOL_BINS = 256;
+
+/**
+ * A request for a variant, of what stands on the page.
+ *
+ * @param {Object} state of the page
+ * @param {Object} variant of the catalogue
+ */
+export function buildRequest(state, variant = state.variant) {
+  const inputs = inputsFor(state.tensors, variant, state.layer);
+  const layer = state.layer && "query" in variant.inputs && inputs.x ? { layer: state.layer } : {};
+  const parameters = pickParameters(variant.parameters.properties, state.parameters);
+  const [rows, cols, stack] = weightSizes(variant, inputs);
+  const body = { inputs: encodeInputs(inputs), ...layer };
+  if (Object.keys(parameters).length) body.parameters = parameters;
+  // rows that are a batch's items are few numbers each, and have no bins
+  const isBatch = ["B", "H", "G"].includes(variant.outputs.weights?.shape.at(-2));
+  const isSmall = Math.max(rows, cols) <= MAX_FULL_SIZE && rows * cols * stack <= MAX_FULL_SCORES;
+  const isFull = isBatch || isSmall;
+  return {
+    variant,
+    path: `/v1/attention/${variant.variant}`,
+    body,
+    rows,
+    cols,
+    stack,
+    bins: isFull ? null : stack > 16 ? POOL_BINS / 2 : POOL_BINS,
+  };
+}
+
+/** The variants that can take what stands on the page, and have weights. */
+export function runnableVariants(state) {
+  const hasInput = (name, inputs) =>
+    name in inputs || (state.layer && inputs.x && ["query", "key", "value"].includes(name));
+  return [...state.variants.values()].filter((variant) => {
+    const inputs = inputsFor(state.tensors, variant, state.layer);
+    const needed = Object.entries(variant.inputs).filter(([, { optional }]) => !optional);
+    return "weights" in variant.outputs && needed.every(([name]) => hasInput(name, inputs));
+  });
+}
+
+/**
+ * Those among them whose weights have the shape of another's, but for itself, and that answer the
+ * same question: one that takes no mask sees keys that the other does not.
+ */
+export function comparableVariants(state, variant) {
+  const outputKey = ({ rows, cols, stack, body: { inputs } }) =>
+    [rows, cols, stack, "mask" in inputs, "key_lengths" in inputs].join();
+  const ownKey = outputKey(buildRequest(state, variant));
+  return runnableVariants(state).filter(
+    (other) => other !== variant && outputKey(buildRequest(state, other)) === ownKey,
+  );
+}
+
+/** The body of the request that answers what is drawn. */
+export function heatmapBody({ body, bins }) {
+  return bins === null ? body : { ...body, weights: { pool: bins } };
+}
+
+/**
+ * Runs a request. Its map can be drawn before its statistics are there, where those take long:
+ * `fetchStats`, if there is such, gets them.
+ *
+ * @param {Object} request from `buildRequest`
+ * @param {AbortSignal} signal
+ * @param {(call: Object) => void} onCall told of every call
+ */
+export async function fetchView(request, signal, onCall) {
+  const hasWeights = "weights" in request.variant.outputs;
+  const runRequest = async (what, body) => {
+    const { result, elapsedMs } = await post(request.path, body, signal);
+    onCall({ variant: request.variant.variant, what, timing: result.timing, elapsedMs });
+    return result;
+  };
+  if (!hasWeights) {
+    const result = await runRequest("output", { ...request.body, outputs: ["output"] });
+    return { request, kind: null, output: toStack(result.outputs.output), timing: result.timing };
+  }
+  const fetchStatistics = async () => {
+    const body = { ...request.body, outputs: ["weights"], weights: "stats" };
+    const { outputs } = await runRequest("statistics", body);
+    const named = Object.entries(outputs);
+    return Object.fromEntries(named.map(([name, one]) => [name, toNumbers(fromWire(one))]));
+  };
+  const isFull = request.bins === null;
+  const [result, stats] = await Promise.all([
+    runRequest(isFull ? "full weights" : "pooled weights", heatmapBody(request)),
+    isFull ? fetchStatistics() : {},
+  ]);
+  return {
+    request,
+    kind: result.weights_are,
+    weights: toStack(result.outputs.weights),
+    output: toStack(result.outputs.output),
+    stats,
+    fetchStats: isFull ? null : fetchStatistics,
+    timing: result.timing,
+  };
+}
+
+/** One row of every head in full, fetched where the map is pooled. */
+export function createRowReader(view) {
+  const cachedRows = new Map();
+  const { request, weights } = view;
+  return async (head, row, signal, onCall) => {
+    if (request.bins === null) {
+      const start = (head * request.rows + row) * request.cols;
+      return weights.numbers.subarray(start, start + request.cols);
+    }
+    if (!cachedRows.has(row)) {
+      const body = { ...request.body, outputs: ["weights"], weights: { rows: [row] } };
+      const { result, elapsedMs } = await post(request.path, body, signal);
+      const { timing } = result;
+      onCall({ variant: request.variant.variant, what: `row ${row}`, timing, elapsedMs });
+      cachedRows.set(row, toStack(result.outputs.weights).numbers);
+    }
+    return cachedRows.get(row).subarray(head * request.cols, (head + 1) * request.cols);
+  };
+}
+
+/** Matrices one behind the other, whatever the axes before the last two were. */
+function toStack(value) {
+  const tensor = fromWire(value);
+  const shape = tensor.shape.length > 1 ? tensor.shape : [1, ...tensor.shape];
+  const [rows, cols] = shape.slice(-2);
+  const stack = countElements(shape.slice(0, -2));
+  return { rows, cols, stack, shape, numbers: toNumbers(tensor) };
+}
+
+/** Rows and columns of the weights, and how many such maps there are. */
+function weightSizes(variant, inputs) {
+  const axes = variant.outputs.weights?.shape.slice(-2) ?? ["L", "S"];
+  const size = (axis) => {
+    for (const [name, { shape }] of Object.entries(variant.inputs)) {
+      const at = shape.indexOf(axis) - shape.length;
+      const length = inputs[name]?.shape.at(at);
+      if (shape.includes(axis) && length !== undefined) return length;
+    }
+    return inputs.x?.shape.at(-2) ?? 1; // through a layer
+  };
+  const [first] = Object.entries(variant.inputs)
+    .filter(([name]) => name in inputs)
+    .map(([name]) => inputs[name].shape);
+  return [...axes.map(size), countElements(first?.slice(0, -2) ?? [])];
+}
+
+/** Numbers of positions as those of bins: the bin of i of n is floor(i bins / n). */
+export function binValues(numbers, bins, isSum) {
+  if (bins >= numbers.length) return numbers;
+  const sums = new Float64Array(bins);
+  const counts = new Float64Array(bins);
+  numbers.forEach((value, i) => {
+    const bin = Math.floor((i * bins) / numbers.length);
+    sums[bin] += value;
+    counts[bin] += 1;
+  });
+  return isSum ? sums : sums.map((sum, bin) => sum / counts[bin]);
+}
+
+/** The first position of a bin. */
+export const firstOfBin = (bin, bins, length) =>
+  bins >= length ? bin : Math.ceil((bin * length) / bins);
+
+/** The bin of a position. */
+export const binOfPosition = (position, bins, length) =>
+  bins >= length ? position : Math.floor((position * bins) / length);

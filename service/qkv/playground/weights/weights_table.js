@@ -1,0 +1,54 @@
+// The weights as a table, for who hears the page, or wants the numbers.
+
+import { formatFixed, formatNumber, h } from "../dom.js";
+
+const MAX_COLUMNS = 24;
+const MAX_ROWS = 256;
+
+/**
+ * A table of a matrix: every weight where there are few columns, or else the largest of each row.
+ *
+ * @param {HTMLElement} root
+ * @param {Object} matrix what the heat map shows, with its bars
+ */
+export function fillWeightsTable(root, matrix) {
+  const { rows, cols, numbers, rowName, colName, rowBars } = matrix;
+  const showsAll = cols <= MAX_COLUMNS;
+  const columns = Array.from({ length: cols }, (_, col) => col);
+  const headings = showsAll ? columns.map(colName) : ["Largest at", "Largest weight"];
+  if (rowBars) headings.push("Entropy");
+  const body = Array.from({ length: Math.min(rows, MAX_ROWS) }, (_, row) => {
+    const weights = numbers.subarray(row * cols, (row + 1) * cols);
+    const largestAt = weights.reduce(
+      (at, value, col) => (Math.abs(value) > Math.abs(weights[at]) ? col : at),
+      0,
+    );
+    const cells = showsAll
+      ? [...weights].map((value) => formatFixed(value))
+      : [colName(largestAt), formatFixed(weights[largestAt])];
+    if (rowBars) cells.push(formatNumber(rowBars.values[row], 3));
+    return h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, rowName(row)),
+      ...cells.map((text) => h("td", {}, text)),
+    );
+  });
+  const table = h(
+    "table",
+    { class: "numbers" },
+    h("caption", { class: "unseen" }, matrix.label),
+    h(
+      "thead",
+      {},
+      h(
+        "tr",
+        {},
+        h("th", { scope: "col" }, "Query"),
+        ...headings.map((text) => h("th", { scope: "col" }, text)),
+      ),
+    ),
+    h("tbody", {}, ...body),
+  );
+  root.replaceChildren(table);
+}

@@ -1,0 +1,165 @@
+"""Worker process: uvicorn, with the API on the socket that all workers share.
+
+`new_uvicorn_config` is what any uvicorn server of the API needs; `run_worker` runs a forked worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+import uvicorn
+from fastapi import FastAPI
+
+from qkv.api.app import Runtime, create_app
+from qkv.api.error_responses import error_response
+from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.server.acceptor import Acceptor
+from qkv.server.connection_timeouts import ConnectionTimeouts
+from qkv.server.fast_path.busy_poll import BusyPoll
+from qkv.server.fast_path.pending_request import ReadyBatch
+from qkv.server.fast_path.protocol import FastPathProtocol
+from qkv.server.process import usable_cpus
+from qkv.settings import Settings
+from qkv.telemetry.worker_state import WorkerState
+
+__all__ = ["DRAIN_NOTICE_S", "WorkerServer", "new_uvicorn_config", "run_worker"]
+
+DRAIN_NOTICE_S: Final = 0.3
+"""Seconds after the drain begins in which new requests are still accepted and answered with 503."""
+
+
+def run_worker(
+    settings: Settings,
+    listening: socket.socket,
+    worker: WorkerState,
+    remote: RemoteEngine | None,
+    parent_alive_fd: int,
+) -> int:
+    """Runs a worker process from fork to exit.
+
+    Args:
+        settings: of the service.
+        listening: the socket that all workers accept from.
+        worker: this process's part of the shared state.
+        remote: the device process's engine; None: the worker makes an engine of its own.
+        parent_alive_fd: reads end of file once the supervisor has exited.
+
+    Returns:
+        The exit status: 0 after a clean stop.
+    """
+    app = create_app(settings, worker, remote)
+    failed: asyncio.Event = app.state.runtime.engine.failed
+    server = WorkerServer(new_uvicorn_config(app), worker, parent_alive_fd, failed)
+    server.run(sockets=[listening])
+    return 0 if server.started and not failed.is_set() else 1
+
+
+def new_uvicorn_config(app: FastAPI) -> uvicorn.Config:
+    """Returns how uvicorn serves an application of `create_app`."""
+    runtime: Runtime = app.state.runtime
+    return uvicorn.Config(
+        app.state.asgi,
+        loop="uvloop" if sys.platform != "win32" else "auto",
+        http=_new_protocol_factory(runtime),  # type: ignore[arg-type]  # uvicorn calls it
+        lifespan="on",
+        log_level="warning",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # the client's address is not used
+        timeout_graceful_shutdown=runtime.settings.drain_s,
+    )
+
+
+def _new_protocol_factory(runtime: Runtime) -> Callable[..., FastPathProtocol]:
+    """Returns what makes the protocol of a connection."""
+    settings, worker = runtime.settings, runtime.worker
+    # on a single CPU busy polling would take the client's time
+    poll_s = settings.busy_poll_us / 1e6 if usable_cpus() > 1 else 0.0
+    return partial(
+        FastPathProtocol,
+        timeouts=ConnectionTimeouts(settings.read_timeout_s, settings.write_timeout_s),
+        error_response=error_response,
+        worker=worker,
+        run_cache=runtime.run_cache,
+        ready_batch=ReadyBatch(),
+        busy_poll=BusyPoll(worker, poll_s),
+        admission=runtime.engine.admission,
+        api_keys=runtime.api_keys,
+        observer=runtime.observer,
+    )
+
+
+class WorkerServer(uvicorn.Server):
+    """uvicorn in a worker: marks it ready, and rejects requests for a moment before it closes.
+
+    Args:
+        config: of `new_uvicorn_config`.
+        worker: this process's part of the shared state.
+        parent_alive_fd: reads end of file once the supervisor has exited.
+        failed: set once the device has failed for good; then the server exits.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        worker: WorkerState,
+        parent_alive_fd: int,
+        failed: asyncio.Event,
+    ) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._parent_alive_fd = parent_alive_fd
+        self._failed = failed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])  # uvicorn accepts nothing itself: the acceptor does
+        assert sockets is not None
+        (listening,) = sockets
+        connections = self.server_state.connections
+        self._acceptor = Acceptor(
+            listening, self._worker, self._new_protocol, lambda: len(connections)
+        )
+        self._acceptor.open()
+        asyncio.get_running_loop().add_reader(self._parent_alive_fd, self._on_supervisor_exit)
+        self._worker.set_ready(True)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Returns whether to exit: if uvicorn says so, or the device has failed for good."""
+        return self._failed.is_set() or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._worker.set_ready(False)
+        await asyncio.sleep(DRAIN_NOTICE_S)  # uvicorn closes connections without a request at once
+        self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def _new_protocol(self) -> asyncio.Protocol:
+        new_protocol: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = new_protocol(
+            self.config, self.server_state, self.lifespan.state
+        )
+        return protocol
+
+    def _on_supervisor_exit(self) -> None:
+        """Exits too: nothing would restart or stop this worker."""
+        asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
+        self._worker.shared_state.drain()
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handles SIGTERM. uvicorn would raise the signal again after a clean stop, and the worker
+        would exit as if it had failed."""
+        before = signal.signal(signal.SIGTERM, self.handle_exit)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,124 @@
+"""The undocumented members of uvicorn that the server folder uses.
+
+pyproject.toml pins uvicorn below its next minor version. When the pin moves, these tests name each
+member that is gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import uvicorn
+from uvicorn.protocols.http import httptools_impl
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
+
+from support.paths import PACKAGE, ROOT
+
+USED: Final[dict[str, tuple[str, ...]]] = {
+    "HttpToolsProtocol": (
+        "_start_asgi_task", "_unset_keepalive_if_required", "app_state", "config",
+        "connection_lost", "connection_made", "connections", "cycle", "data_received", "flow",
+        "headers", "loop",
+        "on_body", "on_headers_complete", "on_message_begin", "on_message_complete",
+        "on_response_complete", "parser", "pipeline", "resume_writing", "scope", "server_state",
+        "shutdown", "timeout_keep_alive", "timeout_keep_alive_task", "transport", "url",
+    ),
+    "RequestResponseCycle": (
+        "body", "disconnected", "message_event", "response_complete", "response_started",
+        "transport",
+    ),
+    "FlowControl": ("read_paused", "resume_reading", "write_paused"),
+    "ServerState": ("connections", "default_headers", "total_requests"),
+    "Server": (
+        "capture_signals", "config", "handle_exit", "lifespan", "on_tick", "run", "server_state",
+        "should_exit", "shutdown", "started", "startup",
+    ),
+    "Config": ("http_protocol_class", "load", "loaded"),
+    "httptools_impl": ("HttpToolsProtocol", "RequestResponseCycle", "STATUS_LINE"),
+}  # fmt: skip
+
+
+async def _no_app(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("no request is sent")
+
+
+@pytest.fixture(scope="module")
+def holders() -> dict[str, Any]:
+    """An object of each uvicorn class, made as uvicorn makes it."""
+
+    async def start(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def make() -> dict[str, Any]:
+        config = uvicorn.Config(_no_app, http="httptools", log_config=None)
+        server = uvicorn.Server(config)
+        config.load()
+        server.lifespan = config.lifespan_class(config)
+        listening = await asyncio.start_server(start, "127.0.0.1", 0)
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.create_connection(
+            lambda: httptools_impl.HttpToolsProtocol(config, server.server_state, {}),
+            *listening.sockets[0].getsockname(),
+        )
+        protocol.on_message_begin()
+        protocol.on_url(b"/")
+        protocol.app = _no_app
+        cycle = httptools_impl.RequestResponseCycle(
+            scope=protocol.scope, transport=transport, flow=protocol.flow, logger=protocol.logger,
+            access_logger=protocol.access_logger, access_log=False, default_headers=[],
+            message_event=asyncio.Event(), expect_100_continue=False, keep_alive=True,
+            on_response=protocol.on_response_complete,
+        )  # fmt: skip
+        made = {
+            "HttpToolsProtocol": protocol, "RequestResponseCycle": cycle,
+            "FlowControl": FlowControl(transport), "ServerState": ServerState(), "Server": server,
+            "Config": config, "httptools_impl": httptools_impl,
+        }  # fmt: skip
+        transport.close()
+        listening.close()
+        return made
+
+    return asyncio.run(make())
+
+
+@pytest.mark.parametrize(
+    ("holder", "member"), [(h, m) for h, members in USED.items() for m in members]
+)
+def test_uvicorn_still_has_the_member(holders: dict[str, Any], holder: str, member: str) -> None:
+    assert hasattr(holders[holder], member), f"uvicorn {uvicorn.__version__}: {holder}.{member}"
+
+
+def test_every_member_that_the_server_uses_is_in_the_table(holders: dict[str, Any]) -> None:
+    """A member counts as used if a subclass of a uvicorn class names it on `self` or `super()`."""
+    listed = set().union(*USED.values())
+    missing = set()
+    for path in (PACKAGE / "server").rglob("*.py"):
+        for name in _members_on_self(path):
+            for holder in ("HttpToolsProtocol", "Server"):
+                if name in dir(holders[holder]) and name not in dir(object) and name not in listed:
+                    missing.add(f"{path.name}: {name}")
+    assert not missing
+
+
+def _members_on_self(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    if "uvicorn" not in text:
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
+            yield node.attr
+
+
+def test_uvicorn_is_pinned_below_the_next_minor_version() -> None:
+    pin = re.search(r'"uvicorn>=0\.(\d+),<0\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert pin is not None
+    least, next_minor = map(int, pin.groups())
+    assert next_minor == least + 1
+    assert uvicorn.__version__.startswith(f"0.{least}.")

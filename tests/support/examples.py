@@ -1,0 +1,34 @@
+"""How many examples Hypothesis draws: at most 25 in `make test`, else each test's own number."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from hypothesis import HealthCheck, settings
+
+FAST_EXAMPLES: Final = 25
+"""The most examples of a test under the profile `fast`, which `make test` selects."""
+
+
+def register_profiles() -> None:
+    """Registers the profiles `ci` and `fast`, and loads `ci`.
+
+    `ci` is the default: only `--hypothesis-profile=fast` draws fewer examples. Neither has a
+    deadline: no property is about time, and other tests run beside these.
+    """
+    settings.register_profile(
+        "ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100
+    )
+    settings.register_profile("fast", settings.get_profile("ci"), max_examples=FAST_EXAMPLES)
+    settings.load_profile("ci")
+
+
+def examples(count: int, **others: Any) -> settings:
+    """Returns the settings of a test with its own number of examples.
+
+    Args:
+        count: the number under `ci`; under `fast` at most 25 of them are drawn.
+        others: further settings, for `hypothesis.settings`.
+    """
+    is_fast = settings().max_examples == FAST_EXAMPLES
+    return settings(max_examples=min(count, FAST_EXAMPLES) if is_fast else count, **others)

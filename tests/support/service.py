@@ -1,0 +1,87 @@
+"""A service on a real socket, in a thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from qkv.api.app import Runtime, create_app
+from qkv.engine.engine import Engine
+from qkv.server.worker import new_uvicorn_config
+from qkv.settings import Settings
+from support.engines import hold
+from support.processes import TIMEOUT_S, wait_until
+
+
+@dataclass(frozen=True)
+class Server:
+    """A service on a real socket of 127.0.0.1.
+
+    Attributes:
+        url: where.
+        app: the application.
+        runtime: what its requests share.
+        engine: its engine.
+        timeouts: checks its connections.
+        http: a client of it, for one thread.
+    """
+
+    url: str
+    app: FastAPI
+    runtime: Runtime
+    engine: Engine
+    timeouts: Any
+    http: httpx.Client
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for a plain socket."""
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return url.host, url.port
+
+    @property
+    def queued_count(self) -> int:
+        """Number of jobs in the queue."""
+        return self.engine.usage().queued_count
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps the device thread from taking jobs, so that a test can fill the queue."""
+        return hold(self.engine)
+
+    def wait_until_queued(self, count: int) -> None:
+        """Returns once that many jobs are queued."""
+        wait_until(lambda: self.queued_count == count)
+
+
+@contextlib.contextmanager
+def running_server(**settings: Any) -> Iterator[Server]:
+    """Runs a service in a thread of this process; `settings` are those of `Settings`."""
+    settings.setdefault("device", "cpu")
+    settings.setdefault("threads", 2)
+    app = create_app(Settings(**settings))
+    config = new_uvicorn_config(app)
+    server = uvicorn.Server(config)
+    runtime, protocol = app.state.runtime, cast("Any", config.http)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread = threading.Thread(target=server.run, args=([listening],), name="server")
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive())
+            assert server.started
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+                timeouts = protocol.keywords["timeouts"]
+                yield Server(url, app, runtime, runtime.engine, timeouts, http)
+        finally:
+            server.should_exit = True
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()

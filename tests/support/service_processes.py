@@ -1,0 +1,147 @@
+"""Requests to a service of several processes, and a look at those processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+
+from qkv.client.request_builders import build_attend
+from support.processes import TIMEOUT_S, Process
+
+PATH: Final = "/v1/attention/softmax"
+TINY_BODY: Final = json.dumps(
+    {"inputs": {name: [[1.0, 0.0], [0.0, 1.0]] for name in ("query", "key", "value")}}
+).encode()
+JSON: Final = {"Content-Type": "application/json"}
+
+
+def slow_request_body(length: int, heads: int = 8) -> bytes:
+    """Returns the body of a request that keeps a worker busy for a while."""
+    draw = np.random.default_rng(0)
+    shape = (1, heads, length, 16)
+    arrays = {n: draw.normal(size=shape).astype(np.float32) for n in ("query", "key", "value")}
+    call = build_attend("softmax", None, ["output"], "none", arrays)
+    return call.content
+
+
+SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
+
+
+def address(process: Process) -> tuple[str, int]:
+    """Returns host and port of a service."""
+    url = httpx.URL(process.url)
+    assert url.port
+    return url.host, url.port
+
+
+def child_pids(pid: int) -> list[int]:
+    """Returns the ids of the processes that a process started."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process runs; one that has exited and is not collected does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def status_of(url: str, path: str) -> int:
+    """Returns the status of a GET on a new connection; 0 without a response."""
+    try:
+        return httpx.get(url + path, timeout=5).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def refuses_connections(host: str, port: int) -> bool:
+    """Returns whether nothing accepts connections there."""
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) != 0
+
+
+@contextmanager
+def repeat_in_threads(count: int, ask_once: Callable[[int], object]) -> Iterator[list[Any]]:
+    """Calls `ask_once` again and again in `count` threads; yields the list of its results."""
+    ended, seen = threading.Event(), list[Any]()
+
+    def loop(index: int) -> None:
+        while not ended.is_set():
+            seen.append(ask_once(index))
+
+    with ThreadPoolExecutor(count) as pool:
+        loops = [pool.submit(loop, index) for index in range(count)]
+        try:
+            yield seen
+        finally:
+            ended.set()
+        for done in loops:
+            done.result(TIMEOUT_S)
+
+
+class RawRequest:
+    """One request on a plain socket, and the bytes of its response until the end.
+
+    A request counts as read once a byte of its response has arrived.
+    """
+
+    def __init__(self, connection: socket.socket, body: bytes, headers: dict[str, str]) -> None:
+        lines = [f"POST {PATH} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.connection = connection
+        self.answer = b""
+        self.error: OSError | None = None
+        try:
+            connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+            while not self.whole and (more := connection.recv(1 << 20)):
+                self.answer += more
+        except OSError as error:
+            self.error = error
+
+    @property
+    def head(self) -> bytes:
+        return self.answer.partition(b"\r\n\r\n")[0].lower()
+
+    @property
+    def status(self) -> int:
+        """0 without a response."""
+        return int(self.answer[9:12]) if self.answer else 0
+
+    @property
+    def whole(self) -> bool:
+        head, end, body = self.answer.partition(b"\r\n\r\n")
+        if not end:
+            return False
+        (length,) = [
+            line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+        ]
+        return len(body) == int(length.split(b":")[1])
+
+    @property
+    def closing(self) -> bool:
+        return b"connection: close" in self.head
+
+
+def device_process_pid(service_process: Process) -> int:
+    """Returns the id of the only child that has no listening socket."""
+    _, port = address(service_process)
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (inode,) = (r[9] for r in rows if r[3] == "0A" and int(r[1].partition(":")[2], 16) == port)
+    (found,) = (
+        pid
+        for pid in child_pids(service_process.popen.pid)
+        if f"socket:[{inode}]" not in {os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
+    )
+    return found

@@ -1,0 +1,47 @@
+"""A short run of tests/fuzz_decoders.py: every decoder takes randomly changed bodies."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import fuzz_decoders
+from fuzz_decoders import TARGETS, run_random
+from support.decoder_fuzz import VALID_BODIES
+
+SECONDS = 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_changed_bodies_for_a_moment(name: str) -> None:
+    assert run_random(name, SECONDS) > 10
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_valid_passes(name: str) -> None:
+    target, valid = TARGETS[name]
+    for body in valid:
+        target(VALID_BODIES[body])
+
+
+def test_what_came_in_base64_and_is_to_be_answered_in_lists_passes() -> None:
+    """Lists have no dtype: to be the same again, it is written as it came."""
+    body = VALID_BODIES["base64"]
+    for encoding in (b"lists", b"base64"):
+        asked = body.replace(b'"encoding":"base64"', b'"encoding":"%b"' % encoding)
+        TARGETS["json"][0](asked)
+
+
+def test_a_fault_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def target(data: bytes) -> None:
+        assert data.count(b"[") < 30, "too many"
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(fuzz_decoders.TARGETS, "json", (target, ["lists"]))
+    with pytest.raises(AssertionError, match="too many"):
+        run_random("json", 30.0)
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_bytes().count(b"[") >= 30
