@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import qkv.engine.device_errors
-import qkv.engine.executor
 from qkv.engine.engine import Engine
 from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
@@ -23,7 +22,8 @@ from support.small_requests import Serve, body, outputs, post
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qkv.engine.executor, "execute", failing_device.failing)
+    engine = partial(Engine, execute=failing_device.failing)
+    monkeypatch.setattr("qkv.api.app.Engine", engine)
     monkeypatch.setattr(qkv.engine.device_errors, "device_works", failing_device.device_works)
     monkeypatch.setattr(failing_device, "_broken", [])
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+import qkv.api.app
 import qkv.engine.device_errors
-import qkv.engine.executor
 from qkv.cli.main import main
+from qkv.engine.engine import Engine
 from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
 
@@ -58,6 +60,6 @@ def device_works(_: torch.device) -> bool:
 
 
 if __name__ == "__main__":
-    qkv.engine.executor.execute = failing  # type: ignore[assignment]
+    qkv.api.app.Engine = partial(Engine, execute=failing)  # type: ignore[assignment, misc]
     qkv.engine.device_errors.device_works = device_works  # type: ignore[assignment]
     main(prog_name="qkv")

@@ -6,16 +6,15 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import httpx
 import numpy as np
 import pytest
 
-import qkv
-import qkv.engine.executor
 from qkv.client.request_builders import build_attend
-from qkv.engine.engine import GPU_MAX_BATCH
+from qkv.engine.engine import GPU_MAX_BATCH, Engine
 from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
 from support.processes import TIMEOUT_S
@@ -70,7 +69,7 @@ def executed_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         every.extend(jobs)
         return execute(jobs, *how)
 
-    monkeypatch.setattr(qkv.engine.executor, "execute", recorded)
+    monkeypatch.setattr("qkv.api.app.Engine", partial(Engine, execute=recorded))
     return every
 
 

@@ -17,7 +17,6 @@ from typing import Final
 
 import torch
 
-from qkv.engine import executor
 from qkv.engine.accounting import InlineRun, JobAccounting
 from qkv.engine.admission import AdmissionController
 from qkv.engine.device_errors import (
@@ -27,7 +26,7 @@ from qkv.engine.device_errors import (
     release_memory,
     to_client_error,
 )
-from qkv.engine.executor import JobOutput, PreparedRun
+from qkv.engine.executor import JobOutput, PreparedRun, execute
 from qkv.engine.work_queue import (
     DEFAULT_PRIORITY,
     PRIORITIES,
@@ -81,7 +80,7 @@ class Engine:
         idle_threads: returns how many CPU threads no other process wants now.
         on_busy: called with True when a batch starts and with False when it ends, from the device
             thread.
-        execute: runs a batch; None: `executor.execute`.
+        execute: runs a batch.
 
     Attributes:
         accounting: results and statistics of its jobs.
@@ -101,7 +100,7 @@ class Engine:
         stack: bool | None = None,
         idle_threads: Callable[[], int] = lambda: 1,
         on_busy: Callable[[bool], None] = lambda _: None,
-        execute: _Execute | None = None,
+        execute: _Execute = execute,
     ) -> None:
         self.device, self.accounting = device, JobAccounting(str(device))
         self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_MAX_BATCH)
@@ -109,7 +108,7 @@ class Engine:
         self._stack = device.type != "cpu" if stack is None else stack
         self._idle_threads = idle_threads
         self._on_busy = on_busy
-        self.execute = execute or executor.execute
+        self.execute = execute
         self._queue = WorkQueue(limit)
         self.admission = AdmissionController(
             limit, lambda: self._queue.queued, self._queue.throughput.retry_after

@@ -182,7 +182,7 @@ def _bind_shapes(
                 pointer=pointer_to("inputs", name),
             )
     sources = {r: "x" if "x" in given else r for r in roles}
-    projected = layer.projected({r: embedding_shapes[s] for r, s in sources.items()}, sources)
+    projected = layer.projected_shapes({r: embedding_shapes[s] for r, s in sources.items()}, sources)
     heads = omitted | {"H", "G"} if layer.heads is None else omitted
     shapes = {n: s for n, s in given.items() if n not in embeddings}
     for role, shape in projected.items():

@@ -112,7 +112,7 @@ def _refuse_unsplittable(layer: Layer) -> None:
     """Raises where the widths do not split into heads, pointing where /v1/convert has them."""
     embeddings = {r: (1, 1, len(p.weight)) for r, p in zip(ROLES, layer.projections, strict=True)}
     try:
-        layer.projected(embeddings, {role: role for role in ROLES})
+        layer.projected_shapes(embeddings, {role: role for role in ROLES})
         heads, groups = layer.head_count("query"), layer.head_count("key")
         if heads % groups:
             raise InvalidContent(

@@ -35,7 +35,7 @@ class Layer:
         """Its tensors as they came, by name."""
         return self.layout.write(self.projections)
 
-    def projected(
+    def projected_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, str]
     ) -> dict[str, tuple[int, ...]]:
         """Shapes (B, heads, length, width) that embeddings of shape (B, length, M) become.
