@@ -22,7 +22,7 @@ def keep_freed() -> bool:
 
     By itself malloc gives a block back as soon as it is the last of its heap, and the next one
     comes anew, 4 KiB at a time: 0.2 ms for each MiB. Which blocks are the last is luck, and was up
-    to half of what `mean` took. The service has thresholds of its own (`qkv.heap`): it keeps less.
+    to half of what `mean` took. The service has thresholds of its own (`qkv.server.process`): it keeps less.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -46,6 +47,16 @@ def _clean_environment() -> Iterator[None]:
         for name in [n for n in os.environ if n.upper().startswith(("QKV_", "OTEL_"))]:
             patch.delenv(name)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _sigint_reaches_processes() -> None:
+    """Lets commands that tests start be interrupted.
+
+    A shell starts a background job with SIGINT ignored, and every process below it inherits that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -242,7 +242,7 @@ def test_the_health_check_is_bad_when_the_service_says_it_is_not_ready(
     server = serve()
     _, port = server.address
     assert healthy(port)
-    monkeypatch.setattr(type(server.engine), "ready", False)
+    monkeypatch.setattr(type(server.engine), "is_ready", False)
     assert httpx.get(f"{server.url}/readyz").status_code == 503
     assert not healthy(port)
 

@@ -11,10 +11,10 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["Settings", "asks_for_traces", "refuse_unknown"]
+__all__ = ["Settings", "is_tracing_enabled", "reject_unknown_variables"]
 
 _PREFIX: Final = "QKV_"
-_OTHERS: Final = {"QKV_URL", "QKV_API_KEY"}  # the asking commands' own
+_CLI_VARIABLES: Final = {"QKV_URL", "QKV_API_KEY"}  # the asking commands' own
 
 _OTLP: Final = "EXPORTER_OTLP"
 _OTEL: Final = (
@@ -170,26 +170,26 @@ class Settings(BaseSettings):
     @field_validator("api_keys")
     @classmethod
     def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not all(map(_KEY.fullmatch, _listed(value.get_secret_value()))):
+        if value is not None and not all(map(_KEY.fullmatch, _split(value.get_secret_value()))):
             raise ValueError("a key is letters, digits and ._~+/- with = at its end, and not empty")
         return value
 
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, value: str | None) -> str | None:
-        if value is not None and not all(map(_ORIGIN.fullmatch, _listed(value))):
+        if value is not None and not all(map(_ORIGIN.fullmatch, _split(value))):
             raise ValueError("an origin is https://host or https://host:port in small letters")
         return value
 
     @property
     def keys(self) -> list[str]:
         """The API keys; none: whoever comes is let in."""
-        return [] if self.api_keys is None else _listed(self.api_keys.get_secret_value())
+        return [] if self.api_keys is None else _split(self.api_keys.get_secret_value())
 
     @property
     def origins(self) -> list[str]:
         """The origins whose pages may ask."""
-        return [] if self.cors_origins is None else _listed(self.cors_origins)
+        return [] if self.cors_origins is None else _split(self.cors_origins)
 
     @property
     def traces(self) -> bool:
@@ -198,34 +198,42 @@ class Settings(BaseSettings):
         Raises:
             ValueError: it asks for some that are not made here.
         """
-        return asks_for_traces(os.environ)
+        return is_tracing_enabled(os.environ)
 
 
-def asks_for_traces(environment: Mapping[str, str]) -> bool:
+def is_tracing_enabled(environment: Mapping[str, str]) -> bool:
     """Whether the standard's variables say where traces go.
 
     Raises:
         ValueError: they want another exporter or protocol than there is.
     """
-    said = {name: environment.get(f"OTEL_{name}", "").strip() for name in _OTEL}
-    if said["SDK_DISABLED"].lower() == "true" or said["TRACES_EXPORTER"] == "none":
+    variables = {name: environment.get(f"OTEL_{name}", "").strip() for name in _OTEL}
+    if variables["SDK_DISABLED"].lower() == "true" or variables["TRACES_EXPORTER"] == "none":
         return False
-    asked = said["TRACES_EXPORTER"] or said[f"{_OTLP}_ENDPOINT"] or said[f"{_OTLP}_TRACES_ENDPOINT"]
-    if not asked:
+    exporter = (
+        variables["TRACES_EXPORTER"]
+        or variables[f"{_OTLP}_ENDPOINT"]
+        or variables[f"{_OTLP}_TRACES_ENDPOINT"]
+    )
+    if not exporter:
         return False
-    protocol = said[f"{_OTLP}_TRACES_PROTOCOL"] or said[f"{_OTLP}_PROTOCOL"] or "http/protobuf"
-    if said["TRACES_EXPORTER"] not in ("", "otlp"):
-        raise ValueError(f"OTEL_TRACES_EXPORTER is {said['TRACES_EXPORTER']}; there are otlp, none")
+    protocol = (
+        variables[f"{_OTLP}_TRACES_PROTOCOL"] or variables[f"{_OTLP}_PROTOCOL"] or "http/protobuf"
+    )
+    if variables["TRACES_EXPORTER"] not in ("", "otlp"):
+        raise ValueError(
+            f"OTEL_TRACES_EXPORTER is {variables['TRACES_EXPORTER']}; there are otlp, none"
+        )
     if protocol != "http/protobuf":
         raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; there is http/protobuf")
     return True
 
 
-def _listed(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def refuse_unknown(environment: Iterable[str]) -> None:
+def reject_unknown_variables(environment: Iterable[str]) -> None:
     """Refuses a variable that looks like a setting and is none, which would change nothing.
 
     Raises:
@@ -234,7 +242,7 @@ def refuse_unknown(environment: Iterable[str]) -> None:
     known = [_PREFIX + name.upper() for name in Settings.model_fields]
     for name in sorted(environment):
         # pydantic reads them whatever their case
-        if name.upper().startswith(_PREFIX) and name.upper() not in {*known, *_OTHERS}:
+        if name.upper().startswith(_PREFIX) and name.upper() not in {*known, *_CLI_VARIABLES}:
             close = get_close_matches(name.upper(), known, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise ValueError(f"{name} is no setting; {hint}")

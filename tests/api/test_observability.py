@@ -123,7 +123,9 @@ def test_requests_in_a_row_on_one_connection_keep_their_ids(server: Server) -> N
             more = [f"Accept: a/{i}"] if i % 3 == 0 else []
             wholes.append(encode_request(body, length, INFER, f"X-Request-ID: {i}", *more))
         caller.send(b"".join(wholes))
-        assert [caller.read_response()[0]["x-request-id"] for _ in wholes] == list(map(str, range(30)))
+        assert [caller.read_response()[0]["x-request-id"] for _ in wholes] == list(
+            map(str, range(30))
+        )
 
 
 def test_what_is_logged_of_a_fault_of_ours_names_the_request(

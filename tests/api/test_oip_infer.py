@@ -341,7 +341,9 @@ def test_a_bomb_is_never_unpacked(serve: Callable[..., Server], path: str, codin
     ("method", "path", "status"),
     [
         ("HEAD", INFER_PATH, 405), ("PUT", "/v2", 405), ("POST", "/v2/health/ready", 405),
-        ("GET", INFER_PATH, 405), ("GET", "/v2/repository/index", 405), ("DELETE", "/v2/models", 405),
+        ("GET", INFER_PATH, 405),
+        ("GET", "/v2/repository/index", 405),
+        ("DELETE", "/v2/models", 405),
         ("GET", "/v2/nothing", 404), ("POST", "/v2/nothing", 404), ("HEAD", "/v2/nothing", 404),
         ("GET", "/v2/models/nope", 404), ("GET", "/v2/models/nope/ready", 404),
         ("POST", "/v2/models/nope/infer", 404), ("GET", "/v2/models/softmax/versions/2", 404),

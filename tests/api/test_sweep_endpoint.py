@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from qkv.api import event_stream
+from qkv.engine.work_queue import WorkQueue
 from qkv.jobs.job import Job
 from qkv.jobs.measure.sweep_request import SweepRequest
-from qkv.engine.work_queue import WorkQueue
 from qkv.telemetry.worker_state import SharedState
 from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until

@@ -60,6 +60,6 @@ def device_works(_: torch.device) -> bool:
 
 
 if __name__ == "__main__":
-    qkv.api.app.Engine = partial(Engine, execute=failing)  # type: ignore[assignment, misc]
+    qkv.api.app.Engine = partial(Engine, execute=failing)  # type: ignore[assignment, attr-defined]
     qkv.engine.device_errors.device_works = device_works  # type: ignore[assignment]
     main(prog_name="qkv")

@@ -27,7 +27,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from qkv import __version__
 from qkv.engine.executor import PreparedRun
-from qkv.settings import asks_for_traces
+from qkv.settings import is_tracing_enabled
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.raw_connection import PATH as INFER
 from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
@@ -316,7 +316,7 @@ ENDPOINT: Final = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4318"}
     ],
 )  # fmt: skip
 def test_when_traces_are_asked_for(environment: dict[str, str], asked: bool) -> None:
-    assert asks_for_traces(environment) is asked
+    assert is_tracing_enabled(environment) is asked
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class JobRunner:
     Args:
         engine: runs them.
         settings: of the service; limits and timeout of a request.
-        meter: counts runs and their times.
+        metrics_recorder: counts runs and their times.
 
     Attributes:
         limits: of a request.

@@ -69,10 +69,10 @@ for command in (variants, attend, gradients, compare, sweep, convert):
 def _load_settings(flags: dict[str, Any]) -> Any:
     import pydantic
 
-    from qkv.settings import Settings, refuse_unknown
+    from qkv.settings import Settings, reject_unknown_variables
 
     try:
-        refuse_unknown(os.environ)
+        reject_unknown_variables(os.environ)
         return Settings(**{n: v for n, v in flags.items() if v is not None})
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]

@@ -133,9 +133,9 @@ class WorkerState:
     """The row of one process.
 
     Attributes:
-        fleet: all of them.
+        shared_state: all rows.
         stats_recorder: counts the jobs of this process per model.
-        meter: counts its requests.
+        metrics_recorder: counts its requests.
     """
 
     def __init__(

@@ -46,7 +46,9 @@ def written(arrays: Mapping[str, Array], **fields: Any) -> tuple[bytes, dict[str
     """A body of the Open Inference Protocol, and its headers."""
     raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
     outputs = [{"name": "output", "parameters": {"binary_data": True}}]
-    chunks, length = open_inference.encode(Message({"outputs": outputs} | fields, raw), "inputs", set(raw))
+    chunks, length = open_inference.encode(
+        Message({"outputs": outputs} | fields, raw), "inputs", set(raw)
+    )
     return b"".join(chunks), {open_inference.LENGTH_HEADER: str(length)}
 
 

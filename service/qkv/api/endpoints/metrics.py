@@ -16,8 +16,8 @@ __all__ = ["TEXT_TYPE", "exposition", "router"]
 
 TEXT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-_SIZES: Final = tuple(1 << i for i in range(13))  # as far as QKV_MAX_BATCH goes
-_TIMED: Final = {
+_BATCH_SIZES: Final = tuple(1 << i for i in range(13))  # as far as QKV_MAX_BATCH goes
+_HISTOGRAM_HELP: Final = {
     "request_duration": "From a request's headers to the end of its answer, of those answered.",
     "queue_wait": "From when a request could run to when its turn came.",
     "compute": "The call that ran a request; those of one batch share it.",
@@ -60,19 +60,19 @@ class _Page:
     def text(self) -> str:
         return "".join(f"{line}\n" for line in self._lines)
 
-    def add(self, name: str, kind: str, says: str) -> None:
+    def add(self, name: str, kind: str, help_text: str) -> None:
         """Begins a family."""
-        self._lines += (f"# HELP qkv_{name} {says}", f"# TYPE qkv_{name} {kind}")
+        self._lines += (f"# HELP qkv_{name} {help_text}", f"# TYPE qkv_{name} {kind}")
 
     def sample(self, name: str, value: float, **labels: str) -> None:
         """A sample of the family that was begun last; no label here needs an escape."""
-        said = ",".join(f'{label}="{given}"' for label, given in labels.items())
-        braced = f"{{{said}}}" if said else ""
-        self._lines.append(f"qkv_{name}{braced} {_number(value)}")
+        label_text = ",".join(f'{label}="{text}"' for label, text in labels.items())
+        label_part = f"{{{label_text}}}" if label_text else ""
+        self._lines.append(f"qkv_{name}{label_part} {_number(value)}")
 
-    def one(self, name: str, kind: str, says: str, value: float) -> None:
+    def one(self, name: str, kind: str, help_text: str, value: float) -> None:
         """A family of one sample."""
-        self.add(name, kind, says)
+        self.add(name, kind, help_text)
         self.sample(name, value)
 
     def histogram(
@@ -84,9 +84,9 @@ class _Page:
         variant: str,
     ) -> None:
         """A histogram of a variant; `counts` are those of each bucket, the last without a bound."""
-        marks = [*map(_number, bounds), "+Inf"]
-        for mark, below in zip(marks, accumulate(counts), strict=True):
-            self.sample(f"{name}_bucket", below, variant=variant, le=mark)
+        edges = [*map(_number, bounds), "+Inf"]
+        for edge, below in zip(edges, accumulate(counts), strict=True):
+            self.sample(f"{name}_bucket", below, variant=variant, le=edge)
         self.sample(f"{name}_sum", total, variant=variant)
         self.sample(f"{name}_count", sum(counts), variant=variant)
 
@@ -110,18 +110,18 @@ def _add_requests(page: _Page, shared_state: SharedState) -> None:
         if reason != "ok":
             count = sum(outcomes[reason] for outcomes in requests.values())
             page.sample("rejected_total", count, reason=reason)
-    for name, says in (
+    for name, help_text in (
         ("request_body_bytes", "Bytes of bodies that came."),
         ("response_body_bytes", "Bytes of bodies that went."),
         ("log_lines_dropped", "Lines of the request log that could not be written in time."),
     ):
-        page.one(f"{name}_total", "counter", says, totals[name])
+        page.one(f"{name}_total", "counter", help_text, totals[name])
 
 
 def _add_runs(page: _Page, shared_state: SharedState) -> None:
     variants = shared_state.metrics.variants
     for name in HISTOGRAMS:
-        page.add(f"{name}_seconds", "histogram", _TIMED[name])
+        page.add(f"{name}_seconds", "histogram", _HISTOGRAM_HELP[name])
         for variant in variants:
             counts, total = shared_state.metrics.histogram(variant, name)
             page.histogram(f"{name}_seconds", BUCKETS, counts, total, variant)
@@ -129,44 +129,46 @@ def _add_runs(page: _Page, shared_state: SharedState) -> None:
         variant: shared_state.models.statistics(variant)["batch_stats"] for variant in variants
     }
     page.add("batch_size", "histogram", "Requests that ran together; gradients are not counted.")
-    for variant, sizes in batches.items():
-        counts, total = [0] * (len(_SIZES) + 1), 0
-        for batch in sizes:
+    for variant, batch_stats in batches.items():
+        counts, total = [0] * (len(_BATCH_SIZES) + 1), 0
+        for batch in batch_stats:
             size, count = batch["batch_size"], batch["compute_infer"]["count"]
-            counts[sum(bound < size for bound in _SIZES)] += count
+            counts[sum(bound < size for bound in _BATCH_SIZES)] += count
             total += size * count
-        page.histogram("batch_size", _SIZES, counts, total, variant)
-    says = "Seconds that the device has computed, once for each batch; gradients are not counted."
-    page.add("device_seconds_total", "counter", says)
-    for variant, sizes in batches.items():
-        took = sum(batch["compute_infer"]["ns"] for batch in sizes) / 1e9
-        page.sample("device_seconds_total", took, variant=variant)
+        page.histogram("batch_size", _BATCH_SIZES, counts, total, variant)
+    help_text = (
+        "Seconds that the device has computed, once for each batch; gradients are not counted."
+    )
+    page.add("device_seconds_total", "counter", help_text)
+    for variant, batch_stats in batches.items():
+        seconds = sum(batch["compute_infer"]["ns"] for batch in batch_stats) / 1e9
+        page.sample("device_seconds_total", seconds, variant=variant)
 
 
 def _add_gauges(page: _Page, shared_state: SharedState) -> None:
-    rows, load = shared_state.worker_rows, shared_state.usage
-    for name, says, value in (
+    rows, usage = shared_state.worker_rows, shared_state.usage
+    for name, help_text, value in (
         (
             "requests_in_progress",
             "Requests to run a variant that are not answered.",
             shared_state.in_flight,
         ),
-        ("queue_depth", "Requests that wait for the device.", load.queued_count),
-        ("queue_bytes", "Bytes of tensors, in and out, of those.", load.queued_bytes),
+        ("queue_depth", "Requests that wait for the device.", usage.queued_count),
+        ("queue_bytes", "Bytes of tensors, in and out, of those.", usage.queued_bytes),
         ("connections", "Open connections.", int(rows["connections"].sum())),
         ("workers", "Worker processes.", len(shared_state)),
         ("workers_ready", "Those of them that take requests.", int(rows["ready"].sum())),
     ):
-        page.one(name, "gauge", says, value)
-    for name, says, value in (
-        ("allocated", "Bytes of the device's memory that tensors hold.", load.allocated_bytes),
+        page.one(name, "gauge", help_text, value)
+    for name, help_text, value in (
+        ("allocated", "Bytes of the device's memory that tensors hold.", usage.allocated_bytes),
         (
             "reserved",
             "Bytes of it that the service holds, for tensors to come too.",
-            load.reserved_bytes,
+            usage.reserved_bytes,
         ),
-        ("total", "Bytes of it that there are.", load.total_bytes),
+        ("total", "Bytes of it that there are.", usage.total_bytes),
     ):
-        page.add(f"device_memory_{name}_bytes", "gauge", says)
-        if load.total_bytes:  # a CPU's memory is not counted
+        page.add(f"device_memory_{name}_bytes", "gauge", help_text)
+        if usage.total_bytes:  # a CPU's memory is not counted
             page.sample(f"device_memory_{name}_bytes", value)

@@ -83,7 +83,7 @@ class Done(NamedTuple):
     """What has run, and when its last byte was seen."""
 
     plan: _Plan
-    alone: InlineRun
+    inline_run: InlineRun
     received: float
 
 
@@ -120,14 +120,14 @@ class RunCache:
         plan = None if words is None else known.plans.get(words)
         if plan is None or not plan.is_open():
             return None
-        alone = self._job_runner.run_prepared(plan.prepared_run)
-        return None if alone is None else Done(plan, alone, received)
+        inline_run = self._job_runner.run_prepared(plan.prepared_run)
+        return None if inline_run is None else Done(plan, inline_run, received)
 
     def reply(self, done: Done) -> Reply:
         """The answer to what was run, which is counted."""
-        plan, alone, received = done
-        reply = plan.written(to_run_result(alone.to_result(), received, alone.job))
-        self._job_runner.record_inline_run(alone)
+        plan, inline_run, received = done
+        reply = plan.written(to_run_result(inline_run.to_result(), received, inline_run.job))
+        self._job_runner.record_inline_run(inline_run)
         return reply
 
     def keep(

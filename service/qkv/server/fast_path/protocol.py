@@ -210,7 +210,7 @@ class FastPathProtocol(LimitedHttpProtocol):
             short.done = self._run_cache.run(short.known, short.chunks)
         except Exception:  # the long way says it to the caller
             _log.exception("a shortcut failed")
-        return 0 if short.done is None else short.done.alone.job.bytes_out
+        return 0 if short.done is None else short.done.inline_run.job.bytes_out
 
     def answer(self) -> None:
         """Answers what came in short and whole, if it has not been."""
