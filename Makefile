@@ -1,28 +1,31 @@
-# Two commands on a fresh machine: `make serve` and `make test`. Every target sets up what it needs by
-# itself, with nothing but python3 and make, and only once.
+# Two commands on a new machine: `make serve` and `make test`. Every target installs its requirements
+# once, with nothing but python3 and make.
 
-# Any Python from 3.11 on will do to make the environment with.
+# The Python that creates the environment: 3.11 or newer.
 PYTHON ?= python3
-# Where to serve. Left empty, the settings say: QKV_PORT and QKV_HOST, or 8000 and 127.0.0.1.
+# Address of the service. If empty, QKV_PORT and QKV_HOST apply, then 8000 and 127.0.0.1.
 PORT ?=
-# Not ?=: some shells export HOST as the machine's name, and who serves to the network should say so.
+# Not ?=: some shells export HOST as the machine's name, and the service must not listen on the network
+# by accident.
 HOST =
-# More for the command behind most of these: make test ARGS="-k softmax"
+# Further arguments for the command of most targets: make test ARGS="-k softmax"
 ARGS =
 IMAGE ?= qkv
 PIP_AUDIT = pip-audit==2.10.1
-# TORCH_INDEX: a package index to take torch from, where its default build is not the one wanted (on Linux
-# that one brings CUDA). Given on the command line or in the environment, it reaches the recipes as it is.
+# Where `make dist` writes.
+DIST = dist
+# TORCH_INDEX: the package index for torch, for another build than the default (on Linux the default has
+# CUDA). Set it on the command line or in the environment; the recipes read it from the environment.
 
-# Another project's environment may be active. Ours is .venv, and no path from outside leads into it.
+# Another virtual environment may be active. This project uses .venv and no path of another one.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
-# The stamp holds the path it was made at, since a virtual environment names its own: a copied or moved
-# checkout would otherwise go on running the code of the first.
+# The stamp holds the path of the checkout, because a virtual environment contains its own path. A copied
+# or moved checkout would otherwise run the code of the first one.
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench accuracy speed soak fuzz audit image clean again
+.PHONY: help serve test test-rest test-all check docs bench accuracy speed soak fuzz audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -31,29 +34,29 @@ help: ## show this list
 serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
-# Two at a time: many tests wait for processes to start and end. ARGS="-n 0" runs them one by one.
+# Two processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 EXPENSIVE = (process or browser or install or slow) and not representative
 
-test: .venv/.installed ## run most of the tests, some of every kind: about three minutes
+test: .venv/.installed ## run most tests, some of every kind, in about three minutes
 	@$(PYTEST) -m "not ($(EXPENSIVE))" --hypothesis-profile=fast $(ARGS)
 
-# Tests of properties run here again, with all their examples.
-test-rest: .venv/.installed ## run the tests that make test leaves out, and all examples: about a quarter of an hour
+# Property tests run here again, with all their examples.
+test-rest: .venv/.installed ## run the other tests and all examples, in about a quarter of an hour
 	@$(PYTEST) -m "hypothesis or ($(EXPENSIVE))" $(ARGS)
 
-test-all: .venv/.installed ## run every test, with all examples: about a quarter of an hour
+test-all: .venv/.installed ## run every test with all examples, in about a quarter of an hour
 	@$(PYTEST) $(ARGS)
 
-check: .venv/.installed ## lint, formatting, types
+check: .venv/.installed ## check lint, formatting and types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-docs: .venv/.installed ## write the pages made of the variants' files, pictures and all
+docs: .venv/.installed ## write docs/variants.md, docs/files.md, the README's table and the pictures
 	@.venv/bin/python docs/make.py
 
-bench: .venv/.installed ## measure what the service costs, into docs/performance.md
+bench: .venv/.installed ## measure the cost of a request, into docs/performance.md
 	@.venv/bin/python bench/run.py --write $(ARGS)
 
 accuracy: .venv/.installed ## measure every variant against its reference, into docs/accuracy.md
@@ -62,28 +65,31 @@ accuracy: .venv/.installed ## measure every variant against its reference, into 
 speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)
 
-soak: .venv/.installed ## ask a service for 20 minutes and look at every answer (ARGS="--minutes 60")
+soak: .venv/.installed ## send mixed load for 20 minutes and check every response (ARGS="--minutes 60")
 	@.venv/bin/python bench/soak.py $(ARGS)
 
-fuzz: .venv/.installed ## feed changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
+fuzz: .venv/.installed ## send changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
 	@.venv/bin/python tests/fuzz_decoders.py $(ARGS)
 
-# In an environment of its own, for it brings two dozen packages that nothing else needs. --strict: what the
-# advisory service does not answer for is a failure; without it, pip-audit calls that nothing known.
-audit: ## ask for known advisories about what constraints.txt pins (ARGS="-s osv" asks elsewhere)
+# A separate environment: pip-audit has two dozen packages that nothing else needs. --strict: a package
+# without a result is a failure; by default pip-audit reports it as having no known advisories.
+audit: ## look up advisories for the pins of constraints.txt (ARGS="-s osv" for another database)
 	@test -x .audit/bin/pip-audit || { $(PYTHON) -m venv --clear .audit && \
 		.audit/bin/python -m pip -qq install -c constraints.txt $(PIP_AUDIT); }
 	@.audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt $(ARGS)
 
+dist: .venv/.installed ## build a wheel and an sdist into dist/
+	@.venv/bin/python -m build --dependency-constraints-txt constraints.txt --outdir "$(DIST)"
+
 image: ## build the container image with docker
 	docker build --build-arg TORCH_INDEX --tag "$(IMAGE)" .
 
-clean: ## remove the environment and everything else that is made
+clean: ## remove the environment and all generated files
 	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find service tests docs bench -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp goes first and comes back last, so that an environment left half made is made anew from nothing.
-# PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (what older and newer pips read) pin the build backend too.
+# The stamp is removed first and written last, so that an incomplete environment is created again.
+# PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
 .venv/.installed: pyproject.toml constraints.txt $(if $(WHOLE),,again)
 	@$(PYTHON) -c 'import sys; sys.exit("qkv needs Python 3.11 or newer; $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@rm -f $@

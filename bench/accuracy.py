@@ -1,6 +1,6 @@
-"""How far every variant lies from its float64 reference, over lengths and kinds of inputs.
+"""Measures the error of every variant against its float64 reference, by length and inputs.
 
-Prints the tables of docs/accuracy.md, and with --write puts them there.
+Prints the tables of docs/accuracy.md; `--write` writes them there.
 
     python bench/accuracy.py [--seed 0] [--threads 2] [--write]
 """
@@ -23,11 +23,11 @@ from qkv.attention.catalogue import variants
 
 PAGE: Final = Path(__file__).parent.parent / "docs/accuracy.md"
 MARK: Final = "<!-- what follows is written by make accuracy -->\n"
-_ROWS: Final = 16  # in each of three blocks, where not all are held against the reference
+_ROWS: Final = 16  # rows in each of three blocks, if not all rows are compared with the reference
 
 
 class Figure(NamedTuple):
-    """Largest errors of one answer: in units, as docs/accuracy.md has them, and absolute."""
+    """Largest errors of one result: in the units of docs/accuracy.md, and absolute."""
 
     output: float
     weights: float
@@ -36,8 +36,7 @@ class Figure(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Errors of all entries of an answer, the units that they are measured in, and how many rows
-    the reference could not judge."""
+    """Errors of all entries of a result, their units, and the count of rows that are not judged."""
 
     case: Case
     errors: dict[str, Tensor]
@@ -46,19 +45,19 @@ class Found(NamedTuple):
 
     @property
     def figure(self) -> Figure:
-        """The largest; 0 where no truth fits the dtype."""
+        """The largest errors; 0 if no exact value fits the dtype."""
         most = {n: float((e / self.units[n]).max()) for n, e in self.errors.items()}
         absolute = float(self.errors["output"].max())
         return Figure(most["output"], most["weights"], absolute, self.unjudged)
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
-    """What weights are answered in, and sums held in at least."""
+    """Returns the dtype of the weights, which is also the narrowest dtype of sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def measure(case: Case, seed: int) -> Found:
-    """Errors of `attend`, entry by entry."""
+    """Returns the errors of `attend`, entry by entry."""
     tensors = inputs(case, seed)
     outputs = frozenset({"output", "weights"})
     answer = case.variant.attend(**tensors, **case.parameters, outputs=outputs)
@@ -85,8 +84,10 @@ def measure(case: Case, seed: int) -> Found:
 
 
 def _underflowed(case: Case, weights: Tensor, truth: Any) -> Tensor:
-    """The rows of huge inputs that see keys, but whose weights the plain reference has lost: all
-    of them were products of features below the least that float64 holds."""
+    """Marks rows of huge inputs that see keys, but whose weights underflow to 0 in the reference.
+
+    All their products of features are below the smallest float64.
+    """
     if not case.family.startswith("huge"):
         return torch.zeros_like(weights[..., :1], dtype=torch.bool)
     lost: Tensor = (truth.weights == 0).all(-1, keepdim=True)
@@ -94,8 +95,10 @@ def _underflowed(case: Case, weights: Tensor, truth: Any) -> Tensor:
 
 
 def moved(case: Case, seed: int) -> dict[str, Tensor]:
-    """How far the reference's own answer moves when each number of the inputs does by an eps of
-    what sums are held in, up or down: what no way to compute in that dtype can be blamed for."""
+    """Returns the change of the reference if each input changes by one eps of the dtype of sums.
+
+    Each number moves up or down. No computation in that dtype can have a smaller error.
+    """
     tensors = inputs(case, seed)
     eps = torch.finfo(exact(case.dtype)).eps
     generator = torch.Generator().manual_seed(seed)
@@ -117,7 +120,7 @@ def moved(case: Case, seed: int) -> dict[str, Tensor]:
 
 
 def _blocks(case: Case) -> list[slice | None]:
-    """Query rows that are held against the reference; None: all."""
+    """Returns the query rows to compare with the reference; None: all."""
     if case.N < LONG or "query" not in case.variant.inputs:
         return [None]
     starts = (0, case.N // 2 - _ROWS // 2, case.N - _ROWS)
@@ -125,7 +128,7 @@ def _blocks(case: Case) -> list[slice | None]:
 
 
 def reference(case: Case, tensors: dict[str, Tensor], rows: slice | None) -> Any:
-    """The reference's answer, or these rows of it."""
+    """Returns the result of the reference, or some rows of it."""
     given, parameters = dict(tensors), case.parameters
     if rows is not None:
         query = case.variant.inputs["query"].argument
@@ -138,19 +141,22 @@ def reference(case: Case, tensors: dict[str, Tensor], rows: slice | None) -> Any
 
 
 def _scales(case: Case, tensors: dict[str, Tensor], truth: Any) -> dict[str, Tensor]:
-    """Mass of each entry of the output, and the largest weight of each row."""
+    """Returns the mass of each entry of the output, and the largest weight of each row."""
     A = truth.weights.abs()
-    if (value := getattr(truth, "value", None)) is None:  # else it is made, not sent
+    if (value := getattr(truth, "value", None)) is None:  # otherwise the variant computes it
         value = tensors[case.variant.inputs["value"].argument].double().nan_to_num(0.0)
         value = value.repeat_interleave(A.shape[1] // value.shape[1], 1)
-    rows = A if A.ndim == value.ndim else A[:, None]  # each item is one row, without an axis
+    rows = A if A.ndim == value.ndim else A[:, None]  # each item is one row, without an axis for it
     mass: Tensor = (rows @ value.abs()).view(truth.output.shape)
     return {"output": mass, "weights": A.amax(-1, keepdim=True).expand_as(A)}
 
 
 def _errors(made: Tensor, right: Tensor) -> Tensor:
-    """|made - right|; inf for NaN, and for inf where the truth fits the dtype; else 0 where it
-    does not fit, or where the reference itself has overflowed."""
+    """Returns |made - right|.
+
+    NaN gives inf, and so does inf if the exact value fits the dtype. If it does not fit, or if the
+    reference has overflowed, the error is 0.
+    """
     fits = right.to(made.dtype).isfinite()
     off = (made.double() - right).abs()
     off = off.masked_fill(~made.isfinite(), torch.inf).masked_fill(~fits, 0.0)
@@ -158,7 +164,7 @@ def _errors(made: Tensor, right: Tensor) -> Tensor:
 
 
 def number(x: float) -> str:
-    """Two digits, as a table has room for."""
+    """Formats a number with two digits, for a table."""
     if x == 0:
         return "0"
     if 10 <= x < 1000:
@@ -167,7 +173,7 @@ def number(x: float) -> str:
 
 
 def tables(figures: dict[Case, Figure], seed: int) -> str:
-    """What docs/accuracy.md ends with."""
+    """Returns the tables at the end of docs/accuracy.md."""
     lines = [
         "| variant | dtype | output | where | an eps of the inputs | random: output | absolute "
         "| weights | where | an eps of the inputs |",
@@ -213,12 +219,12 @@ def _moved(case: Case, what: str, seed: int) -> str:
 
 
 def main() -> None:
-    """Measures all cases, and prints or writes the tables."""
+    """Measures all cases; prints the tables and writes them on request."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="leave out what is longer")
-    parser.add_argument("--write", action="store_true", help=f"into docs/{PAGE.name}")
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="skip greater lengths")
+    parser.add_argument("--write", action="store_true", help=f"write docs/{PAGE.name}")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Requests for exact attention, in every format that is served, and what is right in an answer."""
+"""Requests for exact attention in every format, with the bytes of the correct response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS: Final = {
     "JSON, base64": "base64",
     "JSON, lists": "lists",
 }
-"""By the name they have in tables, how tensors are written."""
+"""Encoding of tensors by format; the keys are the names in tables."""
 
 _PATIENCE_S: Final = 300
 _V2: Final = "/v2/models/softmax/infer"
@@ -33,7 +33,7 @@ _BINARY: Final = "application/octet-stream"
 
 
 def tensors_of(shape: tuple[int, ...], keys: int | None = None) -> dict[str, Tensor]:
-    """Query, key and value of a shape (B, H, L, D), with as many keys as queries or so many."""
+    """Returns query, key and value of a shape (B, H, L, D), with `keys` keys, by default L."""
     B, H, L, D = shape
     generator = torch.Generator().manual_seed(0)
     lengths = {"query": L, "key": keys or L, "value": keys or L}
@@ -50,17 +50,17 @@ def asked(
     weights: bool = False,
     size: int = 0,
 ) -> Asked:
-    """A request whose answer has been looked at.
+    """Returns a request and its correct response, after one request that checks it.
 
     Args:
-        address: of whom it is asked once, to know what is right.
+        address: host and port of the service that receives this request.
         form: a key of `FORMATS`.
         tensors: query, key and value.
-        weights: whether they are asked for, beside the output.
-        size: bytes that the body must have, spaces included; V2 only. 0: as many as it has.
+        weights: True to request the weights beside the output.
+        size: bytes of the body, padded with spaces; V2 only. 0: without padding.
 
     Raises:
-        AssertionError: the answer is further from the reference than float32's roundings.
+        AssertionError: the error of the response exceeds the roundings of float32.
     """
     outputs = ["output", "weights"] if weights else ["output"]
     made = _v2(tensors, outputs, size) if form == "V2 binary" else _native(form, tensors, weights)
@@ -114,7 +114,7 @@ def _decode(form: str, body: bytes, length: int | None) -> dict[str, RawTensor]:
 
 
 def _check(tensors: Mapping[str, Tensor], found: Mapping[str, RawTensor]) -> None:
-    """Every output is the reference's, to the roundings of float32."""
+    """Asserts that every output equals the reference, up to the roundings of float32."""
     right = find("softmax").module.reference(*tensors.values())
     *_, S, D = tensors["key"].shape
     for name, tensor in found.items():

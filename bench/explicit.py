@@ -1,4 +1,4 @@
-"""Exact attention that keeps its weights, in plain torch in processes that do nothing else."""
+"""Exact attention with its weights in plain torch, in processes without other work."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ WARM_UP: Final = 5
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The textbook's lines: output and weights."""
+    """Returns output and weights by the textbook formula."""
     weights = torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1)
     return weights @ value, weights
 
 
 def rate(shape: tuple[int, ...], seconds: float, processes: int, threads: int) -> float:
-    """Calls a second of processes side by side, each of so many threads."""
-    # forked from where torch is imported and has no threads yet, which would not survive
+    """Returns the calls per second of parallel processes.
+
+    Args:
+        shape: (B, H, L, D).
+        seconds: duration of the measurement.
+        processes: number of processes.
+        threads: threads of each process.
+    """
+    # The fork server has imported torch but has no threads, which a fork does not copy.
     forked = multiprocessing.get_context("forkserver")
     start, counts = forked.Barrier(processes), forked.Queue()
     given = (shape, seconds, threads, start, counts)

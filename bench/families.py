@@ -1,4 +1,4 @@
-"""The requests of bench/accuracy.py: every variant, with inputs that lose digits in many ways."""
+"""Requests of bench/accuracy.py: every variant, with families of inputs that lose digits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LENGTHS: Final = (1, 2, 3, 7, 16, 17, 64, 65, 257, 1024, 4096)
 FAMILIES: Final = ("random", "tiny", "huge", "opposed", "duplicated", "zero", "constant")
 
 SIZES: Final = {"B": 2, "H": 2, "G": 1, "D": 8, "E": 4, "O": 4}
-LONG: Final = 1024  # from here on one item and one head
+LONG: Final = 1024  # from this length on, one item and one head
 
 
 class Case(NamedTuple):
-    """One request of N tokens; `causal` is None where the variant has no such parameter."""
+    """One request of N tokens; `causal` is None if the variant has no such parameter."""
 
     variant: Variant
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All that is not left at its default."""
+        """The parameters that differ from their defaults."""
         return {} if self.causal is None else {"causal": self.causal}
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 def cases(
     dtypes: Iterable[torch.dtype] = DTYPES, lengths: Iterable[int] = LENGTHS
 ) -> Iterator[Case]:
-    """Every variant, with all families that its inputs have."""
+    """Yields every variant with all families that apply to its inputs."""
     for variant in variants().values():
         floating = [s.name for s in variant.inputs.values() if _is_sent(s)]
         families = [f for f in FAMILIES if f != "opposed" or {"query", "key"} <= set(floating)]
@@ -60,9 +60,9 @@ def _takes_causal(variant: Variant) -> bool:
 
 
 def inputs(case: Case, seed: int) -> dict[str, Tensor]:
-    """The tensors of a case, by argument, rounded to its dtype.
+    """Returns the tensors of a case by argument, rounded to its dtype.
 
-    Odd lengths have key_lengths where the variant takes them, and NaN in the padding.
+    At odd lengths, variants with `key_lengths` get them, and NaN in the padding.
     """
     generator = torch.Generator().manual_seed(seed * 100_003 + case.N)
     sizes = SIZES | dict.fromkeys("LSI", case.N)
@@ -88,7 +88,7 @@ def inputs(case: Case, seed: int) -> dict[str, Tensor]:
 
 
 def _sent(case: Case) -> list[Any]:
-    """The floating tensors that a request has to send."""
+    """Returns the floating tensors that a request must have."""
     return [spec for spec in case.variant.inputs.values() if _is_sent(spec)]
 
 
@@ -97,7 +97,7 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _along(direction_D: Tensor, noise: Tensor, generator: torch.Generator, nearly: bool) -> Tensor:
-    """One direction times powers of two; `nearly`: its opposite, off by angles of 1e-6 to 0.1."""
+    """Returns a direction times powers of two; `nearly`: its opposite off by 1e-6 to 0.1."""
     rows = (*noise.shape[:-1], 1)
     powers = 2.0 ** torch.randint(-3, 4, rows, generator=generator).double()
     if not nearly:

@@ -1,9 +1,9 @@
-"""What each form of the weights costs beside one call of attention, in time and in memory.
+"""Measures time and memory of each weight form beside one call of attention.
 
     python bench/forms.py [--length 8192] [--threads 2] [--device cpu] [--causal] [variant ...]
 
-Prints a row of a table for each variant; each call is made once after a warm-up at length 512, but
-the quick ones, made three times, of which the median counts.
+Prints a table with a row per variant. After a warm-up at length 512, each call runs once. Calls of
+less than a second run three times, and the median counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATUS: Final = Path("/proc/self/status")
 
 
 def forms_of(N: int) -> dict[str, WeightForm]:
-    """Each form, as a person asks for it; 16 rows that lie far apart."""
+    """Returns the weight forms; the 16 rows are spread over the length."""
     rows = tuple(range(0, N, max(1, N // 16)))
     return {
         "rows (16)": WeightForm("rows", rows=rows),
@@ -42,15 +42,15 @@ def forms_of(N: int) -> dict[str, WeightForm]:
 
 
 def status(field: str) -> int:
-    """Bytes that the process holds, or has held at most since `forget`."""
+    """Returns bytes from /proc/self/status: the resident size (VmRSS) or its peak (VmHWM)."""
     lines = STATUS.read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Seconds, and the MiB that the process holds more of meanwhile."""
+    """Returns the seconds of a call, and the MiB by which the process grows at most."""
     if device.type == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # the most held so far is forgotten
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS:")
     times: list[float] = []
     while len(times) < 3 and sum(times) < QUICK_S:
@@ -63,7 +63,7 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
 
 
 def measured(variant: Variant, N: int, causal: bool, device: torch.device) -> list[str]:
-    """The cells of a variant's row: its own call, and each form's time, ratios and memory."""
+    """Returns the cells of a row: the variant's call, then time, ratios and memory of each form."""
     tensors = tensors_of(variant, N, device)
     parameters = variant.parse({"causal": causal} if "causal" not in variant.refuses else {})
     names = type(parameters).model_fields
@@ -86,7 +86,7 @@ def measured(variant: Variant, N: int, causal: bool, device: torch.device) -> li
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures and prints the table."""
     squares = [name for name, v in variants().items() if "S" in v.outputs["weights"].letters]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("variant", nargs="*", default=squares)

@@ -1,8 +1,8 @@
-"""The same mathematics as libraries write it: einsum by einsum, as the papers' own code does.
+"""The same mathematics as in libraries: one einsum per product, as in the code of the papers.
 
-Written after the formulas of fast-transformers (linear), of the repositories of Efficient Attention
-and of MAResU-Net (taylor), and of linformer-pytorch; none of them guards more than a denominator.
-Of `mean` and `softmax` torch's own functions are that form, and stand in plain.py.
+The formulas are those of fast-transformers (linear), of the repositories of Efficient Attention and
+of MAResU-Net (taylor), and of linformer-pytorch. They guard no more than a denominator. The forms
+of `mean` and `softmax` are functions of torch, in plain.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, normalize
 
-_EPS = 1e-6  # as they add to a denominator
+_EPS = 1e-6  # the libraries add it to a denominator
 
 
 def _linear(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Asks one request again and again over open connections, from processes of its own.
+"""Load generator: repeats one request over open connections, from processes of its own.
 
-Every answer is held against the right one, and gives its own account of where its time went, which
-is why this is no load generator off the shelf: those count bytes.
+It compares every response with the correct one and reads the timing in it. Common load generators
+only count bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Final, NamedTuple
 
 import uvloop
 
-PROCESSES: Final = 2  # that ask; a small request takes one of them about 50 us of CPU
+PROCESSES: Final = 2  # client processes; a small request takes one of them about 50 us of CPU
 WARM_UP: Final = 5
-LEAST: Final = 3  # answers, however long they take
+LEAST: Final = 3  # responses, regardless of the time
 
 STAGES: Final = (b"queue", b"transfer", b"compute", b"total")
 _STAGE: Final = re.compile(rb'(queue|transfer|compute|total)_ms\\?":([0-9.e+-]+)')
@@ -32,14 +32,14 @@ _GOOD: Final = b"HTTP/1.1 200 "
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and what is the same in every answer to it.
+    """A request, and the bytes that every response to it has.
 
     Attributes:
-        path: where it is posted.
-        headers: but for Content-Length.
-        body: what is posted.
-        right: what the answer's body begins or ends with: its tensors.
-        at_end: whether it ends with it.
+        path: path of the POST request.
+        headers: the headers without Content-Length.
+        body: the body.
+        right: the tensors, as the first or last bytes of the response body.
+        at_end: True if they are the last bytes.
     """
 
     path: str
@@ -50,14 +50,14 @@ class Asked:
 
 
 class Asking(NamedTuple):
-    """What a process that asks is told.
+    """Instructions for a client process.
 
     Attributes:
-        host, port: of whom.
-        asked: what.
-        connections: how many are open.
-        at_once: how many of them ask at the same time; the others wait for their turn.
-        seconds: for how long.
+        host, port: address of the service.
+        asked: the request.
+        connections: number of open connections.
+        at_once: number of them with a request in flight; the others are idle.
+        seconds: duration of the measurement.
     """
 
     host: str
@@ -69,7 +69,7 @@ class Asking(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer's milliseconds: as the caller saw it, and by the stages that it names."""
+    """Milliseconds of a response: measured by the client, and of the stages in the response."""
 
     ms: float
     queue: float
@@ -79,12 +79,12 @@ class Answer(NamedTuple):
 
     @property
     def added(self) -> float:
-        """All that is not the attention itself."""
+        """Milliseconds without the attention itself."""
         return self.ms - self.compute
 
 
 class Load(NamedTuple):
-    """What came of asking; `rate` is in answers a second."""
+    """Responses of a measurement; `rate` is in responses per second."""
 
     answers: list[Answer]
     rate: float
@@ -93,21 +93,22 @@ class Load(NamedTuple):
 def load(
     address: tuple[str, int], asked: Asked, seconds: float, connections: int = 1, at_once: int = 0
 ) -> Load:
-    """Asks for that long, after a warm-up in which every connection has its turn.
+    """Sends a request repeatedly, after a warm-up that uses every connection.
 
     Args:
-        address: whom.
-        asked: what.
-        seconds: for how long; what is on its way then is waited for.
-        connections: open ones.
-        at_once: how many of them ask at the same time; 0: all.
+        address: host and port of the service.
+        asked: the request.
+        seconds: duration; responses to requests in flight at its end are received too.
+        connections: number of open connections.
+        at_once: number of them with a request in flight; 0: all.
 
     Raises:
-        RuntimeError: an answer was wrong.
+        RuntimeError: a response was wrong.
     """
     at_once = at_once or connections
     count = min(PROCESSES, at_once)
-    command = [sys.executable, "-c", "import load; load.main()"]  # not as __main__: it pickles
+    # Not as __main__, because it pickles classes of this module.
+    command = [sys.executable, "-c", "import load; load.main()"]
     here, pipe = Path(__file__).parent, subprocess.PIPE
     started = [subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe) for _ in range(count)]
     try:
@@ -137,18 +138,18 @@ def _hear(process: subprocess.Popen[bytes]) -> Any:
     try:
         return pickle.load(process.stdout)
     except EOFError:
-        raise RuntimeError("a process that asks has given up; what it said is above") from None
+        raise RuntimeError("a client process has failed; its error is above") from None
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the answer that is on its way to it."""
+    """One connection, and the response that it receives."""
 
     def __init__(self, caller: _Caller) -> None:
         self._caller = caller
         self._came = bytearray()
         self._size: int | None = None
 
-    def connection_made(self, transport: Any) -> None:  # uvloop's are no asyncio.Transport
+    def connection_made(self, transport: Any) -> None:  # uvloop has its own class
         self._transport = transport
 
     def ask(self) -> None:
@@ -169,11 +170,11 @@ class _Connection(asyncio.Protocol):
             self._caller.answered(self, (now - self._since) * 1e3, answer, self._head)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._caller.give_up(f"a connection was lost: {error}")
+        self._caller.give_up(f"connection lost: {error}")
 
 
 class _Caller:
-    """A process that asks."""
+    """The connections of a client process."""
 
     def __init__(self, asking: Asking) -> None:
         asked = asking.asked
@@ -183,7 +184,7 @@ class _Caller:
         self._asking, self._right, self._at_end = asking, asked.right, asked.at_end
 
     async def run(self) -> None:
-        """Says that it is ready once it is warm, and after the word to go what came."""
+        """Warms up, reports that it is ready, waits for the start, and reports the responses."""
         asking, loop = self._asking, asyncio.get_running_loop()
         self._idle: deque[_Connection] = deque()
         for _ in range(asking.connections):
@@ -195,7 +196,7 @@ class _Caller:
         _say(await self._ask(asking.seconds, LEAST))
 
     async def _ask(self, seconds: float, least: int) -> tuple[list[Answer], float]:
-        """The answers, and how many came a second; what is on its way at the end is waited for."""
+        """Returns the responses and their rate per second; at the end waits for those in flight."""
         self._answers: list[Answer] = []
         self._done = asyncio.get_running_loop().create_future()
         self._busy, self._least = self._asking.at_once, least
@@ -207,12 +208,12 @@ class _Caller:
         return self._answers, len(self._answers) / (time.perf_counter() - started)
 
     def answered(self, connection: _Connection, ms: float, answer: bytearray, head: int) -> None:
-        """Takes an answer; of those that wait, who has waited longest asks next."""
+        """Checks and records a response; the longest idle connection sends the next request."""
         size = len(self._right)
         tensors = len(answer) - size if self._at_end else head
         rest = (head, tensors) if self._at_end else (head + size, len(answer))
         if not (answer.startswith(_GOOD) and answer[tensors : tensors + size] == self._right):
-            self.give_up(f"a wrong answer: {bytes(answer[:600])!r}")
+            self.give_up(f"wrong response: {bytes(answer[:600])!r}")
             return
         said = {name: float(value) for name, value in _STAGE.findall(answer, *rest)}
         self._answers.append(Answer(ms, *(said[stage] for stage in STAGES)))
@@ -225,7 +226,7 @@ class _Caller:
             self._done.set_result(None)
 
     def give_up(self, why: str) -> None:
-        """Ends the asking with an error."""
+        """Ends the measurement with an error."""
         if not self._done.done():
             self._done.set_exception(RuntimeError(why))
 
@@ -236,6 +237,6 @@ def _say(what: Any) -> None:
 
 
 def main() -> None:
-    """Asks what it is told on stdin, and tells what came on stdout."""
+    """Runs a client process: reads instructions from stdin and writes responses to stdout."""
     told = pickle.load(sys.stdin.buffer)
     uvloop.run(_Caller(told).run())

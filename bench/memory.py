@@ -1,4 +1,4 @@
-"""How glibc's malloc keeps what is freed: not by luck, while calls are timed."""
+"""Settings of glibc's malloc that keep freed memory, for reproducible times."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ __all__ = ["keep_freed"]
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 
-_LARGEST_KEPT: Final = 32 << 20  # the most there is: larger blocks always go back at once
+_LARGEST_KEPT: Final = 32 << 20  # the maximum: malloc always returns larger blocks at once
 _KEPT: Final = 64 << 20  # of free memory at the end of each heap
 
 
 def keep_freed() -> bool:
-    """Keeps freed blocks of up to 32 MiB for the next of that size, and up to 64 MiB of them at the
-    end of each heap; false where malloc is not glibc's.
+    """Keeps freed blocks of up to 32 MiB, and up to 64 MiB at the end of each heap.
 
-    By itself malloc gives a block back as soon as it is the last of its heap, and the next one
-    comes anew, 4 KiB at a time: 0.2 ms for each MiB. Which blocks are the last is luck, and was up
-    to half of what `mean` took. The service has thresholds of its own (`qkv.server.process`): it keeps less.
+    By default malloc returns the last block of a heap to the kernel. The next block then needs new
+    pages, 4 KiB at a time: 0.2 ms per MiB. The last blocks differ from run to run; this took up to
+    half of the time of `mean`. The service has lower thresholds (`qkv.server.process`).
+
+    Returns:
+        False if malloc is not that of glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,6 +1,7 @@
-"""qkv as a row of the harness that measures peers: run.py --extra bench/peers.py --peers qkv,triton
+"""qkv as a peer of the harness that compares servers.
 
-QKV names the command where it is not the one of this checkout.
+Usage: run.py --extra bench/peers.py --peers qkv,triton. The variable QKV names the command; by
+default it is the command of this checkout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-harness: Any = importlib.import_module("run")  # the harness's, which is not ours beside this file
+harness: Any = importlib.import_module("run")  # run.py of the harness, not bench/run.py
 
 Array = np.ndarray[Any, Any]
 Built = tuple[dict[str, str], bytes]
@@ -23,7 +24,7 @@ NAMES = ("query", "key", "value")
 
 
 def binary(*arrays: Array) -> Built:
-    """The Open Inference Protocol with tensors as bytes."""
+    """Builds a request of the Open Inference Protocol with binary tensors."""
     inputs = [
         {
             "name": name,
@@ -43,7 +44,7 @@ def binary(*arrays: Array) -> Built:
 
 
 def native(*arrays: Array, encoded: bool) -> Built:
-    """The native API in JSON, as nested lists or as base64."""
+    """Builds a request of the native API in JSON, with nested lists or base64."""
 
     def written(array: Array) -> Any:
         if not encoded:
@@ -57,7 +58,7 @@ def native(*arrays: Array, encoded: bool) -> Built:
 
 
 def parsed(_: Any, body: bytes, shape: tuple[int, ...]) -> Array:
-    """The output of an answer in JSON."""
+    """Returns the output of a response in JSON."""
     output = json.loads(body)["outputs"]["output"]
     if isinstance(output, dict):
         return np.frombuffer(base64.b64decode(output["data"]), np.float32).reshape(shape)

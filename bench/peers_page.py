@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md that hold other servers, of what the harness has measured.
+"""Tables of docs/performance.md that compare qkv with other servers, from results of the harness.
 
 python bench/peers_page.py results.jsonl [--floor floor.json] [--write]
 """
@@ -15,15 +15,15 @@ from run_page import digits, table, write
 
 MARK: Final = "made by `bench/peers_page.py`"
 BYTES: Final = {"qkv": "oip-bin", "triton": "oip-bin", "bare-uvicorn": "raw-4w"}
-"""Those that are compared cell by cell, with how they are asked; qkv first."""
-DISTURBED: Final = 0.25  # CPUs that others used, or that the host took: as the harness has it
+"""Encodings of the peers that are compared cell by cell; qkv is first."""
+DISTURBED: Final = 0.25  # CPUs used by other processes or the host; threshold of the harness
 
 Key = tuple[str, str, str, int]
 Cell = dict[str, Any]
 
 
 def read(results: str) -> dict[Key, Cell]:
-    """The latest cell of each peer, encoding, shape and number of clients, if it was measured."""
+    """Returns the latest measured cell of each peer, encoding, shape and number of clients."""
     cells: dict[Key, Cell] = {}
     for line in results.splitlines():
         cell = json.loads(line)
@@ -33,22 +33,22 @@ def read(results: str) -> dict[Key, Cell]:
 
 
 def tables(cells: dict[Key, Cell], floor: dict[str, Any] | None) -> str:
-    """Both tables, and what the work takes without HTTP."""
+    """Returns both tables, and the rate of the same work without HTTP."""
     times = sorted(cell["t"] for cell in cells.values())
     days = dict.fromkeys(datetime.fromtimestamp(t, UTC).date().isoformat() for t in times)
-    said = (
-        f"Measured {' and '.join(days)}. `!`: something else took more than {DISTURBED} CPUs "
-        "meanwhile; `errors`: not every request was answered well."
+    legend = (
+        f"Measured {' and '.join(days)}. `!`: other processes used more than {DISTURBED} CPUs "
+        "meanwhile. `errors`: some requests failed."
     )
     every = sorted({key[2:] for key in cells}, key=lambda k: ("SML".index(k[0]), k[1]))
-    parts = [said, _side_by_side(cells, every), _all(cells, every)]
+    parts = [legend, _side_by_side(cells, every), _all(cells, every)]
     if floor:
         best = [
             f"{digits(floor[shape]['best_bytes'])} ({shape})" for shape in "SML" if shape in floor
         ]
         parts.append(
-            "The same work in processes without HTTP, from bytes to bytes, at its best: "
-            f"{', '.join(best)} a second."
+            "The same work in processes without HTTP, from bytes to bytes: at best "
+            f"{', '.join(best)} per second."
         )
     return "\n\n".join(parts)
 
@@ -93,11 +93,11 @@ def _rate(cell: Cell | None) -> str:
 
 
 def main() -> None:
-    """Prints the tables, or writes them."""
+    """Prints the tables and writes them on request."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path, help="what the harness wrote, a JSON object a line")
-    parser.add_argument("--floor", type=Path, help="its floor.json")
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("results", type=Path, help="results of the harness, one JSON object a line")
+    parser.add_argument("--floor", type=Path, help="floor.json of the harness")
+    parser.add_argument("--write", action="store_true", help="write docs/performance.md")
     given = parser.parse_args()
     floor = json.loads(given.floor.read_text()) if given.floor else None
     text = tables(read(given.results.read_text()), floor)

@@ -1,8 +1,8 @@
-"""The same mathematics as each variant's, in the fewest fast lines of plain torch: what to beat.
+"""The mathematics of each variant in few fast lines of plain torch: the baseline of bench/speed.py.
 
-Nothing is guarded here: no padding, no features that underflow, no sums that overflow or cancel,
-float32 throughout. CHUNK and SEGMENT were the fastest of 32 to 256 and of 512 to 4,096: what a
-segment holds stays in the cache.
+Nothing is guarded: no padding, no underflow of features, no overflow or cancellation of sums. All
+is float32. CHUNK and SEGMENT were the fastest of 32 to 256 and of 512 to 4,096: the data of a
+segment stays in the cache.
 """
 
 from __future__ import annotations
@@ -58,15 +58,18 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
 
 
 def _dot(x: Tensor, row: Tensor) -> Tensor:
-    """Each row times one, a column; four times as fast as a product with one column."""
+    """Returns dot products of rows with one row; four times as fast as a product with a column."""
     return (x * row).sum(-1, keepdim=True)
 
 
 def _chunked(
     query: Tensor, key: Tensor, value: Tensor, one: bool = False, normalized: bool = False
 ) -> Tensor:
-    """Rows of tril(q k^T + one) v, over their sums unless they are `normalized`: a small triangle
-    within each chunk, and a running sum of what came before it. Lengths are multiples of CHUNK."""
+    """Returns the rows of tril(q k^T + one) v, divided by their sums unless `normalized`.
+
+    Each chunk is a small triangle plus the running sum of the chunks before it. Lengths are
+    multiples of CHUNK.
+    """
     outputs, seen = [], 0
     values, keys, ones = (value.new_zeros(1) for _ in range(3))
     for segment in zip(*(x.split(SEGMENT, -2) for x in (query, key, value)), strict=True):
@@ -89,7 +92,7 @@ def _chunked(
 
 
 def _running(state: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum before each chunk, and after the last."""
+    """Returns the sum before each chunk, and after the last one."""
     sums = parts.cumsum(-3).add_(state)
     return sums - parts, sums[..., -1:, :, :]
 

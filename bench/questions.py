@@ -1,4 +1,4 @@
-"""What a soak asks: every variant in every format, with what is right in an answer."""
+"""Requests of the soak test: every variant in every format, with the correct outputs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
 
 LENGTHS: Final = (1, 7, 64, 257, 1000)
-_MOST_WEIGHTS: Final = 257  # of longer ones, text alone would be what is measured
+_MOST_WEIGHTS: Final = 257  # for greater lengths the encoding as text would dominate
 _BINARY: Final = "application/octet-stream"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request, and the answer that the float64 reference gives.
+    """A request, and the outputs of the float64 reference.
 
     Attributes:
-        name: says which it is.
+        name: description for messages.
         form: a key of `FORMATS`.
-        path, headers, body: what is posted.
-        right: outputs by name.
-        bound: how far each of their numbers may be off.
-        bits: the outputs' bytes, as they came first: they must be the same ever after.
+        path, headers, body: the POST request.
+        right: exact outputs by name.
+        bound: largest allowed error of each number, by output.
+        bits: bytes of the outputs in the first response; later responses must have the same.
     """
 
     name: str
@@ -48,15 +48,18 @@ class Question:
     bits: dict[str, bytes] = field(default_factory=dict)
 
     def fault(self, body: bytes, headers: Mapping[str, str]) -> str | None:
-        """What is wrong with an answer of status 200, whose headers' names are in lower case; None:
-        nothing."""
+        """Returns the error in a response of status 200; None if it is correct.
+
+        Names of headers are in lower case.
+        """
         found = _decode(self.form, body, headers)
         if found.keys() != self.right.keys():
-            return f"{self.name}: {sorted(found)} came"
+            wanted = sorted(self.right)
+            return f"{self.name}: outputs are wrong: got {sorted(found)}, expected {wanted}"
         for name, tensor in found.items():
             came = tensor.numpy()
             if came.shape != self.right[name].shape:
-                return f"{self.name}: {name} has the shape {came.shape}"
+                return f"{self.name}: {name} has a wrong shape: got {came.shape}"
             off = np.abs(came.astype(np.float64) - self.right[name])
             if not (off <= self.bound[name]).all():
                 return f"{self.name}: {name} is off by {np.nanmax(off):.3g}"
@@ -66,7 +69,7 @@ class Question:
 
 
 def questions(lengths: Iterable[int] = LENGTHS, seed: int = 0) -> Iterator[Question]:
-    """Every variant at every length in every format; dtypes and `causal` take turns."""
+    """Yields every variant at every length in every format; dtypes and `causal` alternate."""
     for turn, (variant, N) in enumerate(product(variants().values(), lengths)):
         for number, form in enumerate(FORMATS):
             dtype = DTYPES[(turn + number) % len(DTYPES)]
@@ -92,11 +95,11 @@ def _question(case: Case, form: str, seed: int) -> Question:
 
 
 def _bounds(case: Case, seed: int, outputs: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """How far numbers may be off, as docs/accuracy.md has it; of numbers of usual size."""
+    """Yields the error bounds of docs/accuracy.md by output, for numbers of usual size."""
     found, moved = accuracy.measure(case, seed), accuracy.moved(case, seed)
     exact = torch.finfo(accuracy.exact(case.dtype)).eps
     sums = torch.finfo(torch.float64).eps / getattr(case.variant.module, "_CANCELLED", 1.0)
-    roundings = 8 + 2 * SIZES["D"] + case.N + math.log(8)  # none of the inputs is past 8
+    roundings = 8 + 2 * SIZES["D"] + case.N + math.log(8)  # no input exceeds 8
     for name in outputs:
         made = case.dtype if name == "output" else accuracy.exact(case.dtype)
         scale = found.units[name] / torch.finfo(made).eps

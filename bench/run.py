@@ -1,6 +1,6 @@
-"""What the service costs: beside bare torch, with many clients, with weights, by size.
+"""Measures the cost of a request: beside bare torch, with many clients, with weights, by size.
 
-Every answer is held against the right one.
+Every response is compared with the correct one.
 
     python bench/run.py [--seconds 2] [--quick] [--write]
 """
@@ -39,11 +39,11 @@ REST_S: Final = 0.3  # longer than OpenMP threads spin
 TEXT: Final = "JSON, lists"
 MOST_TEXT: Final = 16  # clients at L: 64 would hold 2 GiB of text
 SIZES: Final = tuple(4**n for n in range(5, 15))  # 1 KiB to 256 MiB
-WIDTH: Final = 32  # of the one query whose keys make a body large
+WIDTH: Final = 32  # width of the one query; its many keys make the body large
 
 
 class Plan(NamedTuple):
-    """What is measured; `seconds` is for each cell."""
+    """Cells to measure; `seconds` is the time of each."""
 
     seconds: float = 2.0
     bursts: int = 5
@@ -57,8 +57,11 @@ QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,))
 
 
 def bare(service: Service, plan: Plan) -> Iterator[Bare]:
-    """One caller, in short bursts in turn with the bare call, so that a slow moment of the machine
-    falls on all; a rest between them, because threads of the call before go on spinning."""
+    """Measures one client and the bare call, in short alternating bursts.
+
+    A slow moment of the machine then affects all of them. A pause separates bursts, because threads
+    of the last call continue to spin.
+    """
     ways = {f"{BARE}, {n} thread{'s' * (n > 1)}": n for n in (1, usable_cpus())}
     for shape in plan.shapes:
         tensors = tensors_of(SHAPES[shape])
@@ -78,7 +81,7 @@ def bare(service: Service, plan: Plan) -> Iterator[Bare]:
 
 
 def _called(tensors: dict[str, torch.Tensor], seconds: float) -> list[float]:
-    """Milliseconds of each bare call, after a warm-up."""
+    """Returns the milliseconds of each bare call, after a warm-up."""
     (q, k, v), times = tensors.values(), []
     with torch.inference_mode():
         for _ in range(WARM_UP):
@@ -91,7 +94,7 @@ def _called(tensors: dict[str, torch.Tensor], seconds: float) -> list[float]:
 
 
 def clients(service: Service, plan: Plan) -> Iterator[Clients]:
-    """All of them ask at the same time."""
+    """Measures clients that send requests at the same time."""
     for shape in plan.shapes:
         for form in FORMATS:
             request = asked(service.address, form, tensors_of(SHAPES[shape]))
@@ -103,7 +106,7 @@ def clients(service: Service, plan: Plan) -> Iterator[Clients]:
 
 
 def weights(service: Service, plan: Plan) -> Iterator[Weights | Explicit]:
-    """The whole weights at M, beside explicit attention in processes that do nothing else."""
+    """Measures full weights at M, beside explicit attention in processes without other work."""
     cpus = usable_cpus()
     for processes, threads in dict.fromkeys([(1, 1), (1, cpus), (cpus, 1)]):
         rate = explicit.rate(SHAPES["M"], plan.seconds, processes, threads)
@@ -115,7 +118,7 @@ def weights(service: Service, plan: Plan) -> Iterator[Weights | Explicit]:
 
 
 def connections(service: Service, plan: Plan) -> Iterator[Connections]:
-    """Open connections at S that ask one after the other, and then all at once."""
+    """Measures open connections at S: requests on one after the other, then on all at once."""
     request = asked(service.address, "V2 binary", tensors_of(SHAPES["S"]))
     for count in plan.connections:
         with service.watched() as memory:
@@ -125,8 +128,11 @@ def connections(service: Service, plan: Plan) -> Iterator[Connections]:
 
 
 def sizes(service: Service, plan: Plan) -> Iterator[Size]:
-    """One query of one head and as many keys as fit: the body grows, the answer does not, and the
-    attention reads each number once. The smallest comes again at the end."""
+    """Measures bodies of each size: one query of one head, and as many keys as fit.
+
+    The body grows, the response does not, and the attention reads each number once. The smallest
+    size is measured again at the end.
+    """
     for size in (*plan.sizes, plan.sizes[0]):
         tensors = tensors_of((1, 1, 1, WIDTH), keys_in(size))
         request = asked(service.address, "V2 binary", tensors, size=size)
@@ -136,13 +142,15 @@ def sizes(service: Service, plan: Plan) -> Iterator[Size]:
 
 
 def keys_in(size: int) -> int:
-    """How many keys and values in float32 fit, beside at most 1 KiB of JSON and query."""
+    """Returns the number of float32 keys and values that fit beside 1 KiB of JSON and query."""
     return max(1, (size - 1024) // (2 * 4 * WIDTH))
 
 
 def measure(plan: Plan) -> Figures:
-    """All of it: the first three on one service, the others on a new one, so that the memory which
-    is left in it is theirs."""
+    """Measures everything: the first three tables on one service, the others on a new one.
+
+    The memory that remains in the new service then belongs to the other tables.
+    """
     with serving() as service:
         costs, rates = list(bare(service, plan)), list(clients(service, plan))
         kept = list(weights(service, plan))
@@ -154,17 +162,17 @@ def measure(plan: Plan) -> Figures:
 
 
 def _warm(service: Service) -> None:
-    """Every worker has answered: what they load for their first answer is no growth."""
+    """Sends requests to every worker: code loaded by the first one is no growth of memory."""
     request = asked(service.address, "V2 binary", tensors_of(SHAPES["S"]))
     load(service.address, request, 0.0, connections=4 * service.workers)
 
 
 def main() -> None:
-    """Measures and prints, and writes what is asked for."""
+    """Measures and prints the tables, and writes them on request."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
-    parser.add_argument("--seconds", type=float, help="per cell")
-    parser.add_argument("--quick", action="store_true", help="little of each, for a moment")
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("--seconds", type=float, help="seconds of each cell")
+    parser.add_argument("--quick", action="store_true", help="measure few cells for a moment")
+    parser.add_argument("--write", action="store_true", help="write docs/performance.md")
     given = parser.parse_args()
     plan = QUICK if given.quick else Plan()
     plan = plan._replace(seconds=given.seconds or plan.seconds)
@@ -174,9 +182,10 @@ def main() -> None:
     )
     about = (
         f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {cpus} CPUs that service and callers share{set_to}; softmax, cpu, "
-        f"float32; S is {SHAPES['S']}, M {SHAPES['M']}, L {SHAPES['L']}; {plan.seconds:g} s a cell "
-        f"after {WARM_UP} requests of warm-up, from {PROCESSES} processes; every answer checked."
+        f"{platform.machine()}, {cpus} CPUs for service and clients{set_to}; softmax, cpu, "
+        f"float32. S is {SHAPES['S']}, M {SHAPES['M']}, L {SHAPES['L']}. {plan.seconds:g} s per "
+        f"cell after {WARM_UP} warm-up requests, from {PROCESSES} client processes; every response "
+        "is checked."
     )
     started = time.monotonic()
     figures = measure(plan)

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md that bench/run.py measures."""
+"""Tables of docs/performance.md from the figures of bench/run.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BEGIN: Final = "<!-- {} -->\n"
 END: Final = "<!-- end -->\n"
 _RESIDENT: Final = ["resident, MiB: before", "at most", "after"]
 BARE: Final = "bare torch"
-LEAST: Final = 0.6  # of explicit attention's rate, with weights
+LEAST: Final = 0.6  # target, as a fraction of the rate of explicit attention
 
 
 class Bare(NamedTuple):
-    """Milliseconds of one caller's requests in one format, or of the bare call."""
+    """Milliseconds of the requests of one client in one format, or of the bare call."""
 
     shape: str
     who: str
@@ -27,7 +27,7 @@ class Bare(NamedTuple):
 
 
 class Clients(NamedTuple):
-    """Requests in one format from so many clients, and the bytes that the service held after."""
+    """Requests in one format from several clients, and resident bytes of the service afterwards."""
 
     shape: str
     form: str
@@ -37,7 +37,7 @@ class Clients(NamedTuple):
 
 
 class Explicit(NamedTuple):
-    """Explicit attention's calls a second, without a service."""
+    """Calls per second of explicit attention, without a service."""
 
     processes: int
     threads: int
@@ -45,7 +45,7 @@ class Explicit(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Requests for output and weights in one format from so many clients."""
+    """Requests for output and weights in one format from several clients."""
 
     form: str
     callers: int
@@ -53,7 +53,7 @@ class Weights(NamedTuple):
 
 
 class Connections(NamedTuple):
-    """So many open connections, of which one asks at a time, or all."""
+    """Requests over open connections: one at a time, and all at once."""
 
     opened: int
     in_turn: Load
@@ -62,7 +62,7 @@ class Connections(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Requests whose body has so many bytes."""
+    """Requests with a body of `size` bytes."""
 
     size: int
     load: Load
@@ -70,7 +70,7 @@ class Size(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """All that is measured."""
+    """All figures of one run."""
 
     bare: list[Bare]
     clients: list[Clients]
@@ -80,7 +80,7 @@ class Figures(NamedTuple):
 
 
 def write(made: Mapping[str, str]) -> None:
-    """Each text between its own marks; what is written by hand around them stays."""
+    """Writes each text between its marks; the hand-written text around them stays."""
     page = PAGE.read_text()
     for name, text in made.items():
         begin = BEGIN.format(name)
@@ -90,7 +90,7 @@ def write(made: Mapping[str, str]) -> None:
 
 
 def tables(about: str, figures: Figures) -> dict[str, str]:
-    """The texts, by the names of their marks."""
+    """Returns the texts by the names of their marks."""
     made = {
         "about": about,
         "bare": _bare(figures.bare),
@@ -133,10 +133,10 @@ def _clients(rows: list[Clients]) -> str:
         p50, p99 = _p(own[1].load.answers)
         if p99 > 2 * p50 + 1:
             over.append(f"{shape} in {form}")
-    said = f"all but {'; '.join(over)}" if over else "every one"
+    rows_below = f"All rows but {'; '.join(over)}" if over else "All rows"
     made = table([*head, "resident after, MiB"], cells, labels=2)
-    aim = "p99 with one client is to be at most twice p50 plus 1 ms"
-    return f"{made}\n\n{aim}; so is that of {said} of these rows."
+    target = "Target for one client: p99 is at most twice p50 plus 1 ms."
+    return f"{made}\n\n{target} {rows_below} meet it."
 
 
 def _weights(rows: list[Weights | Explicit]) -> str:
@@ -163,9 +163,9 @@ def _weights(rows: list[Weights | Explicit]) -> str:
         times = [digits(statistics.median(stage)) for stage in stages]
         cells.append([row.form, str(row.callers), digits(row.load.rate), f"{ratio:.2f}", *times])
     most = (
-        f"At most {max(reached):.2f} of explicit attention's rate on all CPUs, and "
-        f"{max(reached) * best / one:.2f} of that of one process with one thread; {LEAST} is what "
-        "is aimed at."
+        f"The best row reaches {max(reached):.2f} of explicit attention's rate on all CPUs, and "
+        f"{max(reached) * best / one:.2f} of the rate of one process with one thread. The target "
+        f"is {LEAST}."
     )
     return f"{table(head, cells)}\n\n{most}"
 
@@ -208,24 +208,24 @@ def _sizes(rows: list[Size]) -> str:
 
 
 def table(head: list[str], rows: Iterable[list[str]], labels: int = 1) -> str:
-    """In Markdown; all but the first columns, which are labels, are aligned to the right."""
+    """Returns a table in Markdown; all columns after the first `labels` are right-aligned."""
     ruler = ["---"] * labels + ["---:"] * (len(head) - labels)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ruler, *rows))
 
 
 def digits(x: float) -> str:
-    """Three digits."""
+    """Formats a number with three digits."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:#.3g}"
 
 
 def quartiles(values: list[float]) -> str:
-    """The median, and the quartiles in brackets."""
+    """Formats the median, and the quartiles in brackets."""
     low, median, high = statistics.quantiles(values, n=4)
     return f"{digits(median)} ({digits(low)}–{digits(high)})"
 
 
 def percentile(values: list[float], per_cent: int) -> float:
-    """What so many in a hundred of the values are at most."""
+    """Returns a percentile of the values."""
     return statistics.quantiles(values, n=100, method="inclusive")[per_cent - 1]
 
 

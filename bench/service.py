@@ -1,4 +1,4 @@
-"""A service in processes of its own, and the memory that they hold."""
+"""A service in processes of its own, and their memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-_EVERY_S: Final = 0.25  # adding up costs a few milliseconds of a CPU for each process
-_SETTLED_S: Final = 0.5  # after the last answer, for buffers to be given back
+_EVERY_S: Final = 0.25  # each sample takes a few milliseconds of CPU per process
+_SETTLED_S: Final = 0.5  # after the last response, until buffers are freed
 _LINES: Final = 20
 
 
 @dataclass
 class Memory:
-    """Bytes that a service held: before, at most while it was asked, and after."""
+    """Resident bytes of a service: before requests, samples meanwhile, and afterwards."""
 
     before: int
     after: int = 0
@@ -30,7 +30,7 @@ class Memory:
 
     @property
     def most(self) -> int:
-        """The largest that was seen; not each peak is."""
+        """The largest sample; short peaks can fall between samples."""
         return max(self.before, self.after, *self.seen)
 
 
@@ -40,9 +40,9 @@ class Service:
 
     Attributes:
         address: host and port.
-        pid: the parent's.
-        workers: how many.
-        said: the last lines of what it wrote on stderr.
+        pid: process id of the supervisor.
+        workers: number of workers.
+        said: last lines of stderr.
     """
 
     address: tuple[str, int]
@@ -52,12 +52,12 @@ class Service:
 
     @property
     def resident(self) -> int:
-        """Bytes of all its processes; what several share counts once."""
+        """Resident bytes of all its processes; shared pages count once."""
         return sum(map(_share, _family(self.pid)))
 
     @contextmanager
     def watched(self) -> Iterator[Memory]:
-        """Looks at its memory while the block runs, and again when that is over."""
+        """Samples the memory while the block runs, and once after it."""
         memory, over = Memory(self.resident), threading.Event()
 
         def watch() -> None:
@@ -77,7 +77,7 @@ class Service:
 
 @contextmanager
 def serving(**settings: str) -> Iterator[Service]:
-    """A service on a free port, on the CPU; otherwise as QKV_ variables, or these, set it."""
+    """Runs a service on a free port, on the CPU; `settings` are further QKV_ variables."""
     process = subprocess.Popen(
         [sys.executable, "-m", "qkv", "serve", "--port", "0"],
         env=os.environ | {"QKV_DEVICE": "cpu"} | settings,
@@ -90,7 +90,7 @@ def serving(**settings: str) -> Iterator[Service]:
         found = re.search(r"http://(\S+):(\d+) \(\w+, (\d+) worker", line)
         assert found is not None, line + process.stderr.read()
         service = Service((found[1], int(found[2])), process.pid, int(found[3]))
-        # a pipe that nobody reads would fill, and hold up whoever writes to it
+        # An unread pipe would fill and block the service.
         reading = threading.Thread(target=service.said.extend, args=(process.stderr,))
         reading.start()
         try:
@@ -105,16 +105,16 @@ def serving(**settings: str) -> Iterator[Service]:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """Returns the ids of a process and all its descendants."""
     children: list[str] = []
-    with suppress(FileNotFoundError):  # it has ended
+    with suppress(FileNotFoundError):  # the process has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             children += (task / "children").read_text().split()
     return [pid, *(found for child in children for found in _family(int(child)))]
 
 
 def _share(pid: int) -> int:
-    """Proportional set size: pages that n processes share count as an n-th in each."""
+    """Returns the proportional set size: pages that n processes share count as an n-th in each."""
     with suppress(FileNotFoundError, ProcessLookupError):
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
         if found := re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE):

@@ -1,8 +1,8 @@
-"""Asks a service for twenty minutes, by two callers at once, whatever callers ask: every variant,
-small and large, in every format, and what is wrong or too large, and leaves in between.
+"""Soak test: two clients send mixed requests to a service for twenty minutes.
 
-Every answer is held against the float64 reference. A short report says what came, how long it
-took and whether memory grew; the exit status is 1 where something is not as promised.
+The requests have every variant, small and large, in every format. Some are malformed, too large or
+cancelled. Every response is compared with the float64 reference. A short report has counts, times
+and the growth of memory; the exit status is 1 if a check failed.
 
     python bench/soak.py [--minutes 20] [--seed 0]
 """
@@ -32,29 +32,28 @@ from questions import LENGTHS, Question, questions
 from service import Service, serving
 
 CALLERS: Final = 2
-LIMIT: Final = 4 << 20  # QKV_MAX_BODY_BYTES of the service that is asked
+LIMIT: Final = 4 << 20  # QKV_MAX_BODY_BYTES of the service
 ANSWER: Final = 16 << 20  # and its QKV_MAX_ANSWER_BYTES
 RISE: Final = 0.03
-"""Memory is flat where the straight line through what is held after the first third rises by no
-more than this part of it in all that is left."""
+"""Largest rise of flat memory, as a fraction: of the line through samples after the first third."""
 
 _PATIENCE_S: Final = 120
 _SAMPLE_S: Final = 1.0
-_JUDGED_S: Final = 300  # memory of a shorter soak is still that of a service that grows warm
+_JUDGED_S: Final = 300  # in a shorter test the service still warms up
 _DEEDS: Final = {"ask": 80, "spoil": 8, "leave": 8, "too large": 4}
 _SHOWN: Final = 10
-_RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST, as of one that is killed
+_RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST, as if the client was killed
 
 
 @dataclass
 class Seen:
-    """What came of it all.
+    """Results of the clients.
 
     Attributes:
-        counts: deeds and what they were answered, such as "ask 200".
-        faults: what is not as promised.
-        seconds: that right answers took, by format.
-        memory: seconds since the start, and bytes held then.
+        counts: number of each action and its status, such as "ask 200".
+        faults: failed checks.
+        seconds: times of correct responses, by format.
+        memory: samples of seconds since the start, and resident bytes.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -63,7 +62,7 @@ class Seen:
     memory: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, other: Seen) -> None:
-        """Takes in what another caller has seen."""
+        """Adds the results of another client."""
         self.counts += other.counts
         self.faults += other.faults
         for form, seconds in other.seconds.items():
@@ -71,12 +70,12 @@ class Seen:
 
 
 class Slope(NamedTuple):
-    """The straight line through memory after the first third.
+    """Straight line through the memory after the first third.
 
     Attributes:
-        held: the median of all that is left, in bytes.
-        rise: of the line from its beginning to its end, as a part of `held`.
-        hourly: bytes that it rises by in an hour.
+        held: median of these samples, in bytes.
+        rise: rise of the line from its beginning to its end, as a fraction of `held`.
+        hourly: rise in an hour, in bytes.
     """
 
     held: float
@@ -85,7 +84,7 @@ class Slope(NamedTuple):
 
 
 def slope(memory: Sequence[tuple[float, int]]) -> Slope:
-    """Least squares through all samples but the first third, in which caches fill."""
+    """Fits a line by least squares to all samples after the first third, in which caches fill."""
     at, held = np.array(memory[len(memory) // 3 :], float).T
     steepness = float(np.polyfit(at - at[0], held, 1)[0]) if len(at) > 1 else 0.0
     median = float(np.median(held))
@@ -93,13 +92,13 @@ def slope(memory: Sequence[tuple[float, int]]) -> Slope:
 
 
 def medians(memory: Sequence[tuple[float, int]]) -> list[float]:
-    """Of bytes held in the first third, the second and the last."""
+    """Returns the median bytes of the first, second and last third."""
     held = np.array(memory)[:, 1]
     return [float(np.median(part)) for part in np.array_split(held, 3)]
 
 
 class Caller:
-    """One that asks, over a connection that it keeps, as long as it is let."""
+    """A client that sends mixed requests over one connection until a time."""
 
     def __init__(
         self, address: tuple[str, int], asked: Sequence[Question], seed: int, until: float
@@ -110,7 +109,7 @@ class Caller:
         self.seen = Seen()
 
     def run(self) -> Seen:
-        """Asks until its time is over."""
+        """Sends requests until the end of its time; returns the results."""
         deeds = {
             "ask": self._ask, "spoil": self._spoil, "leave": self._leave, "too large": self._exceed,
         }  # fmt: skip
@@ -136,10 +135,10 @@ class Caller:
             self.seen.seconds[question.form].append(seconds)
 
     def _spoil(self, question: Question) -> None:
-        """Some bytes are others, are missing or too many; what is left may still be a request."""
+        """Sends a body with changed, missing or additional bytes; it may still be valid."""
         body = bytearray(question.body)
         for _ in range(self._draw.randint(1, 3)):
-            at = self._draw.randrange(min(len(body), 2000))  # where there is more than numbers
+            at = self._draw.randrange(min(len(body), 2000))  # the part with more than numbers
             match self._draw.randrange(3):
                 case 0:
                     body[at] ^= 1 << self._draw.randrange(8)
@@ -149,10 +148,10 @@ class Caller:
                     body[at:at] = self._draw.randbytes(self._draw.randint(1, 9))
         status, headers, answer = self._post(question.path, question.headers, bytes(body))
         good = status == 200 or (400 <= status < 500 and _is_problem(headers, answer))
-        self._count("spoil", str(status), None if good else f"spoilt: {status} {answer!r:.300}")
+        self._count("spoil", str(status), None if good else f"malformed: {status} {answer!r:.300}")
 
     def _leave(self, question: Question) -> None:
-        """In the middle of the body, or with all of it sent and the answer not read."""
+        """Disconnects in the middle of the body, or after the body without reading the response."""
         head = f"POST {question.path} HTTP/1.1\r\nHost: here\r\n" + "".join(
             f"{name}: {value}\r\n" for name, value in question.headers.items()
         )
@@ -165,7 +164,7 @@ class Caller:
         self._count("leave", "left", None)
 
     def _exceed(self, question: Question) -> None:
-        """Past the limit for a body, packed or not, or for an answer."""
+        """Exceeds the limit of a body, compressed or not, or of a response."""
         path, headers = question.path, dict(question.headers)
         match self._draw.randrange(3):
             case 0:
@@ -173,13 +172,16 @@ class Caller:
             case 1:
                 body = gzip.compress(bytes(4 * LIMIT), 1)
                 headers["Content-Encoding"] = "gzip"
-            case _:  # its weights
+            case _:  # the weights exceed the limit of a response
                 long = {"value": [[0.0]] * 2049, "query": [[0.0]] * 2049, "key": [[0.0]] * 2049}
                 path, headers = "/v1/attention/softmax", {"Content-Type": "application/json"}
                 body = json.dumps({"inputs": long}).encode()
         try:
             status, came, answer = self._post(path, headers, body)
-        except (BrokenPipeError, ConnectionResetError):  # it was told before it had sent all
+        except (
+            BrokenPipeError,
+            ConnectionResetError,
+        ):  # rejected before its end
             self._connection.close()
             self._count("too large", "cut short", None)
             return
@@ -201,24 +203,24 @@ class Caller:
 
 
 def _is_problem(headers: Mapping[str, str], body: bytes) -> bool:
-    """Whether a refusal says what is wrong, as either protocol writes it."""
+    """True if an error response has a description, in the format of either protocol."""
     said = json.loads(body)
     return bool(said.get("error") or (said.get("detail") and "problem" in headers["content-type"]))
 
 
 def internal(address: tuple[str, int]) -> int:
-    """How many requests the service counts as its own fault, those of who left too."""
+    """Returns the number of internal errors in /metrics, those of cancelled requests included."""
     connection = http.client.HTTPConnection(*address, timeout=_PATIENCE_S)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
     found = re.findall(r'requests_total\{[^}]*outcome="internal"[^}]*\} (\S+)', text)
-    assert found, "no such series"
+    assert found, "/metrics has no series of internal errors"
     return int(sum(map(float, found)))
 
 
 def soak(service: Service, asked: Sequence[Question], seconds: float, seed: int = 0) -> Seen:
-    """Has the callers ask for that long."""
+    """Runs the clients for some seconds; returns their results and the memory."""
     begun, seen = time.monotonic(), Seen()
     over = threading.Event()
 
@@ -237,7 +239,7 @@ def soak(service: Service, asked: Sequence[Question], seconds: float, seed: int 
             for ended in [pool.submit(caller.run) for caller in callers]:
                 seen.add(ended.result())
         if failed := internal(service.address):
-            seen.faults.append(f"{failed} requests failed inside, by /metrics")
+            seen.faults.append(f"/metrics counts {failed} internal errors")
     finally:
         over.set()
         watching.join()
@@ -245,21 +247,25 @@ def soak(service: Service, asked: Sequence[Question], seconds: float, seed: int 
 
 
 def report(seen: Seen, seconds: float, workers: int) -> tuple[str, bool]:
-    """What came of it, and whether all is as promised."""
-    lines = [f"{seconds / 60:.1f} minutes, {CALLERS} callers, {workers} workers"]
+    """Returns the report, and True if all checks passed."""
+    lines = [f"{seconds / 60:.1f} minutes, {CALLERS} clients, {workers} workers"]
     lines.append(", ".join(f"{what}: {count:,}" for what, count in sorted(seen.counts.items())))
     every = [s for some in seen.seconds.values() for s in some]
     for form, some in {"all": every, **{f: seen.seconds.get(f, []) for f in FORMATS}}.items():
         if some:
             p50, p99 = np.percentile(some, [50, 99]) * 1e3
-            lines.append(f"{form}: {len(some):,} right answers, p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+            lines.append(
+                f"{form}: {len(some):,} correct responses, p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+            )
     good = bool(every) and not seen.faults
-    lines.append(f"not as promised: {len(seen.faults):,}")
+    lines.append(f"failed checks: {len(seen.faults):,}")
     lines += [f"  {fault}" for fault in seen.faults[:_SHOWN]]
     if len(seen.memory) > 3:
         line = slope(seen.memory)
         is_judged = seconds >= _JUDGED_S
-        verdict = ("flat" if line.rise <= RISE else "NOT FLAT") if is_judged else "too short to say"
+        verdict = (
+            ("flat" if line.rise <= RISE else "NOT FLAT") if is_judged else "too short to judge"
+        )
         good &= not is_judged or line.rise <= RISE
         held = [f"{median / 2**20:.0f}" for median in medians(seen.memory)]
         lines.append(
@@ -271,7 +277,7 @@ def report(seen: Seen, seconds: float, workers: int) -> tuple[str, bool]:
 
 
 def main() -> None:
-    """Soaks a service of its own, and reports."""
+    """Starts a service, runs the soak test and prints the report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""How fast every variant is, beside the same mathematics in plain torch and torch's own attention.
+"""Times every variant beside the same mathematics in plain torch and torch's own attention.
 
-`attend` is called for the output alone, in float32. The contenders of one length take turns, round
-by round, so that a slow moment of the machine falls on all of them.
+`attend` computes the output alone, in float32. The contenders of one length run alternately, so
+that a slow moment of the machine affects all of them.
 
     python bench/speed.py [--quick] [--threads 1] [--device cpu] [--out figures.json] [--write]
 """
@@ -39,12 +39,12 @@ Call = Callable[[], Any]
 
 
 def tensors_of(variant: Variant, N: int, device: torch.device) -> dict[str, Tensor]:
-    """What a request sends, by argument. N is the length; the batch where there is none."""
+    """Returns the tensors of a request by argument; N is the length, else the batch size."""
     letters = {letter for spec in variant.inputs.values() for letter in spec.letters}
     sizes = SIZES | dict.fromkeys("LSN" if "S" in letters else "B", N)
     generator, tensors = torch.Generator().manual_seed(0), {}
     for spec in variant.inputs.values():
-        shared = "B" not in spec.letters  # weights and projections: given even where optional
+        shared = "B" not in spec.letters  # weights and projections: included even if optional
         if "float32" in spec.dtypes and (shared or not spec.is_optional) and not spec.broadcasts:
             made = torch.randn([sizes[a] for a in spec.letters], generator=generator)
             made = made / made.shape[-1] ** 0.5 if shared else made
@@ -53,8 +53,10 @@ def tensors_of(variant: Variant, N: int, device: torch.device) -> dict[str, Tens
 
 
 def contenders(N: int, causal: bool, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Calls by variant and "ours", "plain" or "library"; softmax's plain form is torch's own
-    attention, and no library's form is causal."""
+    """Returns calls by variant and "ours", "plain" or "library".
+
+    The plain form of softmax is torch's own attention. No form of a library is causal.
+    """
     calls: dict[tuple[str, str], Call] = {}
     for name, variant in variants().items():
         takes = "causal" in variant.parameters.model_fields
@@ -71,7 +73,7 @@ def contenders(N: int, causal: bool, device: torch.device) -> dict[tuple[str, st
 
 
 def _plainly(variant: Variant, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By wire name instead of by argument."""
+    """Returns the tensors by wire name instead of argument."""
     names = {spec.argument: name for name, spec in variant.inputs.items()}
     return {names[argument]: tensor for argument, tensor in tensors.items()}
 
@@ -82,7 +84,7 @@ def _bound(function: Callable[..., Any], *given: dict[str, Any]) -> Call:
 
 
 def check(device: torch.device, N: int = QUICK[0]) -> None:
-    """All contenders give the reference's answer, to the roundings of float32."""
+    """Asserts that all contenders equal the reference, up to the roundings of float32."""
     for name, variant in variants().items():
         takes = "causal" in variant.parameters.model_fields
         for causal in (False, True) if takes else (False,):
@@ -105,10 +107,11 @@ def check(device: torch.device, N: int = QUICK[0]) -> None:
 def in_turn(
     calls: dict[tuple[str, str], Call], seconds: float, device: torch.device
 ) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of each call, round by round, until a round's share of the time is used up.
+    """Returns the milliseconds of each call, in rounds over all calls.
 
-    Forth and back, and short calls are made twice and timed the second time: even so, whoever comes
-    after one that reads the same finds it in the caches.
+    The time of all rounds is about `seconds` per call. Every second round runs backwards. Short
+    calls run twice and the second one is timed. A call may still find data of the previous call in
+    the caches.
     """
 
     def timed(call: Call) -> float:
@@ -138,10 +141,10 @@ def _wait(device: torch.device) -> None:
 def measure(
     lengths: tuple[int, ...], seconds: float, most: float, device: torch.device
 ) -> list[dict[str, Any]]:
-    """One row for each variant, length and causal or not; times in milliseconds.
+    """Returns a row for each variant, contender, length and `causal`; times in milliseconds.
 
-    A contender whose next call would pass `most` seconds, at the rate that the last two lengths
-    grew by, is left out from there on.
+    A contender is skipped from the length on at which a call would take more than `most` seconds.
+    The estimate is the growth between the last two lengths.
     """
     rows = []
     for causal in (False, True):
@@ -163,7 +166,7 @@ def measure(
 
 
 def _next(medians: list[float]) -> float:
-    """What the next length, twice the last, should take; 0 where nothing is known."""
+    """Estimates the milliseconds at twice the last length; 0 with fewer than two figures."""
     if len(medians) < 2:
         return 0.0
     return medians[-1] * max(1.0, medians[-1] / medians[-2])
@@ -180,26 +183,28 @@ def _said(times: dict[tuple[str, str], list[float]]) -> str:
 
 
 def main() -> None:
-    """Checks that answers agree, measures, prints, and writes what is asked for."""
+    """Checks the results of all contenders, measures, prints, and writes on request."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=f"lengths up to {QUICK[-1]} only")
-    parser.add_argument("--threads", type=int, default=1, help="as the service's own default")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of torch; default 1, as the service"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=1.0, help="per contender and length")
     parser.add_argument("--most", type=float, default=20.0, help="seconds a call may take")
     parser.add_argument("--out", type=Path, help="all times, as JSON")
-    parser.add_argument("--write", action="store_true", help="into docs/speed.md and .svg")
+    parser.add_argument("--write", action="store_true", help="write docs/speed.md and .svg")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    keep_freed()  # else it is luck whose memory comes anew
+    keep_freed()  # otherwise it varies which call needs new pages
     device = torch.device(given.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     about = (
         f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}; "
         f"{device.type} ({name}), {given.threads} threads; float32, B=1, H=8, D=E=64 "
-        f"(linear_layer: B=N, I=O=512; linformer: R=256); {MOST_ROUNDS} rounds in turn, fewer "
-        f"where they take longer than {given.seconds:g} s a contender, {LEAST_ROUNDS} at least, "
-        f"after 2 calls of warm-up; none of more than {given.most:g} s."
+        f"(linear_layer: B=N, I=O=512; linformer: R=256). {MOST_ROUNDS} rounds in turn; fewer, at "
+        f"least {LEAST_ROUNDS}, for a form that takes longer than {given.seconds:g} s in total. "
+        f"2 warm-up calls; no call of more than {given.most:g} s."
     )
     print(about)
     with torch.inference_mode():

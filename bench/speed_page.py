@@ -1,4 +1,4 @@
-"""docs/speed.md and docs/speed.svg, made of the figures of bench/speed.py."""
+"""Writes docs/speed.md and docs/speed.svg from the figures of bench/speed.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 
 PAGE: Final = Path(__file__).parent.parent / "docs/speed.md"
 MARK: Final = "<!-- what follows is written by make speed -->\n"
-REFERENCE: Final = ("softmax", "plain")  # torch's own attention, which all are held against
+REFERENCE: Final = ("softmax", "plain")  # torch's own attention, the baseline
 
 _LABELS: Final = {"ours": "", "plain": "plain torch", "library": "what libraries write"}
 
-# Okabe and Ito's, told apart by eyes of all kinds; orange is darker, yellow left out: too light
+# Okabe and Ito's palette for colour-blind readers; with a darker orange, without the light yellow
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000")
 _INK, _FAINT, _CARD = "#333333", "#dddbd5", "#fcfbf8"
 
@@ -26,14 +26,14 @@ Rows = list[dict[str, Any]]
 
 
 def write(about: str, rows: Rows) -> None:
-    """Both files; what is written by hand above the mark stays."""
+    """Writes both files; the hand-written text above the mark stays."""
     prose = PAGE.read_text().partition(MARK)[0]
     PAGE.write_text(f"{prose}{MARK}\n{about}\n\n{tables(rows)}")
     draw(rows).savefig(PAGE.with_suffix(".svg"), metadata={"Date": None})
 
 
 def tables(rows: Rows) -> str:
-    """Milliseconds, and ratios to plain torch and to torch's own attention."""
+    """Returns tables of milliseconds, and of ratios to plain torch and to torch's own attention."""
     lines = []
     for causal in sorted({row["causal"] for row in rows}):
         own = {(r["variant"], r["who"], r["N"]): r["ms"] for r in rows if r["causal"] == causal}
@@ -80,7 +80,7 @@ def _times(values: list[float] | None) -> str:
 
 
 def _digits(x: float) -> str:
-    """Three digits."""
+    """Formats a number with three digits."""
     return f"{x:,.0f}" if x >= 100 else f"{x:#.3g}"
 
 
@@ -93,7 +93,7 @@ def _ratio(ours: list[float] | None, plain: list[float] | None) -> str:
 
 
 def draw(rows: Rows) -> Figure:
-    """Time against length on logarithmic axes, all labels beside their lines."""
+    """Draws time against length on logarithmic axes, with labels beside the lines."""
     mpl.rcParams.update({"svg.hashsalt": "qkv", "font.size": 11, "font.family": "DejaVu Sans"})
     figure = Figure(figsize=(12.5, 6.2), facecolor=_CARD, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -143,8 +143,10 @@ def _panel(axes: Axes, rows: Rows, colours: dict[str, str]) -> None:
 
 
 def _label(axes: Axes, ends: list[tuple[float, int, str, str]]) -> None:
-    """A name at each line's end; to the left of a line that ends early, where there is room because
-    it is steep."""
+    """Writes a name at each line's end.
+
+    The name is left of a line that ends early: the line is steep, so there is space.
+    """
     low, high = axes.get_ylim()
     for x in {x for _, x, *_ in ends}:
         own = sorted(end for end in ends if end[1] == x)
@@ -160,7 +162,7 @@ def _label(axes: Axes, ends: list[tuple[float, int, str, str]]) -> None:
 
 
 def _spread(heights: list[float], apart: float) -> list[float]:
-    """Sorted heights, pushed from each other until all are that far apart."""
+    """Returns sorted heights, moved until neighbours are at least `apart` from each other."""
     heights = list(heights)
     for _ in range(200):
         for i in range(1, len(heights)):

@@ -1,6 +1,6 @@
-"""Writes what is made from the code: docs/variants.md, docs/files.md, the README's table.
+"""Generates docs/variants.md, docs/files.md, the pictures of the variants and the README's table.
 
-python docs/make.py
+`python docs/make.py` or `make docs` writes them; tests compare them with `build_files`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build_files() -> dict[str, str]:
 
 
 def _summary(variants: list[Variant]) -> Iterator[str]:
-    """The README's table, and the pictures below it: in a table they would be squeezed."""
+    """Yields the README's table and the pictures below it, which a table would shrink."""
     yield "| variant | formula | paper | cost |\n| --- | --- | --- | --- |"
     for variant in variants:
         description, link = variant.describe(), f"docs/variants.md#{variant.name}"
@@ -61,13 +61,16 @@ def _summary(variants: list[Variant]) -> Iterator[str]:
 
 
 def _page(variants: list[Variant]) -> Iterator[str]:
-    """docs/variants.md."""
+    """Yields the parts of docs/variants.md."""
     yield "# The variants\n"
-    yield "Made by `make docs` of what the files in `service/qkv/attention/variants`.\n"
     yield (
-        "The pictures show all of them on one and the same input, by their defaults. "
+        "Read this page to choose a variant. `make docs` generates it from the files in "
+        "`service/qkv/attention/variants`.\n"
+    )
+    yield (
+        "The pictures show every variant for the same input, with default parameters. "
         f"{variant_pictures.INPUT} {variant_pictures.SHADES} "
-        "`GET /v1/variants/{variant}/picture` answers the same picture.\n"
+        "`GET /v1/variants/{variant}/picture` returns the same picture.\n"
     )
     yield from (f"- [{v.name}](#{v.name}): {v.summary}" for v in variants)
     for variant in variants:
@@ -75,6 +78,7 @@ def _page(variants: list[Variant]) -> Iterator[str]:
 
 
 def _section(variant: Variant) -> Iterator[str]:
+    """Yields the section of one variant in docs/variants.md."""
     description = variant.describe()
     yield f"\n## {variant.name}\n\n{description['summary']}\n"
     if variant_pictures.draw(variant) is not None:
@@ -99,14 +103,17 @@ def _section(variant: Variant) -> Iterator[str]:
         meaning = _cell(schema.get("description", ""))
         yield f"| `{name}` | {_cell(_values(schema))} | {default} | {meaning} |"
     if description["refuses"]:
-        yield "\n| refused | because |\n| --- | --- |"
+        yield "\n| not accepted | reason |\n| --- | --- |"
     yield from (f"| `{name}` | {_cell(why)} |" for name, why in description["refuses"].items())
 
 
 def _files() -> Iterator[str]:
-    """docs/files.md: one line for each file, taken from the file itself."""
+    """Yields the parts of docs/files.md: a line for each file, taken from the file itself."""
     yield "# The files\n"
-    yield "Made by `make docs`: each line is the first sentence of the file itself."
+    yield (
+        "Read this page to find a file. `make docs` generates it: each line is the first sentence "
+        "of the file itself."
+    )
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *_LISTED],
         cwd=ROOT,
@@ -121,12 +128,12 @@ def _files() -> Iterator[str]:
             continue
         if path.parent != folder:
             folder = path.parent
-            yield f"\n## {folder}\n\n| file | what it holds |\n| --- | --- |"
+            yield f"\n## {folder}\n\n| file | content |\n| --- | --- |"
         yield f"| [{path.name}](../{path}) | {_cell(summary)} |"
 
 
 def _first_sentence(path: Path) -> str | None:
-    """The first sentence of a file's docstring or leading comment; None for other files."""
+    """Returns the first sentence of a file's docstring or leading comment; None for other files."""
     text = path.read_text(errors="replace")
     if path.suffix == ".py":
         head = ast.get_docstring(ast.parse(text)) or ""
@@ -140,7 +147,7 @@ def _first_sentence(path: Path) -> str | None:
 
 
 def _values(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema takes, in a few words."""
+    """Returns the values that a JSON schema accepts, in a few words."""
     if "anyOf" in schema:
         return " or ".join(_values(branch) for branch in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -153,7 +160,7 @@ def _values(schema: Mapping[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that does not end its cell, nor begins a tag."""
+    """Escapes text for a cell of a table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
@@ -162,7 +169,7 @@ def _code(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the files, and removes pictures of variants that are gone."""
+    """Writes the files, and removes pictures of variants that no longer exist."""
     files = build_files()
     (ROOT / PICTURES).mkdir(exist_ok=True)
     for old in (ROOT / PICTURES).glob("*.svg"):

@@ -1,7 +1,7 @@
-"""Pictures of the playground, taken by Chromium of a service that is started for them.
+"""Takes the pictures of the playground with Chromium, from a service of this checkout.
 
-`.venv/bin/python docs/screenshots.py` writes the two that the README shows, `--all FOLDER` those of
-both widths and themes. Letters are the machine's own: no two machines make the same bytes.
+`.venv/bin/python docs/screenshots.py` writes the two pictures of the README, `--all FOLDER` also
+those of the other theme. The bytes depend on the fonts of the machine.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["main"]
 
 
 class Picture(NamedTuple):
-    """What a picture shows."""
+    """A picture: size of the window, theme, example and selected row."""
 
     width: int
     height: int
     theme: Literal["light", "dark"]
     example: str
     status: str
-    """Text in the page's status once it is drawn."""
+    """Text in the page's status after the example is drawn."""
     row: int
-    """The row to hold."""
+    """Number of the row to select."""
 
 
 README_PICTURES: Final = {
@@ -56,34 +56,34 @@ def start_service() -> Iterator[str]:
             yield line.split()[1].removesuffix("/v1/attention/softmax")
         finally:
             process.terminate()
-            process.stderr.read()  # a full pipe would keep it from ending
+            process.stderr.read()  # a full pipe would block its exit
 
 
 def prepare(page: Page, picture: Picture) -> None:
-    """Brings a page to the state that a picture shows."""
+    """Brings a page into the state of a picture."""
     page.wait_for_selector("#row tbody tr")
     page.locator("#example").select_option(picture.example)
     page.locator("#status", has_text=picture.status).wait_for()
     page.locator("#row-number").fill(str(picture.row))
     page.keyboard.press("Enter")
     page.wait_for_load_state("networkidle")
-    # from the map on, where the form comes first
+    # a narrow page begins with the form: scroll to the map
     page.evaluate(
         """isNarrow => {
             document.activeElement.blur();
             const { top } = document.getElementById("status").getBoundingClientRect();
-            scrollTo({ top: isNarrow ? top + scrollY - 64 : 0, behavior: "instant" });
+            scrollTo({ top: isNarrow ? top + scrollY - 92 : 0, behavior: "instant" });
         }""",
         picture.width < 600,
     )
-    page.wait_for_timeout(200)  # for the last frame
+    page.wait_for_timeout(200)  # until the last frame is drawn
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Takes pictures of the playground.")
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description="Takes screenshots of the playground.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--all", action="store_true", help="of both widths and themes")
+    parser.add_argument("--all", action="store_true", help="both themes in both widths")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     pictures = README_PICTURES | OTHER_PICTURES if options.all else README_PICTURES

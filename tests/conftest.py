@@ -1,4 +1,4 @@
-"""Fixtures of all tests: services to send requests to, and the markers that tell tests by cost."""
+"""Fixtures of all tests: services to send requests to, and markers of tests by cost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ register_profiles()
 MARKERS: Final = {
     "process": "process",
     "shared_process": "process",
+    "service_process": "process",
     "command": "process",
     "browser": "browser",
     "installed": "install",
 }
-"""The marker of a test by an expensive fixture that it uses, directly or through another."""
+"""Marker of a test by an expensive fixture that it uses, directly or indirectly."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,51 +43,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _clean_environment() -> Iterator[None]:
-    """What whoever runs the tests has set for a service of their own is not for these."""
+    """Removes settings that belong to a service of the person who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.upper().startswith(("QKV_", "OTEL_"))]:
             patch.delenv(name)
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _sigint_reaches_processes() -> None:
-    """Lets commands that tests start be interrupted.
-
-    A shell starts a background job with SIGINT ignored, and every process below it inherits that.
-    """
+def pytest_sessionstart() -> None:
+    """Lets SIGINT interrupt the processes that tests start."""
+    # A shell starts a background job with SIGINT ignored, and every child inherits that. With a
+    # Python handler here, a child starts with the default action, so that Ctrl-C tests work.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _two_threads() -> None:
-    """On any machine: bits may depend on their number, and other tests run beside these."""
+    """Sets two threads on any machine: bits may depend on their number."""
     torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """What torch draws in a test does not depend on the tests before."""
+    """Seeds torch, so that random numbers do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def server(_clean_environment: None) -> Iterator[Server]:
-    """A service with default settings, for every test."""
-    with running_server() as served:
-        yield served
+    """Returns a service with default settings, shared by all tests."""
+    with running_server() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
 def url(server: Server) -> str:
-    """Where a service with default settings is."""
+    """Returns the URL of a service with default settings."""
     return server.url
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """Starts a service with other settings: `serve(max_body_bytes=1000)`."""
+    """Starts services with other settings: `serve(max_body_bytes=1000)`."""
     with contextlib.ExitStack() as stack:
         yield lambda **settings: stack.enter_context(running_server(**settings))
 
@@ -95,8 +94,8 @@ def serve() -> Iterator[Callable[..., Server]]:
 def shared_process(_clean_environment: None) -> Iterator[Callable[..., Process]]:
     """Starts `qkv serve` once for each set of arguments and settings: `shared_process(QKV_A="b")`.
 
-    For tests that end nothing, stop or kill no process of it, and expect no absolute counts.
-    SIGTERM must end each with status 0.
+    Use it in tests that stop and kill no process of it, and expect no absolute counts. SIGTERM
+    must end each service with status 0.
     """
     processes: dict[Any, Process] = {}
     with contextlib.ExitStack() as stack:
@@ -116,7 +115,7 @@ def shared_process(_clean_environment: None) -> Iterator[Callable[..., Process]]
 
 @pytest.fixture(scope="session")
 def process(shared_process: Callable[..., Process]) -> Process:
-    """`qkv serve --port 0` as it really runs, with default settings."""
+    """Returns a process of `qkv serve --port 0` with default settings, shared by all tests."""
     return shared_process()
 
 
@@ -133,7 +132,7 @@ def command() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture(scope="module")
 def nothing_is_logged_as_an_error() -> Iterator[None]:
-    """An answer may look fine while a traceback goes to the log."""
+    """Fails if an error is logged: a response may look right while a traceback is logged."""
     records: list[logging.LogRecord] = []
 
     class Keep(logging.Handler):

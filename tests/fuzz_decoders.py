@@ -82,7 +82,7 @@ def same(one: Message, other: Message) -> None:
 
 
 def decoded(name: str, data: bytes) -> None:
-    """What is read is well made, was worth its memory, and comes back if it is written."""
+    """Checks a decoded message: valid, of bounded memory, and equal after a round trip."""
     decode = DECODERS[name][0]
     assert_decodes_or_refuses(decode, data)
     message = result_or_refusal(lambda: decode(data))
@@ -92,7 +92,7 @@ def decoded(name: str, data: bytes) -> None:
 
 
 def unpacked(data: bytes) -> None:
-    """What gzip or zlib makes of it is bounded."""
+    """Checks that the output of gzip and zlib is bounded."""
     whole = result_or_refusal(
         lambda: assert_allocates_below(PIECE + LIMIT, lambda: decompress(data))
     )
@@ -100,7 +100,7 @@ def unpacked(data: bytes) -> None:
 
 
 def received(data: bytes) -> None:
-    """However a body's bytes come, it is the same body; the first bytes say how they do."""
+    """Checks that a body is the same in any pieces; its first bytes seed the pieces."""
     draw, payload = random.Random(data[:4]), data[4:]
     coding = draw.choice(["identity", "gzip", "deflate", "GZIP ", "br"])
     at = draw.choice([None, 0, 8, 13])

@@ -1,5 +1,4 @@
-"""The compose file keeps to its specification, it and the Dockerfile to their promises; the health
-check runs for real. Nothing here needs docker."""
+"""Tests of the compose file and the Dockerfile. They run the health check and need no docker."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ VARIABLE: Final = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
 def compose(**environment: str) -> dict[str, Any]:
-    """The services, with merge keys resolved and variables filled in, as docker compose does it."""
+    """Returns the services with merge keys resolved and variables set, as docker compose does."""
 
     def fill(node: Any) -> Any:
         if isinstance(node, dict):
@@ -42,7 +41,7 @@ def compose(**environment: str) -> dict[str, Any]:
         if not isinstance(node, str):
             return node
         filled = VARIABLE.sub(lambda m: environment.get(m[1]) or m[2], node)
-        assert "$" not in filled  # a variable without a default would come out empty
+        assert "$" not in filled  # a variable without a default would be empty
         return filled
 
     services: dict[str, Any] = fill(YAML(typ="safe").load(COMPOSE)["services"])
@@ -50,24 +49,24 @@ def compose(**environment: str) -> dict[str, Any]:
 
 
 SERVICES: Final[dict[str, dict[str, Any]]] = compose()
-OURS: Final = {name: given for name, given in SERVICES.items() if given["image"] == "qkv"}
+OURS: Final = {name: service for name, service in SERVICES.items() if service["image"] == "qkv"}
 every_service = pytest.mark.parametrize("name", SERVICES)
 each_of_ours = pytest.mark.parametrize("name", OURS)
 
 
 def check_compose(path: Path) -> subprocess.CompletedProcess[str]:
-    """Holds a file against the compose specification's own schema; needs no network."""
+    """Validates a file with the schema of the compose specification, without the network."""
     tool = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     return subprocess.run([*tool, str(path)], capture_output=True, text=True, check=False)
 
 
-def test_the_compose_file_keeps_to_the_specification() -> None:
+def test_compose_file_conforms_to_the_specification() -> None:
     done = check_compose(ROOT / "docker-compose.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "said"),
+    ("right", "wrong", "message"),
     [
         ("cap_drop:", "cap_dropp:", "cap_dropp"),
         ("read_only: true", "read_only: 5", "read_only"),
@@ -77,20 +76,20 @@ def test_the_compose_file_keeps_to_the_specification() -> None:
         ("services:", "service:", "service"),
     ],
 )
-def test_that_check_fails_where_it_should(
-    right: str, wrong: str, said: str, tmp_path: Path
+def test_specification_check_rejects_wrong_files(
+    right: str, wrong: str, message: str, tmp_path: Path
 ) -> None:
     assert COMPOSE.count(right) == 1
     path = tmp_path / "docker-compose.yml"
     path.write_text(COMPOSE.replace(right, wrong))
     done = check_compose(path)
     assert done.returncode == 1
-    assert said in done.stdout
+    assert message in done.stdout
 
 
 def test_up_starts_one_service_on_port_8000() -> None:
     (plain,) = (service for service in SERVICES.values() if not service.get("profiles"))
-    assert plain["ports"] == ["127.0.0.1:8000:8000"]  # of this machine only, until told otherwise
+    assert plain["ports"] == ["127.0.0.1:8000:8000"]  # by default on this machine only
     assert "deploy" not in plain
 
 
@@ -103,10 +102,10 @@ def test_the_gpu_profile_reserves_one_gpu() -> None:
 
 
 @each_of_ours
-def test_every_service_takes_keys_where_some_are_set_and_where_traces_go(name: str) -> None:
-    passed = SERVICES[name]["environment"]
-    taken = ("QKV_API_KEYS", "QKV_CORS_ORIGINS", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    assert passed.items() >= dict.fromkeys(taken).items()
+def test_every_service_passes_keys_origins_and_trace_endpoint(name: str) -> None:
+    environment = SERVICES[name]["environment"]
+    expected = ("QKV_API_KEYS", "QKV_CORS_ORIGINS", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    assert environment.items() >= dict.fromkeys(expected).items()
 
 
 @every_service
@@ -118,28 +117,31 @@ def test_every_service_is_hardened(name: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert re.fullmatch(r"\d+g", service["mem_limit"])
     assert service["restart"] == "unless-stopped"
-    # nothing that gives back what those take, nor takes the image's user or health check away
+    # no option restores privileges or replaces the image's user or health check
     assert not {"privileged", "cap_add", "user", "healthcheck", "entrypoint"} & set(service)
 
 
 @each_of_ours
-def test_docker_waits_longer_than_draining_may_take(name: str) -> None:
+def test_stop_grace_period_is_longer_than_a_graceful_shutdown(name: str) -> None:
     grace = SERVICES[name]["stop_grace_period"]
     assert re.fullmatch(r"\d+s", grace)
-    assert int(grace[:-1]) > Settings.model_fields["drain_s"].default + _BACKLOG_TIMEOUT_S + 3 * DRAIN_NOTICE_S
+    assert (
+        int(grace[:-1])
+        > Settings.model_fields["drain_s"].default + _BACKLOG_TIMEOUT_S + 3 * DRAIN_NOTICE_S
+    )
 
 
-def test_its_variables_have_defaults_and_can_be_set() -> None:
+def test_compose_variables_have_defaults_and_can_be_set() -> None:
     assert {m[1] for m in VARIABLE.finditer(COMPOSE)} == {"PUBLISH", "GRAFANA", "TORCH_INDEX"}
-    given = compose(PUBLISH="0.0.0.0:80", TORCH_INDEX="an-index")
+    configured = compose(PUBLISH="0.0.0.0:80", TORCH_INDEX="an-index")
     for name, service in OURS.items():
         assert service["build"] == {"context": ".", "args": {"TORCH_INDEX": ""}}
-        assert given[name]["ports"] == ["0.0.0.0:80:8000"]
-        assert given[name]["build"]["args"] == {"TORCH_INDEX": "an-index"}
+        assert configured[name]["ports"] == ["0.0.0.0:80:8000"]
+        assert configured[name]["build"]["args"] == {"TORCH_INDEX": "an-index"}
 
 
 def stages() -> list[list[tuple[str, str]]]:
-    """The Dockerfile's instructions, (name, arguments), from each FROM to the next."""
+    """Returns the instructions (name, arguments) of each stage of the Dockerfile."""
     text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     instructions = [tuple(line.split(maxsplit=1)) for line in lines if line.strip()]
@@ -151,7 +153,7 @@ def stages() -> list[list[tuple[str, str]]]:
         if found:
             found[-1].append((name, arguments))
         else:
-            assert name == "ARG"  # docker allows no other before the first FROM
+            assert name == "ARG"  # the only instruction that docker allows before the first FROM
     return found
 
 
@@ -159,13 +161,13 @@ BUILDER, FINAL = stages()[0], stages()[-1]
 
 
 def only(name: str) -> str:
-    """The arguments of an instruction that the final stage has once."""
-    (arguments,) = (given for found, given in FINAL if found == name)
+    """Returns the arguments of an instruction that occurs once in the final stage."""
+    (arguments,) = (text for instruction, text in FINAL if instruction == name)
     return arguments
 
 
 def health_check(port: int) -> list[str]:
-    """The health check's command, for another port and this Python."""
+    """Returns the command of the health check, for another port and this Python."""
     _, _, command = only("HEALTHCHECK").partition("CMD ")
     python, *words = json.loads(command)
     assert python == "python"
@@ -173,24 +175,24 @@ def health_check(port: int) -> list[str]:
     return [sys.executable, *(word.replace(":8000/", f":{port}/") for word in words)]
 
 
-def test_it_is_built_in_one_stage_and_run_from_another() -> None:
+def test_final_stage_copies_only_the_environment() -> None:
     assert len(stages()) == 2
     assert FINAL[0][1] == BUILDER[0][1].removesuffix(" AS builder")
     copied = [arguments for name, arguments in FINAL if name in ("COPY", "ADD")]
     assert copied == ["--from=builder /opt/qkv /opt/qkv"]
     installed = re.findall(r"install ([^&]*)", " ".join(a for n, a in FINAL if n == "RUN"))
     assert [set(words.split()) for words in installed] == [
-        {"-y", "--no-install-recommends", "tini"}  # no compiler, nothing to build with
+        {"-y", "--no-install-recommends", "tini"}  # no compiler and no build tools
     ]
 
 
-def test_nothing_runs_as_root() -> None:
-    assert 0 < int(only("USER")) < 1 << 16  # a number: names tell Kubernetes nothing
+def test_image_does_not_run_as_root() -> None:
+    assert 0 < int(only("USER")) < 1 << 16  # Kubernetes can verify only a number
     after = FINAL[[name for name, _ in FINAL].index("USER") + 1 :]
     assert {name for name, _ in after} <= {"EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
 
 
-def test_process_one_is_tini_and_every_place_names_the_same_port() -> None:
+def test_process_one_is_tini_and_all_ports_are_equal() -> None:
     assert json.loads(only("ENTRYPOINT")) == ["tini", "--"]
     command = json.loads(only("CMD"))
     assert command == ["qkv", "serve", "--host", "0.0.0.0", "--port", only("EXPOSE")]
@@ -198,26 +200,26 @@ def test_process_one_is_tini_and_every_place_names_the_same_port() -> None:
     assert health_check(8000)[0] == sys.executable
 
 
-def test_what_is_copied_is_there_and_not_ignored() -> None:
-    sources = [w for n, given in BUILDER if n == "COPY" for w in given.split()[:-1]]
+def test_copied_files_exist_and_are_not_ignored() -> None:
+    sources = [w for n, text in BUILDER if n == "COPY" for w in text.split()[:-1]]
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert "*" in ignored
     assert sorted(sources) == sorted(line[1:] for line in ignored if line.startswith("!"))
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_no_index_and_no_registry_is_named() -> None:
+def test_no_package_index_and_no_registry_is_named() -> None:
     assert ("ARG", "TORCH_INDEX") in BUILDER  # without a default
     for text in (DOCKERFILE, COMPOSE, RUNNING):
         assert {m[1] for m in re.finditer(r"\w+://([^/:\s`'\")]+)", text)} <= {"127.0.0.1"}
-    images = [given.split()[0] for name, given in BUILDER + FINAL if name == "FROM"]
+    images = [text.split()[0] for name, text in BUILDER + FINAL if name == "FROM"]
     assert not any("/" in image for image in images)
     hosts = [service["image"].rpartition("/")[0] for service in SERVICES.values()]
     assert not any(re.search(r"[.:]", host) for host in hosts)
 
 
-def healthy(port: int) -> bool:
-    """Runs the image's health check with a proxy in the environment that leads nowhere."""
+def is_healthy(port: int) -> bool:
+    """Runs the image's health check with an unreachable proxy in the environment."""
     proxies = {"http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     done = subprocess.run(
         health_check(port), env=os.environ | proxies, capture_output=True, timeout=TIMEOUT_S
@@ -225,50 +227,50 @@ def healthy(port: int) -> bool:
     return done.returncode == 0
 
 
-def test_the_health_check_is_good_when_ready_and_bad_when_nobody_listens(
+def test_health_check_passes_if_ready_and_fails_if_nothing_listens(
     process: Process,
 ) -> None:
     port = httpx.URL(process.url).port
     assert port
-    assert healthy(port)
-    with socket.socket() as taken:  # bound and not listening: nobody else can have it
+    assert is_healthy(port)
+    with socket.socket() as taken:  # bound but not listening: no other process can use the port
         taken.bind(("127.0.0.1", 0))
-        assert not healthy(taken.getsockname()[1])
+        assert not is_healthy(taken.getsockname()[1])
 
 
-def test_the_health_check_is_bad_when_the_service_says_it_is_not_ready(
+def test_health_check_fails_if_the_service_is_not_ready(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
     _, port = server.address
-    assert healthy(port)
+    assert is_healthy(port)
     monkeypatch.setattr(type(server.engine), "is_ready", False)
     assert httpx.get(f"{server.url}/readyz").status_code == 503
-    assert not healthy(port)
+    assert not is_healthy(port)
 
 
-def test_the_health_check_is_bad_while_the_service_drains(command: Callable[..., Process]) -> None:
+def test_health_check_fails_during_a_graceful_shutdown(command: Callable[..., Process]) -> None:
     draining = command("serve", "--port", "0", "--workers", "1")
     port = httpx.URL(draining.url).port
     assert port
     body = b'{"inputs": {"query": [[1]], "key": [[1]], "value": [[1]]}}'
-    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as upload:  # holds the worker
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as upload:  # busy worker
         upload.sendall(
             b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body)
         )
         assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
         draining.popen.send_signal(signal.SIGTERM)
-        wait_until(lambda: not ready(port))
-        assert not healthy(port)
+        wait_until(lambda: not is_ready(port))
+        assert not is_healthy(port)
         assert draining.popen.poll() is None
         upload.sendall(body)
         assert upload.recv(4096).startswith(b"HTTP/1.1 200 ")
     assert draining.wait() == 0
 
 
-def ready(port: int) -> bool:
-    """Whether it says so, on a connection of its own."""
+def is_ready(port: int) -> bool:
+    """Returns True if /readyz is 200 on a new connection."""
     try:
         return httpx.get(f"http://127.0.0.1:{port}/readyz").is_success
     except httpx.TransportError:

@@ -1,8 +1,13 @@
-"""What is documented is true, and what exists is documented: the README's examples run."""
+"""Tests that the pages are true and complete: examples run; settings, routes and files are listed.
+
+They also check the language of pages and docstrings mechanically: sentence length, first word.
+"""
 
 from __future__ import annotations
 
+import ast
 import html
+import itertools
 import json
 import os
 import re
@@ -10,13 +15,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
 
 from qkv.attention import catalogue
 from qkv.attention.layers.layouts import LAYOUTS
+from qkv.cli.main import main
 from qkv.settings import Settings
 from support.paths import ROOT
 
@@ -27,67 +33,99 @@ README, HTTP, PYTHON, RUNNING, V2 = (
         "docs/open-inference-protocol.md",
     )
 )  # fmt: skip
-ADDRESS = "http://127.0.0.1:8000"
-HOST = ADDRESS.removeprefix("http://")
+ADDRESS: Final = "http://127.0.0.1:8000"
+HOST: Final = ADDRESS.removeprefix("http://")
+PAGES: Final = sorted(p for f in (".", "docs", "service/qkv/**") for p in ROOT.glob(f"{f}/*.md"))
+CODE_FOLDERS: Final = ("service", "tests", "bench", "docs")
+
+MAX_WORDS: Final = 25
+ABBREVIATIONS: Final = re.compile(r"\b(e\.g|i\.e|et al|etc|cf|vs|approx)\.")
+SENTENCE_END: Final = re.compile(r"(?<=[.!?])[)\"'*_]*\s+")
+BLOCK_START: Final = re.compile(r"\s*([-*+]|\d+\.)\s|#+\s")
+VAGUE_OPENING: Final = re.compile(r"(What|Who|Whoever|Whether|That|Where|How|Those)\b")
 
 
-def blocks(language: str, page: str = README) -> list[str]:
-    """A page's code blocks in a language."""
-    every = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    return [text for named, text in every if named == language]
+def page_id(page: Path) -> str:
+    """Returns a page's path from the root, as the id of a test."""
+    return str(page.relative_to(ROOT))
 
 
-def curls(page: str) -> list[tuple[str, str]]:
-    """Calls, and the answers that follow them."""
-    calls = [block for block in blocks("sh", page) if block.startswith("curl")]
-    return list(zip(calls, blocks("json", page), strict=True))
+def fences(page: str) -> list[tuple[str, str]]:
+    """Returns a page's code blocks in order: (language, text)."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-def rounded(value: Any) -> Any:
-    """Six digits of every number: the last ones are the processor's."""
+def examples(language: str, page: str, result: str = "") -> list[tuple[str, str]]:
+    """Returns the blocks in `language`, each with the block in `result` that follows it."""
+    blocks = fences(page)
+    return [
+        (text, output)
+        for (named, text), (kind, output) in itertools.pairwise(blocks)
+        if named == language and kind == result
+    ]
+
+
+def curl_examples(page: str) -> list[tuple[str, str]]:
+    """Returns a page's curl commands and their responses."""
+    return [
+        (text, response)
+        for text, response in examples("sh", page, "json")
+        if text.startswith("curl")
+    ]
+
+
+def round_numbers(value: Any) -> Any:
+    """Rounds every number to six digits; the other digits depend on the processor."""
     if isinstance(value, dict):
-        return {name: rounded(inner) for name, inner in value.items()}
+        return {name: round_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [rounded(inner) for inner in value]
+        return [round_numbers(inner) for inner in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def without_times(answer: Any) -> Any:
-    """An answer with its measured times replaced by whether they are times."""
-    if isinstance(answer, list):
-        return [without_times(each) for each in answer]
-    if not isinstance(answer, dict):
-        return answer
-    return {k: v >= 0 if k.endswith("_ms") else without_times(v) for k, v in answer.items()}
+def without_times(response: Any) -> Any:
+    """Replaces each measured time in a response by True if it is not negative."""
+    if isinstance(response, list):
+        return [without_times(each) for each in response]
+    if not isinstance(response, dict):
+        return response
+    return {k: v >= 0 if k.endswith("_ms") else without_times(v) for k, v in response.items()}
 
 
-@pytest.mark.parametrize(("command", "answer"), [*curls(README), *curls(HTTP), *curls(V2)])
-def test_curl_examples_answer_what_the_page_says(url: str, command: str, answer: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "documented"),
+    [*curl_examples(README), *curl_examples(HTTP), *curl_examples(V2)],
+)
+def test_curl_examples_return_the_documented_response(
+    url: str, command: str, documented: str
+) -> None:
     done = subprocess.run(
         ["bash", "-c", command.replace(ADDRESS, url).replace("curl ", "curl -sS ", 1)],
         capture_output=True,
         text=True,
         check=True,
     )
-    got, said = json.loads(done.stdout), json.loads(answer)
-    if "check" in got:  # a rounding error, or none; and a number cut short for the reader
-        assert got["check"].pop("largest_absolute_difference") < 1e-15
-        assert said["check"].pop("largest_absolute_difference") < 1e-15
-        said["check"]["largest_absolute_output"] = pytest.approx(
-            said["check"]["largest_absolute_output"], abs=0.05
+    response, expected = json.loads(done.stdout), json.loads(documented)
+    if "check" in response:  # a rounding error, or none; and a number shortened on the page
+        assert response["check"].pop("largest_absolute_difference") < 1e-15
+        assert expected["check"].pop("largest_absolute_difference") < 1e-15
+        expected["check"]["largest_absolute_output"] = pytest.approx(
+            expected["check"]["largest_absolute_output"], abs=0.05
         )
-    assert rounded(without_times(got)) == rounded(without_times(said))
+    assert round_numbers(without_times(response)) == round_numbers(without_times(expected))
 
 
-PYTHONS = [
-    *zip(blocks("python"), blocks("")[:1], strict=True),
-    *zip(blocks("python", PYTHON), blocks("", PYTHON)[:2], strict=True),
-    *zip(blocks("python", V2), blocks("", V2), strict=True),
-]
+def test_every_documented_response_belongs_to_a_curl_example() -> None:
+    for page in (README, HTTP, V2):
+        responses = [text for language, text in fences(page) if language == "json"]
+        assert len(responses) == len(curl_examples(page)) > 0
 
 
-@pytest.mark.parametrize(("program", "printed"), PYTHONS)
-def test_python_examples_print_what_the_page_says(url: str, program: str, printed: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [each for page in (README, PYTHON, V2) for each in examples("python", page)],
+)
+def test_python_examples_print_the_documented_output(url: str, program: str, printed: str) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -101,9 +139,15 @@ def test_python_examples_print_what_the_page_says(url: str, program: str, printe
     assert done.stdout == printed
 
 
-def scripted(word: str, url: str, folder: Path) -> str:
-    """What the script that has this in it prints."""
-    (script,) = (block for block in blocks("sh", PYTHON) if word in block)
+def test_every_python_example_has_its_output_on_the_page() -> None:
+    for page in (README, PYTHON, V2):
+        programs = [text for language, text in fences(page) if language == "python"]
+        assert programs == [program for program, _ in examples("python", page)] != []
+
+
+def run_script(command: str, url: str, folder: Path) -> tuple[str, str]:
+    """Runs the script of docs/python.md with `command` in it: (its output, the documented one)."""
+    ((script, documented),) = (each for each in examples("sh", PYTHON) if command in each[0])
     done = subprocess.run(
         ["bash", "-ec", script],
         cwd=folder,
@@ -114,27 +158,26 @@ def scripted(word: str, url: str, folder: Path) -> str:
         check=False,
     )
     assert not done.stderr
-    return done.stdout
+    return done.stdout, documented
 
 
-def test_command_line_example_prints_what_the_page_says(url: str, tmp_path: Path) -> None:
-    printed = scripted("qkv attend", url, tmp_path)
-    without_times = [re.sub(r"[0-9.]+ ms", "ms", text) for text in (printed, blocks("", PYTHON)[2])]
-    assert without_times[0] == without_times[1]
+def test_command_line_example_prints_the_documented_output(url: str, tmp_path: Path) -> None:
+    printed, documented = run_script("qkv attend", url, tmp_path)
+    assert re.sub(r"[0-9.]+ ms", "ms", printed) == re.sub(r"[0-9.]+ ms", "ms", documented)
 
 
-def test_side_by_side_example_prints_what_the_page_says(url: str, tmp_path: Path) -> None:
-    """But for times, what depends on them, and the last digits of the processor."""
-    printed, said = scripted("qkv compare", url, tmp_path), blocks("", PYTHON)[3]
+def test_compare_and_sweep_example_prints_the_documented_output(url: str, tmp_path: Path) -> None:
+    """Times, figures that depend on them, and the last digits of the processor are not compared."""
+    printed, documented = run_script("qkv compare", url, tmp_path)
     kept = ("total variation", "KL", "Jensen", "rank", "entropy", "floating", "bytes")
     exact = [
         [line.split() for line in text.splitlines() if line.strip().startswith(kept)]
-        for text in (printed, said)
+        for text in (printed, documented)
     ]
     assert exact[0] == exact[1]
     without_numbers = [
-        re.sub(r"[\s\d.,e()–─-]+", " ", re.sub(r"^From a length.*$", "", text, flags=re.MULTILINE))
-        for text in (printed, said)
+        re.sub(r"[\s\d.,e()–─-]+", " ", re.sub(r"^.*\bfaster\b.*$", "", text, flags=re.MULTILINE))
+        for text in (printed, documented)
     ]
     assert without_numbers[0] == without_numbers[1]
 
@@ -144,12 +187,22 @@ def test_every_setting_is_in_the_table_with_its_default() -> None:
     assert table == {f"QKV_{n.upper()}": str(f.default) for n, f in Settings.model_fields.items()}
 
 
+def test_every_command_is_documented() -> None:
+    pages = README + PYTHON + RUNNING
+    assert {name for name in main.commands if f"qkv {name}" not in pages} == set()
+
+
+def test_every_metric_is_in_the_table(url: str) -> None:
+    names = re.findall(r"^# TYPE (\w+) ", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    assert {n for n in names if not re.search(rf"^\| .*`{n}`", RUNNING, re.MULTILINE)} == set()
+
+
 def test_every_python_file_is_on_the_page_of_files() -> None:
     page = (ROOT / "docs/files.md").read_text()
-    named = set(re.findall(r"^\| \[[^]]+\]\(\.\./([^)]+)\)", page, re.MULTILINE))
-    there = {str(p.relative_to(ROOT)) for p in (ROOT / "service").rglob("*.py")}
-    assert there <= named
-    assert {n for n in named if not (ROOT / n).exists()} == set()
+    listed = set(re.findall(r"^\| \[[^]]+\]\(\.\./([^)]+)\)", page, re.MULTILINE))
+    existing = {str(p.relative_to(ROOT)) for p in (ROOT / "service").rglob("*.py")}
+    assert existing <= listed
+    assert {name for name in listed if not (ROOT / name).exists()} == set()
 
 
 def test_every_route_is_documented(url: str) -> None:
@@ -160,65 +213,147 @@ def test_every_route_is_documented(url: str) -> None:
         assert f"{family}`" in page or f"{family}/{{variant}}`" in page, path
 
 
-def test_every_variant_says_all_there_is_to_say() -> None:
+def test_every_variant_has_a_complete_description() -> None:
     for variant in catalogue.variants().values():
-        said = variant.describe()
-        assert all(said[k] for k in ("summary", "formula", "paper", "cost", "weights", "outputs"))
-        for name, schema in said["parameters"]["properties"].items():
+        description = variant.describe()
+        parts = ("summary", "formula", "paper", "cost", "weights", "outputs")
+        assert all(description[part] for part in parts)
+        for name, schema in description["parameters"]["properties"].items():
             assert schema.get("description"), f"{variant.name}: {name} has no description"
 
 
-def test_what_is_made_of_the_variants_is_up_to_date() -> None:
-    """README's table, docs/variants.md and the pictures are what `make docs` writes now."""
-    made = runpy.run_path(str(ROOT / "docs/make.py"))["build_files"]()
-    for path, text in made.items():
+def test_generated_files_are_up_to_date() -> None:
+    """README's table, docs/variants.md and the pictures are equal to the output of `make docs`."""
+    generated = runpy.run_path(str(ROOT / "docs/make.py"))["build_files"]()
+    for path, text in generated.items():
         assert (ROOT / path).read_text() == text, f"{path}: run make docs"
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/variants").iterdir()}
-    assert there == {path for path in made if path.startswith("docs/variants/")}
+    pictures = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/variants").iterdir()}
+    assert pictures == {path for path in generated if path.startswith("docs/variants/")}
 
 
 @pytest.mark.parametrize("name", catalogue.variants())
-def test_every_variant_is_shown_in_the_readme_and_on_its_page(name: str) -> None:
-    page, said = (ROOT / "docs/variants.md").read_text(), catalogue.find(name).describe()
+def test_every_variant_is_in_the_readme_and_has_a_section(name: str) -> None:
+    page, description = (ROOT / "docs/variants.md").read_text(), catalogue.find(name).describe()
     section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     for text in (README, section):
         plain = html.unescape(text).replace("\\|", "|").replace("\\*", "*")
-        assert all(said[word] in plain for word in ("formula", "paper", "cost"))
+        assert all(description[word] in plain for word in ("formula", "paper", "cost"))
     assert f"[{name}](docs/variants.md#{name})" in README
-    assert said["summary"] in section
+    assert description["summary"] in section
     for named in ("inputs", "outputs", "refuses"):
-        assert all(f"| `{n}` |" in section for n in said[named])
-    assert all(f"| `{n}` |" in section for n in said["parameters"]["properties"])
-    drawn = (ROOT / f"docs/variants/{name}.svg").exists()
-    assert (f'src="docs/variants/{name}.svg"' in README) is drawn
-    assert (f"](variants/{name}.svg)" in section) is drawn
+        assert all(f"| `{n}` |" in section for n in description[named])
+    assert all(f"| `{n}` |" in section for n in description["parameters"]["properties"])
+    has_picture = (ROOT / f"docs/variants/{name}.svg").exists()
+    assert (f'src="docs/variants/{name}.svg"' in README) is has_picture
+    assert (f"](variants/{name}.svg)" in section) is has_picture
 
 
 def test_every_layout_is_documented() -> None:
     assert all(re.search(rf"\b{name}\b", HTTP) for name in LAYOUTS)
 
 
-def test_every_page_is_reached_from_the_readme_and_every_link_leads_somewhere() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "SECURITY.md"]
-    for page in pages:
-        text = page.read_text()
-        for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", text):
-            path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), f"{page.name}: {link}"
-            if anchor:
-                heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
-                assert anchor in [
-                    re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads
-                ]
-        if page.parent.name == "docs":
-            assert f"](docs/{page.name})" in README
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_link_has_a_target_and_every_page_is_linked_from_the_readme(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in [
+                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
+            ], f"{page.name}: {link}"
+    if page.parent.name == "docs":
+        assert f"](docs/{page.name})" in README
 
 
-def test_nothing_names_a_machine_or_a_registry() -> None:
+def test_no_file_names_a_machine_or_a_registry() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in listed.stdout.split():
-        text = (ROOT / name).read_text(errors="replace")  # pictures too
-        assert not re.search(r"py(pi|thonhosted)\.org|download\.pytorch", text), name
+        if (ROOT / name).exists():
+            text = (ROOT / name).read_text(errors="replace")  # pictures too
+            assert not re.search(r"py(pi|thonhosted)\.org|download\.pytorch", text), name
+
+
+def sentences(page: str) -> list[str]:
+    """Returns the sentences of a page's prose, with each piece of inline code as one word.
+
+    Code blocks, tables, HTML and mathematics in code are left out. A heading, a list item and a
+    paragraph each end a sentence. So does a full stop before a space, except after an abbreviation.
+    """
+    page = re.sub(r"^\s*```.*?^\s*```$", "\n", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"`[^`]+`", "CODE", page)
+    page = re.sub(r"<!--.*?-->|<[^>]+>", "", page, flags=re.DOTALL)
+    page = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", page)
+    blocks: list[str] = [""]
+    for line in page.splitlines():
+        if not line.strip() or line.lstrip().startswith("|"):
+            blocks.append("")
+        elif BLOCK_START.match(line):
+            blocks.append(BLOCK_START.sub("", line, count=1))
+        else:
+            blocks[-1] += f" {line}"
+    return [
+        sentence.strip()
+        for block in blocks
+        for sentence in SENTENCE_END.split(ABBREVIATIONS.sub(r"\1", block))
+        if sentence.strip()
+    ]
+
+
+def count_words(sentence: str) -> int:
+    """Counts the words: the parts between spaces with a letter or a digit."""
+    return sum(any(c.isalnum() for c in part) for part in sentence.split())
+
+
+def test_sentences_are_split_and_counted_as_a_reader_does() -> None:
+    page = """# A heading
+
+    One sentence, e.g. this [one here](http://x/y). A second (short.) And `a b c` counts once.
+    | a table | is skipped |
+
+    - an item
+    - **bold.** 3.5 words - or so
+    """
+    found = sentences(re.sub(r"^    ", "", page, flags=re.MULTILINE))
+    assert found == [
+        "A heading",
+        "One sentence, e.g this one here.",
+        "A second (short.",
+        "And CODE counts once.",
+        "an item",
+        "**bold.",
+        "3.5 words - or so",
+    ]
+    assert [count_words(s) for s in found] == [2, 6, 3, 4, 2, 1, 4]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_sentence_of_a_page_is_longer_than_25_words(page: Path) -> None:
+    long = [s for s in sentences(page.read_text()) if count_words(s) > MAX_WORDS]
+    assert long == []
+
+
+def docstrings(source: str) -> list[tuple[int, str]]:
+    """Returns every string that stands as a statement: (line, text). Attributes have them too."""
+    return [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+
+
+def test_docstrings_name_their_subject_at_once() -> None:
+    """A docstring begins with a verb or a noun phrase, never with a pronoun or "Whether"."""
+    vague = [
+        f"{path.relative_to(ROOT)}:{line}: {text.partition(chr(10))[0]}"
+        for folder in CODE_FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in docstrings(path.read_text())
+        if VAGUE_OPENING.match(text.lstrip())
+    ]
+    assert vague == [], f"{len(vague)} docstrings"

@@ -1,22 +1,29 @@
-"""`pip install qkv` as a user meets it: a wheel, in an environment of its own, without torch."""
+"""Tests of the built distributions: `make dist`, and the wheel in new environments."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
+import threading
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Final
 
 import pytest
+import torch
 
 import qkv
 from support.paths import ROOT
+from support.processes import TIMEOUT_S
 
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUEST: Final = (
@@ -26,72 +33,142 @@ REQUEST: Final = (
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the base install and nothing else.
+    """An environment with the installed wheel.
 
     Attributes:
-        wheel: what was installed.
-        bin: the environment's commands.
-        home: an empty folder, where no checkout is on Python's path.
+        wheel: the wheel that is installed.
+        sdist: the source distribution that the wheel was built from.
+        bin: folder of the environment's commands.
+        home: empty folder to run them in, without a checkout on Python's path.
     """
 
     wheel: Path
+    sdist: Path
     bin: Path
     home: Path
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs one of its commands."""
+        """Runs a command of the environment."""
         return outside(self.home, str(self.bin / words[0]), *words[1:])
+
+    def install(self, *words: str) -> None:
+        """Installs packages into the environment."""
+        # The environment has no pip of its own; the pip of this one saves the time to install it.
+        python("pip", "--python", str(self.bin / "python"), "install", "-q", *words)
+
+    def extended(self, extra: str) -> Installed:
+        """Returns a new environment with the wheel and an extra."""
+        home = self.home.parent
+        python("venv", "--without-pip", str(home / extra))
+        environment = Installed(self.wheel, self.sdist, home / extra / "bin", self.home)
+        if extra == "server" and (index := os.environ.get("TORCH_INDEX")):  # as in the Makefile
+            environment.install("--no-deps", "--index-url", index, "torch")
+        environment.install(f"{self.wheel}[{extra}]")
+        return environment
+
+
+def clean_environment() -> dict[str, str]:
+    """Returns variables for a command, without those that lead Python, mypy, pip or make to this
+    environment.
+
+    The package indexes of pip stay.
+    """
+    own = re.compile(r"PYTHON|MYPY|QKV_|OTEL_|VIRTUAL_ENV|MAKE|PIP_(TARGET|PREFIX|USER|REQUIRE)")
+    kept = {name: value for name, value in os.environ.items() if not own.match(name)}
+    pins = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), f"{ROOT}/constraints.txt")
+    return kept | pins
 
 
 def outside(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command there, without what leads Python, mypy or pip back into this environment.
-
-    pip's own settings stay: they say where packages come from.
-    """
-    led = re.compile(r"PYTHON|MYPY|QKV_|VIRTUAL_ENV|PIP_(TARGET|PREFIX|USER|REQUIRE)")
-    environment = {name: value for name, value in os.environ.items() if not led.match(name)}
-    # as in the Makefile: pin the build backend too
-    pins = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), f"{ROOT}/constraints.txt")
+    """Runs a command in a folder, without the variables of this environment."""
     return subprocess.run(
-        words, cwd=folder, env=environment | pins, capture_output=True, text=True, check=False
+        words, cwd=folder, env=clean_environment(), capture_output=True, text=True, check=False
     )
+
+
+def python(*words: str) -> None:
+    """Runs a module of this environment, which must succeed."""
+    done = outside(Path("/"), sys.executable, "-m", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def serving(installed: Installed, **environment: str) -> Iterator[str]:
+    """Runs `qkv serve` of an environment, which must exit with status 0; yields its URL."""
+    process = subprocess.Popen(
+        [installed.bin / "qkv", "serve", "--port", "0", "--workers", "1"],
+        cwd=installed.home,
+        env=clean_environment() | {"QKV_DEVICE": "cpu", "QKV_THREADS": "1"} | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("curl "):
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+        yield lines[-1].split()[1].removesuffix("/v1/attention/softmax")
+        process.terminate()
+        process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
+
+
+@contextlib.contextmanager
+def trace_collector() -> Iterator[tuple[str, list[str]]]:
+    """Accepts traces; yields the URL of the collector and the paths of its requests."""
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            paths.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", paths
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Builds the wheel and installs it, as constraints.txt says."""
+    """Builds both distributions by `make dist` and installs the wheel without extras."""
     home = tmp_path_factory.mktemp("install")
-
-    def python(*words: str) -> None:
-        done = outside(home, sys.executable, "-m", *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    python("pip", "wheel", "-q", "--no-deps", "--wheel-dir", "wheels", str(ROOT))
-    (wheel,) = (home / "wheels").iterdir()
-    python("venv", "--without-pip", "env")  # this environment's pip does for both
-    python("pip", "--python", "env/bin/python", "install", "-q", str(wheel))
+    # -o: never updates the environment that runs the tests.
+    words = ("make", "-o", ".venv/.installed", "dist", f"DIST={home / 'dist'}")
+    done = outside(ROOT, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (home / "dist").glob("*.whl")
+    (sdist,) = (home / "dist").glob("*.tar.gz")
+    assert len(list((home / "dist").iterdir())) == 2
     (home / "empty").mkdir()
-    return Installed(wheel, home / "env/bin", home / "empty")
+    python("venv", "--without-pip", str(home / "env"))
+    environment = Installed(wheel, sdist, home / "env/bin", home / "empty")
+    environment.install(str(wheel))
+    return environment
 
 
 def packages(requirements: list[str]) -> set[str]:
-    """The names in requirements, all written alike."""
+    """Returns the names in requirements, normalised."""
     names = [re.split(r"[^\w.-]", text)[0] for text in requirements]
     return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
 
 
-def test_nothing_of_the_server_is_installed(installed: Installed) -> None:
-    words = ("pip", "--python", str(installed.bin / "python"), "list", "--format", "json")
-    listed = outside(installed.home, sys.executable, "-m", *words)
-    there = packages([package["name"] for package in json.loads(listed.stdout)])
-    extras = PROJECT["optional-dependencies"]
-    server = packages(extras["server"])
-    assert {"torch", "fastapi", "uvicorn", "pydantic"} <= server
-    assert not there & (server | packages(extras["dev"]) - {"qkv"})
-    assert packages(PROJECT["dependencies"]) | {"qkv"} <= there
-
-
-def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> None:
+def package_files() -> set[str]:
+    """Returns the files of the package that git does not ignore, relative to service/."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "qkv"],
         cwd=ROOT / "service",
@@ -99,16 +176,46 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
         text=True,
         check=True,
     )
-    tracked = {name for name in listed.stdout.split() if (ROOT / "service" / name).exists()}
+    return {name for name in listed.stdout.split() if (ROOT / "service" / name).exists()}
+
+
+def test_base_install_has_no_package_of_the_server(installed: Installed) -> None:
+    words = ("pip", "--python", str(installed.bin / "python"), "list", "--format", "json")
+    listed = outside(installed.home, sys.executable, "-m", *words)
+    found = packages([package["name"] for package in json.loads(listed.stdout)])
+    extras = PROJECT["optional-dependencies"]
+    server = packages(extras["server"])
+    assert {"torch", "fastapi", "uvicorn", "pydantic"} <= server
+    assert not found & (server | packages(extras["dev"]) - {"qkv"})
+    assert packages(PROJECT["dependencies"]) | {"qkv"} <= found
+
+
+def test_wheel_has_the_files_of_the_package_and_no_others(installed: Installed) -> None:
     with zipfile.ZipFile(installed.wheel) as wheel:
-        held = set(wheel.namelist())
-    metadata = {name for name in held if ".dist-info/" in name}
-    assert held - metadata == tracked
-    assert "qkv/py.typed" in held
+        names = set(wheel.namelist())
+        (info,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
+        generator = wheel.read(info).decode()
+    metadata = {name for name in names if ".dist-info/" in name}
+    assert names - metadata == package_files()
+    assert "qkv/py.typed" in names
     assert any(name.endswith("/LICENSE") for name in metadata)
+    (pin,) = re.findall(r"^hatchling==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"Generator: hatchling {pin}\n" in generator
 
 
-def test_importing_it_imports_no_torch(installed: Installed) -> None:
+def test_sdist_has_the_files_of_the_build_and_no_others(installed: Installed) -> None:
+    with tarfile.open(installed.sdist) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    top = {".gitignore", "CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
+    assert names == top | {f"service/{name}" for name in package_files()}
+
+
+def test_distributions_have_the_version_of_the_package(installed: Installed) -> None:
+    assert installed.wheel.name == f"qkv-{qkv.__version__}-py3-none-any.whl"
+    assert installed.sdist.name == f"qkv-{qkv.__version__}.tar.gz"
+
+
+def test_import_of_the_base_install_imports_no_torch(installed: Installed) -> None:
     program = (
         "import sys, qkv, qkv.cli.main; qkv.Client('http://127.0.0.1:1').close();"
         "assert 'torch' not in sys.modules; print(qkv.__version__, qkv.__file__)"
@@ -117,17 +224,17 @@ def test_importing_it_imports_no_torch(installed: Installed) -> None:
     assert done.returncode == 0, done.stderr
     version, file = done.stdout.split()
     assert version == qkv.__version__
-    assert Path(file).is_relative_to(installed.bin.parent)  # not this checkout's
+    assert Path(file).is_relative_to(installed.bin.parent)  # not the file of this checkout
 
 
-def test_the_command_is_there(installed: Installed) -> None:
+def test_help_of_the_base_install_lists_the_commands(installed: Installed) -> None:
     done = installed.run("qkv", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert all(word in done.stdout for word in ("serve", "attend", "compare", "sweep", "variants"))
 
 
-def test_the_client_asks_a_service(installed: Installed, url: str) -> None:
-    """In numpy's own dtypes and in bfloat16, which ml_dtypes brings; the answer has the dtype."""
+def check_client(installed: Installed, url: str) -> None:
+    """Sends a request in each dtype by the Python client of an environment."""
     program = """\
 import sys
 import ml_dtypes, numpy as np, qkv
@@ -146,21 +253,34 @@ with qkv.Client(sys.argv[1]) as client:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_asks_a_service(installed: Installed, url: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "in.json", tmp_path / "out.json"
+def check_command(installed: Installed, folder: Path, *where: str) -> None:
+    """Runs `qkv attend` and `qkv variants` of an environment with `--url URL` or `--local`."""
+    source, target = folder / "in.json", folder / "out.json"
     source.write_text(REQUEST)
-    done = installed.run("qkv", "attend", "softmax", str(source), "-o", str(target), "--url", url)
+    done = installed.run("qkv", "attend", "softmax", str(source), "-o", str(target), *where)
     assert (done.returncode, done.stderr) == (0, "")
     (first, _) = json.loads(target.read_text())["outputs"]["output"]
     assert first == pytest.approx([1.6605, 2.6605], abs=1e-4)
-    done = installed.run("qkv", "variants", "--url", url)
+    target.unlink()
+    done = installed.run("qkv", "variants", *where)
     assert re.search(r"^softmax ", done.stdout, re.MULTILINE), done.stderr
 
 
-def test_variants_side_by_side_without_torch(
+def test_client_of_the_base_install_returns_the_dtype_of_the_request(
+    installed: Installed, url: str
+) -> None:
+    check_client(installed, url)
+
+
+def test_command_of_the_base_install_uses_a_service(
     installed: Installed, url: str, tmp_path: Path
 ) -> None:
-    """The plot is an extra."""
+    check_command(installed, tmp_path, "--url", url)
+
+
+def test_base_install_compares_and_sweeps_but_does_not_plot(
+    installed: Installed, url: str, tmp_path: Path
+) -> None:
     source = tmp_path / "in.json"
     source.write_text(REQUEST)
     done = installed.run("qkv", "compare", "linear", str(source), "--url", url)
@@ -172,7 +292,37 @@ def test_variants_side_by_side_without_torch(
     assert done.stdout.split()[:2] == ["length", "linear"]
     done = installed.run(*sweep, "--plot", "out.svg")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "pip install 'qkv[plot]'" in done.stderr
+    assert "pip install '.[plot]'" in done.stderr
+
+
+def test_plot_extra_plots_a_sweep(installed: Installed, url: str, tmp_path: Path) -> None:
+    plot = installed.extended("plot")
+    target = tmp_path / "sweep.svg"
+    words = ("sweep", "linear", "--lengths", "8,16", "--url", url, "--plot", str(target))
+    done = plot.run("qkv", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "<svg" in target.read_text()
+
+
+@pytest.mark.timeout(900)  # torch is large
+def test_server_and_tracing_extras_run_a_service(installed: Installed, tmp_path: Path) -> None:
+    """One environment for both, because torch takes a minute and 700 MB to install."""
+    server = installed.extended("server")
+    done = server.run("python", "-c", "import torch; print(torch.__version__)")
+    assert done.stdout.strip() == torch.__version__, done.stderr
+    check_command(server, tmp_path, "--local")
+    with serving(server) as url:
+        check_client(installed, url)
+        check_command(installed, tmp_path, "--url", url)
+
+    with trace_collector() as (collector, paths):
+        endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector}
+        with pytest.raises(AssertionError, match=r"\[tracing\]"), serving(server, **endpoint):
+            pass
+        server.install(f"{server.wheel}[tracing]")
+        with serving(server, **endpoint) as url:
+            check_command(server, tmp_path, "--url", url)
+        assert set(paths) == {"/v1/traces"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +336,9 @@ def test_variants_side_by_side_without_torch(
         "convert in.json -o out.json --from v2 --to v1 --local",
     ],
 )
-def test_what_needs_the_server_says_so_in_one_line(installed: Installed, words: str) -> None:
+def test_command_that_needs_the_server_extra_names_it_in_one_line(
+    installed: Installed, words: str
+) -> None:
     content = (
         REQUEST if "attend" in words or "compare" in words else REQUEST.replace("inputs", "tensors")
     )
@@ -195,27 +347,27 @@ def test_what_needs_the_server_says_so_in_one_line(installed: Installed, words: 
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("Error: ")
-    assert "pip install 'qkv[server]'" in line
+    assert "pip install '.[server]'" in line
 
 
-def test_its_types_reach_those_who_use_it(installed: Installed) -> None:
+def test_mypy_checks_a_program_against_the_types_of_the_wheel(installed: Installed) -> None:
     program = """\
 from typing import Any
 import numpy as np
 from qkv import AsyncClient, Cell, Choice, Client, QkvError
 
-def ask(query: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
+def run(query: np.ndarray[Any, np.dtype[np.float32]]) -> Any:
     with Client("http://127.0.0.1:8000", timeout=None, retries=0) as client:
         try:
             return client.attend("softmax", query=query, key=query, value=query).output
         except QkvError as error:
             return error.status + 1
 
-async def ask_too() -> list[dict[str, Any]]:
+async def run_async() -> list[dict[str, Any]]:
     async with AsyncClient() as client:
         return await client.variants()
 
-def side_by_side(query: np.ndarray[Any, np.dtype[np.float32]]) -> str:
+def compare(query: np.ndarray[Any, np.dtype[np.float32]]) -> str:
     chosen: list[Choice] = ["linear", {"variant": "taylor", "parameters": {"causal": True}}]
     with Client() as client:
         comparison = client.compare(chosen, anchor="softmax", query=query)
@@ -223,7 +375,7 @@ def side_by_side(query: np.ndarray[Any, np.dtype[np.float32]]) -> str:
             times: list[float | None] = [cell.median_ms for cell in sweep]
     return comparison.table() + sweep.table() + str(times) + comparison.anchor.variant
 
-async def side_by_side_too() -> list[Cell]:
+async def compare_async() -> list[Cell]:
     async with AsyncClient() as client:
         return [cell async for cell in client.sweep(["softmax"], range(1, 4))]
 """
@@ -232,8 +384,8 @@ async def side_by_side_too() -> list[Cell]:
     (installed.home / "wrong.py").write_text(wrong)
     words = ("mypy", "--strict", "--config-file=", "--python-executable", "../env/bin/python")
     done = outside(installed.home, sys.executable, "-m", *words, "right.py", "wrong.py")
-    places = re.findall(r"^(\S+): error: .*\[(.*)\]$", done.stdout, re.MULTILINE)
-    assert places == [
+    errors = re.findall(r"^(\S+): error: .*\[(.*)\]$", done.stdout, re.MULTILINE)
+    assert errors == [
         ("wrong.py:2", "arg-type"),
         ("wrong.py:3", "arg-type"),
         ("wrong.py:4", "attr-defined"),

@@ -98,7 +98,7 @@ class Unauthorized(QkvError):
 
     def __init__(
         self,
-        detail: str = "this needs a key: send Authorization: Bearer and one of the service's keys",
+        detail: str = "the API key is missing or wrong: send `Authorization: Bearer <key>`",
         *,
         pointer: str | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class MethodNotAllowed(QkvError):
 
 
 class NotAcceptable(QkvError):
-    """The service writes none of the media types in Accept."""
+    """The service has no codec for the media types in Accept."""
 
     status = 406
     name = "not-acceptable"
@@ -174,11 +174,11 @@ class HeadersTooLarge(QkvError):
 
 
 class Internal(QkvError):
-    """A fault of the service. The detail reveals nothing internal."""
+    """An internal error. The detail does not describe it; the log does."""
 
 
 class ServiceUnavailable(QkvError):
-    """The service cannot run the request now: it is at a limit, or is shutting down.
+    """The service cannot run the request now: it is at a limit, or it is stopping.
 
     Args:
         retry_after: seconds after which the client may retry, a whole number.

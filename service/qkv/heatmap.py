@@ -1,4 +1,7 @@
-"""Heat maps: matrices side by side as one SVG, without scripts, for light and dark pages alike."""
+"""Draws matrices side by side as one SVG heat map, for light and dark pages, without scripts.
+
+The API draws the pictures of variants with `draw`, the client those of a notebook.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ import numpy as np
 __all__ = ["LEVELS", "Panel", "draw", "level"]
 
 LEVELS: Final = 32
-"""Shades from 0 to a panel's largest number: far coarser than what processors differ by."""
+"""Shades from 0 to a panel's largest number: coarser than the differences between processors."""
 
-_SIDE: Final = 208  # of a panel, where nobody says otherwise; all lengths are pixels
+_SIDE: Final = 208  # default side of a panel; all lengths are pixels
 _LEFT: Final = 48
 _TOP: Final = 74
 _GAP: Final = 40
@@ -35,13 +38,13 @@ _FONTS: Final = (
 
 
 class Panel(NamedTuple):
-    """One matrix, and what is written around it.
+    """A matrix and its labels.
 
     Attributes:
-        title: above it.
+        title: the text above it.
         matrix: (rows, columns), finite.
-        row_axis, column_axis: what rows and columns are.
-        row_names, column_names: what each of them is; nothing is written where they are empty.
+        row_axis, column_axis: the names of the axes.
+        row_names, column_names: a character for each row and column; "": none.
     """
 
     title: str
@@ -61,17 +64,17 @@ def draw(
     columns: int = 0,
     side: int = _SIDE,
 ) -> str:
-    """The SVG.
+    """Returns the SVG.
 
-    A cell's shade is its number's; one of exactly 0 is left empty. Each shade is one path, whose
-    title, shown where the mouse rests, is the number that the shade stands for.
+    Cells that are exactly 0 are empty. Each shade is one path; its title, which browsers show under
+    the pointer, is the number of the shade.
 
     Args:
-        name: written above all.
-        title, description: for who hears the picture instead of seeing it.
+        name: the heading.
+        title, description: for screen readers.
         panels: at least one.
         columns: panels side by side; 0: all of them.
-        side: of a panel, whatever its matrix.
+        side: width and height of a panel in pixels.
     """
     columns = min(columns or len(panels), len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -97,25 +100,27 @@ def draw(
 
 
 def level(number: float, most: float) -> int:
-    """The shade of a number, -LEVELS to LEVELS: the root of its share of the largest, so that what
-    is small can be told from what is not there."""
-    # where shades meet lies off the simple fractions, which a last digit would push to either side
+    """Returns the shade of a number, -LEVELS to LEVELS.
+
+    The shade is the root of the number's share of `most`, so that small numbers differ from 0.
+    """
+    # 1e-6 moves the borders of shades off simple fractions, where a last digit would decide
     shade = math.floor(LEVELS * math.sqrt(abs(number) / most) + 0.5 + 1e-6)
     return shade if number >= 0 else -shade
 
 
 def _number(shade: int, most: float) -> float:
-    """What a shade stands for."""
+    """Returns the number of a shade."""
     return math.copysign((shade / LEVELS) ** 2 * most, shade)
 
 
 def _most(matrix: np.ndarray) -> float:
-    """The largest size in a matrix, to six digits; 1 where all is 0."""
+    """Returns the largest absolute value of a matrix, to six digits; 1 if all are 0."""
     return float(f"{np.abs(matrix).max():.6g}") or 1.0
 
 
 def _words(panel: Panel, side: int, first: bool) -> Iterator[str]:
-    """What stands around the cells; what rows are, beside the first of a row only."""
+    """Yields the labels of a panel; labels of rows only for the first panel of a line."""
     rows, columns = panel.matrix.shape
     yield _text("axis", side / 2, -24, panel.title)
     yield _text("axis", side / 2, side + 18, panel.column_axis)
@@ -128,7 +133,7 @@ def _words(panel: Panel, side: int, first: bool) -> Iterator[str]:
 
 
 def _cells(matrix: np.ndarray, side: int) -> Iterator[str]:
-    """A path for each shade there is."""
+    """Yields a path for each shade in a matrix."""
     (rows, columns), most = matrix.shape, _most(matrix)
     paths: dict[int, str] = {}
     for i, row in enumerate(matrix.tolist()):
@@ -146,7 +151,7 @@ def _cells(matrix: np.ndarray, side: int) -> Iterator[str]:
 
 
 def _scale(matrix: np.ndarray, side: int) -> Iterator[str]:
-    """Every shade in a bar, with numbers at its ends and in the middle."""
+    """Yields a bar of all shades, with numbers at its ends and in the middle."""
     most, signed = _most(matrix), (matrix < 0).any()
     shades = range(-LEVELS if signed else 0, LEVELS + 1)
     width = side / len(shades)
@@ -177,8 +182,10 @@ def _style(signed: bool) -> str:
 
 
 def _colour(share: float, on_dark: bool) -> str:
-    """The colour of a share of the largest number, -1 to 1: blue above 0, orange below, and the
-    lightness, as the eye takes it, goes evenly from nearly the card's own to far from it."""
+    """Returns the colour of a share of the largest number, -1 to 1: blue above 0, orange below.
+
+    Perceived lightness changes evenly, from nearly that of the card to far from it.
+    """
     size = abs(share)
     lightness = 0.29 + 0.61 * size if on_dark else 0.955 - 0.6 * size
     chroma = 0.025 + 0.065 * math.sin(math.pi * size) + 0.05 * size  # all of them are in sRGB
@@ -190,8 +197,10 @@ def _colour(share: float, on_dark: bool) -> str:
 
 
 def _srgb(lightness: float, chroma: float, hue: float) -> str:
-    """From OKLCH, whose lightness is even to the eye (Ottosson, A perceptual color space for image
-    processing, 2020)."""
+    """Returns an sRGB colour from OKLCH, which has perceptually even lightness.
+
+    Source: Ottosson, A perceptual color space for image processing, 2020.
+    """
     a, b = chroma * math.cos(hue), chroma * math.sin(hue)
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
@@ -205,5 +214,5 @@ def _srgb(lightness: float, chroma: float, hue: float) -> str:
 
 
 def _encoded(linear: float) -> float:
-    """sRGB's own curve (IEC 61966-2-1)."""
+    """Applies the transfer function of sRGB (IEC 61966-2-1)."""
     return 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055

@@ -1,4 +1,7 @@
-"""What an operator may set: one frozen class, read from the environment with the prefix QKV_."""
+"""Settings of the service, read from environment variables with the prefix QKV_.
+
+The command reads them once; `Settings` is frozen.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 __all__ = ["Settings", "is_tracing_enabled", "reject_unknown_variables"]
 
 _PREFIX: Final = "QKV_"
-_CLI_VARIABLES: Final = {"QKV_URL", "QKV_API_KEY"}  # the asking commands' own
+_CLI_VARIABLES: Final = {"QKV_URL", "QKV_API_KEY"}  # of the client commands
 
 _OTLP: Final = "EXPORTER_OTLP"
 _OTEL: Final = (
@@ -30,48 +33,47 @@ _GiB = 1 << 30
 
 
 class Settings(BaseSettings):
-    """Settings of the service. Each is `QKV_` and its name in capitals in the environment."""
+    """Settings of the service; the variable of each is `QKV_` and its name in capitals."""
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="forbid")
 
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
-        int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+        int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free port.")
     ] = 8000
     api_keys: Annotated[
         SecretStr | None,
         Field(
-            description="Keys, with commas between them; who sends none of them as `Authorization: "
-            "Bearer` is refused, but on /livez, /readyz, /v2/health/* and the playground's own "
-            "files. None: whoever comes is let in."
+            description="Comma-separated API keys. Requests without one (`Authorization: Bearer "
+            "<key>`) get 401, except on /livez, /readyz, /v2/health/* and the playground's own "
+            "files. None: no authentication."
         ),
     ] = None
     cors_origins: Annotated[
         str | None,
         Field(
-            description="Origins whose pages may ask from a browser, with commas between them, or "
-            "`*`; None: none may."
+            description="Comma-separated origins whose pages may send requests from a browser, or "
+            "`*`. None: no origin may."
         ),
     ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Field(description="Where attention runs; auto: a CUDA device where there is one."),
+        Field(description="Device for attention: cpu, cuda, or auto: CUDA if available."),
     ] = "auto"
     workers: Annotated[
         int,
         Field(
             ge=0,
             le=1024,
-            description="Worker processes; 0: on a CPU as many as the CPUs that affinity and "
+            description="Number of worker processes. 0: on a CPU one per CPU that affinity and "
             "cgroup quota allow, on a GPU 1.",
         ),
     ] = 0
     device_process: Annotated[
         Literal["auto", "each", "one"],
         Field(
-            description="Who has the device: each worker for itself, or one process more for all "
-            "of them, which then speak HTTP and nothing else; auto: one for several workers on a "
-            "GPU, else each."
+            description="each: every worker uses the device itself. one: one additional process "
+            "uses it for all workers. auto: one for several workers on a GPU, otherwise each."
         ),
     ] = "auto"
     threads: Annotated[
@@ -79,9 +81,9 @@ class Settings(BaseSettings):
         Field(
             ge=1,
             le=1024,
-            description="CPU threads of one call, in each worker; some variants' last bits depend "
-            "on it. A large request that is alone takes as many as there are workers, where they "
-            "do not.",
+            description="CPU threads of one call in each worker. The last bits of some variants "
+            "depend on it. If the bits do not, a large request that is alone uses as many threads "
+            "as there are workers.",
         ),
     ] = 1
     max_batch: Annotated[
@@ -89,42 +91,42 @@ class Settings(BaseSettings):
         Field(
             ge=0,
             le=4096,
-            description="Most requests that run together; 1: no batching; 0: 1 on a CPU, 64 on "
-            "a GPU.",
+            description="Largest number of requests in a batch. 1: no batching. 0: 1 on a CPU, 64 "
+            "on a GPU.",
         ),
     ] = 0
     max_body_bytes: Annotated[
-        int, Field(ge=1, description="Largest request body; more is 413.")
+        int, Field(ge=1, description="Largest request body in bytes; a larger one gets 413.")
     ] = 256 * _MiB
     max_answer_bytes: Annotated[
-        int, Field(ge=1, description="Largest answer, counted in tensor bytes; more is 413.")
+        int, Field(ge=1, description="Largest response in tensor bytes; a larger one gets 413.")
     ] = _GiB
     max_scores: Annotated[
         int,
         Field(
             ge=1,
-            description="Most scores (B H L S) that one request may compute, or what takes as "
-            "long; more is 413.",
+            description="Largest number of scores (B H L S), or equally expensive steps, of one "
+            "request; more get 413.",
         ),
     ] = 1 << 34
     max_queue: Annotated[
         int,
         Field(
             ge=1,
-            description="Requests that may wait, or whose bodies come in, in each process; more is "
-            "503.",
+            description="Largest number of requests that are queued or being received, per "
+            "process; more get 503.",
         ),
     ] = 1024
     max_queue_bytes: Annotated[
-        int, Field(ge=1, description="Tensor bytes that may wait; more is 503.")
+        int, Field(ge=1, description="Largest number of queued tensor bytes; more get 503.")
     ] = 4 * _GiB
     read_timeout_s: Annotated[
         float,
         Field(
             gt=0,
             allow_inf_nan=False,
-            description="Seconds that the head of a request may take to come, and each 64 KiB of "
-            "its body; more is 408.",
+            description="Seconds to receive the head of a request, and each 64 KiB of its body; "
+            "then 408.",
         ),
     ] = 30.0
     write_timeout_s: Annotated[
@@ -132,8 +134,8 @@ class Settings(BaseSettings):
         Field(
             gt=0,
             allow_inf_nan=False,
-            description="Seconds in which a caller may take nothing of its answer; past them its "
-            "connection is closed.",
+            description="Seconds in which a client may read nothing of its response; then the "
+            "service closes the connection.",
         ),
     ] = 30.0
     busy_poll_us: Annotated[
@@ -141,71 +143,83 @@ class Settings(BaseSettings):
         Field(
             ge=0,
             le=100_000,
-            description="Microseconds that a worker stays awake after an answer to the service's "
-            "only caller, who then waits less for the next; 0: none.",
+            description="Microseconds that a worker polls after a response if it has the only "
+            "client, to lower latency. 0: no polling. There is none on a single CPU.",
         ),
     ] = 200
     request_log: Annotated[
         Literal["off", "json"],
-        Field(description="json: a line of JSON for each request, on standard output."),
+        Field(description="json: one line of JSON per request on standard output."),
     ] = "off"
     max_queue_flops: Annotated[
-        int, Field(ge=1, description="Floating-point operations that may wait; more is 503.")
+        int,
+        Field(
+            ge=1, description="Largest number of queued floating-point operations; more get 503."
+        ),
     ] = 1 << 50
     request_timeout_s: Annotated[
         float,
-        Field(ge=0, description="Seconds that a request may wait for its turn; 0: any number."),
+        Field(
+            ge=0,
+            description="Seconds that a request may wait in the queue; then 504, and it is not "
+            "run. 0: no limit.",
+        ),
     ] = 0.0
     drain_s: Annotated[
         int,
-        Field(ge=0, description="Seconds that accepted requests have left when the service stops."),
+        Field(ge=0, description="Seconds for accepted requests to finish after SIGTERM."),
     ] = 30
     stuck_s: Annotated[
-        float, Field(gt=0, description="Seconds of silence after which an event loop is stuck.")
+        float,
+        Field(
+            gt=0,
+            description="Seconds without a heartbeat after which an event loop counts as stuck.",
+        ),
     ] = 30.0
     stuck_device_s: Annotated[
-        float, Field(gt=0, description="Seconds after which a device in one batch is stuck.")
+        float,
+        Field(gt=0, description="Seconds in one batch after which a device counts as stuck."),
     ] = 600.0
 
     @field_validator("api_keys")
     @classmethod
     def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not all(map(_KEY.fullmatch, _split(value.get_secret_value()))):
-            raise ValueError("a key is letters, digits and ._~+/- with = at its end, and not empty")
+            raise ValueError("a key has letters, digits and ._~+/-, may end in =, and is not empty")
         return value
 
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, value: str | None) -> str | None:
         if value is not None and not all(map(_ORIGIN.fullmatch, _split(value))):
-            raise ValueError("an origin is https://host or https://host:port in small letters")
+            raise ValueError("an origin is https://host or https://host:port in lower case, or *")
         return value
 
     @property
     def keys(self) -> list[str]:
-        """The API keys; none: whoever comes is let in."""
+        """The API keys; empty: no authentication."""
         return [] if self.api_keys is None else _split(self.api_keys.get_secret_value())
 
     @property
     def origins(self) -> list[str]:
-        """The origins whose pages may ask."""
+        """The origins whose pages may send requests."""
         return [] if self.cors_origins is None else _split(self.cors_origins)
 
     @property
     def traces(self) -> bool:
-        """Whether the environment asks for traces, in the words of OpenTelemetry.
+        """True if OpenTelemetry's environment variables enable traces.
 
         Raises:
-            ValueError: it asks for some that are not made here.
+            ValueError: they require an unsupported exporter or protocol.
         """
         return is_tracing_enabled(os.environ)
 
 
 def is_tracing_enabled(environment: Mapping[str, str]) -> bool:
-    """Whether the standard's variables say where traces go.
+    """Returns True if OpenTelemetry's environment variables enable traces.
 
     Raises:
-        ValueError: they want another exporter or protocol than there is.
+        ValueError: they require an unsupported exporter or protocol.
     """
     variables = {name: environment.get(f"OTEL_{name}", "").strip() for name in _OTEL}
     if variables["SDK_DISABLED"].lower() == "true" or variables["TRACES_EXPORTER"] == "none":
@@ -222,10 +236,13 @@ def is_tracing_enabled(environment: Mapping[str, str]) -> bool:
     )
     if variables["TRACES_EXPORTER"] not in ("", "otlp"):
         raise ValueError(
-            f"OTEL_TRACES_EXPORTER is {variables['TRACES_EXPORTER']}; there are otlp, none"
+            "OTEL_TRACES_EXPORTER is not supported: "
+            f"got {variables['TRACES_EXPORTER']}, expected otlp or none"
         )
     if protocol != "http/protobuf":
-        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}; there is http/protobuf")
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is not supported: got {protocol}, expected http/protobuf"
+        )
     return True
 
 
@@ -234,15 +251,15 @@ def _split(text: str) -> list[str]:
 
 
 def reject_unknown_variables(environment: Iterable[str]) -> None:
-    """Refuses a variable that looks like a setting and is none, which would change nothing.
+    """Rejects a variable with the prefix QKV_ that is not a setting: it would have no effect.
 
     Raises:
-        ValueError: it says which, and the setting that was meant, or all there are.
+        ValueError: names the variable, and the closest setting or all settings.
     """
     known = [_PREFIX + name.upper() for name in Settings.model_fields]
     for name in sorted(environment):
-        # pydantic reads them whatever their case
+        # pydantic ignores their case
         if name.upper().startswith(_PREFIX) and name.upper() not in {*known, *_CLI_VARIABLES}:
             close = get_close_matches(name.upper(), known, n=1, cutoff=0.8)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise ValueError(f"{name} is no setting; {hint}")
+            hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
+            raise ValueError(f"{name} is not a setting; {hint}")

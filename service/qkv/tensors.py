@@ -1,4 +1,4 @@
-"""The raw tensor that wire, job and client speak of: dtype, shape, buffer. No torch."""
+"""`RawTensor`: dtype, shape and bytes, shared by wire formats, jobs and client. No torch."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ DTYPES: Final[dict[str, np.dtype]] = {
     "int64": np.dtype("<i8"),
     "bool": np.dtype("?"),
 }
-"""Every dtype that travels, with its numpy form (little-endian; bfloat16 from ml_dtypes)."""
+"""Every supported dtype, with its numpy dtype (little-endian; bfloat16 from ml_dtypes)."""
 
 FLOATING: Final = ("float64", "float32", "float16", "bfloat16")
-"""The dtypes attention is computed in."""
+"""The dtypes in which attention is computed."""
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor. Python integers: no overflow whatever the shape claims."""
+    """Returns the bytes of a dense tensor. Python integers do not overflow, whatever the shape."""
     return DTYPES[dtype].itemsize * math.prod(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A dense, row-major, little-endian tensor as it travels.
+    """A dense, row-major, little-endian tensor.
 
     Attributes:
         dtype: a key of `DTYPES`.
-        shape: sizes, none negative.
-        data: its bytes, exactly `nbytes(dtype, shape)` of them, contiguous.
-        is_untyped: it was written as plain numbers without a dtype (JSON lists), so that whoever
-            knows what it is for may still convert it; `dtype` is then float64, int64 or bool.
+        shape: sizes, 0 or more.
+        data: `nbytes(dtype, shape)` contiguous bytes.
+        is_untyped: True if it comes from numbers without a dtype, such as JSON lists. A job may
+            cast it to the dtype of its input. `dtype` is float64, int64 or bool.
 
     Raises:
-        InvalidContent: the dtype is unknown, or the bytes are not as many as the shape needs.
+        InvalidContent: the dtype is unknown, or the number of bytes does not match the shape.
     """
 
     dtype: str
@@ -58,32 +58,40 @@ class RawTensor:
         if size and self.dtype in DTYPES and nbytes(self.dtype, self.shape) == size:
             return
         if self.dtype not in DTYPES:
-            raise InvalidContent(f"dtype {self.dtype!r} is unknown; known are {', '.join(DTYPES)}")
+            raise InvalidContent(
+                f"dtype is unknown: got {self.dtype!r}, expected {', '.join(DTYPES)}"
+            )
         if nbytes(self.dtype, [size or 1 for size in self.shape]) >= 1 << 63:
-            raise InvalidContent(f"shape {list(self.shape)} is past what can be counted")
+            raise InvalidContent(
+                f"shape is too large: got {list(self.shape)}, expected less than 2**63 bytes"
+            )
         if self.data.nbytes != nbytes(self.dtype, self.shape):
             raise InvalidContent(
-                f"{self.dtype} of shape {list(self.shape)} takes {nbytes(self.dtype, self.shape)} "
-                f"bytes; {self.data.nbytes} came"
+                f"data has the wrong length: got {self.data.nbytes} bytes, expected "
+                f"{nbytes(self.dtype, self.shape)} for {self.dtype} of shape {list(self.shape)}"
             )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Number of bytes."""
         return self.data.nbytes
 
     @classmethod
     def from_numpy(cls, array: np.ndarray, *, is_untyped: bool = False) -> RawTensor:
-        """Wraps an array of a known dtype; copies only what is not contiguous little-endian."""
+        """Wraps an array of a supported dtype; copies it unless it is contiguous and little-endian.
+
+        Raises:
+            InvalidContent: the dtype is not supported.
+        """
         little = array.dtype.newbyteorder("<")
         name = next((n for n, dtype in DTYPES.items() if dtype == little), None)
         if name is None:
             raise InvalidContent(
-                f"dtype {array.dtype} does not travel; known are {', '.join(DTYPES)}"
+                f"dtype is not supported: got {array.dtype}, expected {', '.join(DTYPES)}"
             )
         dense = np.ascontiguousarray(array, DTYPES[name]).reshape(-1)
         return cls(name, array.shape, dense.view(np.uint8).data, is_untyped)
 
     def numpy(self) -> np.ndarray:
-        """A view as an array: no copy, read-only where the buffer is."""
+        """Returns a view as an array, without a copy; read-only if the buffer is."""
         return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)

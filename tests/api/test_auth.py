@@ -1,5 +1,5 @@
-"""Who has no key is let in nowhere, on none of the ways that a request may take; and no page of
-another origin may ask unless it is named."""
+"""API keys and origins: requests without a key, and pages of other origins, are rejected on every
+path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Server]:
-    """A service with two keys, and pages of one origin."""
+    """A service with two keys and one allowed origin."""
     with running_server(api_keys=", ".join(KEYS), cors_origins="https://pages.example") as server:
         yield server
 
@@ -77,10 +77,12 @@ WRONG: Final[tuple[dict[str, str], ...]] = (
         ("POST", "/v2/repository/models/softmax/unload"), ("GET", "/livez%2f..%2fdocs"),
     ],
 )  # fmt: skip
-def test_who_has_no_key_gets_nowhere(
+def test_requests_without_a_key_are_rejected(
     guarded: Server, method: str, path: str, headers: dict[str, str]
 ) -> None:
-    with httpx.Client(timeout=TIMEOUT_S) as http:  # without a base: it takes //livez for a host
+    with httpx.Client(
+        timeout=TIMEOUT_S
+    ) as http:  # without a base URL: httpx reads //livez as a host
         response = http.request(method, guarded.url + path, headers=headers)
     if method == "HEAD":
         assert response.status_code == 401
@@ -90,14 +92,14 @@ def test_who_has_no_key_gets_nowhere(
 
 
 @pytest.mark.parametrize("path", OPEN)
-def test_probes_need_none(guarded: Server, path: str) -> None:
+def test_probes_need_no_key(guarded: Server, path: str) -> None:
     for method in ("GET", "HEAD"):
         assert guarded.http.request(method, path).status_code == 200
         assert guarded.http.request(method, path, headers=bearer("wrong")).status_code == 200
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_opens_all(guarded: Server, key: str) -> None:
+def test_each_key_gives_access_to_every_path(guarded: Server, key: str) -> None:
     for headers in (bearer(key), {"Authorization": f"bearer  {key}"}):
         for path in ("/", "/docs", "/openapi.json", "/v1/variants", "/v2", "/v2/models/softmax"):
             assert guarded.http.get(path, headers=headers).status_code == 200
@@ -106,7 +108,7 @@ def test_each_key_opens_all(guarded: Server, key: str) -> None:
     assert guarded.http.get("/nowhere", headers=bearer(key)).status_code == 404
 
 
-def test_two_headers_are_no_key() -> None:
+def test_two_authorization_headers_are_rejected() -> None:
     one = (b"authorization", b"Bearer a")
     keys = ApiKeys(["a"])
     assert keys.match([one])
@@ -114,10 +116,10 @@ def test_two_headers_are_no_key() -> None:
     assert not keys.match([one, (b"authorization", b"Bearer b")])
 
 
-def test_the_shortest_way_asks_for_a_key_each_time(
+def test_fast_path_checks_the_key_of_every_request(
     guarded: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the same words were answered before, on the same connection."""
+    """Also after the same request with a key on the same connection."""
     taken: list[PreparedRun] = []
     run_prepared = Engine.run_prepared
 
@@ -142,7 +144,7 @@ def test_the_shortest_way_asks_for_a_key_each_time(
             for _ in range(3):
                 assert status(connection, f"Authorization: Bearer {key}") == b"200"
         before = len(taken)
-        assert before >= 4  # the second key goes the way that the first one opened
+        assert before >= 4  # the second key uses the cached run of the first
         for line in ((), ("Authorization: Bearer wrong",), ("Authorization: Basic x",)):
             for _ in range(2):
                 assert status(connection, *line) == b"401"
@@ -151,15 +153,15 @@ def test_the_shortest_way_asks_for_a_key_each_time(
         assert len(taken) == before + 1
 
 
-def test_the_body_is_not_waited_for(guarded: Server) -> None:
+def test_request_is_rejected_before_its_body(guarded: Server) -> None:
     head = f"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: {1 << 20}\r\n\r\n"
     with socket.create_connection(guarded.address, TIMEOUT_S) as connection:
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
-def test_the_application_alone_is_guarded_too(guarded: Server) -> None:
-    """Where somebody serves it without `front`."""
+def test_fastapi_app_itself_checks_keys(guarded: Server) -> None:
+    """A server may serve `app` instead of `app.state.asgi`."""
 
     async def ask(headers: dict[str, str]) -> int:
         transport = httpx.ASGITransport(guarded.app)
@@ -170,7 +172,7 @@ def test_the_application_alone_is_guarded_too(guarded: Server) -> None:
     assert asyncio.run(ask(bearer(KEYS[0]))) == 200
 
 
-def test_clients_send_a_key(guarded: Server) -> None:
+def test_clients_send_the_key(guarded: Server) -> None:
     with Client(guarded.url, api_key=KEYS[1]) as client:
         assert client.variants()
     with Client(guarded.url) as client, pytest.raises(Unauthorized):
@@ -182,23 +184,24 @@ def test_clients_send_a_key(guarded: Server) -> None:
 
     assert asyncio.run(ask()) > 1
     for bad in ("", "with space", "line\nend", "é"):
-        with pytest.raises(ValueError, match="characters that no key has") as raised:
+        with pytest.raises(ValueError, match="characters other than printable ASCII") as raised:
             Client(guarded.url, api_key=bad)
         assert not bad or bad not in str(raised.value)
 
 
-def test_commands_send_a_key(guarded: Server, command: Callable[..., Process]) -> None:
+@pytest.mark.representative
+def test_commands_send_the_key(guarded: Server, command: Callable[..., Process]) -> None:
     asked = command("variants", "--url", guarded.url, QKV_API_KEY=KEYS[0])
     assert asked.wait() == 0, asked.lines
     refused = command("variants", "--url", guarded.url, QKV_API_KEY="a-wrong-one")
     assert refused.wait() == 1
     assert len(refused.lines) == 1
-    assert "needs a key" in refused.lines[0]
+    assert "the API key is missing or wrong" in refused.lines[0]
     assert "a-wrong-one" not in refused.lines[0]
 
 
 @pytest.mark.parametrize("keys", ["", ",", "good,", "good,with space", "good,line\nend", "café"])
-def test_what_is_no_list_of_keys_is_refused_and_not_shown(keys: str) -> None:
+def test_invalid_keys_are_rejected_and_not_shown(keys: str) -> None:
     served = CliRunner().invoke(main, ["serve", "--port", "0"], env={"QKV_API_KEYS": keys})
     assert served.exit_code == 1
     (line,) = served.stderr.splitlines()
@@ -207,13 +210,13 @@ def test_what_is_no_list_of_keys_is_refused_and_not_shown(keys: str) -> None:
 
 
 @pytest.mark.parametrize("origins", ["", "pages.example", "https://a/path", "https://A", "null"])
-def test_what_is_no_list_of_origins_is_refused(origins: str) -> None:
+def test_invalid_origins_are_rejected(origins: str) -> None:
     served = CliRunner().invoke(main, ["serve", "--port", "0"], env={"QKV_CORS_ORIGINS": origins})
     assert served.exit_code == 1
     assert "QKV_CORS_ORIGINS" in served.stderr.splitlines()[0]
 
 
-def test_keys_are_in_no_log_and_no_answer(
+def test_keys_are_in_no_log_and_no_response(
     guarded: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
@@ -227,7 +230,7 @@ def test_keys_are_in_no_log_and_no_answer(
     assert KEYS[0] not in repr(guarded.runtime.settings)
 
 
-def test_the_document_says_what_needs_a_key(guarded: Server, server: Server) -> None:
+def test_document_lists_operations_that_need_a_key(guarded: Server, server: Server) -> None:
     document = guarded.http.get("/openapi.json", headers=bearer(KEYS[0])).json()
     openapi_spec_validator.validate(document)
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -249,7 +252,7 @@ ASKS: Final = {
 
 
 @pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert", PATH])
-def test_pages_of_an_origin_that_is_named_may_ask(guarded: Server, path: str) -> None:
+def test_pages_of_an_allowed_origin_may_send_requests(guarded: Server, path: str) -> None:
     origin = {"Origin": "https://pages.example"}
     may = guarded.http.options(path, headers=ASKS)
     assert may.status_code == 200
@@ -267,8 +270,8 @@ def test_pages_of_an_origin_that_is_named_may_ask(guarded: Server, path: str) ->
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_page_sees_what_is_said_of_its_answer(guarded: Server) -> None:
-    """Whatever came before in the same words, without an origin."""
+def test_page_of_an_allowed_origin_can_read_the_headers(guarded: Server) -> None:
+    """Also after the same request without an origin."""
     body, length = encode_body(random_inputs(0))
     plain = {"Inference-Header-Content-Length": str(length)} | bearer(KEYS[0])
     for _ in range(3):
@@ -282,7 +285,7 @@ def test_a_page_sees_what_is_said_of_its_answer(guarded: Server) -> None:
         assert shown <= set(answer.headers["access-control-expose-headers"].split(", "))
 
 
-def test_no_page_may_ask_where_none_is_named(server: Server) -> None:
+def test_pages_are_rejected_without_allowed_origins(server: Server) -> None:
     for path in ("/", "/v1/convert", PATH):
         may = server.http.options(path, headers=ASKS)
         assert may.status_code == 405
@@ -291,9 +294,9 @@ def test_no_page_may_ask_where_none_is_named(server: Server) -> None:
             assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_every_worker_of_a_running_service_is_guarded(command: Callable[..., Process]) -> None:
+def test_every_worker_checks_keys(command: Callable[..., Process]) -> None:
     served = command("serve", "--port", "0", "--workers", "2", QKV_API_KEYS=",".join(KEYS))
-    for _ in range(8):  # on connections of their own
+    for _ in range(8):  # each on a new connection
         unauthorized(httpx.get(f"{served.url}/v1/variants", timeout=TIMEOUT_S))
         assert httpx.get(f"{served.url}/readyz", timeout=TIMEOUT_S).status_code == 200
         answer = httpx.get(f"{served.url}/v1/variants", headers=bearer(KEYS[1]), timeout=TIMEOUT_S)

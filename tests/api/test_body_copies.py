@@ -1,5 +1,6 @@
-"""From the socket to torch a body is held once, and from torch to the socket an answer is: counted
-on requests of 64 MiB, whose client is another process."""
+"""Bodies and responses are in memory once between socket and torch.
+
+Measured on requests of 64 MiB; the client is another process."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from support.service import Server
 MiB: Final = 1 << 20
 BODY: Final = 64 * MiB
 SMALL: Final = 8 * MiB
-"""What all else may take: chunks of the socket, messages, and Python's own."""
+"""Bytes allowed for other memory: chunks of the socket, messages, Python itself."""
 
-ROWS, WIDTH = BODY // 256, 64  # of queries; with one key the answer is as large
+ROWS, WIDTH = BODY // 256, 64  # of queries; with one key the response has the same size
 TENSORS: Final = "application/vnd.safetensors"
 CLIENT: Final = """
 import http.client, json, sys
@@ -50,15 +51,15 @@ print(json.dumps([came.status, dict(came.getheaders())]))
 
 @dataclass
 class Seen:
-    """Where the memory of one request lay.
+    """The memory of one request.
 
     Attributes:
-        buffers: address and size of each that a body was received into.
-        arguments: address of each tensor that the variant was given.
-        result: address and size of the output that the variant returned.
-        sent: address and size of each piece of the answer.
-        traced: most bytes that Python and numpy held beyond what they held before.
-        resident: the same of the whole process, torch included; None where it cannot be told.
+        buffers: address and size of each buffer that received a body.
+        arguments: address of each argument of the variant.
+        result: address and size of the variant's output.
+        sent: address and size of each chunk of the response.
+        traced: peak bytes of Python and numpy, beyond those before.
+        resident: the same for the process, with torch; None if it is unknown.
     """
 
     buffers: list[tuple[int, int]] = field(default_factory=list)
@@ -75,7 +76,7 @@ def place(buffer: Chunk) -> tuple[int, int]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What is filled while a service of this process answers."""
+    """The measurements of a request to a service in this process."""
     seen = Seen()
     aligned, call_variant = request_body._new_aligned_buffer, forward.call_variant
     going = TensorResponse.__init__
@@ -103,7 +104,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def resident(most: bool) -> int | None:
-    """Bytes of memory that the process has, or the most it had since `forget` (Linux alone)."""
+    """Returns the resident bytes of the process, or their peak since `forget` (Linux only)."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -114,7 +115,7 @@ def resident(most: bool) -> int | None:
 
 def forget() -> bool:
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
     except OSError:
         return False
     return True
@@ -129,7 +130,7 @@ def ask(
     headers: Mapping[str, str],
     chunked: bool = False,
 ) -> tuple[dict[str, str], bytes]:
-    """Has another process post it; the answer's headers and body."""
+    """Posts a body from another process; returns the response's headers and body."""
     with (folder / "content").open("wb") as file:
         file.writelines(chunks)
     host, port = server.address
@@ -196,7 +197,7 @@ PROTOCOLS: Final[dict[str, Callable[..., None]]] = {"v2": over_v2, "safetensors"
 
 
 def check_sent(seen: Seen) -> None:
-    """The answer leaves from the tensor that the variant returned."""
+    """Asserts that the response was sent from the variant's output."""
     assert seen.result[1] == BODY
     assert seen.result in seen.sent
     assert sum(size for _, size in seen.sent) - BODY < SMALL
@@ -208,25 +209,23 @@ def is_within(seen: Seen, name: str) -> bool:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_body_is_held_once_from_socket_to_torch(
-    server: Server, seen: Seen, tmp_path: Path, protocol: str
-) -> None:
+def test_body_is_in_memory_once(server: Server, seen: Seen, tmp_path: Path, protocol: str) -> None:
     PROTOCOLS[protocol](server, seen, tmp_path, large())
     assert len(seen.buffers) == 1
     assert all(is_within(seen, n) for n in ("query", "key", "value"))
-    assert seen.arguments["query"] % 64 == 0  # the first tensor is aligned as it comes
+    assert seen.arguments["query"] % 64 == 0  # the first tensor is aligned in the body
     assert seen.arguments["query"] - seen.buffers[0][0] < SMALL
     check_sent(seen)
-    assert BODY <= seen.traced < BODY + SMALL  # the body is numpy's; the answer is torch's
-    if seen.resident is not None:  # the body, the answer, and no copy of either
+    assert BODY <= seen.traced < BODY + SMALL  # numpy allocates the body, torch the response
+    if seen.resident is not None:  # the body, the response, and no copies
         assert seen.resident < 2 * BODY + BODY // 2
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_tensor_that_is_not_aligned_is_copied_once(
+def test_unaligned_tensor_is_copied_once(
     server: Server, seen: Seen, tmp_path: Path, protocol: str
 ) -> None:
-    tensors = large(mask=np.ones((1, 1), bool))  # one byte, and the queries behind it
+    tensors = large(mask=np.ones((1, 1), bool))  # one byte, then the queries
     PROTOCOLS[protocol](server, seen, tmp_path, tensors)
     assert not is_within(seen, "query")
     assert seen.arguments["query"] % 64 == 0
@@ -237,10 +236,10 @@ def test_a_tensor_that_is_not_aligned_is_copied_once(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_body_of_unknown_length_is_held_twice_at_most(
+def test_body_of_unknown_length_is_in_memory_at_most_twice(
     server: Server, seen: Seen, tmp_path: Path, protocol: str
 ) -> None:
-    """It is placed when all of it has come, and so copied."""
+    """It is copied to an aligned buffer after the last chunk."""
     PROTOCOLS[protocol](server, seen, tmp_path, large(), chunked=True)
     assert all(is_within(seen, n) for n in ("query", "key", "value"))
     assert seen.arguments["query"] % 64 == 0

@@ -1,4 +1,4 @@
-"""Comparisons over HTTP: answered as in this process, beside others, and ended by who leaves."""
+"""Comparisons over HTTP: same report as a local run, other requests in between, disconnects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.processes import Process, wait_until
 from support.service import Server
 
 
-def test_a_service_answers_what_this_process_does(server: Server) -> None:
+def test_service_and_local_run_give_the_same_report(server: Server) -> None:
     inputs = random_inputs()
     fields = {"variants": ["linear", variant_entry("taylor", causal=True)], "repeats": 2}
     for encoding in ("lists", "base64"):
@@ -54,7 +54,7 @@ def test_a_service_answers_what_this_process_does(server: Server) -> None:
     assert timing["total_ms"] >= timing["compute_ms"] > 0
 
 
-def test_a_device_process_compares_too(command: Callable[..., Process]) -> None:
+def test_device_process_compares(command: Callable[..., Process]) -> None:
     process = command(
         "serve", "--port", "0", "--workers", "1", QKV_DEVICE_PROCESS="one",
         QKV_MAX_QUEUE_BYTES=str(64 << 20),
@@ -68,7 +68,7 @@ def test_a_device_process_compares_too(command: Callable[..., Process]) -> None:
     assert process.end() == 0, process.lines
 
 
-def test_what_only_some_take_goes_to_those(server: Server) -> None:
+def test_optional_inputs_go_to_variants_that_take_them(server: Server) -> None:
     half = np.random.default_rng(0).normal(size=(2, 3)).tolist()
     inputs = INPUTS | {"key_projection": half, "value_projection": half}
     response = post(server, {"inputs": inputs, "variants": ["linformer", "mean"]})
@@ -78,7 +78,7 @@ def test_what_only_some_take_goes_to_those(server: Server) -> None:
 @pytest.mark.parametrize(
     "accept", ["application/json", "*/*", "application/*", "text/html, */*;q=0.1"]
 )
-def test_json_is_all_that_comes(server: Server, accept: str) -> None:
+def test_response_is_json_only(server: Server, accept: str) -> None:
     body = {"inputs": INPUTS, "variants": ["linear"], "repeats": 1}
     assert post(server, body, headers={"Accept": accept}).status_code == 200
     for other in ("text/html", safetensors.MEDIA_TYPE, "application/json;q=0"):
@@ -86,7 +86,7 @@ def test_json_is_all_that_comes(server: Server, accept: str) -> None:
 
 
 def slow(server: Server) -> bytes:
-    """A request that takes 1700 runs, and seconds."""
+    """A request of 1700 runs, which takes seconds."""
     inputs = dict.fromkeys(INPUTS, X * 200)
     body = json.dumps({"inputs": inputs, "variants": ["softmax"] * 16, "repeats": 100}).encode()
     head = f"POST {COMPARE} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -95,7 +95,7 @@ def slow(server: Server) -> bytes:
 
 @pytest.fixture
 def counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """Every job that is submitted."""
+    """Every submitted job."""
     jobs: list[Job] = []
     submit = server.engine.submit
 
@@ -107,7 +107,7 @@ def counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return jobs
 
 
-def test_who_leaves_ends_it(server: Server, counted: list[Job]) -> None:
+def test_client_disconnect_ends_the_comparison(server: Server, counted: list[Job]) -> None:
     with socket.create_connection(server.address) as leaver:
         leaver.sendall(slow(server))
         with server.hold():
@@ -120,8 +120,8 @@ def test_who_leaves_ends_it(server: Server, counted: list[Job]) -> None:
     assert len(counted) == seen + own
 
 
-def test_others_are_answered_meanwhile(server: Server, counted: list[Job]) -> None:
-    """Each run waits for its own turn: between two of them there is room for others."""
+def test_other_requests_run_in_between(server: Server, counted: list[Job]) -> None:
+    """Each run is queued by itself, so that other requests run in between."""
     with socket.create_connection(server.address) as asking:
         asking.sendall(slow(server))
         wait_until(lambda: len(counted) > 5)
@@ -133,7 +133,7 @@ def test_others_are_answered_meanwhile(server: Server, counted: list[Job]) -> No
     wait_until(lambda: server.queued_count == 0)
 
 
-def test_a_deadline_is_each_runs_own(server: Server) -> None:
+def test_deadline_holds_for_each_run(server: Server) -> None:
     body = {"inputs": INPUTS, "variants": ["linear"], "repeats": 1}
     with server.hold():
         late = post(server, body, headers={"X-Request-Timeout": "0.05"})
@@ -142,7 +142,9 @@ def test_a_deadline_is_each_runs_own(server: Server) -> None:
     assert post(server, body, headers={"X-Request-Timeout": "30"}).status_code == 200
 
 
-def test_an_engine_that_fails_is_said(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_failure_is_an_error_response(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise QkvError("no")
 
@@ -150,7 +152,7 @@ def test_an_engine_that_fails_is_said(server: Server, monkeypatch: pytest.Monkey
     assert post(server, {"inputs": INPUTS, "variants": ["linear"]}).status_code == 500
 
 
-def test_many_at_once_are_all_answered(server: Server) -> None:
+def test_many_comparisons_at_once_succeed(server: Server) -> None:
     body = {"inputs": INPUTS, "variants": ["linear", "mean"], "repeats": 3}
     answers: list[int] = []
 

@@ -1,5 +1,6 @@
-"""Gradients over HTTP: of every variant that has them, through layers of both layouts, in every
-format; held against torch's autograd in float64."""
+"""Gradients over HTTP: every variant, layers of both layouts, every format.
+
+The reference is torch's autograd in float64."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def client(server: Server) -> Any:
 
 
 def inputs_of(variant: Variant, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Random tensors for all that it needs, and the gradient of its output."""
+    """Returns random required inputs, and the gradient of the output."""
     inputs = {
         i.name: torch.randn([fixed_size(x) or SIZES.get(x, 7) for x in i.letters]).to(dtype)
         for i in variant.inputs.values()
@@ -55,7 +56,7 @@ def inputs_of(variant: Variant, dtype: torch.dtype = torch.float64) -> dict[str,
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
-    """softmax attention in torch's own operations; query head h reads key head h // (H / G)."""
+    """Softmax attention in torch operations; query head h uses key head h // (H / G)."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * query.shape[-1] ** -0.5
     if causal:
@@ -71,8 +72,10 @@ def split(x_BNX: Tensor, heads: int) -> Tensor:
 def assert_gradients(
     found: Mapping[str, Any], output: Tensor, grad_output: Tensor, of: Mapping[str, Tensor]
 ) -> None:
-    """Those of autograd, to float64's last digits but three of the largest: a key's bias drops out
-    of a softmax, and its gradient is what roundings leave."""
+    """Asserts gradients of autograd, up to rounding errors of the largest in float64.
+
+    A key's bias cancels in a softmax; its gradient consists of rounding errors.
+    """
     made = torch.autograd.grad(output, list(of.values()), grad_output)
     assert found.keys() == of.keys()
     close = 1000 * EPS["float64"] * max(float(gradient.abs().max()) for gradient in made)
@@ -82,7 +85,7 @@ def assert_gradients(
 
 
 @with_gradients
-def test_every_variant_answers_its_own(client: Client, variant: Variant) -> None:
+def test_gradients_of_every_variant_match_autograd(client: Client, variant: Variant) -> None:
     inputs = inputs_of(variant)
     found = client.gradients(variant.name, **inputs)
     grad = inputs.pop("grad_output")
@@ -97,9 +100,7 @@ def test_every_variant_answers_its_own(client: Client, variant: Variant) -> None
 
 @with_gradients
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_a_gradient_has_the_dtype_of_what_it_is_of(
-    client: Client, variant: Variant, dtype: str
-) -> None:
+def test_gradient_has_the_dtype_of_its_input(client: Client, variant: Variant, dtype: str) -> None:
     inputs = inputs_of(variant, getattr(torch, dtype))
     found = client.gradients(variant.name, **inputs)
     wide = client.gradients(variant.name, **{n: x.double() for n, x in inputs.items()})
@@ -110,8 +111,8 @@ def test_a_gradient_has_the_dtype_of_what_it_is_of(
         torch.testing.assert_close(gradient.double(), wide[name], rtol=0, atol=close)
 
 
-def test_seed_004_is_finished(client: Client) -> None:
-    """x, Wq, Wk and Wv of the seed's layer at its shapes: B=2, N=3, D=4."""
+def test_gradients_of_seed_004(client: Client) -> None:
+    """x, Wq, Wk and Wv of the layer in the seed: B=2, N=3, D=4."""
     x, *weights = (
         torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True),
         *(torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)),
@@ -128,10 +129,10 @@ def test_seed_004_is_finished(client: Client) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
-def test_through_a_layer_with_heads_and_biases(
+def test_gradients_through_a_layer_with_heads_and_biases(
     client: Client, causal: bool, separate: bool
 ) -> None:
-    """Four query heads over two key heads; one embedding for all, or three."""
+    """Four query heads over two key heads; one embedding, or one for each role."""
     roles, widths = ("query", "key", "value"), (12, 6, 10)
     names = roles if separate else ("x",)
     lengths = (4, 6, 6) if separate else (5,)
@@ -168,8 +169,8 @@ def test_through_a_layer_with_heads_and_biases(
     assert_gradients(found.gradients, output, grad, embeddings | tensors)
 
 
-def test_what_a_variant_does_not_look_at_has_gradient_zero(client: Client) -> None:
-    """mean reads the value alone: the projections of query and key are there all the same."""
+def test_unused_inputs_have_zero_gradients(client: Client) -> None:
+    """mean uses the value only; the projections of query and key have gradients all the same."""
     x = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
     tensors = {
         f"W_{n}": torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
@@ -190,7 +191,7 @@ def test_what_a_variant_does_not_look_at_has_gradient_zero(client: Client) -> No
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
-def test_every_rank_comes_back_as_it_came(client: Client, rank: int) -> None:
+def test_gradient_has_the_rank_of_its_input(client: Client, rank: int) -> None:
     shape = (2, 3, 4, 5)[4 - rank :]
     tensors: dict[str, Any] = {
         n: torch.randn(shape, dtype=torch.float64) for n in ("query", "key", "value")
@@ -204,7 +205,7 @@ def test_every_rank_comes_back_as_it_came(client: Client, rank: int) -> None:
     assert_gradients(found.gradients, output, grad, tensors)
 
 
-def test_a_mask_of_numbers_has_one_and_key_lengths_have_none(client: Client) -> None:
+def test_floating_mask_has_a_gradient_and_key_lengths_have_none(client: Client) -> None:
     tensors: dict[str, Any] = {
         n: torch.randn(2, 1, 4, 5, dtype=torch.float64) for n in ("query", "key", "value")
     }
@@ -220,7 +221,7 @@ def test_a_mask_of_numbers_has_one_and_key_lengths_have_none(client: Client) -> 
     assert booleans.gradients.keys() == {"query", "key", "value"}
 
 
-def test_every_format_says_the_same(server: Server) -> None:
+def test_every_format_gives_the_same_gradients(server: Server) -> None:
     inputs = {
         "query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]],
         "grad_output": [[1, -2], [3, 0]],
@@ -238,7 +239,7 @@ def test_every_format_says_the_same(server: Server) -> None:
     assert "total;dur=" in server.http.post(PATH, json={"inputs": inputs}).headers["server-timing"]
 
 
-def test_async_and_without_a_service_the_same_bits(server: Server, tmp_path: Path) -> None:
+def test_async_client_and_local_run_give_the_same_bits(server: Server, tmp_path: Path) -> None:
     arrays: dict[str, Any] = {
         n: np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
         for n in ("query", "key", "value", "grad_output")
@@ -292,7 +293,7 @@ GOOD: Final = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]], "grad_outp
         ({"inputs": GOOD, "layer": "mine"}, "/layer", "mine"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(
+def test_error_names_the_invalid_field(
     server: Server, body: dict[str, Any], pointer: str, words: str
 ) -> None:
     problem = assert_problem(server.http.post(PATH, json=body), 422, body)
@@ -300,7 +301,7 @@ def test_what_is_wrong_is_named(
     assert words in problem["detail"]
 
 
-def test_an_unknown_variant_is_404(server: Server, client: Client) -> None:
+def test_unknown_variant_is_404(server: Server, client: Client) -> None:
     assert (
         "sotfmax"
         in assert_problem(server.http.post("/v1/gradients/sotfmax", json={}), 404)["detail"]
@@ -316,8 +317,8 @@ def test_limits_hold_for_gradients(serve: Any) -> None:
     assert "bytes" in assert_problem(server.http.post(PATH, json={"inputs": wide}), 413)["detail"]
 
 
-def test_gradients_are_no_inferences(serve: Any) -> None:
-    """The Open Inference Protocol's statistics count runs."""
+def test_gradients_are_not_counted_as_inferences(serve: Any) -> None:
+    """Statistics of the Open Inference Protocol count runs only."""
     server = serve()
     for path, times in ((PATH, 3), ("/v1/attention/softmax", 2)):
         inputs = GOOD if path == PATH else {n: v for n, v in GOOD.items() if n != "grad_output"}
@@ -337,8 +338,8 @@ def job_of(tensors: Mapping[str, Tensor], layer: Mapping[str, Tensor] | None = N
     )
 
 
-def test_stacked_each_gets_its_own() -> None:
-    """As on a GPU; but what sums over the items of one request is not stacked."""
+def test_stacked_requests_get_their_own_gradients() -> None:
+    """As on a GPU. Gradients that sum over the items of one request are not stacked."""
     names = ("query", "key", "value", "grad_output")
     jobs = [job_of({n: torch.randn(B, 2, 4, 3) for n in names}) for B in (1, 2, 3)]
     assert len({job.batch_key for job in jobs}) == 1

@@ -1,4 +1,4 @@
-"""Requests that are malformed, in hundreds of ways, are refused and told why."""
+"""Hundreds of malformed requests are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_what_is_about_to_be_broken_is_whole(server: Server, name: str) -> None:
+def test_requests_are_valid_before_they_are_changed(server: Server, name: str) -> None:
     run_request(server, valid(name))
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_what_is_malformed_is_refused_and_says_why(server: Server, name: str) -> None:
+def test_malformed_request_is_rejected_with_a_reason(server: Server, name: str) -> None:
     documents, harmed = CORRUPTIONS[name]
 
     @examples(25)
@@ -40,7 +40,7 @@ def test_what_is_malformed_is_refused_and_says_why(server: Server, name: str) ->
         if isinstance(sent, bytes):
             assert_problem(response, response.status_code if response.status_code == 422 else 400)
         else:
-            # a number past 64 bits is not parsed; a layer's name that is not there is not found
+            # 400: an integer beyond 64 bits
             unread = response.status_code == 400 and re.search(r"\d{19}", json.dumps(sent))
             assert_problem(response, 400 if unread else 422, sent)
 
@@ -61,7 +61,9 @@ ANYTHING = st.recursive(
 
 @examples(400)
 @given(st.data())
-def test_anything_anywhere_is_answered_or_refused(server: Server, data: st.DataObject) -> None:
+def test_any_value_in_any_place_is_accepted_or_rejected(
+    server: Server, data: st.DataObject
+) -> None:
     document = valid(data.draw(st.sampled_from(DOCUMENTS)))
     for _ in range(data.draw(st.integers(1, 2))):
         node: Any = document
@@ -79,7 +81,7 @@ def test_anything_anywhere_is_answered_or_refused(server: Server, data: st.DataO
         assert_problem(response, response.status_code, document)
 
 
-def test_after_all_that_it_answers_as_before(server: Server) -> None:
+def test_service_gives_the_same_bits_after_malformed_requests(server: Server) -> None:
     done = threading.Event()
     server.app.state.runtime.engine._loop.call_soon_threadsafe(done.set)
     assert done.wait(TIMEOUT_S)

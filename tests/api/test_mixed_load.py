@@ -1,4 +1,4 @@
-"""Six hundred mixed requests at once: every answer right, and of the bits that it has alone."""
+"""600 concurrent mixed requests: every response is correct, with the bits of a single request."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OF_EACH: Final = 10
 
 
 def cases() -> list[Case]:
-    """In an order in which those that may share a batch come in runs, and far apart."""
+    """Requests in an order in which equal batch keys are both adjacent and far apart."""
     drawn = [random_case(kind, seed) for kind in range(KINDS) for seed in range(OF_EACH)]
-    # half are sent as lists and half as base64, whatever they were drawn as
+    # half are sent as lists, half as base64
     drawn = [replace(c, encoding=("lists", "base64")[i % 2]) for i, c in enumerate(drawn)]
     order = np.random.default_rng(0).permutation(len(drawn) // 4)
     return [drawn[4 * i + j] for i in order for j in range(4)]
@@ -54,25 +54,25 @@ def ask(http: httpx.Client, body: bytes) -> Any:
 
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[Any]:
-    """The outputs of each, sent when nothing else runs."""
+    """The outputs of each request, sent alone."""
     return [ask(server.http, body)["outputs"] for body in BODIES]
 
 
 @pytest.fixture(scope="module")
 def batching(_clean_environment: None) -> Iterator[Server]:
-    """A service that groups requests as one with a GPU does."""
+    """A service that batches requests as with a GPU."""
     with running_server(max_batch=32) as served:
         yield served
 
 
-def test_every_answer_is_right(alone: list[Any]) -> None:
+def test_every_response_is_correct(alone: list[Any]) -> None:
     assert len(CASES) == 600
     for case, outputs in zip(CASES, alone, strict=True):
         case.check(outputs)
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_six_hundred_at_once_have_the_bits_of_each_alone(
+def test_concurrent_requests_have_the_bits_of_single_ones(
     server: Server, alone: list[Any], order: int
 ) -> None:
     with asking(server) as http, ThreadPoolExecutor(THREADS) as pool:
@@ -83,10 +83,8 @@ def test_six_hundred_at_once_have_the_bits_of_each_alone(
             assert answer["timing"]["batch_size"] == 1
 
 
-def test_grouped_with_strangers_they_have_the_bits_of_each_alone(
-    batching: Server, alone: list[Any]
-) -> None:
-    """The device is held while each wave of requests comes in, so that groups are certain."""
+def test_batched_requests_have_the_bits_of_single_ones(batching: Server, alone: list[Any]) -> None:
+    """The device is blocked while requests arrive, so that they are batched."""
     sizes: list[int] = []
     with asking(batching) as http, ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(BODIES), THREADS):
@@ -99,12 +97,15 @@ def test_grouped_with_strangers_they_have_the_bits_of_each_alone(
                 assert answer["outputs"] == outputs, str(case)
             sizes += [answer["timing"]["batch_size"] for answer in answers]
     assert len(sizes) == len(CASES)
-    assert max(sizes) >= 4  # the runs of four were together
+    assert max(sizes) >= 4  # four requests in a batch
     assert batching.queued_count == 0
 
 
-def test_mixed_with_what_is_refused_and_who_leaves(batching: Server, alone: list[Any]) -> None:
-    """A neighbour's fault, or his leaving, is nobody else's."""
+@pytest.mark.slow
+def test_errors_and_disconnects_do_not_affect_other_requests(
+    batching: Server, alone: list[Any]
+) -> None:
+    """Other requests fail, or their clients disconnect."""
     some = range(0, len(BODIES), 5)
     stop = threading.Event()
 

@@ -1,5 +1,4 @@
-"""Every answer has an id, whichever way its request took, and every request a line of log where
-that is wanted."""
+"""Every response has a request id on every path, and every request optionally a log line."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ BAD: Final = [
 ]  # fmt: skip
 
 
-def test_the_id_of_a_request_is_on_its_answer_on_every_way(
+def test_response_has_the_id_of_the_request_on_every_path(
     server: Server, prepared_runs: list[PreparedRun]
 ) -> None:
     body, length = encode_body(random_inputs(3))
@@ -44,7 +43,7 @@ def test_the_id_of_a_request_is_on_its_answer_on_every_way(
         for i in range(6):
             caller.send(encode_request(body, length, INFER, f"x-request-ID: a-{i}"))
             assert caller.read_response()[0]["x-request-id"] == f"a-{i}"
-        assert len(prepared_runs) >= 4  # of one plan, whatever the id
+        assert len(prepared_runs) >= 4  # one cached run for all ids
     for method, path in (
         ("POST", PATH), ("POST", f"{PATH}?a=b"), ("GET", "/v1/variants"), ("HEAD", "/livez"),
         ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"),
@@ -55,7 +54,7 @@ def test_the_id_of_a_request_is_on_its_answer_on_every_way(
         assert answer.headers.get_list(ID) == [said[ID]]
 
 
-def test_who_brings_none_is_given_one_of_its_own(
+def test_request_without_an_id_gets_a_new_one(
     server: Server, prepared_runs: list[PreparedRun]
 ) -> None:
     body, length = encode_body(random_inputs(3))
@@ -70,7 +69,9 @@ def test_who_brings_none_is_given_one_of_its_own(
     assert all(MADE.fullmatch(id) for id in ids)
 
 
-def test_faults_have_it_too(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_responses_have_an_id(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve(max_body_bytes=1000)
     statuses: list[int] = []
 
@@ -102,8 +103,8 @@ def test_faults_have_it_too(serve: Callable[..., Server], monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_may_not_be_echoed_is_not(server: Server, bad: bytes) -> None:
-    """On no way: the third time the shortest."""
+def test_invalid_ids_are_not_repeated(server: Server, bad: bytes) -> None:
+    """On no path; the third request takes the fast path."""
     body, length = encode_body(random_inputs(3))
     with raw_client(server) as caller:
         for _ in range(3):
@@ -114,8 +115,8 @@ def test_what_may_not_be_echoed_is_not(server: Server, bad: bytes) -> None:
     assert MADE.fullmatch(answer.headers[ID])
 
 
-def test_requests_in_a_row_on_one_connection_keep_their_ids(server: Server) -> None:
-    """Sent before any is answered, some of them known and some not."""
+def test_pipelined_requests_keep_their_ids(server: Server) -> None:
+    """All are sent before the first response; some take the fast path."""
     body, length = encode_body(random_inputs(3))
     with raw_client(server) as caller:
         wholes = []
@@ -128,12 +129,12 @@ def test_requests_in_a_row_on_one_connection_keep_their_ids(server: Server) -> N
         )
 
 
-def test_what_is_logged_of_a_fault_of_ours_names_the_request(
+def test_internal_error_is_logged_with_the_request_id(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
     body, length = encode_body(random_inputs(3), id="not seen before")
-    for path in (INFER, "/v2/models/softmax/versions/1/infer"):  # the framework has the second
+    for path in (INFER, "/v2/models/softmax/versions/1/infer"):  # FastAPI has handled the second
         headers = {ID: "it-was-me", "Inference-Header-Content-Length": str(length)}
         assert server.http.post(path, content=body, headers=headers).status_code == 500
     ours = [r.getMessage() for r in caplog.records if r.name.startswith("qkv.api.")]
@@ -146,7 +147,7 @@ def test_what_is_logged_of_a_fault_of_ours_names_the_request(
 
 @contextmanager
 def logging_to(path: Path, *arguments: str, **environment: str) -> Iterator[Process]:
-    """A service whose standard output is a file."""
+    """A service with a file as standard output."""
     with path.open("wb") as file:
         process = Process(("serve", "--port", "0", *arguments), environment, file)
         try:
@@ -162,7 +163,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -> None:
+@pytest.mark.representative
+@pytest.mark.process
+def test_request_log_has_a_line_for_each_request(tmp_path: Path) -> None:
     path = tmp_path / "log"
     body, length = encode_body(random_inputs(0))
     infer = {"Inference-Header-Content-Length": str(length)}
@@ -199,11 +202,12 @@ def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -
     unknown = {"variant": "unknown", "status": 404, "outcome": "not-found"}
     assert unknown.items() <= lines["unknown"].items()
     assert "compute_ms" not in lines["unknown"]
-    assert lines["odd"]["path"] == "/v1/%0a%22%00"  # as it came
+    assert lines["odd"]["path"] == "/v1/%0a%22%00"  # not decoded
     assert (lines["odd"]["variant"], lines["odd"]["bytes_in"]) == (None, None)
     assert max(map(len, path.read_bytes().splitlines())) < 4096
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("sent", "status", "outcome", "method", "path"),
     [
@@ -221,10 +225,10 @@ def test_there_is_a_line_for_each_request_and_it_says_what_was(tmp_path: Path) -
          "unparseable", "POST", INFER),
     ],
 )  # fmt: skip
-def test_what_a_connection_refuses_by_itself_is_seen_as_well(
+def test_connection_errors_are_observed(
     tmp_path: Path, sent: bytes, status: int, outcome: str, method: str, path: str
 ) -> None:
-    """With an id, a line and a count, once."""
+    """Each has an id, one log line and one count."""
     log = tmp_path / "log"
     how = {"QKV_REQUEST_LOG": "json", "QKV_READ_TIMEOUT_S": "1"}
     with logging_to(log, "--workers", "1", **how) as process:
@@ -253,8 +257,9 @@ def test_what_a_connection_refuses_by_itself_is_seen_as_well(
     assert rejected == outcome
 
 
-def test_no_line_is_lost_or_mixed_with_another(tmp_path: Path) -> None:
-    """Of several workers into one pipe, and up to SIGTERM."""
+@pytest.mark.process
+def test_log_lines_of_workers_are_complete(tmp_path: Path) -> None:
+    """Several workers write to one pipe, until SIGTERM."""
     body, length = encode_body(random_inputs(0))
     reader, writer = os.pipe()
     written: list[bytes] = []
@@ -290,7 +295,8 @@ def test_no_line_is_lost_or_mixed_with_another(tmp_path: Path) -> None:
     assert Counter(ids) == {f"{k}-{i}": 1 for k in range(8) for i in range(150)}
 
 
-def test_without_the_setting_nothing_is_written(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_nothing_is_logged_by_default(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with logging_to(path, "--workers", "1") as process:
         assert httpx.post(process.url + PATH, content=TINY_BODY, headers=JSON).status_code == 200

@@ -1,4 +1,4 @@
-"""What /v2 does with requests that Triton's client does not send: over HTTP, byte by byte."""
+"""Requests to /v2 that Triton's client does not send, byte by byte."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DTYPES: Final[dict[str, Any]] = {
 
 
 def in_binary(**fields: Any) -> tuple[bytes, bytes]:
-    """A request whose inputs are bytes: its JSON, and they."""
+    """Returns a request with binary inputs: its JSON, and the bytes."""
     inputs = []
     for name, array in INPUTS.items():
         inputs.append(input_entry(name, array, parameters={"binary_data_size": array.nbytes}))
@@ -54,7 +54,7 @@ def in_binary(**fields: Any) -> tuple[bytes, bytes]:
 
 
 def outputs(response: httpx.Response) -> dict[str, Array]:
-    """The outputs of an answer, read apart from the service's own codec."""
+    """Returns the outputs of a response, parsed without the codec of the service."""
     assert response.status_code == 200, response.text
     length = response.headers.get(LENGTH_HEADER)
     kind = "application/json" if length is None else "application/octet-stream"
@@ -76,7 +76,7 @@ def outputs(response: httpx.Response) -> dict[str, Array]:
 
 @pytest.fixture(scope="module")
 def right(server: Server) -> bytes:
-    """The bits of the output, by way of the native API."""
+    """The bits of the output from the native API."""
     answer = server.http.post(
         NATIVE,
         json={
@@ -88,7 +88,7 @@ def right(server: Server) -> bytes:
     return np.array(rows, np.float32).tobytes()
 
 
-def test_no_content_type_lists_flat_or_nested(server: Server, right: bytes) -> None:
+def test_lists_may_be_flat_or_nested(server: Server, right: bytes) -> None:
     nested = [input_entry(name, array, data=array.tolist()) for name, array in INPUTS.items()]
     mixed = [nested[2], request_with_lists()["inputs"][0], nested[1]]
     for inputs in (request_with_lists()["inputs"], nested, mixed):
@@ -117,7 +117,7 @@ COMBINATIONS: Final = list(itertools.product((None, True, False), repeat=3))
 
 
 @pytest.mark.parametrize(("of_request", "of_one", "of_other"), COMBINATIONS)
-def test_which_outputs_are_binary(
+def test_requested_outputs_are_binary(
     server: Server, of_request: bool | None, of_one: bool | None, of_other: bool | None
 ) -> None:
     asked = [
@@ -135,27 +135,29 @@ def test_which_outputs_are_binary(
         assert ("parameters" in tensor) == ("data" not in tensor)
 
 
-def test_the_id_is_any_string(server: Server) -> None:
+def test_id_may_be_any_string(server: Server) -> None:
     for name in ("", "7", "é 日本 \U0001f600", 'a"b\\c\n\0', "x" * 5000):
         assert post(server, request_with_lists(id=name)).json()["id"] == name
     assert "id" not in post(server, request_with_lists(id=None)).json()
-    assert "id came as 7" in error_of(post(server, request_with_lists(id=7)))
+    assert "id is invalid: got 7" in error_of(post(server, request_with_lists(id=7)))
 
 
-def test_names_that_a_client_repeats(server: Server, right: bytes) -> None:
+def test_model_name_and_version_may_be_repeated(server: Server, right: bytes) -> None:
     for fields in (
         {"model_name": "softmax"},
         {"model_name": "softmax", "model_version": "1"},
         {"model_name": None, "model_version": "", "outputs": None, "parameters": None},
     ):
         assert outputs(post(server, request_with_lists(**fields)))["output"].tobytes() == right
-    assert "the path says 'softmax'" in error_of(
+    assert "expected 'softmax' as in the path" in error_of(
         post(server, request_with_lists(model_name="linear"))
     )
-    assert "the path says '1'" in error_of(post(server, request_with_lists(model_version="2")))
+    assert "expected '1' as in the path" in error_of(
+        post(server, request_with_lists(model_version="2"))
+    )
 
 
-def test_binary_whole_and_in_pieces(server: Server, right: bytes) -> None:
+def test_binary_body_may_come_in_chunks(server: Server, right: bytes) -> None:
     text, tail = in_binary(parameters={"binary_data_output": True})
     headers = {LENGTH_HEADER: str(len(text))}
     assert outputs(post(server, text + tail, headers))["output"].tobytes() == right
@@ -172,12 +174,12 @@ def test_binary_whole_and_in_pieces(server: Server, right: bytes) -> None:
 
 
 @pytest.mark.parametrize("length", ["-1", "+1", "1.5", "abc", "", "1 2", "1e3", "9" * 30, "0x10"])
-def test_a_header_length_that_is_no_number(server: Server, length: str) -> None:
+def test_invalid_length_header_is_rejected(server: Server, length: str) -> None:
     text, tail = in_binary()
-    assert "must be a whole number" in error_of(post(server, text + tail, {LENGTH_HEADER: length}))
+    assert "expected an integer" in error_of(post(server, text + tail, {LENGTH_HEADER: length}))
 
 
-def test_lengths_that_do_not_add_up(server: Server) -> None:
+def test_wrong_lengths_are_rejected(server: Server) -> None:
     text, tail = in_binary()
 
     def told(content: bytes, length: int | None) -> str:
@@ -185,61 +187,61 @@ def test_lengths_that_do_not_add_up(server: Server) -> None:
             post(server, content, {} if length is None else {LENGTH_HEADER: str(length)})
         )
 
-    assert "the body has" in told(text + tail, len(text + tail) + 1)
-    assert "the body has" in told(text + tail, 10**19)
+    assert "is too large: got" in told(text + tail, len(text + tail) + 1)
+    assert "is too large: got" in told(text + tail, 10**19)
     assert "not JSON" in told(text + tail, len(text) - 1)
     assert "not JSON" in told(text + tail, len(text) + 1)
     assert "not JSON" in told(text + tail, 0)
     assert "not JSON" in told(text + tail, None)
-    assert "1 bytes behind the JSON belong to no tensor" in told(text + tail + b"x", len(text))
-    assert "value has binary_data_size 96; 95 bytes are left" in told(text + tail[:-1], len(text))
-    assert "query has binary_data_size 96; 0 bytes are left" in told(text, len(text))
+    assert "1 bytes after the JSON belong to no tensor" in told(text + tail + b"x", len(text))
+    assert "got 95, expected binary_data_size 96" in told(text + tail[:-1], len(text))
+    assert "got 0, expected binary_data_size 96" in told(text, len(text))
 
 
 BAD: Final[list[tuple[dict[str, Any], str]]] = [
-    ({"shape": [1, 2, 3, -4]}, "none negative"),
+    ({"shape": [1, 2, 3, -4]}, "0 or more"),
     ({"shape": [1 << 40, 1 << 40, 3, 4]}, "less than 2**63 bytes"),
-    ({"shape": [1, 2, 3.0, 4]}, "whole numbers"),
-    ({"shape": [True, 2, 3, 4]}, "whole numbers"),
-    ({"shape": "1234"}, "whole numbers"),
+    ({"shape": [1, 2, 3.0, 4]}, "integers"),
+    ({"shape": [True, 2, 3, 4]}, "integers"),
+    ({"shape": "1234"}, "integers"),
     ({"shape": [1] * 100}, "at most"),
-    ({"shape": [1, 2, 3, 5]}, "30 elements; its data came as [24]"),
+    ({"shape": [1, 2, 3, 5]}, "got [24], expected [1, 2, 3, 5] or [30]"),
     ({"data": [[1.0, 2.0], [3.0]]}, "ragged"),
-    ({"data": [[[[0.0] * 3] * 4] * 2]}, "its data came as [1, 2, 4, 3]"),
+    ({"data": [[[[0.0] * 3] * 4] * 2]}, "wrong shape: got [1, 2, 4, 3]"),
     ({"data": 7}, "query"),
     ({"data": ["a"] * 24}, "query"),
-    ({"datatype": "BYTES"}, "served are FP64"),
-    ({"datatype": None}, "served are FP64"),
-    ({"datatype": "FP16", "data": [1e6] * 24}, "past the range of float16"),
+    ({"datatype": "BYTES"}, "expected FP64"),
+    ({"datatype": None}, "expected FP64"),
+    ({"datatype": "FP16", "data": [1e6] * 24}, "outside the range of float16"),
     ({"datatype": "BOOL", "data": [2] * 24}, "other than true and false"),
-    ({"datatype": "INT64", "data": [0.5] * 24}, "must be whole numbers"),
-    ({"datatype": "INT64", "data": [1] * 24}, "query came as int64"),
+    ({"datatype": "INT64", "data": [0.5] * 24}, "expected integers"),
+    ({"datatype": "INT64", "data": [1] * 24}, "query has the wrong dtype: got int64"),
     ({"parameters": {"binary_data_size": 96}}, "both data and binary_data_size"),
-    ({"parameters": {"shared_memory_region": "a"}}, "lies in shared memory"),
-    ({"parameters": {"size": 96}}, "has the parameter 'size'"),
-    ({"parameters": 5}, "must be an object"),
-    ({"dtype": "FP32"}, "has 'dtype'; known are name, datatype, shape, parameters, data"),
-    ({"name": "key"}, "'key' comes twice"),
+    ({"parameters": {"shared_memory_region": "a"}}, "is in shared memory"),
+    ({"parameters": {"size": 96}}, "unknown parameter: got 'size'"),
+    ({"parameters": 5}, "expected an object"),
+    ({"dtype": "FP32"}, "got 'dtype', expected name, datatype, shape, parameters, data"),
+    ({"name": "key"}, "'key' is repeated"),
     ({"name": "kye"}, "softmax has no input 'kye'"),
-    ({"name": 5}, "has name 5"),
+    ({"name": 5}, "invalid name: got 5"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "says"), BAD)
-def test_an_input_that_is_wrong(server: Server, changed: dict[str, Any], says: str) -> None:
+def test_invalid_input_is_rejected(server: Server, changed: dict[str, Any], says: str) -> None:
     document = request_with_lists()
     document["inputs"][0] |= changed
     assert says in error_of(post(server, document))
 
 
 @pytest.mark.parametrize("size", [95, 97, -96, 96.0, True, "96", 1 << 62])
-def test_a_binary_size_that_is_not_what_the_shape_takes(server: Server, size: Any) -> None:
+def test_wrong_binary_size_is_rejected(server: Server, size: Any) -> None:
     document = json.loads((sent := in_binary())[0])
     document["inputs"][0]["parameters"]["binary_data_size"] = size
     text = json.dumps(document).encode()
     says = error_of(post(server, text + sent[1], {LENGTH_HEADER: str(len(text))}))
-    assert "query has binary_data_size" in says
-    assert "takes 96" in says
+    assert "query has a wrong binary_data_size" in says
+    assert "expected 96" in says
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_a_binary_size_that_is_not_what_the_shape_takes(server: Server, size: An
         ({"inputs": [5]}, "inputs/0 must be an object"),
         ({"inputs": [{}] * 300}, "more than 256"),
         ({"inputs": []}, "softmax needs query, key, value"),
-        ({"outputs": "output"}, "outputs came as"),
+        ({"outputs": "output"}, "outputs is invalid: got"),
         ({"outputs": [{"name": "outptu"}]}, "softmax has no output 'outptu'"),
         ({"outputs": [{}]}, "outputs.0.name is missing"),
         ({"outputs": [{"name": "output", "data": 1}]}, "unknown field 'data' of outputs.0"),
@@ -261,44 +263,44 @@ def test_a_binary_size_that_is_not_what_the_shape_takes(server: Server, size: An
         ({"parameters": {"timeout": 1.5}}, "parameters.timeout"),
         ({"parameters": {"timeout": 1 << 63}}, "parameters.timeout"),
         ({"parameters": {"causal": "yes"}}, "causal"),
-        ({"parameters": {"window": "{1"}}, "looks like JSON"),
+        ({"parameters": {"window": "{1"}}, "expected JSON"),
         ({"parameters": {"sequence_end": True}}, "no model keeps state"),
-        ({"parameters": []}, "parameters came as"),
+        ({"parameters": []}, "parameters is invalid: got"),
     ],
 )
-def test_a_field_that_is_wrong(server: Server, fields: dict[str, Any], says: str) -> None:
+def test_invalid_field_is_rejected(server: Server, fields: dict[str, Any], says: str) -> None:
     assert says in error_of(post(server, request_with_lists() | fields))
 
 
-def test_what_is_no_json_object(server: Server) -> None:
+def test_body_that_is_no_json_object_is_rejected(server: Server) -> None:
     for content in (b"", b"[]", b"{", b"\xff", b"null", b'{"id": nan}', b"[" * 5000):
         assert "JSON" in error_of(post(server, content))
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-def test_packed_bodies(server: Server, right: bytes, coding: str) -> None:
+def test_compressed_bodies(server: Server, right: bytes, coding: str) -> None:
     pack = CODINGS[coding]
     headers = {"Content-Encoding": coding}
     text, tail = in_binary(parameters={"binary_data_output": True})
-    lengths = {LENGTH_HEADER: str(len(text))} | headers  # of the JSON unpacked
+    lengths = {LENGTH_HEADER: str(len(text))} | headers  # of the decompressed JSON
     packed = pack(text + tail)
     for content in (packed, iter([packed[:5], packed[5:]])):
         answer = post(server, content, lengths | {"Accept-Encoding": coding})
         assert answer.headers["content-encoding"] == coding
         assert outputs(answer)["output"].tobytes() == right
     answer = post(server, pack(json.dumps(request_with_lists()).encode()), headers)
-    assert "gzip" in answer.request.headers["accept-encoding"]  # among others: not told to
+    assert "gzip" in answer.request.headers["accept-encoding"]  # one of several encodings
     assert "content-encoding" not in answer.headers
     assert outputs(answer)["output"].tobytes() == right
     for cut in (packed[:-9], packed[:20], b""):
         assert "ends too early" in error_of(post(server, cut, lengths))
     assert "bytes follow" in error_of(post(server, packed + b"x", lengths))
-    assert "cannot be unpacked" in error_of(post(server, text + tail, lengths))
-    assert "send gzip, deflate" in error_of(post(server, packed, {"Content-Encoding": "br"}))
+    assert "cannot be decompressed" in error_of(post(server, text + tail, lengths))
+    assert "expected gzip, deflate" in error_of(post(server, packed, {"Content-Encoding": "br"}))
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-def test_packed_bodies_of_the_native_api(server: Server, coding: str) -> None:
+def test_compressed_bodies_of_the_native_api(server: Server, coding: str) -> None:
     inputs = {name: array.tolist() for name, array in INPUTS.items()}
     plain = json.dumps({"inputs": inputs, "outputs": ["output"]}).encode()
     headers = {"Content-Type": "application/json", "Content-Encoding": coding}
@@ -316,7 +318,9 @@ def test_packed_bodies_of_the_native_api(server: Server, coding: str) -> None:
 
 @pytest.mark.parametrize("path", [INFER_PATH, NATIVE])
 @pytest.mark.parametrize("coding", CODINGS)
-def test_a_bomb_is_never_unpacked(serve: Callable[..., Server], path: str, coding: str) -> None:
+def test_decompression_bomb_is_rejected(
+    serve: Callable[..., Server], path: str, coding: str
+) -> None:
     limit, size = 200_000, 100_000_000
     bomb = CODINGS[coding](b" " * size)
     assert len(bomb) < limit
@@ -327,7 +331,9 @@ def test_a_bomb_is_never_unpacked(serve: Callable[..., Server], path: str, codin
         for content in (bomb, iter([bomb])):
             answer = server.http.post(path, content=content, headers=headers)
             if path == INFER_PATH:
-                assert "unpacks to more than 200000 bytes" in error_of(answer, 413)
+                assert "the decompressed body is too large: got more than 200000 bytes" in error_of(
+                    answer, 413
+                )
             else:
                 assert_problem(answer, 413)
         assert tracemalloc.get_traced_memory()[1] < size / 10
@@ -351,7 +357,9 @@ def test_a_bomb_is_never_unpacked(serve: Callable[..., Server], path: str, codin
         ("GET", "/v2/models/" + "x" * 3000, 404), ("POST", "/v2/repository/models/x/load", 404),
     ],
 )  # fmt: skip
-def test_what_is_not_there(server: Server, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_models_are_rejected(
+    server: Server, method: str, path: str, status: int
+) -> None:
     answer = server.http.request(method, path)
     if method == "HEAD":
         assert (answer.status_code, answer.content) == (status, b"")
@@ -360,7 +368,7 @@ def test_what_is_not_there(server: Server, method: str, path: str, status: int) 
     assert ("allow" in answer.headers) == (status == 405)
 
 
-def test_the_list_of_models_and_the_repository(server: Server) -> None:
+def test_model_list_and_repository_index(server: Server) -> None:
     names = list(catalogue.variants())
     assert server.http.get("/v2/models").json() == {"models": names}
     index = "/v2/repository/index"
@@ -373,7 +381,7 @@ def test_the_list_of_models_and_the_repository(server: Server) -> None:
     error_of(server.http.post(index, content=b" " * 70_000), 413)
 
 
-def test_server_timing_is_what_the_parameters_say(server: Server) -> None:
+def test_server_timing_matches_the_parameters(server: Server) -> None:
     for fields in ({}, {"parameters": {"binary_data_output": True}}):
         answer = post(server, request_with_lists(**fields))
         length = int(answer.headers.get(LENGTH_HEADER, len(answer.content)))
@@ -394,7 +402,7 @@ def draining(serve: Callable[..., Server]) -> Server:
     return stopping
 
 
-def test_while_it_drains(draining: Server) -> None:
+def test_draining_service_rejects_requests(draining: Server) -> None:
     assert draining.http.get("/v2/health/live").json() == {"live": True}
     ready = draining.http.get("/v2/health/ready")
     assert (ready.status_code, ready.json()["ready"]) == (503, False)

@@ -1,4 +1,4 @@
-"""The service over a real socket: what it promises to answer."""
+"""Runs over a real socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = ("queue_ms", "transfer_ms", "compute_ms", "total_ms")
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
-def test_the_example_of_the_design(server: Server) -> None:
+def test_example_of_the_design(server: Server) -> None:
     answer = run_request(server, EXAMPLE | {"parameters": {"causal": True}, "weights": "full"})
     assert list(answer) == ["variant", "outputs", "weights_are", "timing"]
     assert answer["variant"] == "softmax"
@@ -35,7 +35,7 @@ def test_the_example_of_the_design(server: Server) -> None:
 
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
 @pytest.mark.parametrize("rank", LEADS)
-def test_the_answer_has_the_rank_of_the_request(server: Server, rank: int, encoding: str) -> None:
+def test_response_has_the_rank_of_the_request(server: Server, rank: int, encoding: str) -> None:
     case = Case(tensors(rank), encoding=encoding)
     outputs = run_request(server, case.document)["outputs"]
     case.check(outputs)
@@ -46,7 +46,7 @@ def test_the_answer_has_the_rank_of_the_request(server: Server, rank: int, encod
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_query_heads_read_their_group_of_key_heads(server: Server, groups: int) -> None:
+def test_query_heads_use_their_group_of_key_heads(server: Server, groups: int) -> None:
     case = Case(tensors(4, groups=groups))
     grouped = run_request(server, case.document)["outputs"]
     case.check(grouped)
@@ -82,7 +82,7 @@ def test_key_lengths_hide_padding(server: Server, rank: int) -> None:
         case.check(run_request(server, case.document)["outputs"])
 
 
-def test_what_stands_in_padding_is_not_looked_at(server: Server) -> None:
+def test_values_in_padding_do_not_matter(server: Server) -> None:
     case = Case(tensors(2) | {"key_lengths": np.array([3])})
     for names in (("key",), ("value",), ("key", "value")):
         inputs = dict(case.inputs)
@@ -92,7 +92,7 @@ def test_what_stands_in_padding_is_not_looked_at(server: Server) -> None:
         case.check(run_request(server, Case(inputs).document)["outputs"])
 
 
-def test_a_row_that_sees_nothing_is_zeros(server: Server) -> None:
+def test_row_without_visible_keys_is_zero(server: Server) -> None:
     hidden = {"mask": np.array([[True] * 5, [False] * 5, [True] * 5])}
     for extra, rows in ((hidden, [1]), ({"key_lengths": np.array([0])}, [0, 1, 2])):
         for outputs in (("output",), ("output", "weights")):
@@ -104,7 +104,7 @@ def test_a_row_that_sees_nothing_is_zeros(server: Server) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_dtype_says_what_numbers_in_lists_are(server: Server, dtype: str) -> None:
+def test_dtype_is_the_dtype_of_lists(server: Server, dtype: str) -> None:
     inputs = tensors(3, dtype)
     listed = Case(inputs, dtype=dtype, encoding="lists").document | {"encoding": "base64"}
     answer = run_request(server, listed)
@@ -114,13 +114,13 @@ def test_dtype_says_what_numbers_in_lists_are(server: Server, dtype: str) -> Non
     assert came == {"output": dtype, "weights": exact, "scores": exact}
 
 
-def test_numbers_in_lists_are_float32_unless_said(server: Server) -> None:
+def test_lists_are_float32_by_default(server: Server) -> None:
     assert (
         run_request(server, EXAMPLE, encoding="base64")["outputs"]["output"]["dtype"] == "float32"
     )
 
 
-def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
+def test_response_has_the_encoding_of_the_request(server: Server) -> None:
     mixed = {n: as_json(a, "lists") for n, a in tensors(2).items()}
     for name in mixed:
         inputs = mixed | {name: as_json(tensors(2)[name], "base64")}
@@ -148,7 +148,9 @@ def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
         ({"outputs": ["output", "weights", "scores"]}, ["output", "weights", "scores"]),
     ],
 )
-def test_what_to_return(server: Server, fields: dict[str, Any], names: list[str]) -> None:
+def test_requested_outputs_are_returned(
+    server: Server, fields: dict[str, Any], names: list[str]
+) -> None:
     case = Case(tensors(4), {"causal": True}, outputs=tuple(names))
     answer = run_request(
         server, {k: v for k, v in case.document.items() if k != "outputs"}, **fields
@@ -157,7 +159,7 @@ def test_what_to_return(server: Server, fields: dict[str, Any], names: list[str]
     case.check(answer["outputs"])
 
 
-def test_timing_is_measured_and_goes_out_as_a_header(server: Server) -> None:
+def test_timing_is_in_the_body_and_in_a_header(server: Server) -> None:
     response = post(server, Case(tensors(4)).document)
     timing = response.json()["timing"]
     assert timing.keys() == {*TIMES, "batch_size", "device", "backend", "flops", "bytes"}
@@ -182,7 +184,7 @@ def test_flops_and_bytes_are_the_analytic_counts(server: Server, outputs: tuple[
     assert timing["bytes"] == came + sum(gone[name] for name in outputs)
 
 
-def test_a_layer_counts_too(server: Server) -> None:
+def test_flops_and_bytes_include_the_layer(server: Server) -> None:
     B, L, M, heads, out = 2, 3, 4, 2, 6
     layer = random_layer("v2", M, out, bias=True)
     x = np.ones((B, L, M), np.float32)
@@ -226,7 +228,7 @@ def test_heads_add_an_axis_to_weights_and_scores(
     )
 
 
-def test_words_stand_for_what_json_lacks(server: Server) -> None:
+def test_nan_and_infinity_are_strings_in_json(server: Server) -> None:
     words = EXAMPLE["inputs"] | {"value": [["Infinity", 2], ["-Infinity", "NaN"]]}
     outputs = run_request(server, {"inputs": words})["outputs"]["output"]
     assert outputs == [["NaN", "NaN"], ["NaN", "NaN"]]
@@ -238,7 +240,9 @@ def test_words_stand_for_what_json_lacks(server: Server) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-40, 1e-50, 1e9, -1e9])
 @pytest.mark.parametrize("outputs", [("output",), ("output", "weights", "scores")])
-def test_any_scale_gives_numbers(server: Server, scale: float, outputs: tuple[str, ...]) -> None:
+def test_any_scale_gives_finite_outputs(
+    server: Server, scale: float, outputs: tuple[str, ...]
+) -> None:
     small = {n: np.sign(a) * 2.0**-20 for n, a in tensors(4).items()}
     inputs = {n: a.astype(np.float32) for n, a in small.items()}
     for causal in (False, True):
@@ -247,14 +251,14 @@ def test_any_scale_gives_numbers(server: Server, scale: float, outputs: tuple[st
 
 
 @pytest.mark.parametrize("kind", range(150))
-def test_everything_at_once_against_the_reference(server: Server, kind: int) -> None:
+def test_random_requests_match_the_reference(server: Server, kind: int) -> None:
     case = random_case(10_000 + kind, 0)
     case.check(run_request(server, case.document)["outputs"])
 
 
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
-def test_what_is_too_long_for_the_event_loop(server: Server, encoding: str) -> None:
-    """Bodies and answers past a MiB take another way through the service."""
+def test_large_bodies_are_handled_in_threads(server: Server, encoding: str) -> None:
+    """Bodies and responses above 256 KiB are parsed and encoded in a thread."""
     draw = np.random.default_rng(1)
     inputs = {n: draw.normal(size=(640, 600)).astype(np.float32) for n in ("query", "key", "value")}
     case = Case(inputs, {"causal": True}, outputs=("output", "weights"), encoding=encoding)

@@ -1,5 +1,5 @@
-"""Seed 003: exact attention and four that are linear in the length, at the notebook's shapes and by
-its own formulas; and every variant behind a layer."""
+"""Seed 003: exact attention and four linear methods, at the shapes and by the formulas of the
+notebook; and every variant with a layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def linear_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Method 2 as it stands there: without a normaliser."""
+    """Method 2 of the notebook: without a normaliser."""
     return (elu(q) + 1) @ ((elu(k) + 1).mT @ v)
 
 
@@ -67,7 +67,7 @@ METHODS: Final[dict[str, tuple[str, Any, dict[str, Any]]]] = {
 
 
 def seed_003() -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, Tensor]]:
-    """X, the layer's weights, and E and F."""
+    """X, the weights of the layer, E and F."""
     torch.manual_seed(3)
     x = torch.randn(N, D)
     weights = {f"W_{role}": torch.randn(D, D) / math.sqrt(D) for role in ROLES}
@@ -77,7 +77,7 @@ def seed_003() -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_each_method_at_the_notebooks_shapes(
+def test_each_method_at_the_shapes_of_the_notebook(
     client: Client, method: str, dtype: torch.dtype
 ) -> None:
     name, formula, parameters = METHODS[method]
@@ -94,20 +94,20 @@ def test_each_method_at_the_notebooks_shapes(
     truth = formula(q, k, v, *(p.double() for p in given.values()))
     assert found.output.shape == (N, D)
     assert found.output.dtype == dtype
-    # projections are rounded, and a product over D = 256 and sums over N follow: their roundings
-    # are as good as independent, and an answer lies within ten times the root of their number
+    # projections, a product over D = 256 and sums over N are rounded: these errors are nearly
+    # independent, and the error of a response is within ten times the root of their number
     close = 10 * math.sqrt(N + 2 * D) * EPS[str(dtype).removeprefix("torch.")]
     assert float((found.output.double() - truth).abs().max()) < close * float(truth.abs().max())
     again = found.weights.double() @ v
     assert float((again - truth).abs().max()) < close * float(truth.abs().max())
     signs = {"linformer": "signed", "linear": "unnormalised" if parameters else "stochastic"}
     assert found.weights_are == signs.get(name, "stochastic")
-    if found.weights_are == "stochastic":  # the notebook's own check
+    if found.weights_are == "stochastic":  # the check of the notebook
         sums = found.weights.double().sum(-1)
         assert float((sums - 1).abs().max()) < N * EPS["float32"]
 
 
-def test_method_4_answers_its_map_too(client: Client) -> None:
+def test_method_4_returns_its_weights(client: Client) -> None:
     x, weights, (E, F) = seed_003()
     found = client.attend(
         "linformer",
@@ -153,8 +153,8 @@ def projected(
 
 @pytest.mark.parametrize("variant", LAYERED, ids=lambda v: v.name)
 @pytest.mark.parametrize("separate", [False, True])
-def test_every_variant_behind_a_layer(client: Client, variant: Variant, separate: bool) -> None:
-    """x, or embeddings of each role's own; held against the file's reference."""
+def test_every_variant_with_a_layer(client: Client, variant: Variant, separate: bool) -> None:
+    """x, or separate embeddings for each role; compared with the variant's reference."""
     torch.manual_seed(4)
     weights = {
         f"W_{role}": torch.randn(6, width, dtype=torch.float64) / 2
@@ -173,9 +173,8 @@ def test_every_variant_behind_a_layer(client: Client, variant: Variant, separate
     torch.testing.assert_close(found.weights, truth.weights, rtol=0, atol=1000 * EPS["float64"])
 
 
-def test_the_head_of_seed_002_drops_nothing_unless_asked(client: Client) -> None:
-    """Embeddings of their own, causal; with dropout its weights are those without, dropped and
-    grown, and a seed repeats them."""
+def test_head_of_seed_002_has_no_dropout_by_default(client: Client) -> None:
+    """Separate embeddings, causal. Dropout zeroes or scales weights; a seed repeats them."""
     torch.manual_seed(1337)
     embeddings: dict[str, Any] = {role: torch.randn(4, 8, 32) for role in ROLES}
     weights = {f"W_{role}.weight": torch.randn(16, 32) / 8 for role in ROLES}

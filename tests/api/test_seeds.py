@@ -1,4 +1,4 @@
-"""The tables that seeds 001 and 002 print come out of the service, to the digits printed."""
+"""The service returns the tables of seeds 001 and 002, to the printed digits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ WEIGHTS: Final = """
 
 
 class SelfAttentionV1(nn.Module):
-    """As in seed 001."""
+    """The class of seed 001."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SelfAttentionV1(nn.Module):
 
 
 class SelfAttentionV2(nn.Module):
-    """As in seed 001."""
+    """The class of seed 001."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class SelfAttentionV2(nn.Module):
 
 
 class Head(nn.Module):
-    """As in seed 002: one head, with queries, keys and values of embeddings of their own."""
+    """The class of seed 002: one head, with separate embeddings for query, key and value."""
 
     def __init__(self, embed_dim: int, head_size: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Head(nn.Module):
 
 
 def printed(array: Array, table: str) -> bool:
-    """Whether the numbers are those of a table, to the digits that it prints."""
+    """Returns True if the numbers are those of a table, to its printed digits."""
     words, numbers = table.split(), array.astype(np.float32).reshape(-1).tolist()
     forms = [".4e" if "e" in word else ".4f" for word in words]
     return [format(x, form) for x, form in zip(numbers, forms, strict=True)] == words
@@ -133,11 +133,11 @@ def seed_001() -> tuple[SelfAttentionV1, SelfAttentionV2]:
 
 
 def seed_002() -> tuple[Tensor, dict[str, Tensor]]:
-    """x, and the state of one head under the names of layout v2."""
+    """x, and the state of one head with the names of layout v2."""
     torch.manual_seed(1337)
     x = torch.randn(4, 8, 2)
     state = {}
-    for role in ("key", "query", "value"):  # in this order they are drawn
+    for role in ("key", "query", "value"):  # the order of the random draws
         state[f"W_{role}.weight"] = nn.Linear(2, 16, bias=False).weight
     return x, state
 
@@ -154,7 +154,7 @@ def ask(server: Server, document: dict[str, Any], path: str = "attention/softmax
 
 
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
-def test_seed_001_prints_its_tables(server: Server, encoding: str) -> None:
+def test_seed_001_tables(server: Server, encoding: str) -> None:
     sav1, sav2 = seed_001()
     for layout, module, table in (("v1", sav1, V1_OUTPUT), ("v2", sav2, V2_OUTPUT)):
         document = {"inputs": {"x": TOKENS}, "layer": layer(layout, module.state_dict(), encoding)}
@@ -185,7 +185,7 @@ def test_seed_001_has_the_same_bits_in_both_layouts(server: Server) -> None:
             assert list(one) == outputs
 
 
-def test_seed_001_converts_as_the_notebook_does_by_hand(server: Server) -> None:
+def test_seed_001_conversion_matches_the_notebook(server: Server) -> None:
     sav1, sav2 = seed_001()
     assert printed(sav2.W_keys.weight.detach().numpy(), V2_KEYS)
     for source, target, module in (("v1", "v2", sav1), ("v2", "v1", sav2)):
@@ -207,7 +207,7 @@ def test_seed_001_converts_as_the_notebook_does_by_hand(server: Server) -> None:
         assert output[source] == output[target]
 
 
-def test_seed_002_averages_what_came_so_far(server: Server) -> None:
+def test_seed_002_running_mean(server: Server) -> None:
     x, _ = seed_002()
     nothing = as_json(np.zeros((4, 8, 1), np.float32), "base64")
     document = {
@@ -221,7 +221,7 @@ def test_seed_002_averages_what_came_so_far(server: Server) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
-def test_seed_002_v4_prints_its_tables(server: Server, encoding: str) -> None:
+def test_seed_002_v4_tables(server: Server, encoding: str) -> None:
     x, state = seed_002()
     document = {
         "inputs": {"x": as_json(x.numpy(), encoding)},
@@ -240,13 +240,13 @@ def test_seed_002_v4_prints_its_tables(server: Server, encoding: str) -> None:
     q, k, v = (x.double() @ state[f"W_{r}.weight"].detach().double().T for r in ROLES)
     raw = q @ k.transpose(-2, -1)
     wei = raw.masked_fill(torch.tril(torch.ones(8, 8)) == 0, float("-inf"))
-    # a product over C = 2, one over 16 and a sum over 8 are rounded on the way to an output
+    # an output has rounding errors of products over C = 2 and 16 and of a sum over 8
     bound = EPS["float32"] * (2 + 16 + 8) * float(raw.abs().max()) * float(v.abs().max())
     exact = (wei.softmax(-1) @ v).numpy()
     assert np.abs(outputs["output"] - exact).max() < bound
 
 
-def test_seed_002_head_takes_embeddings_of_its_own_for_each_role(server: Server) -> None:
+def test_seed_002_head_takes_separate_embeddings(server: Server) -> None:
     torch.manual_seed(1337)
     head = Head(32, 16)
     embeddings = {role: torch.randn(4, 8, 32) for role in ROLES}
@@ -259,7 +259,7 @@ def test_seed_002_head_takes_embeddings_of_its_own_for_each_role(server: Server)
     outputs = ask(server, document)["outputs"]
     with torch.no_grad():
         output, weights, scores = head.double()(*(e.double() for e in embeddings.values()))
-    # products over C = 32 and over 16, and a sum over 8, are rounded on the way
+    # rounding errors of products over C = 32 and 16 and of a sum over 8
     bound = EPS["float32"] * (32 + 16 + 8) * float(scores.abs().max())
     assert np.abs(as_array(outputs["weights"]) - weights.numpy()).max() < bound
     assert np.abs(as_array(outputs["output"]) - output.numpy()).max() < bound * float(

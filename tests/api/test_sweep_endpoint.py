@@ -1,4 +1,4 @@
-"""Events of sweeps on real sockets: callers who leave, others meanwhile, and how they end."""
+"""Events of sweeps over real sockets: client disconnects, other requests, and ends."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_headers_and_bytes_on_the_wire(server: Server) -> None:
     assert b'event: progress\ndata: {"done":0,' in body
 
 
-def test_events_come_while_it_runs(server: Server) -> None:
-    """The first cell is there before the second runs."""
+def test_events_are_sent_during_the_sweep(server: Server) -> None:
+    """The first cell arrives before the second runs."""
     with server.hold(), open_sweep(server, variants=["mean"], lengths=[8, 16]) as asked:
         wait_until(lambda: server.queued_count == 1)
         came = asked.recv(1 << 16)
@@ -56,7 +56,7 @@ def test_events_come_while_it_runs(server: Server) -> None:
         assert b"event: cell" not in came
 
 
-def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_are_sent_as_heartbeat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert event_stream.HEARTBEAT_S == 10
     monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.02)
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
@@ -67,8 +67,10 @@ def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest.Monke
     assert [name for name, _ in parse_events(iter([*came, ""]))] == ["progress"]
 
 
-def test_who_leaves_ends_it(server: Server, submitted_jobs: list[tuple[Job, int]]) -> None:
-    """What is left of its cells never reaches the device."""
+def test_client_disconnect_ends_the_sweep(
+    server: Server, submitted_jobs: list[tuple[Job, int]]
+) -> None:
+    """The remaining cells do not run."""
     lengths = list(range(8, 40))
     with open_sweep(server, variants=["mean", "linear"], lengths=lengths) as leaver:
         with server.hold():
@@ -82,7 +84,7 @@ def test_who_leaves_ends_it(server: Server, submitted_jobs: list[tuple[Job, int]
     assert seen < len(lengths)
 
 
-def test_who_leaves_has_room_for_as_long_as_a_thread_draws(
+def test_disconnected_sweep_keeps_its_admission_until_its_thread_ends(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = serve()
@@ -100,14 +102,14 @@ def test_who_leaves_has_room_for_as_long_as_a_thread_draws(
         held = own.engine.admission.incoming
         leaver.close()
         own.http.get("/livez")
-        time.sleep(0.1)  # what would be given back is, by then
+        time.sleep(0.1)  # the admission is released by then
         assert own.engine.admission.incoming == held
         assert held.bytes
         goes_on.set()
     wait_until(lambda: not own.engine.admission.incoming.bytes)
 
 
-def test_who_leaves_is_counted_as_that(serve: Callable[..., Server]) -> None:
+def test_client_disconnect_is_counted(serve: Callable[..., Server]) -> None:
     own = serve()
 
     def left() -> bool:
@@ -120,11 +122,11 @@ def test_who_leaves_is_counted_as_that(serve: Callable[..., Server]) -> None:
     wait_until(left)
 
 
-def test_others_are_answered_meanwhile_and_before_it(
+def test_other_requests_run_before_the_sweep(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
-    """Of what waits, everybody else's goes first; and a sweep never has more than one waiting."""
-    value = np.ones((600, 64)).tolist()  # too large to run on the loop
+    """All other queued requests run first; a sweep queues one job at a time."""
+    value = np.ones((600, 64)).tolist()  # too large to run inline
     asked = open_sweep(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
     try:
         wait_until(lambda: len(submitted_jobs) > 3)
@@ -162,7 +164,7 @@ def test_others_are_answered_meanwhile_and_before_it(
         wait_until(lambda: server.queued_count == 0)
 
 
-def test_keys_are_asked_for(serve: Callable[..., Server]) -> None:
+def test_sweep_needs_a_key(serve: Callable[..., Server]) -> None:
     guarded = serve(api_keys="secret")
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     assert guarded.http.post(SWEEP, json=body).status_code == 401
@@ -172,7 +174,7 @@ def test_keys_are_asked_for(serve: Callable[..., Server]) -> None:
     assert answer.headers["x-request-id"] == "mine"
 
 
-def test_a_fault_of_ours_ends_the_stream(
+def test_internal_error_ends_the_stream(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = serve()
@@ -187,7 +189,7 @@ def test_a_fault_of_ours_ends_the_stream(
     assert "ZeroDivision" not in str(said)
 
 
-def test_a_service_that_stops_says_so() -> None:
+def test_stopping_service_sends_an_error_event() -> None:
     with running_server() as stopping:
         shared_state = stopping.app.user_middleware[0].kwargs["shared_state"]
         assert isinstance(shared_state, SharedState)
@@ -201,7 +203,7 @@ def test_a_service_that_stops_says_so() -> None:
         assert what["problem"]["type"] == "urn:qkv:problem:not-now"
 
 
-def test_sigterm_does_not_wait_for_it(command: Callable[..., Process]) -> None:
+def test_sigterm_does_not_wait_for_the_sweep(command: Callable[..., Process]) -> None:
     process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="30")
     body = {"variants": ["softmax"], "lengths": [256, 512], "repeats": 100}
     with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
@@ -215,14 +217,14 @@ def test_sigterm_does_not_wait_for_it(command: Callable[..., Process]) -> None:
     assert time.monotonic() - since < 20
 
 
-def test_a_long_cell_does_not_outlast_the_time_to_end(command: Callable[..., Process]) -> None:
-    """Its caller is told, in an event."""
+def test_long_cell_ends_with_the_drain_timeout(command: Callable[..., Process]) -> None:
+    """The client gets an error event."""
     process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="0")
     body = {"variants": ["softmax"], "lengths": [12288], "repeats": 100}
     with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
         told = parse_events(response.iter_lines())
         assert next(told)[0] == "progress"
-        time.sleep(0.5)  # until its inputs are drawn, and its first run goes on
+        time.sleep(0.5)  # until its inputs are drawn, and its first run has started
         process.popen.send_signal(signal.SIGTERM)
         *_, (name, what) = told
     assert name == "error"
@@ -231,7 +233,7 @@ def test_a_long_cell_does_not_outlast_the_time_to_end(command: Callable[..., Pro
     assert not [line for line in process.lines if "Traceback" in line]
 
 
-def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:
+def test_device_process_sweeps(command: Callable[..., Process]) -> None:
     process = command(
         "serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one",
         QKV_MAX_QUEUE_BYTES=str(64 << 20),
@@ -244,7 +246,7 @@ def test_a_device_process_sweeps_too(command: Callable[..., Process]) -> None:
     assert process.end() == 0, process.lines
 
 
-def test_the_documented_example_runs(url: str) -> None:
+def test_documented_example_runs(url: str) -> None:
     page = (ROOT / "docs/http.md").read_text()
     (line,) = re.findall(r"^curl -N .*/v1/sweep.*$", page, re.MULTILINE)
     done = subprocess.run(

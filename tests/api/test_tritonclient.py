@@ -28,9 +28,13 @@ from support.triton_client import (
     triton_client,
 )
 
+pytestmark = pytest.mark.representative
+
 WORKERS: Final = 2
 FLOATS: Final = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
-PARAMETERS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [  # as sent, as they are
+PARAMETERS: Final[
+    list[tuple[dict[str, Any], dict[str, Any]]]
+] = [  # datatype in the request, dtype of the array
     ({"causal": True}, {"causal": True}),
     ({"window": "[1, 0]"}, {"window": [1, 0]}),
     ({"window": " [null, 1]"}, {"window": [None, 1]}),
@@ -42,7 +46,7 @@ PARAMETERS: Final[list[tuple[dict[str, Any], dict[str, Any]]]] = [  # as sent, a
 
 
 def same(came: Array | None, right: Any) -> bool:
-    """Bit for bit."""
+    """Returns True if two arrays have the same bits."""
     return (
         came is not None
         and (came.dtype, came.shape) == (right.dtype, right.shape)
@@ -67,7 +71,7 @@ def native(service_process: Process) -> Iterator[qkv.Client]:
         yield made
 
 
-def test_what_it_says_of_the_server(client: Any) -> None:
+def test_server_metadata_and_health(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     about = client.get_server_metadata()
@@ -76,7 +80,7 @@ def test_what_it_says_of_the_server(client: Any) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "1"])
-def test_what_it_says_of_a_model(client: Any, version: str) -> None:
+def test_model_metadata_and_config(client: Any, version: str) -> None:
     assert client.is_model_ready("softmax", version)
     about = client.get_model_metadata("softmax", version)
     assert (about["name"], about["versions"]) == ("softmax", ["1"])
@@ -97,13 +101,13 @@ def test_what_it_says_of_a_model(client: Any, version: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_datatype_both_ways(client: Any, native: qkv.Client, dtype: Any) -> None:
+def test_every_datatype_as_binary_and_json(client: Any, native: qkv.Client, dtype: Any) -> None:
     arrays = random_inputs(dtype)
     right = native.attend("softmax", **arrays, outputs=["output"]).output
     assert right is not None
     assert right.dtype == dtype
     forms: list[list[str] | None] = [None]
-    if dtype != ml_dtypes.bfloat16:  # which the client itself sends as bytes only
+    if dtype != ml_dtypes.bfloat16:  # the client sends it as bytes only
         forms.append([])
     for binary in forms:
         for outputs in (None, True, False):  # None: the client asks for bytes
@@ -136,7 +140,7 @@ def test_binary_and_json_mixed_in_any_order(client: Any, native: qkv.Client) -> 
                 only = native.attend("softmax", **arrays, outputs=list(chosen), causal=True)
                 for name in chosen:
                     assert same(ran.as_numpy(name), getattr(only, name))
-    assert np.isneginf(right.scores).any()  # which JSON has no number for
+    assert np.isneginf(right.scores).any()  # JSON has no such number
 
 
 @pytest.mark.parametrize(("as_sent", "as_is"), PARAMETERS)
@@ -151,7 +155,7 @@ def test_parameters(
         for name in names:
             assert same(ran.as_numpy(name), getattr(right, name))
     plain = native.attend("softmax", **arrays, outputs=["output", "weights"]).weights
-    assert not same(plain, right.weights)  # each of them changes something
+    assert not same(plain, right.weights)  # each parameter changes the output
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -162,7 +166,7 @@ def test_masks(client: Any, native: qkv.Client, kind: str, binary: bool) -> None
         arrays["mask"] = draw.random((2, 1, 5, 7)) < 0.6
     elif kind == "float":
         arrays["mask"] = draw.normal(size=(2, 4, 5, 7)).astype(np.float32)
-        arrays["mask"][:, :, 2, 3:] = -np.inf  # which the client writes without quotes in JSON
+        arrays["mask"][:, :, 2, 3:] = -np.inf  # the client writes it without quotes in JSON
     else:
         arrays["key_lengths"] = np.array([3, 7])
     right = native.attend("softmax", **arrays, outputs=["output"]).output
@@ -205,9 +209,7 @@ def test_id_priority_timeout_and_timing(client: Any) -> None:
         assert 0 < sum(times) <= ran["parameters"]["total_ms"]
 
 
-def test_the_body_that_the_client_makes_for_others(
-    service_process: Process, native: qkv.Client
-) -> None:
+def test_generated_request_body_is_accepted(service_process: Process, native: qkv.Client) -> None:
     arrays = random_inputs()
     body, length = triton.InferenceServerClient.generate_request_body(infer_inputs(arrays, ["key"]))
     headers = {"Inference-Header-Content-Length": str(length)}
@@ -261,7 +263,7 @@ def test_async_infer(service_process: Process, native: qkv.Client) -> None:
             wrong.get_result()
 
 
-def test_the_client_for_asyncio(service_process: Process, native: qkv.Client) -> None:
+def test_asyncio_client(service_process: Process, native: qkv.Client) -> None:
     asked = [random_inputs(seed=seed) for seed in range(8)]
 
     async def all_of_them() -> list[Any]:
@@ -315,54 +317,58 @@ REFUSED: Final[list[tuple[Call, str, int]]] = [
         "softmax has no input 'foo'; it takes",
         400,
     ),
-    (asking(infer_inputs(random_inputs())[:2]), "softmax needs value, which did not come", 400),
+    (asking(infer_inputs(random_inputs())[:2]), "softmax needs value: missing from inputs", 400),
     (
         asking(outputs=requested_outputs(outptu=True)),
-        "softmax has no output 'outptu'; it has output",
+        "softmax has no output 'outptu': expected output",
         400,
     ),
     (asking(parameters={"windw": 1}), "softmax has no parameter 'windw'", 400),
-    (asking(parameters={"window": "[1"}), "which looks like JSON", 400),
+    (asking(parameters={"window": "[1"}), "expected JSON", 400),
     (asking(sequence_id=3), "no model keeps state", 400),
-    (asking(sequence_id="a", sequence_start=True), "sequence_id has no meaning", 400),
-    (asking(timeout=-1), "parameters.timeout came as -1", 400),
-    (asking(infer_inputs(random_inputs(np.int32))), '"INT32"; served are FP64', 400),
-    (asking(infer_inputs(random_inputs(np.int64))), "query came as int64", 400),
+    (asking(sequence_id="a", sequence_start=True), "sequence_id is not supported", 400),
+    (asking(timeout=-1), "parameters.timeout is invalid: got -1", 400),
+    (asking(infer_inputs(random_inputs(np.int32))), '"INT32", expected FP64', 400),
+    (asking(infer_inputs(random_inputs(np.int64))), "query has the wrong dtype: got int64", 400),
     (
         asking(outputs=[triton.InferRequestedOutput("output", class_count=2)]),
-        "'classification'; known is binary_data",
+        "'classification', expected binary_data",
         400,
     ),
-    (lambda c: c.load_model("softmax", config="{}"), "parameter 'config' is not taken", 400),
-    (lambda c: c.load_model("softmax", files={"file:1/a": b""}), "'file:1/a' is not taken", 400),
-    (lambda c: c.get_log_settings(), "no /v2/logging here", 404),
-    (lambda c: c.get_trace_settings(), "no /v2/trace/setting here", 404),
-    (lambda c: c.register_system_shared_memory("a", "/a", 8), "no /v2/systemsharedmemory", 404),
-    (lambda c: c.unregister_cuda_shared_memory(), "no /v2/cudasharedmemory", 404),
+    (lambda c: c.load_model("softmax", config="{}"), "parameter 'config' is not supported", 400),
+    (
+        lambda c: c.load_model("softmax", files={"file:1/a": b""}),
+        "'file:1/a' is not supported",
+        400,
+    ),
+    (lambda c: c.get_log_settings(), "path /v2/logging does not exist", 404),
+    (lambda c: c.get_trace_settings(), "path /v2/trace/setting does not exist", 404),
+    (lambda c: c.register_system_shared_memory("a", "/a", 8), "path /v2/systemsharedmemory", 404),
+    (lambda c: c.unregister_cuda_shared_memory(), "path /v2/cudasharedmemory", 404),
 ]
 
 
 @pytest.mark.parametrize(("call", "says", "status"), REFUSED)
-def test_what_is_refused_is_said_in_our_words(
+def test_client_raises_the_error_of_the_service(
     client: Any, call: Call, says: str, status: int
 ) -> None:
     with raises_inference_error(says, status):
         call(client)
 
 
-def test_shared_memory_is_refused(client: Any) -> None:
+def test_shared_memory_is_rejected(client: Any) -> None:
     inputs = infer_inputs(random_inputs())
     inputs[0].set_shared_memory("region", 1280)
-    with raises_inference_error("query lies in shared memory"):
+    with raises_inference_error("query is in shared memory"):
         client.infer("softmax", inputs)
     (output,) = requested_outputs(output=True)
     output.set_shared_memory("region", 1280)
-    with raises_inference_error("no shared memory here"):
+    with raises_inference_error("classification and shared memory are not supported"):
         client.infer("softmax", infer_inputs(random_inputs()), outputs=[output])
 
 
-def test_a_key_goes_in_headers() -> None:
-    """As docs/open-inference-protocol.md says."""
+def test_key_is_sent_in_headers() -> None:
+    """As in docs/open-inference-protocol.md."""
     key = "a-key.0123456789"
     headers = {"Authorization": f"Bearer {key}"}
     arrays = random_inputs()
@@ -385,7 +391,7 @@ def test_a_key_goes_in_headers() -> None:
                 assert refused.value.status() == "401"
         with qkv.Client(server.url, api_key=key) as native:
             right = native.attend("softmax", weights="none", **arrays).output
-        for _ in range(3):  # the last ones on the shortest way
+        for _ in range(3):  # the last requests take the fast path
             result = client.infer("softmax", infer_inputs(arrays), headers=headers)
             assert same(result.as_numpy("output"), right)
 

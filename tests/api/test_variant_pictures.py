@@ -1,10 +1,11 @@
-"""Every variant's picture shows the weights that the service answers, and nothing else."""
+"""The picture of every variant shows the weights of the service's response."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
@@ -33,11 +34,12 @@ from pydantic import Field
 from torch import Tensor
 
 REFUSES = {{}}
-FORMULA = PAPER = COST = WEIGHTS = "odd"
+FORMULA = PAPER = COST = "odd"
+WEIGHTS = "signed"
 
 
 class Odd(NamedTuple):
-    output: Float[Tensor, "B H L E"] | None = None
+    output: Float[Tensor, "B H L D"] | None = None
     {answers}
 
 
@@ -58,7 +60,7 @@ def attend(
 
 
 def answered(server: Server, variant: Variant, parameters: Any) -> np.ndarray:
-    """The weights that a request over HTTP gets for the one input."""
+    """Returns the weights of a request over HTTP with the example input."""
     inputs = {n: as_json(array, "base64") for n, array in variant_pictures.inputs(variant).items()}
     body = {"inputs": inputs, "parameters": dict(parameters), "outputs": ["weights"]}
     response = server.http.post(
@@ -70,8 +72,8 @@ def answered(server: Server, variant: Variant, parameters: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cell_is_what_the_service_answers(server: Server, name: str) -> None:
-    """To half a shade, and to the three digits that a shade's number is written with."""
+def test_every_cell_shows_the_weight_of_the_response(server: Server, name: str) -> None:
+    """Up to half a shade, and to the three digits of a shade's number."""
     variant = catalogue.find(name)
     panels, ways = panel_cells(variant_pictures.draw(variant)), variant_pictures.ways(variant)
     assert len(panels) == len(ways) == (2 if "causal" in variant.parameters.model_fields else 1)
@@ -81,7 +83,7 @@ def test_every_cell_is_what_the_service_answers(server: Server, name: str) -> No
         most = np.abs(weights).max()
         for at, number in panel.items():
             share, exact = np.sqrt(np.abs([number, weights[at]]) / most)
-            # a number of three digits is off by 1/200 at most, and its root by half of that
+            # three digits have an error of 1/200 at most, and the root half of that
             assert abs(share - exact) <= (0.5 + 1e-5) / heatmap.LEVELS + share / 400
             assert number == 0 or np.sign(number) == np.sign(weights[at])
         if way.parameters.get("causal"):
@@ -89,7 +91,7 @@ def test_every_cell_is_what_the_service_answers(server: Server, name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_small_inert_and_says_what_it_is(name: str) -> None:
+def test_picture_is_small_has_no_scripts_and_a_title(name: str) -> None:
     variant = catalogue.find(name)
     svg = variant_pictures.draw(variant)
     assert svg is not None
@@ -111,8 +113,8 @@ def test_it_is_small_inert_and_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_last_digits_do_not_show(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Another processor or build of torch draws the same picture, to the letter."""
+def test_last_digits_do_not_change_the_picture(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Another processor or build of torch draws the same bytes."""
     variant, exact, random = (
         catalogue.find(name),
         variant_pictures._weights,
@@ -136,7 +138,7 @@ def test_variants_can_be_told_apart() -> None:
     assert sharp.max() > 5 * flat.max()
 
 
-def test_what_is_negative_is_another_colour_and_zero_is_empty() -> None:
+def test_negative_weights_are_orange_and_zeros_are_empty() -> None:
     matrix = np.array([[-4.0, 0.0, 1.0], [2.0, -1e-9, 4.0]])
     panel = heatmap.Panel("", matrix, "row i", "column j", "", "")
     svg = heatmap.draw("<signed>", "a & b", "", [panel])
@@ -152,8 +154,8 @@ def test_what_is_negative_is_another_colour_and_zero_is_empty() -> None:
     assert "&lt;signed&gt;" in svg
 
 
-def test_shades_go_evenly_from_the_card_to_far_from_it() -> None:
-    """Each a step in one direction, in light and dark, on both sides of 0."""
+def test_shades_change_evenly() -> None:
+    """Lightness is monotonic, in light and dark, on both sides of 0."""
     matrix = np.array([[-1.0, 1.0]])
     svg = heatmap.draw("", "", "", [heatmap.Panel("", matrix, "", "", "", "")])
     light, dark = svg.split("@media")
@@ -170,7 +172,7 @@ def test_shades_go_evenly_from_the_card_to_far_from_it() -> None:
             assert steps.max() < 3 * steps.min()
 
 
-def test_over_http(server: Server) -> None:
+def test_picture_over_http(server: Server) -> None:
     entries = {e["variant"]: e for e in server.http.get("/v1/variants").json()["variants"]}
     assert [name for name, entry in entries.items() if entry["picture"]] == NAMES
     for name in NAMES:
@@ -197,13 +199,13 @@ def test_over_http(server: Server) -> None:
 
 @pytest.fixture
 def odd(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Variant]:
-    """A variant of this file alone, from what it answers and how."""
+    """Returns a variant for one test, from its output and its signature."""
 
     def made(answers: str, body: str) -> Variant:
         module = ModuleType("qkv.attention.variants.odd")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(ODD.format(answers=answers, body=body), module.__dict__)
-        variant = catalogue._read_variant("odd")
+        variant = catalogue.read_module(module, Path("odd.py"))
         everything = {**catalogue.variants(), "odd": variant}
         monkeypatch.setattr(catalogue, "variants", lambda: everything)
         return variant
@@ -214,8 +216,8 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Variant]:
 MATRIX: Final = 'weights: Float64[Tensor, "B H L S"] | None = None'
 
 
-def test_sizes_and_inputs_of_its_own_are_met(odd: Callable[[str, str], Variant]) -> None:
-    """Fixed axes, whole numbers, a mask that is needed, a table: all come from the signature."""
+def test_unusual_signatures_get_a_picture(odd: Callable[[str, str], Variant]) -> None:
+    """Fixed axes, integers, a required mask, a table: all come from the signature."""
     body = (
         "return Odd(weights=query_BHL3 @ table_5D[:3, :].expand(1, 1, -1, -1) * mask_BHLS"
         " * (count_B == 16))"
@@ -245,7 +247,7 @@ def test_sizes_and_inputs_of_its_own_are_met(odd: Callable[[str, str], Variant])
     ],
     ids=["no weights", "one axis", "five axes", "fails", "not finite"],
 )
-def test_without_a_matrix_there_is_no_picture(
+def test_variant_without_a_weights_matrix_has_no_picture(
     server: Server, odd: Callable[[str, str], Variant], answers: str, body: str
 ) -> None:
     variant = odd(answers, body)

@@ -1,4 +1,4 @@
-"""Closed-form gradients of every variant: the derivatives of attend and of the reference."""
+"""Closed-form gradients of every variant agree with `attend` and the reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ every_variant = pytest.mark.parametrize("name", BACKWARDS)
 
 
 def cases() -> Iterator[Any]:
-    """Every variant with all parameters that it knows, with padding and without, and masks."""
+    """Yields every variant with all its parameters, with and without padding, and with masks."""
     B, H, L, S = (SIZES[letter] for letter in "BHLS")
     for name, variant in BACKWARDS.items():
         known = [p for p in PARAMETERS if p.keys() <= variant.parameters.model_fields.keys()]
@@ -72,7 +72,7 @@ every_case = pytest.mark.parametrize(("name", "parameters", "extra"), list(cases
 
 
 class Attended(torch.autograd.Function):
-    """attend forwards, backward backwards."""
+    """An autograd function of `attend` and `backward`."""
 
     @staticmethod
     def forward(ctx: Any, forth: Callable[..., Tensor], back: Callable[..., Any], *x: Any) -> Any:
@@ -86,7 +86,7 @@ class Attended(torch.autograd.Function):
 
 
 @every_variant
-def test_the_signature_is_that_of_attend(name: str) -> None:
+def test_backward_has_the_signature_of_attend(name: str) -> None:
     module = BACKWARDS[name].module
     backward = list(inspect.signature(module.backward).parameters.values())
     attend = inspect.signature(module.attend).parameters.values()
@@ -97,8 +97,9 @@ def test_the_signature_is_that_of_attend(name: str) -> None:
     assert list(vars(module)).index("backward") > list(vars(module)).index("reference")
 
 
+@pytest.mark.slow
 @every_case
-def test_it_is_the_derivative_of_attend(
+def test_backward_is_the_derivative_of_attend(
     name: str, parameters: dict[str, Any], extra: dict[str, Tensor]
 ) -> None:
     tensors = random_inputs(name) | extra
@@ -109,21 +110,21 @@ def test_it_is_the_derivative_of_attend(
         return forward_output(name, tensors | dict(zip(floating, x, strict=True)), parameters)
 
     def back(grad: Tensor, *x: Tensor) -> list[Tensor]:
-        given = {a: t.detach() for a, t in zip(floating, x, strict=True)}
-        made = gradients(name, grad, tensors | given, parameters)
-        return [made[names[a]].clone() for a in floating]
+        detached = {a: t.detach() for a, t in zip(floating, x, strict=True)}
+        found = gradients(name, grad, tensors | detached, parameters)
+        return [found[names[a]].clone() for a in floating]
 
     inputs = [tensors[a].clone().requires_grad_() for a in floating]
     apply: Any = Attended.apply
-    masked = "mask_BHLS" in extra  # its entries one by one would take minutes
+    masked = "mask_BHLS" in extra  # all entries one by one would take minutes
     assert torch.autograd.gradcheck(lambda *x: apply(forth, back, *x), inputs, fast_mode=masked)
 
 
 @every_case
-def test_it_is_the_derivative_of_the_reference(
+def test_backward_is_the_derivative_of_the_reference(
     name: str, parameters: dict[str, Any], extra: dict[str, Tensor]
 ) -> None:
-    """Along a random direction, by central differences whose two steps bound what they cut off."""
+    """Compares with central differences along a random direction; two steps bound their error."""
     tensors = random_inputs(name) | extra
     names = {i.argument: i.name for i in BACKWARDS[name].inputs.values()}
     along = {a: torch.randn_like(t) for a, t in tensors.items() if t.is_floating_point()}
@@ -136,9 +137,9 @@ def test_it_is_the_derivative_of_the_reference(
 
     step = EPS ** (1 / 3)
     slopes = [float((outcome(h) - outcome(-h)).sum() / (2 * h)) for h in (step, 2 * step)]
-    made = gradients(name, grad, tensors, parameters)
-    found = sum(float((made[names[a]] * way).sum()) for a, way in along.items())
-    # the doubled step cuts off four times as much; and each outcome has as many roundings as sums
+    result = gradients(name, grad, tensors, parameters)
+    found = sum(float((result[names[a]] * way).sum()) for a, way in along.items())
+    # the doubled step has four times the error; each outcome has as many roundings as sums
     bound = abs(slopes[0] - slopes[1]) + 100 * EPS * float(outcome(0.0).abs().sum()) / step
     assert abs(found - slopes[0]) <= bound
 
@@ -146,13 +147,16 @@ def test_it_is_the_derivative_of_the_reference(
 def roundings(
     name: str, grad: Tensor, tensors: Mapping[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
-    """How many eps of float32 a gradient may be off, in its own units: what its sums hold, as many
-    times as they have terms. A variant that is not named computes in float64."""
+    """Returns the bounds of a gradient's error in eps of float32.
+
+    Each is the mass of the gradient's sums times their number of terms. Variants that are not named
+    compute in float64.
+    """
     size = {a: t.double().abs() for a, t in tensors.items()}
     if name == "linear_layer":
         x, weight = size["x_BI"], size["weight_OI"]
         grad = grad.double().abs()
-        made = {"x": grad @ weight * len(weight), "weight": grad.mT @ x * len(x)}
+        bounds = {"x": grad @ weight * len(weight), "weight": grad.mT @ x * len(x)}
     elif name == "softmax":
         query, key, value = (tensors[a].double() for a in ("query_BHLD", "key_BGSD", "value_BGSE"))
         K, S, (D, E) = query.shape[1] // key.shape[1], key.shape[2], (key.shape[3], value.shape[3])
@@ -161,22 +165,22 @@ def roundings(
         products = (query.abs() @ key.abs().mT).amax(-1, keepdim=True) * scale
         slope = grad.double().abs() @ value.abs().mT
         slope = share * (slope + (share * slope).sum(-1, keepdim=True))
-        # a share is off by its scores' errors, and by its row's sum
+        # a share has the errors of its scores and of its row's sum
         terms = 2 * (D + 2) * products + 3 * S + E + 8
         slope, share = slope * terms, share * terms
-        made = {
+        bounds = {
             "query": scale * slope @ key.abs() * 2,
             "key": (scale * slope.mT @ query.abs() * 2).unflatten(1, (-1, K)).sum(2),
             "value": (share.mT @ grad.double().abs()).unflatten(1, (-1, K)).sum(2) * 2,
         }
     else:
-        made = {}
-    return made
+        bounds = {}
+    return bounds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @every_variant
-def test_narrower_numbers_lose_what_they_round(name: str, dtype: torch.dtype) -> None:
+def test_narrow_dtypes_have_bounded_error(name: str, dtype: torch.dtype) -> None:
     sizes = SIZES | {"L": 90, "S": 100, "D": 16, "E": 8, "N": 110}
     tensors = random_inputs(name, sizes, dtype)
     grad = torch.randn_like(forward_output(name, tensors, {}))
@@ -192,22 +196,24 @@ def test_narrower_numbers_lose_what_they_round(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [n for n, v in BACKWARDS.items() if "key_lengths" in v.inputs])
-def test_padding_may_hold_anything_and_gets_zeros(name: str, causal: bool, garbage: float) -> None:
+def test_padding_may_hold_anything_and_has_zero_gradient(
+    name: str, causal: bool, garbage: float
+) -> None:
     variant = BACKWARDS[name]
     parameters = {"causal": causal} if "causal" in variant.parameters.model_fields else {}
     lengths = {"key_lengths_B": torch.tensor([4, 2, 0])}
     for dtype in (torch.float32, torch.float64):
         tensors = random_inputs(name, dtype=dtype)
         grad = torch.randn_like(forward_output(name, tensors, parameters))
-        kept = gradients(name, grad, tensors | lengths, parameters)
+        clean = gradients(name, grad, tensors | lengths, parameters)
         padded = [a for a in tensors if a.startswith(("key_BGS", "value_B"))]
-        spoilt = {a: t.clone() for a, t in tensors.items()}
+        with_garbage = {a: t.clone() for a, t in tensors.items()}
         for argument in padded:
             for b, length in enumerate(lengths["key_lengths_B"]):
-                spoilt[argument][b, :, length:] = garbage
-        found = gradients(name, grad, spoilt | lengths, parameters)
+                with_garbage[argument][b, :, length:] = garbage
+        found = gradients(name, grad, with_garbage | lengths, parameters)
         for n, gradient in found.items():
-            assert torch.equal(gradient, kept[n])
+            assert torch.equal(gradient, clean[n])
         for argument in padded:
             gradient = found[argument.rpartition("_")[0]]
             for b, length in enumerate(lengths["key_lengths_B"]):
@@ -215,7 +221,7 @@ def test_padding_may_hold_anything_and_gets_zeros(name: str, causal: bool, garba
 
 
 @pytest.mark.parametrize("name", ["softmax", "linear", "taylor"])
-def test_rows_that_see_nothing_give_nothing(name: str) -> None:
+def test_rows_without_keys_have_zero_gradient(name: str) -> None:
     tensors = random_inputs(name)
     grad = torch.randn_like(forward_output(name, tensors, {}))
     found = gradients(name, grad, tensors, {"causal": True, "query_offset": -2})
@@ -224,14 +230,14 @@ def test_rows_that_see_nothing_give_nothing(name: str) -> None:
     assert not found["value"][:, :, 1:].any()
     again = grad.clone()
     again[:, :, :2] = 1e300
-    spoilt = gradients(name, again, tensors, {"causal": True, "query_offset": -2})
-    torch.testing.assert_close(spoilt["value"], found["value"], rtol=8 * EPS, atol=0)
+    with_garbage = gradients(name, again, tensors, {"causal": True, "query_offset": -2})
+    torch.testing.assert_close(with_garbage["value"], found["value"], rtol=8 * EPS, atol=0)
 
 
 def plain(
     name: str, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> Tensor:
-    """Output as a textbook writes it, in torch that differentiates itself; equally many heads."""
+    """Returns the textbook output in differentiable torch, for equally many heads."""
     visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
     visible = visible.tril() if causal else visible
     if name == "softmax":
@@ -246,9 +252,9 @@ def plain(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [65, 1000, 4096])
+@pytest.mark.parametrize("length", [65, 1000, pytest.param(4096, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["softmax", "linear", "taylor"])
-def test_lengths_past_a_block(name: str, length: int, causal: bool) -> None:
+def test_lengths_above_one_block(name: str, length: int, causal: bool) -> None:
     query, key, value, grad = (torch.randn(1, 1, length, 8, dtype=torch.float64) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     output = plain(name, leaves[0], leaves[1], leaves[2], causal, 8**-0.5)
@@ -256,8 +262,8 @@ def test_lengths_past_a_block(name: str, length: int, causal: bool) -> None:
     tensors = {"query_BHLD": query, "key_BGSD": key, "value_BGSE": value}
     found = gradients(name, grad, tensors, {"causal": causal})
     for n, slope in zip(("query", "key", "value"), slopes, strict=True):
-        # every entry is a sum of at most that many terms of about 1, taken two ways;
-        # taylor's rows are grown by what their sum has lost, 1e3 at most
+        # every entry is a sum of at most that many terms of about 1, computed in two ways;
+        # taylor's errors grow by the cancellation of the row's sum, at most by 1e3
         close = 4 * length * EPS * (1e3 if name == "taylor" else 1)
         torch.testing.assert_close(found[n], slope, rtol=close, atol=close)
 
@@ -267,8 +273,8 @@ from qkv.attention import catalogue
 module, L = catalogue.find(sys.argv[1]).module, int(sys.argv[2])
 query, key, value, grad = (torch.randn(1, 8, n, 64) for n in (L, 65536, 65536, L))
 with torch.inference_mode():
-    made = module.backward(grad, query, key, value, causal=True, query_offset="end")
-assert all(gradient.isfinite().all() for gradient in made.values())
+    result = module.backward(grad, query, key, value, causal=True, query_offset="end")
+assert all(gradient.isfinite().all() for gradient in result.values())
 say()
 """
 
@@ -276,7 +282,7 @@ say()
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "L"), [("linear", 65536), ("taylor", 65536), ("softmax", 512)])
-def test_65536_tokens_fit_in_4_gib(name: str, L: int) -> None:
+def test_65536_tokens_take_less_than_4_gib(name: str, L: int) -> None:
     assert peaks(MEASURED, name, L)[-1].whole < 4 << 30
 
 
@@ -284,15 +290,15 @@ def test_65536_tokens_fit_in_4_gib(name: str, L: int) -> None:
 def test_blocks_of_rows_do_not_depend_on_the_batch(
     monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """Nor does the order in which what they give is summed."""
+    """The order of summation does not depend on the batch either."""
     blocks: list[slice] = []
     add = common_gradients._add_block
 
-    def counted(made: Any, scores: Any, rows: slice, *tensors: Tensor) -> None:
+    def recording(gradients: Any, scores: Any, rows: slice, *tensors: Tensor) -> None:
         blocks.append(rows)
-        add(made, scores, rows, *tensors)
+        add(gradients, scores, rows, *tensors)
 
-    monkeypatch.setattr(common_gradients, "_add_block", counted)
+    monkeypatch.setattr(common_gradients, "_add_block", recording)
     found = []
     for B in (1, 4):
         grad, query, key, value = torch.randn(4, B, 2, length, 8)

@@ -1,4 +1,4 @@
-"""Closed-form gradients of efficient attention, whatever its keys, in memory that is linear."""
+"""Closed-form gradients of efficient attention, for keys of any size, in linear memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.peak_memory import needs_proc, peaks
 
 
 def efficient_plainly(query: Tensor, key: Tensor, value: Tensor, sees_BHLS: Tensor) -> Tensor:
-    """Each row's softmaxes of its own, (L, S, D) of them; zeros for what sees nothing."""
+    """Returns the output with separate softmaxes (L, S, D) per row; 0 for rows without keys."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     none = ~sees_BHLS.any(-1)[..., None]
     terms = key[:, :, None].masked_fill(~(sees_BHLS | none)[..., None], -torch.inf)
@@ -40,14 +40,17 @@ def assert_efficient(
     grad: Tensor,
     **parameters: Any,
 ) -> dict[str, Tensor]:
-    """The gradients that autograd finds of the plain one, to as many roundings as sums have terms
-    and e^x, where it is not 0, has for |x|; they are of what nothing would cancel in."""
+    """Checks the gradients against autograd of the plain function, and returns them.
+
+    The bound has as many roundings as sums have terms, and |x| for each e^x that is not 0. It is
+    relative to the mass, where nothing cancels.
+    """
     query, key, value = (x.clone().requires_grad_() for x in tensors)
     truth = torch.autograd.grad(plain(query, key, value), (query, key, value), grad)
     ones = torch.ones_like(value[..., :1]).requires_grad_()
     (mass_BGS1,) = torch.autograd.grad(
         plain(query.detach(), key.detach(), ones).sum(), ones
-    )  # that the rows of A have in a key's column
+    )  # of the rows of A in a key's column
     scores = 2 * float((grad.norm(dim=-1).amax() * tensors[2].norm(dim=-1).amax()).double())
     arguments = ("query_BHLD", "key_BGSD", "value_BGSE")
     given = dict(zip(arguments, tensors, strict=True))
@@ -63,7 +66,7 @@ def assert_efficient(
 
 
 def keys_of(kind: str, key: Tensor) -> Tensor:
-    """Keys that one shift does for (up to 300) or not."""
+    """Returns keys for which one shift is enough (rises up to 300) or not."""
     position_S1 = torch.arange(key.shape[2])[:, None]
     if kind.startswith("late"):
         return key + float(kind.removeprefix("late by ")) * (position_S1 == 19)
@@ -76,8 +79,8 @@ def keys_of(kind: str, key: Tensor) -> Tensor:
     "kind",
     ["ordinary", "late by 120", "late by 290", "late by 1000", "rising", "by 3", "falling", "huge"],
 )
-def test_efficient_whatever_the_keys(kind: str, offset: int | str | None) -> None:
-    """Over several chunks, with fewer keys than queries, heads that share, and padding."""
+def test_any_keys(kind: str, offset: int | str | None) -> None:
+    """Covers several chunks, fewer keys than queries, grouped heads, and padding."""
     B, H, G, L, S, D, E = 3, 4, 2, 50, 40, 3, 2
     query, grad = torch.randn(B, H, L, D).double(), torch.randn(B, H, L, E).double()
     key, value = keys_of(kind, torch.randn(B, G, S, D).double()), torch.randn(B, G, S, E)
@@ -109,8 +112,8 @@ def test_efficient_whatever_the_keys(kind: str, offset: int | str | None) -> Non
 
 
 @pytest.mark.parametrize("rise", [300.0, -1.0])
-def test_efficient_over_4096_keys(rise: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one shift, and as where one would not do."""
+def test_4096_keys(rise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers the path with one shift and the path with several."""
     monkeypatch.setattr(efficient, "_RISE", rise)
     tensors = (torch.randn(1, 2, 4096, 3), torch.randn(1, 1, 4096, 3), torch.randn(1, 1, 4096, 2))
     query, key, value = (x.double() for x in tensors)
@@ -123,7 +126,7 @@ def test_efficient_over_4096_keys(rise: float, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "rising"])
-def test_efficient_in_small_blocks_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_blocks_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     query, grad = torch.randn(1, 4, 60, 3).double(), torch.randn(1, 4, 60, 2).double()
     key, value = torch.randn(1, 2, 35, 3).double(), torch.randn(1, 2, 35, 2).double()
     key = keys_of(kind, key)
@@ -139,8 +142,8 @@ def test_efficient_in_small_blocks_of_rows(kind: str, monkeypatch: pytest.Monkey
     ("kind", "causal"),
     [("ordinary", False), ("by 3", False), ("ordinary", True), ("late by 1000", True)],
 )
-def test_efficient_does_not_see_what_is_added_to_a_channel_of_keys(kind: str, causal: bool) -> None:
-    """So a channel's gradients sum to 0 over the keys."""
+def test_adding_a_constant_to_a_key_channel_changes_nothing(kind: str, causal: bool) -> None:
+    """The gradients of a channel therefore sum to 0 over the keys."""
     tensors = random_inputs("efficient", {"B": 2, "H": 4, "G": 2, "L": 33, "S": 33, "D": 3, "E": 2})
     query, value, grad = tensors["query_BHLD"], tensors["value_BGSE"], torch.randn(2, 4, 33, 2)
     key = keys_of(kind, tensors["key_BGSD"].mul(2**20).round().div(2**20))  # sums are exact
@@ -162,8 +165,8 @@ def test_efficient_does_not_see_what_is_added_to_a_channel_of_keys(kind: str, ca
 @pytest.mark.parametrize(
     ("v", "g"), [(900, -900), (-1000, 900), (900, -1000), (1000, -20), (-1000, 0)]
 )
-def test_efficient_at_the_ends_of_the_range(kind: str, v: int, g: int) -> None:
-    """Powers of two in values and in the output's gradient are powers of two in what is found."""
+def test_extreme_values_and_gradients(kind: str, v: int, g: int) -> None:
+    """Powers of two in values and in the output's gradient scale the result exactly."""
     tensors = random_inputs("efficient", {"B": 1, "H": 2, "G": 2, "L": 40, "S": 40, "D": 3, "E": 2})
     given = tensors | {"key_BGSD": keys_of(kind, tensors["key_BGSD"])}
     grad = torch.randn(1, 2, 40, 2).double()
@@ -179,7 +182,7 @@ def test_efficient_at_the_ends_of_the_range(kind: str, v: int, g: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["ordinary", "late by 1000"])
-def test_efficient_in_narrow_dtypes_is_rounded_once(kind: str, dtype: torch.dtype) -> None:
+def test_narrow_dtypes_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
     narrow = random_inputs("efficient", {"B": 2, "L": 40, "S": 40} | {"H": 4, "G": 2}, dtype)
     narrow["key_BGSD"] = keys_of(kind, narrow["key_BGSD"].float() * 0.5).to(dtype)
     grad = torch.randn(2, 4, 40, 2).to(dtype)
@@ -196,19 +199,18 @@ heads, length, slope = map(int, sys.argv[1:])
 x = torch.randn(1, heads, length, 64)
 key = x + slope * torch.arange(length)[:, None]
 with torch.inference_mode():
-    made = backward(x, x, key, x, causal=True)
-assert all(gradient.isfinite().all() for gradient in made.values())
+    result = backward(x, x, key, x, causal=True)
+assert all(gradient.isfinite().all() for gradient in result.values())
 say()
 """
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(
     ("heads", "length", "slope", "gib"),
-    [pytest.param(8, 65536, 0, 4, marks=pytest.mark.slow), (1, 16384, 1000, 1)],
+    [(8, 65536, 0, 4), (1, 16384, 1000, 1)],
 )
-def test_efficient_takes_memory_that_is_linear(
-    heads: int, length: int, slope: int, gib: int
-) -> None:
+def test_memory_is_linear(heads: int, length: int, slope: int, gib: int) -> None:
     """An (L, S) matrix of one head would be 32 GiB, or 2."""
     assert peaks(PEAK, heads, length, slope)[-1].whole < gib << 30

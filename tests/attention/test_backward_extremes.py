@@ -14,7 +14,7 @@ from support.gradient_calls import EPS, SIZES, forward_output, gradients, random
     ("dtype", "size"),
     [(torch.float32, 1e20), (torch.float32, 1e37), (torch.float64, 1e20), (torch.float64, 1e300)],
 )
-def test_huge_queries_and_values_give_what_is_finite(dtype: torch.dtype, size: float) -> None:
+def test_huge_queries_and_values_have_finite_gradients(dtype: torch.dtype, size: float) -> None:
     """Powers of two in and out change no bit of the gradient, and nothing is NaN."""
     for name in ("softmax", "linear", "taylor"):
         tensors = random_inputs(name, dtype=dtype)
@@ -23,7 +23,7 @@ def test_huge_queries_and_values_give_what_is_finite(dtype: torch.dtype, size: f
         for factor in (1.0, size):
             grad = torch.randn_like(forward_output(name, tensors, {})) * factor
             found = gradients(name, grad, tensors, {"causal": True})
-            if name != "softmax" or factor == 1.0:  # its slopes times such queries are infinite
+            if name != "softmax" or factor == 1.0:  # the slopes times such queries are infinite
                 assert all(gradient.isfinite().all() for gradient in found.values()), name
             assert not any(gradient.isnan().any() for gradient in found.values()), name
     tensors = random_inputs("softmax")
@@ -38,10 +38,10 @@ def test_huge_queries_and_values_give_what_is_finite(dtype: torch.dtype, size: f
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [-40.0, -60.0, -300.0, -1e4])
-def test_linear_where_features_vanish(size: float, causal: bool) -> None:
-    """Where all x <= 0, phi is exp, and a constant in queries or keys changes no gradient."""
+def test_linear_with_vanishing_features(size: float, causal: bool) -> None:
+    """For x <= 0, phi is exp, and a constant added to queries or keys changes no gradient."""
     near = random_inputs("linear", dtype=torch.float32)
-    for argument in ("query_BHLD", "key_BGSD"):  # in steps that float32 keeps at any size
+    for argument in ("query_BHLD", "key_BGSD"):  # in steps that float32 represents at any size
         near[argument] = near[argument].mul(4).round().div(4) - 4
     far = near | {a: near[a] + size for a in ("query_BHLD", "key_BGSD")}
     grad = torch.randn(3, 4, 3, 2)
@@ -52,8 +52,8 @@ def test_linear_where_features_vanish(size: float, causal: bool) -> None:
         torch.testing.assert_close(gradient, truth[n], rtol=4 * close, atol=1e3 * EPS)
 
 
-def test_linear_rows_whose_sum_underflows() -> None:
-    """A late key of another size leaves early rows nothing: as if they were alone."""
+def test_linear_with_row_sums_that_underflow() -> None:
+    """A late key of another size does not change the gradients of early rows."""
     tensors = random_inputs("linear", SIZES | {"B": 1, "L": 6, "S": 6})
     tensors["key_BGSD"] = -900 - tensors["key_BGSD"].abs()
     tensors["query_BHLD"] = -tensors["query_BHLD"].abs()
@@ -70,8 +70,8 @@ def test_linear_rows_whose_sum_underflows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("angle", [1e-1, 1e-3, 1e-5])
-def test_taylor_where_keys_oppose_the_query(dtype: torch.dtype, angle: float) -> None:
-    """Against central differences of 80 digits, for the inputs as rounded."""
+def test_taylor_with_opposed_keys(dtype: torch.dtype, angle: float) -> None:
+    """Compares with central differences of 80 digits, for the rounded inputs."""
     turns = torch.tensor([1.0, -1.5, 0.5], dtype=torch.float64) * angle
     key = -torch.stack([turns.cos(), turns.sin()], -1) * torch.tensor([[1.0], [3.0], [0.25]])
     query, value = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0], [-2.0], [4.0]])
@@ -95,9 +95,9 @@ def test_taylor_where_keys_oppose_the_query(dtype: torch.dtype, angle: float) ->
         for n in range(len(numbers)):
             up, down = ([*numbers[:n], numbers[n] + d, *numbers[n + 1 :]] for d in (step, -step))
             slopes.append(float((output(up) - output(down)) / (2 * step)))
-    made = torch.cat([found[n].double().flatten() for n in ("query", "key", "value")])
+    result = torch.cat([found[n].double().flatten() for n in ("query", "key", "value")])
     truth = torch.tensor(slopes, dtype=torch.float64)
-    # roundings of a direction over the least angle, of sums of terms that are the largest's size
+    # roundings of a direction over the least angle, and of sums of terms as large as the largest
     close = 2 * (8 + 4) * EPS / (angle / 2) + 4 * torch.finfo(dtype).eps
     for part in (slice(0, 2), slice(2, 8), slice(8, 11)):
-        assert ((made - truth).abs()[part] <= 4 * close * truth[part].abs().max()).all()
+        assert ((result - truth).abs()[part] <= 4 * close * truth[part].abs().max()).all()

@@ -1,10 +1,10 @@
-"""One variant is one file: dropped into an installed copy it is served, with no other touched."""
+"""A variant file with every part, added to a copy of the package: it is served, and no other file
+changes."""
 
 from __future__ import annotations
 
 import filecmp
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-import qkv
+from support.package_copies import copy_package, serving
 from support.paths import ROOT
 
 UNIFORM: Final = '''\
@@ -44,14 +44,14 @@ REFUSES: Final[Mapping[str, str]] = {"causal": "every query sees every key"}
 
 
 class Uniform(NamedTuple):
-    """What uniform attention answers."""
+    """The outputs of uniform attention."""
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """One sum."""
+    """Counts one sum."""
     return 2 * sizes["B"] * sizes["G"] * sizes["S"] * sizes["E"]
 
 
@@ -81,7 +81,7 @@ def weights(
     *,
     gain: float = 1.0,
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A: from a slice of L to (B, H, R, S)."""
+    """Returns the function from a slice of L to rows of A, (B, H, R, S)."""
     (B, H, _, _), S = query_BHLD.shape, key_BGSD.shape[2]
     exact = torch.float64 if query_BHLD.dtype == torch.float64 else torch.float32
 
@@ -94,7 +94,7 @@ def weights(
 def reference(
     query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, *, gain: float = 1.0
 ) -> Uniform:
-    """The textbook's line."""
+    """Computes the textbook's line."""
     (B, H, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
     weights = torch.ones(B, H, L, S, dtype=torch.float64) / S * gain
     return Uniform(weights @ value_BGSE.double().repeat_interleave(H // G, 1), weights)
@@ -110,44 +110,26 @@ RUN: Final = "/v1/attention/uniform"
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed package as it is."""
-    there = tmp_path_factory.mktemp("original") / "qkv"
-    package = Path(qkv.__file__).parent
-    return shutil.copytree(package, there, ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package without changes."""
+    return copy_package(tmp_path_factory.mktemp("original"), {})
 
 
 @pytest.fixture(scope="module")
-def copy(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed package, copied, with one file more."""
-    there = tmp_path_factory.mktemp("installed") / "qkv"
-    shutil.copytree(original, there)
-    (there / "attention" / "variants" / "uniform.py").write_text(UNIFORM)
-    return there
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with one more file."""
+    return copy_package(tmp_path_factory.mktemp("installed"), {"uniform.py": UNIFORM})
 
 
 @pytest.fixture(scope="module")
 def http(copy: Path) -> Iterator[httpx.Client]:
-    """A client of a real process that serves the copy."""
-    settings = {k: v for k, v in os.environ.items() if not k.upper().startswith("QKV_")}
-    settings |= {"PYTHONPATH": str(copy.parent), "QKV_DEVICE": "cpu", "QKV_THREADS": "2"}
-    command = [sys.executable, "-m", "qkv", "serve", "--port", "0"]
-    with subprocess.Popen(
-        command, cwd=copy.parent, env=settings, stderr=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stderr is not None
-        try:
-            said = server.stderr.readline()  # it says so once it listens
-            assert said.startswith("qkv serves on http"), said + server.stderr.read()
-            with httpx.Client(base_url=said.split()[3], timeout=60) as client:
-                yield client
-        finally:
-            server.terminate()
-            server.communicate(timeout=60)
-        assert server.returncode == 0
+    """A client of a process that serves the copy."""
+    with serving(copy) as service:
+        assert not service.messages
+        yield service.http
 
 
 def refused(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    """The problem that a body is answered with."""
+    """Returns the problem document of the response to a body."""
     response = http.post(RUN, json={"inputs": INPUTS} | body)
     assert response.status_code == 422, response.text
     assert response.headers["content-type"] == "application/problem+json"
@@ -155,7 +137,7 @@ def refused(http: httpx.Client, **body: Any) -> dict[str, Any]:
     return problem
 
 
-def test_it_is_catalogued(http: httpx.Client) -> None:
+def test_new_variant_is_in_the_catalogue(http: httpx.Client) -> None:
     entries = {v["variant"]: v for v in http.get("/v1/variants").json()["variants"]}
     assert "softmax" in entries
     entry = entries["uniform"]
@@ -179,7 +161,7 @@ def test_it_is_catalogued(http: httpx.Client) -> None:
     assert list(entry["outputs"]) == ["output", "weights"]
 
 
-def test_it_is_in_the_openapi_document(http: httpx.Client) -> None:
+def test_new_variant_is_in_the_openapi_document(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     post = document["paths"][RUN]["post"]
     body = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
@@ -189,7 +171,7 @@ def test_it_is_in_the_openapi_document(http: httpx.Client) -> None:
     assert "uniform" in str(post["responses"]["200"])
 
 
-def test_it_has_a_picture(http: httpx.Client) -> None:
+def test_new_variant_has_a_picture(http: httpx.Client) -> None:
     path = http.get("/v1/variants/uniform").json()["picture"]
     answer = http.get(path)
     assert answer.headers["content-type"] == "image/svg+xml"
@@ -209,7 +191,7 @@ def test_it_has_a_picture(http: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_its_parameters_are_validated(
+def test_parameters_of_new_variant_are_validated(
     http: httpx.Client, parameters: dict[str, Any], named: str
 ) -> None:
     problem = refused(http, parameters=parameters)
@@ -227,7 +209,7 @@ def test_its_parameters_are_validated(
         ({"query": QUERY, "key": KEY}, "/inputs", "value"),
     ],
 )
-def test_its_tensors_are_validated(
+def test_tensors_of_new_variant_are_validated(
     http: httpx.Client, inputs: dict[str, Any], pointer: str, named: str
 ) -> None:
     problem = refused(http, inputs=inputs)
@@ -237,8 +219,8 @@ def test_its_tensors_are_validated(
 
 @pytest.mark.parametrize("axes", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_it_serves_the_right_numbers(http: httpx.Client, axes: int, dtype: str) -> None:
-    """In every rank and dtype, with all outputs and with one; exact, the numbers being small."""
+def test_new_variant_computes_exact_numbers(http: httpx.Client, axes: int, dtype: str) -> None:
+    """Small numbers make every rank and dtype exact, with all outputs and with one."""
 
     def lifted(rows: list[list[float]]) -> Any:
         return [[rows]] if axes == 2 else [rows] if axes == 1 else rows
@@ -259,8 +241,8 @@ def test_it_serves_the_right_numbers(http: httpx.Client, axes: int, dtype: str) 
     assert one == {"output": found["outputs"]["output"]}
 
 
-def test_it_runs_over_a_layer(http: httpx.Client) -> None:
-    """Layers stand around any variant that takes query, key and value."""
+def test_new_variant_runs_behind_a_layer(http: httpx.Client) -> None:
+    """A layer projects query, key and value of any variant that takes them."""
     weight = {f"W_{name}": [[1.0, 0.0], [0.0, 2.0]] for name in ("query", "key", "value")}
     layer = {"layout": "v1", "heads": 2, "tensors": weight}
     answer = http.post(RUN, json={"inputs": {"x": KEY}, "layer": layer, "outputs": ["output"]})
@@ -268,7 +250,7 @@ def test_it_runs_over_a_layer(http: httpx.Client) -> None:
     assert answer.json()["outputs"] == {"output": [[2.0, 6.0], [2.0, 6.0]]}
 
 
-def test_the_other_variants_are_as_they_were(http: httpx.Client) -> None:
+def test_other_variants_are_still_served(http: httpx.Client) -> None:
     answer = http.post("/v1/attention/softmax", json={"inputs": INPUTS})
     assert answer.status_code == 200
     missing = http.post("/v1/attention/unifrom", json={"inputs": INPUTS})
@@ -276,8 +258,9 @@ def test_the_other_variants_are_as_they_were(http: httpx.Client) -> None:
     assert "uniform" in missing.json()["detail"]
 
 
-def test_the_parametrised_tests_take_it_up(copy: Path) -> None:
-    """Those of this directory, run against the copy, hold the new variant to its contract."""
+@pytest.mark.process
+def test_contract_tests_include_new_variant(copy: Path) -> None:
+    """The contract tests run on the copy, and include the new variant."""
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "uniform",
          "tests/attention/test_variant_contract.py"],
@@ -288,8 +271,8 @@ def test_the_parametrised_tests_take_it_up(copy: Path) -> None:
     assert " passed" in ran.stdout
 
 
-def test_no_other_file_was_touched(original: Path, copy: Path, http: httpx.Client) -> None:
-    """After all that, the copy is the original and the one file."""
+def test_no_other_file_is_changed(original: Path, copy: Path, http: httpx.Client) -> None:
+    """The copy is the original and one file."""
     assert http.get("/livez").is_success
 
     def differing(compared: filecmp.dircmp[str], where: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Every variant, forward and backward, answers with the same bits alone and in a batch."""
+"""Every variant, forward and backward, gives the same bits alone and in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every variant within the bounds that docs/accuracy.md gives, by the harness that writes it."""
+"""Tests of bench/accuracy.py, and of every variant against the error bounds of docs/accuracy.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkv.attention.catalogue import Variant, variants
 
-LENGTHS: Final = (1, 2, 7, 17, 65)  # one, and both sides of a vector's width and of a chunk
+LENGTHS: Final = (1, 2, 7, 17, 65)  # 1, and both sides of a vector's width and of a chunk
 PAGE: Final = accuracy.PAGE.read_text()
 
 every_variant = pytest.mark.parametrize("variant", variants().values(), ids=lambda v: v.name)
@@ -28,13 +28,13 @@ every_dtype = pytest.mark.parametrize("dtype", families.DTYPES, ids=str)
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # what is this small is slower on more
+    torch.set_num_threads(1)  # so small tensors are slower on more threads
     yield
     torch.set_num_threads(before)
 
 
 def excess(found: accuracy.Found, seed: int, name: str) -> Tensor:
-    """How far each entry's error is past its bound; docs/accuracy.md says what that is made of."""
+    """Returns the error of each entry minus its bound; docs/accuracy.md defines the bound."""
     case, unit = found.case, found.units[name]
     scale = unit / torch.finfo(case.dtype if name == "output" else accuracy.exact(case.dtype)).eps
     tensors = families.inputs(case, seed).values()
@@ -45,7 +45,7 @@ def excess(found: accuracy.Found, seed: int, name: str) -> Tensor:
     cancelled = getattr(case.variant.module, "_CANCELLED", 1.0)
     sums = torch.finfo(torch.float64).eps / cancelled * scale
     past = found.errors[name] - unit - roundings * (held + sums)
-    if (past > 0).any():  # what is ill-conditioned; asked only now, because it is slow
+    if (past > 0).any():  # ill-conditioned inputs; computed only here, because it is slow
         past -= roundings * accuracy.moved(case, seed)[name]
     return past
 
@@ -62,12 +62,12 @@ def test_errors_are_within_their_bounds(variant: Variant, dtype: torch.dtype) ->
         judged |= bool(found.errors["output"].any())
         for name in found.errors:
             assert (excess(found, 1, name) <= 0).all(), f"{case}: {name}, {found.figure}"
-    assert judged  # not all of them exact: then nothing was compared
+    assert judged  # at least one error is not 0, so something was compared
 
 
 @every_dtype
-def test_the_harness_sees_what_is_wrong(dtype: torch.dtype) -> None:
-    """An answer off by 1000 eps, or NaN, measures as just that."""
+def test_harness_measures_wrong_results(dtype: torch.dtype) -> None:
+    """An error of 1000 eps measures as 1000 eps, and NaN as infinite."""
     right = next(iter(variants().values()))
 
     def wrong(factor: float) -> families.Case:
@@ -89,7 +89,7 @@ def test_the_harness_sees_what_is_wrong(dtype: torch.dtype) -> None:
     assert accuracy.measure(wrong(math.nan), 1).figure[:2] == (math.inf, math.inf)
 
 
-def test_the_page_has_every_variant_and_dtype() -> None:
+def test_page_has_every_variant_and_dtype() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ((?:b?float)\d+) \| (.*) \|$", PAGE, re.MULTILINE)
     there = {(name, dtype) for name, dtype, _ in rows}
     assert there == {(name, str(dtype)[6:]) for name in variants() for dtype in families.DTYPES}

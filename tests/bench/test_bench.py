@@ -1,4 +1,4 @@
-"""bench/run.py and bench/peers_page.py but for the figures: answers are looked at, tables whole."""
+"""Tests of bench/run.py and bench/peers_page.py: checks of responses, and complete tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE: Final = run_page.PAGE.read_text()
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_answer_is_looked_at(server: Server, form: str, weights: bool) -> None:
+def test_load_checks_every_response(server: Server, form: str, weights: bool) -> None:
     request = asked(server.address, form, tensors_of(TINY), weights)
     came = load.load(server.address, request, 0.05, connections=3)
     assert len(came.answers) >= load.LEAST
@@ -40,24 +40,24 @@ def test_every_answer_is_looked_at(server: Server, form: str, weights: bool) -> 
         assert 0 < answer.compute <= answer.total < answer.ms
         assert answer.added == answer.ms - answer.compute
     wrong = dataclasses.replace(request, right=request.right[:-1] + b"?")
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="has failed"):
         load.load(server.address, wrong, 0.05)
 
 
-def test_a_refusal_is_no_answer(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rejection_is_a_wrong_response(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     missing = Asked("/v1/attention/softmax", {"Content-Type": "application/json"}, b"{}")
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="has failed"):
         load.load(server.address, missing, 0.05)
-    assert "a wrong answer: b'HTTP/1.1 422" in capfd.readouterr().err
+    assert "wrong response: b'HTTP/1.1 422" in capfd.readouterr().err
 
 
-def test_connections_that_wait_are_open_and_have_their_turn(server: Server) -> None:
+def test_idle_connections_are_open_and_used_in_the_warm_up(server: Server) -> None:
     request = asked(server.address, "V2 binary", tensors_of(TINY))
     came = load.load(server.address, request, 0.0, connections=20, at_once=1)
-    assert len(came.answers) == load.LEAST  # their turns were in the warm-up
+    assert len(came.answers) == load.LEAST  # the warm-up used the others
 
 
-def test_an_answer_that_is_off_is_refused() -> None:
+def test_response_with_an_error_is_rejected() -> None:
     tensors = tensors_of(TINY)
     found = torch.nn.functional.scaled_dot_product_attention(*tensors.values()).numpy()  # type: ignore[arg-type]
     right = {"output": RawTensor.from_numpy(found)}
@@ -68,23 +68,23 @@ def test_an_answer_that_is_off_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", run.SIZES[:5])
-def test_a_body_has_the_size_that_its_row_says(server: Server, size: int) -> None:
+def test_body_has_the_size_of_its_row(server: Server, size: int) -> None:
     tensors = tensors_of((1, 1, 1, run.WIDTH), run.keys_in(size))
     assert len(asked(server.address, "V2 binary", tensors, size=size).body) == size
 
 
-def test_the_plan_spans_what_is_promised() -> None:
+def test_plan_covers_all_sizes_and_connections() -> None:
     plan = run.Plan()
     assert (plan.sizes[0], plan.sizes[-1]) == (1 << 10, Settings().max_body_bytes)
     assert (plan.connections[0], plan.connections[-1]) == (1, 512)
     assert plan.clients == (1, 16, 64)
 
 
-def test_memory_is_seen_to_come_and_go() -> None:
+def test_memory_is_sampled_before_during_and_after() -> None:
     mine, size = Service(("", 0), os.getpid(), 1), 1 << 27
     with mine.watched() as memory:
         held = np.ones(size, np.uint8)
-        memory.seen.append(mine.resident)  # not left to chance
+        memory.seen.append(mine.resident)  # independent of the sampling times
         del held
     assert memory.most - memory.before > 0.9 * size
     assert memory.most - memory.after > 0.9 * size
@@ -95,7 +95,7 @@ def answers(*ms: float) -> Load:
 
 
 def figures(slowest: float, rate: float) -> Figures:
-    """Of one shape; the slowest of three answers, and explicit attention's rate."""
+    """Returns figures of one shape: the slowest of three times, the rate of explicit attention."""
     memory = Memory(100 << 20, 102 << 20, [300 << 20])
     came = answers(2.0, 2.0, slowest)
     return Figures(
@@ -117,7 +117,7 @@ def figures(slowest: float, rate: float) -> Figures:
     )
 
 
-def test_the_tables_have_all_there_is() -> None:
+def test_tables_have_all_figures() -> None:
     made = run_page.tables("about the machine", figures(4.0, 2000.0))
     text = "\n".join(made.values())
     assert "about the machine" in text
@@ -126,20 +126,20 @@ def test_the_tables_have_all_there_is() -> None:
     assert "| V2 binary | 3.00 (3.00–3.00) | 3.00 |" in text
     assert "| S | V2 binary | 1,234 | 2.00 / 3.96 | 1,234 | 2.00 / 3.96 | 16 |" in text
     assert "| L | JSON, lists | 1,234 | 2.00 / 3.96 |  |  | 900 |" in text
-    assert "so is that of every one of these rows." in text
+    assert "All rows meet it." in text
     assert "| explicit, 4 × 1 thread |  | 1,000 | 0.50 |" in text
     assert "| V2 binary | 16 | 1,234 | 0.62 | 2.00 | 0.500 | 0.300 | 0.200 | 1.00 |" in text
-    most = "At most 0.62 of explicit attention's rate on all CPUs, and 2.47 of that of one process"
-    assert most in text
+    best = "reaches 0.62 of explicit attention's rate on all CPUs, and 2.47 of the rate of one"
+    assert best in text
     assert "| 512 | 1.50 (1.50–1.50) | 1.50 | 1,234 | 2.00 / 3.96 | 100 | 300 | 102 |" in text
     assert "| 256 MiB | 3 | 2.00 | 0.500 | 1.50 (1.50–3.50) | 0.00586 | 100 | 300 | 102 |" in text
     assert text.count("| 1 KiB | 3 |") == text.count("| 1 KiB, again | 3 |") == 1
 
 
-def test_what_falls_short_is_said() -> None:
+def test_tables_name_missed_targets() -> None:
     text = "\n".join(run_page.tables("", figures(9.0, 3000.0)).values())
-    assert "so is that of all but S in V2 binary; L in JSON, lists of these rows." in text
-    assert "with one thread; 0.6 is what is aimed at." in text
+    assert "All rows but S in V2 binary; L in JSON, lists meet it." in text
+    assert "with one thread. The target is 0.6." in text
 
 
 CELL: Final = {
@@ -151,7 +151,7 @@ def lines(*cells: dict[str, Any]) -> str:
     return "\n".join(json.dumps(CELL | {"wl": "S", "conc": 16} | cell) for cell in cells)
 
 
-def test_the_latest_cell_of_each_server_counts() -> None:
+def test_latest_cell_of_each_server_counts() -> None:
     results = lines(
         {"peer": "qkv", "enc": "oip-bin", "rps": 1.0},
         {"peer": "qkv", "enc": "oip-bin"},
@@ -166,13 +166,11 @@ def test_the_latest_cell_of_each_server_counts() -> None:
     assert "| triton | `json` | 200! |" in text
     assert "| ray | `raw` | errors |" in text
     assert "too much" not in text
-    assert "at its best: 5,000 (S) a second." in text
+    assert "at best 5,000 (S) per second." in text
 
 
-def test_the_page_keeps_what_is_written_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All marks are there, once."""
+def test_page_keeps_its_hand_written_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page has every mark once."""
     page = tmp_path / "performance.md"
     page.write_text(PAGE)
     monkeypatch.setattr(run_page, "PAGE", page)

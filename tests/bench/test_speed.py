@@ -1,4 +1,4 @@
-"""bench/speed.py but for the speed: what it compares gives one answer, and its page has it all."""
+"""Tests of bench/speed.py: all contenders compute the same, and the page is complete."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ NAMES: Final = [name for name in variants() if name in plain.PLAIN]
 CAUSAL: Final = [n for n in NAMES if "causal" in variants()[n].parameters.model_fields]
 
 
-def test_ours_and_plain_torch_give_the_references_answer() -> None:
-    """Past two chunks; the command checks it once more, where it runs, before it measures."""
+@pytest.mark.slow
+def test_contenders_equal_the_reference() -> None:
+    """For more than two chunks. The command repeats this check before it measures."""
     assert NAMES
     speed.check(CPU, N=3 * plain.CHUNK)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_plain_torch_past_a_segment(name: str) -> None:
-    """Where the answer is that of `attend`, which other tests hold against the reference."""
+def test_plain_torch_equals_attend_beyond_a_segment(name: str) -> None:
+    """Other tests compare `attend` with the reference."""
     N = 2 * plain.SEGMENT + plain.CHUNK
     tensors = speed.tensors_of(variants()[name], N, CPU)
     found = plain.PLAIN[name](*tensors.values(), causal=True)
     ours = variants()[name].attend(**tensors, causal=True, outputs=speed.OUTPUT).output
-    roundings = 8 + 2 * speed.SIZES["D"] + N  # of averages no larger than the largest value
+    roundings = 8 + 2 * speed.SIZES["D"] + N  # averages are at most the largest value
     close = 2 * roundings * torch.finfo(torch.float32).eps * float(ours.abs().max())
     torch.testing.assert_close(found, ours, rtol=0, atol=close)
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every contender, and a length that one was too slow for."""
+def test_page_has_every_contender_and_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One contender is too slow for one length."""
     page = tmp_path / "speed.md"
     page.write_text("# By hand\n" + speed_page.MARK + "old figures")
     monkeypatch.setattr(speed_page, "PAGE", page)

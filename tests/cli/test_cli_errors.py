@@ -1,4 +1,4 @@
-"""What commands that ask say in one line: of files, flags, content, services and this machine."""
+"""Tests of the one-line errors of the commands: files, flags, content, services, this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.processes import Process, wait_until_asleep
 from support.service import Server
 
 
-def test_an_npz_of_a_dtype_that_does_not_travel_says_which(tmp_path: Path) -> None:
+def test_npz_with_an_unsupported_dtype_names_the_array(tmp_path: Path) -> None:
     write_tensors(
         tmp_path / "in.npz", "inputs", tensors() | {"key": np.zeros((2, 2), ml_dtypes.bfloat16)}
     )
@@ -42,13 +42,13 @@ def test_an_npz_of_a_dtype_that_does_not_travel_says_which(tmp_path: Path) -> No
     assert "in.npz" in line
 
 
-def test_heads_without_a_layer_are_not_forgotten(source: Path, tmp_path: Path) -> None:
+def test_heads_without_a_layer_are_an_error(source: Path, tmp_path: Path) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local", "--heads", "2")
-    assert "layer" in error_of(tmp_path, *words)
+    assert "--layout is missing" in error_of(tmp_path, *words)
 
 
 def damage() -> list[tuple[str, bytes]]:
-    """Contents that are not what their suffix says."""
+    """Returns suffixes, and contents that do not match them."""
     npz = tensor_files._encode_npz({"query": normal(2, 2)})
     length = (20).to_bytes(8, "little")
     return [
@@ -71,9 +71,7 @@ def damage() -> list[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("suffix", "content"), damage())
-def test_a_damaged_file_is_one_line_that_names_it(
-    tmp_path: Path, suffix: str, content: bytes
-) -> None:
+def test_error_names_the_damaged_file(tmp_path: Path, suffix: str, content: bytes) -> None:
     source = tmp_path / f"in{suffix}"
     source.write_bytes(content)
     words = ("attend", "softmax", source, "-o", tmp_path / "out.json", "--local")
@@ -81,7 +79,7 @@ def test_a_damaged_file_is_one_line_that_names_it(
 
 
 @given(st.data())
-def test_no_npz_is_damaged_in_a_way_that_is_not_known(data: st.DataObject) -> None:
+def test_every_damaged_npz_is_a_known_error(data: st.DataObject) -> None:
     content = bytearray(tensor_files._encode_npz({"query": normal(2, 2), "key": normal(3)}))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -90,51 +88,58 @@ def test_no_npz_is_damaged_in_a_way_that_is_not_known(data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("command", ["attend", "convert"])
-def test_files_that_cannot_be_read_or_written(source: Path, tmp_path: Path, command: str) -> None:
+def test_files_that_cannot_be_read_or_written_are_named(
+    source: Path, tmp_path: Path, command: str
+) -> None:
     words = {
         "attend": ("attend", "softmax", "--local"),
         "convert": ("convert", "--from", "v2", "--to", "v1", "--local"),
     }[command]
     (tmp_path / "folder.json").mkdir()
     target = tmp_path / "out.npz"
-    for name, said in (
+    for name, expected in (
         ("none.json", "none.json: No such file or directory"),
         ("folder.json", "folder.json: Is a directory"),
         ("in.txt", "in.txt has none of the suffixes .safetensors, .npz, .json"),
         ("in", "suffixes"),
     ):
-        assert said in error_of(tmp_path, *words, tmp_path / name, "-o", target)
-    for name, said in (
+        assert expected in error_of(tmp_path, *words, tmp_path / name, "-o", target)
+    for name, expected in (
         ("out.txt", "out.txt has none of the suffixes .safetensors, .npz, .json"),
-        ("none/out.npz", "none/out.npz lies in a directory that is not there"),
+        ("none/out.npz", "none/out.npz is in a directory that does not exist"),
         ("folder.json", "folder.json is a directory"),
-        ("in.json/out.npz", "is not there"),
+        ("in.json/out.npz", "does not exist"),
     ):
-        assert said in error_of(tmp_path, *words, source, "-o", tmp_path / name)
+        assert expected in error_of(tmp_path, *words, source, "-o", tmp_path / name)
 
 
 @pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (("-p", "causal"), ["'causal'", "NAME=VALUE"]),
         (("-p", "=3"), ["'=3'", "NAME=VALUE"]),
-        (("-p", "nope=3"), ["'nope'", "causal", "(/parameters/nope)"]),
-        (("-p", "causal=maybe"), ["maybe", "(/parameters/causal)"]),
-        (("-p", "scale={"), ["(/parameters/scale)"]),
-        (("--return", "nope"), ["nope", "scores", "(/outputs/0)"]),
-        (("--layout", "v7"), ['"v7"', "v1, v2", "(/layer/layout)"]),
+        (("-p", "nope=3"), ["'nope'", "causal", "(-p nope=3)"]),
+        (("-p", "causal=maybe"), ["maybe", "(-p causal=maybe)"]),
+        (("-p", "scale={"), ["(-p scale={)"]),
+        (("--return", "nope"), ["nope", "scores", "(--return)"]),
+        (("--weights", "bins"), ["bins", "(--weights)", "top_k="]),
+        (("--weights", "top_k=0"), ["got 0", "(--weights)"]),
+        (("--layout", "v7"), ['"v7"', "v1", "v2", "(--layout)"]),
         (("--layout", "v2"), ["W_query.weight"]),
+        (("--layout", "v2", "--heads", "0"), ["--heads", "got 0"]),
+        (("--heads", "2"), ["--layout is missing"]),
     ],
 )
-def test_wrong_flags(
-    url: str, source: Path, tmp_path: Path, place: str, flags: tuple[str, ...], said: list[str]
+def test_error_names_the_wrong_flag_as_typed(
+    url: str, source: Path, tmp_path: Path, place: str, flags: tuple[str, ...], expected: list[str]
 ) -> None:
     target = tmp_path / "out.npz"
     line = error_of(
         tmp_path, "attend", "softmax", source, "-o", target, *flags, *target_options(place, url)
     )
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
+    assert "(/" not in line or "W_query" in line  # a pointer is for a field of the file
 
 
 @pytest.mark.parametrize("place", TARGETS)
@@ -145,10 +150,10 @@ def test_wrong_flags(
         (field, value)
         for field in ("parameters", "layer", "outputs", "weights")
         for value in ([1], "word", 3, None, True)
-        if value is not None or field not in ("layer", "outputs")  # where null is as if absent
+        if value is not None or field not in ("layer", "outputs")  # null is the same as absent
     ],
 )
-def test_fields_of_the_wrong_kind_in_the_file(
+def test_error_has_the_pointer_of_a_wrong_field_in_the_file(
     url: str, tmp_path: Path, field: str, value: Any, flags: tuple[str, ...], place: str
 ) -> None:
     source = write_tensors(tmp_path / "in.safetensors", "inputs", tensors(), **{field: value})
@@ -161,11 +166,11 @@ def test_fields_of_the_wrong_kind_in_the_file(
 
 
 @pytest.mark.parametrize("place", TARGETS)
-def test_wrong_content_says_where(url: str, tmp_path: Path, place: str) -> None:
-    for change, pointer in (
-        ({"key": normal(2, 2, 6, 7)}, "(/inputs/key)"),
-        ({"extra": normal(2)}, "(/inputs/extra)"),
-        ({"mask": normal(4, 4)}, "(/inputs/mask)"),
+def test_error_names_the_wrong_tensor_and_its_file(url: str, tmp_path: Path, place: str) -> None:
+    for change, place_of_error in (
+        ({"key": normal(2, 2, 6, 7)}, "(key in in.npz)"),
+        ({"extra": normal(2)}, "(extra in in.npz)"),
+        ({"mask": normal(4, 4)}, "(mask in in.npz)"),
     ):
         source = write_tensors(tmp_path / "in.npz", "inputs", tensors() | change)
         words = (
@@ -176,12 +181,14 @@ def test_wrong_content_says_where(url: str, tmp_path: Path, place: str) -> None:
             tmp_path / "out.npz",
             *target_options(place, url),
         )
-        assert pointer in error_of(tmp_path, *words)
+        assert place_of_error in error_of(tmp_path, *words)
 
 
 @pytest.mark.parametrize("place", TARGETS)
 @pytest.mark.parametrize("name", ["soft", "softmax?", "softmax#x", "softmax/..", "ä", "a\nb"])
-def test_no_such_variant(url: str, source: Path, tmp_path: Path, place: str, name: str) -> None:
+def test_unknown_variant_is_an_error(
+    url: str, source: Path, tmp_path: Path, place: str, name: str
+) -> None:
     words = ("attend", name, source, "-o", tmp_path / "out.npz", *target_options(place, url))
     assert error_of(tmp_path, *words)
 
@@ -200,33 +207,35 @@ def test_no_such_variant(url: str, source: Path, tmp_path: Path, place: str, nam
         "",
     ],
 )
-def test_no_service_there(source: Path, tmp_path: Path, address: str) -> None:
+def test_missing_service_is_an_error_with_its_address(
+    source: Path, tmp_path: Path, address: str
+) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--url", address)
-    assert f"no answer from {address!r}: " in error_of(tmp_path, *words)
+    assert f"no response from {address!r}: " in error_of(tmp_path, *words)
 
 
-def test_a_proxy_that_is_none(tmp_path: Path) -> None:
+def test_invalid_proxy_is_an_error(tmp_path: Path) -> None:
     for proxy in ("socks9://127.0.0.1", "http://[::"):
         line = error_of(tmp_path, "variants", "--url", "http://127.0.0.1", ALL_PROXY=proxy)
-        assert "no answer" in line
+        assert "no response" in line
 
 
-def test_usage_is_one_line_too(source: Path, tmp_path: Path) -> None:
+def test_usage_error_is_one_line(source: Path, tmp_path: Path) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local")
-    for more, said in (
+    for more, expected in (
         (("--weights", "rows=all"), "rows=0,5"),
         (("--wieghts", "full"), "--weights"),
         (("--heads", "two"), "two"),
         (("more",), "more"),
     ):
         line = error_of(tmp_path, *words, *more)
-        assert said in line
+        assert expected in line
         assert "--help" in line
     assert "--output" in error_of(tmp_path, "attend", "softmax", source)
     assert "atend" in error_of(tmp_path, "atend")
 
 
-def test_an_answer_too_large_for_the_service(
+def test_response_over_the_limit_of_the_service_is_an_error(
     serve: Callable[..., Server], source: Path, tmp_path: Path
 ) -> None:
     served = serve(max_answer_bytes=100)
@@ -234,7 +243,8 @@ def test_an_answer_too_large_for_the_service(
     assert "100" in error_of(tmp_path, *words)
 
 
-def test_a_run_too_large_for_this_machine(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_local_run_without_enough_memory_is_an_error(tmp_path: Path) -> None:
     long = np.zeros((1 << 17, 1), np.float32)
     source = write_tensors(
         tmp_path / "in.npz", "inputs", {"query": long, "key": long, "value": long}
@@ -245,7 +255,7 @@ def test_a_run_too_large_for_this_machine(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_a_full_disk_leaves_what_was_there(url: str, source: Path, tmp_path: Path) -> None:
+def test_full_disk_leaves_the_old_file(url: str, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
     target.write_bytes(b"old")
     done = run_with_rlimit(
@@ -257,7 +267,7 @@ def test_a_full_disk_leaves_what_was_there(url: str, source: Path, tmp_path: Pat
     assert set(tmp_path.iterdir()) == {source, target}
 
 
-def test_ctrl_c_ends_it_in_one_line(
+def test_ctrl_c_prints_one_line(
     serve: Callable[..., Server],
     command: Callable[..., Process],
     source: Path,

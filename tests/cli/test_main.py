@@ -1,4 +1,4 @@
-"""The command line as a person or a supervisor meets it: real processes and signals."""
+"""Tests of the command line as users and process managers run it: real processes and signals."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from support.ports import free_port
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server
 
-ANSWER = [[1.6605, 2.6605], [2.3395, 3.3395]]  # what the curl line it prints is answered
+EXPECTED = [[1.6605, 2.6605], [2.3395, 3.3395]]  # output of the printed curl command
 Command = Callable[..., Process]
 
 
-def rounded(answer: Any) -> list[list[float]]:
-    return [[round(x, 4) for x in row] for row in answer["outputs"]["output"]]
+def rounded(response: Any) -> list[list[float]]:
+    return [[round(x, 4) for x in row] for row in response["outputs"]["output"]]
 
 
-def test_it_says_where_it_is_and_gives_a_line_to_paste(process: Process) -> None:
+@pytest.mark.representative
+def test_serve_prints_its_address_and_a_working_curl_command(process: Process) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", process.url)
     assert any(f"on {process.url} (cpu" in line for line in process.lines[:-1])
     words = shlex.split(process.lines[-1])
@@ -41,23 +42,24 @@ def test_it_says_where_it_is_and_gives_a_line_to_paste(process: Process) -> None
         done = subprocess.run(
             [*words, "--silent", "--show-error"], capture_output=True, text=True, check=True
         )
-        assert rounded(json.loads(done.stdout)) == ANSWER
+        assert rounded(json.loads(done.stdout)) == EXPECTED
     body = words[words.index("--json") + 1]
     response = httpx.post(words[1], content=body, headers={"Content-Type": "application/json"})
-    assert rounded(response.json()) == ANSWER
+    assert rounded(response.json()) == EXPECTED
 
 
-def test_flags_go_before_the_environment_and_sigterm_ends_it_well(command: Command) -> None:
+@pytest.mark.representative
+def test_flags_override_the_environment_and_sigterm_exits_with_0(command: Command) -> None:
     port, other = str(free_port()), str(free_port())
     arguments = ("serve", "--port", port, "--host", "127.0.0.2")
     served = command(*arguments, QKV_PORT=other, QKV_HOST="127.0.0.3")
     assert served.url == f"http://127.0.0.2:{port}"
     assert httpx.get(f"{served.url}/readyz").is_success
     assert served.end(signal.SIGTERM) == 0
-    assert served.is_serving  # it still was the last thing said: no traceback, no warning
+    assert served.is_serving  # the last printed line: no traceback, no warning
 
 
-def test_the_environment_sets_what_flags_do_not_and_sigint_ends_it_well(command: Command) -> None:
+def test_environment_sets_other_settings_and_sigint_exits_with_0(command: Command) -> None:
     port = free_port()
     served = command("serve", QKV_PORT=str(port), QKV_MAX_BODY_BYTES="50", QKV_MAX_BATCH="8")
     assert served.url == f"http://127.0.0.1:{port}"
@@ -68,8 +70,8 @@ def test_the_environment_sets_what_flags_do_not_and_sigint_ends_it_well(command:
     assert served.is_serving
 
 
-def test_what_it_has_begun_to_read_it_still_answers(command: Command) -> None:
-    """SIGTERM between a request's head and its body."""
+def test_request_that_is_being_read_at_sigterm_gets_its_response(command: Command) -> None:
+    """The service gets SIGTERM between the head and the body of the request."""
     served = command("serve", "--port", "0")
     url = httpx.URL(served.url)
     assert url.port
@@ -83,22 +85,22 @@ def test_what_it_has_begun_to_read_it_still_answers(command: Command) -> None:
         served.popen.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses(url.host, url.port or 0))
         connection.sendall(body)
-        answer = b""
+        response = b""
         while more := connection.recv(4096):
-            answer += more
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert rounded(json.loads(answer.partition(b"\r\n\r\n")[2])) == ANSWER
+            response += more
+    assert response.startswith(b"HTTP/1.1 200 ")
+    assert rounded(json.loads(response.partition(b"\r\n\r\n")[2])) == EXPECTED
     assert served.wait() == 0
 
 
 def refuses(host: str, port: int) -> bool:
-    """Whether nothing listens there any more."""
+    """True if the port refuses connections."""
     with socket.socket() as probe:
         return probe.connect_ex((host, port)) != 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "said"),
+    ("arguments", "environment", "expected"),
     [
         ((), {"QKV_PORT": "http"}, ["QKV_PORT", "http"]),
         ((), {"QKV_PORT": "65536"}, ["QKV_PORT", "65536"]),
@@ -112,29 +114,31 @@ def refuses(host: str, port: int) -> bool:
         ((), {"QKV_WORKER": "3"}, ["QKV_WORKER is", "QKV_WORKERS?"]),
         ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
         (("--port", "0"), {"QKV_COLOUR": "red"}, ["QKV_COLOUR", "QKV_HOST", "QKV_STUCK_S"]),
-        (("--port", "-1"), {"QKV_URL": "http://127.0.0.1"}, ["port", "-1"]),  # the client's
+        (
+            ("--port", "-1"),
+            {"QKV_URL": "http://127.0.0.1"},
+            ["port", "-1"],
+        ),  # a variable of the client
         (("--port", "-1"), {"QKV_API_KEY": "a"}, ["port", "-1"]),
     ],
 )
-def test_a_bad_setting_is_one_line(
-    arguments: tuple[str, ...], environment: dict[str, str], said: list[str]
+def test_wrong_setting_is_one_line(
+    arguments: tuple[str, ...], environment: dict[str, str], expected: list[str]
 ) -> None:
     failed = CliRunner().invoke(main, ["serve", *arguments], env=environment)
     assert failed.exit_code == 1
     (line,) = failed.stderr.splitlines()
     assert line.startswith("Error: ")
-    assert all(word in line for word in said), line
+    assert all(word in line for word in expected), line
 
 
-def test_an_address_that_cannot_be_had_is_a_failure_that_says_so(
-    command: Command, server: Server
-) -> None:
+def test_unusable_address_is_one_line(command: Command, server: Server) -> None:
     _, taken = server.address
     port = command("serve", "--port", str(taken))
-    host = command("serve", "--port", "0", "--host", "192.0.2.1")  # of nobody: RFC 5737
+    host = command("serve", "--port", "0", "--host", "192.0.2.1")  # reserved: RFC 5737
     name = command("serve", "--port", "0", "--host", "nosuch.invalid")
     none = command("serve", "--port", "0", "--host", f"{'a' * 64}.invalid")
-    for failed, said in (
+    for failed, expected in (
         (port, ["in use", str(taken)]),
         (host, ["192.0.2.1"]),
         (name, ["cannot listen on nosuch.invalid:0: "]),
@@ -143,11 +147,11 @@ def test_an_address_that_cannot_be_had_is_a_failure_that_says_so(
         assert failed.wait() == 1
         (line,) = failed.lines
         assert line.startswith("Error: cannot listen on ")
-        assert all(word in line for word in said), line
+        assert all(word in line for word in expected), line
         assert "attempting" not in line
 
 
-def test_flags_that_are_not_numbers_or_not_known(command: Command) -> None:
+def test_unknown_or_mistyped_flag_is_one_line(command: Command) -> None:
     for arguments in (("serve", "--port", "http"), ("serve", "--threads", "2"), ("served",)):
         failed = command(*arguments)
         assert failed.wait() == 2
@@ -160,7 +164,7 @@ def test_flags_that_are_not_numbers_or_not_known(command: Command) -> None:
 
 
 def run(*words: str) -> str:
-    """What a command that ends prints."""
+    """Runs a command that succeeds; returns its stdout."""
     done = subprocess.run(
         words,
         capture_output=True,
@@ -173,7 +177,8 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def test_help_and_version() -> None:
+@pytest.mark.process
+def test_help_and_version_are_printed() -> None:
     module = (sys.executable, "-m", "qkv")
     for flag in ("--help", "-h"):
         text = run(*module, flag)
@@ -187,7 +192,7 @@ def test_help_and_version() -> None:
         assert run(str(script), "--version") == run(*module, "--version")
 
 
-def test_a_bad_setting_is_found_before_the_seconds_that_torch_takes() -> None:
+def test_wrong_setting_is_reported_before_torch_is_imported() -> None:
     program = (
         "import sys; sys.modules.update(torch=None); from qkv.cli.main import main;"
         "main(['serve', '--port', '70000'])"
@@ -197,8 +202,8 @@ def test_a_bad_setting_is_found_before_the_seconds_that_torch_takes() -> None:
     assert "70000" in done.stderr
 
 
-def test_without_the_server_it_says_what_to_install() -> None:
-    """The base install is the client's: the command is there, and says what it lacks."""
+def test_serve_without_the_server_extra_names_the_command_to_install_it() -> None:
+    """The base install has the command, but not the service."""
     program = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'fastapi', 'uvicorn')));"
         "from qkv.cli.main import main; main(['serve'])"
@@ -206,11 +211,11 @@ def test_without_the_server_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "qkv[server]" in line
+    assert "pip install '.[server]'" in line
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04broken", b"\x93NUMPY\x01\x00v\x00{}"])
-def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in.npz").write_bytes(content)
     done = subprocess.run(
         [sys.executable, "-m", "qkv", "attend", "softmax", "in.npz", "-o", "out.json", "--local"],

@@ -1,4 +1,4 @@
-"""The commands compare and sweep, against a real service, and against one that fails."""
+"""Tests of the commands compare and sweep, with a real service and with a scripted server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import csv
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from support.commands import error_of, invoke, one_error, stdout_of, target_opti
 from support.processes import TIMEOUT_S, wait_until, wait_until_asleep
 from support.scripted_server import encode_event, event_reply, problem_reply, scripted_server
 from support.sweep_events import CELL_EVENTS, WHOLE_STREAM, progress
+from support.terminals import open_terminal
 
 SWEEP: Final = ("sweep", "softmax", "linear", "--lengths", "256,512")
 
@@ -38,50 +38,52 @@ def columns(table: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", ["service", "local"])
-def test_compare_prints_what_the_client_answers(url: str, source: Path, place: str) -> None:
-    """All but the times: bit for bit where it is JSON."""
+def test_compare_prints_the_result_of_the_client(url: str, source: Path, place: str) -> None:
+    """All figures but the times are equal, in JSON to the last bit."""
     chosen = ("compare", "softmax", "linear", "taylor", source, "-p", "causal=true")
     here = target_options(place, url)
-    said = json.loads(stdout_of(*chosen, "--json", *here))
+    printed = json.loads(stdout_of(*chosen, "--json", *here))
     with Client(url) as client, np.load(source) as arrays:
-        wanted = client.compare(["softmax", "linear", "taylor"], causal=True, **arrays)
-    assert [v["variant"] for v in said["variants"]] == ["softmax", "linear", "taylor"]
-    for mine, theirs in zip(said["variants"], wanted.variants, strict=True):
-        assert theirs.output is not None
-        assert theirs.weights is not None
-        assert theirs.weights.kl_divergence is not None
-        assert mine["output"]["relative_error"] == theirs.output.relative_error
-        assert mine["weights"]["kl_divergence"]["worst"] == theirs.weights.kl_divergence.worst
-        assert mine["parameters"] == {"causal": True}
-        assert mine["timing"]["repeats"] == 5
+        expected = client.compare(["softmax", "linear", "taylor"], causal=True, **arrays)
+    assert [v["variant"] for v in printed["variants"]] == ["softmax", "linear", "taylor"]
+    for by_command, by_client in zip(printed["variants"], expected.variants, strict=True):
+        assert by_client.output is not None
+        assert by_client.weights is not None
+        assert by_client.weights.kl_divergence is not None
+        assert by_command["output"]["relative_error"] == by_client.output.relative_error
+        assert (
+            by_command["weights"]["kl_divergence"]["worst"] == by_client.weights.kl_divergence.worst
+        )
+        assert by_command["parameters"] == {"causal": True}
+        assert by_command["timing"]["repeats"] == 5
     table = stdout_of(*chosen, *here)
     assert columns(table) == ["softmax", "linear", "taylor"]  # the anchor once
 
 
-def test_compare_takes_an_anchor_repeats_rows_and_a_variants_own(url: str, source: Path) -> None:
+def test_compare_takes_anchor_repeats_rows_and_own_parameters(url: str, source: Path) -> None:
     own = '{"variant": "taylor", "parameters": {"causal": true}}'
-    said = json.loads(
+    printed = json.loads(
         stdout_of(
             "compare", own, "linear", source, "--anchor", "efficient", "--repeats", "2",
             "--rows", "all", "--json", "--url", url,
         )
     )  # fmt: skip
-    assert said["anchor"]["variant"] == "efficient"
-    assert said["anchor"]["timing"]["repeats"] == 2
-    assert [v["parameters"] for v in said["variants"]] == [{"causal": True}, {}]
+    assert printed["anchor"]["variant"] == "efficient"
+    assert printed["anchor"]["timing"]["repeats"] == 2
+    assert [v["parameters"] for v in printed["variants"]] == [{"causal": True}, {}]
 
 
-def test_compare_reads_what_a_file_says(url: str, tmp_path: Path) -> None:
+def test_compare_uses_the_fields_of_the_file(url: str, tmp_path: Path) -> None:
     x = np.ones((4, 3), np.float32)
     arrays = {
         "x": x, "layer.W_query.weight": x[:2], "layer.W_key.weight": x[:2],
         "layer.W_value.weight": x[:2],
     }  # fmt: skip
     file = write_tensors(tmp_path / "in.safetensors", "inputs", arrays, parameters={"causal": True})
-    said = json.loads(
+    printed = json.loads(
         stdout_of("compare", "linear", file, "--layout", "v2", "--json", "--url", url)
     )
-    assert said["variants"][0]["parameters"] == {"causal": True}
+    assert printed["variants"][0]["parameters"] == {"causal": True}
 
 
 @pytest.mark.parametrize(
@@ -89,32 +91,35 @@ def test_compare_reads_what_a_file_says(url: str, tmp_path: Path) -> None:
     [
         (["compare", "nope", "{source}"], "no variant 'nope'"),
         (["compare", "linear", "{source}", "--anchor", "nope"], "no variant 'nope'"),
-        (["compare", "linear", "{source}", "-p", "scale=2"], "(/variants/0/parameters/scale)"),
-        (["compare", "linear", "{source}", "--repeats", "0"], "(/repeats)"),
-        (["compare", "linear", "{source}", "--rows", "some"], "a whole number, or all"),
+        (["compare", "linear", "{source}", "-p", "scale=2"], "(-p scale=2)"),
+        (["compare", "linear", "{source}", "--repeats", "0"], "(--repeats)"),
+        (
+            ["compare", "linear", "{source}", "--rows", "some"],
+            "--rows is wrong: got 'some', expected a whole number, or all",
+        ),
         (["compare", "linear", "{source}", "-p", "x"], "NAME=VALUE"),
         (["compare", "{{", "{source}"], "not JSON"),
         (["compare", "linear", "{source}.npz"], "No such file"),
         (["compare", "{source}"], "Missing argument 'VARIANT...'"),
         (["sweep"], "Missing argument 'VARIANT...'"),
         (["sweep", "nope"], "no variant 'nope'"),
-        (["sweep", "linear_layer"], "(/variants/0)"),
+        (["sweep", "linear_layer"], "the inputs of linear_layer"),
         (["sweep", "softmax", "--lengths", "8,x"], "whole numbers with commas"),
-        (["sweep", "softmax", "--lengths", "0"], "(/lengths/0)"),
-        (["sweep", "softmax", "--heads", "0"], "(/heads)"),
+        (["sweep", "softmax", "--lengths", "0"], "(--lengths)"),
+        (["sweep", "softmax", "--heads", "0"], "(--heads)"),
         (["sweep", "softmax", "--dtype", "int8"], "'int8' is not one of"),
-        (["sweep", "softmax", "-p", "nope=1"], "(/variants/0/parameters/nope)"),
+        (["sweep", "softmax", "-p", "nope=1"], "(-p nope=1)"),
         (["sweep", "softmax", "--csv", "{folder}/out.txt"], "none of the suffixes .csv"),
-        (["sweep", "softmax", "--csv", "{folder}/no/out.csv"], "not there"),
+        (["sweep", "softmax", "--csv", "{folder}/no/out.csv"], "does not exist"),
         (["sweep", "softmax", "--plot", "{folder}/out.gif"], "none of the suffixes .svg, .png"),
     ],
 )
 @pytest.mark.parametrize("place", ["service", "local"])
-def test_what_is_wrong_is_one_line(
+def test_error_is_one_line_that_names_the_wrong_word(
     url: str, source: Path, tmp_path: Path, words: list[str], error: str, place: str
 ) -> None:
-    asked = [word.format(source=source, folder=tmp_path) for word in words]
-    assert error in error_of(tmp_path, *asked, *target_options(place, url))
+    words_typed = [word.format(source=source, folder=tmp_path) for word in words]
+    assert error in error_of(tmp_path, *words_typed, *target_options(place, url))
 
 
 @pytest.mark.parametrize("place", ["service", "local"])
@@ -124,26 +129,30 @@ def test_parameters_in_a_file_must_be_an_object(url: str, tmp_path: Path, place:
         '{"inputs": {"query": [[1.0]], "key": [[1.0]], "value": [[1.0]]}, "parameters": 3}'
     )
     line = error_of(tmp_path, "compare", "linear", file, *target_options(place, url))
-    assert "parameters came as 3; it must be an object" in line
+    assert "parameters is not an object: got 3" in line
 
 
 @pytest.mark.parametrize("words", [("compare", "linear", "{source}"), ("sweep", "linear")])
-def test_no_service_there(source: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
-    asked = [word.format(source=source) for word in words]
-    assert "no answer from" in error_of(tmp_path, *asked, "--url", "http://127.0.0.1:9")
-    assert "no answer from" in error_of(tmp_path, *asked, "--url", "nonsense")
+def test_missing_service_is_an_error_with_a_cure(
+    source: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    words_typed = [word.format(source=source) for word in words]
+    line = error_of(tmp_path, *words_typed, "--url", "http://127.0.0.1:9")
+    assert "no response from 'http://127.0.0.1:9': Connection refused" in line
+    assert "`qkv serve`" in line
+    assert "no response from" in error_of(tmp_path, *words_typed, "--url", "nonsense")
 
 
 @pytest.mark.parametrize("place", ["service", "local"])
 def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, place: str) -> None:
     lines, plot = tmp_path / "out.csv", tmp_path / "out.svg"
-    said = stdout_of(
+    printed = stdout_of(
         "sweep", "softmax", "taylor", "--lengths", "8,16", "--repeats", "2", "--heads", "2",
         "--width", "4", "--batch", "2", "--dtype", "float64", "--seed", "1", "-p", "causal=true",
         "--csv", lines, "--plot", plot, *target_options(place, url),
     )  # fmt: skip
-    assert columns(said) == ["length", "softmax", "taylor"]
-    assert said.endswith(f"written to {lines}\nwritten to {plot}\n")
+    assert columns(printed) == ["length", "softmax", "taylor"]
+    assert printed.endswith(f"written to {lines}\nwritten to {plot}\n")
     with lines.open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["length"], row["repeats"]) for row in rows] == [
@@ -157,12 +166,12 @@ def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, pl
     ElementTree.parse(plot)
 
 
-def test_a_cell_that_no_memory_holds_is_said_and_the_others_are_measured() -> None:
-    """4 PiB of each input."""
+def test_cell_without_enough_memory_is_reported_and_the_sweep_goes_on() -> None:
+    """Each input would have 4 PiB."""
     huge = ("--batch", "4096", "--heads", "4096", "--width", "64", "--lengths", "1048576")
-    said = stdout_of("sweep", "softmax", "mean", *huge, "--local")
+    printed = stdout_of("sweep", "softmax", "mean", *huge, "--local")
     for name in ("softmax", "mean"):
-        assert f"{name} at 1,048,576: there is no memory for its inputs" in said
+        assert f"{name} at 1,048,576: there is no memory for its inputs" in printed
 
 
 @pytest.mark.parametrize(
@@ -171,16 +180,16 @@ def test_a_cell_that_no_memory_holds_is_said_and_the_others_are_measured() -> No
 def test_the_crossover_is_in_table_and_plot(tmp_path: Path, suffix: str, magic: bytes) -> None:
     plot = tmp_path / f"out.{suffix}"
     with scripted_server(WHOLE_STREAM) as received:
-        said = stdout_of(*SWEEP, "--plot", plot, "--url", received.url)
-    assert "From a length of about 300 on, linear is faster than softmax." in said
-    assert "softmax at 512: too many" in said
+        printed = stdout_of(*SWEEP, "--plot", plot, "--url", received.url)
+    assert "linear becomes faster than softmax between lengths 256 and 512." in printed
+    assert "softmax at 512: too many" in printed
     assert plot.read_bytes().startswith(magic)
     if suffix == "svg":
-        assert "<!--  linear under softmax from 300 -->" in plot.read_text()
+        assert "<!--  linear faster than softmax between 256 and 512 -->" in plot.read_text()
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
-    """Before anything is measured."""
+def test_plot_without_matplotlib_names_the_command_to_install_it(tmp_path: Path) -> None:
+    """The command fails before the sweep."""
     with scripted_server(WHOLE_STREAM) as received:
         words = [*SWEEP, "--plot", str(tmp_path / "out.svg"), "--url", received.url]
         program = (
@@ -192,10 +201,10 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
         )
         assert not received.paths
     assert (done.returncode, done.stdout) == (1, "")
-    assert "a plot needs `pip install 'qkv[plot]'`" in one_error(done.stderr)
+    assert "a plot needs it. Run `pip install '.[plot]'`" in one_error(done.stderr)
 
 
-def test_what_came_before_a_failure_is_kept(tmp_path: Path) -> None:
+def test_cells_before_a_failure_are_kept(tmp_path: Path) -> None:
     lines = tmp_path / "out.csv"
     failure = encode_event("error", {"problem": {"status": 503, "type": "urn:qkv:problem:not-now",
                                         "detail": "the service is stopping"}})  # fmt: skip
@@ -207,60 +216,63 @@ def test_what_came_before_a_failure_is_kept(tmp_path: Path) -> None:
     assert len(lines.read_text().splitlines()) == 3
 
 
-def test_a_refusal_writes_nothing(tmp_path: Path) -> None:
+def test_rejected_sweep_writes_no_file(tmp_path: Path) -> None:
     with scripted_server(problem_reply(422, "invalid-content")) as received:
         line = error_of(tmp_path, *SWEEP, "--csv", tmp_path / "out.csv", "--url", received.url)
     assert line == "Error: because"
 
 
-def test_ctrl_c_keeps_what_was_measured_and_ends_it(tmp_path: Path) -> None:
+@pytest.mark.process
+def test_ctrl_c_keeps_the_measured_cells_and_ends_the_sweep(tmp_path: Path) -> None:
     lines = tmp_path / "out.csv"
-    mine, its = pty.openpty()
+    screen, stderr = open_terminal()
     with scripted_server(
         event_reply(*CELL_EVENTS[:2], progress(2, "softmax", 512), end="held")
     ) as received:
         words = [sys.executable, "-m", "qkv", *SWEEP, "--csv", str(lines), "--url", received.url]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=its, text=True)
-        os.close(its)
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        os.close(stderr)
         seen = b""
-        while "2/3 softmax at 512" not in seen.decode(errors="ignore"):
-            seen += os.read(mine, 1024)
+        while "softmax at 512:" not in seen.decode(errors="ignore"):
+            seen += os.read(screen, 1024)
         wait_until(lambda: len(received.paths) == 1)
         wait_until_asleep(process.pid)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=TIMEOUT_S)
         assert received.disconnected.wait(TIMEOUT_S)
-    with contextlib.suppress(OSError):  # how the end of a terminal is told
-        while more := os.read(mine, 1024):
+    with contextlib.suppress(OSError):  # the end of a terminal is an OSError
+        while more := os.read(screen, 1024):
             seen += more
-    os.close(mine)
+    os.close(screen)
     assert process.returncode == 130
     assert columns(out) == ["length", "softmax", "linear"]
     assert len(lines.read_text().splitlines()) == 3
-    *_, bar, blank, end = seen.decode().split("\r", seen.decode().count("\r") - 1)
-    assert "2/3 softmax at 512" in bar
+    *_, bar, blank, end = seen.decode().rstrip("\r\n").rsplit("\r", 3)
+    assert bar.startswith("softmax at 512:  67%")
+    assert "| 2/3 [" in bar
     assert not blank.strip()
-    assert end.strip() == "Error: interrupted"
+    assert end == "Error: interrupted"
 
 
-def test_ctrl_c_ends_one_that_runs_here(tmp_path: Path) -> None:
-    """Before its next run."""
+@pytest.mark.process
+def test_ctrl_c_ends_a_local_sweep(tmp_path: Path) -> None:
+    """The sweep ends before its next run."""
     lines = tmp_path / "out.csv"
     words = ["sweep", "mean", "--lengths", "8,16384", "--repeats", "100", "--local"]
-    mine, its = pty.openpty()
+    screen, stderr = open_terminal()
     process = subprocess.Popen(
         [sys.executable, "-m", "qkv", *words, "--csv", str(lines)],
         stdout=subprocess.PIPE,
-        stderr=its,
+        stderr=stderr,
         text=True,
     )
-    os.close(its)
+    os.close(stderr)
     seen = b""
-    while "1/2 mean at 16,384" not in seen.decode(errors="ignore"):
-        seen += os.read(mine, 1024)
+    while "mean at 16,384:" not in seen.decode(errors="ignore"):
+        seen += os.read(screen, 1024)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=TIMEOUT_S)
-    os.close(mine)
+    os.close(screen)
     assert process.returncode == 130
     assert columns(out) == ["length", "mean"]
     assert len(lines.read_text().splitlines()) == 2

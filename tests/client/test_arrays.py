@@ -1,4 +1,4 @@
-"""The client's arrays: whatever kind goes in, the same kind comes out."""
+"""Tests that the client returns arrays of the same kind as the inputs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from support.known_requests import FLOATING, Array, Case, random_case
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_numpy_in_numpy_out(client: Client, dtype: str) -> None:
+def test_numpy_inputs_give_numpy_outputs(client: Client, dtype: str) -> None:
     inputs = numbers(dtype)
     run = client.attend("softmax", **inputs, causal=True, outputs=["output", "weights", "scores"])
     assert run.variant == "softmax"
     assert all(type(a) is np.ndarray for a in run.outputs.values())
     exact = "float64" if dtype == "float64" else "float32"
-    came = [a.dtype.name for a in (run.output, run.weights, run.scores)]
-    assert came == [dtype, exact, exact]
+    dtypes = [a.dtype.name for a in (run.output, run.weights, run.scores)]
+    assert dtypes == [dtype, exact, exact]
     Case(inputs, {"causal": True}, dtype).check(encoded(run.outputs))
     assert run.timing["batch_size"] == 1
-    run.output[:] = 0  # the caller's own
+    run.output[:] = 0  # it is writable
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_torch_in_torch_out(client: Client, dtype: str) -> None:
+def test_torch_inputs_give_torch_outputs(client: Client, dtype: str) -> None:
     inputs = numbers(dtype)
     tensors = torches(inputs)
     tensors["query"].requires_grad_()
@@ -45,9 +45,9 @@ def test_torch_in_torch_out(client: Client, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", range(30))
-def test_everything_that_softmax_takes(client: Client, kind: int) -> None:
+def test_softmax_takes_numpy_and_torch_of_every_kind(client: Client, kind: int) -> None:
     case = random_case(20_000 + kind, 0)
-    if "window" in case.parameters:  # a tuple is as good as a list
+    if "window" in case.parameters:  # a tuple is equivalent to a list
         case.parameters["window"] = tuple(case.parameters["window"])
     run = ask(client, case)
     case.check(encoded(run.outputs))
@@ -63,7 +63,7 @@ def test_arrays_need_not_be_contiguous(client: Client, dtype: str) -> None:
     expected = client.attend("softmax", **dense).output.tobytes()
 
     def views(array: Array) -> Iterator[Array]:
-        """The same numbers, lying otherwise."""
+        """Yields the same numbers in other memory layouts."""
         yield np.asfortranarray(array)
         yield array[..., ::-1].copy()[..., ::-1]
         yield np.repeat(array, 2, axis=-1)[..., ::2]
@@ -88,7 +88,7 @@ def test_read_only_and_big_endian_arrays(client: Client) -> None:
 
 
 class Arrayish:
-    """What numpy can make an array of."""
+    """An object that numpy converts to an array."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -98,7 +98,7 @@ class Arrayish:
 
 
 class Packed:
-    """What speaks DLPack and nothing else."""
+    """An object with DLPack only."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -111,14 +111,14 @@ class Packed:
 
 
 @pytest.mark.parametrize("kind", [Arrayish, Packed])
-def test_other_arrays_are_answered_in_numpy(client: Client, kind: Callable[[Array], Any]) -> None:
+def test_other_arrays_give_numpy_outputs(client: Client, kind: Callable[[Array], Any]) -> None:
     dense = numbers()
     run = client.attend("softmax", **{n: kind(a) for n, a in dense.items()})
     assert type(run.output) is np.ndarray
     assert run.output.tobytes() == client.attend("softmax", **dense).output.tobytes()
 
 
-def test_masks_and_lengths_are_arrays_too(client: Client) -> None:
+def test_masks_and_lengths_are_arrays(client: Client) -> None:
     inputs = numbers() | {"key_lengths": np.array([2, 5]), "mask": np.ones((1, 5), bool)}
     Case(inputs, outputs=("output", "weights")).check(
         encoded(client.attend("softmax", **inputs).outputs)
@@ -134,7 +134,7 @@ def test_masks_and_lengths_are_arrays_too(client: Client) -> None:
         ("query_offset", np.int64(1)),
     ],
 )
-def test_parameters_may_be_scalars_of_numpy(client: Client, name: str, value: Any) -> None:
+def test_parameters_may_be_numpy_scalars(client: Client, name: str, value: Any) -> None:
     """`scale=1 / np.sqrt(D)` is a numpy scalar."""
     inputs = numbers()
     plain: dict[str, Any] = {"causal": True} | {name: value.item()}

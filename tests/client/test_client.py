@@ -1,7 +1,8 @@
-"""The client: layers, conversions, the catalogue, threads, and how it closes."""
+"""Tests of the client: outputs, layers, conversions, catalogue, threads, environment, closing."""
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from support.processes import TIMEOUT_S
 from support.service import Server
 
 
-def test_outputs_and_weights_choose_what_comes(client: Client) -> None:
+def test_outputs_and_weights_choose_the_returned_arrays(client: Client) -> None:
     inputs = numbers()
     assert list(client.attend("softmax", **inputs).outputs) == ["output", "weights"]
     assert list(client.attend("softmax", **inputs, weights="none").outputs) == ["output"]
@@ -32,7 +33,7 @@ def test_outputs_and_weights_choose_what_comes(client: Client) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_modules_state_is_a_layer(client: Client, bias: bool, dtype: torch.dtype) -> None:
+def test_state_dict_of_a_module_is_a_layer(client: Client, bias: bool, dtype: torch.dtype) -> None:
     module = Attention(bias).to(dtype)
     x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     layer = {"layout": "v2", "tensors": module.state_dict()}
@@ -51,7 +52,7 @@ def test_a_modules_state_is_a_layer(client: Client, bias: bool, dtype: torch.dty
     assert heads.weights.shape == (2, 2, 4, 4)
 
 
-def test_weights_convert_there_and_back(client: Client) -> None:
+def test_converted_weights_convert_back_exactly(client: Client) -> None:
     state = {n: t.detach() for n, t in Attention(False).state_dict().items()}
     there = client.convert(state, source="v2", target="v1")
     assert all(type(t) is torch.Tensor for t in there.tensors.values())
@@ -73,14 +74,14 @@ def test_weights_convert_there_and_back(client: Client) -> None:
     assert {t.dtype for t in halves.tensors.values()} == {torch.bfloat16}
 
 
-def test_the_catalogue(client: Client) -> None:
+def test_catalogue_describes_softmax(client: Client) -> None:
     (entry,) = (v for v in client.variants() if v["variant"] == "softmax")
     assert entry["inputs"].keys() == {"query", "key", "value", "mask", "key_lengths"}
     assert entry["outputs"].keys() == {"output", "weights", "scores"}
     assert entry["parameters"]["properties"]["causal"]["default"] is False
 
 
-def test_one_client_serves_many_threads(client: Client) -> None:
+def test_threads_share_a_client(client: Client) -> None:
     cases = [random_case(30_000 + kind, 0) for kind in range(40)]
     alone = [ask(client, case) for case in cases]
     start = threading.Barrier(8, timeout=TIMEOUT_S)
@@ -98,7 +99,7 @@ def test_one_client_serves_many_threads(client: Client) -> None:
                     assert array.tobytes() == other.outputs[name].tobytes()
 
 
-def test_it_closes(server: Server) -> None:
+def test_closed_client_sends_nothing(server: Server) -> None:
     with Client(server.url) as client:
         assert client.variants()
     with pytest.raises(RuntimeError, match="closed"):
@@ -108,7 +109,63 @@ def test_it_closes(server: Server) -> None:
     other.close()
 
 
-def test_the_public_names() -> None:
+def test_public_names_exist_and_are_sorted() -> None:
     assert qkv.__all__ == sorted(qkv.__all__)
     assert {"Client", "QkvError"} <= set(qkv.__all__)
     assert all(hasattr(qkv, name) for name in qkv.__all__)
+
+
+@pytest.mark.parametrize("kind", [Client, qkv.AsyncClient])
+def test_url_and_key_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    def settings(*arguments: Any, **options: Any) -> tuple[str, str | None]:
+        http = kind(*arguments, **options)._http
+        return str(http.base_url).rstrip("/"), http.headers.get("authorization")
+
+    assert settings() == ("http://127.0.0.1:8000", None)
+    monkeypatch.setenv("QKV_URL", "http://127.0.0.1:9001")
+    monkeypatch.setenv("QKV_API_KEY", "of-the-environment")
+    assert settings() == ("http://127.0.0.1:9001", "Bearer of-the-environment")
+    arguments = settings("http://127.0.0.1:9002", api_key="of-the-argument")
+    assert arguments == ("http://127.0.0.1:9002", "Bearer of-the-argument")
+    monkeypatch.setenv("QKV_URL", "")
+    monkeypatch.setenv("QKV_API_KEY", "")
+    assert settings() == ("http://127.0.0.1:8000", None)
+
+
+def test_client_without_arguments_uses_the_service_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    monkeypatch.setenv("QKV_URL", server.url)
+    with Client() as client:
+        assert client.variants()
+
+
+def test_invalid_key_of_the_environment_is_an_error_that_does_not_show_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QKV_API_KEY", "secret key")
+    with pytest.raises(ValueError, match="API key") as caught:
+        Client()
+    assert "secret" not in str(caught.value)
+
+
+def test_repr_of_every_result_is_one_line(client: Client) -> None:
+    inputs = numbers()
+    run = client.attend("softmax", **inputs)
+    assert re.fullmatch(
+        r"Run\('softmax', output: float32 \(2, 4, 3, 6\), weights: float32 \(2, 4, 3, 5\), "
+        r"total_ms=[\d.e+-]+\)",
+        repr(run),
+    )
+    grad_output = torch.ones(2, 4, 3, 6)
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in inputs.items()}
+    gradients = client.gradients("softmax", grad_output=grad_output, **tensors)
+    assert repr(gradients).startswith("Gradients('softmax', query: float32 (2, 4, 3, 8), key: ")
+    comparison = client.compare(["linear"], **inputs)
+    assert repr(comparison).startswith("Comparison(anchor='softmax', linear: relative error 0.")
+    state = {n: t.detach() for n, t in Attention(False).state_dict().items()}
+    converted = client.convert(state, source="v2", target="v1")
+    assert repr(converted).startswith("Converted(W_query: float32 (5, 6), ")
+    for result in (run, gradients, comparison, converted):
+        assert len(repr(result)) < 250
+        assert "\n" not in repr(result)

@@ -1,4 +1,4 @@
-"""The client's exceptions: what the service refuses, where nothing listens, and what is no qkv."""
+"""Tests of the client's exceptions: rejected requests, missing services, other servers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import Client, QkvError, errors
-from support.clients import attend, numbers
+from qkv import Client, QkvError, ServiceUnreachable, errors
+from support.clients import attend, in_asyncio, numbers
 from support.clients import client as client
 from support.processes import TIMEOUT_S
 from support.service import Server
 
 
+def send_sync(url: str, call: Callable[[Client], Any], **options: Any) -> Any:
+    with Client(url, **options) as client:
+        return call(client)
+
+
 @pytest.mark.parametrize(
-    ("call", "kind", "said", "pointer"),
+    ("call", "kind", "expected", "pointer"),
     [
         (attend(variant="sofmax"), errors.NotFound, "softmax", None),
         (attend(variant="a/b?c#d"), errors.NotFound, "a/b", None),
-        (attend(layer="mine"), errors.InvalidContent, "layer", "/layer"),
+        (attend(layer="name"), errors.InvalidContent, "layer", "/layer"),
         (attend(causal="yes"), errors.InvalidContent, "causal", "/parameters/causal"),
         (attend(nothing=1), errors.InvalidContent, "nothing", "/parameters/nothing"),
         (attend(nothing=np.ones(3)), errors.InvalidContent, "nothing", "/inputs/nothing"),
@@ -47,17 +52,17 @@ from support.service import Server
         ),
     ],
 )  # fmt: skip
-def test_what_the_service_refuses_is_raised(
+def test_rejected_request_raises_its_error(
     client: Client,
     call: Callable[[Client], object],
     kind: type[QkvError],
-    said: str,
+    expected: str,
     pointer: str | None,
 ) -> None:
     with pytest.raises(QkvError) as caught:
         call(client)
     assert type(caught.value) is kind
-    assert said in caught.value.detail
+    assert expected in caught.value.detail
     assert str(caught.value) == caught.value.detail
     assert caught.value.pointer == pointer
     assert caught.value.problem()["status"] == kind.status
@@ -75,14 +80,14 @@ def test_what_the_service_refuses_is_raised(
         {"query": np.ones((2, 2)), "key": torch.ones(2, 2, dtype=torch.complex64)},
     ],
 )
-def test_what_is_no_array_is_refused_without_asking(
+def test_invalid_arrays_are_errors_without_a_request(
     client: Client, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(errors.InvalidContent):
         client.attend("softmax", **arguments)
 
 
-def test_limits_of_the_service_are_raised(serve: Callable[..., Server]) -> None:
+def test_limits_of_the_service_raise_their_errors(serve: Callable[..., Server]) -> None:
     inputs = numbers()
     small = serve(max_body_bytes=1000)
     with Client(small.url) as client:
@@ -100,21 +105,31 @@ def test_limits_of_the_service_are_raised(serve: Callable[..., Server]) -> None:
         assert waiting.result().output.shape == (2, 4, 3, 6)
 
 
-def test_where_nothing_listens() -> None:
+@pytest.mark.parametrize("send", [send_sync, in_asyncio])
+def test_missing_service_is_an_error_with_address_and_cure(send: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    with Client(f"http://127.0.0.1:{port}") as client:
-        for call in (lambda: client.attend("softmax", **numbers()), client.variants):
-            with pytest.raises(httpx.ConnectError):
-                call()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    calls: list[Callable[[Any], Any]] = [
+        lambda client: client.attend("softmax", **numbers()),
+        lambda client: client.variants(),
+    ]
+    for call in calls:
+        with pytest.raises(ServiceUnreachable) as caught:
+            send(url.replace("//", "//user:secret@"), call, retries=1)
+        assert caught.value.url == url
+        assert str(caught.value).startswith(f"no service at {url}: ")
+        assert "`qkv serve`" in str(caught.value)
+        assert "secret" not in str(caught.value)
+        assert isinstance(caught.value, httpx.ConnectError)
+        assert caught.value.__cause__ is not None
 
 
-def test_a_timeout_is_httpxs_own(serve: Callable[..., Server]) -> None:
+def test_timeout_is_an_error_of_httpx(serve: Callable[..., Server]) -> None:
     server = serve()
     with Client(server.url, timeout=0.05) as client, server.hold():
         with pytest.raises(httpx.TimeoutException):
             client.attend("softmax", **numbers())
-        server.wait_until_queued(0)  # whoever waits no longer has left
+        server.wait_until_queued(0)  # the service drops the request of the closed connection
 
 
 @pytest.mark.parametrize(
@@ -138,13 +153,15 @@ def test_a_timeout_is_httpxs_own(serve: Callable[..., Server]) -> None:
         (200, {"content-type": "application/json"}, b"[]"),
     ],
 )
-def test_what_answers_may_be_no_qkv(status: int, headers: dict[str, str], content: bytes) -> None:
-    """A proxy, or something else at that address: an error of ours all the same."""
+def test_response_of_another_server_is_a_qkv_error(
+    status: int, headers: dict[str, str], content: bytes
+) -> None:
+    """The server may be a proxy or any other HTTP server."""
 
-    def answer(_: httpx.Request) -> httpx.Response:
+    def respond(_: httpx.Request) -> httpx.Response:
         return httpx.Response(status, headers=headers, content=content)
 
-    with Client("http://elsewhere", transport=httpx.MockTransport(answer)) as client:
+    with Client("http://elsewhere", transport=httpx.MockTransport(respond)) as client:
         for call in (
             lambda: client.attend("softmax", **numbers()),
             lambda: client.convert({"W": np.ones(2)}, source="v1", target="v2"),

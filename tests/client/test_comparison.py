@@ -1,4 +1,4 @@
-"""Comparisons over a real socket: what is asked, what is made of the answer, and its table."""
+"""Tests of comparisons over a real socket: the request, the parsed response, its table."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from support.scripted_server import (
     scripted_server,
 )
 
-Comparing = Callable[..., Comparison]
+RunCompare = Callable[..., Comparison]
 
 QUERY: Final = np.arange(6, dtype=np.float32).reshape(3, 2)
 TENSORS: Final = {"query": QUERY, "key": QUERY, "value": QUERY}
 
 
-def spread(mean: float, worst: float) -> dict[str, float]:
+def divergence(mean: float, worst: float) -> dict[str, float]:
     return {"mean": mean, "worst": worst}
 
 
@@ -39,8 +39,8 @@ def entry(variant: str, **changed: Any) -> dict[str, Any]:
         "variant": variant, "parameters": {}, "weights_are": "stochastic",
         "output": {"relative_error": 0.25, "largest_error": 1.5, "cosine": 0.99999},
         "weights": {
-            "total_variation": spread(0.125, 0.5), "kl_divergence": spread(0.01, 0.02),
-            "js_divergence": spread(0.003, 0.004), "rank_correlation": spread(0.9, -0.5),
+            "total_variation": divergence(0.125, 0.5), "kl_divergence": divergence(0.01, 0.02),
+            "js_divergence": divergence(0.003, 0.004), "rank_correlation": divergence(0.9, -0.5),
             "entropy": {"mean": 1.5, "least": 0.0, "most": 2.0},
         },
         "timing": {"median_ms": 0.5, "least_ms": 0.4, "most_ms": 123.4, "repeats": 5},
@@ -53,44 +53,47 @@ ANCHOR: Final = entry(
     output={"relative_error": 1e-7, "largest_error": 2e-7, "cosine": 1.0},
     weights={"entropy": {"mean": 1.5, "least": 0.0, "most": 2.0}},
 )
-ANSWER: Final = {
+RESPONSE: Final = {
     "anchor": ANCHOR,
     "variants": [entry("linear"), entry("mean", weights=None, peak_bytes=None)],
     "notes": ["linear is near uniform <here> & there."],
-    "timing": {"device": "cpu", "total_ms": 9.5, "runs": 12},
-}
+    "timing": {
+        "queue_ms": 1.5, "transfer_ms": 0.5, "compute_ms": 6.0, "runs": 12, "device": "cpu",
+        "total_ms": 9.5,
+    },
+}  # fmt: skip
 
 
-def compared(url: str, variants: Any, **asked: Any) -> Comparison:
+def compare_sync(url: str, variants: Any, **options: Any) -> Comparison:
     with Client(url) as client:
-        return client.compare(variants, **asked)
+        return client.compare(variants, **options)
 
 
-def compare_async(url: str, variants: Any, **asked: Any) -> Comparison:
+def compare_async(url: str, variants: Any, **options: Any) -> Comparison:
     async def run() -> Comparison:
         async with AsyncClient(url) as client:
-            return await client.compare(variants, **asked)
+            return await client.compare(variants, **options)
 
     return asyncio.run(run())
 
 
-@pytest.fixture(params=[compared, compare_async])
-def comparing(request: pytest.FixtureRequest) -> Comparing:
-    run: Comparing = request.param
+@pytest.fixture(params=[compare_sync, compare_async])
+def run_compare(request: pytest.FixtureRequest) -> RunCompare:
+    run: RunCompare = request.param
     return run
 
 
-def test_what_is_asked(comparing: Comparing) -> None:
+def test_request_has_variants_parameters_and_tensors(run_compare: RunCompare) -> None:
     chosen = ["linear", {"variant": "taylor", "parameters": {"causal": False}}]
-    with scripted_server(json_reply(ANSWER)) as received:
-        comparing(
+    with scripted_server(json_reply(RESPONSE)) as received:
+        run_compare(
             received.url, chosen, anchor={"variant": "softmax", "parameters": {"scale": 1.0}},
             repeats=3, rows=None, causal=True, softcap=None, **TENSORS,
         )  # fmt: skip
     assert received.paths == ["/v1/compare"]
     assert received.headers[0]["accept"] == "application/json"
-    asked = safetensors.decode(received.bodies[0], "inputs")
-    assert asked.fields == {
+    request = safetensors.decode(received.bodies[0], "inputs")
+    assert request.fields == {
         "variants": [
             {"variant": "linear", "parameters": {"causal": True}},
             {"variant": "taylor", "parameters": {"causal": False}},
@@ -99,26 +102,26 @@ def test_what_is_asked(comparing: Comparing) -> None:
         "repeats": 3,
         "rows": None,
     }
-    assert {n: t.numpy().tolist() for n, t in asked.tensors.items()} == {
+    assert {n: t.numpy().tolist() for n, t in request.tensors.items()} == {
         name: QUERY.tolist() for name in TENSORS
     }
 
 
-def test_torch_and_layers_too(comparing: Comparing) -> None:
+def test_request_may_have_torch_tensors_and_a_layer(run_compare: RunCompare) -> None:
     layer = {"layout": "v2", "heads": 2, "tensors": {"W_query.weight": torch.ones(2, 2)}}
-    with scripted_server(json_reply(ANSWER)) as received:
-        comparing(received.url, ["linear"], layer=layer, x=torch.ones(3, 2, dtype=torch.bfloat16))
-    asked = safetensors.decode(received.bodies[0], "inputs")
-    assert asked.fields["layer"] == {"layout": "v2", "heads": 2}
-    assert asked.fields["anchor"] == {"variant": "softmax", "parameters": {}}
-    assert asked.fields["rows"] == 1024
-    assert list(asked.layer) == ["W_query.weight"]
-    assert asked.tensors["x"].dtype == "bfloat16"
+    with scripted_server(json_reply(RESPONSE)) as received:
+        run_compare(received.url, ["linear"], layer=layer, x=torch.ones(3, 2, dtype=torch.bfloat16))
+    request = safetensors.decode(received.bodies[0], "inputs")
+    assert request.fields["layer"] == {"layout": "v2", "heads": 2}
+    assert request.fields["anchor"] == {"variant": "softmax", "parameters": {}}
+    assert request.fields["rows"] == 1024
+    assert list(request.layer) == ["W_query.weight"]
+    assert request.tensors["x"].dtype == "bfloat16"
 
 
-def test_what_is_answered(comparing: Comparing) -> None:
-    with scripted_server(json_reply(ANSWER)) as received:
-        comparison = comparing(received.url, ["linear", "mean"], **TENSORS)
+def test_response_is_parsed_to_a_comparison(run_compare: RunCompare) -> None:
+    with scripted_server(json_reply(RESPONSE)) as received:
+        comparison = run_compare(received.url, ["linear", "mean"], **TENSORS)
     linear, mean = comparison.variants
     assert comparison.anchor.variant == "softmax"
     assert comparison.anchor.output is not None
@@ -131,28 +134,38 @@ def test_what_is_answered(comparing: Comparing) -> None:
     assert linear.weights.rank_correlation.worst == -0.5
     assert linear.timing.most_ms == 123.4
     assert mean.weights is None
-    assert comparison.notes == tuple(ANSWER["notes"])
-    assert comparison.timing["device"] == "cpu"
+    assert comparison.notes == tuple(RESPONSE["notes"])
+    assert comparison.timing.device == "cpu"
     with pytest.raises(AttributeError):
         comparison.notes = ()  # type: ignore[misc]
 
 
-def test_it_is_sent_again_as_any_other_call(comparing: Comparing) -> None:
+def test_fields_of_a_newer_service_are_ignored(run_compare: RunCompare) -> None:
+    newer = RESPONSE | {
+        "new": 1,
+        "variants": [entry("linear", new=[1]), entry("mean", weights=None)],
+    }
+    with scripted_server(json_reply(newer)) as received:
+        comparison = run_compare(received.url, ["linear", "mean"], **TENSORS)
+    assert comparison.variants[0].flops == 1_234_567
+
+
+def test_comparison_is_retried_like_other_requests(run_compare: RunCompare) -> None:
     with scripted_server(
-        drop_connection, problem_reply(503, "not-now", retry_after="0"), json_reply(ANSWER)
+        drop_connection, problem_reply(503, "not-now", retry_after="0"), json_reply(RESPONSE)
     ) as received:
-        assert comparing(received.url, ["linear"], **TENSORS).notes
+        assert run_compare(received.url, ["linear"], **TENSORS).notes
         assert len(received.bodies) == 3
 
 
-def spoiled(*path: Any) -> Reply:
-    """The answer without a part of it."""
-    answer = copy.deepcopy(ANSWER)
-    at: Any = answer
+def incomplete_reply(*path: Any) -> Reply:
+    """Returns a reply with a response from which one part is deleted."""
+    response = copy.deepcopy(RESPONSE)
+    at: Any = response
     for step in path[:-1]:
         at = at[step]
     del at[path[-1]]
-    return json_reply(answer)
+    return json_reply(response)
 
 
 @pytest.mark.parametrize(
@@ -160,29 +173,27 @@ def spoiled(*path: Any) -> Reply:
     [
         (problem_reply(422, "invalid-content"), 422),
         (problem_reply(413, "too-large"), 413),
-        (spoiled("anchor"), 400),
-        (spoiled("variants", 0, "timing"), 400),
-        (spoiled("variants", 0, "timing", "median_ms"), 400),
-        (spoiled("variants", 0, "weights", "entropy"), 400),
-        (spoiled("notes"), 400),
+        (incomplete_reply("anchor"), 400),
+        (incomplete_reply("variants", 0, "timing"), 400),
+        (incomplete_reply("variants", 0, "timing", "median_ms"), 400),
+        (incomplete_reply("variants", 0, "weights", "entropy"), 400),
+        (incomplete_reply("notes"), 400),
         (json_reply([]), 400),
         (json_reply({"anchor": 1, "variants": 2, "notes": 3, "timing": 4}), 400),
-        (json_reply(ANSWER | {"variants": [entry("linear", weights=[1])]}), 400),
+        (json_reply(RESPONSE | {"variants": [entry("linear", weights=[1])]}), 400),
         (json_reply(b"<html>"), 400),
     ],
 )
-def test_whatever_may_answer_is_an_error_of_ours(
-    comparing: Comparing, line: Reply, status: int
-) -> None:
+def test_invalid_response_is_a_qkv_error(run_compare: RunCompare, line: Reply, status: int) -> None:
     with scripted_server(line) as received, pytest.raises(QkvError) as refused:
-        comparing(received.url, ["linear"], **TENSORS)
+        run_compare(received.url, ["linear"], **TENSORS)
     assert refused.value.status == status
 
 
 @pytest.mark.parametrize("variants", ["linear", {"variant": "linear"}])
-def test_variants_are_a_list(variants: Any) -> None:
+def test_variants_that_are_not_a_list_are_an_error(variants: Any) -> None:
     with pytest.raises(QkvError, match="list"):
-        compared("http://127.0.0.1:9", variants, **TENSORS)
+        compare_sync("http://127.0.0.1:9", variants, **TENSORS)
 
 
 TABLE: Final = """\
@@ -208,8 +219,8 @@ cost
   bytes in and out                     4 KiB              4 KiB              4 KiB
   peak memory                          3 MiB              3 MiB                  –
 
-softmax is the anchor: its own distance is that to itself in float64.
-In brackets the worst row, the range of entropies, the range of times.
+softmax is the anchor: its own distance is to its run in float64.
+In brackets: the worst row, the range of entropies, the range of times.
 linear is near uniform <here> & there."""
 
 
@@ -217,8 +228,8 @@ def words(text: str) -> list[str]:
     return re.sub(r"─+", "", text).split()
 
 
-def test_the_table_says_all_of_it() -> None:
-    table = Comparison.from_json(ANSWER).table()
+def test_table_has_all_measures() -> None:
+    table = Comparison.from_json(RESPONSE).table()
     assert words(table) == words(TABLE)
     lines = table.splitlines()
     body = [line for line in lines[2:20] if line.startswith("  ")]
@@ -227,9 +238,9 @@ def test_the_table_says_all_of_it() -> None:
 
 
 @pytest.mark.parametrize(("width", "blocks"), [(200, 1), (70, 2), (50, 3), (20, 3)])
-def test_columns_that_have_no_room_stand_below(width: int, blocks: int) -> None:
-    """Each with the names of the rows, and no line longer, but where one column alone is."""
-    table = Comparison.from_json(ANSWER).table(width)
+def test_columns_that_do_not_fit_follow_below(width: int, blocks: int) -> None:
+    """Each group of columns has the names of the rows. No line is longer than the width."""
+    table = Comparison.from_json(RESPONSE).table(width)
     body = table.partition("softmax is the")[0]
     lines = body.splitlines()
     assert sum(line.startswith("  relative error") for line in lines) == blocks
@@ -239,19 +250,22 @@ def test_columns_that_have_no_room_stand_below(width: int, blocks: int) -> None:
         assert max(map(len, table.splitlines())) <= width
 
 
-def test_the_anchor_is_not_shown_twice_and_namesakes_are_told_apart() -> None:
-    made = [entry("softmax"), *(entry("taylor", parameters={"causal": c}) for c in (False, True))]
-    head = Comparison.from_json(ANSWER | {"variants": made}).table().splitlines()[:2]
+def test_anchor_is_shown_once_and_variants_of_one_name_have_labels() -> None:
+    variants = [
+        entry("softmax"),
+        *(entry("taylor", parameters={"causal": c}) for c in (False, True)),
+    ]
+    head = Comparison.from_json(RESPONSE | {"variants": variants}).table().splitlines()[:2]
     assert [line.split() for line in head] == [
         ["softmax", "taylor", "taylor"], ["causal=false", "causal=true"],
     ]  # fmt: skip
 
 
-def test_what_there_is_not_is_a_dash() -> None:
-    """In float64 the anchor has nothing to be held against; what is not finite has no error."""
+def test_missing_figures_are_dashes() -> None:
+    """In float64 the anchor has no reference; an output that is not finite has no error."""
     nothing = {"relative_error": None, "largest_error": None, "cosine": None}
-    answer = {"anchor": ANCHOR | {"output": None}, "variants": [entry("linear", output=nothing)]}
-    comparison = Comparison.from_json(ANSWER | answer)
+    changes = {"anchor": ANCHOR | {"output": None}, "variants": [entry("linear", output=nothing)]}
+    comparison = Comparison.from_json(RESPONSE | changes)
     assert comparison.anchor.output is None
     for name in ("relative error", "largest error", "cosine"):
         (line,) = (x for x in comparison.table().splitlines() if x.startswith(f"  {name}"))
@@ -259,11 +273,11 @@ def test_what_there_is_not_is_a_dash() -> None:
 
 
 class Page(HTMLParser):
-    """What a page holds.
+    """The content of an HTML page.
 
     Attributes:
-        rows: the texts of its table's cells.
-        tags: all there are.
+        rows: the texts of the table's cells.
+        tags: the names of all tags.
     """
 
     def __init__(self, page: str) -> None:
@@ -286,9 +300,9 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data.strip()
 
 
-def test_a_notebook_shows_the_same_escaped_and_inert() -> None:
-    answer = json.loads(json.dumps(ANSWER).replace("linear", "<script>alert(1)</script>"))
-    page = Page(Comparison.from_json(answer)._repr_html_())
+def test_html_has_the_same_table_escaped_and_without_scripts() -> None:
+    response = json.loads(json.dumps(RESPONSE).replace("linear", "<script>alert(1)</script>"))
+    page = Page(Comparison.from_json(response)._repr_html_())
     assert page.tags == {"table", "thead", "tbody", "tr", "th", "td", "p"}
     assert page.rows[0] == ["", "softmax", "<script>alert(1)</script>", "mean"]
     assert ["relative error", "1.00e-07", "0.25", "0.25"] in page.rows

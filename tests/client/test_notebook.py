@@ -1,4 +1,4 @@
-"""A run in a notebook: the picture shows the weights, in whatever form, and nothing runs."""
+"""Tests of a run in a notebook: the picture shows the weights in every form, without scripts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def softmax(*shape: int, seed: int = 0) -> np.ndarray:
     return weights
 
 
-def shown(form: Any = "full", **outputs: Any) -> tuple[str, str]:
-    """What a notebook gets, and the picture in it."""
+def run_html(form: Any = "full", **outputs: Any) -> tuple[str, str]:
+    """Returns the HTML of a run, and the picture in it."""
     page = Run("softmax", outputs, TIMING, "stochastic", form)._repr_html_()
     (encoded,) = re.findall(
         r'<img [^>]*src="data:image/svg\+xml;base64,([^"]+)" alt="[^"]+">', page
@@ -44,11 +44,11 @@ def matrices(form: Any = "full", **outputs: Any) -> list[np.ndarray]:
     return [panel.matrix for panel in drawn.panels]
 
 
-def test_every_cell_is_a_weight() -> None:
-    """To half a shade, and to the three digits that a shade's number is written with."""
+def test_every_cell_shows_a_weight() -> None:
+    """A cell is exact to half a shade, and to the three digits of a shade's number."""
     weights = softmax(2, 3, 5, 7)
     weights[0, 1, 2, 3] = 0
-    page, svg = shown(weights=weights, output=weights)
+    page, svg = run_html(weights=weights, output=weights)
     panels = panel_cells(svg)
     assert len(panels) == 3
     for panel, plane in zip(panels, weights[0], strict=True):
@@ -60,19 +60,19 @@ def test_every_cell_is_a_weight() -> None:
     assert {"softmax, stochastic weights", "head 0", "head 2", "query 0 to 4", "key 0 to 6"} <= set(
         words
     )
-    assert "The first of 2 sequences." in page
+    assert "Only the first of 2 sequences is shown." in page
     assert "0.123 ms on cpu (explicit), weights float32 2×3×5×7" in page
 
 
 @pytest.mark.parametrize(("shape", "titles"), [((4, 4), [""]), ((3, 4, 4), ["sequence 0"])])
-def test_ranks_without_heads(shape: tuple[int, ...], titles: list[str]) -> None:
+def test_weights_without_heads_have_titles(shape: tuple[int, ...], titles: list[str]) -> None:
     drawn = build_picture({"weights": softmax(*shape)}, "full")
     assert drawn is not None
     assert [panel.title for panel in drawn.panels][:1] == titles
 
 
-def test_a_large_one_is_pooled_and_keeps_its_mass() -> None:
-    """4 × 4 weights to a cell: over its keys the sum, over its queries the mean."""
+def test_large_matrix_is_pooled_and_keeps_its_row_sums() -> None:
+    """A cell is 4 × 4 weights: the sum over its keys, the mean over its queries."""
     weights = softmax(1, 2, 256, 256)
     for matrix, plane in zip(matrices(weights=weights), weights[0].astype("f8"), strict=True):
         assert matrix.shape == (64, 64)
@@ -82,15 +82,15 @@ def test_a_large_one_is_pooled_and_keeps_its_mass() -> None:
 
 
 @pytest.mark.parametrize("shape", [(65, 200), (129, 1), (1, 300), (1000, 127)])
-def test_what_is_left_over_at_an_edge_is_as_dark_as_the_rest(shape: tuple[int, int]) -> None:
+def test_smaller_cells_at_an_edge_are_as_dark_as_the_others(shape: tuple[int, int]) -> None:
     (matrix,) = matrices(weights=np.full(shape, 0.5, np.float32))
     tall, wide = (math.ceil(size / 120) for size in shape)
     assert matrix.shape == tuple(math.ceil(s / n) for s, n in zip(shape, (tall, wide), strict=True))
     assert matrix == pytest.approx(0.5 * wide)
 
 
-def test_the_top_k_stand_where_they_belong() -> None:
-    """Those that are not there are empty; a large one is pooled without being spread out."""
+def test_top_k_weights_are_at_their_indices() -> None:
+    """Other cells are empty. A large matrix is pooled without its dense form."""
     weights = softmax(1, 2, 100, 90)
     indices = np.argsort(-weights, -1)[..., :8]
     largest = np.take_along_axis(weights, indices, -1)
@@ -112,7 +112,7 @@ def test_the_top_k_stand_where_they_belong() -> None:
     assert matrix.sum(1) == pytest.approx(1)
 
 
-def test_a_row_that_sees_nothing_has_no_index() -> None:
+def test_row_that_sees_no_key_is_empty() -> None:
     weights = np.array([[0.75, 0.25], [0.0, 0.0]], np.float32)
     indices = np.array([[2, 0], [-1, -1]])
     (matrix,) = matrices({"top_k": 2}, weights=weights, indices=indices)
@@ -123,12 +123,12 @@ def test_a_row_that_sees_nothing_has_no_index() -> None:
     ("form", "axes"),
     [
         ({"rows": [4, 9000, 2]}, ("query 4, 9,000, 2", "key 0 to 299")),
-        ({"rows": list(range(9))}, ("9 queries, as asked", "key 0 to 299")),
+        ({"rows": list(range(9))}, ("9 queries, as requested", "key 0 to 299")),
         ({"pool": 9}, ("bin of queries 0 to 8", "bin of keys 0 to 299")),
         ("full", ("query 0 to 8", "key 0 to 299")),
     ],
 )
-def test_axes_say_what_they_are(form: Any, axes: tuple[str, str]) -> None:
+def test_axes_are_labelled_by_the_form(form: Any, axes: tuple[str, str]) -> None:
     rows = len(form["rows"]) if "rows" in form else 9
     drawn = build_picture({"weights": softmax(1, 1, rows, 300)}, form)
     assert drawn is not None
@@ -136,14 +136,14 @@ def test_axes_say_what_they_are(form: Any, axes: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
-def test_statistics_are_drawn_by_heads(lead: tuple[int, ...]) -> None:
+def test_statistics_have_a_row_for_each_head(lead: tuple[int, ...]) -> None:
     weights = softmax(*lead, 200, 130)
     entropy = -(weights * np.log(weights)).sum(-1)
     statistics = {
         "entropy": entropy, "largest": weights.max(-1), "largest_index": weights.argmax(-1),
         "effective_keys": np.exp(entropy), "received": weights.sum(-2),
     }  # fmt: skip
-    page, _ = shown("stats", **statistics)
+    page, _ = run_html("stats", **statistics)
     assert "A cell is the mean of 4 queries, or of 3 keys." in page
     first, *_, received = matrices("stats", **statistics)
     heads = lead[-1] if lead else 1
@@ -152,35 +152,35 @@ def test_statistics_are_drawn_by_heads(lead: tuple[int, ...]) -> None:
     assert received.shape == (heads, 44)
 
 
-def test_many_heads_are_the_first_sixteen() -> None:
-    page, svg = shown(weights=softmax(1, 20, 40, 40))
+def test_only_the_first_sixteen_heads_are_drawn() -> None:
+    page, svg = run_html(weights=softmax(1, 20, 40, 40))
     assert len(panel_cells(svg)) == 16
-    assert "The first 16 of 20 heads." in page
+    assert "Only the first 16 of 20 heads are shown." in page
     assert "A cell is 2 queries by 2 keys" in page
     assert len(page) < 300_000
 
 
-def test_signed_ones_are_diverging() -> None:
+def test_negative_weights_are_orange() -> None:
     weights = softmax(4, 4) - np.float32(0.25)
-    page, svg = shown(weights=weights)
+    page, svg = run_html(weights=weights)
     (panel,) = panel_cells(svg)
     assert {np.sign(number) for number in panel.values()} >= {-1.0, 1.0}
-    assert "Below 0 is orange." in page
-    assert "orange" not in shown(weights=softmax(4, 4))[0]
+    assert "Negative numbers are orange." in page
+    assert "orange" not in run_html(weights=softmax(4, 4))[0]
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_not_finite_is_left_out_and_said() -> None:
+def test_numbers_that_are_not_finite_are_left_out_with_a_note() -> None:
     weights = np.array([[np.nan, 1.0], [np.inf, 0.5]], np.float64)
-    page, svg = shown(weights=weights)
+    page, svg = run_html(weights=weights)
     assert [panel.keys() for panel in panel_cells(svg)] == [{(0, 1), (1, 1)}]
-    assert "What is not finite is left out." in page
+    assert "Numbers that are not finite are left out." in page
     huge = np.full((300, 300), np.finfo(np.float64).max)
     assert np.isfinite(matrices(weights=huge)[0]).all()
 
 
 @pytest.mark.parametrize("weights", [np.zeros((0, 4)), np.zeros(3)])
-def test_where_there_is_nothing_to_draw_there_is_no_picture(weights: np.ndarray) -> None:
+def test_run_without_a_matrix_has_no_picture(weights: np.ndarray) -> None:
     assert build_picture({"weights": weights}, "full") is None
     page = Run("mean", {"output": np.zeros((2, 3))}, TIMING, None, "none")._repr_html_()
     assert "<img" not in page
@@ -188,7 +188,7 @@ def test_where_there_is_nothing_to_draw_there_is_no_picture(weights: np.ndarray)
     assert "output float64 2×3" in page
 
 
-def test_it_is_escaped_and_inert() -> None:
+def test_html_is_escaped_and_has_no_scripts() -> None:
     odd = "<script>alert('\"&')</script>"
     timing = {"compute_ms": 1.0, "device": odd, "backend": odd}
     page = Run(odd, {"weights": softmax(2, 2)}, timing, odd)._repr_html_()
@@ -202,9 +202,9 @@ def test_it_is_escaped_and_inert() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_tensors_of_torch_are_drawn_too(dtype: torch.dtype) -> None:
+def test_torch_tensors_are_drawn(dtype: torch.dtype) -> None:
     weights = torch.full((1, 2, 3, 3), 0.25, dtype=dtype)
-    _, svg = shown(weights=weights)
+    _, svg = run_html(weights=weights)
     assert panel_cells(svg) == [{(i, j): 0.25 for i in range(3) for j in range(3)}] * 2
 
 
@@ -213,7 +213,7 @@ FORMS: Final = ("full", "stats", {"rows": [3, 0]}, {"top_k": 3}, {"pool": 4})
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", catalogue.variants())
-def test_whatever_the_service_answers_is_drawn(url: str, name: str, form: Any) -> None:
+def test_weights_of_every_variant_and_form_are_drawn(url: str, name: str, form: Any) -> None:
     variant = catalogue.find(name)
     inputs: dict[str, Any] = variant_pictures.inputs(variant)
     with Client(url) as client:

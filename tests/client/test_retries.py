@@ -1,4 +1,4 @@
-"""The client's retries: what is sent again, how often, and when."""
+"""Tests of the client's retries: which requests are sent again, how often, and when."""
 
 from __future__ import annotations
 
@@ -21,59 +21,59 @@ from support.clients import client as client
 from support.clients import in_asyncio, numbers, same_run
 from support.processes import TIMEOUT_S
 
-Answer = tuple[int, dict[str, str], bytes] | None
-GOOD: Answer = (200, {"content-type": "application/json"}, b'{"variants": [{"variant": "a"}]}')
+Reply = tuple[int, dict[str, str], bytes] | None
+GOOD: Reply = (200, {"content-type": "application/json"}, b'{"variants": [{"variant": "a"}]}')
 
 
-def problem(status: int, name: str, **headers: str) -> Answer:
+def problem(status: int, name: str, **headers: str) -> Reply:
     text = f'{{"type": "urn:qkv:problem:{name}", "status": {status}, "detail": "because"}}'
     named = {n.replace("_", "-"): v for n, v in headers.items()}
     return status, {"content-type": "application/problem+json"} | named, text.encode()
 
 
-def busy(retry_after: str = "0") -> Answer:
+def busy(retry_after: str = "0") -> Reply:
     return problem(503, "not-now", retry_after=retry_after)
 
 
 @dataclass
 class Script:
-    """A service that answers as written, one line an attempt; None closes without a word.
+    """A service that sends one reply for each request; None closes the connection.
 
     Attributes:
-        url: where.
-        answers: what is still to be said; the last line is said for ever.
-        came: bodies, in order.
+        url: of the service.
+        replies: that are still to be sent; the last one is sent for all later requests.
+        bodies: of the requests, in order.
     """
 
     url: str
-    answers: list[Answer]
-    came: list[bytes] = field(default_factory=list)
+    replies: list[Reply]
+    bodies: list[bytes] = field(default_factory=list)
 
-    def next(self, body: bytes) -> Answer:
-        self.came.append(body)
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+    def next(self, body: bytes) -> Reply:
+        self.bodies.append(body)
+        return self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
 
 
 @contextlib.contextmanager
-def scripted(*answers: Answer, port: int = 0) -> Iterator[Script]:
-    script = Script("", list(answers))
+def scripted(*replies: Reply, port: int = 0) -> Iterator[Script]:
+    script = Script("", list(replies))
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def answer(self) -> None:
-            said = script.next(self.rfile.read(int(self.headers.get("content-length", 0))))
-            if said is None:
+        def reply(self) -> None:
+            reply = script.next(self.rfile.read(int(self.headers.get("content-length", 0))))
+            if reply is None:
                 self.close_connection = True
                 return
-            status, headers, content = said
+            status, headers, content = reply
             self.send_response(status)
             for name, value in (headers | {"content-length": str(len(content))}).items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_POST = answer
+        do_GET = do_POST = reply
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -107,43 +107,43 @@ def catalogue(client: Any) -> Any:
     [[], [busy()], [busy(), busy()], [None], [None, busy()], [busy(), None]],
     ids=["at once", "busy", "busy twice", "closed", "closed, busy", "busy, closed"],
 )
-def test_what_is_refused_for_now_is_sent_again(send: Any, before: list[Answer]) -> None:
+def test_temporary_failure_is_retried(send: Any, before: list[Reply]) -> None:
     with scripted(*before, GOOD) as script:
         assert send(script.url, catalogue) == [{"variant": "a"}]
-        assert len(script.came) == len(before) + 1
+        assert len(script.bodies) == len(before) + 1
 
 
 @KINDS
-def test_a_run_is_sent_again_as_it_was(client: Client, send: Any) -> None:
+def test_retried_run_has_the_same_body(client: Client, send: Any) -> None:
     sent: list[bytes] = []
 
     def keep(request: httpx.Request) -> httpx.Response:
         sent.append(request.content)
         response = httpx.post(client._http.base_url.join(request.url.path), content=request.content,
                               headers=request.headers)  # fmt: skip
-        said.append((200, {"content-type": response.headers["content-type"]}, response.content))
+        replies.append((200, {"content-type": response.headers["content-type"]}, response.content))
         return httpx.Response(200, content=response.content)
 
-    said: list[Answer] = []
+    replies: list[Reply] = []
     with Client("http://elsewhere", transport=httpx.MockTransport(keep)) as through:
         first = through.attend("softmax", **numbers())
-    with scripted(busy(), None, said[0]) as script:
+    with scripted(busy(), None, replies[0]) as script:
         again = send(script.url, lambda c: c.attend("softmax", **numbers()))
         assert same_run(first, again)
-        assert script.came == sent * 3
+        assert script.bodies == sent * 3
 
 
 @KINDS
 @pytest.mark.parametrize("retries", [0, 1, 2])
-def test_it_is_sent_again_only_so_often(send: Any, retries: int) -> None:
+def test_retries_are_limited(send: Any, retries: int) -> None:
     with scripted(busy()) as script:
         with pytest.raises(errors.ServiceUnavailable, match="because"):
             send(script.url, catalogue, retries=retries)
-        assert len(script.came) == retries + 1
+        assert len(script.bodies) == retries + 1
     with scripted(None) as script:
         with pytest.raises(httpx.RemoteProtocolError):
             send(script.url, catalogue, retries=retries)
-        assert len(script.came) == retries + 1
+        assert len(script.bodies) == retries + 1
 
 
 @KINDS
@@ -157,26 +157,26 @@ def test_it_is_sent_again_only_so_often(send: Any, retries: int) -> None:
     ],
     ids=lambda refusal: str(refusal[0]),
 )  # fmt: skip
-def test_what_is_refused_for_good_is_sent_once(send: Any, refusal: Answer) -> None:
+def test_permanent_error_is_not_retried(send: Any, refusal: Reply) -> None:
     with scripted(refusal) as script:
         with pytest.raises(QkvError):
             send(script.url, catalogue)
-        assert len(script.came) == 1
+        assert len(script.bodies) == 1
 
 
 @KINDS
-def test_who_listens_only_later_is_reached(send: Any) -> None:
+def test_service_that_starts_later_is_reached(send: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with pytest.raises(httpx.ConnectError):
         send(url, catalogue, retries=0)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(send, url, catalogue, retries=6)
-        time.sleep(0.05)  # its first attempt is refused, or its only one is answered
+        response = pool.submit(send, url, catalogue, retries=6)
+        time.sleep(0.05)  # the first attempt is refused, unless this thread is slow
         with scripted(GOOD, port=port) as script:
-            assert answer.result(TIMEOUT_S) == [{"variant": "a"}]
-            assert len(script.came) == 1
+            assert response.result(TIMEOUT_S) == [{"variant": "a"}]
+            assert len(script.bodies) == 1
 
 
 @KINDS
@@ -187,33 +187,33 @@ def test_who_listens_only_later_is_reached(send: Any) -> None:
         "1_0e-9", "\u00bd",
     ],
 )  # fmt: skip
-def test_any_retry_after_is_borne(
+def test_any_retry_after_is_a_delay_of_at_most_10_seconds(
     send: Any, retry_after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[float] = []
+    delays: list[float] = []
 
     async def sleeps(delay: float) -> None:
-        waited.append(delay)
+        delays.append(delay)
 
-    # the client's own names: others sleep too
-    monkeypatch.setattr("qkv.client.client.time", SimpleNamespace(sleep=waited.append))
+    # only the names in the client: other code sleeps too
+    monkeypatch.setattr("qkv.client.client.time", SimpleNamespace(sleep=delays.append))
     monkeypatch.setattr("qkv.client.async_client.asyncio", SimpleNamespace(sleep=sleeps))
     for retries in (1, 0):
-        answers = {"a": [busy(retry_after), GOOD], "b": [busy(retry_after)]}
-        with scripted(*answers["a" if retries else "b"]) as script:
+        replies = [busy(retry_after), GOOD] if retries else [busy(retry_after)]
+        with scripted(*replies) as script:
             if retries:
                 assert send(script.url, catalogue, retries=1) == [{"variant": "a"}]
             else:
                 with pytest.raises(errors.ServiceUnavailable):
                     send(script.url, catalogue, retries=0)
-            assert len(script.came) == retries + 1
-    assert len(waited) == 1
-    assert 0 <= waited[0] <= 10
+            assert len(script.bodies) == retries + 1
+    assert len(delays) == 1
+    assert 0 <= delays[0] <= 10
 
 
 @KINDS
 @pytest.mark.parametrize("retry_after", ["3", "10", "30", "3600"])
-def test_a_retry_after_is_told_as_it_came(send: Any, retry_after: str) -> None:
+def test_error_has_the_retry_after_of_the_response(send: Any, retry_after: str) -> None:
     with scripted(busy(retry_after)) as script, pytest.raises(errors.ServiceUnavailable) as caught:
         send(script.url, catalogue, retries=0)
     assert caught.value.retry_after == int(retry_after)

@@ -1,18 +1,29 @@
-"""Sweeps over a real socket, of both clients: cells as they come, and whatever may go wrong."""
+"""Tests of sweeps over a real socket, with both clients: cells as they arrive, and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import numpy as np
 import pytest
 
-from qkv import AsyncClient, AsyncSweep, Cell, Client, Crossover, QkvError, Sweep
+from qkv import (
+    AsyncClient,
+    AsyncSweep,
+    Cell,
+    Client,
+    Crossover,
+    QkvError,
+    ServiceUnreachable,
+    Sweep,
+)
 from support.processes import TIMEOUT_S, wait_until
 from support.scripted_server import (
     Reply,
@@ -34,28 +45,30 @@ from support.sweep_events import (
     progress,
 )
 
-Sweeping = Callable[..., tuple[list[Cell], Any]]
+RunSweep = Callable[..., tuple[list[Cell], Any]]
 
 
 QUERY: Final = np.eye(2, dtype=np.float32)
 
 
-def swept(url: str, take: int = 99, retries: int = 3, **asked: Any) -> tuple[list[Cell], Sweep]:
-    """The first cells of a sweep by the plain client, and the sweep."""
+def sweep_sync(
+    url: str, take: int = 99, retries: int = 3, **options: Any
+) -> tuple[list[Cell], Sweep]:
+    """Returns the first cells of a sweep by `Client`, and the sweep."""
     with Client(url, retries=retries, timeout=TIMEOUT_S) as client:
-        sweep = client.sweep(["softmax", "linear"], [256, 512], progress=False, **asked)
+        sweep = client.sweep(["softmax", "linear"], [256, 512], progress=False, **options)
         with sweep:
             cells = [found for _, found in zip(range(take), sweep, strict=False)]
         return cells, sweep
 
 
 def sweep_async(
-    url: str, take: int = 99, retries: int = 3, **asked: Any
+    url: str, take: int = 99, retries: int = 3, **options: Any
 ) -> tuple[list[Cell], AsyncSweep]:
     async def run() -> tuple[list[Cell], AsyncSweep]:
         cells: list[Cell] = []
         async with AsyncClient(url, retries=retries, timeout=TIMEOUT_S) as client:
-            sweep = client.sweep(["softmax", "linear"], [256, 512], progress=False, **asked)
+            sweep = client.sweep(["softmax", "linear"], [256, 512], progress=False, **options)
             async with sweep:
                 async for found in sweep:
                     cells.append(found)
@@ -66,22 +79,22 @@ def sweep_async(
     return asyncio.run(run())
 
 
-@pytest.fixture(params=[swept, sweep_async])
-def sweeping(request: pytest.FixtureRequest) -> Sweeping:
-    run: Sweeping = request.param
+@pytest.fixture(params=[sweep_sync, sweep_async])
+def run_sweep(request: pytest.FixtureRequest) -> RunSweep:
+    run: RunSweep = request.param
     return run
 
 
-def test_cells_come_as_they_are_measured(sweeping: Sweeping) -> None:
+def test_cells_arrive_in_the_order_of_measurement(run_sweep: RunSweep) -> None:
     with scripted_server(WHOLE_STREAM) as received:
-        cells, sweep = sweeping(received.url)
+        cells, sweep = run_sweep(received.url)
     assert [(c.index, c.variant, c.length, c.median_ms, c.least_ms) for c in cells] == [
         (0, "softmax", 256, 1.0, 0.5), (1, "linear", 256, 2.0, 1.0),
         (0, "softmax", 512, None, None),
     ]  # fmt: skip
     assert cells[2].problem == PROBLEM
     assert sweep.cells == cells
-    assert sweep.crossovers == [Crossover(0, 1, 300.5)]
+    assert sweep.crossovers == [Crossover(0, 1, 300.5, (256, 512))]
     assert sweep.finished
     assert received.paths == ["/v1/sweep"]
     assert received.headers[0]["accept"] == "text/event-stream"
@@ -91,16 +104,16 @@ def test_cells_come_as_they_are_measured(sweeping: Sweeping) -> None:
     }
 
 
-def test_all_that_is_asked_for_is_sent(sweeping: Sweeping) -> None:
-    asked = {"batch": 2, "heads": np.int64(4), "width": 8, "dtype": "float16", "seed": 3}
+def test_all_options_are_sent(run_sweep: RunSweep) -> None:
+    options = {"batch": 2, "heads": np.int64(4), "width": 8, "dtype": "float16", "seed": 3}
     with scripted_server(WHOLE_STREAM) as received:
-        sweeping(received.url, **asked, repeats=7, causal=np.True_, scale=None, window=(2, 0))
+        run_sweep(received.url, **options, repeats=7, causal=np.True_, scale=None, window=(2, 0))
     shared = {"causal": True, "window": [2, 0]}
     named = [{"variant": name, "parameters": shared} for name in ("softmax", "linear")]
-    assert received.last_json == {**asked, "repeats": 7, "variants": named, "lengths": [256, 512]}
+    assert received.last_json == {**options, "repeats": 7, "variants": named, "lengths": [256, 512]}
 
 
-def test_a_variants_own_parameters_go_before_those_of_all() -> None:
+def test_own_parameters_of_a_variant_override_shared_ones() -> None:
     chosen: list[Any] = ["mean", {"variant": "taylor", "parameters": {"causal": np.False_}}]
     with scripted_server(WHOLE_STREAM) as received, Client(received.url) as client:
         list(client.sweep(chosen, range(1, 3), progress=False, causal=True))
@@ -111,7 +124,7 @@ def test_a_variants_own_parameters_go_before_those_of_all() -> None:
     assert received.last_json["lengths"] == [1, 2]
 
 
-def test_nothing_is_asked_before_the_first_cell_is() -> None:
+def test_request_is_sent_when_the_first_cell_is_read() -> None:
     with scripted_server(WHOLE_STREAM) as received, Client(received.url) as client:
         sweep = client.sweep(["softmax"], [256], progress=False)
         assert not received.paths
@@ -124,30 +137,30 @@ def test_nothing_is_asked_before_the_first_cell_is() -> None:
 @pytest.mark.parametrize(
     ("variants", "lengths", "given", "error"),
     [
-        ("softmax", [256], {}, QkvError),  # a list, also of one
+        ("softmax", [256], {}, QkvError),  # expected: a list, even with one variant
         ({"variant": "softmax"}, [256], {}, QkvError),
         (["softmax"], [256.5], {}, TypeError),
-        (["softmax"], [256], {"query": np.ones((2, 2))}, QkvError),  # it draws its own
+        (["softmax"], [256], {"query": np.ones((2, 2))}, QkvError),  # the service makes the inputs
         (["softmax"], [256], {"scale": math.inf}, QkvError),
     ],
 )
-def test_what_makes_no_sense_is_refused_without_asking(
+def test_invalid_arguments_are_errors_without_a_request(
     variants: Any, lengths: Any, given: dict[str, Any], error: type[Exception]
 ) -> None:
     with Client("http://127.0.0.1:9") as client, pytest.raises(error):
         client.sweep(variants, lengths, **given)
 
 
-def test_leaving_early_closes_the_connection_and_keeps_what_came(sweeping: Sweeping) -> None:
+def test_closing_early_closes_the_connection_and_keeps_the_cells(run_sweep: RunSweep) -> None:
     with scripted_server(event_reply(*CELL_EVENTS, end="held")) as received:
-        cells, sweep = sweeping(received.url, take=2)
+        cells, sweep = run_sweep(received.url, take=2)
         assert received.disconnected.wait(TIMEOUT_S)
     assert [c.variant for c in cells] == ["softmax", "linear"]
     assert sweep.cells == cells
     assert not sweep.finished
 
 
-def test_letting_go_of_it_closes_the_connection() -> None:
+def test_deleted_sweep_closes_its_connection() -> None:
     with (
         scripted_server(event_reply(*CELL_EVENTS, end="held")) as received,
         Client(received.url) as client,
@@ -159,18 +172,18 @@ def test_letting_go_of_it_closes_the_connection() -> None:
         assert received.disconnected.wait(TIMEOUT_S)
 
 
-def test_a_twin_that_is_cancelled_closes_the_connection() -> None:
+def test_cancelled_async_sweep_closes_its_connection() -> None:
     async def run(url: str) -> None:
         async with AsyncClient(url) as client:
             sweep = client.sweep(["softmax"], [256], progress=False)
-            came = asyncio.Event()
+            has_cell = asyncio.Event()
 
             async def consume() -> None:
                 async for _ in sweep:
-                    came.set()
+                    has_cell.set()
 
             task = asyncio.create_task(consume())
-            await asyncio.wait_for(came.wait(), TIMEOUT_S)
+            await asyncio.wait_for(has_cell.wait(), TIMEOUT_S)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -181,7 +194,7 @@ def test_a_twin_that_is_cancelled_closes_the_connection() -> None:
         assert received.disconnected.wait(TIMEOUT_S)
 
 
-def test_after_it_is_closed_there_is_nothing_more() -> None:
+def test_closed_sweep_yields_no_cells() -> None:
     with (
         scripted_server(event_reply(*CELL_EVENTS, end="held")) as received,
         Client(received.url) as client,
@@ -206,27 +219,29 @@ def test_after_it_is_closed_there_is_nothing_more() -> None:
         [event_reply(end="cut"), event_reply(b": nothing yet\n\n", end="cut")],
     ],
 )
-def test_until_the_first_event_it_is_sent_again(sweeping: Sweeping, before: list[Reply]) -> None:
+def test_request_is_sent_again_until_the_first_event(
+    run_sweep: RunSweep, before: list[Reply]
+) -> None:
     with scripted_server(*before, WHOLE_STREAM) as received:
-        cells, _ = sweeping(received.url)
+        cells, _ = run_sweep(received.url)
         assert len(cells) == 3
         assert len(received.bodies) == len(before) + 1
         assert len(set(received.bodies)) == 1
 
 
-def test_only_so_often(sweeping: Sweeping) -> None:
+def test_retries_are_limited(run_sweep: RunSweep) -> None:
     with scripted_server(problem_reply(503, "not-now", retry_after="0")) as received:
         with pytest.raises(QkvError, match="because"):
-            sweeping(received.url, retries=2)
+            run_sweep(received.url, retries=2)
         assert len(received.paths) == 3
 
 
-def test_what_breaks_after_the_first_event_is_raised_at_once(sweeping: Sweeping) -> None:
+def test_broken_connection_after_the_first_event_is_not_retried(run_sweep: RunSweep) -> None:
     with scripted_server(
         event_reply(progress(0, "softmax", 256), end="cut"), WHOLE_STREAM
     ) as received:
         with pytest.raises(httpx.RemoteProtocolError):
-            sweeping(received.url)
+            run_sweep(received.url)
         assert len(received.paths) == 1
 
 
@@ -238,8 +253,8 @@ def test_what_breaks_after_the_first_event_is_raised_at_once(sweeping: Sweeping)
         (
             event_reply(CELL_EVENTS[0], encode_event("error", {"problem": PROBLEM})),
             413,
-        ),  # it began well
-        (event_reply(CELL_EVENTS[0]), 400),  # it ended too early, and not by being cut
+        ),
+        (event_reply(CELL_EVENTS[0]), 400),  # ends early, but whole
         (event_reply(), 400),
         (event_reply(encode_event("cell", {"index": 0})), 400),
         (event_reply(encode_event("cell", [1])), 400),
@@ -252,35 +267,33 @@ def test_what_breaks_after_the_first_event_is_raised_at_once(sweeping: Sweeping)
         (json_reply(b"<html>", 502, kind="text/html"), 400),
     ],
 )
-def test_whatever_may_answer_is_an_error_of_ours(
-    sweeping: Sweeping, line: Reply, status: int
-) -> None:
+def test_invalid_response_is_a_qkv_error(run_sweep: RunSweep, line: Reply, status: int) -> None:
     with scripted_server(line) as received:
         with pytest.raises(QkvError) as refused:
-            sweeping(received.url)
+            run_sweep(received.url)
         assert refused.value.status == status
         assert len(received.paths) == 1
 
 
-def test_events_of_a_later_service_are_passed_over(sweeping: Sweeping) -> None:
-    told = [
+def test_unknown_events_and_fields_are_ignored(run_sweep: RunSweep) -> None:
+    events = [
         encode_event("weather", {"rain": True}),
         encode_event("cell", CELLS[0] | {"mood": "good"}),
         DONE_EVENT,
     ]
-    with scripted_server(event_reply(*told)) as received:
-        cells, _ = sweeping(received.url)
+    with scripted_server(event_reply(*events)) as received:
+        cells, _ = run_sweep(received.url)
     assert [c.length for c in cells] == [256]
 
 
-def test_where_nothing_listens(sweeping: Sweeping) -> None:
-    with pytest.raises(httpx.ConnectError):
-        sweeping("http://127.0.0.1:9", retries=0)
+def test_missing_service_is_named(run_sweep: RunSweep) -> None:
+    with pytest.raises(ServiceUnreachable, match=r"http://127\.0\.0\.1:9: .*`qkv serve`"):
+        run_sweep("http://127.0.0.1:9", retries=0)
 
 
-def test_the_table_the_lines_and_the_page() -> None:
+def test_table_csv_and_html_have_all_cells() -> None:
     with scripted_server(WHOLE_STREAM) as received:
-        _, sweep = swept(received.url)
+        _, sweep = sweep_sync(received.url)
     assert sweep.table().splitlines() == [
         "length        softmax    linear",
         "───────────────────────────────",
@@ -289,7 +302,7 @@ def test_the_table_the_lines_and_the_page() -> None:
         "  256       1 (0.5–2)   2 (1–4)",
         "  512    does not run",
         "",
-        "From a length of about 300 on, linear is faster than softmax.",
+        "linear becomes faster than softmax between lengths 256 and 512.",
         "softmax at 512: too many",
     ]
     lines = sweep.csv().splitlines()
@@ -297,33 +310,37 @@ def test_the_table_the_lines_and_the_page() -> None:
     assert lines[1] == "0,softmax,{},256,1.0,0.5,2.0,5,10,20,30,"
     assert lines[3] == "0,softmax,{},512,,,,,,,,too many"
     page = sweep._repr_html_()
-    assert all(text in page for text in ("does not run", "1 (0.5–2)", "linear is faster than"))
+    assert all(text in page for text in ("does not run", "1 (0.5–2)", "linear becomes faster than"))
     assert "1 (0.5–2)" in sweep.cells[0]._repr_html_()
 
 
-def test_what_has_not_begun_shows_as_much() -> None:
+def test_unstarted_sweep_has_an_empty_table() -> None:
     with Client() as client:
         sweep = client.sweep(["softmax"], [256])
     assert "Nothing is measured yet." in sweep.table()
     assert "Nothing is measured yet." in sweep._repr_html_()
 
 
-def test_namesakes_are_told_apart_by_their_parameters() -> None:
-    made = [
+def test_variants_of_the_same_name_are_labelled_by_parameters() -> None:
+    cells = [
         cell(i, "softmax", 256) | {"parameters": {"causal": causal, "scale": 1.0}}
         for i, causal in enumerate((True, False))
     ]
-    crossed = {"cells": 2, "crossovers": [{"from": 0, "to": 1, "length": 100.0}]}
+    crossover = {"from": 0, "to": 1, "length": 100.0, "between": [64, 256]}
+    done = {"cells": 2, "crossovers": [crossover]}
     with scripted_server(
-        event_reply(*(encode_event("cell", c) for c in made), encode_event("done", crossed))
+        event_reply(*(encode_event("cell", c) for c in cells), encode_event("done", done))
     ) as received:
-        _, sweep = swept(received.url)
+        _, sweep = sweep_sync(received.url)
     assert sweep.names == {0: "softmax\ncausal=true", 1: "softmax\ncausal=false"}
-    assert "100 on, softmax causal=false is faster than softmax causal=true." in sweep.table()
+    sentence = (
+        "softmax causal=false becomes faster than softmax causal=true between lengths 64 and 256."
+    )
+    assert sentence in sweep.table()
 
 
-def test_an_interrupted_sweep_keeps_what_came_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is raised wherever the client waits."""
+def test_interrupted_sweep_keeps_its_cells_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C raises in the middle of reading."""
     with (
         scripted_server(event_reply(*CELL_EVENTS, end="held")) as received,
         Client(received.url) as client,
@@ -331,21 +348,19 @@ def test_an_interrupted_sweep_keeps_what_came_and_ends(monkeypatch: pytest.Monke
         sweep = client.sweep(["softmax"], [256], progress=False)
         found = [next(sweep) for _ in CELL_EVENTS]
 
-        def interrupted(chunk: bytes) -> Any:
+        def interrupt(*_: object) -> Any:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(
-            "qkv.client.event_parser.EventParser.feed", lambda self, chunk: interrupted(chunk)
-        )
+        monkeypatch.setattr("httpx_sse._decoders.SSEDecoder.decode", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(sweep)
         assert received.disconnected.wait(TIMEOUT_S)
         assert sweep.cells == found
 
 
-def test_the_service_is_swept(url: str, sweeping: Sweeping) -> None:
-    """What it says of a run, it says of a cell; what cannot run is a cell too."""
-    cells, sweep = sweeping(url, heads=2, width=4, batch=3, repeats=2, causal=True)
+def test_cells_of_a_real_service_agree_with_its_runs(url: str, run_sweep: RunSweep) -> None:
+    """Flops and bytes of a cell are those of a run."""
+    cells, sweep = run_sweep(url, heads=2, width=4, batch=3, repeats=2, causal=True)
     assert sweep.finished
     assert [(c.index, c.variant, c.length) for c in cells] == [
         (i, name, length) for length in (256, 512) for i, name in enumerate(("softmax", "linear"))
@@ -364,7 +379,7 @@ def test_the_service_is_swept(url: str, sweeping: Sweeping) -> None:
             assert found.peak_bytes
 
 
-def test_what_the_service_cannot_run_is_a_cell(serve: Callable[..., Server]) -> None:
+def test_variant_that_cannot_run_is_a_cell_with_a_problem(serve: Callable[..., Server]) -> None:
     server = serve(max_scores=300_000)
     with Client(server.url) as client:
         sweep = client.sweep(["softmax"], [256, 1024], heads=1, progress=False)
@@ -375,11 +390,59 @@ def test_what_the_service_cannot_run_is_a_cell(serve: Callable[..., Server]) -> 
     assert "does not run" in sweep.table()
 
 
-def test_who_leaves_the_service_takes_nobody_s_time(server: Server) -> None:
-    """The rest of a sweep of minutes does not run."""
+def test_closed_sweep_stops_in_the_service(server: Server) -> None:
+    """The service does not run the rest of a sweep of minutes."""
     with Client(server.url) as client:
         lengths = [16, *range(2048, 4096, 64)]
         with client.sweep(["softmax"], lengths, repeats=100, progress=False) as sweep:
             assert next(sweep).length == 16
         wait_until(lambda: server.queued_count == 0)
         assert client.attend("softmax", query=QUERY, key=QUERY, value=QUERY).output.shape == (2, 2)
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_sweep_is_plotted_to_a_file(
+    run_sweep: RunSweep, tmp_path: Path, suffix: str, magic: bytes
+) -> None:
+    with scripted_server(WHOLE_STREAM) as received:
+        _, sweep = run_sweep(received.url)
+    sweep.plot(tmp_path / f"sweep.{suffix}")
+    picture = (tmp_path / f"sweep.{suffix}").read_bytes()
+    assert picture.startswith(magic)
+    if suffix == "svg":
+        assert b"linear faster than softmax between 256 and 512" in picture
+    with pytest.raises(ValueError, match="svg"):
+        sweep.plot(str(tmp_path / "sweep.nope"))
+
+
+def test_plot_without_matplotlib_names_the_command_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with scripted_server(WHOLE_STREAM) as received:
+        _, sweep = sweep_sync(received.url)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "qkv.client.sweep_plot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[plot\]'"):
+        sweep.plot(tmp_path / "sweep.svg")
+
+
+def test_repr_of_a_sweep_is_one_line(run_sweep: RunSweep) -> None:
+    with scripted_server(WHOLE_STREAM) as received:
+        _, sweep = run_sweep(received.url)
+    kind = type(sweep).__name__
+    assert repr(sweep) == f"<{kind} of softmax, linear: 3 cells, finished>"
+
+
+def test_crossovers_are_in_the_sentences_and_without_one_the_fastest_variant_is() -> None:
+    cells = [encode_event("cell", cell(i, name, n, ms)) for n, i, name, ms in (
+        (256, 0, "softmax", 1.0), (256, 1, "linear", 2.0),
+        (512, 0, "softmax", 2.0), (512, 1, "linear", 3.0),
+    )]  # fmt: skip
+    done = encode_event("done", {"cells": 4, "crossovers": []})
+    with scripted_server(event_reply(*cells, done)) as received:
+        _, sweep = sweep_sync(received.url)
+    assert sweep.sentences() == [
+        "softmax is faster than the others at every length, by the medians."
+    ]

@@ -1,4 +1,4 @@
-"""More than there is room for, over real sockets: what may wait, and what is counted."""
+"""Admission control over real sockets: limits of the queue, and the bodies that count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from qkv.jobs.job import Job
 from qkv.wire.message import Message
 from support.known_requests import assert_problem
 from support.processes import TIMEOUT_S, wait_until
-from support.raw_connection import asked_of, encode_body, encode_request, random_inputs, raw_client
+from support.raw_connection import (
+    encode_body,
+    encode_request,
+    in_flight_count,
+    random_inputs,
+    raw_client,
+)
 from support.small_requests import (
     HEAD,
     INFER,
@@ -31,7 +37,7 @@ from support.small_requests import (
 from support.small_requests import executed_jobs as executed_jobs
 
 
-def test_so_many_requests_may_wait_and_no_more(serve: Serve) -> None:
+def test_requests_beyond_max_queue_get_503(serve: Serve) -> None:
     server = serve(max_queue=3)
     with ThreadPoolExecutor(3) as pool:
         with server.hold():
@@ -39,14 +45,14 @@ def test_so_many_requests_may_wait_and_no_more(serve: Serve) -> None:
             server.wait_until_queued(3)
             for path, content in ((PATH, body()), (INFER, b"{}"), (PATH, b"no tensors at all")):
                 response = httpx.post(server.url + path, content=content, headers=SAFETENSORS)
-                assert response.status_code == 503  # whatever it says: it was not read
+                assert response.status_code == 503  # for any body: it is not read
                 assert 1 <= int(response.headers["retry-after"]) <= 60
-                assert "3 requests wait already; at most 3 may" in response.text
+                assert "3 requests are queued or being received, the limit is 3" in response.text
         assert all(future.result().is_success for future in waiting)
     assert post(server.url, body()).is_success
 
 
-def test_it_is_said_before_a_body_is_sent(serve: Serve) -> None:
+def test_rejection_is_sent_before_100_continue(serve: Serve) -> None:
     server = serve(max_queue_bytes=1000)
     with ThreadPoolExecutor(1) as pool, server.hold():
         waiting = pool.submit(post, server.url, body())
@@ -54,14 +60,14 @@ def test_it_is_said_before_a_body_is_sent(serve: Serve) -> None:
         with open_connection(server) as connection:
             head = f"{HEAD}Expect: 100-continue\r\nContent-Length: 900\r\n\r\n"
             connection.sendall(head.encode())
-            said = read_head(connection)
-        assert said.startswith("HTTP/1.1 503 ")
-        assert "retry-after: 1\r\n" in said
+            head_received = read_head(connection)
+        assert head_received.startswith("HTTP/1.1 503 ")
+        assert "retry-after: 1\r\n" in head_received
         assert not waiting.done()
 
 
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
-def test_who_sends_all_before_reading_is_answered_and_not_reset(
+def test_rejected_client_that_sends_all_first_gets_503_and_no_reset(
     serve: Serve, connection: str
 ) -> None:
     server = serve(max_queue_bytes=1000)
@@ -76,7 +82,7 @@ def test_who_sends_all_before_reading_is_answered_and_not_reset(
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_bodies_that_come_in_count(serve: Serve, declared: bool) -> None:
+def test_bodies_being_received_count(serve: Serve, declared: bool) -> None:
     server = serve(max_queue_bytes=3000)
     length = "Content-Length: 2000" if declared else "Transfer-Encoding: chunked"
     piece = b" " * 1500 if declared else b"5dc\r\n%b\r\n" % (b" " * 1500)
@@ -85,18 +91,18 @@ def test_bodies_that_come_in_count(serve: Serve, declared: bool) -> None:
         wait_until(lambda: server.engine.admission.incoming.bytes >= 1500)
         assert server.engine.admission.incoming.requests == 1
         problem = assert_problem(post(server.url, body(rows=40)), 503)
-        assert "at most 3000 may" in problem["detail"]
-        assert post(server.url, body()).is_success  # there is room for this one
+        assert "the limit is 3000" in problem["detail"]
+        assert post(server.url, body()).is_success  # it fits
         if declared:
             slow.sendall(b" " * 500)
             assert read_head(slow).startswith("HTTP/1.1 400 ")
     wait_until(
         lambda: server.engine.admission.incoming.requests == 0
-    )  # answered, or gone in the midst of it
+    )  # the response is sent, or the client has disconnected
     assert post(server.url, body(rows=40)).is_success
 
 
-def test_too_long_a_body_is_too_long_whatever_waits(serve: Serve) -> None:
+def test_body_over_the_limit_gets_413_even_with_a_full_queue(serve: Serve) -> None:
     server = serve(max_queue_bytes=3000, max_body_bytes=2000)
     with ThreadPoolExecutor(1) as pool, server.hold():
         pool.submit(post, server.url, body())
@@ -104,8 +110,8 @@ def test_too_long_a_body_is_too_long_whatever_waits(serve: Serve) -> None:
         assert_problem(post(server.url, bytes(5000)), 413)
 
 
-def test_retry_after_says_how_long_the_queue_is(serve: Serve, executed_jobs: list[Job]) -> None:
-    """Each took two seconds, as far as the queue knows; three wait."""
+def test_retry_after_grows_with_the_queue(serve: Serve, executed_jobs: list[Job]) -> None:
+    """The queue has three requests, and estimates two seconds for each."""
     server = serve(max_queue=3)
     rate = server.engine._queue.throughput
     with ThreadPoolExecutor(3) as pool, server.hold():
@@ -120,26 +126,26 @@ def test_retry_after_says_how_long_the_queue_is(serve: Serve, executed_jobs: lis
     assert all(future.result().is_success for future in waiting)
 
 
-def test_flops_that_wait_are_bounded(serve: Serve) -> None:
+def test_queued_flops_are_limited(serve: Serve) -> None:
     server = serve(max_queue_flops=10_000)
     with ThreadPoolExecutor(2) as pool, server.hold():
         pool.submit(post, server.url, body(rows=2))
         server.wait_until_queued(1)
         problem = assert_problem(post(server.url, body(rows=50)), 503)
-        assert "floating-point operations wait already" in problem["detail"]
+        assert "floating-point operations are queued" in problem["detail"]
         pool.submit(post, server.url, body(rows=2))
         server.wait_until_queued(2)
 
 
-def test_conversions_count_while_they_come_in_and_until_they_are_answered(
+def test_conversions_count_from_their_head_to_their_response(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve(max_queue=2)
-    converting, leave = threading.Event(), threading.Event()
+    converting, go_on = threading.Event(), threading.Event()
 
     def slow(message: Message) -> Message:
         converting.set()
-        assert leave.wait(TIMEOUT_S)
+        assert go_on.wait(TIMEOUT_S)
         return convert_message(message)
 
     monkeypatch.setattr("qkv.api.endpoints.convert.convert_message", slow)
@@ -149,35 +155,35 @@ def test_conversions_count_while_they_come_in_and_until_they_are_answered(
     def asked() -> httpx.Response:
         return httpx.post(f"{server.url}/v1/convert", content=content, timeout=TIMEOUT_S)
 
-    with ThreadPoolExecutor(1) as pool, open_connection(server) as coming:
+    with ThreadPoolExecutor(1) as pool, open_connection(server) as receiving:
         running = pool.submit(asked)
         assert converting.wait(TIMEOUT_S)
         assert server.engine.admission.incoming.requests == 1
         assert server.engine.admission.incoming.bytes > len(content)
         head = "POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n"
-        coming.sendall(head.encode())
+        receiving.sendall(head.encode())
         wait_until(lambda: server.engine.admission.incoming.requests == 2)
         for response in (asked(), post(server.url, body())):
-            assert "2 requests wait already" in assert_problem(response, 503)["detail"]
+            assert "2 requests are queued" in assert_problem(response, 503)["detail"]
             assert response.headers["retry-after"] == "1"
-        leave.set()
+        go_on.set()
         assert running.result(TIMEOUT_S).is_success
         wait_until(lambda: server.engine.admission.incoming.requests == 1)
         assert asked().is_success
     wait_until(lambda: server.engine.admission.incoming == Load())
 
 
-def test_bodies_on_the_shortest_way_count_where_they_are_waited_for(
+def test_fast_path_bodies_count_only_while_they_are_received(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that come with their head are answered at once: nothing is counted for them."""
+    """A body that arrives with its head is handled at once and does not count."""
     server = serve(max_queue=1)
     admission, request = server.engine.admission, encode_request(*encode_body(random_inputs(0)))
-    entered: list[int] = []
+    admitted: list[int] = []
     admit = admission.admit
 
     def counted(size: int) -> Admission:
-        entered.append(size)
+        admitted.append(size)
         return admit(size)
 
     monkeypatch.setattr(admission, "admit", counted)
@@ -185,19 +191,21 @@ def test_bodies_on_the_shortest_way_count_where_they_are_waited_for(
         for _ in range(4):
             other.send(request)
             other.read_response()
-        assert len(entered) == 1  # the first, which took the long way
-        entered.clear()
+        assert len(admitted) == 1  # the first request, which does not take the fast path
+        admitted.clear()
         slow.send(request[:-100])
         wait_until(lambda: admission.incoming.requests == 1)
         size = len(request.partition(b"\r\n\r\n")[2])
-        assert entered == [size]
+        assert admitted == [size]
         assert admission.incoming.bytes == size
         slow.send(request[-100:-50])
-        other.send(request)  # it is there as a whole, and waits for nothing
+        other.send(request)  # the body arrives at once
         other.read_response()
-        assert entered == [size]
+        assert admitted == [size]
         other.send(request[:-100])
-        wait_until(lambda: len(entered) == 3)  # refused here, and then on the long way
+        wait_until(
+            lambda: len(admitted) == 3
+        )  # rejected on the fast path, then on the ordinary path
         other.send(request[-100:])
         assert other.status() == 503
         other.rest()
@@ -207,5 +215,7 @@ def test_bodies_on_the_shortest_way_count_where_they_are_waited_for(
         wait_until(lambda: admission.incoming == Load())
         slow.send(request[:-100])
         wait_until(lambda: admission.incoming.requests == 1)
-    wait_until(lambda: admission.incoming == Load())  # it left in the midst of it
-    assert asked_of(server) == 0
+    wait_until(
+        lambda: admission.incoming == Load()
+    )  # the client disconnects before the end of the body
+    assert in_flight_count(server) == 0

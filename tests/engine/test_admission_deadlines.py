@@ -1,4 +1,4 @@
-"""Requests that wait and never run: their time is up, or whoever asked has left."""
+"""Queued requests that never run: expired deadlines and disconnected clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.small_requests import HEAD, INFER, SAFETENSORS, Serve, body, open_c
 from support.small_requests import executed_jobs as executed_jobs
 
 
-def test_a_request_may_say_how_long_it_waits(serve: Serve, executed_jobs: list[Job]) -> None:
+def test_client_sets_a_deadline(serve: Serve, executed_jobs: list[Job]) -> None:
     server = serve()
     document = {
         "inputs": [
@@ -29,7 +29,7 @@ def test_a_request_may_say_how_long_it_waits(serve: Serve, executed_jobs: list[J
     with server.hold():
         executed_jobs.clear()
         problem = assert_problem(post(server.url, body(), **{"X-Request-Timeout": "0.05"}), 504)
-        assert problem["detail"] == "the device was not free within 50 ms"
+        assert problem["detail"] == "the request waited 50 ms in the queue, its deadline passed"
         late = httpx.post(server.url + INFER, json=document, headers={"X-Request-Timeout": "0.05"})
         assert late.status_code == 503
         assert "50 ms" in late.text
@@ -41,33 +41,33 @@ def test_a_request_may_say_how_long_it_waits(serve: Serve, executed_jobs: list[J
     assert len(executed_jobs) == 1
 
 
-def test_the_service_may_have_a_deadline_for_all(serve: Serve, executed_jobs: list[Job]) -> None:
+def test_setting_limits_every_deadline(serve: Serve, executed_jobs: list[Job]) -> None:
     server = serve(request_timeout_s=0.05)
     with server.hold():
         executed_jobs.clear()
         assert "50 ms" in assert_problem(post(server.url, body()), 504)["detail"]
-        for said, wait in (("0.02", "20 ms"), ("20", "50 ms")):
-            response = post(server.url, body(), **{"X-Request-Timeout": said})
+        for header, wait in (("0.02", "20 ms"), ("20", "50 ms")):
+            response = post(server.url, body(), **{"X-Request-Timeout": header})
             assert wait in assert_problem(response, 504)["detail"]
     assert post(server.url, body()).is_success
     assert len(executed_jobs) == 1
 
 
-@pytest.mark.parametrize("said", ["0", "-1", "nan", "inf", "soon", "", "1e10", "1_0"])
-def test_what_is_no_deadline_is_refused(server: Server, said: str) -> None:
-    problem = assert_problem(post(server.url, body(), **{"X-Request-Timeout": said}), 400)
+@pytest.mark.parametrize("header", ["0", "-1", "nan", "inf", "soon", "", "1e10", "1_0"])
+def test_invalid_deadline_gets_400(server: Server, header: str) -> None:
+    problem = assert_problem(post(server.url, body(), **{"X-Request-Timeout": header}), 400)
     assert "X-Request-Timeout" in problem["detail"]
 
 
-def test_one_whose_time_is_up_does_not_run_though_the_loop_was_too_busy_to_say_so(
+def test_expired_job_does_not_run_if_the_event_loop_was_busy(
     serve: Serve, executed_jobs: list[Job]
 ) -> None:
     server = serve()
-    entered, leave = threading.Event(), threading.Event()
+    entered, go_on = threading.Event(), threading.Event()
 
     def block() -> None:
         entered.set()
-        assert leave.wait(TIMEOUT_S)
+        assert go_on.wait(TIMEOUT_S)
 
     assert server.engine._loop is not None
     with ThreadPoolExecutor(1) as pool:
@@ -78,13 +78,15 @@ def test_one_whose_time_is_up_does_not_run_though_the_loop_was_too_busy_to_say_s
             server.engine._loop.call_soon_threadsafe(block)
             assert entered.wait(TIMEOUT_S)
             time.sleep(0.6)
-        wait_until(lambda: server.queued_count == 0)  # the device is free, and takes it
-        leave.set()
+        wait_until(lambda: server.queued_count == 0)  # the device thread takes the expired job
+        go_on.set()
         assert "500 ms" in assert_problem(late.result(TIMEOUT_S), 504)["detail"]
     assert executed_jobs == []
 
 
-def test_of_two_hundred_who_leave_none_is_run(serve: Serve, executed_jobs: list[Job]) -> None:
+def test_jobs_of_200_disconnected_clients_do_not_run(
+    serve: Serve, executed_jobs: list[Job]
+) -> None:
     server = serve(max_batch=32)
     content = body()
     head = f"{HEAD}Content-Type: {SAFETENSORS['Content-Type']}\r\nContent-Length: {len(content)}"

@@ -1,4 +1,4 @@
-"""Faults of the device, over real sockets: poison, too little memory, errors that stay."""
+"""Device errors over real sockets: failing jobs, out of memory, fatal errors."""
 
 from __future__ import annotations
 
@@ -30,31 +30,34 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("faults")
 @pytest.mark.parametrize("number", [failing_device.POISON, failing_device.ENDING])
-@pytest.mark.parametrize("place", [0, 17, 31])
-def test_a_poisonous_request_fails_alone(serve: Serve, place: int, number: float) -> None:
+@pytest.mark.parametrize(
+    "place", [pytest.param(0, marks=pytest.mark.slow), 17, pytest.param(31, marks=pytest.mark.slow)]
+)
+def test_failing_request_fails_alone(serve: Serve, place: int, number: float) -> None:
     server = serve(max_batch=32)
     bodies = [body(seed=seed) for seed in range(32)]
     alone = [outputs(post(server.url, content)) for content in bodies]
     bodies[place] = body(number)
     with ThreadPoolExecutor(32) as pool:
         with server.hold():
-            asked = [pool.submit(post, server.url, content) for content in bodies]
+            futures = [pool.submit(post, server.url, content) for content in bodies]
             server.wait_until_queued(32)
-        answers = [future.result(TIMEOUT_S) for future in asked]
-    for i, (wanted, response) in enumerate(zip(alone, answers, strict=True)):
+        responses = [future.result(TIMEOUT_S) for future in futures]
+    for i, (expected, response) in enumerate(zip(alone, responses, strict=True)):
         if i == place:
             assert response.status_code == 500
             assert "marked" not in response.text
         else:
-            assert outputs(response) == wanted
+            assert outputs(response) == expected
     assert server.engine.is_alive
     assert post(server.url, body()).is_success
 
 
-def test_out_of_memory_makes_smaller_batches_for_a_while(
+@pytest.mark.slow
+def test_out_of_memory_halves_batches_for_a_while(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has room for so many bytes; none of those who wait notices."""
+    """Out of memory halves batches; every queued request still gets its response."""
     monkeypatch.setattr("qkv.api.app.Engine", partial(Engine, batch_bytes=64 << 20))
     sizes: list[int] = []
     room = [4 << 20]
@@ -68,22 +71,22 @@ def test_out_of_memory_makes_smaller_batches_for_a_while(
 
     server = serve(max_batch=32)
     monkeypatch.setattr(server.engine, "execute", tight)
-    content = body(rows=1, width=1 << 16)  # 1 MiB, with its answer
+    content = body(rows=1, width=1 << 16)  # 1 MiB with its response
 
     def wave() -> list[int]:
         sizes.clear()
         with ThreadPoolExecutor(16) as pool:
             with server.hold():
-                asked = [pool.submit(post, server.url, content) for _ in range(16)]
+                futures = [pool.submit(post, server.url, content) for _ in range(16)]
                 server.wait_until_queued(16)
-            assert all(future.result(TIMEOUT_S).is_success for future in asked)
+            assert all(future.result(TIMEOUT_S).is_success for future in futures)
         return list(sizes)
 
     assert wave() == [4, 4, 4, 4]
     lowered = server.engine._budget.bytes
     assert lowered < 16 << 20
     room[0] = 64 << 20
-    assert max(wave()) < 16  # it stays so for a while
+    assert max(wave()) < 16  # the budget recovers slowly
     for _ in range(20):
         last = wave()
     assert last == [16]
@@ -97,17 +100,17 @@ def test_out_of_memory_makes_smaller_batches_for_a_while(
 
 
 @pytest.mark.usefixtures("faults")
-def test_after_a_sticky_error_all_are_told_and_it_is_not_ready(serve: Serve) -> None:
+def test_after_a_fatal_error_all_requests_get_503_and_readyz_fails(serve: Serve) -> None:
     server = serve(max_batch=4)
     assert server.http.get("/readyz").status_code == 200
     with ThreadPoolExecutor(12) as pool:
         with server.hold():
-            asked = [pool.submit(post, server.url, body(failing_device.STICKY))]
+            futures = [pool.submit(post, server.url, body(failing_device.STICKY))]
             server.wait_until_queued(1)
-            asked += [pool.submit(post, server.url, body(rows=2 + i % 3)) for i in range(11)]
+            futures += [pool.submit(post, server.url, body(rows=2 + i % 3)) for i in range(11)]
             server.wait_until_queued(12)
-        answers = [future.result(TIMEOUT_S) for future in asked]
-    for response in answers:
+        responses = [future.result(TIMEOUT_S) for future in futures]
+    for response in responses:
         assert "the device has failed" in assert_problem(response, 503)["detail"]
         assert int(response.headers["retry-after"]) >= 1
     assert server.http.get("/readyz").status_code == 503
@@ -116,7 +119,7 @@ def test_after_a_sticky_error_all_are_told_and_it_is_not_ready(serve: Serve) -> 
 
 
 @pytest.mark.usefixtures("faults")
-def test_what_would_end_the_process_is_an_answer_where_it_runs_on_the_loop(serve: Serve) -> None:
+def test_system_exit_on_the_event_loop_gets_500(serve: Serve) -> None:
     server = serve()
     for _ in range(3):
         response = post(server.url, body(failing_device.ENDING))

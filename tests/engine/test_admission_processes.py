@@ -1,4 +1,4 @@
-"""Faults, leavers and bounds where the service has processes of its own."""
+"""Device errors, disconnects and limits of a service with several processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.small_requests import HEAD, SAFETENSORS, body, outputs, post
 
 @pytest.fixture(params=["each", "one"])
 def service_process(request: pytest.FixtureRequest, command: Callable[..., Process]) -> Process:
-    """Two workers, each with its device or with one for both, which fail when asked to."""
+    """Two workers, with and without a device process, on a device that fails on request."""
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = command(
         "serve", "--port", "0", "--workers", "2",
@@ -43,36 +43,38 @@ def service_process(request: pytest.FixtureRequest, command: Callable[..., Proce
     return process
 
 
-def test_a_process_with_a_broken_device_is_replaced(service_process: Process) -> None:
+def test_process_with_a_failed_device_is_restarted(service_process: Process) -> None:
     before = set(child_pids(service_process.popen.pid))
     good = outputs(post(service_process.url, body()))
-    time.sleep(1.1)  # one that ends within its first second is replaced a second later
+    time.sleep(1.1)  # a process that exits within its first second is restarted a second later
     assert_problem(post(service_process.url, body(failing_device.STICKY)), 503)
     wait_until(lambda: before - set(child_pids(service_process.popen.pid)) != set())
     wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
     after = set(child_pids(service_process.popen.pid))
     assert len(after) == len(before)
     assert len(before - after) == 1
-    assert any("starting another" in line for line in service_process.lines)
+    assert any("restarting it" in line for line in service_process.lines)
     for _ in range(8):
         assert outputs(post(service_process.url, body())) == good
     assert service_process.end() == 0
 
 
-def test_poison_and_greed_hurt_nobody_else(service_process: Process) -> None:
+def test_failing_and_oversized_requests_affect_no_others(service_process: Process) -> None:
     good = outputs(post(service_process.url, body()))
     bodies = [body(), body(failing_device.POISON), body(), body(failing_device.GREEDY)] * 8
     with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda content: post(service_process.url, content), bodies))
-    for i, response in enumerate(answers):
+        responses = list(pool.map(lambda content: post(service_process.url, content), bodies))
+    for i, response in enumerate(responses):
         assert response.status_code == (500 if i % 4 == 1 else 200)
         assert i % 2 or outputs(response) == good
     assert status_of(service_process.url, "/readyz") == 200
     assert service_process.end() == 0
 
 
-def test_two_hundred_leavers_of_a_device_process(command: Callable[..., Process]) -> None:
-    """Its device is busy with one that is large while they come and go."""
+def test_device_process_drops_jobs_of_200_disconnected_clients(
+    command: Callable[..., Process],
+) -> None:
+    """Two hundred clients disconnect while the device runs one large request."""
     service_process = command(
         "serve", "--port", "0", "--workers", "2",
         QKV_DEVICE_PROCESS="one", QKV_MAX_BATCH="32",
@@ -88,7 +90,7 @@ def test_two_hundred_leavers_of_a_device_process(command: Callable[..., Process]
         (found,) = httpx.get(f"{service_process.url}/v2/models/softmax/stats").json()["model_stats"]
         return int(found["inference_count"])
 
-    def said(name: str) -> float:
+    def metric(name: str) -> float:
         page = httpx.get(f"{service_process.url}/metrics", timeout=TIMEOUT_S).text
         return sum(float(n) for n in re.findall(rf"^{name}(?:{{.*}})? (.*)$", page, re.MULTILINE))
 
@@ -100,24 +102,26 @@ def test_two_hundred_leavers_of_a_device_process(command: Callable[..., Process]
     before = count()
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(post, service_process.url, large)
-        wait_until(lambda: said("qkv_request_body_bytes_total") >= len(large))
+        wait_until(lambda: metric("qkv_request_body_bytes_total") >= len(large))
         begun = ticks()
-        wait_until(lambda: ticks() > begun + 50)  # nothing but the large one computes for that long
+        wait_until(lambda: ticks() > begun + 50)  # only the large request computes for so long
         with ExitStack() as stack:
             for _ in range(200):
                 leaving = stack.enter_context(
                     socket.create_connection(address(service_process), TIMEOUT_S)
                 )
                 leaving.sendall(head.encode() + b"\r\n\r\n" + content)
-            wait_until(lambda: said("qkv_queue_depth") == 200)
-        wait_until(lambda: said("qkv_queue_depth") == 0)
+            wait_until(lambda: metric("qkv_queue_depth") == 200)
+        wait_until(lambda: metric("qkv_queue_depth") == 0)
         assert not busy.done(), "the machine is too fast for this test"
         assert busy.result(TIMEOUT_S).is_success
     assert post(service_process.url, content).is_success
     assert count() - before == 2
 
 
-def test_with_a_stopped_device_process_the_bound_holds_too(command: Callable[..., Process]) -> None:
+def test_queue_limit_holds_while_the_device_process_is_stopped(
+    command: Callable[..., Process],
+) -> None:
     service_process = command(
         "serve", "--port", "0", "--workers", "1", QKV_DEVICE_PROCESS="one", QKV_MAX_QUEUE="4"
     )
@@ -125,9 +129,9 @@ def test_with_a_stopped_device_process_the_bound_holds_too(command: Callable[...
     device = device_process_pid(service_process)
     os.kill(device, signal.SIGSTOP)
     with ThreadPoolExecutor(10) as pool:
-        asked = [pool.submit(post, service_process.url, body()) for _ in range(10)]
-        wait_until(lambda: sum(future.done() for future in asked) == 6)
+        futures = [pool.submit(post, service_process.url, body()) for _ in range(10)]
+        wait_until(lambda: sum(future.done() for future in futures) == 6)
         os.kill(device, signal.SIGCONT)
-        statuses = sorted(future.result(TIMEOUT_S).status_code for future in asked)
+        statuses = sorted(future.result(TIMEOUT_S).status_code for future in futures)
     assert statuses == [200] * 4 + [503] * 6
     assert json.loads(httpx.get(f"{service_process.url}/readyz").content) == {"status": "ok"}

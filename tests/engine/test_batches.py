@@ -1,4 +1,4 @@
-"""Jobs that run together: the same bits as alone one by one, the same numbers in a stack."""
+"""Batches: the same bits as alone if run one by one, the same numbers if stacked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.tolerances import assert_within, bounds
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[EngineRunner]:
-    """Runs a group one by one, as on a CPU."""
+    """Returns an engine that runs the jobs of a batch one by one, as on a CPU."""
     bench = EngineRunner()
     yield bench
     bench.close()
@@ -32,14 +32,14 @@ def runner() -> Iterator[EngineRunner]:
 
 @pytest.fixture(scope="module")
 def stacked() -> Iterator[EngineRunner]:
-    """Runs a group as one call, as on a GPU."""
+    """Returns an engine that runs a batch as one call, as on a GPU."""
     bench = EngineRunner(stack=True)
     yield bench
     bench.close()
 
 
 def job_from(request: Request, outputs: Sequence[str], rank: int = 4) -> Job:
-    """The job of a drawn request, its tensors sent with fewer axes where that says the same."""
+    """Returns the job of a drawn request, with tensors of `rank` axes."""
     query, key, value, mask, lengths = request.tensors()
     axes = {4: (), 3: (1,), 2: (0, 0)}[rank]
 
@@ -55,7 +55,7 @@ def job_from(request: Request, outputs: Sequence[str], rank: int = 4) -> Job:
 
 
 def tensor_of(raw: RawTensor) -> Tensor:
-    """An output as a float64 or float32 tensor."""
+    """Returns an output as a torch tensor; bfloat16 as float32."""
     array = raw.numpy()
     return torch.from_numpy(array.astype(np.float32) if raw.dtype == "bfloat16" else array.copy())
 
@@ -65,7 +65,7 @@ OUTPUTS: Final = (("output",), ("output", "weights"), ("weights",), ("output", "
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[Request], tuple[str, ...]]:
-    """Requests whose keys are equal: other numbers, other batch sizes, other key lengths."""
+    """Draws requests with equal batch keys, but other numbers, batch sizes and key lengths."""
     first = draw(requests())
     group = []
     for _ in range(draw(st.integers(2, 4))):
@@ -83,10 +83,10 @@ def groups(draw: st.DrawFn) -> tuple[list[Request], tuple[str, ...]]:
 
 @examples(300)
 @given(groups(), st.randoms(use_true_random=False))
-def test_same_bits_alone_and_with_strangers(
+def test_same_bits_alone_and_in_a_batch(
     runner: EngineRunner, group: tuple[list[Request], tuple[str, ...]], random: Any
 ) -> None:
-    """Any shapes, dtypes and parameters; in any order; strangers of other keys in between."""
+    """Draws shapes, dtypes, parameters and order; jobs with other batch keys are in between."""
     members, outputs = group
     jobs = []
     for request in members:
@@ -95,22 +95,22 @@ def test_same_bits_alone_and_with_strangers(
             ranks += [3] + [2] * (request.B == 1)
         jobs.append(job_from(request, outputs, random.choice(ranks)))
     assert len({job.batch_key for job in jobs}) == 1
-    strangers = [plain(seed) for seed in range(2)]
+    others = [plain(seed) for seed in range(2)]
     order = random.sample(range(len(jobs) + 2), len(jobs) + 2)
-    everyone = jobs + strangers
+    all_jobs = jobs + others
     alone = runner.run_alone(jobs)
-    found = runner.run_together([everyone[i] for i in order])
-    for i, answer in zip(order, found, strict=True):
-        size = len(jobs) if i < len(jobs) else len(strangers)
-        assert answer.timing["batch_size"] >= size  # more where a stranger's key is theirs
+    found = runner.run_together([all_jobs[i] for i in order])
+    for i, result in zip(order, found, strict=True):
+        size = len(jobs) if i < len(jobs) else len(others)
+        assert result.timing["batch_size"] >= size  # more if the batch keys happen to be equal
         if i < len(jobs):
             assert alone[i].timing["batch_size"] == 1
-            assert bits(answer) == bits(alone[i])
-            assert answer.timing["backend"] == alone[i].timing["backend"]
+            assert bits(result) == bits(alone[i])
+            assert result.timing["backend"] == alone[i].timing["backend"]
 
 
 def layer_group(seed: int) -> list[Job]:
-    """Jobs over one layer, as those over a saved layer are: the very same object."""
+    """Returns jobs that share one layer object."""
     random = np.random.default_rng(seed)
     layout = str(random.choice(["v1", "v2"]))
     M, G, K, D, E, L, S = (int(n) for n in random.choice([1, 2, 3, 5, 7, 16, 33], 7))
@@ -137,23 +137,23 @@ def layer_group(seed: int) -> list[Job]:
 
 
 def with_layer(job: Job, other: Job) -> Job:
-    """The job with the very layer of the other, as a saved one would be."""
+    """Returns the job with the layer object of the other job."""
     return replace(job, inputs=job.inputs._replace(layer=other.inputs.layer))
 
 
 @pytest.mark.parametrize("first", range(0, 150, 25))
 def test_same_bits_with_layers(runner: EngineRunner, first: int) -> None:
-    """Projections do not depend on who is beside: a hundred and fifty layers of many widths."""
+    """Projections do not depend on other jobs of the batch: 150 layers of many widths."""
     for seed in range(first, first + 25):
         jobs = layer_group(seed)
         alone, grouped = runner.run_alone(jobs), runner.run_together(jobs)
-        for one, answer in zip(alone, grouped, strict=True):
-            assert answer.timing["batch_size"] == len(jobs)
-            assert bits(answer) == bits(one), f"seed {seed}"
+        for one, result in zip(alone, grouped, strict=True):
+            assert result.timing["batch_size"] == len(jobs)
+            assert bits(result) == bits(one), f"seed {seed}"
 
 
 def moved(raw: RawTensor, offset: int, writeable: bool = True) -> RawTensor:
-    """The same tensor in a buffer that begins `offset` bytes past a 64-byte boundary."""
+    """Returns the tensor in a buffer that begins `offset` bytes after a 64-byte boundary."""
     room = np.empty(raw.nbytes + 192, np.uint8)
     start = -room.ctypes.data % 64 + offset
     there = room[start : start + raw.nbytes]
@@ -163,17 +163,17 @@ def moved(raw: RawTensor, offset: int, writeable: bool = True) -> RawTensor:
 
 
 def at(job: Job, offsets: Mapping[str, int], writeable: bool = True) -> Job:
-    """The job with each of its tensors so many bytes past an aligned address."""
+    """Returns the job with each tensor so many bytes after an aligned address."""
     tensors = {n: moved(t, offsets[n], writeable) for n, t in job.inputs.tensors.items()}
     return replace(job, inputs=job.inputs._replace(tensors=tensors))
 
 
 @examples(80)
 @given(requests(), st.lists(st.integers(0, 63), min_size=5, max_size=5), st.booleans())
-def test_where_a_buffer_begins_does_not_matter(
+def test_bits_do_not_depend_on_buffer_alignment(
     runner: EngineRunner, request: Request, offsets: list[int], writeable: bool
 ) -> None:
-    """Bodies put tensors anywhere; the answer's bits are those of aligned ones."""
+    """Tensors at any address of a body give the bits of aligned tensors."""
     job = job_from(request, ("output", "weights"))
     names = list(job.inputs.tensors)
     shifts = dict(zip(names, offsets, strict=False))
@@ -187,10 +187,10 @@ def test_where_a_buffer_begins_does_not_matter(
 @pytest.mark.parametrize(
     ("H", "N", "D"), [(3, 33, 65), (1, 64, 64), (2, 16, 16), (33, 65, 8), (1, 200, 16)]
 )
-def test_where_a_larger_buffer_begins_does_not_matter(
+def test_bits_do_not_depend_on_alignment_of_larger_buffers(
     runner: EngineRunner, dtype: torch.dtype, H: int, N: int, D: int
 ) -> None:
-    """Shapes whose bits do change with it where the engine does not see to that."""
+    """Tests shapes whose bits depend on alignment unless the engine aligns them."""
     tensors = {n: torch.randn(1, H, N, D).to(dtype) for n in ("query", "key", "value")}
     for outputs in (("output",), ("output", "weights")):
         job = job_of(tensors, outputs)
@@ -202,7 +202,7 @@ def test_where_a_larger_buffer_begins_does_not_matter(
 @examples(50)
 @given(requests())
 def test_inputs_are_never_written_to(runner: EngineRunner, request: Request) -> None:
-    """They are views of the request's own buffers."""
+    """Inputs are views of the request's buffers."""
     job = job_from(request, ("output", "weights", "scores"))
     ready = at(job, dict.fromkeys(job.inputs.tensors, 0))
     before = {n: bytes(t.data) for n, t in ready.inputs.tensors.items()}
@@ -215,37 +215,37 @@ def test_inputs_are_never_written_to(runner: EngineRunner, request: Request) -> 
 
 @examples(150)
 @given(groups())
-def test_a_stack_answers_as_each_alone(
+def test_stacked_jobs_match_the_reference(
     stacked: EngineRunner, group: tuple[list[Request], tuple[str, ...]]
 ) -> None:
-    """Within what rounding allows, masks, key lengths, dropout's places and all."""
+    """Compares with the reference within rounding, with masks, key lengths and dropout."""
     members, _ = group
     jobs = [job_from(request, ("output", "weights", "scores")) for request in members]
     found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)
-    for request, answer, one in zip(members, found, alone, strict=True):
-        assert answer.timing["batch_size"] == len(jobs)
+    for request, result, one in zip(members, found, alone, strict=True):
+        assert result.timing["batch_size"] == len(jobs)
         query, key, value, mask, lengths = request.tensors()
         truth = softmax.reference(query, key, value, mask, lengths, **request.parameters)
         bound = bounds(query, key, value, mask, request.parameters, truth)
-        for name, raw in answer.outputs.items():
+        for name, raw in result.outputs.items():
             assert raw.dtype == one.outputs[name].dtype
             assert_within(tensor_of(raw), getattr(truth, name), getattr(bound, name))
         if request.parameters.get("dropout"):
-            masks = [tensor_of(a.outputs["weights"]) == 0 for a in (answer, one)]
+            masks = [tensor_of(a.outputs["weights"]) == 0 for a in (result, one)]
             assert torch.equal(*masks)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_stack_over_a_layer_answers_as_each_alone(stacked: EngineRunner, seed: int) -> None:
+def test_stacked_jobs_over_a_layer_match_each_alone(stacked: EngineRunner, seed: int) -> None:
     jobs = layer_group(seed)
     found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)
     # two orders of summation over M, D and S, all sizes of order one: half of the digits
     close = {"float64": 2.0**-26, "float32": 2.0**-12, "float16": 2.0**-5}[jobs[0].inputs.dtype]
-    for answer, one in zip(found, alone, strict=True):
-        assert answer.timing["batch_size"] == len(jobs)
-        assert answer.outputs.keys() == one.outputs.keys()
-        for name in answer.outputs:
-            left, right = tensor_of(answer.outputs[name]), tensor_of(one.outputs[name])
+    for result, one in zip(found, alone, strict=True):
+        assert result.timing["batch_size"] == len(jobs)
+        assert result.outputs.keys() == one.outputs.keys()
+        for name in result.outputs:
+            left, right = tensor_of(result.outputs[name]), tensor_of(one.outputs[name])
             torch.testing.assert_close(left, right, rtol=close, atol=close)
 
 
@@ -254,10 +254,10 @@ def test_a_stack_over_a_layer_answers_as_each_alone(stacked: EngineRunner, seed:
     [(torch.float32, 1e30), (torch.float64, 1e200), (torch.bfloat16, 1e30)],
     ids=str,
 )
-def test_a_strangers_huge_numbers_leave_a_stack_alone(
+def test_huge_numbers_of_one_job_change_no_other_jobs_bits(
     stacked: EngineRunner, dtype: torch.dtype, size: float
 ) -> None:
-    """Which path a request takes depends on its own numbers: else its bits would on others'."""
+    """The code path of a job depends on its own numbers only, and so do its bits."""
     names = ("query", "key", "value")
     ordinary, huge = (
         job_of({n: (torch.randn(1, 2, 33, 8).double() * x).to(dtype) for n in names})
@@ -272,8 +272,10 @@ def test_a_strangers_huge_numbers_leave_a_stack_alone(
         assert bits(found) == bits(alone)
 
 
-def test_a_strangers_overflowing_projection_leaves_a_stack_alone(stacked: EngineRunner) -> None:
-    """The same where it is a layer that makes the numbers large: easily so in float16."""
+def test_overflowing_projection_of_one_job_changes_no_other_jobs_bits(
+    stacked: EngineRunner,
+) -> None:
+    """Tests the same for numbers that a layer makes large, as float16 easily does."""
     weight = torch.randn(64, 16).half()
     names = ("query", "key", "value")
     layer = {"layout": "v1", "heads": 2, "tensors": {f"W_{n}": weight for n in names}}

@@ -1,4 +1,4 @@
-"""The engine on a real loop: which jobs run together, how many may wait, and what timing says."""
+"""The engine on a real event loop: batches, limits of the queue, and timing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
 from support.engines import hold, job_of, plain, run_together, with_engine
 
-# ---------------------------------------------------------------- which jobs run together
+# ---------------------------------------------------------------- batches
 
 
 def test_only_equal_keys_share_a_batch() -> None:
-    """Parameters, lengths, dtypes and outputs part; batch sizes, numbers and ranks do not."""
+    """Parameters, lengths, dtypes and outputs are in the key; numbers and ranks are not."""
     flat = {n: torch.randn(4, 8) for n in ("query", "key", "value")}
     jobs = [
         plain(1), plain(2, batch=3),
@@ -50,14 +50,14 @@ def test_only_equal_keys_share_a_batch() -> None:
 )
 def test_max_batch(options: dict[str, int], sizes: list[int]) -> None:
     async def test(engine: Engine) -> list[int]:
-        answers = await run_together(engine, [plain(seed) for seed in range(5)])
-        return [a.timing["batch_size"] for a in answers]
+        results = await run_together(engine, [plain(seed) for seed in range(5)])
+        return [a.timing["batch_size"] for a in results]
 
     assert with_engine(test, **options) == sizes
 
 
 def test_the_oldest_group_runs_first() -> None:
-    """And takes the younger ones of its kind along, past those who came in between."""
+    """Younger jobs with the same batch key run with it, before jobs in between."""
     jobs = [plain(0), plain(1, length=5), plain(2), plain(3, length=6), plain(4, length=5)]
 
     async def test(engine: Engine) -> list[int]:
@@ -72,8 +72,8 @@ def test_the_oldest_group_runs_first() -> None:
     assert with_engine(test) == [0, 2, 1, 4, 3]
 
 
-def test_a_batch_keeps_to_its_budget() -> None:
-    """Bytes in and out; a job that is past it by itself still runs, alone."""
+def test_batch_stays_within_its_byte_budget() -> None:
+    """Bytes in and out count; a job that exceeds the budget by itself runs alone."""
     small, large = plain(0), plain(0, batch=8)
     one = small.bytes_in + small.bytes_out
     jobs = [plain(1), plain(2), plain(3), large, plain(4)]
@@ -85,12 +85,12 @@ def test_a_batch_keeps_to_its_budget() -> None:
     assert with_engine(test, batch_bytes=2 * one) == [2, 2, 1, 1, 1]
 
 
-def test_callers_that_have_gone_are_dropped() -> None:
-    """Cancelled while they wait, at the front, inside a group, and all of one: none runs."""
-    ran: list[Job] = []
+def test_cancelled_jobs_do_not_run() -> None:
+    """Cancels the first job, one inside a group, and all jobs of a group."""
+    executed: list[Job] = []
 
     def recorded(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
-        ran.extend(jobs)
+        executed.extend(jobs)
         return execute(jobs, *how)
 
     jobs = [plain(seed, length=4 + seed % 2) for seed in range(6)] + [plain(6, length=9)]
@@ -101,46 +101,46 @@ def test_callers_that_have_gone_are_dropped() -> None:
             futures = [engine.submit(job) for job in jobs]
             for i in gone:
                 futures[i].cancel()
-        answers = await asyncio.gather(*futures, return_exceptions=True)
-        assert {i for i, a in enumerate(answers) if isinstance(a, asyncio.CancelledError)} == gone
-        sizes = [a.timing["batch_size"] for a in answers if isinstance(a, JobResult)]
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert {i for i, a in enumerate(results) if isinstance(a, asyncio.CancelledError)} == gone
+        sizes = [a.timing["batch_size"] for a in results if isinstance(a, JobResult)]
         assert sizes == [2, 2, 2, 2]
         with hold(engine):
             futures = [engine.submit(plain(seed)) for seed in range(3)]
             for future in futures:
                 future.cancel()
-        await engine.submit(plain(9))  # nothing of them is left in the way
+        await engine.submit(plain(9))  # cancelled jobs do not block it
 
     with_engine(test, execute=recorded)
-    assert [jobs.index(job) for job in ran[:-1]] == [1, 5, 2, 4]
+    assert [jobs.index(job) for job in executed[:-1]] == [1, 5, 2, 4]
 
 
-def test_a_caller_may_leave_while_its_job_runs() -> None:
-    entered, leave = threading.Event(), threading.Event()
+def test_running_job_may_be_cancelled() -> None:
+    entered, go_on = threading.Event(), threading.Event()
 
     def slow(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         entered.set()
-        assert leave.wait(60)
+        assert go_on.wait(60)
         return execute(jobs, *how)
 
     async def test(engine: Engine) -> None:
         with hold(engine):
-            leaving, staying = engine.submit(plain(1)), engine.submit(plain(2))
+            cancelled_future, other_future = engine.submit(plain(1)), engine.submit(plain(2))
         assert await asyncio.to_thread(entered.wait, 60)
-        leaving.cancel()
-        leave.set()
-        assert (await staying).timing["batch_size"] == 2
-        assert leaving.cancelled()
+        cancelled_future.cancel()
+        go_on.set()
+        assert (await other_future).timing["batch_size"] == 2
+        assert cancelled_future.cancelled()
         await engine.submit(plain(3))
 
     with_engine(test, execute=slow)
 
 
-# ---------------------------------------------------------------- who waits
+# ---------------------------------------------------------------- limits
 
 
-def test_only_so_many_bytes_may_wait() -> None:
-    """More is refused for now; what leaves the queue, run or cancelled, makes room again."""
+def test_queued_bytes_are_limited() -> None:
+    """More jobs are rejected until queued ones are run or cancelled."""
     job = plain(1)
     size = job.bytes_in + job.bytes_out
 
@@ -154,17 +154,17 @@ def test_only_so_many_bytes_may_wait() -> None:
                 assert int(caught.value.headers()["Retry-After"]) >= 1
                 futures[1].cancel()
                 await asyncio.sleep(0)
-                futures.append(engine.submit(plain(4)))  # in the place of the one that left
+                futures.append(engine.submit(plain(4)))  # in place of the cancelled job
                 with pytest.raises(ServiceUnavailable):
                     engine.submit(plain(5))
-            answers = await asyncio.gather(*futures, return_exceptions=True)
-            assert [type(a) for a in answers].count(JobResult) == 3
+            results = await asyncio.gather(*futures, return_exceptions=True)
+            assert [type(a) for a in results].count(JobResult) == 3
         assert engine._queue.queued == Load()
 
     with_engine(test, limit=DEFAULT_LIMIT._replace(bytes=3 * size))
 
 
-def test_one_that_is_larger_than_the_queue_may_wait_alone() -> None:
+def test_job_larger_than_the_limit_may_be_queued_alone() -> None:
     async def test(engine: Engine) -> None:
         with hold(engine):
             future = engine.submit(plain(1))
@@ -175,7 +175,7 @@ def test_one_that_is_larger_than_the_queue_may_wait_alone() -> None:
     with_engine(test, limit=DEFAULT_LIMIT._replace(bytes=1))
 
 
-def test_stopping_answers_those_who_wait() -> None:
+def test_stop_runs_queued_jobs() -> None:
     async def test(engine: Engine) -> None:
         with hold(engine):
             futures = [engine.submit(plain(seed, length=3 + seed % 3)) for seed in range(6)]
@@ -184,8 +184,8 @@ def test_stopping_answers_those_who_wait() -> None:
             assert (engine.is_ready, engine.is_alive) == (False, True)
             with pytest.raises(ServiceUnavailable, match="stopping"):
                 engine.submit(plain(9))
-        answers = await asyncio.gather(*futures)
-        assert len(answers) == 6
+        results = await asyncio.gather(*futures)
+        assert len(results) == 6
         await stopping
         assert (engine.is_ready, engine.is_alive) == (False, False)
         with pytest.raises(ServiceUnavailable):
@@ -206,8 +206,8 @@ def test_holds_nest() -> None:
     with_engine(test)
 
 
-def test_nothing_of_a_job_is_kept() -> None:
-    """Neither its tensors nor its answer: an idle engine holds no memory of the last one."""
+def test_engine_keeps_nothing_of_a_finished_job() -> None:
+    """An idle engine keeps neither the tensors nor the result of the last job."""
 
     async def test(engine: Engine) -> None:
         job = plain(1)
@@ -229,15 +229,15 @@ def test_nothing_of_a_job_is_kept() -> None:
 
 def test_timing_is_measured() -> None:
     async def test(engine: Engine) -> None:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         with hold(engine):
             early = engine.submit(plain(1, outputs=("output",)))
             await asyncio.sleep(0.05)
             late = engine.submit(plain(2, length=5))
         first, second = (await early).timing, (await late).timing
-        most = (time.perf_counter() - began) * 1e3
+        most = (time.perf_counter() - started_at) * 1e3
         assert first["queue_ms"] >= 50
-        assert 0 < second["queue_ms"] <= most - 50  # it came later
+        assert 0 < second["queue_ms"] <= most - 50  # it was submitted later
         for timing in (first, second):
             assert timing["compute_ms"] > 0
             assert timing["transfer_ms"] > 0
@@ -251,7 +251,7 @@ def test_timing_is_measured() -> None:
 
 
 def test_compute_grows_with_the_work() -> None:
-    """Two orders of magnitude more of it take longer, whatever else this machine does."""
+    """A job with 100 times the work takes longer, even on a busy machine."""
 
     async def test(engine: Engine) -> None:
         few, many = plain(1, length=8), plain(2, length=2048)
@@ -265,7 +265,7 @@ def test_compute_grows_with_the_work() -> None:
 
 
 def test_flops_and_bytes_are_counted() -> None:
-    """2 B H L S (D + E), and the tensors that came and went; a layer's projections count."""
+    """FLOPs are 2 B H L S (D + E), bytes those of all tensors; projections count too."""
     query, key = torch.randn(3, 4, 5, 6), torch.randn(3, 2, 7, 6)
     value = torch.randn(3, 2, 7, 8)
     job = job_of({"query": query, "key": key, "value": value})

@@ -1,4 +1,4 @@
-"""Faults in the engine: of a job, of the queue, of memory; it goes on, and all are answered."""
+"""Faults in the engine: of a job, the queue or memory. It goes on, and every job gets a result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.engines import bits, hold, plain, with_engine
 
 @pytest.mark.parametrize("place", [0, 13, 31])
 def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    """One of thirty-two: all others answer, with the bits that they always have."""
+    """One of 32 jobs fails; all others get their usual bits."""
     jobs = [plain(seed) for seed in range(32)]
     runs: list[int] = []
 
@@ -35,11 +35,11 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
         monkeypatch.setattr(engine, "execute", failing)
         with hold(engine):
             futures = [engine.submit(job) for job in jobs]
-        answers = await asyncio.gather(*futures, return_exceptions=True)
-        for i, (one, answer) in enumerate(zip(alone, answers, strict=True)):
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        for i, (one, answer) in enumerate(zip(alone, results, strict=True)):
             if i == place:
                 assert isinstance(answer, Internal)
-                assert "marked" not in answer.detail  # nothing of the inside
+                assert "marked" not in answer.detail  # no internal text
             else:
                 assert isinstance(answer, JobResult)
                 assert bits(answer) == bits(one)
@@ -61,11 +61,11 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
         (asyncio.CancelledError(), Internal),
         (MemoryError(), ServiceUnavailable),
         (torch.OutOfMemoryError("x"), ServiceUnavailable),
-        (InvalidContent("said by the variant"), InvalidContent),
+        (InvalidContent("raised by the variant"), InvalidContent),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value.__name__,
 )
-def test_the_thread_survives(
+def test_device_thread_survives_a_failing_batch(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: type[Exception]
 ) -> None:
     def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
@@ -77,8 +77,8 @@ def test_the_thread_survives(
             patch.setattr(engine, "execute", failing)
             with hold(engine):
                 futures = [engine.submit(plain(seed)) for seed in range(5)]
-            answers = await asyncio.gather(*futures, return_exceptions=True)
-            assert [type(a) for a in answers] == [expected] * 5
+            results = await asyncio.gather(*futures, return_exceptions=True)
+            assert [type(a) for a in results] == [expected] * 5
         assert engine.is_alive
         assert engine.is_ready
         assert bits(await engine.submit(plain(1))) == good
@@ -87,10 +87,10 @@ def test_the_thread_survives(
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
-def test_the_loop_survives_what_runs_on_it(
+def test_event_loop_survives_a_failing_inline_job(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """A small job runs on the loop itself, which such an exception would end, and the process."""
+    """A small job runs on the event loop, where such an exception would end the process."""
 
     def failing(*_: Any) -> Any:
         raise error
@@ -109,22 +109,22 @@ def test_the_loop_survives_what_runs_on_it(
     with_engine(test)
 
 
-def test_the_thread_survives_what_no_batch_explains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even a fault of the engine's own bookkeeping is an answer to those who wait."""
+def test_device_thread_survives_a_fault_outside_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the engine's accounting fails the jobs of the batch."""
 
     async def test(engine: Engine) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(engine, "execute", lambda *_: [])
             with hold(engine):
                 futures = [engine.submit(plain(seed)) for seed in range(2)]
-            answers = await asyncio.gather(*futures, return_exceptions=True)
-            assert [type(a) for a in answers] == [Internal] * 2
+            results = await asyncio.gather(*futures, return_exceptions=True)
+            assert [type(a) for a in results] == [Internal] * 2
         await engine.submit(plain(1))
 
     with_engine(test)
 
 
-def test_where_the_queue_itself_fails_nobody_waits_for_ever(
+def test_failing_queue_fails_all_queued_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(*_: Any) -> list[Any]:
@@ -134,8 +134,8 @@ def test_where_the_queue_itself_fails_nobody_waits_for_ever(
         with hold(engine):
             futures = [engine.submit(plain(seed, length=3 + seed)) for seed in range(3)]
             monkeypatch.setattr(engine._queue, "take_batch", failing)
-        answers = await asyncio.gather(*futures, return_exceptions=True)
-        assert [type(a) for a in answers] == [Internal] * 3
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(a) for a in results] == [Internal] * 3
         await engine.failed.wait()
         assert (engine.is_ready, engine.is_alive) == (False, True)
         with pytest.raises(ServiceUnavailable):
@@ -144,7 +144,7 @@ def test_where_the_queue_itself_fails_nobody_waits_for_ever(
     with_engine(test)
 
 
-def refuse(words: str) -> None:
+def fail(words: str) -> None:
     raise RuntimeError(words)
 
 
@@ -154,18 +154,18 @@ def refuse(words: str) -> None:
         (lambda: torch.empty(1 << 60, dtype=torch.uint8), PayloadTooLarge),
         (lambda: np.empty(1 << 60, np.uint8), PayloadTooLarge),
         (
-            lambda: refuse("DefaultCPUAllocator: can't allocate memory: 64 bytes"),
+            lambda: fail("DefaultCPUAllocator: can't allocate memory: 64 bytes"),
             ServiceUnavailable,
         ),
     ],
-    ids=["torch", "numpy", "not now"],
+    ids=["torch", "numpy", "temporary"],
 )
-def test_out_of_memory_as_it_is_said_on_a_cpu(
+def test_out_of_memory_on_a_cpu(
     allocate: Callable[[], object],
     expected: type[QkvError],
 ) -> None:
-    """A plain RuntimeError of the allocator is no fault of ours, and may pass: not now. What is
-    more than the machine has never will."""
+    """A RuntimeError of the CPU allocator is temporary: 503. An allocation beyond the memory of
+    the machine always fails: 413."""
 
     def greedy(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         allocate()

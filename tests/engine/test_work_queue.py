@@ -1,4 +1,4 @@
-"""Who waits: limits, and what those are told who must not."""
+"""Limits of the queue, throughput estimate, admission and memory budget."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ LOADS = st.builds(Load, COUNTS, COUNTS, COUNTS)
 
 
 @given(LOADS, LOADS)
-def test_what_is_added_can_be_taken_away(one: Load, other: Load) -> None:
+def test_minus_reverts_plus(one: Load, other: Load) -> None:
     assert one.plus(other).minus(other) == one
 
 
 @pytest.mark.parametrize("field", Load._fields)
-def test_each_bound_holds_by_itself_and_not_where_nothing_waits(field: str) -> None:
-    most = Load(10, 10, 10)
-    there, more = Load(1, 5, 5), Load(1, 5, 5)._replace(**{field: 10})
-    assert "at most 10" in (most.over_limit(there, more) or "")
-    assert most.over_limit(Load(), more) is None
-    assert most.over_limit(there, Load(1, 5, 5)) is None
+def test_each_limit_holds_unless_the_queue_is_empty(field: str) -> None:
+    limit = Load(10, 10, 10)
+    current, added = Load(1, 5, 5), Load(1, 5, 5)._replace(**{field: 10})
+    assert "the limit is 10" in (limit.over_limit(current, added) or "")
+    assert limit.over_limit(Load(), added) is None
+    assert limit.over_limit(current, Load(1, 5, 5)) is None
 
 
-def test_retry_after_is_what_waits_divided_by_the_rate() -> None:
+def test_retry_after_is_the_load_divided_by_the_throughput() -> None:
     rate = ThroughputEstimate()
-    assert rate.retry_after(Load(1000, 1000, 1000)) == 1  # nothing is known yet
+    assert rate.retry_after(Load(1000, 1000, 1000)) == 1  # no batch has run yet
     for _ in range(100):
         rate.add(Load(4, 400, 40_000), 2.0)  # two requests a second
     assert rate.retry_after(Load()) == 1
@@ -42,7 +42,7 @@ def test_retry_after_is_what_waits_divided_by_the_rate() -> None:
     assert rate.retry_after(Load(1 << 40, 0, 0)) == 60
 
 
-def test_the_rate_is_that_of_late() -> None:
+def test_throughput_follows_recent_batches() -> None:
     rate = ThroughputEstimate()
     for seconds in (10.0, 0.1):
         for _ in range(100):
@@ -50,20 +50,20 @@ def test_the_rate_is_that_of_late() -> None:
     assert rate.retry_after(Load(100, 100, 0)) in (10, 11)
 
 
-def test_a_door_counts_what_waits_and_what_comes() -> None:
+def test_admission_counts_queued_and_incoming_load() -> None:
     waits = [Load()]
     admission = AdmissionController(
-        Load(3, 100, 1), lambda: waits[0], lambda there: there.requests + 6
+        Load(3, 100, 1), lambda: waits[0], lambda current: current.requests + 6
     )
-    with admission.admit(1000):  # there is nothing else
+    with admission.admit(1000):  # nothing else is queued
         with pytest.raises(ServiceUnavailable, match="1000 bytes") as caught:
             admission.admit(1)
         assert caught.value.retry_after == 7
     waits[0] = Load(1, 50, 0)
     with pytest.raises(ServiceUnavailable, match="50 bytes"):
         admission.admit(51)
-    with admission.admit(20) as place:
-        place.grow(20)
+    with admission.admit(20) as admitted:
+        admitted.grow(20)
         with admission.admit(10), pytest.raises(ServiceUnavailable, match="3 requests"):
             admission.admit(0)
         with pytest.raises(ServiceUnavailable, match="90 bytes"):
@@ -71,7 +71,7 @@ def test_a_door_counts_what_waits_and_what_comes() -> None:
     assert admission.incoming == Load()
 
 
-def test_who_does_not_send_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_body_stops_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = AdmissionController(Load(2, 100, 1), Load, lambda _: 1)
     with admission.admit(100) as slow:
         with pytest.raises(ServiceUnavailable):
@@ -79,16 +79,16 @@ def test_who_does_not_send_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyP
         admission.body_timeout_s = 0.0
         monkeypatch.setattr("qkv.engine.admission._MIN_BYTES_PER_S", 1e12)
         with admission.admit(60):
-            slow.grow(1)  # it comes yet, and counts no more
+            slow.grow(1)  # it may still arrive, but no longer counts
             assert admission.incoming == Load(1, 60)
     assert admission.incoming == Load()
 
 
-def test_a_budget_shrinks_at_once_and_grows_slowly() -> None:
+def test_memory_budget_shrinks_at_once_and_grows_slowly() -> None:
     budget = MemoryBudget(1 << 30)
     budget.lower(1 << 28)
     assert budget.bytes == 1 << 27
-    budget.recover(1 << 20)  # so little says nothing
+    budget.recover(1 << 20)  # too small to count
     assert budget.bytes == 1 << 27
     steps = 0
     while budget.bytes < 1 << 30:
@@ -100,8 +100,8 @@ def test_a_budget_shrinks_at_once_and_grows_slowly() -> None:
     assert budget.bytes > 0
 
 
-def test_a_failed_launch_is_no_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are called a CUDA error; after one of them the next runs."""
+def test_failed_launch_is_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both errors are named CUDA error, but only after one of them the next launch works."""
     error, cpu = RuntimeError("CUDA error: invalid configuration argument"), torch.device("cpu")
     assert not is_fatal(error, cpu)
     monkeypatch.setattr("qkv.engine.device_errors.device_works", lambda _: False)

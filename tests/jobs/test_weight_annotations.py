@@ -1,4 +1,4 @@
-"""What an answer says of its weights is true of them."""
+"""The field `weights_are` of a response is true of its weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = {"B": 2, "H": 2, "G": 2, "L": 9, "S": 9, "D": 4, "E": 4}
 
 
 def kind(weights: torch.Tensor) -> str:
-    """What they are, seen from themselves; rows of zeros see nothing."""
+    """Returns the kind of the weights by their values; rows of zeros see nothing."""
     if (weights < 0).any():
         return "signed"
     sums = weights.sum(-1)
@@ -35,18 +35,18 @@ def inputs_of(variant: Variant) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "variant", [v for v in variants().values() if "weights" in v.outputs], ids=lambda v: v.name
 )
-def test_every_variant_marks_its_weights(server: Server, variant: Variant) -> None:
-    every: list[dict[str, Any]] = [{}]
+def test_weights_are_of_the_named_kind(server: Server, variant: Variant) -> None:
+    parameter_sets: list[dict[str, Any]] = [{}]
     fields = variant.parameters.model_fields
-    every += [{"causal": True}] * ("causal" in fields)
-    every += [{"normalize": False}] * ("normalize" in fields)
-    every += [{"dropout": 0.5, "seed": 3}] * ("dropout" in fields)
+    parameter_sets += [{"causal": True}] * ("causal" in fields)
+    parameter_sets += [{"normalize": False}] * ("normalize" in fields)
+    parameter_sets += [{"dropout": 0.5, "seed": 3}] * ("dropout" in fields)
     with Client(server.url) as client:
-        for parameters in every:
+        for parameters in parameter_sets:
             found = client.attend(variant.name, **inputs_of(variant), **parameters)
             assert found.weights_are == kind(found.weights), parameters
         found = client.attend(variant.name, **inputs_of(variant), weights="none")
         assert found.weights_are is None
-    said = variant.describe()["weights"].partition(";")[0]
-    assert said in ("stochastic", "signed", "unnormalised")
-    assert said == variant.weights_are(variant.parse({}))
+    documented = variant.describe()["weights"].partition(";")[0]
+    assert documented in ("stochastic", "signed", "unnormalised")
+    assert documented == variant.weights_are(variant.parse({}))

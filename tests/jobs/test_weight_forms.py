@@ -1,4 +1,4 @@
-"""Each form of the weights is what the whole matrix gives, at any length, over every wire."""
+"""Each form of the weights agrees with the whole matrix, at any length, in every wire format."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CASES: Final = [
 def request_for(
     variant: Variant, parameters: Mapping[str, Any], dtype: str, sizes: Mapping[str, int] = SIZES
 ) -> Message:
-    """A request of these sizes; some of the parameters are tensors."""
+    """Returns a request of these sizes; some of the parameters are tensors."""
     random = np.random.default_rng(7)
     arrays = {}
     for i in variant.inputs.values():
@@ -84,24 +84,26 @@ def request_for(
             added = np.where(allowed, random.normal(size=shape), -np.inf)
             arrays[i.name] = allowed if parameters["mask"] == "bool" else added
     if "key_lengths" in arrays and "key" in arrays:
-        arrays["key"][:, :, max(parameters["key_lengths"]) :] = np.nan  # garbage that padding holds
+        arrays["key"][:, :, max(parameters["key_lengths"]) :] = np.nan  # garbage in padding
     own = {n: v for n, v in parameters.items() if n in variant.parameters.model_fields}
     tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
     return Message({"parameters": own}, tensors)
 
 
-def asked(variant: Variant, message: Message, weights: Any) -> dict[str, Array]:
-    """What a run answers for a form, and nothing else."""
+def run_form(variant: Variant, message: Message, weights: Any) -> dict[str, Array]:
+    """Returns the tensors of a form, without other outputs."""
     fields = message.fields | {"weights": weights, "outputs": ["weights"]}
-    answer = local.attend(variant.name, Message(fields, message.tensors))
-    return {name: tensor.numpy() for name, tensor in answer.tensors.items()}
+    response = local.attend(variant.name, Message(fields, message.tensors))
+    return {name: tensor.numpy() for name, tensor in response.tensors.items()}
 
 
 class Truth:
-    """What the whole matrix gives, in float64, with how far rounding may be from it.
+    """The forms of the whole matrix in float64, with bounds of the rounding errors.
 
     Args:
-        whole: (..., L, S), each number within 64 eps of its row's mass times the sums behind it.
+        whole: (..., L, S); the error of each number is at most 64 eps of its row's mass times the
+            number of terms.
+        eps: that of the dtype of the weights.
     """
 
     def __init__(self, whole: Array, eps: float) -> None:
@@ -129,7 +131,7 @@ class Truth:
         near(weights, np.take_along_axis(self.whole, indices, -1), self.off)
         assert all(len(set(row)) == k for row in indices.reshape(-1, k).tolist())
         assert (np.diff(weights) <= 0).all()
-        assert (np.diff(indices)[np.diff(weights) == 0] > 0).all()  # of equal ones the first
+        assert (np.diff(indices)[np.diff(weights) == 0] > 0).all()  # the first of equal weights
 
     def _check_pool(self, bins: int, found: Mapping[str, Array]) -> None:
         assert found.keys() == {"weights"}
@@ -150,7 +152,7 @@ class Truth:
         sees = self.mass[..., 0] > 0
         share = np.abs(self.whole) / np.where(self.mass == 0, 1, self.mass)
         terms = np.where(share > 0, share * np.log(np.where(share > 0, share, 1)), 0)
-        # x log x moves by no more than d (1 - log d) where x moves by d
+        # if x changes by d, x log x changes by at most d (1 - log d)
         d = 2 * self.off / self.mass[self.mass > 0].min(initial=1.0)
         off = self.S * d * (1 + abs(math.log(d)))
         near(entropy, -terms.sum(-1), off)
@@ -170,13 +172,13 @@ def near(found: Array, expected: Array, off: float) -> None:
 
 def check(variant: Variant, parameters: Mapping[str, Any], dtype: str) -> None:
     message = request_for(variant, parameters, dtype)
-    whole = asked(variant, message, "full")["weights"]
+    whole = run_form(variant, message, "full")["weights"]
     one_row = weight_forms.query_axis(variant.outputs["weights"]) is None
     truth = Truth(whole[:, None] if one_row else whole, EPS[whole.dtype.name])
     for form in FORMS:
         if one_row and "rows" in form:
             continue
-        found = asked(variant, message, form)
+        found = run_form(variant, message, form)
         for name, array in found.items():
             assert array.dtype in (whole.dtype, np.int64), name
             if one_row and name != "received":
@@ -186,19 +188,19 @@ def check(variant: Variant, parameters: Mapping[str, Any], dtype: str) -> None:
 
 @every_dtype
 @pytest.mark.parametrize(("variant", "parameters"), CASES)
-def test_a_form_is_what_the_whole_matrix_gives(
+def test_form_agrees_with_the_whole_matrix(
     variant: Variant, parameters: dict[str, Any], dtype: str
 ) -> None:
-    """Masked, causal, grouped, with padding that holds NaN, with rows that see nothing."""
+    """Covers masks, causal, grouped heads, padding that holds NaN, and rows that see nothing."""
     check(variant, parameters, dtype)
 
 
-@pytest.mark.parametrize("elements", [1, 300, 2500])
+@pytest.mark.parametrize("elements", [pytest.param(1, marks=pytest.mark.slow), 300, 2500])
 @pytest.mark.parametrize(("variant", "parameters"), CASES)
-def test_where_it_is_cut_does_not_matter(
+def test_block_sizes_do_not_matter(
     variant: Variant, parameters: dict[str, Any], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into blocks of rows, heads and items of any size; pooled with and without attending."""
+    """Blocks of rows, heads and items have any size; pooling runs with and without attention."""
     for name in ("_CPU_BLOCK_ELEMENTS", "_MAX_POOL_ELEMENTS"):
         monkeypatch.setattr(weight_blocks, name, elements)
     monkeypatch.setattr(weight_blocks, "_MIN_BLOCK_ROWS", 2 if elements == 300 else 5)
@@ -207,24 +209,24 @@ def test_where_it_is_cut_does_not_matter(
     check(variant, parameters, "float32")
 
 
-def test_equal_weights_are_told_apart_by_their_keys() -> None:
-    """Of equal ones the first, whether they are within the k, at its edge, or past it."""
+def test_equal_weights_are_ordered_by_key() -> None:
+    """The first of equal weights counts, within the k, at its edge, and beyond."""
     ones, mean = {"value": RawTensor.from_numpy(np.ones((1, 2, 50, 3)))}, variants()["mean"]
     for k in (1, 7, 49, 50):
-        found = asked(mean, Message({}, ones), {"top_k": k})["indices"]
+        found = run_form(mean, Message({}, ones), {"top_k": k})["indices"]
         assert (found == np.arange(k)).all()
     query = np.ones((1, 1, 4, 1))
     key = np.array([0.0, 2, 1, 2, 1, 0, 2, 1])[None, None, :, None]
     tensors = {"query": query, "key": key, "value": key}
     message = Message({}, {n: RawTensor.from_numpy(a) for n, a in tensors.items()})
     for k in range(1, 9):
-        found = asked(variants()["softmax"], message, {"top_k": k})["indices"]
+        found = run_form(variants()["softmax"], message, {"top_k": k})["indices"]
         assert (found == [1, 3, 6, 2, 4, 7, 0, 5][:k]).all()
 
 
 @pytest.mark.parametrize("form", [{"top_k": 3}, {"pool": 2}, "stats", {"rows": [0]}], ids=str)
 @every_dtype
-def test_what_is_no_number_is_answered(form: Any, dtype: str) -> None:
+def test_nan_has_a_response(form: Any, dtype: str) -> None:
     for variant in variants().values():
         if "rows" in form and weight_forms.query_axis(variant.outputs["weights"]) is None:
             continue
@@ -233,15 +235,15 @@ def test_what_is_no_number_is_answered(form: Any, dtype: str) -> None:
         array = message.tensors[first].numpy().copy()
         array[0, ..., 0] = np.nan
         tensors = message.tensors | {first: RawTensor.from_numpy(array)}
-        whole = asked(variant, Message({}, tensors), "full")["weights"]
-        for name, found in asked(variant, Message({}, tensors), form).items():
+        whole = run_form(variant, Message({}, tensors), "full")["weights"]
+        for name, found in run_form(variant, Message({}, tensors), form).items():
             if name == "weights" and np.isnan(whole).any():
                 assert np.isnan(found).any()
 
 
-def test_uniform_weights_have_the_entropy_of_their_number() -> None:
+def test_uniform_weights_have_the_entropy_of_their_count() -> None:
     value = RawTensor.from_numpy(np.ones((5, 2), np.float32))
-    found = asked(variants()["mean"], Message({}, {"value": value}), "stats")
+    found = run_form(variants()["mean"], Message({}, {"value": value}), "stats")
     n = np.arange(1, 6)
     eps = EPS["float32"]
     assert np.allclose(found["entropy"], np.log(n), rtol=8 * eps, atol=8 * eps)
@@ -260,22 +262,24 @@ NAMES: Final = {
     "stats": {"entropy", "largest", "largest_index", "effective_keys", "received"},
     "rows": {"weights"}, "top_k": {"weights", "indices"}, "pool": {"weights"},
 }  # fmt: skip
-ASKED: Final[list[Any]] = ["stats", {"rows": [2, 0]}, {"top_k": 2}, {"pool": 2}]
+SUMMARIES: Final[list[Any]] = ["stats", {"rows": [2, 0]}, {"top_k": 2}, {"pool": 2}]
 
 
-@pytest.mark.parametrize("form", ASKED, ids=str)
-@pytest.mark.parametrize("way", ["lists", "base64", "safetensors"])
-def test_every_wire_format_carries_every_form(server: Server, form: Any, way: str) -> None:
-    here = asked(variants()["softmax"], Message({}, _raw(INPUTS)), form)
+@pytest.mark.parametrize("form", SUMMARIES, ids=str)
+@pytest.mark.parametrize("encoding", ["lists", "base64", "safetensors"])
+def test_every_wire_format_has_every_form(server: Server, form: Any, encoding: str) -> None:
+    local_tensors = run_form(variants()["softmax"], Message({}, _raw(INPUTS)), form)
     kind = form if isinstance(form, str) else next(iter(form))
-    for _ in range(3):  # the second may be answered by a shorter way
-        found, fields = _post(server, {"weights": form}, way)
+    for _ in range(3):  # later requests may take the fast path
+        found, fields = _post(server, {"weights": form}, encoding)
         assert found.keys() == {"output"} | NAMES[kind]
         assert fields["weights_are"] == "stochastic"
         for name in NAMES[kind]:
-            if way != "lists":
-                assert found[name].dtype == here[name].dtype
-            assert np.array_equal(found[name].astype(here[name].dtype), here[name]), name
+            if encoding != "lists":
+                assert found[name].dtype == local_tensors[name].dtype
+            assert np.array_equal(
+                found[name].astype(local_tensors[name].dtype), local_tensors[name]
+            ), name
 
 
 def _raw(arrays: Mapping[str, Array]) -> dict[str, RawTensor]:
@@ -283,27 +287,27 @@ def _raw(arrays: Mapping[str, Array]) -> dict[str, RawTensor]:
 
 
 def _post(
-    server: Server, fields: dict[str, Any], way: str
+    server: Server, fields: dict[str, Any], encoding: str
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    if way == "safetensors":
+    if encoding == "safetensors":
         content = b"".join(safetensors.encode(Message(fields, _raw(INPUTS)), "inputs"))
         headers = {"Content-Type": safetensors.MEDIA_TYPE}
         response = server.http.post(PATH, content=content, headers=headers)
         assert response.status_code == 200, response.text
         answer = safetensors.decode(response.content, "outputs")
         return {n: t.numpy() for n, t in answer.tensors.items()}, answer.fields
-    inputs = {name: as_json(array, way) for name, array in INPUTS.items()}
+    inputs = {name: as_json(array, encoding) for name, array in INPUTS.items()}
     response = server.http.post(PATH, json={"inputs": inputs} | fields)
     assert response.status_code == 200, response.text
     body = response.json()
-    if "indices" in body["outputs"] and way == "lists":
+    if "indices" in body["outputs"] and encoding == "lists":
         assert isinstance(body["outputs"]["indices"][0][0], int)
     return {n: as_array(t) for n, t in body["outputs"].items()}, body
 
 
-@pytest.mark.parametrize("form", ASKED, ids=str)
-def test_the_rank_of_the_inputs_is_kept(server: Server, form: Any) -> None:
-    """Without heads, without a batch, and through layers with heads and without."""
+@pytest.mark.parametrize("form", SUMMARIES, ids=str)
+def test_forms_have_the_rank_of_the_inputs(server: Server, form: Any) -> None:
+    """Covers inputs without heads or batch, and layers with and without heads."""
     whole, fewer = np.stack([np.stack([SQUARE] * 2)] * 2), SQUARE
     for layer, inputs, lead in (
         (None, dict.fromkeys(INPUTS, whole), (2, 2)),
@@ -325,7 +329,7 @@ def test_the_rank_of_the_inputs_is_kept(server: Server, form: Any) -> None:
             assert np.ndim(tensor) - len(lead) in (1, 2)
 
 
-REFUSED: Final[list[tuple[Any, str, str]]] = [
+INVALID: Final[list[tuple[Any, str, str]]] = [
     ("half", "/weights", '"half"'),
     (None, "/weights", "null"),
     (3, "/weights", "top_k"),
@@ -347,8 +351,8 @@ REFUSED: Final[list[tuple[Any, str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("weights", "pointer", "words"), REFUSED, ids=str)
-def test_what_is_wrong_is_refused_by_name(
+@pytest.mark.parametrize(("weights", "pointer", "words"), INVALID, ids=str)
+def test_invalid_form_is_rejected_by_name(
     server: Server, weights: Any, pointer: str, words: str
 ) -> None:
     body = {"inputs": {n: a.tolist() for n, a in INPUTS.items()}, "weights": weights}
@@ -358,7 +362,7 @@ def test_what_is_wrong_is_refused_by_name(
     assert "\n" not in problem["detail"]
 
 
-def test_a_form_without_weights_is_refused(server: Server) -> None:
+def test_form_without_weights_is_rejected(server: Server) -> None:
     inputs = {n: a.tolist() for n, a in INPUTS.items()}
     body = {"inputs": inputs, "weights": {"top_k": 1}, "outputs": ["output"]}
     problem = assert_problem(server.http.post(PATH, json=body), 422, body)
@@ -369,28 +373,28 @@ def test_a_form_without_weights_is_refused(server: Server) -> None:
     assert "(B, I)" in problem["detail"]
 
 
-def test_weights_that_can_never_fit_name_the_other_forms(serve: Callable[..., Server]) -> None:
+def test_too_large_weights_name_the_smaller_forms(serve: Callable[..., Server]) -> None:
     server = serve(max_answer_bytes=10_000)
     inputs = {n: np.ones((60, 2)).tolist() for n in INPUTS}
     problem = assert_problem(server.http.post(PATH, json={"inputs": inputs}), 413)
     for name in ("stats", "rows", "top_k", "pool", "none"):
         assert f'"{name}"' in problem["detail"]
-    for form in ASKED:
+    for form in SUMMARIES:
         response = server.http.post(PATH, json={"inputs": inputs, "weights": form})
         assert response.status_code == 200, response.text
     body = {"inputs": inputs, "weights": {"top_k": 60}}
     assert_problem(server.http.post(PATH, json=body), 413)
 
 
-def test_equal_forms_batch_and_cross_processes() -> None:
+def test_equal_forms_batch_and_other_processes_decode_them() -> None:
     def job(form: Any) -> Job:
         return Job.from_message("softmax", Message({"weights": form}, _raw(INPUTS)), LIMITS)
 
     keys = [
-        job(form).batch_key for form in [*ASKED, "full", "none", {"top_k": 1}, {"rows": [0, 2]}]
+        job(form).batch_key for form in [*SUMMARIES, "full", "none", {"top_k": 1}, {"rows": [0, 2]}]
     ]
     assert len(set(keys)) == len(keys)
-    for form in ASKED:
+    for form in SUMMARIES:
         assert job(form).batch_key == job(form).batch_key
         one = job(form)
         data = np.zeros(aligned_bytes(input_sizes(one)), np.uint8)
@@ -400,19 +404,19 @@ def test_equal_forms_batch_and_cross_processes() -> None:
         assert other.output_specs == one.output_specs
 
 
-def test_python_asks_for_forms(server: Server) -> None:
+def test_python_client_requests_forms(server: Server) -> None:
     with Client(server.url) as client:
         arrays = {"query": SQUARE, "key": SQUARE, "value": SQUARE}
-        ask = partial(client.attend, "softmax", **arrays)  # type: ignore[arg-type]
-        run = ask(weights={"top_k": 2})
+        attend = partial(client.attend, "softmax", **arrays)  # type: ignore[arg-type]
+        run = attend(weights={"top_k": 2})
         assert run.weights.shape == run.outputs["indices"].shape == (3, 2)
         assert run.outputs["indices"].dtype == np.int64
-        run = ask(weights="stats")
+        run = attend(weights="stats")
         assert run.outputs["received"].shape == (3,)
         assert "weights" not in run.outputs
 
 
-def test_an_answer_in_lists_reads_back(server: Server) -> None:
+def test_response_in_lists_can_be_decoded(server: Server) -> None:
     body = {"inputs": {n: a.tolist() for n, a in INPUTS.items()}, "weights": {"top_k": 3}}
     response: httpx.Response = server.http.post(PATH, json=body)
     answer = json.decode(response.content, "outputs")
@@ -439,8 +443,8 @@ for form in (
     WeightForm("stats"), WeightForm("top_k", 8),
 )[int(sys.argv[3]):int(sys.argv[4])]:
     with torch.inference_mode():
-        made = weight_blocks.compute_weight_form(variant, form, arguments, parameters, sizes)
-    assert all(t.isfinite().all() for t in made.values())
+        result = weight_blocks.compute_weight_form(variant, form, arguments, parameters, sizes)
+    assert all(t.isfinite().all() for t in result.values())
     say()
 """
 
@@ -449,7 +453,7 @@ for form in (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "linear", "taylor", "efficient", "linformer", "mean"])
 def test_no_form_holds_the_matrix(name: str) -> None:
-    """At N = 4,096 and H = 8 the whole matrix is 512 MiB; half of it is never passed."""
+    """At N = 4,096 and H = 8 the whole matrix is 512 MiB; the peak is below half of it."""
     assert peaks(_MEASURE, name, 4096, 0, 5)[-1].above < 256 << 20
 
 
@@ -460,6 +464,9 @@ def test_no_form_holds_the_matrix(name: str) -> None:
     [("linear", 2), ("taylor", 2), ("efficient", 2), ("linformer", 2), ("softmax", 1)],
 )
 def test_32768_tokens_take_less_than_2_gib(name: str, most: int) -> None:
-    """H = 8, D = 64: rows, and where it takes no minute the pooled map; bench/forms.py measures all
-    of them."""
+    """H = 8, D = 64.
+
+    The test covers rows, and the pooled map where that takes less than a minute; bench/forms.py
+    measures all forms.
+    """
     assert peaks(_MEASURE, name, 32768, 0, most)[-1].above < 2 << 30

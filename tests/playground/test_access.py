@@ -1,4 +1,4 @@
-"""Who may use the playground: by ear, by keys, in the dark, on a telephone, and with a key."""
+"""Tests that the playground is accessible: axe, keyboard, themes, narrow windows and API keys."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BOTH: Final = pytest.mark.parametrize(
 
 
 def violations(page: Page) -> list[tuple[str, list[str]]]:
-    """What axe finds, each with where."""
+    """Returns the violations that axe reports, each with its elements."""
     found: list[dict[str, Any]] = Axe().run(page).response["violations"]
     return [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in found]
 
 
 def overflow(page: Page) -> int:
-    """How many pixels the page is wider than its window."""
+    """Returns by how many pixels the page is wider than its window."""
     pixels: int = page.evaluate(
         "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
     )
@@ -41,12 +41,12 @@ def overflow(page: Page) -> int:
 
 
 def unfold(page: Page) -> None:
-    """Opens all that is folded."""
+    """Opens every `details` element."""
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
 
 
 @BOTH
-def test_axe_finds_nothing_and_nothing_sticks_out(
+def test_page_has_no_axe_violation_and_no_overflow(
     open_page: Open, server: Server, width: int, theme: str
 ) -> None:
     opened = open_page(server.url, width=width, height=WIDTHS[width], theme=theme)
@@ -57,10 +57,13 @@ def test_axe_finds_nothing_and_nothing_sticks_out(
     unfold(page)
     page.get_by_role("button", name="Paste").click()
     page.get_by_role("button", name="Use these").click()
+    expect(page.locator("#paste-error")).to_be_visible()
+    assert (violations(page), overflow(page)) == ([], 0)
+    page.keyboard.press("Escape")
     page.get_by_label("softcap", exact=True).fill("-1")
     expect(page.locator("#alert")).to_be_visible()
     assert (violations(page), overflow(page)) == ([], 0)
-    page.get_by_label("Example").select_option("induction")  # heads, and signed differences
+    page.get_by_label("Example").select_option("induction")  # has heads and signed differences
     expect(page.get_by_role("group", name="Heads")).to_be_visible()
     page.locator("#map [role=application]").focus()
     page.keyboard.press("ArrowDown")
@@ -70,12 +73,12 @@ def test_axe_finds_nothing_and_nothing_sticks_out(
     for label in ("Heads", "Width", "Repeats"):
         sweep.get_by_label(label).fill("2")
     sweep.get_by_role("button", name="Measure").click()
-    expect(sweep.get_by_role("status")).to_contain_text("measured")
+    expect(sweep.get_by_role("status")).to_contain_text("measurements")
     unfold(page)
     assert (violations(page), overflow(page)) == ([], 0)
 
 
-def test_no_example_sticks_out_of_a_telephone(open_page: Open, server: Server) -> None:
+def test_examples_fit_a_narrow_window(open_page: Open, server: Server) -> None:
     opened = open_page(server.url, width=390, height=844)
     for example in ("layer", "local", "document", "linear-layer"):
         page = choose_example(opened, example)
@@ -84,7 +87,7 @@ def test_no_example_sticks_out_of_a_telephone(open_page: Open, server: Server) -
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_the_theme_is_the_system_s_until_another_is_chosen(
+def test_theme_follows_the_system_until_the_user_selects_one(
     open_page: Open, server: Server, theme: str
 ) -> None:
     page = wait_until_drawn(open_page(server.url, theme=theme))
@@ -104,10 +107,10 @@ def test_the_theme_is_the_system_s_until_another_is_chosen(
     page.evaluate("() => localStorage.clear()")
     page.reload()
     page.emulate_media(color_scheme="dark" if theme == "light" else "light")
-    expect(page.locator("#theme")).to_have_accessible_name(f"Change to the {theme} theme")
+    expect(page.locator("#theme")).to_have_accessible_name(f"{theme.title()} theme")
 
 
-def test_the_keys_reach_every_control_and_show_where_they_are(
+def test_tab_reaches_every_control_and_the_focus_is_visible(
     open_page: Open, server: Server
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
@@ -144,37 +147,39 @@ def test_the_keys_reach_every_control_and_show_where_they_are(
     assert not [html for html in hidden if not html.startswith("<body")]
 
 
-def test_a_service_with_keys_is_asked_with_one(
+def test_page_asks_for_the_api_key_and_keeps_it(
     open_page: Open, serve: Callable[..., Server]
 ) -> None:
     served = serve(api_keys="first,second")
     opened = open_page(served.url)
     opened.expect_status(401)
     page = opened.page
-    dialogue = page.get_by_role("dialog", name="A key, please")
+    dialogue = page.get_by_role("dialog", name="API key required")
     expect(dialogue).to_be_visible()
     expect(dialogue.get_by_label("API key")).to_be_focused()
     assert violations(page) == []
     dialogue.get_by_label("API key").fill("neither")
     page.keyboard.press("Enter")
-    expect(dialogue).to_contain_text("did not take that key")
+    expect(dialogue).to_contain_text("rejected this key")
     dialogue.get_by_label("API key").fill("second")
-    dialogue.get_by_role("button", name="Use it").click()
+    dialogue.get_by_role("button", name="Use key").click()
     wait_until_drawn(opened)
     expect(page.locator("#kind")).to_have_text("stochastic")
     said = page.locator("#request code").inner_text()
     assert "QKV_API_KEY" in said
     assert "second" not in said
-    page.reload()  # the tab knows it now
+    page.reload()  # the tab keeps the key
     wait_until_drawn(opened)
     expect(dialogue).to_be_hidden()
 
 
-def test_who_has_no_key_is_told_so(open_page: Open, serve: Callable[..., Server]) -> None:
+def test_page_without_an_api_key_shows_an_error(
+    open_page: Open, serve: Callable[..., Server]
+) -> None:
     opened = open_page(serve(api_keys="first").url)
     opened.expect_status(401)
     page = opened.page
-    page.get_by_role("dialog").get_by_role("button", name="Not now").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     expect(page.locator("#alert")).to_contain_text("key")
     page.reload()
     expect(page.get_by_role("dialog")).to_be_visible()
@@ -183,18 +188,22 @@ def test_who_has_no_key_is_told_so(open_page: Open, serve: Callable[..., Server]
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures_of_it_can_be_taken(open_page: Open, server: Server, name: str) -> None:
+def test_screenshots_have_their_size_and_content(
+    open_page: Open, server: Server, name: str
+) -> None:
     picture = PICTURES[name]
     opened = open_page(server.url, picture.width, picture.height, picture.theme)
     PREPARE(opened.page, picture)
     png = opened.page.screenshot()
     assert png[16:24] == struct.pack(">II", picture.width, picture.height)
-    assert len(png) > 20_000  # an empty page has a tenth of this
+    assert len(png) > 20_000  # an empty page has a tenth of these bytes
     shown = f'src="docs/{name}"' in (ROOT / "README.md").read_text()
     assert shown == (ROOT / "docs" / name).exists() == (name in SCREENSHOTS["README_PICTURES"])
 
 
-def test_the_page_forbids_what_it_does_not_need(open_page: Open, server: Server) -> None:
+def test_content_security_policy_allows_only_the_service_itself(
+    open_page: Open, server: Server
+) -> None:
     policy = server.http.get("/").headers["Content-Security-Policy"]
     directives = dict(part.strip().partition(" ")[::2] for part in policy.split(";"))
     assert directives["default-src"] == "'none'"

@@ -1,4 +1,4 @@
-"""What the playground gives to copy really runs: curl in bash, Python as a program."""
+"""Runs the playground's code to copy: curl in bash, and Python as a program."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REQUESTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 @pytest.fixture
 def written(modules: Page, url: str) -> Callable[..., str]:
-    """What a module writes of a request: `written("curl", path, body)`."""
+    """Returns the code of a request: `written("curl", path, body)`."""
 
     def write(kind: str, path: str, body: Any, at: str = url, keyed: bool = False) -> str:
         text: str = modules.evaluate(
@@ -65,7 +65,7 @@ def written(modules: Page, url: str) -> Callable[..., str]:
 
 def bash(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-euo", "pipefail"],  # typed, as who pastes it does
+        ["bash", "-euo", "pipefail"],  # from standard input, as pasted
         input=command,
         env=os.environ | environment,
         capture_output=True,
@@ -88,18 +88,18 @@ def python(program: str, path: Path, **environment: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_copied_curl_command_is_answered_as_the_request_is(
+def test_curl_command_gets_the_response_of_the_request(
     written: Callable[..., str], server: Server, name: str
 ) -> None:
     variant, body = REQUESTS[name]
     path = f"/v1/attention/{variant}"
     ran = bash(written("curl", path, body))
     assert not ran.stderr
-    answer, expected = json.loads(ran.stdout), server.http.post(path, json=body).json()
-    assert answer["outputs"] == expected["outputs"]
+    response, expected = json.loads(ran.stdout), server.http.post(path, json=body).json()
+    assert response["outputs"] == expected["outputs"]
 
 
-def test_a_body_that_is_too_large_to_paste_is_read_from_files(
+def test_large_body_is_read_from_a_file(
     written: Callable[..., str], modules: Page, server: Server, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_a_body_that_is_too_large_to_paste_is_read_from_files(
     assert str(np.array(expected["output"], np.float64).astype(np.float32)) in ran.stdout
 
 
-def test_arrays_are_loaded_from_the_files_that_they_came_in(
+def test_arrays_are_loaded_from_their_uploaded_files(
     modules: Page, server: Server, url: str, tmp_path: Path
 ) -> None:
     value = np.random.default_rng(0).standard_normal((400, 16), np.float32)
@@ -146,7 +146,7 @@ def test_arrays_are_loaded_from_the_files_that_they_came_in(
 
 
 @pytest.mark.parametrize("value", ["it's", '$(exit 9) `exit 9` \\ \n ! "', "é 😀 \u2028"])
-def test_quotes_in_a_body_stay_in_it(
+def test_quotes_in_a_body_are_preserved(
     written: Callable[..., str], server: Server, value: str
 ) -> None:
     body = {"inputs": _LISTS, "parameters": {"scale": value}, "dtype": value}
@@ -157,7 +157,7 @@ def test_quotes_in_a_body_stay_in_it(
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_copied_program_prints_what_the_service_answers(
+def test_program_prints_the_response(
     written: Callable[..., str], server: Server, name: str, tmp_path: Path
 ) -> None:
     variant, body = REQUESTS[name]
@@ -173,7 +173,7 @@ def test_a_copied_program_prints_what_the_service_answers(
             assert str(numbers.astype(dtype)) in ran.stdout
 
 
-def test_a_key_is_read_from_the_environment(
+def test_api_key_is_read_from_the_environment(
     written: Callable[..., str], serve: Callable[..., Server], tmp_path: Path
 ) -> None:
     served = serve(api_keys="sec-ret")
@@ -183,21 +183,21 @@ def test_a_key_is_read_from_the_environment(
     program = written("python", path, body, served.url, True)
     assert "sec-ret" not in command + program
     assert "outputs" in json.loads(bash(command, QKV_API_KEY="sec-ret").stdout)
-    assert "QKV_API_KEY: holds no key" in bash(command, QKV_API_KEY="").stderr
+    assert "QKV_API_KEY: is not set" in bash(command, QKV_API_KEY="").stderr
     ran = python(program, tmp_path, QKV_API_KEY="sec-ret")
     assert not ran.stderr
     assert "output\n(2, 2)" in ran.stdout
 
 
-def test_a_comparison_and_a_sweep_are_written_too(
+def test_comparison_and_sweep_can_be_copied(
     written: Callable[..., str], server: Server, tmp_path: Path
 ) -> None:
     variants = ["linear", {"variant": "taylor", "parameters": {"causal": True}}]
     inputs = dict.fromkeys(_LISTS, _LISTS["query"])
     compared = {"inputs": inputs, "variants": variants, "anchor": "softmax", "repeats": 1}
     swept = {"variants": variants, "lengths": [4, 8], "heads": 1, "width": 4, "repeats": 1}
-    answer = json.loads(bash(written("curl", "/v1/compare", compared)).stdout)
-    assert [entry["variant"] for entry in answer["variants"]] == ["linear", "taylor"]
+    response = json.loads(bash(written("curl", "/v1/compare", compared)).stdout)
+    assert [entry["variant"] for entry in response["variants"]] == ["linear", "taylor"]
     events = bash(written("curl", "/v1/sweep", swept)).stdout
     assert events.count("event: cell") == 4
     ran = python(written("python", "/v1/compare", compared), tmp_path)

@@ -1,4 +1,4 @@
-"""Variants beside one another on the playground, in Chromium: maps, tables and sweeps."""
+"""Tests the playground's comparisons in Chromium: difference maps, metrics and sweeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from support.processes import wait_until
 from support.service import Server
 
 
-def test_a_difference_map_is_one_minus_the_other(open_page: Open, server: Server) -> None:
+def test_difference_map_subtracts_the_weights_of_two_variants(
+    open_page: Open, server: Server
+) -> None:
     page = wait_until_drawn(open_page(server.url))
     first = np.array(list(read_weights(page).values()))
     panel = page.locator("#difference")
@@ -26,39 +28,41 @@ def test_a_difference_map_is_one_minus_the_other(open_page: Open, server: Server
     expect(page.locator("#status")).to_have_text(re.compile("^taylor:"))
     second = np.array(list(read_weights(page).values()))
     apart = np.abs(first - second).sum(1) / 2
-    mean, worst = match_groups(r"([\d.]+) on average, at most ([\d.]+):", said)
+    mean, worst = match_groups(r"([\d.]+) on average, at most ([\d.]+) ", said)
     assert float(mean) == pytest.approx(apart.mean(), abs=1e-3)
     assert float(worst) == pytest.approx(apart.max(), abs=1e-3)
 
 
-def test_signed_weights_have_a_scale_of_two_sides(open_page: Open, server: Server) -> None:
+def test_colour_scale_of_signed_weights_has_negative_values(
+    open_page: Open, server: Server
+) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Variant", exact=True).select_option("linformer")
     expect(page.locator("#kind")).to_have_text("signed")
     expect(page.locator("#map .legend span").first).to_have_text(re.compile("^−"))
 
 
-def test_the_comparison_says_what_the_service_says(open_page: Open, server: Server) -> None:
+def test_metrics_table_shows_the_response_of_the_service(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     table = page.get_by_role("region", name="Comparison").get_by_role("table")
     expect(table.get_by_role("rowheader")).to_have_count(6)
     body = opened.posted("/v1/compare")[-1]
-    answer = server.http.post("/v1/compare", json=body).json()
-    for entry in answer["variants"]:
+    response = server.http.post("/v1/compare", json=body).json()
+    for entry in response["variants"]:
         row = table.get_by_role("row", name=re.compile(f"^{entry['variant']} "))
         error = row.get_by_role("cell").first.inner_text().replace("−", "-")
         assert float(error) == pytest.approx(entry["output"]["relative_error"], rel=1e-2)
-    expect(page.locator("#comparison .notes li")).to_have_count(len(answer["notes"]))
+    expect(page.locator("#comparison .notes li")).to_have_count(len(response["notes"]))
     page.get_by_label("mean", exact=True).first.uncheck()
     page.get_by_role("button", name="Compare", exact=True).click()
     expect(table.get_by_role("rowheader")).to_have_count(5)
-    page.get_by_label("Against").select_option("linear")
+    page.get_by_label("Baseline").select_option("linear")
     page.get_by_role("button", name="Compare", exact=True).click()
-    expect(table.get_by_role("rowheader").first).to_contain_text("linear anchor")
+    expect(table.get_by_role("rowheader").first).to_contain_text("linear baseline")
 
 
-def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
+def test_sweep_is_drawn_while_it_runs(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     sweep = page.locator("#sweep")
@@ -75,11 +79,11 @@ def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
         }"""
     )
     sweep.get_by_role("button", name="Measure").click()
-    expect(sweep.get_by_role("status")).to_contain_text(re.compile("^20 measured"))
+    expect(sweep.get_by_role("status")).to_contain_text(re.compile("^20 measurements"))
     counts = page.evaluate("() => window.counts")
     assert counts[-1] == 20
-    assert len([n for n in counts if 0 < n < 20]) >= 3  # not all at the end
-    expect(sweep.get_by_role("img", name="Time of a call by length")).to_be_visible()
+    assert len([n for n in counts if 0 < n < 20]) >= 3  # some before the end
+    expect(sweep.get_by_role("img", name="Time per call by length")).to_be_visible()
     sweep.locator("summary").click()
     expect(sweep.get_by_role("table").get_by_role("row")).to_have_count(6)
     expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
@@ -88,7 +92,7 @@ def test_a_sweep_draws_itself(open_page: Open, server: Server) -> None:
     assert body["lengths"] == [64, 128, 256, 512, 1024]
 
 
-def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: Server) -> None:
+def test_stopped_sweep_stops_in_the_service(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     sweep = page.locator("#sweep")
     sweep.get_by_label("Up to").select_option("16384")
@@ -105,7 +109,9 @@ def test_a_sweep_is_stopped_and_the_service_stops_too(open_page: Open, server: S
     assert page.locator("#chart [data-cell]").count() == kept > 0
 
 
-def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, server: Server) -> None:
+def test_figures_of_a_pooled_map_are_labelled_as_lower_bounds(
+    open_page: Open, server: Server
+) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     rng = np.random.default_rng(5)
@@ -115,7 +121,7 @@ def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, serv
         {"name": "all.safetensors", "mimeType": "application/octet-stream", "buffer": data}
     )
     said = page.locator("#difference").get_by_role("status")
-    expect(said).to_contain_text(re.compile("pooled cells of head 0, .* lower bounds"))
+    expect(said).to_contain_text(re.compile("pooled cells of head 0: .* lower bounds"))
     cell = "Pooled: a cell is the mean over 2 or 3 queries of the mass on 2 or 3 keys"
     for figure in ("#map", "#difference figure"):
         expect(page.locator(figure)).to_contain_text(cell)
@@ -123,8 +129,8 @@ def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, serv
     def fetch_weights(variant: str, weights: str | dict[str, int]) -> np.ndarray:
         inputs = opened.posted("/v1/attention/softmax")[-1]["inputs"]
         body = {"inputs": inputs, "weights": weights, "outputs": ["weights"], "encoding": "lists"}
-        answer = server.http.post(f"/v1/attention/{variant}", json=body).json()
-        weights_BHPQ: np.ndarray = np.array(answer["outputs"]["weights"])
+        response = server.http.post(f"/v1/attention/{variant}", json=body).json()
+        weights_BHPQ: np.ndarray = np.array(response["outputs"]["weights"])
         first: np.ndarray = weights_BHPQ[0, 0]
         return first
 
@@ -134,19 +140,19 @@ def test_what_a_pooled_map_says_is_said_to_be_of_its_cells(open_page: Open, serv
     )
     sizes = np.bincount(np.arange(600) * 256 // 600)
     mean, worst = map(
-        float, match_groups(r"([\d.]+) on average, at most ([\d.]+):", said.inner_text())
+        float, match_groups(r"([\d.]+) on average, at most ([\d.]+) ", said.inner_text())
     )
     assert mean == pytest.approx(pooled @ sizes / 600, abs=1e-3)
     assert worst == pytest.approx(pooled.max(), abs=1e-3)
-    assert mean < true.mean() - 0.01  # bounds they are
+    assert mean < true.mean() - 0.01  # the pooled figures are lower bounds
     assert worst < true.max() - 0.01
 
 
-def test_all_rows_are_compared_where_that_is_asked_for(open_page: Open, server: Server) -> None:
+def test_all_rows_option_compares_every_row(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     box = page.get_by_label("All rows")
-    expect(box).to_be_hidden()  # few rows are all compared anyway
+    expect(box).to_be_hidden()  # few rows are always compared in full
     choose_example(opened, "document")
     box.check()
     with page.expect_request("**/v1/compare") as request:

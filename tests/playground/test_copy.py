@@ -1,4 +1,4 @@
-"""What the playground says of its calls, in Chromium, and what it gives to copy: it really runs."""
+"""Tests the playground's times and its code to copy, in Chromium; runs that code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from support.browser import Open, WatchedPage, read_weights, wait_until_drawn
 from support.service import Server
 
 
-def test_every_call_s_times_are_shown(open_page: Open, server: Server) -> None:
+def test_times_of_each_request_are_shown(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     calls = page.locator("#timing ol > li")
     expect(calls.first).to_contain_text(
-        re.compile(r"queue .*transfer .*compute .*batch of \d+ · cpu", re.S)
+        re.compile(r"queue .*transfer .*compute .*batch size \d+ · cpu", re.S)
     )
     before = calls.count()
     page.get_by_role("button", name="Run").click()
@@ -27,18 +27,18 @@ def test_every_call_s_times_are_shown(open_page: Open, server: Server) -> None:
     assert calls.count() >= min(before + 1, 5)
 
 
-def test_a_copied_curl_command_answers_what_is_shown(open_page: Open, server: Server) -> None:
+def test_copied_curl_command_returns_the_shown_weights(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     command = page.evaluate("() => navigator.clipboard.readText()")
     ran = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
     assert not ran.stderr
-    answer = json.loads(ran.stdout)["outputs"]["weights"]
-    np.testing.assert_allclose(answer, list(read_weights(page).values()), rtol=0, atol=0.51e-4)
+    weights = json.loads(ran.stdout)["outputs"]["weights"]
+    np.testing.assert_allclose(weights, list(read_weights(page).values()), rtol=0, atol=0.51e-4)
 
 
-def test_a_copied_program_prints_what_is_shown(
+def test_copied_program_prints_the_shown_weights(
     open_page: Open, server: Server, tmp_path: Path
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
@@ -52,13 +52,13 @@ def test_a_copied_program_prints_what_is_shown(
     assert "weights\n(6, 6)\n[[0.209" in ran.stdout
 
 
-def test_a_comparison_is_there_to_copy_too(open_page: Open, server: Server) -> None:
+def test_comparison_can_be_copied(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("What for").select_option("the comparison")
+    page.get_by_label("Code for").select_option("comparison")
     code = page.locator("#request code")
     expect(code).to_contain_text("/v1/compare")
     page.get_by_role("button", name="Python").click()
     expect(code).to_contain_text("comparison.table()")
     page.get_by_role("button", name="Compare").click()
     expect(page.locator("#comparison table")).to_be_visible()
-    expect(code).to_contain_text("qkv.compare(")
+    expect(code).to_contain_text("client.compare(")

@@ -1,4 +1,4 @@
-"""Tensors that somebody brings to the playground, in Chromium: every way in, and what is said."""
+"""Tests tensors that users upload or paste into the playground, in Chromium."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UPLOADS: Final = {
 
 
 @pytest.mark.parametrize("kind", UPLOADS)
-def test_uploads(open_page: Open, server: Server, kind: str) -> None:
+def test_uploaded_files_are_drawn(open_page: Open, server: Server, kind: str) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files(UPLOADS[kind])
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
@@ -56,21 +56,19 @@ def test_uploads(open_page: Open, server: Server, kind: str) -> None:
     np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
-def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Server) -> None:
+def test_files_with_one_tensor_add_up(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     body_count, needed = len(opened.bodies), page.locator("#tensors .needed .name")
     alert = page.locator("#alert")
     upload = page.get_by_label("Upload")
     upload.set_input_files(UPLOADS["npy"][0])
-    expect(needed).to_have_text(["key", "value"])  # what the example had is gone
-    expect(alert).to_have_text(
-        "softmax still needs key and value: upload them too.", ignore_case=True
-    )
+    expect(needed).to_have_text(["key", "value"])  # the example's tensors are removed
+    expect(alert).to_have_text("softmax requires key and value: upload them too.", ignore_case=True)
     page.get_by_label("causal", exact=True).check()
     upload.set_input_files(UPLOADS["npy"][1])
     expect(needed).to_have_text(["value"])
-    assert len(opened.bodies) == body_count  # nothing is asked for in vain
+    assert len(opened.bodies) == body_count  # no request is sent in vain
     upload.set_input_files(UPLOADS["npy"][2])
     expect(needed).to_have_count(0)
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
@@ -78,26 +76,24 @@ def test_files_that_come_one_after_the_other_add_up(open_page: Open, server: Ser
     mask = np.tri(5, dtype=bool)[::-1].T.copy()
     with page.expect_request(lambda r: '"mask"' in (r.post_data or "")) as sent:
         upload.set_input_files([payload("mask.npy", npy(mask))])
-    assert (sent.value.post_data_json or {})["parameters"] == {
-        "causal": True
-    }  # what was set still is
+    assert (sent.value.post_data_json or {})["parameters"] == {"causal": True}  # kept
     expect(page.locator("#tensors .name")).to_have_text(["query", "key", "value", "mask"])
     page.get_by_role("button", name="Remove key", exact=True).click()
     expect(needed).to_have_text(["key"])
 
 
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("Q_proj", "k1", "V")])
-def test_files_of_any_names_add_up_by_choice_or_by_their_letters(
+def test_files_with_other_names_add_up_by_role_or_first_letter(
     open_page: Open, server: Server, names: tuple[str, str, str]
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
     for name, array in zip(names, TENSORS.values(), strict=True):
         page.get_by_label("Upload").set_input_files([payload(f"{name}.npy", npy(array))])
-        if name == "a":  # alone it is all three, until somebody says so
-            page.get_by_label("What a is for").select_option("query")
+        if name == "a":  # a single tensor has all three roles until the user selects one
+            page.get_by_label("Role of a").select_option("query")
         expect(page.locator("#tensors .name").first).to_have_text(names[0])
     for name, role in zip(names, TENSORS, strict=True):
-        expect(page.get_by_label(f"What {name} is for")).to_have_value(role)
+        expect(page.get_by_label(f"Role of {name}")).to_have_value(role)
     expect(page.locator("#tensors .needed")).to_have_count(0)
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
     page.wait_for_load_state("networkidle")
@@ -105,18 +101,18 @@ def test_files_of_any_names_add_up_by_choice_or_by_their_letters(
     np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
-def test_what_nothing_lacks_begins_anew(open_page: Open, server: Server) -> None:
+def test_tensor_without_a_missing_role_replaces_all(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     upload = page.get_by_label("Upload")
     upload.set_input_files(UPLOADS["npy"])
     upload.set_input_files([payload("a.npy", npy(QUERY[:3]))])
     expect(page.locator("#status")).to_have_text(re.compile("3 queries, 3 keys"))
     expect(page.locator("#tensors .name")).to_have_text(["a"])
-    upload.set_input_files(UPLOADS["safetensors"])  # several, which are all that there is
+    upload.set_input_files(UPLOADS["safetensors"])  # several tensors replace all
     expect(page.locator("#tensors .name")).to_have_text(["key", "query", "value"])
 
 
-def test_files_are_dropped_too(open_page: Open, server: Server) -> None:
+def test_dropped_files_are_drawn(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     transfer = page.evaluate_handle(
         """text => {
@@ -130,25 +126,24 @@ def test_files_are_dropped_too(open_page: Open, server: Server) -> None:
     expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
 
 
-def test_one_tensor_is_query_key_and_value(open_page: Open, server: Server) -> None:
+def test_single_tensor_is_query_key_and_value(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files([payload("x.npy", npy(QUERY))])
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-    expect(page.get_by_label("What x is for")).to_have_value("query, key, value")
+    expect(page.get_by_label("Role of x")).to_have_value("query, key, value")
     shown = np.array(list(read_weights(page).values()))
     np.testing.assert_allclose(shown, softmax(QUERY, QUERY), rtol=0, atol=0.51e-4)
 
 
-def test_tensors_are_pasted(open_page: Open, server: Server) -> None:
+def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Paste").click()
-    text = page.get_by_label("Tensors as JSON")
+    text = page.get_by_label("Tensors or request")
     expect(text).to_be_focused()
     text.fill('[[1, 2], [3, "four"]]')
     page.get_by_role("button", name="Use these").click()
-    expect(text).to_have_accessible_description(
-        '[1][1] is "four"; numbers are read, "NaN", "Infinity", "-Infinity", or true and false'
-    )
+    message = '[1][1] is "four": expected a number, "NaN", "Infinity", "-Infinity", true or false.'
+    expect(text).to_have_accessible_description(re.compile(f"{re.escape(message)}$"))
     text.fill(json.dumps(QUERY.tolist()))
     page.get_by_role("button", name="Use these").click()
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
@@ -158,23 +153,23 @@ def test_tensors_are_pasted(open_page: Open, server: Server) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy holds 77 bytes of data"),
-        ("x.npz", b"PK\x03\x04", "x.npz: this is an archive"),
+        ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy has 77 bytes of data"),
+        ("x.npz", b"PK\x03\x04", "x.npz: archives"),
         ("words.json", b'{"query": ["Your"]}', 'words.json: query: [0] is "Your"'),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_beside_the_upload(
+def test_file_error_is_shown_beside_the_upload(
     open_page: Open, server: Server, name: str, data: bytes, said: str
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files([payload(name, data)])
     expect(page.locator("#inputs-error")).to_contain_text(said)
-    expect(page.get_by_label("Example")).to_have_value("words")  # what was there still is
+    expect(page.get_by_label("Example")).to_have_value("words")  # unchanged
     page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
     expect(page.locator("#inputs-error")).to_be_hidden()
 
 
-def test_what_is_wrong_with_a_tensor_is_said_beside_it(open_page: Open, server: Server) -> None:
+def test_tensor_error_is_shown_beside_it(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)
     page = wait_until_drawn(opened)
@@ -188,7 +183,7 @@ def test_what_is_wrong_with_a_tensor_is_said_beside_it(open_page: Open, server: 
     expect(page.locator("#alert")).to_be_hidden()
 
 
-def test_a_tensor_is_given_another_part_or_taken_away(open_page: Open, server: Server) -> None:
+def test_tensor_can_change_its_role_and_be_removed(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     opened.expect_status(422)
     page = wait_until_drawn(opened)
@@ -197,7 +192,7 @@ def test_a_tensor_is_given_another_part_or_taken_away(open_page: Open, server: S
     page.get_by_label("Upload").set_input_files([payload("x.json", text.encode())])
     expect(page.locator("#status")).to_have_text(re.compile("5 queries"))
     with page.expect_request(lambda r: "mask" in (r.post_data or "")):
-        page.get_by_label("What allowed is for").select_option("mask")
+        page.get_by_label("Role of allowed").select_option("mask")
     expect(page.locator("#alert")).to_be_hidden()
     wait_until_drawn(opened)
     shown = np.array(list(read_weights(page).values()))
@@ -207,7 +202,7 @@ def test_a_tensor_is_given_another_part_or_taken_away(open_page: Open, server: S
 
 
 def uploaded(opened: WatchedPage, **arrays: np.ndarray) -> Page:
-    """The page, once it has drawn other tensors."""
+    """Uploads tensors and returns the page when it has drawn them."""
     page = wait_until_drawn(opened)
     page.evaluate("() => (document.getElementById('status').textContent = '')")
     data = safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
@@ -215,7 +210,7 @@ def uploaded(opened: WatchedPage, **arrays: np.ndarray) -> Page:
     return wait_until_drawn(opened)
 
 
-def test_one_query_is_the_one_that_is_shown(open_page: Open, server: Server) -> None:
+def test_single_query_is_shown_in_the_row_panel(open_page: Open, server: Server) -> None:
     page = uploaded(open_page(server.url), query=QUERY[:1], key=KEY, value=VALUE)
     expect(page.locator("#row").get_by_role("heading")).to_have_text("query 0")
     expect(page.locator("#status")).to_have_text(re.compile("^softmax: 1 query, 5 keys; "))
@@ -225,16 +220,18 @@ def test_one_query_is_the_one_that_is_shown(open_page: Open, server: Server) -> 
     expect(first).to_contain_text(f"{weights.max():.4f}")
 
 
-def test_what_takes_no_mask_is_not_compared_with_what_does(open_page: Open, server: Server) -> None:
-    opened = open_page(server.url)  # an answer of 422 would be a complaint
+def test_masked_input_is_not_compared_with_variants_without_a_mask(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)  # a status of 422 would fail the test
     mask = np.tri(5, dtype=bool)
     page = uploaded(opened, query=QUERY, key=KEY, value=VALUE, mask=mask)
-    expect(page.locator("#comparison")).to_contain_text("No other variant answers the same")
+    expect(page.locator("#comparison")).to_contain_text("No other variant accepts the same inputs")
     expect(page.get_by_role("button", name="Compare", exact=True)).to_be_disabled()
     expect(page.locator("#comparison [role=alert]")).to_be_hidden()
 
 
-def test_items_of_a_batch_and_heads_are_told_apart(open_page: Open, server: Server) -> None:
+def test_batch_items_and_heads_have_names(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     heads = np.stack([QUERY, KEY, VALUE])[None].repeat(2, 0)
     page = uploaded(opened, query=heads, key=heads, value=heads)
@@ -244,7 +241,7 @@ def test_items_of_a_batch_and_heads_are_told_apart(open_page: Open, server: Serv
     expect(page.locator("#status")).to_contain_text("5 keys, 3 items;")
 
 
-def test_maps_of_two_shapes_have_no_difference(open_page: Open, server: Server) -> None:
+def test_maps_of_different_shapes_have_no_difference_map(open_page: Open, server: Server) -> None:
     page = uploaded(open_page(server.url), query=QUERY[:3], key=KEY, value=VALUE)
     expect(page.locator("#difference figure")).to_be_visible()
     page.get_by_label("Variant", exact=True).select_option("mean")  # 5 by 5
@@ -252,7 +249,7 @@ def test_maps_of_two_shapes_have_no_difference(open_page: Open, server: Server) 
     expect(page.locator("#difference figure")).to_be_hidden()
 
 
-def test_names_are_words_whatever_is_in_them(open_page: Open, server: Server) -> None:
+def test_names_and_labels_are_not_parsed_as_html(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     name = "<img src=/playground/none onerror=alert(1)>"
     page = uploaded(opened, **{name: QUERY, "key": KEY, "value": VALUE, "query": QUERY})
@@ -262,7 +259,7 @@ def test_names_are_words_whatever_is_in_them(open_page: Open, server: Server) ->
     assert page.locator("#tensors img, #row i, #row b").count() == 0
 
 
-def test_a_large_request_is_saved_or_read_from_what_was_uploaded(
+def test_large_request_is_saved_or_uses_the_uploaded_files(
     open_page: Open, server: Server, tmp_path: Path
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
@@ -282,7 +279,7 @@ def test_a_large_request_is_saved_or_read_from_what_was_uploaded(
     page.get_by_role("button", name="Python", exact=True).click()
     expect(code).to_contain_text('query=np.load("query.npy")')
     expect(page.locator("#request .hint")).to_have_text(
-        "Run it in a folder that has query.npy, key.npy, value.npy."
+        "Run this in a folder with query.npy, key.npy, value.npy."
     )
     expect(save).to_be_hidden()
 
@@ -291,7 +288,7 @@ def test_a_large_request_is_saved_or_read_from_what_was_uploaded(
     ("shape", "said"),
     [((7, 3, 4), "7 heads of 3 positions"), ((3, 7, 4), None), ((1, 8, 1, 4), None)],
 )
-def test_axes_that_may_be_swapped_are_pointed_out(
+def test_possibly_swapped_axes_are_reported(
     open_page: Open, server: Server, shape: tuple[int, ...], said: str | None
 ) -> None:
     page = uploaded(open_page(server.url), **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))

@@ -1,4 +1,4 @@
-"""The playground in Chromium: every variant, every control, every kind of error."""
+"""Tests the playground in Chromium: every variant, control and kind of error."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ import re
 from functools import partial
 from typing import Any
 
+import pytest
 from playwright.sync_api import Locator, Page, Request, expect
 
 from support.browser import Open, read_weights, wait_until_drawn
 from support.service import Server
 
 
-def test_it_opens_with_six_words_drawn(open_page: Open, server: Server) -> None:
+@pytest.mark.representative
+def test_page_opens_with_the_six_words_example(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     expect(page).to_have_title(re.compile("qkv"))
     expect(page.get_by_label("Example")).to_have_value("words")
     expect(page.locator("#kind")).to_have_text("stochastic")
     row = page.locator("#row")
     expect(row.get_by_role("heading")).to_have_text("journey")
-    # the README's figures
+    # the figures of the README
     expect(row.locator("tbody tr").first).to_have_text(re.compile("journey.*0.2379"))
     assert read_weights(page)["journey"] == [0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]
 
 
-def picked(page: Page, variant: str) -> None:
-    """Has the page show a variant, with its parameters as they are by default."""
+def select_variant(page: Page, variant: str) -> None:
+    """Selects a variant with default parameters."""
     page.get_by_label("Example").select_option("words")
     page.get_by_label("Variant", exact=True).select_option(variant)
-    expect(page.locator("#status")).to_have_text(re.compile(f"^{variant}: .* at the service"))
+    expect(page.locator("#status")).to_have_text(re.compile(f"^{variant}: .* in the service"))
 
 
-def test_every_variant_runs_and_is_drawn(open_page: Open, server: Server) -> None:
+@pytest.mark.representative
+def test_each_variant_is_drawn(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     for variant in server.http.get("/v1/variants").json()["variants"]:
-        picked(page, variant["variant"])
+        select_variant(page, variant["variant"])
         expect(page.locator("#alert")).to_be_hidden()
         expect(page.locator("#formula")).to_have_text(variant["formula"])
         if "weights" in variant["outputs"]:
@@ -44,8 +47,8 @@ def test_every_variant_runs_and_is_drawn(open_page: Open, server: Server) -> Non
             expect(page.get_by_label(parameter, exact=True)).to_be_visible()
 
 
-def other(schema: dict[str, Any]) -> Any:
-    """A value that a parameter may have, and does not have by default."""
+def non_default(schema: dict[str, Any]) -> Any:
+    """Returns a valid value of a parameter that is not its default."""
     default = schema.get("default")
     for kind in schema.get("anyOf", [schema]):
         least = kind.get("minimum", kind.get("exclusiveMinimum", 0))
@@ -61,29 +64,29 @@ def other(schema: dict[str, Any]) -> Any:
     raise AssertionError(schema)
 
 
-def test_every_parameter_s_control_changes_the_request(open_page: Open, server: Server) -> None:
+def test_each_parameter_control_changes_the_request(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    opened.expect_status(422)  # some of these go with others only
+    opened.expect_status(422)  # some values are valid only together with others
     page = wait_until_drawn(opened)
     for variant in server.http.get("/v1/variants").json()["variants"]:
         path = f"/v1/attention/{variant['variant']}"
-        picked(page, variant["variant"])
+        select_variant(page, variant["variant"])
         for name, schema in variant["parameters"]["properties"].items():
-            value = other(schema)
-            with page.expect_request(partial(says, path=path, name=name, value=value)):
-                answered(page.get_by_label(name, exact=True), value)
+            value = non_default(schema)
+            with page.expect_request(partial(has_parameter, path=path, name=name, value=value)):
+                set_control(page.get_by_label(name, exact=True), value)
 
 
-def says(request: Request, path: str, name: str, value: Any) -> bool:
-    """Whether a request is for this path, with such a parameter."""
+def has_parameter(request: Request, path: str, name: str, value: Any) -> bool:
+    """True if a request has this path and this parameter."""
     if not request.url.endswith(path):
         return False
     parameters: dict[str, Any] = (request.post_data_json or {}).get("parameters", {})
     return bool(parameters.get(name) == value)
 
 
-def answered(control: Locator, value: Any) -> None:
-    """Has a control say a value, whatever kind it is."""
+def set_control(control: Locator, value: Any) -> None:
+    """Sets a control of any kind to a value."""
     if isinstance(value, bool):
         control.set_checked(value)
     elif control.evaluate("element => element.tagName") == "SELECT":
@@ -92,7 +95,7 @@ def answered(control: Locator, value: Any) -> None:
         control.fill(json.dumps(value))
 
 
-def test_what_is_wrong_with_a_parameter_is_said_beside_it_until_it_is_right(
+def test_parameter_error_is_shown_beside_it_until_it_is_corrected(
     open_page: Open, server: Server
 ) -> None:
     opened = open_page(server.url)
@@ -110,37 +113,35 @@ def test_what_is_wrong_with_a_parameter_is_said_beside_it_until_it_is_right(
     expect(scale).not_to_have_attribute("aria-invalid", "true")
 
 
-def test_what_cannot_be_read_in_a_field_is_said_before_it_is_sent(
-    open_page: Open, server: Server
-) -> None:
+def test_unparsable_field_is_reported_and_not_sent(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     before = len(opened.requests)
     page.get_by_label("window", exact=True).fill("[1, ")
     expect(page.get_by_label("window", exact=True)).to_have_accessible_description(
-        re.compile("This is not a list such as")
+        re.compile("Expected a list such as")
     )
-    page.wait_for_timeout(300)  # past the moment that the page waits for more to be typed
+    page.wait_for_timeout(300)  # longer than the page waits after a keystroke
     assert len(opened.requests) == before
 
 
-def test_labels_name_rows_and_keys(open_page: Open, server: Server) -> None:
+def test_labels_name_queries_and_keys(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Token labels").fill("a b c d e f")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("b")
     assert list(read_weights(page)) == list("abcdef")
 
 
-def test_a_service_that_went_away_is_said_so(open_page: Open, server: Server) -> None:
+def test_unreachable_service_is_reported(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     opened.expected.append("ERR_FAILED|net::")
     page.route("**/v1/**", lambda route: route.abort())
     page.get_by_role("button", name="Run").click()
-    expect(page.locator("#alert")).to_contain_text("cannot be reached")
+    expect(page.locator("#alert")).to_contain_text("The service does not respond")
 
 
-def test_nothing_runs_that_is_not_the_service_s_own(open_page: Open, server: Server) -> None:
+def test_injected_scripts_and_other_hosts_are_blocked(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     opened.expected.append("Content Security Policy")
@@ -154,6 +155,6 @@ def test_nothing_runs_that_is_not_the_service_s_own(open_page: Open, server: Ser
     assert page.evaluate("() => window.ran") is None
     assert any("Content Security Policy" in c for c in opened.complaints)
     before = len(opened.complaints)
-    opened.expected.append("asked another host")
+    opened.expected.append("request to another host")
     page.evaluate("() => fetch('https://example.com').catch(() => {})")
     assert len(opened.complaints) > before

@@ -1,4 +1,4 @@
-"""The playground's files: what is served, as what, and under which policy."""
+"""Tests how the playground's files are served: content, types, caching and security policy."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def path_of(name: str) -> str:
     return "/" if name == "index.html" else f"/playground/{name}"
 
 
-def test_every_file_has_a_path_and_every_path_is_open() -> None:
+def test_each_file_has_a_public_path() -> None:
     assert {path_of(name) for name in FILES} == PATHS
     assert PATHS <= PUBLIC_PATHS
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_is_served_as_it_is(server: Server, name: str) -> None:
+def test_file_is_served_unchanged(server: Server, name: str) -> None:
     content = (FOLDER / name).read_bytes()
-    answer = server.http.get(path_of(name))
-    assert answer.status_code == 200
-    assert answer.content == content
-    assert answer.headers["content-type"] == TYPES[Path(name).suffix]
-    assert answer.headers["cache-control"] == "no-cache"
-    assert answer.headers["x-content-type-options"] == "nosniff"
+    response = server.http.get(path_of(name))
+    assert response.status_code == 200
+    assert response.content == content
+    assert response.headers["content-type"] == TYPES[Path(name).suffix]
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-content-type-options"] == "nosniff"
     head = server.http.head(path_of(name))
     assert head.status_code == 200
     assert not head.content
     assert head.headers["content-length"] == str(len(content))
-    assert head.headers["etag"] == answer.headers["etag"]
+    assert head.headers["etag"] == response.headers["etag"]
 
 
-def test_what_has_not_changed_is_not_sent_again(server: Server) -> None:
+def test_unchanged_file_gets_304(server: Server) -> None:
     tag = server.http.get("/").headers["etag"]
-    for said in (tag, f"W/{tag}", f'"other", {tag}', "*"):
-        same = server.http.get("/", headers={"If-None-Match": said})
+    for tags in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        same = server.http.get("/", headers={"If-None-Match": tags})
         assert same.status_code == 304
         assert not same.content
         assert same.headers["etag"] == tag
@@ -74,14 +74,14 @@ def test_what_has_not_changed_is_not_sent_again(server: Server) -> None:
         "/playground/app.js%3fx", "/playground/app.js%23x",
     ],
 )  # fmt: skip
-def test_no_other_path_is_a_file(server: Server, path: str) -> None:
-    answer = server.http.get(path)
-    assert answer.status_code == 404
-    assert answer.headers["content-type"] == "application/problem+json"
+def test_other_paths_get_404(server: Server, path: str) -> None:
+    response = server.http.get(path)
+    assert response.status_code == 404
+    assert response.headers["content-type"] == "application/problem+json"
 
 
 @pytest.mark.parametrize("name", ["index.html", "app.js", "weights/heatmap.js", "icon.svg"])
-def test_the_policy_lets_in_nothing_from_elsewhere(server: Server, name: str) -> None:
+def test_content_security_policy_allows_no_other_host(server: Server, name: str) -> None:
     said = server.http.get(path_of(name)).headers["content-security-policy"]
     policy = dict(directive.strip().split(" ", 1) for directive in said.split(";"))
     assert policy["default-src"] == "'none'"
@@ -91,8 +91,8 @@ def test_the_policy_lets_in_nothing_from_elsewhere(server: Server, name: str) ->
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_names_only_files_that_there_are(name: str) -> None:
-    """Nor another host: what is not ours is an XML namespace, or a URL in a comment."""
+def test_file_refers_only_to_existing_files(name: str) -> None:
+    """The only other URL is an XML namespace."""
     text = (FOLDER / name).read_text()
     folder = (FOLDER / name).parent
     for found in re.findall(r'(?:from|import) "(\.\.?/[^"]+)"', text):
@@ -103,7 +103,7 @@ def test_a_file_names_only_files_that_there_are(name: str) -> None:
     assert len(text.splitlines()) <= 300
 
 
-def test_the_page_has_no_script_or_style_of_its_own() -> None:
-    """The policy would not let it run."""
+def test_page_has_no_inline_script_or_style() -> None:
+    """The security policy blocks inline code."""
     page = (FOLDER / "index.html").read_text()
     assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", page)

@@ -1,4 +1,4 @@
-"""The chart of a sweep, in Chromium: it says what was measured, at any width, while it comes."""
+"""Tests the chart of a sweep in Chromium: scales, labels, descriptions, incremental drawing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.examples import examples
+
+pytestmark = pytest.mark.representative
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -32,14 +34,14 @@ def cell(index: int, length: int, ms: float) -> dict[str, Any]:
     }
 
 
-# softmax and linear take the same time at 1000, by these
+# softmax and linear take the same time at length 1000
 CELLS: Final = [cell(0, n, n * n * 1e-6) for n in LENGTHS] + [cell(1, n, n * 1e-3) for n in LENGTHS]
 REFUSED: Final = {"index": 2, "length": 4096, "problem": {"detail": "it can never fit"}}
 
 
 @pytest.fixture
 def draw(modules: Page) -> Iterator[Draw]:
-    """Draws into an SVG and a table, as wide as asked for."""
+    """Returns a function that draws a sweep into an SVG of a width and into a table."""
 
     def drawn(cells: list[dict[str, Any]], width: int = 1000, **options: Any) -> Page:
         modules.evaluate(
@@ -70,7 +72,7 @@ def boxes(page: Page, selector: str) -> list[dict[str, float]]:
     return found
 
 
-def test_it_draws_itself_as_cells_come_and_the_axis_holds_still(draw: Draw) -> None:
+def test_cells_are_added_without_moving_the_axis(draw: Draw) -> None:
     first: float | None = None
     for count in range(len(CELLS) + 1):
         markers = boxes(draw(CELLS[:count]), "svg [data-cell]")
@@ -80,7 +82,7 @@ def test_it_draws_itself_as_cells_come_and_the_axis_holds_still(draw: Draw) -> N
             assert markers[0]["x"] == pytest.approx(first, abs=0.1)
 
 
-def test_both_axes_are_logarithms(draw: Draw) -> None:
+def test_both_axes_are_logarithmic(draw: Draw) -> None:
     markers = boxes(draw(CELLS), "svg [data-cell]")
     softmax, linear = markers[: len(LENGTHS)], markers[len(LENGTHS) :]
     for line in (softmax, linear):
@@ -93,8 +95,8 @@ def test_both_axes_are_logarithms(draw: Draw) -> None:
     assert rise[0] == pytest.approx(2 * rise[1], abs=1)
 
 
-def test_a_crossover_is_marked_where_the_lines_meet(draw: Draw) -> None:
-    page = draw(CELLS, crossovers=[{"from": 0, "to": 1, "length": 1000.0}])
+def test_crossover_is_marked_where_the_lines_meet(draw: Draw) -> None:
+    page = draw(CELLS, crossovers=[{"from": 0, "to": 1, "length": 1000.0, "between": [512, 1024]}])
     (ring,) = boxes(page, "svg [data-crossover]")
     markers = boxes(page, "svg [data-cell]")
     for line in (markers[:5], markers[5:]):
@@ -102,10 +104,12 @@ def test_a_crossover_is_marked_where_the_lines_meet(draw: Draw) -> None:
         part = math.log(1000 / 512) / math.log(2)
         assert ring["x"] == pytest.approx(before["x"] + part * (after["x"] - before["x"]), abs=1)
         assert ring["y"] == pytest.approx(before["y"] + part * (after["y"] - before["y"]), abs=1)
-    assert "linear is faster than softmax from about 1,000 on" in str(page.text_content("svg desc"))
+    assert "linear becomes faster than softmax between 512 and 1,024" in str(
+        page.text_content("svg desc")
+    )
 
 
-def test_the_band_goes_from_the_least_to_the_most(draw: Draw) -> None:
+def test_band_spans_the_minimum_and_the_maximum(draw: Draw) -> None:
     band = draw(CELLS).get_attribute("svg [data-band=softmax]", "d") or ""
     upper, lower = band.strip("Mz").split("L")[0], band.strip("Mz").split("L")[-1]
     markers = boxes(draw(CELLS), "svg [data-cell]")
@@ -115,7 +119,7 @@ def test_the_band_goes_from_the_least_to_the_most(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("width", [340, 1000])
-def test_labels_cover_neither_one_another_nor_the_edge(draw: Draw, width: int) -> None:
+def test_labels_do_not_overlap_and_stay_inside(draw: Draw, width: int) -> None:
     variants = [f"variant {index} causal" for index in range(8)]
     cells = [cell(i, n, n * (1 + i / 1000)) for i in range(8) for n in LENGTHS]
     page = draw(cells, width, variants=variants)
@@ -131,7 +135,7 @@ def test_labels_cover_neither_one_another_nor_the_edge(draw: Draw, width: int) -
     assert page.eval_on_selector_all("svg [data-cell]", looks) == 8
 
 
-def test_what_could_not_run_is_crossed_and_says_why(draw: Draw) -> None:
+def test_failed_cell_is_a_cross_with_its_reason(draw: Draw) -> None:
     page = draw([*CELLS, REFUSED])
     assert page.text_content("svg [data-problem] title") == "taylor, 4,096: it can never fit"
     assert page.locator("svg [data-cell]").count() == len(CELLS)
@@ -142,9 +146,9 @@ def test_what_could_not_run_is_crossed_and_says_why(draw: Draw) -> None:
     ]
 
 
-def test_it_is_read_as_a_picture_with_a_name_and_a_description(draw: Draw) -> None:
+def test_chart_has_an_accessible_name_and_description(draw: Draw) -> None:
     page = draw(CELLS)
-    picture = page.get_by_role("img", name="Time of a call by length")
+    picture = page.get_by_role("img", name="Time per call by length")
     described = page.text_content(f"#{picture.get_attribute('aria-describedby')}")
     assert described == (
         "softmax: 0.0655 ms at 256, 16.8 ms at 4,096. linear: 0.256 ms at 256, 4.1 ms at 4,096."
@@ -174,13 +178,13 @@ _MS: Final = st.one_of(st.just(0.0), st.floats(1e-6, 1e7))
     st.floats(1, 1e6),
     st.booleans(),
 )
-def test_whatever_comes_lies_within_the_picture(
+def test_chart_has_no_nan_or_infinity(
     modules: Page, cells: list[dict[str, Any]], length: float, known: bool
 ) -> None:
     sweep = {
         "cells": cells,
         "variants": VARIANTS,
-        "crossovers": [{"from": 0, "to": 1, "length": length}],
+        "crossovers": [{"from": 0, "to": 1, "length": length, "between": [1, length]}],
         "lengths": LENGTHS if known else [],
     }
     markup = modules.evaluate(
@@ -195,20 +199,23 @@ def test_whatever_comes_lies_within_the_picture(
     assert "Infinity" not in markup
 
 
+NO_CROSSOVER = "No two lines cross outside the range of their repeats."
+
+
 @pytest.mark.parametrize(
     ("times", "crossed", "said"),
     [
-        (((1, 4), (2, 3)), [176], "linear is faster than softmax from about 176 on."),
+        (((1, 4), (2, 3)), [176], "linear becomes faster than softmax between 64 and 256."),
         (((3, 9), (2, 3)), [], "linear is faster than softmax at every length measured."),
-        (((3, 9), (2, None)), [], "No two lines cross."),  # it could not run everywhere
-        (((3, 3), (3, 3)), [], "No two lines cross."),
+        (((3, 9), (2, None)), [], NO_CROSSOVER),  # it could not run everywhere
+        (((3, 3), (3, 3)), [], NO_CROSSOVER),
         (((1, 4), (2, 3), (0.5, 1)), [176],
          "taylor is the fastest at every length measured. "
-         "linear is faster than softmax from about 176 on."),
-        (((1, 4),), [], "No two lines cross."),
+         "linear becomes faster than softmax between 64 and 256."),
+        (((1, 4),), [], NO_CROSSOVER),
     ],
 )  # fmt: skip
-def test_who_is_faster_is_said(
+def test_fastest_variant_is_described(
     modules: Page, times: Sequence[Sequence[float | None]], crossed: list[int], said: str
 ) -> None:
     cells = [
@@ -219,7 +226,9 @@ def test_who_is_faster_is_said(
     sweep = {
         "cells": cells,
         "variants": ["softmax", "linear", "taylor"][: len(times)],
-        "crossovers": [{"from": 0, "to": 1, "length": length} for length in crossed],
+        "crossovers": [
+            {"from": 0, "to": 1, "length": length, "between": [64, 256]} for length in crossed
+        ],
         "lengths": [64, 256],
     }
     assert modules.evaluate("sweep => sweep_table.describeFastest(sweep)", sweep) == said

@@ -1,4 +1,4 @@
-"""What the playground draws, in Chromium: maps by mouse and by keys, rows, heads, long inputs."""
+"""Tests the playground's heat maps in Chromium: pointer, keyboard, rows, heads, long inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAP: Final = "#map [role=application]"
 
 
 def painted(canvas: Locator) -> int:
-    """How many colours a canvas shows."""
+    """Returns the number of colours on a canvas."""
     colours: int = canvas.evaluate(
         """canvas => {
             const { width, height } = canvas;
@@ -30,8 +30,8 @@ def painted(canvas: Locator) -> int:
     return colours
 
 
-def focused(page: Page, row: int, col: int) -> None:
-    """Goes to a cell of the map by the keys."""
+def move_cursor(page: Page, row: int, col: int) -> None:
+    """Moves the cursor of the map to a cell with the keyboard."""
     page.locator(MAP).focus()
     page.keyboard.press("Escape")
     page.keyboard.press("Home")
@@ -43,7 +43,7 @@ def focused(page: Page, row: int, col: int) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_every_example_is_drawn(open_page: Open, server: Server, example: str) -> None:
+def test_each_example_is_drawn(open_page: Open, server: Server, example: str) -> None:
     opened = open_page(server.url)
     page = choose_example(opened, example)
     assert page.locator("#example option[value]:not([value=''])").count() == len(EXAMPLES)
@@ -57,18 +57,18 @@ def test_every_example_is_drawn(open_page: Open, server: Server, example: str) -
     expect(page.locator("#row tbody tr").first).to_be_visible()
 
 
-def test_the_mouse_shows_a_row_and_a_click_holds_it(open_page: Open, server: Server) -> None:
+def test_pointer_shows_a_row_and_a_click_pins_it(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     weights = read_weights(page)
     surface = page.locator(MAP)
     surface.focus()
-    page.keyboard.press("Escape")  # the example holds a row from the start
+    page.keyboard.press("Escape")  # the example starts with a pinned row
     box = page.locator(f"{MAP} canvas").bounding_box()
     assert box is not None
     heading = page.locator("#row").get_by_role("heading")
     seen = set()
-    for step in range(4, 60):  # down the map: every row comes by
+    for step in range(4, 60):  # down the map, over every row
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * step / 60)
         seen.add(heading.inner_text())
     assert seen == set(WORDS)
@@ -78,25 +78,25 @@ def test_the_mouse_shows_a_row_and_a_click_holds_it(open_page: Open, server: Ser
     assert float(said) == pytest.approx(weights[row][WORDS.index(col)], abs=1e-4)
     page.mouse.down()
     page.mouse.up()
-    expect(page.get_by_role("button", name="Let go of this row")).to_be_visible()
+    expect(page.get_by_role("button", name="Unpin this row")).to_be_visible()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * 0.9)
     expect(heading).to_have_text(row)
-    page.get_by_role("button", name="Let go of this row").click()
-    expect(page.get_by_role("button", name="Hold this row")).to_be_visible()
+    page.get_by_role("button", name="Unpin this row").click()
+    expect(page.get_by_role("button", name="Pin this row")).to_be_visible()
 
 
-def test_the_keys_do_all_that_the_mouse_does_and_it_is_said_aloud(
+def test_keyboard_does_all_that_the_pointer_does_and_is_announced(
     open_page: Open, server: Server
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
     weights = read_weights(page)
-    focused(page, 4, 1)
+    move_cursor(page, 4, 1)
     spoken = page.locator("#announcements")
     expect(spoken).to_have_attribute("aria-live", "polite")
     expect(spoken).to_have_text(re.compile("^one to journey: "))
     assert float(spoken.inner_text().split()[-1]) == pytest.approx(weights["one"][1], abs=1e-4)
     page.keyboard.press("Enter")
-    expect(spoken).to_have_text("Holding one")
+    expect(spoken).to_have_text("Pinned: one")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("one")
     page.keyboard.press("ArrowUp")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("one")
@@ -110,7 +110,8 @@ def test_the_keys_do_all_that_the_mouse_does_and_it_is_said_aloud(
     expect(page.locator("#row").get_by_role("heading")).to_have_text("step")
 
 
-def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
+@pytest.mark.representative
+def test_row_lists_keys_by_weight_with_cumulative_share_and_entropy(
     open_page: Open, server: Server
 ) -> None:
     opened = open_page(server.url)
@@ -119,21 +120,21 @@ def test_a_row_shows_its_keys_by_weight_their_sum_and_its_entropy(
     page.keyboard.press("Enter")
     expect(page.locator("#row").get_by_role("heading")).to_have_text("query 9")
     body = [b for b in opened.posted("/v1/attention/softmax") if "weights" not in b][-1]
-    answer = server.http.post("/v1/attention/softmax", json=body | {"encoding": "lists"}).json()
-    row = np.array(answer["outputs"]["weights"])[0, 0, 9]
+    response = server.http.post("/v1/attention/softmax", json=body | {"encoding": "lists"}).json()
+    row = np.array(response["outputs"]["weights"])[0, 0, 9]
     order = np.argsort(-row, kind="stable")[:8]
     shown = page.locator("#row tbody tr").all_inner_texts()
     for text, key, sum_ in zip(shown, order, np.cumsum(row[order]), strict=True):
-        name, weight, together = re.split(r"\s*\t\s*", text.strip())
+        name, weight, share = re.split(r"\s*\t\s*", text.strip())
         assert name == f"key {key}"
         assert float(weight) == pytest.approx(row[key], abs=0.51e-4)
-        assert float(together.split()[0]) == pytest.approx(100 * sum_, abs=0.51)
+        assert float(share.split()[0]) == pytest.approx(100 * sum_, abs=0.51)
     entropy = -np.sum(row[row > 0] * np.log(row[row > 0]))
     facts = page.locator("#row dl").inner_text()
     assert float(match_groups(r"([\d.]+) nats", facts)[0]) == pytest.approx(entropy, rel=2e-3)
 
 
-def test_heads_are_side_by_side_and_one_is_shown_large(open_page: Open, server: Server) -> None:
+def test_head_thumbnails_select_the_head_of_the_map(open_page: Open, server: Server) -> None:
     page = choose_example(open_page(server.url), "induction")
     grid = page.get_by_role("group", name="Heads")
     heads = grid.get_by_role("button")
@@ -148,7 +149,7 @@ def test_heads_are_side_by_side_and_one_is_shown_large(open_page: Open, server: 
         assert painted(heads.nth(index).locator("canvas")) > 2
 
 
-def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, server: Server) -> None:
+def test_page_never_requests_the_full_map_of_4096_tokens(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     opened.bodies.clear()
@@ -174,17 +175,17 @@ def test_four_thousand_tokens_never_ask_for_the_whole_map(open_page: Open, serve
     expect(page.locator("#row").get_by_role("heading")).not_to_have_text("query 2000")
     wait_until_drawn(opened)
     forms = [body["weights"] for body in opened.posted("/v1/attention/softmax")]
-    assert forms[0] == {"pool": 256}  # drawn before all else is there
+    assert forms[0] == {"pool": 256}  # drawn before the statistics arrive
     rest = [form for form in forms[1:] if form != "stats"]
     assert len(rest) == len(forms) - 2
     assert all("rows" in form and len(form["rows"]) == 1 for form in rest)
     assert {"rows": [2000]} in forms
-    assert len(forms) <= 8  # the rows that a pointer passes are not all asked for
-    # the whole map of two heads has 134 MB
+    assert len(forms) <= 8  # the page does not request every row that the pointer passes
+    # the full map of two heads has 134 MB
     assert sum(opened.received.values()) < 4e6
 
 
-def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server: Server) -> None:
+def test_pinned_row_beyond_the_next_input_is_unpinned(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Example").select_option("local")
     heading = page.locator("#row").get_by_role("heading")
@@ -196,13 +197,13 @@ def test_a_row_past_the_end_of_what_comes_next_is_let_go(open_page: Open, server
     expect(heading).to_have_text("step")
     page.get_by_role("button", name="Paste").click()
     two = [[1, 0], [0, 1]]
-    page.get_by_label("Tensors as JSON").fill(json.dumps({"x": two, "weight": two}))
+    page.get_by_label("Tensors or request").fill(json.dumps({"x": two, "weight": two}))
     page.get_by_role("button", name="Use these").click()
     expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
     expect(heading).to_have_text("query 1")
 
 
-def test_what_there_is_shows_on_a_laptop_and_on_a_telephone(
+def test_main_controls_are_visible_in_wide_and_narrow_windows(
     open_page: Open, server: Server
 ) -> None:
     page = wait_until_drawn(open_page(server.url, width=1440, height=900))
@@ -221,5 +222,5 @@ def test_what_there_is_shows_on_a_laptop_and_on_a_telephone(
     edge = area.bounding_box()
     assert variant is not None
     assert edge is not None
-    assert variant["x"] == pytest.approx(edge["x"], abs=1)  # stays, as the rest goes by
+    assert variant["x"] == pytest.approx(edge["x"], abs=1)  # the first column does not scroll
     assert page.evaluate("() => document.documentElement.scrollWidth") == 390

@@ -1,4 +1,4 @@
-"""Requests cut at random, several at once on several connections: each has its own answer."""
+"""Requests in random fragments on several connections: each gets its own response."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import pytest
 from support.processes import wait_until
 from support.raw_connection import (
     RawClient,
-    asked_of,
     encode_body,
     encode_request,
+    in_flight_count,
     random_inputs,
     raw_client,
 )
 from support.service import Server
 
 SHAPES: Final = ((1, 2, 8, 16), (1, 1, 64, 64), (1, 8, 128, 64), (1, 8, 512, 64))
-CALLERS: Final = 6
+CLIENTS: Final = 6
 EXCHANGES: Final = 25
 
 
 def cuts(chance: random.Random, requests: list[bytes]) -> list[int]:
-    """Where a row of requests is cut: nowhere, between heads and bodies, as the network does, or
-    anywhere."""
+    """Returns where to cut consecutive requests: nowhere, after heads, in network-sized pieces, or
+    at random."""
     kind, size = chance.randrange(4), sum(map(len, requests))
     if kind == 0:
         return []
@@ -43,27 +43,30 @@ def cuts(chance: random.Random, requests: list[bytes]) -> list[int]:
 def exchange(
     chance: random.Random, caller: RawClient, known: list[tuple[bytes, bytes]]
 ) -> list[bool]:
-    """Sends some requests, and reads meanwhile, as they may be more than fits between both ends."""
-    asked = [chance.choice(known) for _ in range(chance.choice([1, 1, 1, 2, 4]))]
+    """Sends some requests while a thread reads, as the socket buffers may not hold them all."""
+    sent = [chance.choice(known) for _ in range(chance.choice([1, 1, 1, 2, 4]))]
     right: list[bool] = []
 
     def read() -> None:
-        right.extend(caller.read_response()[2] == answer for _, answer in asked)
+        right.extend(caller.read_response()[2] == answer for _, answer in sent)
 
     reader = threading.Thread(target=read)
     reader.start()
-    data, begin = b"".join(request for request, _ in asked), 0
-    for end in (*cuts(chance, [request for request, _ in asked]), len(data)):
+    data, begin = b"".join(request for request, _ in sent), 0
+    for end in (*cuts(chance, [request for request, _ in sent]), len(data)):
         caller.send(data[begin:end])
         begin = end
-        reader.join(chance.choice([0.0, 0.0, 0.003]))  # or the next piece comes with this one
+        reader.join(
+            chance.choice([0.0, 0.0, 0.003])
+        )  # without a pause the next piece arrives with this one
     reader.join()
-    assert len(right) == len(asked)
+    assert len(right) == len(sent)
     return right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_each_has_its_own_answer(server: Server, seed: int) -> None:
+def test_each_request_gets_its_own_response(server: Server, seed: int) -> None:
     known = []
     with raw_client(server) as caller:
         for i, shape in enumerate(SHAPES * 2):
@@ -73,23 +76,23 @@ def test_each_has_its_own_answer(server: Server, seed: int) -> None:
             known.append((request, bytes(caller.read_response()[2])))
     wrong: list[object] = []
 
-    def calls(number: int) -> None:
-        chance = random.Random(CALLERS * seed + number)
+    def run_client(number: int) -> None:
+        chance = random.Random(CLIENTS * seed + number)
         try:
             for _ in range(EXCHANGES // 5):
                 with raw_client(server) as caller:
                     for _ in range(5):
                         if not all(exchange(chance, caller, known)):
                             wrong.append(number)
-                    if chance.random() < 0.3:  # and leaves in the middle
+                    if chance.random() < 0.3:  # the client disconnects in the middle of a request
                         caller.send(chance.choice(known)[0][: chance.randrange(1, 5000)])
         except Exception as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=calls, args=(i,)) for i in range(CALLERS)]
+    threads = [threading.Thread(target=run_client, args=(i,)) for i in range(CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not wrong
-    wait_until(lambda: asked_of(server) == 0)
+    wait_until(lambda: in_flight_count(server) == 0)

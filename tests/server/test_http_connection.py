@@ -1,5 +1,4 @@
-"""What a stranger may send on a connection is bounded, in size and in time, and what is wrong is
-said behind the answers that are due."""
+"""Limits of one connection in size and time; errors are sent after the pending responses."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ RUN: Final = (
 
 @pytest.fixture(scope="module")
 def short_read_timeout() -> Iterator[Server]:
-    """A service that does not wait for long."""
+    """Returns a service with a short read timeout."""
     with running_server(read_timeout_s=0.8) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def unread() -> Iterator[Server]:
-    """A service that does not wait for long to be read."""
+def server_with_write_timeout() -> Iterator[Server]:
+    """Returns a service with a short write timeout."""
     with running_server(write_timeout_s=0.8) as server:
         yield server
 
@@ -56,12 +55,12 @@ def connected(server: Server) -> Iterator[socket.socket]:
 
 
 def only(connection: socket.socket, status: int) -> dict[str, Any]:
-    """The problem that is all that is said, before the connection ends."""
+    """Returns the problem of the only response before the connection closes."""
     ((found, headers, body),) = read_responses(connection)
     assert found == status, body
     assert headers["connection"] == "close"
-    said: dict[str, Any] = json.loads(body)
-    return said
+    problem: dict[str, Any] = json.loads(body)
+    return problem
 
 
 def lines_of(count: int, size: int = 10) -> bytes:
@@ -73,18 +72,18 @@ def lines_of(count: int, size: int = 10) -> bytes:
     [lines_of(101), lines_of(90, 800), b"X: " + b"v" * 70_000 + b"\r\n", lines_of(100_000)],
 )
 @pytest.mark.parametrize("start", [b"GET /livez", b"POST /v1/convert", b"POST " + PATH.encode()])
-def test_a_head_that_is_too_long(server: Server, start: bytes, lines: bytes) -> None:
+def test_head_over_the_limit_gets_431(server: Server, start: bytes, lines: bytes) -> None:
     with connected(server) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(start + b" HTTP/1.1\r\nHost: here\r\n" + lines + b"\r\n")
-        said = only(connection, 431)
-    assert ("error" in said) is start.endswith(b"infer")
+        problem = only(connection, 431)
+    assert ("error" in problem) is start.endswith(b"infer")
     assert server.http.get("/livez").status_code == 200
 
 
 @pytest.mark.parametrize("start", [b"GET /", b"GET /livez HTTP/1.1\r\nHost: here\r\nX: "])
-def test_a_head_that_never_ends(server: Server, start: bytes) -> None:
-    """Neither a url nor a single header is kept beyond a MiB."""
+def test_endless_head_gets_431(server: Server, start: bytes) -> None:
+    """The service buffers at most 1 MiB of a URL or a single header."""
     with connected(server) as connection:
         sent = 0
         with contextlib.suppress(ConnectionError):
@@ -96,7 +95,7 @@ def test_a_head_that_never_ends(server: Server, start: bytes) -> None:
     assert sent > 1 << 20
 
 
-def test_a_hundred_headers_are_read(server: Server) -> None:
+def test_a_hundred_headers_are_accepted(server: Server) -> None:
     with connected(server) as connection:
         lines = lines_of(98, 600)
         connection.sendall(LIVE[:-2] + lines + b"Connection: close\r\n\r\n")
@@ -108,7 +107,7 @@ CHUNKED: Final = (
 )
 
 
-def test_chunks_of_one_byte_come_to_an_end(server: Server) -> None:
+def test_too_many_tiny_chunks_get_413(server: Server) -> None:
     with connected(server) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(CHUNKED + b"1\r\n \r\n" * 400_000)
@@ -116,7 +115,7 @@ def test_chunks_of_one_byte_come_to_an_end(server: Server) -> None:
 
 
 @pytest.mark.parametrize("last", [b"5;x=" + b"a" * 2_000_000, b"0\r\n" + lines_of(100_000)])
-def test_what_stands_around_chunks_comes_to_an_end(server: Server, last: bytes) -> None:
+def test_chunk_extensions_and_trailers_are_limited(server: Server, last: bytes) -> None:
     with connected(server) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(CHUNKED + b"%x\r\n" % len(BODY) + BODY + b"\r\n" + last)
@@ -127,25 +126,25 @@ def test_what_stands_around_chunks_comes_to_an_end(server: Server, last: bytes) 
     ("trailers", "status"),
     [(b"", 200), (b"Content-Encoding: br\r\nHost: b\r\n", 200), (b"Content-Length: 3\r\n", 400)],
 )
-def test_a_few_chunks_are_a_body(server: Server, trailers: bytes, status: int) -> None:
-    """What stands behind them as a header is none."""
+def test_chunked_body_with_trailers_is_read(server: Server, trailers: bytes, status: int) -> None:
+    """Trailers are not headers."""
     pieces = [BODY[i : i + 3] for i in range(0, len(BODY), 3)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
     with connected(server) as connection:
-        connection.sendall(CHUNKED + chunks + b"0\r\n" + trailers + b"\r\n" + b"rubbish\r\n\r\n")
+        connection.sendall(CHUNKED + chunks + b"0\r\n" + trailers + b"\r\n" + b"malformed\r\n\r\n")
         found = [status for status, *_ in read_responses(connection)]
     assert found == ([200, 400] if status == 200 else [400])
 
 
 @pytest.mark.parametrize("hosts", [b"", b"Host: a\r\nHost: b\r\n"])
 @pytest.mark.parametrize("start", [b"GET /livez", b"POST " + PATH.encode()])
-def test_there_is_one_host(server: Server, start: bytes, hosts: bytes) -> None:
+def test_missing_or_second_host_gets_400(server: Server, start: bytes, hosts: bytes) -> None:
     with connected(server) as connection:
         connection.sendall(start + b" HTTP/1.1\r\n" + hosts + b"\r\n")
         assert only(connection, 400)
 
 
-def test_there_is_one_host_on_the_shortest_way(server: Server) -> None:
+def test_missing_host_on_the_fast_path_gets_400(server: Server) -> None:
     body, length = encode_body(random_inputs(0))
     request = encode_request(body, length)
     with connected(server) as connection:
@@ -153,52 +152,54 @@ def test_there_is_one_host_on_the_shortest_way(server: Server) -> None:
         assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 400]
 
 
-def test_http_1_0_needs_none(server: Server) -> None:
+def test_http_1_0_needs_no_host(server: Server) -> None:
     with connected(server) as connection:
         connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
         assert [status for status, *_ in read_responses(connection)] == [200]
 
 
-RUBBISH: Final = (
-    b"rubbish\r\n\r\n",
+MALFORMED: Final = (
+    b"malformed\r\n\r\n",
     b"\x16\x03\x01\x02",
     b"GET / HTTP/9.9\r\n\r\n",
     b"GET\r\n\r\n",
 )
 
 
-@pytest.mark.parametrize("rubbish", RUBBISH)
+@pytest.mark.parametrize("malformed", MALFORMED)
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_rubbish_is_answered_behind_what_is_due(server: Server, rubbish: bytes, count: int) -> None:
+def test_malformed_request_gets_400_after_pending_responses(
+    server: Server, malformed: bytes, count: int
+) -> None:
     infer = encode_request(*encode_body(random_inputs(0)))
     for request in (LIVE, RUN + BODY, infer, infer + LIVE + RUN + BODY):
         each = 3 if request.startswith(infer + b"GET") else 1
         with connected(server) as connection:
-            connection.sendall(request * count + rubbish)
+            connection.sendall(request * count + malformed)
             statuses = [status for status, *_ in read_responses(connection)]
         assert statuses == [200] * (each * count) + [400]
 
 
 @pytest.mark.parametrize("wait", [0, 0.2])
-def test_a_body_that_breaks_off(server: Server, wait: float) -> None:
-    """Its own request is refused, those before it are answered."""
+def test_malformed_body_gets_400_after_pending_responses(server: Server, wait: float) -> None:
+    """Its request gets 400, earlier requests get their responses."""
     with connected(server) as connection:
         connection.sendall((RUN + BODY) * 3 + CHUNKED + b"5\r\n12345\r\n")
         time.sleep(wait)
-        connection.sendall(b"rubbish")
+        connection.sendall(b"malformed")
         assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 400]
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
-def test_no_other_protocol_is_spoken(server: Server, protocol: bytes) -> None:
-    """And nothing of what came is lost."""
+def test_upgrade_headers_are_ignored(server: Server, protocol: bytes) -> None:
+    """Requests after an upgrade header are not lost."""
     lines = (
         b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAM\r\n" % protocol
     )
     run = RUN[:-2] + lines + b"\r\n" + BODY
     for request in (run, LIVE[:-2] + lines + b"\r\n"):
         with connected(server) as connection:
-            connection.sendall(request * 2 + LIVE + b"rubbish\r\n\r\n")
+            connection.sendall(request * 2 + LIVE + b"malformed\r\n\r\n")
             assert [status for status, *_ in read_responses(connection)] == [200, 200, 200, 400]
     with connected(server) as connection:
         for i in range(0, len(run), 7):
@@ -208,10 +209,10 @@ def test_no_other_protocol_is_spoken(server: Server, protocol: bytes) -> None:
         assert [status for status, *_ in read_responses(connection)] == [200, 200]
 
 
-def test_many_in_a_row_that_want_another_protocol(server: Server) -> None:
+def test_many_pipelined_upgrade_requests_are_served(server: Server) -> None:
     lines = b"Connection: upgrade\r\nUpgrade: x\r\n"
     with connected(server) as connection:
-        connection.sendall(RUN + BODY + (LIVE[:-2] + lines + b"\r\n") * 3000 + b"rubbish\r\n\r\n")
+        connection.sendall(RUN + BODY + (LIVE[:-2] + lines + b"\r\n") * 3000 + b"malformed\r\n\r\n")
         assert [status for status, *_ in read_responses(connection)] == [200] * 3001 + [400]
 
 
@@ -227,14 +228,14 @@ def test_many_in_a_row_that_want_another_protocol(server: Server) -> None:
         (b"here", 400),
     ],
 )
-def test_a_target_in_absolute_form(server: Server, target: bytes, status: int) -> None:
-    """Without a path it means "/"."""
+def test_absolute_form_targets(server: Server, target: bytes, status: int) -> None:
+    """A target without a path means "/"."""
     with connected(server) as connection:
         connection.sendall(b"GET %b HTTP/1.1\r\nHost: here\r\n\r\nrubbish\r\n\r\n" % target)
         assert read_responses(connection)[0][0] == status
 
 
-def test_connect_is_refused(server: Server) -> None:
+def test_connect_gets_400(server: Server) -> None:
     with connected(server) as connection:
         connection.sendall(b"CONNECT there:443 HTTP/1.1\r\nHost: there:443\r\n\r\n")
         assert only(connection, 400)
@@ -244,12 +245,12 @@ def test_connect_is_refused(server: Server) -> None:
     "sent",
     [b"", b"\r\n", b"G", LIVE[:-2], RUN, RUN + BODY[:10], CHUNKED + b"5\r\n1", LIVE + b"\r\n"],
 )
-def test_who_falls_silent_is_not_waited_for(short_read_timeout: Server, sent: bytes) -> None:
+def test_silent_client_gets_408(short_read_timeout: Server, sent: bytes) -> None:
     with connected(short_read_timeout) as connection:
         connection.sendall(sent)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         statuses = [status for status, *_ in read_responses(connection)]
-        assert time.monotonic() - begun > 0.5
+        assert time.monotonic() - started_at > 0.5
     expected = {b"": [], b"\r\n": [], LIVE + b"\r\n": [200]}
     assert statuses == expected.get(sent, [408])
 
@@ -257,22 +258,22 @@ def test_who_falls_silent_is_not_waited_for(short_read_timeout: Server, sent: by
 @pytest.mark.parametrize(
     "head", [LIVE[:-2] + b"X: ", RUN.replace(b"Length: ", b"Length: 9"), CHUNKED]
 )
-def test_who_trickles_is_not_waited_for(short_read_timeout: Server, head: bytes) -> None:
+def test_trickling_client_gets_408(short_read_timeout: Server, head: bytes) -> None:
     piece = b"1\r\n \r\n" if head is CHUNKED else b" "
     with connected(short_read_timeout) as connection:
         connection.settimeout(0.05)
         connection.sendall(head)
-        begun, came = time.monotonic(), b""
-        while not came:
-            assert time.monotonic() - begun < TIMEOUT_S
+        started_at, received = time.monotonic(), b""
+        while not received:
+            assert time.monotonic() - started_at < TIMEOUT_S
             with contextlib.suppress(TimeoutError):
-                came = connection.recv(100)
+                received = connection.recv(100)
             with contextlib.suppress(ConnectionError):
                 connection.send(piece)
-    assert came.startswith(b"HTTP/1.1 408 ")
+    assert received.startswith(b"HTTP/1.1 408 ")
 
 
-def test_the_shortest_way_waits_no_longer(short_read_timeout: Server) -> None:
+def test_incomplete_fast_path_request_gets_408(short_read_timeout: Server) -> None:
     worker = short_read_timeout.runtime.worker
     request = encode_request(*encode_body(random_inputs(0)))
     with connected(short_read_timeout) as connection:
@@ -282,7 +283,7 @@ def test_the_shortest_way_waits_no_longer(short_read_timeout: Server) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
-def test_a_body_past_any_parser_is_waited_for_no_longer(
+def test_incomplete_directly_received_body_gets_408(
     short_read_timeout: Server, shape: tuple[int, ...]
 ) -> None:
     worker = short_read_timeout.runtime.worker
@@ -296,11 +297,11 @@ def test_a_body_past_any_parser_is_waited_for_no_longer(
     wait_until(lambda: worker.shared_state.in_flight == 0)
 
 
-def test_who_is_a_little_slow_each_time_is_answered_each_time(short_read_timeout: Server) -> None:
+def test_pauses_below_the_read_timeout_are_allowed(short_read_timeout: Server) -> None:
     body, length = encode_body(random_inputs(0))
     request = encode_request(body, length)
     with raw_client(short_read_timeout) as caller:
-        for _ in range(10):  # each is seen to wait, and none for long
+        for _ in range(10):  # each pause is shorter than the read timeout
             caller.send(request[: -len(body)])
             time.sleep(0.3)
             caller.send(body)
@@ -308,8 +309,10 @@ def test_who_is_a_little_slow_each_time_is_answered_each_time(short_read_timeout
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 128, 64), (1, 4, 256, 128)])
-def test_who_is_only_slow_is_answered(short_read_timeout: Server, shape: tuple[int, ...]) -> None:
-    """A body that takes longer than a head may, each part of it in time."""
+def test_slow_upload_with_progress_gets_its_response(
+    short_read_timeout: Server, shape: tuple[int, ...]
+) -> None:
+    """A body takes longer than the read timeout, but each 64 KiB of it arrives in time."""
     request = encode_request(*encode_body(random_inputs(0, shape)))
     with raw_client(short_read_timeout) as caller:
         for _ in range(2):
@@ -319,7 +322,7 @@ def test_who_is_only_slow_is_answered(short_read_timeout: Server, shape: tuple[i
             caller.read_response()
 
 
-def test_who_waits_for_the_device_is_not_late(short_read_timeout: Server) -> None:
+def test_read_timeout_does_not_count_while_queued(short_read_timeout: Server) -> None:
     with connected(short_read_timeout) as connection, short_read_timeout.hold():
         connection.sendall(RUN + BODY)
         short_read_timeout.wait_until_queued(1)
@@ -328,13 +331,13 @@ def test_who_waits_for_the_device_is_not_late(short_read_timeout: Server) -> Non
         with pytest.raises(BlockingIOError):
             connection.recv(1)
     with connected(short_read_timeout) as connection:
-        connection.sendall(RUN + BODY + b"rubbish\r\n\r\n")
+        connection.sendall(RUN + BODY + b"malformed\r\n\r\n")
         assert [status for status, *_ in read_responses(connection)] == [200, 400]
 
 
 @contextlib.contextmanager
 def short_write_timeout(server: Server) -> Iterator[socket.socket]:
-    """A connection of which little fits into what lies between both ends."""
+    """Opens a connection with a small receive buffer."""
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         connection.settimeout(TIMEOUT_S)
@@ -343,53 +346,57 @@ def short_write_timeout(server: Server) -> Iterator[socket.socket]:
 
 
 def has(server: Server, connection: socket.socket) -> bool:
-    """Whether the service still has a connection."""
+    """Returns True if the service still has the connection."""
     return connection.getsockname() in [
         found.client for found in list(server.timeouts._connections)
     ]
 
 
-def size_of(came: bytes) -> int:
-    """Bytes of the answer that begins so."""
-    head = came.partition(b"\r\n\r\n")[0]
+def size_of(received: bytes) -> int:
+    """Returns the size of a response in bytes, from its start."""
+    head = received.partition(b"\r\n\r\n")[0]
     (size,) = re.findall(rb"\r\ncontent-length: (\d+)", head)
     return len(head) + 4 + int(size)
 
 
-LARGE: Final = {  # little to send, and 16 MiB of an answer
+LARGE: Final = {  # a small request with a response of 16 MiB
     name: np.ones((1, 1, *shape), np.float32)
     for name, shape in {"query": (4096, 1), "key": (1, 1), "value": (1, 1024)}.items()
 }
 
 
 @pytest.mark.parametrize("line", ["Accept: */*", "Connection: close"])
-def test_an_answer_that_is_not_read_is_not_kept(unread: Server, line: str) -> None:
-    with short_write_timeout(unread) as connection:
+def test_connection_with_an_unread_large_response_is_closed(
+    server_with_write_timeout: Server, line: str
+) -> None:
+    with short_write_timeout(server_with_write_timeout) as connection:
         connection.sendall(encode_request(*encode_body(LARGE), PATH, line))
-        came = connection.recv(100)
-        assert came.startswith(b"HTTP/1.1 200 ")
-        wait_until(lambda: not has(unread, connection))
+        received = connection.recv(100)
+        assert received.startswith(b"HTTP/1.1 200 ")
+        wait_until(lambda: not has(server_with_write_timeout, connection))
         while more := connection.recv(1 << 20):
-            came += more
-    assert len(came) < size_of(came)
+            received += more
+    assert len(received) < size_of(received)
 
 
-def test_small_answers_that_are_not_read_are_not_kept(unread: Server) -> None:
-    """Whoever goes on asking, and reads nothing, is cut off as well."""
+def test_connection_with_unread_small_responses_is_closed(
+    server_with_write_timeout: Server,
+) -> None:
+    """A client that keeps sending requests and reads nothing is disconnected."""
     request = encode_request(*encode_body(random_inputs(0, (1, 1, 64, 64))))
-    with short_write_timeout(unread) as connection:
+    with short_write_timeout(server_with_write_timeout) as connection:
         connection.settimeout(0.05)
 
         def is_cut_off() -> bool:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 connection.send(request)
-            return not has(unread, connection)
+            return not has(server_with_write_timeout, connection)
 
-        wait_until(lambda: has(unread, connection))
+        wait_until(lambda: has(server_with_write_timeout, connection))
         wait_until(is_cut_off)
 
 
-def test_who_leaves_with_requests_in_a_row_frees_all_places(short_read_timeout: Server) -> None:
+def test_disconnect_cancels_pipelined_requests(short_read_timeout: Server) -> None:
     with short_read_timeout.hold():
         with connected(short_read_timeout) as connection:
             connection.sendall((RUN + BODY) * 2)
@@ -397,43 +404,43 @@ def test_who_leaves_with_requests_in_a_row_frees_all_places(short_read_timeout: 
         short_read_timeout.wait_until_queued(0)
 
 
-def test_who_reads_slowly_is_answered(unread: Server) -> None:
-    """In several times what a caller may take who reads nothing."""
-    with short_write_timeout(unread) as connection:
+def test_slow_reader_gets_its_response(server_with_write_timeout: Server) -> None:
+    """Reads for several times the write timeout."""
+    with short_write_timeout(server_with_write_timeout) as connection:
         connection.sendall(encode_request(*encode_body(LARGE)))
-        begun, came = time.monotonic(), b""
-        while time.monotonic() < begun + 4:
-            came += connection.recv(1 << 15)
+        started_at, received = time.monotonic(), b""
+        while time.monotonic() < started_at + 4:
+            received += connection.recv(1 << 15)
             time.sleep(0.05)
-        assert len(came) < size_of(came)
-        left = size_of(came) - len(came)
-        while left:
-            more = connection.recv(min(left, 1 << 20))
-            assert more, "it was cut off"
-            left -= len(more)
+        assert len(received) < size_of(received)
+        remaining = size_of(received) - len(received)
+        while remaining:
+            more = connection.recv(min(remaining, 1 << 20))
+            assert more, "the connection was closed"
+            remaining -= len(more)
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/livez", "/docs", "/openapi.json", "/v1/variants", "/v2", "/v2/health/live"]
 )
-def test_what_answers_get_answers_head(server: Server, path: str) -> None:
-    head, got = server.http.head(path), server.http.get(path)
-    assert head.status_code == got.status_code == 200
+def test_head_responds_as_get_without_a_body(server: Server, path: str) -> None:
+    head, full = server.http.head(path), server.http.get(path)
+    assert head.status_code == full.status_code == 200
     assert not head.content
-    assert head.headers["content-length"] == str(len(got.content))
-    assert head.headers["content-type"] == got.headers["content-type"]
-    assert server.http.get(path).status_code == 200  # nothing of a body is left on the way
+    assert head.headers["content-length"] == str(len(full.content))
+    assert head.headers["content-type"] == full.headers["content-type"]
+    assert server.http.get(path).status_code == 200  # the HEAD response has sent no body
     assert server.http.put(path).headers["allow"] == "GET, HEAD"
 
 
-def test_a_second_line_of_content_encoding_counts(server: Server) -> None:
+def test_repeated_content_encoding_header_gets_415(server: Server) -> None:
     for codings in (["gzip", "br"], ["identity", "gzip"], ["br", "gzip"]):
         headers = [("Content-Encoding", coding) for coding in codings]
         answer = server.http.post("/v1/attention/softmax", content=BODY, headers=headers)
         assert answer.status_code == 415
 
 
-def test_what_comes_after_its_answer_comes_to_an_end(
+def test_bytes_after_the_response_are_limited(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkv.server.http_connection._MAX_IGNORED_BYTES", 1 << 20)
@@ -446,7 +453,7 @@ def test_what_comes_after_its_answer_comes_to_an_end(
     small = running_server(max_body_bytes=1000)
     with small as server, connected(server) as connection:
         connection.sendall(RUN.replace(b"%d" % len(BODY), b"2000") + b"a" * 2000 + LIVE)
-        connection.sendall(b"rubbish\r\n\r\n")
+        connection.sendall(b"malformed\r\n\r\n")
         assert [status for status, *_ in read_responses(connection)] == [413, 200, 400]
 
 
@@ -454,10 +461,10 @@ def test_what_comes_after_its_answer_comes_to_an_end(
 @pytest.mark.parametrize(
     ("start", "status"), [("POST /nowhere", 404), ("POST /v1/variants", 405), ("GET /livez", 200)]
 )
-def test_who_sends_all_before_reading_reads_an_answer(
+def test_client_that_sends_all_first_gets_its_response(
     server: Server, start: str, status: int, connection_header: str
 ) -> None:
-    """Also where the connection is to be closed, and slower than its caller may be idle."""
+    """Tests both values of Connection, with a body slower than the linger timeout."""
     size = 8 << 20
     head = f"{start} HTTP/1.1\r\nHost: here\r\nConnection: {connection_header}\r\n"
     with connected(server) as connection:
@@ -465,8 +472,8 @@ def test_who_sends_all_before_reading_reads_an_answer(
         for _ in range(8):
             connection.sendall(bytes(size // 8))
             time.sleep(0.1)
-        came = connection.recv(1 << 16)
-        assert came.startswith(b"HTTP/1.1 %d " % status)
+        received = connection.recv(1 << 16)
+        assert received.startswith(b"HTTP/1.1 %d " % status)
         if connection_header == "keep-alive":
             connection.sendall(LIVE)
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")

@@ -1,4 +1,4 @@
-"""Processes of the service keep one heap, whatever threads they have."""
+"""Processes of the service have one malloc heap, with any number of threads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 HEAPS = """
 import ctypes, threading, tempfile
 def heaps():
-    '''How many malloc has once eight threads were there at the same time.'''
+    '''Returns the number of malloc heaps after eight threads have run at the same time.'''
     libc, barrier = ctypes.CDLL(None), threading.Barrier(8)
     libc.fopen.restype = ctypes.c_void_p
     def work():
         barrier.wait()
-        held = [bytes(10_000) for _ in range(100)]
+        blocks = [bytes(10_000) for _ in range(100)]
         barrier.wait()
     threads = [threading.Thread(target=work) for _ in range(8)]
     [t.start() for t in threads], [t.join() for t in threads]
@@ -31,7 +31,7 @@ def heaps():
         return file.read().count(b"<heap ")
 """
 PLAIN = "print(heaps())"
-KEPT = "from qkv.server import process; assert process.limit_malloc_arenas(); print(heaps())"
+LIMITED = "from qkv.server import process; assert process.limit_malloc_arenas(); print(heaps())"
 WORKER = """
 from qkv import settings
 from qkv.server import supervisor
@@ -40,12 +40,13 @@ supervisor.serve(settings.Settings(port=0, workers=1))
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("code", "is_one"),
-    [(PLAIN, False), (KEPT, True), (WORKER, True)],
-    ids=["plain", "kept", "worker"],
+    [(PLAIN, False), (LIMITED, True), (WORKER, True)],
+    ids=["plain", "limited", "worker"],
 )
-def test_threads_have_one_heap(code: str, is_one: bool) -> None:
+def test_all_threads_share_one_heap(code: str, is_one: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HEAPS + code],
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,

@@ -1,8 +1,7 @@
-"""What goes wrong around the service, and how little its callers see of it: processes that are
-killed, a device that fails, callers that dawdle or vanish, clocks that jump, disks that are full.
+"""Faults around the service: killed processes, device errors, slow clients, clock jumps, full disk.
 
-Workers that are killed or hang one at a time are in test_serve.py, the device process in
-test_device_process.py, the engine's own faults in test_engine_faults.py.
+Killed or stuck workers are in test_supervisor.py, the device process in test_device_process.py,
+faults of the engine in test_engine_faults.py.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from support.service_processes import address, child_pids, is_alive, repeat_in_t
 PATH: Final = "/v1/attention/softmax"
 PACKAGE: Final = Path(qkv.__file__).parent
 Command = Callable[..., Process]
-# Beyond what is run at once, on the event loop: these go to the device's thread.
+# Small jobs run on the event loop, large ones in the device thread.
 SIZES: Final = {"small": (1, 2, 5, 4), "large": (1, 8, 512, 64)}
 
 
@@ -47,49 +46,51 @@ def arrays(size: str, seed: int = 0) -> dict[str, Any]:
     return {n: draw.normal(size=SIZES[size]).astype("f4") for n in ("query", "key", "value")}
 
 
-def asked(size: str, seed: int = 0, weights: str = "none") -> tuple[dict[str, str], bytes]:
-    """Headers and body, as a client sends them."""
+def request_of(size: str, seed: int = 0, weights: str = "none") -> tuple[dict[str, str], bytes]:
+    """Returns the headers and the body of a request."""
     call = build_attend("softmax", None, None, weights, arrays(size, seed))
     return dict(call.headers), call.content
 
 
 def output(http: httpx.Client, size: str, seed: int = 0) -> bytes:
-    """The output's bytes."""
-    headers, body = asked(size, seed)
+    """Sends a request; returns the bytes of its output."""
+    headers, body = request_of(size, seed)
     response = http.post(PATH, content=body, headers=headers)
     assert response.status_code == 200, response.text
     answer = safetensors.decode(response.content, "outputs")
     return bytes(answer.tensors["output"].data)
 
 
-# processes are killed
+# killed processes
 
 
 @contextmanager
-def retrying(url: str, count: int) -> Iterator[list[bool]]:
-    """That many clients that retry ask on, small and large; yields whether answers were right."""
+def retrying_clients(url: str, count: int) -> Iterator[list[bool]]:
+    """Runs clients that retry, with small and large requests; yields whether outputs are right."""
     with ExitStack() as stack:
         clients = [stack.enter_context(qkv.Client(url, retries=8)) for _ in range(count)]
         kinds = [(("small", "large")[index % 2], index) for index in range(count)]
-        wanted = [clients[0].attend("softmax", **arrays(*kind)).output for kind in kinds]
+        expected = [clients[0].attend("softmax", **arrays(*kind)).output for kind in kinds]
 
         def once(index: int) -> bool:
             found = clients[index].attend("softmax", **arrays(*kinds[index])).output
-            return bool((found == wanted[index]).all())
+            return bool((found == expected[index]).all())
 
         with repeat_in_threads(count, once) as seen:
             yield seen
 
 
 @pytest.mark.slow
-def test_workers_killed_in_a_row_cost_a_retrying_client_nothing(command: Command) -> None:
+def test_retrying_clients_see_no_error_when_workers_are_killed(command: Command) -> None:
     started = command("serve", "--port", "0", "--workers", "2")
     draw = random.Random(0)
-    with retrying(started.url, 4) as seen:
+    with retrying_clients(started.url, 4) as seen:
         for _ in range(4):
             count = len(seen)
             wait_until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
-            time.sleep(1.1 + draw.random() / 10)  # past the second of a death at birth
+            time.sleep(
+                1.1 + draw.random() / 10
+            )  # a process that exits within its first second is restarted a second later
             os.kill(draw.choice(child_pids(started.popen.pid)), signal.SIGKILL)
         count = len(seen)
         wait_until(lambda: len(seen) > count + 50)
@@ -99,14 +100,14 @@ def test_workers_killed_in_a_row_cost_a_retrying_client_nothing(command: Command
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_service_killed_and_started_again_costs_a_retrying_client_nothing(
+def test_retrying_clients_see_no_error_when_the_service_is_restarted(
     command: Command, at_once: bool
 ) -> None:
-    """kill -9 of every process of it, or of the parent alone, whose workers then end."""
+    """Kills all processes with SIGKILL, or the supervisor only, whose workers then exit."""
     port = str(free_port())
     words = ("serve", "--port", port, "--workers", "2")
     first = command(*words)
-    with retrying(first.url, 4) as seen:
+    with retrying_clients(first.url, 4) as seen:
         wait_until(lambda: len(seen) > 20)
         workers = child_pids(first.popen.pid)
         for pid in [*workers, first.popen.pid] if at_once else [first.popen.pid]:
@@ -120,7 +121,7 @@ def test_a_service_killed_and_started_again_costs_a_retrying_client_nothing(
     assert second.end() == 0
 
 
-# the device fails
+# device errors
 
 
 @pytest.mark.parametrize(
@@ -135,21 +136,21 @@ def test_a_service_killed_and_started_again_costs_a_retrying_client_nothing(
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 @pytest.mark.parametrize("size", SIZES)
-def test_what_fails_on_the_device_is_told_and_the_next_is_answered(
+def test_device_error_fails_one_request_only(
     serve: Callable[..., Server],
     monkeypatch: pytest.MonkeyPatch,
     size: str,
     error: BaseException,
     status: int,
 ) -> None:
-    """In its thread or on the loop; nothing of the inside is told."""
+    """Tests the device thread and the event loop; the response has no internal text."""
 
     def failing(*_: Any) -> Any:
         raise error
 
     served = serve()
     right = output(served.http, size)
-    headers, body = asked(size, 1)
+    headers, body = request_of(size, 1)
     with monkeypatch.context() as patch:
         patch.setattr(served.engine, "execute", failing)
         response = served.http.post(PATH, content=body, headers=headers)
@@ -161,7 +162,7 @@ def test_what_fails_on_the_device_is_told_and_the_next_is_answered(
     assert served.http.get("/livez").status_code == 200
 
 
-# callers dawdle, or vanish
+# slow and disconnected clients
 
 
 def head(headers: dict[str, str], body: bytes, path: str = PATH) -> bytes:
@@ -171,7 +172,7 @@ def head(headers: dict[str, str], body: bytes, path: str = PATH) -> bytes:
 
 
 def read(connection: socket.socket, piece: int = 1 << 16, rest_s: float = 0.0) -> bytes:
-    """The body of one answer, so many bytes at a time."""
+    """Returns the body of one response, received in pieces."""
     came = b""
     while b"\r\n\r\n" not in came:
         came += (more := connection.recv(piece))
@@ -180,11 +181,11 @@ def read(connection: socket.socket, piece: int = 1 << 16, rest_s: float = 0.0) -
     assert top.startswith(b"HTTP/1.1 200 "), came[:600]
     (length,) = [x for x in top.lower().split(b"\r\n") if x.startswith(b"content-length")]
     pieces = [body]
-    left = int(length.partition(b":")[2]) - len(body)
-    while left:
-        pieces.append(connection.recv(min(piece, left)))
+    remaining = int(length.partition(b":")[2]) - len(body)
+    while remaining:
+        pieces.append(connection.recv(min(piece, remaining)))
         assert pieces[-1]
-        left -= len(pieces[-1])
+        remaining -= len(pieces[-1])
         time.sleep(rest_s)
     return b"".join(pieces)
 
@@ -198,9 +199,9 @@ def connected(server: Server, stack: ExitStack, **options: int) -> socket.socket
     return connection
 
 
-def test_slow_readers_hold_nobody_up(server: Server) -> None:
-    """Eight answers of 8 MiB wait in the service while others are served; then they are read."""
-    headers, body = asked("large", weights="full")
+def test_slow_readers_delay_no_other_request(server: Server) -> None:
+    """Eight clients read their 8 MiB only after other requests are served."""
+    headers, body = request_of("large", weights="full")
     response = server.http.post(PATH, content=body, headers=headers)
     right = safetensors.decode(response.content, "outputs").tensors
     small = output(server.http, "small")
@@ -208,7 +209,7 @@ def test_slow_readers_hold_nobody_up(server: Server) -> None:
         slow = [connected(server, stack, SO_RCVBUF=4096) for _ in range(8)]
         for connection in slow:
             connection.sendall(head(headers, body) + body)
-        for connection in slow:  # the answer is on its way, and does not fit
+        for connection in slow:  # the response has started, and exceeds the buffers
             assert connection.recv(1, socket.MSG_PEEK)
         for _ in range(50):
             assert output(server.http, "small") == small
@@ -221,9 +222,9 @@ def test_slow_readers_hold_nobody_up(server: Server) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_slow_writers_hold_nobody_up(server: Server, size: str) -> None:
-    """Bodies that come in pieces, all at the same time, while others are served."""
-    headers, body = asked(size)
+def test_slow_senders_delay_no_other_request(server: Server, size: str) -> None:
+    """Twenty bodies arrive in pieces at the same time while other requests are served."""
+    headers, body = request_of(size)
     right, small = output(server.http, size), output(server.http, "small")
     whole = head(headers, body) + body
     step = -(-len(whole) // 30)
@@ -238,9 +239,9 @@ def test_slow_writers_hold_nobody_up(server: Server, size: str) -> None:
             assert bytes(found["output"].data) == right
 
 
-def test_who_never_goes_on_holds_nobody_up(server: Server) -> None:
-    """Three hundred connections that say nothing, or half of something, and stay."""
-    headers, body = asked("large")
+def test_stalled_connections_delay_no_other_request(server: Server) -> None:
+    """Three hundred connections stay open with no request or an incomplete one."""
+    headers, body = request_of("large")
     whole = head(headers, body) + body
     small = output(server.http, "small")
     with ExitStack() as stack:
@@ -252,10 +253,10 @@ def test_who_never_goes_on_holds_nobody_up(server: Server) -> None:
     assert output(server.http, "small") == small
 
 
-def test_who_closes_one_half_is_answered_or_let_go(server: Server) -> None:
-    """A caller that will send no more may still listen, or may have gone: both end soon."""
+def test_half_closed_connection_ends_soon(server: Server) -> None:
+    """A client that has closed its sending side gets its response or is disconnected."""
     for size in SIZES:
-        headers, body = asked(size)
+        headers, body = request_of(size)
         with ExitStack() as stack:
             connection = connected(server, stack)
             connection.sendall(head(headers, body) + body)
@@ -268,30 +269,30 @@ def test_who_closes_one_half_is_answered_or_let_go(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_who_never_goes_on_holds_up_no_stop(command: Command) -> None:
-    """Whoever has sent half a request is told when the time is over; who has sent no whole head,
-    or does not read, is let go. None of it is a failure."""
+def test_stalled_connections_do_not_delay_the_stop(command: Command) -> None:
+    """At the end of the drain an incomplete request gets 503. Connections without a complete head,
+    and those of clients that do not read, are closed. The exit status is 0."""
     started = command("serve", "--port", "0", "--workers", "2", QKV_DRAIN_S="2")
     paths = (PATH, "/v1/convert", "/v1/gradients/softmax", "/v2/models/softmax/infer")
-    headers, body = asked("large", weights="full")
+    headers, body = request_of("large", weights="full")
     with ExitStack() as stack:
 
-        def sends(what: bytes) -> socket.socket:
+        def send_on_new_connection(what: bytes) -> socket.socket:
             connection = stack.enter_context(socket.create_connection(address(started)))
             connection.settimeout(TIMEOUT_S)
             connection.sendall(what)
             return connection
 
-        half = [sends(head(headers, body, path) + body[:1000]) for path in paths]
+        half = [send_on_new_connection(head(headers, body, path) + body[:1000]) for path in paths]
         for _ in range(5):
-            sends(b"")
-            sends(b"POST /v1")
-            sends(head(headers, body) + body)
+            send_on_new_connection(b"")
+            send_on_new_connection(b"POST /v1")
+            send_on_new_connection(head(headers, body) + body)
         time.sleep(0.5)
-        since = time.monotonic()
+        stopped_at = time.monotonic()
         started.popen.terminate()
         assert started.popen.wait(TIMEOUT_S) == 0
-        assert time.monotonic() - since < 10
+        assert time.monotonic() - stopped_at < 10
         for path, connection in zip(paths, half, strict=True):
             came = b""
             while more := connection.recv(1 << 16):
@@ -304,26 +305,26 @@ def test_who_never_goes_on_holds_up_no_stop(command: Command) -> None:
 
 
 def timers(port: int) -> list[int]:
-    """The kinds of timer that run at this end of a port's open connections (proc(5), net/tcp)."""
+    """Returns the timers of a port's open connections (proc(5), net/tcp)."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     here = [r for r in rows if int(r[1].rpartition(":")[2], 16) == port and r[3] == "01"]
     return [int(row[5].partition(":")[0], 16) for row in here]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/net/tcp")
-def test_a_machine_that_vanishes_is_found_out(process: Process) -> None:
-    """It sends no FIN: only probes tell it from one that has nothing to say. Without them it
-    would hold its place, and what came of its body, for ever."""
+def test_idle_connections_have_keepalive_probes(process: Process) -> None:
+    """A vanished client sends no FIN: only keep-alive probes detect it. Without them its connection
+    and the received part of its body would stay for ever."""
     with socket.create_connection(address(process)) as idle:
         idle.sendall(b"POST ")
         wait_until(lambda: 2 in timers(address(process)[1]))
 
 
-# clocks jump
+# clock jumps
 
 
 @pytest.mark.parametrize("jump_s", [-1e9, 1e9])
-def test_a_clock_that_jumps_changes_no_answer_and_no_deadline(
+def test_clock_jump_changes_no_output_and_no_deadline(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     served, clock = serve(), time.time
@@ -345,24 +346,26 @@ def test_a_clock_that_jumps_changes_no_answer_and_no_deadline(
 
 
 @pytest.mark.slow
-def test_a_service_that_was_paused_goes_on(command: Command) -> None:
-    """As a machine's is that sleeps or moves: for all of its processes at once, time jumps past
-    every limit there is. Nobody is stuck, late or slow for that."""
+def test_paused_service_goes_on(command: Command) -> None:
+    """A machine that sleeps or migrates pauses all processes beyond every timeout.
+
+    No process counts as stuck, and no client times out.
+    """
     limits = {"QKV_STUCK_S": "1", "QKV_STUCK_DEVICE_S": "1", "QKV_READ_TIMEOUT_S": "1"}
     started = command("serve", "--port", "0", "--workers", "2", **limits)
-    headers, body = asked("large")
+    headers, body = request_of("large")
     whole = head(headers, body) + body
-    with retrying(started.url, 4) as seen:
-        family = [started.popen.pid, *child_pids(started.popen.pid)]
+    with retrying_clients(started.url, 4) as seen:
+        pids = [started.popen.pid, *child_pids(started.popen.pid)]
         for _ in range(2):
             count = len(seen)
             wait_until(lambda count=count: len(seen) > count + 20)  # type: ignore[misc]
             with socket.create_connection(address(started), TIMEOUT_S) as slow:
                 slow.sendall(whole[:1000])
-                for pid in family:
+                for pid in pids:
                     os.kill(pid, signal.SIGSTOP)
                 time.sleep(3)
-                for pid in family:
+                for pid in pids:
                     os.kill(pid, signal.SIGCONT)
                 slow.sendall(whole[1000:])
                 assert safetensors.decode(read(slow), "outputs").tensors
@@ -370,12 +373,12 @@ def test_a_service_that_was_paused_goes_on(command: Command) -> None:
             wait_until(lambda: http.get("/livez").status_code == 200)
             assert http.get("/readyz").status_code == 200
     assert all(seen)
-    assert child_pids(started.popen.pid) == family[1:]
+    assert child_pids(started.popen.pid) == pids[1:]
     assert started.end() == 0
 
 
-def test_nothing_but_a_date_to_show_is_read_from_the_clock_that_jumps() -> None:
-    """So that no jump can move a deadline, a pulse or a wait."""
+def test_wall_clock_is_read_for_displayed_times_only() -> None:
+    """No jump of the wall clock can move a deadline, a heartbeat or a timeout."""
     wall = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "CLOCK_REALTIME"}
     read_in: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
@@ -387,23 +390,22 @@ def test_nothing_but_a_date_to_show_is_read_from_the_clock_that_jumps() -> None:
                 and node.value.id in ("time", "datetime", "date")
             ):
                 read_in.add(path.relative_to(PACKAGE).as_posix())
-    # last_inference, a line of log, and when a span was
+    # last_inference, the time of a log line, and the time of a span
     assert read_in == {
         "api/observability.py", "telemetry/model_stats.py", "telemetry/tracing.py",
     }  # fmt: skip
 
 
-# disks are full
+# full disks
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".json"])
 @pytest.mark.parametrize(
     "words", [("attend", "softmax"), ("convert", "--from", "v2", "--to", "v1")]
 )
-def test_a_full_disk_leaves_what_was_there(
-    tmp_path: Path, words: tuple[str, ...], suffix: str
-) -> None:
-    """Every command that writes, in every format: one line, and no half of a file."""
+def test_full_disk_keeps_the_old_file(tmp_path: Path, words: tuple[str, ...], suffix: str) -> None:
+    """Every command that writes files, in every format, prints one line and keeps the old file."""
     target = tmp_path / f"out{suffix}"
     target.write_bytes(b"old")
     square = np.eye(8, dtype=np.float32)
@@ -419,8 +421,9 @@ def test_a_full_disk_leaves_what_was_there(
     assert set(tmp_path.iterdir()) == {source, target}
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full")
-def test_what_cannot_be_printed_is_a_failure_that_says_so() -> None:
+def test_full_stdout_is_a_one_line_error() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "qkv", "variants", "--local"],
@@ -432,7 +435,7 @@ def test_what_cannot_be_printed_is_a_failure_that_says_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full")
-def test_a_log_that_cannot_be_written_stops_no_service() -> None:
+def test_full_stderr_stops_no_service() -> None:
     port = free_port()
     words = [sys.executable, "-m", "qkv", "serve", "--port", str(port), "--workers", "1"]
     with open("/dev/full", "w") as full:

@@ -1,5 +1,4 @@
-"""Several processes on one port: what becomes of requests when one dies, hangs or all are told to
-stop. Real processes, sockets and signals."""
+"""Supervisor and workers: killed, stuck and stopping processes, with real sockets and signals."""
 
 from __future__ import annotations
 
@@ -52,24 +51,25 @@ def service_process(command: Command) -> Process:
     return started
 
 
-def test_it_is_ready_when_all_workers_are(service_process: Process) -> None:
+@pytest.mark.representative
+def test_service_is_ready_when_all_workers_are(service_process: Process) -> None:
     assert any(f"{WORKERS} workers" in line for line in service_process.lines)
     assert len(child_pids(service_process.popen.pid)) == WORKERS
     assert [status_of(service_process.url, p) for p in ("/readyz", "/livez")] == [200, 200]
     assert service_process.end() == 0
-    assert service_process.is_serving  # nothing said after it
+    assert service_process.is_serving  # it prints nothing after the curl line
 
 
-def test_workers_from_the_environment_and_the_flag_before_it(command: Command) -> None:
+def test_workers_flag_overrides_the_environment(command: Command) -> None:
     for arguments, count in (((), 2), (("--workers", "1"), 1)):
         started = command("serve", "--port", "0", *arguments, QKV_WORKERS="2")
         assert started.url
         assert len(child_pids(started.popen.pid)) == count
 
 
-def replaced(service_process: Process, victim: int) -> float:
-    """Seconds until there are as many workers as before, and all ready."""
-    begun = time.monotonic()
+def wait_until_replaced(service_process: Process, victim: int) -> float:
+    """Waits until all workers are ready without the victim; returns the seconds."""
+    started_at = time.monotonic()
     wait_until(
         lambda: (
             len(now := child_pids(service_process.popen.pid)) == WORKERS
@@ -77,10 +77,13 @@ def replaced(service_process: Process, victim: int) -> float:
             and status_of(service_process.url, "/readyz") == 200
         )
     )
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
-def test_a_killed_worker_is_replaced_and_the_port_never_refuses(service_process: Process) -> None:
+@pytest.mark.representative
+def test_killed_worker_is_restarted_and_the_port_accepts_throughout(
+    service_process: Process,
+) -> None:
     clients = [httpx.Client(base_url=service_process.url, timeout=TIMEOUT_S) for _ in range(8)]
 
     def once(index: int) -> int | type[Exception]:
@@ -89,35 +92,41 @@ def test_a_killed_worker_is_replaced_and_the_port_never_refuses(service_process:
         except httpx.TransportError as error:
             return type(error)
 
-    time.sleep(1.1)  # past the second in which a death counts as one at birth
+    time.sleep(1.1)  # a process that exits within its first second is restarted a second later
     with repeat_in_threads(8, once) as seen:
         wait_until(lambda: len(seen) > 200)
         before = child_pids(service_process.popen.pid)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         os.kill(before[0], signal.SIGKILL)
         wait_until(lambda: bool(set(child_pids(service_process.popen.pid)) - set(before)))
-        assert time.monotonic() - begun < 1  # the issue's bound
-        took = replaced(service_process, before[0])
+        assert time.monotonic() - started_at < 1  # required restart time
+        restart_s = wait_until_replaced(service_process, before[0])
         count = len(seen)
         wait_until(lambda: len(seen) > count + 200)
     for client in clients:
         client.close()
     counts = Counter(seen)
-    lost = {httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError}  # on the dead connections
-    assert set(counts) <= {200} | lost, counts
+    connection_errors = {
+        httpx.RemoteProtocolError,
+        httpx.ReadError,
+        httpx.WriteError,
+    }  # on connections of the killed worker
+    assert set(counts) <= {200} | connection_errors, counts
     assert sum(n for what, n in counts.items() if what != 200) <= 8, counts
-    assert took < TIMEOUT_S
+    assert restart_s < TIMEOUT_S
 
 
-def test_clients_that_retry_lose_nothing_when_workers_are_killed(service_process: Process) -> None:
+def test_retrying_clients_get_right_outputs_when_workers_are_killed(
+    service_process: Process,
+) -> None:
     draw = np.random.default_rng(0)
     arrays: dict[str, Any] = {n: draw.normal(size=(2, 4, 8)) for n in ("query", "key", "value")}
     with qkv.Client(service_process.url, retries=3) as client:
-        wanted = client.attend("softmax", **arrays).output
+        expected = client.attend("softmax", **arrays).output
     clients = [qkv.Client(service_process.url, retries=3) for _ in range(8)]
 
     def once(index: int) -> bool:
-        return bool((clients[index].attend("softmax", **arrays).output == wanted).all())
+        return bool((clients[index].attend("softmax", **arrays).output == expected).all())
 
     with repeat_in_threads(8, once) as seen:
         for _ in range(2):
@@ -125,15 +134,15 @@ def test_clients_that_retry_lose_nothing_when_workers_are_killed(service_process
             time.sleep(1.1)
             victim = child_pids(service_process.popen.pid)[0]
             os.kill(victim, signal.SIGKILL)
-            replaced(service_process, victim)
+            wait_until_replaced(service_process, victim)
             seen.append(True)
     assert all(seen)
     for client in clients:
         client.close()
 
 
-def test_what_its_workers_have_begun_to_read_is_still_answered(service_process: Process) -> None:
-    """A slow upload whose head, and a part of the body, came before SIGTERM."""
+def test_partially_received_requests_are_completed_after_sigterm(service_process: Process) -> None:
+    """Head and part of the body of a slow upload arrive before SIGTERM."""
     host, port = address(service_process)
     head = f"POST {PATH} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(TINY_BODY)}\r\n"
     uploads = [socket.create_connection((host, port), TIMEOUT_S) for _ in range(9)]
@@ -154,8 +163,8 @@ def test_what_its_workers_have_begun_to_read_is_still_answered(service_process: 
     assert service_process.wait() == 0
 
 
-def test_sigterm_in_a_storm_of_new_connections_resets_none(service_process: Process) -> None:
-    """Each request on a connection of its own, so that some always wait to be accepted."""
+def test_sigterm_resets_no_new_connection(service_process: Process) -> None:
+    """Sends each request on a new connection, so that some are always in the backlog."""
     host, port = address(service_process)
     assert_problem = threading.Event()
 
@@ -182,11 +191,11 @@ def test_sigterm_in_a_storm_of_new_connections_resets_none(service_process: Proc
     assert service_process.wait() == 0
 
 
-def test_sigterm_under_load_answers_all_that_comes_on_kept_connections(
+@pytest.mark.representative
+def test_sigterm_under_load_responds_on_all_connections(
     service_process: Process,
 ) -> None:
-    """Two hundred in flight, small ones and ones that take a while; each client goes on until it
-    is told that its connection closes."""
+    """Two hundred clients send small and slow requests until a response closes the connection."""
     host, port = address(service_process)
     bodies = [
         (TINY_BODY, JSON),
@@ -195,7 +204,7 @@ def test_sigterm_under_load_answers_all_that_comes_on_kept_connections(
     ]
     seen = list[int | OSError]()
 
-    def keep_asking(index: int) -> None:
+    def keep_sending(index: int) -> None:
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
                 asked = RawRequest(connection, *bodies[index % len(bodies)])
@@ -204,7 +213,7 @@ def test_sigterm_under_load_answers_all_that_comes_on_kept_connections(
                     return
 
     def keep_connecting(_: int) -> int | OSError:
-        """Asks what is answered at once, whatever waits; the last answer."""
+        """Sends requests that are rejected at once; returns the last status."""
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
                 asked = RawRequest(connection, b"", JSON)
@@ -213,15 +222,15 @@ def test_sigterm_under_load_answers_all_that_comes_on_kept_connections(
                 time.sleep(0.01)
 
     with ThreadPoolExecutor(216) as pool:
-        loops = [pool.submit(keep_asking, index) for index in range(200)]
+        loops = [pool.submit(keep_sending, index) for index in range(200)]
         connections = [pool.submit(keep_connecting, index) for index in range(16)]
         wait_until(lambda: len(seen) > 400)
         service_process.popen.send_signal(signal.SIGTERM)
         for loop in loops:
             loop.result(TIMEOUT_S)
         last = Counter(knock.result(TIMEOUT_S) for knock in connections)
-    # who is told to close with its 200 never hears 503; those between two requests do, for the
-    # empty body is 400 before
+    # a 200 with "Connection: close" is followed by no 503; clients between two requests get 503,
+    # and 400 for the empty body before
     assert set(last) <= {400, 503}, last
     assert last[503]
     counts = Counter(seen) + Counter({503: last[503]})
@@ -230,45 +239,47 @@ def test_sigterm_under_load_answers_all_that_comes_on_kept_connections(
     assert service_process.wait() == 0
 
 
-def test_a_second_sigterm_ends_it_at_once(service_process: Process) -> None:
+def test_second_sigterm_exits_at_once(service_process: Process) -> None:
     workers = child_pids(service_process.popen.pid)
     host, port = address(service_process)
-    with socket.create_connection((host, port), TIMEOUT_S) as upload:  # holds a worker
+    with socket.create_connection((host, port), TIMEOUT_S) as upload:  # keeps a worker from exiting
         upload.sendall(f"POST {PATH} HTTP/1.1\r\nHost: here\r\n".encode())
         upload.sendall(b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
         assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
         service_process.popen.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses_connections(host, port))
         assert service_process.popen.poll() is None
-        begun = time.monotonic()
+        started_at = time.monotonic()
         assert service_process.end(signal.SIGTERM) not in (0, -signal.SIGTERM)
-        assert time.monotonic() - begun < 10  # of the 30 that the upload would have had
+        assert (
+            time.monotonic() - started_at < 10
+        )  # of the 30 seconds that the drain allows the upload
     wait_until(lambda: not any(map(is_alive, workers)))
 
 
-def test_sigterm_before_it_is_ready_ends_it_well(command: Command) -> None:
-    """Also one that meets the workers between fork and their own handling of signals."""
-    for patience in (0.0, 0.02, 0.2):
+def test_sigterm_before_ready_exits_cleanly(command: Command) -> None:
+    """Tests signals between the fork and the workers' own signal handlers too."""
+    for wait_s in (0.0, 0.02, 0.2):
         started = command("serve", "--port", "0", "--workers", "3")
         wait_until(lambda started=started: len(child_pids(started.popen.pid)) == 3)  # type: ignore[misc]
-        time.sleep(patience)
-        begun = time.monotonic()
+        time.sleep(wait_s)
+        started_at = time.monotonic()
         assert started.end() == 0
-        assert time.monotonic() - begun < 20  # of the 30 seconds that draining may take
+        assert time.monotonic() - started_at < 20  # of the 30 seconds of the drain
         assert not any("Traceback" in line for line in started.lines), started.lines
 
 
-def test_sigterm_while_a_worker_is_born_anew(service_process: Process) -> None:
+def test_sigterm_while_a_worker_restarts_exits_cleanly(service_process: Process) -> None:
     before = child_pids(service_process.popen.pid)
     time.sleep(1.1)
     os.kill(before[0], signal.SIGKILL)
     wait_until(lambda: bool(set(child_pids(service_process.popen.pid)) - set(before)))
-    begun = time.monotonic()
+    started_at = time.monotonic()
     assert service_process.end() == 0
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - started_at < 20
 
 
-def test_workers_end_by_themselves_when_their_parent_is_gone(service_process: Process) -> None:
+def test_workers_exit_after_the_supervisor(service_process: Process) -> None:
     workers = child_pids(service_process.popen.pid)
     host, port = address(service_process)
     service_process.popen.kill()
@@ -276,13 +287,13 @@ def test_workers_end_by_themselves_when_their_parent_is_gone(service_process: Pr
     assert refuses_connections(host, port)
 
 
-def test_a_stuck_worker_turns_livez_red(command: Command) -> None:
+def test_livez_fails_while_a_worker_is_stuck(command: Command) -> None:
     service_process = command("serve", "--port", "0", "--workers", "3", QKV_STUCK_S="1")
     assert status_of(service_process.url, "/livez") == 200
     victim = child_pids(service_process.popen.pid)[0]
     os.kill(victim, signal.SIGSTOP)
     try:
-        # one that lands at the stopped worker waits in vain: 0
+        # a connection of the stopped worker gets no response: 0
         wait_until(lambda: status_of(service_process.url, "/livez") == 503)
     finally:
         os.kill(victim, signal.SIGCONT)
@@ -290,7 +301,7 @@ def test_a_stuck_worker_turns_livez_red(command: Command) -> None:
     assert service_process.end() == 0
 
 
-def test_where_the_only_worker_hangs_the_parent_answers(command: Command) -> None:
+def test_supervisor_responds_while_the_only_worker_is_stuck(command: Command) -> None:
     service_process = command("serve", "--port", "0", "--workers", "1", QKV_STUCK_S="1")
     assert status_of(service_process.url, "/livez") == 200
     (victim,) = child_pids(service_process.popen.pid)
@@ -313,7 +324,7 @@ def test_where_the_only_worker_hangs_the_parent_answers(command: Command) -> Non
     assert service_process.end() == 0
 
 
-def test_a_taken_port_is_one_line(command: Command, server: Server) -> None:
+def test_used_port_is_a_one_line_error(command: Command, server: Server) -> None:
     failed = command("serve", "--port", str(server.address[1]), "--workers", "3")
     assert failed.wait() != 0
     (line,) = failed.lines
@@ -337,8 +348,9 @@ def test_the_number_of_workers_changes_no_bits(shared_process: Callable[..., Pro
     assert answers[0] == answers[1]
 
 
-def test_what_is_there_before_the_fork_is_never_looked_through_for_garbage() -> None:
-    """By no worker: it would stop for a fifth of a second, and copy what it shares."""
+@pytest.mark.process
+def test_objects_before_the_fork_are_frozen_for_gc() -> None:
+    """A full collection would stop a worker for a fifth of a second, and copy shared pages."""
     code = """if True:
         import gc, os
         from qkv import settings
@@ -352,19 +364,19 @@ def test_what_is_there_before_the_fork_is_never_looked_through_for_garbage() -> 
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False
     )
-    frozen, left = map(int, done.stdout.split())
-    assert frozen > 100_000  # torch's, most of them
-    assert left < 1000
+    frozen, collectable = map(int, done.stdout.split())
+    assert frozen > 100_000  # most are torch's
+    assert collectable < 1000
 
 
 def sockets_of(pid: int) -> set[str]:
-    """The sockets that a process has open."""
+    """Returns the open sockets of a process."""
     links = (link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir())
     return {str(link) for link in links if str(link).startswith("socket:")}
 
 
-def test_connections_that_come_at_once_are_shared_out(service_process: Process) -> None:
-    """Whoever is woken first does not take them all; nor does one that hangs keep them waiting."""
+def test_simultaneous_connections_are_balanced(service_process: Process) -> None:
+    """The first worker to wake does not accept all, and a stopped worker blocks none."""
     workers = child_pids(service_process.popen.pid)
     before = {pid: len(sockets_of(pid)) for pid in workers}
 
@@ -374,11 +386,11 @@ def test_connections_that_come_at_once_are_shared_out(service_process: Process) 
     with ExitStack() as stack:
         host, port = address(service_process)
         count = 8 * WORKERS
-        made = [stack.enter_context(socket.create_connection((host, port))) for _ in range(count)]
+        opened = [stack.enter_context(socket.create_connection((host, port))) for _ in range(count)]
         wait_until(lambda: sum(shares()) == count)
-        # in turn they would have 8 each; a worker may be late by a turn or two
+        # an even share is 8 each; a worker may be late by one or two
         assert max(shares()) - min(shares()) <= 6, shares()
-        assert all(RawRequest(one, TINY_BODY, JSON).status == 200 for one in made)
+        assert all(RawRequest(one, TINY_BODY, JSON).status == 200 for one in opened)
         os.kill(workers[0], signal.SIGSTOP)
         try:
             for _ in range(8):

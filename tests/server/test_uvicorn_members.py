@@ -1,7 +1,7 @@
 """The undocumented members of uvicorn that the server folder uses.
 
 pyproject.toml pins uvicorn below its next minor version. When the pin moves, these tests name each
-member that is gone.
+missing member.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture(scope="module")
 def holders() -> dict[str, Any]:
-    """An object of each uvicorn class, made as uvicorn makes it."""
+    """Returns an object of each uvicorn class, created as uvicorn does."""
 
     async def start(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()

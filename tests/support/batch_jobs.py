@@ -1,4 +1,4 @@
-"""Jobs of one batch key, of every variant."""
+"""Random jobs with equal batch keys, for every variant."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIANTS_AND_JOBS: Final = [
 
 
 def random_jobs(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
-    """Jobs of one key: tiny and odd shapes, any dtype and parameters, batches of several sizes."""
+    """Returns jobs with equal batch keys: small and odd shapes, random dtype and parameters."""
     random = np.random.default_rng(seed)
     sizes = {letter: int(random.choice(TINY)) for letter in "DEGIOR"}
     sizes |= {letter: int(random.choice(LENGTHS)) for letter in "LS"}
@@ -49,7 +49,7 @@ def random_jobs(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
     def normal(shape: Any) -> RawTensor:
         return RawTensor.from_numpy((random.normal(size=shape) * spread).astype(dtype))
 
-    # what belongs to a whole request: two that send their own are never one group
+    # tensors without axis B: requests that differ in them have different batch keys
     shared = {
         i.name: normal([sizes.get(x, 4) for x in i.letters])
         for i in variant.inputs.values()
@@ -72,6 +72,6 @@ def random_jobs(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
             output = variant.outputs["output"].letters
             tensors[GRAD_OUTPUT] = normal([own[x] for x in output])
         fields = {"parameters": parameters} | ({"weights": form} if kind is Job else {})
-        asked = Message(fields, tensors)
-        jobs.append(kind.from_message(variant.name, asked, LIMITS))
+        message = Message(fields, tensors)
+        jobs.append(kind.from_message(variant.name, message, LIMITS))
     return jobs

@@ -1,4 +1,4 @@
-"""Chromium for tests: pages that reach nothing but their service, and may complain of nothing."""
+"""Chromium for tests: pages without console errors and without requests to other hosts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
 
 CHROMIUM_FLAGS: Final = (
-    "--no-sandbox",  # CI is root in a container
+    "--no-sandbox",  # CI runs as root in a container
     "--disable-gpu",
-    "--disable-dev-shm-usage",  # a container has 64 MiB of it
+    "--disable-dev-shm-usage",  # a container has 64 MiB of shared memory
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
@@ -39,22 +39,24 @@ MODULES: Final = (
     "compare/sweep_table",
     "copy/code_snippets",
     "data/tensors",
+    "data/uploads",
+    "inputs/labels",
 )
-"""Modules that use nothing of the page; tests import each as `window.<file name>`."""
+"""Modules that do not use the page; tests import each as `window.<file name>`."""
 
 
 @dataclass
 class WatchedPage:
-    """A page, and what went wrong on it.
+    """A page with its errors and requests.
 
     Attributes:
         page: the page.
-        complaints: errors of its console, CSP violations among them, exceptions that nobody
-            caught, and requests to other hosts.
-        expected: patterns of complaints that the test asks for.
+        complaints: console errors, CSP violations among them, uncaught exceptions, and requests
+            to other hosts.
+        expected: patterns of complaints that the test expects.
         requests: the paths of all requests, in order.
-        bodies: the JSON that was posted, with its path.
-        received: bytes of the bodies that came, by the request's number.
+        bodies: the JSON of each POST, with its path.
+        received: bytes of the response bodies, by the number of the request.
     """
 
     page: Page
@@ -65,15 +67,15 @@ class WatchedPage:
     received: dict[int, int] = field(default_factory=dict)
 
     def expect_status(self, status: int) -> None:
-        """Chromium's console names every answer that is an error; the test asks for this one."""
+        """Allows responses with this error status, which Chromium writes to the console."""
         self.expected.append(f"the server responded with a status of {status} ")
 
     def posted(self, path: str) -> list[dict[str, Any]]:
-        """What was posted to a path, in order."""
+        """Returns the bodies of the POST requests to a path, in order."""
         return [body for posted, body in self.bodies if posted == path]
 
     def unexpected(self) -> list[str]:
-        """Complaints that the test has not asked for."""
+        """Returns the complaints that the test does not expect."""
         return [c for c in self.complaints if not any(re.search(p, c) for p in self.expected)]
 
 
@@ -83,13 +85,12 @@ Open = Callable[..., WatchedPage]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium, with a profile of its own.
+    """Starts Debian's Chromium with an empty profile.
 
-    Where it is missing, tests skip; not in .ci/run, which says NEED_CHROMIUM.
-
-    For a module: while Playwright runs, nothing else of its thread may use asyncio.
+    Skips the tests if Chromium is not installed, unless NEED_CHROMIUM is set, as in .ci/run.
+    The scope is a module: while Playwright runs, its thread cannot use asyncio for anything else.
     """
-    from playwright.sync_api import expect, sync_playwright  # slow to import, and few tests need it
+    from playwright.sync_api import expect, sync_playwright  # slow to import
 
     executable = shutil.which("chromium")
     if not executable and "NEED_CHROMIUM" not in os.environ:
@@ -105,7 +106,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens pages, each with a profile of its own, that must not have complained at the end."""
+    """Opens pages, each with an empty profile; fails at the end if a page has complaints."""
     opened: list[tuple[BrowserContext, WatchedPage]] = []
 
     def open_one(
@@ -132,7 +133,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 
 def watch(watched: WatchedPage, host: str) -> None:
-    """Collects what a page complains of, and what it asks for."""
+    """Records the complaints and the requests of a page."""
 
     def on_console(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
@@ -146,7 +147,7 @@ def watch(watched: WatchedPage, host: str) -> None:
         if request.method == "POST" and url.host == host:
             watched.bodies.append((url.path, request.post_data_json))
         if url.host != host:
-            watched.complaints.append(f"asked another host: {request.url[:200]}")
+            watched.complaints.append(f"request to another host: {request.url[:200]}")
 
     def on_finished(request: Any) -> None:
         watched.received[len(watched.received)] = request.sizes()["responseBodySize"]
@@ -159,7 +160,7 @@ def watch(watched: WatchedPage, host: str) -> None:
 
 @pytest.fixture(scope="module")
 def modules(browser: Browser, url: str) -> Iterator[Page]:
-    """A page with nothing on it but the modules, by their names."""
+    """Opens an empty page with the modules, by their names."""
     page = browser.new_page()
     page.route(
         "**/playground/**/*.js",
@@ -176,7 +177,7 @@ def modules(browser: Browser, url: str) -> Iterator[Page]:
 
 
 def wait_until_drawn(opened: WatchedPage) -> Page:
-    """The page, once it has drawn what was asked for last and asks for nothing more."""
+    """Waits until the page has drawn its last request; returns the page."""
     page = opened.page
     page.wait_for_function(
         """() => {
@@ -188,7 +189,7 @@ def wait_until_drawn(opened: WatchedPage) -> Page:
 
 
 def read_weights(page: Page) -> dict[str, list[float]]:
-    """The weights as the page's own table says them, by what their rows are called."""
+    """Returns the weights of the page's table, by the names of the rows."""
     if not page.locator("#table[open]").count():
         page.locator("#table summary").click()
     page.wait_for_selector("#table tbody tr")
@@ -199,10 +200,10 @@ def read_weights(page: Page) -> dict[str, list[float]]:
 
 
 def choose_example(opened: WatchedPage, example: str) -> Page:
-    """Selects an example; returns once the page has drawn it.
+    """Selects an example and waits until the page has drawn it.
 
-    The page writes its status after each run and nowhere else, so an empty status means that the
-    example is not drawn yet. A response is no such sign: other panels send requests too.
+    The page writes its status only after a run, so an empty status means that the example is not
+    drawn yet. A response does not mean that: other panels send requests too.
     """
     page = wait_until_drawn(opened)
     if page.get_by_label("Example").input_value() != example:
@@ -212,7 +213,7 @@ def choose_example(opened: WatchedPage, example: str) -> Page:
 
 
 def match_groups(pattern: str, text: str) -> tuple[str, ...]:
-    """What the groups of a pattern are in a text."""
+    """Returns the groups of a pattern in a text."""
     found = re.search(pattern, text)
     assert found is not None, text
     return found.groups()

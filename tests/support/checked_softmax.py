@@ -1,4 +1,4 @@
-"""Calls of softmax that are held against its annotations, and the outputs to ask for."""
+"""Softmax with its calls checked against its annotations, and sets of outputs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ ALL: Final = frozenset({"output", "weights", "scores"})
 OUTPUT: Final = frozenset({"output"})
 
 checked: Final = jaxtyped(typechecker=beartype)
-# every call of these is checked against the shapes and dtypes that the signature promises
+# every call is checked against the shapes and dtypes of the signature
 attend: Final = typing.cast("Callable[..., softmax.Softmax]", checked(softmax.attend))
 weights: Final = typing.cast("Callable[..., Callable[[slice], Tensor]]", checked(softmax.weights))

@@ -1,4 +1,4 @@
-"""The client and its twin, and what they are asked."""
+"""Both clients, and inputs for their requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def encoded(outputs: Any) -> dict[str, Any]:
 
 
 class Attention(nn.Module):
-    """A layer with names that the service knows."""
+    """A torch layer with parameter names that the service accepts."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def attend(**changes: Any) -> Callable[[Client], object]:
 
 
 def in_asyncio(url: str, call: Callable[[AsyncClient], Any], **options: Any) -> Any:
-    """What a call of an `AsyncClient` answers or raises."""
+    """Returns the result of a call of an `AsyncClient`, or raises its error."""
 
     async def run() -> Any:
         async with AsyncClient(url, **options) as client:

@@ -1,4 +1,4 @@
-"""Commands as somebody runs them, and the files that they read and write."""
+"""Runs commands in this process, and prepares the files that they read and write."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TARGETS: Final = ("service", "local")
 
 
 def invoke(*words: object, **environment: str) -> Result:
-    """What a command says and how it ends, in 80 columns."""
+    """Runs a command in 80 columns; returns its output and exit status."""
     return CliRunner().invoke(
         main, [str(word) for word in words], env=environment, terminal_width=80
     )
 
 
 def stdout_of(*words: object, **environment: str) -> str:
-    """What a command that ends well prints."""
+    """Returns the output of a command, which must succeed."""
     done = invoke(*words, **environment)
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
@@ -38,7 +38,7 @@ def stdout_of(*words: object, **environment: str) -> str:
 
 
 def error_of(folder: Path, *words: object, **environment: str) -> str:
-    """The one line of a command that fails and leaves every file as it was."""
+    """Returns the one error line of a command, which must fail and change no file."""
     before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
     done = invoke(*words, **environment)
     assert isinstance(done.exception, SystemExit), done.exception  # no traceback

@@ -1,4 +1,4 @@
-"""Comparisons to ask for, in this process and over HTTP, and those that are wrong."""
+"""Compare requests, valid and invalid, in this process and over HTTP."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ INPUTS: Final = {"query": X, "key": X, "value": X}
 def random_inputs(
     dtype: str = "float32", B: int = 2, H: int = 2, G: int = 2, N: int = 9, D: int = 4
 ) -> dict[str, Array]:
-    """Inputs of equal lengths, which every variant takes."""
+    """Returns inputs of equal lengths, which every variant takes."""
     numbers = np.random.default_rng(5)
     shapes = {"query": (B, H, N, D), "key": (B, G, N, D), "value": (B, G, N, D)}
     return {n: numbers.normal(0, 2, s).astype(DTYPES[dtype]) for n, s in shapes.items()}
 
 
 def compare(inputs: dict[str, Array], **fields: Any) -> dict[str, Any]:
-    """What this process answers, as JSON has it."""
+    """Returns the response of a comparison in this process, as JSON."""
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
     fields.setdefault("repeats", 1)
-    answer: dict[str, Any] = json.loads(json.dumps(local.compare(Message(fields, raw))))
-    return answer
+    response: dict[str, Any] = json.loads(json.dumps(local.compare(Message(fields, raw))))
+    return response
 
 
 def variant_entry(name: str, **parameters: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ MALFORMED: Final = [
     (422, "/inputs/nope", {"variants": ["linear"], "inputs": INPUTS | {"nope": X}}),
     (422, "/encoding", {"variants": ["linear"], "encoding": "raw"}),
 ]  # fmt: skip
-UNFITTING: Final = [  # for tensors that came, which no schema knows
+UNFITTING: Final = [  # depends on the tensors, which no schema covers
     (422, "/variants/1/parameters/rank", {
         "variants": ["mean", variant_entry("linformer", rank=2)],
         "inputs": INPUTS | {"key_projection": X},

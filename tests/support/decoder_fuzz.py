@@ -1,4 +1,4 @@
-"""Valid bodies of every decoder, and what a decoder may do with a changed one."""
+"""Valid bodies of every decoder, and checks of decoding a changed body."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _T = TypeVar("_T")
 
 
 KiB, MiB = 1 << 10, 1 << 20
-LIMIT: Final = 1 << 16  # of what is unpacked, here
-# What Python makes of a JSON text is some dozens of times as large as it: an object, of 56 bytes
+LIMIT: Final = 1 << 16  # of unpacked bytes in these tests
+# Python objects are some dozens of times as large as their JSON text: an object, of 56 bytes
 # and more, for every two characters.
 PER_BYTE, AT_LEAST = 64, 256 * KiB
-PIECE: Final = 3 * MiB  # unpacking goes by pieces of 1 MiB, which zlib joins from smaller ones
+PIECE: Final = 3 * MiB  # unpacking uses pieces of 1 MiB, which zlib joins from smaller ones
 ARRAYS: Final[dict[str, Array]] = {
     "query": np.eye(2, dtype="f4"), "mask": np.array([[True, False]]), "key_lengths": np.array([2]),
     "half": np.array(1, "f2"), "brain": np.array([1, np.inf], DTYPES["bfloat16"]),
@@ -47,9 +47,9 @@ def of_json(encoding: str) -> bytes:
 
 
 def npz() -> bytes:
-    room = io.BytesIO()
-    np.savez(room, **{n: a for n, a in ARRAYS.items() if n != "brain"})  # type: ignore[arg-type]
-    return room.getvalue()
+    file = io.BytesIO()
+    np.savez(file, **{n: a for n, a in ARRAYS.items() if n != "brain"})  # type: ignore[arg-type]
+    return file.getvalue()
 
 
 VALID_BODIES: Final[dict[str, bytes]] = {
@@ -77,10 +77,10 @@ SNIPPETS: Final = [
 
 
 def assert_allocates_below(most: int, work: Callable[[], _T]) -> _T:
-    """Does it, and sees that never more than so many bytes were allocated.
+    """Runs `work` and checks that its peak of allocated memory is below `most` bytes.
 
-    Who does this a million times traces all the while: each start and stop leaves some memory
-    behind (CPython 3.11: 0.1 to 3 KB).
+    For a million calls, start tracing once: each start and stop leaks some memory (CPython 3.11:
+    0.1 to 3 KB).
     """
     is_traced = tracemalloc.is_tracing()
     if not is_traced:
@@ -97,20 +97,19 @@ def assert_allocates_below(most: int, work: Callable[[], _T]) -> _T:
 
 
 def result_or_refusal(work: Callable[[], _T]) -> _T | None:
-    """Does it; None where it is refused, in a document that can be written, as the client's
-    fault."""
+    """Returns the result of `work`; None if it raises a `QkvError` with a valid client error."""
     try:
         return work()
     except QkvError as error:
-        refused = error
-    problem = stdlib.loads(json.dump(refused.problem()))
+        rejection = error
+    problem = stdlib.loads(json.dump(rejection.problem()))
     assert 400 <= problem["status"] < 500
     assert 0 < len(problem["detail"]) < 1000
     return None
 
 
 def assert_decodes_or_refuses(decode: Callable[[bytes], Any], body: bytes) -> None:
-    """Reads or refuses it, for memory in proportion to it."""
+    """Checks that the decoder reads or rejects the body, in memory proportional to its size."""
     message = result_or_refusal(
         lambda: assert_allocates_below(AT_LEAST + PER_BYTE * len(body), lambda: decode(body))
     )

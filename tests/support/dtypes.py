@@ -12,5 +12,5 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What scores, weights and sums are held in."""
+    """Returns the dtype of scores, weights and sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32

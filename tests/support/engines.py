@@ -1,4 +1,4 @@
-"""Engines to try out, small jobs for them, and the bits of their answers."""
+"""Engines for tests, small jobs, and the bits of their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU: Final = torch.device("cpu")
 
 
 def with_engine(test: Callable[[Engine], Awaitable[T]], **options: Any) -> T:
-    """Runs a test with an engine of its own, which groups as one on a GPU would."""
+    """Runs a test with a new engine, which forms batches as on a GPU."""
 
     async def main() -> T:
         engine = Engine(CPU, **({"max_batch": 32, "threads": 2} | options))
@@ -36,7 +36,7 @@ def with_engine(test: Callable[[Engine], Awaitable[T]], **options: Any) -> T:
 
 
 class EngineRunner:
-    """One engine for many examples, on one loop."""
+    """One engine and event loop for many Hypothesis examples."""
 
     def __init__(self, **options: Any) -> None:
         self._runner = asyncio.Runner()
@@ -47,7 +47,7 @@ class EngineRunner:
         self.engine.start()
 
     def run_alone(self, jobs: Sequence[Job]) -> list[JobResult]:
-        """Each job's answer with nothing beside it."""
+        """Returns the result of each job when it runs alone."""
 
         async def each() -> list[JobResult]:
             return [await self.engine.submit(job) for job in jobs]
@@ -55,11 +55,11 @@ class EngineRunner:
         return self._runner.run(each())
 
     def run_together(self, jobs: Sequence[Job]) -> list[JobResult]:
-        """The answers of jobs that wait at the same time."""
+        """Returns the results of jobs that are queued at the same time."""
         return self._runner.run(run_together(self.engine, jobs))
 
     def close(self) -> None:
-        """Ends the thread and the loop."""
+        """Stops the engine and closes the event loop."""
         self._runner.run(self.engine.stop())
         self._runner.close()
 
@@ -80,7 +80,7 @@ def hold(engine: Engine) -> Iterator[None]:
 
 
 async def run_together(engine: Engine, jobs: Sequence[Job]) -> list[JobResult]:
-    """Submits jobs while the device is held, so that those with equal keys are one group."""
+    """Submits jobs while the device thread is paused; returns the results."""
     with hold(engine):
         futures = [engine.submit(job) for job in jobs]
     return await asyncio.gather(*futures)
@@ -92,7 +92,7 @@ def job_of(
     layer: Mapping[str, Any] | None = None,
     **parameters: Any,
 ) -> Job:
-    """A job as a request would make it."""
+    """Returns a softmax job, validated as a request."""
     fields: dict[str, Any] = {"parameters": parameters, "outputs": list(outputs)}
     layer_tensors = {}
     if layer is not None:
@@ -103,13 +103,13 @@ def job_of(
 
 
 def plain(number: int = 0, length: int = 4, batch: int = 1, **parameters: Any) -> Job:
-    """A small ordinary job; those of one length and these parameters share a batch."""
+    """Returns a small job; jobs with equal length and parameters have equal batch keys."""
     generator = torch.Generator().manual_seed(number)
     names = ("query", "key", "value")
     tensors = {n: torch.randn(batch, 2, length, 8, generator=generator) for n in names}
     return job_of(tensors, **parameters)
 
 
-def bits(answer: JobResult) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """All that an answer's outputs are."""
-    return {n: (t.dtype, t.shape, bytes(t.data)) for n, t in answer.outputs.items()}
+def bits(result: JobResult) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Returns dtype, shape and bytes of each output."""
+    return {n: (t.dtype, t.shape, bytes(t.data)) for n, t in result.outputs.items()}

@@ -1,4 +1,4 @@
-"""How many examples Hypothesis draws: at most 25 in `make test`, else each test's own number."""
+"""Number of Hypothesis examples: at most 25 in `make test`, else the number of each test."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Final
 from hypothesis import HealthCheck, settings
 
 FAST_EXAMPLES: Final = 25
-"""The most examples of a test under the profile `fast`, which `make test` selects."""
+"""Limit of examples per test under the profile `fast`, which `make test` selects."""
 
 
 def register_profiles() -> None:
     """Registers the profiles `ci` and `fast`, and loads `ci`.
 
     `ci` is the default: only `--hypothesis-profile=fast` draws fewer examples. Neither has a
-    deadline: no property is about time, and other tests run beside these.
+    deadline: no property concerns time, and other tests run in parallel.
     """
     settings.register_profile(
         "ci", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100
@@ -24,7 +24,7 @@ def register_profiles() -> None:
 
 
 def examples(count: int, **others: Any) -> settings:
-    """Returns the settings of a test with its own number of examples.
+    """Returns Hypothesis settings with a number of examples.
 
     Args:
         count: the number under `ci`; under `fast` at most 25 of them are drawn.

@@ -1,6 +1,6 @@
-"""`python -m support.failing_device` is `qkv` on a device that fails.
+"""A device that fails: `python -m support.failing_device` runs `qkv` on it.
 
-The first number of a request's query says how.
+The first number of a request's query selects the failure.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
 
 POISON: Final = 6661.0
-"""Its batch fails."""
+"""The batch of the request fails."""
 STICKY: Final = 6662.0
-"""So does all that comes after it in the process."""
+"""The batch and all later batches of the process fail."""
 GREEDY: Final = 6663.0
-"""Memory runs out where it is not alone."""
+"""Memory runs out unless the request is alone in its batch."""
 ENDING: Final = 6664.0
-"""Something calls sys.exit."""
+"""The batch calls sys.exit."""
 
 _broken: list[bool] = []
 
 
 def first_number(job: Job) -> float:
-    """Of its query."""
+    """Returns the first number of the job's query."""
     query = job.inputs.tensors.get("query")
     return 0.0 if query is None else float(np.frombuffer(query.data, np.float32)[0])
 
 
 def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
-    """As `execute`, where it does not fail."""
+    """Runs jobs as `execute` does, unless one selects a failure."""
     seen = {first_number(job) for job in jobs}
     if STICKY in seen:
         _broken.append(True)
@@ -55,7 +55,7 @@ def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
 
 
 def device_works(_: torch.device) -> bool:
-    """As `device_errors.device_works` says it of a device whose context is broken."""
+    """Replaces `device_errors.device_works`; returns False after a sticky failure."""
     return not _broken
 
 

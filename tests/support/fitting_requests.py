@@ -1,7 +1,7 @@
-"""Requests whose tensors fit together, for a generator that only knows the OpenAPI document.
+"""Requests whose tensors fit together, for a generator that knows only the OpenAPI document.
 
-A schema says what a tensor looks like, not that S is the same in key and value. What comes from the
-schema is kept where it does not depend on the tensors: parameters, outputs, dtype, encoding.
+A schema describes single tensors, not that S is the same in key and value. Generated values that do
+not depend on the tensors are kept: parameters, outputs, dtype, encoding.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from support.known_requests import DTYPES, Array, as_json
 
 _ROLES: Final = ("query", "key", "value")
 _FIELDS: Final = ("outputs", "weights", "dtype", "encoding")
-_WIDTH: Final = 8  # of a layer's projections
+_WIDTH: Final = 8  # width of a layer's projections
 
 
 class Fitting:
-    """Draws what fits a path; the same seed draws the same.
+    """Draws requests that fit a path; the same seed draws the same.
 
     Args:
-        path: of the operation, a model's name filled in.
-        seed: what is drawn from.
+        path: that of the operation, with the model name filled in.
+        seed: the seed of the numbers.
     """
 
     def __init__(self, path: str, seed: int) -> None:
         self._path, self._draw = path, np.random.default_rng(seed)
-        self._form: str | None = None  # how tensors are written; None: as it comes
+        self._form: str | None = None  # encoding of tensors; None: any
 
     def document(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A JSON body in place of one that fits the schema."""
+        """Returns a JSON body in place of one that fits the schema."""
         if self._path == "/v1/convert":
             return self._conversion(given)
         if self._path == "/v1/compare":
@@ -49,7 +49,7 @@ class Fitting:
         return self._run(variant, given)
 
     def body(self) -> tuple[bytes, int | None]:
-        """A binary body, and for the Open Inference Protocol how long its JSON is."""
+        """Returns a binary body, and for the Open Inference Protocol the length of its JSON."""
         self._form = "base64"
         if self._path == "/v1/convert":
             fields = self._conversion({})
@@ -69,7 +69,7 @@ class Fitting:
 
     @property
     def _variant(self) -> Variant:
-        """The path's; any, where it names none that there is."""
+        """The path's variant, or softmax if the path names no variant."""
         every = catalogue.variants()
         return every.get(self._path.split("/")[3], every["softmax"])
 
@@ -106,7 +106,7 @@ class Fitting:
             shape = [1 if self._chance() else n for n in shape]
         if spec.name == "key_lengths":
             return self._draw.integers(0, sizes["S"] + 1, shape)
-        # one dtype for all: JSON converts what has none, and a tensor in base64 keeps its own
+        # one dtype for all: JSON lists get the dtype of the request, base64 keeps its own
         return self._numbers(shape, [d for d in spec.dtypes if d in ("float32", "bool")])
 
     def _run(self, variant: Variant, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,11 +115,11 @@ class Fitting:
         if "parameters" in given:
             fields["parameters"] = dict(given["parameters"])
             if any(name.endswith("_projection") for name in arrays):
-                fields["parameters"].pop("rank", None)  # it is the projection's
+                fields["parameters"].pop("rank", None)  # the projection determines the rank
         if "weights" in fields:
             fields["weights"] = self._form_of_weights(variant, arrays, fields["weights"])
         shape = self._output(variant, arrays)
-        # lists become what `dtype` says; bytes are float32, which then need not be said
+        # lists get the dtype in `dtype`; base64 is float32, the default
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
         if set(_ROLES) <= arrays.keys() and self._chance():
             fields["layer"] = self._layer(arrays, form)
@@ -129,18 +129,18 @@ class Fitting:
         return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}
 
     def _form_of_weights(self, variant: Variant, arrays: Mapping[str, Array], given: Any) -> Any:
-        """The form given, with rows and keys that there are."""
+        """Returns the form with rows and keys that exist."""
         if not isinstance(given, dict):
             return given
         rows, keys = arrays[next(iter(arrays))].shape[-2], self._sizes(variant, arrays)
         most = keys[variant.outputs["weights"].letters[-1]]
         return {
-            name: [row % rows for row in asked]
+            name: [row % rows for row in value]
             if name == "rows"
-            else min(asked, most)
+            else min(value, most)
             if name == "top_k"
-            else asked
-            for name, asked in given.items()
+            else value
+            for name, value in given.items()
         }
 
     def _output(self, variant: Variant, arrays: Mapping[str, Array]) -> list[int]:
@@ -155,7 +155,7 @@ class Fitting:
         return sizes
 
     def _layer(self, arrays: dict[str, Array], form: str) -> dict[str, Any]:
-        """A layer around the variant: embeddings in place of its query, key and value."""
+        """Returns a layer around the variant; its embeddings replace query, key and value."""
         B, _, L, _ = arrays["query"].shape
         S, M = arrays["key"].shape[-2], self._size()
         for name in _ROLES:
@@ -169,7 +169,7 @@ class Fitting:
         return {f"W_{role}{suffix}": as_json(self._numbers(shape), form) for role in _ROLES}
 
     def _comparison(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Of variants that answer alike, and whose parameters fit whatever comes."""
+        """Returns a comparison of variants that take the same inputs, with parameters that fit."""
         fields = {n: given[n] for n in ("dtype", "encoding", "rows") if n in given}
         B, H, N, D = (self._size() for _ in "BHND")
         arrays = {name: self._numbers((B, H, N, D)) for name in _ROLES}
@@ -181,7 +181,7 @@ class Fitting:
         return {"inputs": {name: as_json(a, form) for name, a in arrays.items()}, **fields}
 
     def _sweep(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What is done soon."""
+        """Returns a sweep that is fast."""
         small = {"batch": 1, "heads": 2, "width": self._size(), "repeats": self._size(2)}
         lengths = [int(n) for n in self._draw.choice(64, 2, replace=False) + 1]
         fields = {n: given[n] for n in ("dtype", "seed") if n in given}

@@ -1,4 +1,4 @@
-"""Every variant's backward, and what it is called with."""
+"""Calls of the `backward` of every variant, and inputs for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTPUT: Final = frozenset({"output"})
 def random_inputs(
     name: str, sizes: Mapping[str, int] = SIZES, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
-    """Normal tensors by argument, all that the variant takes but masks and lengths."""
+    """Returns normal tensors by argument: all inputs except masks and lengths."""
     return {
         i.argument: torch.randn([sizes.get(a, 2) for a in i.letters]).to(dtype)
         for i in BACKWARDS[name].inputs.values()
@@ -43,19 +43,19 @@ def forward_output(
 def gradients(
     name: str, grad: Tensor, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """By wire name; held against what every `backward` promises of shapes and dtypes."""
+    """Returns the gradients by wire name, with shapes and dtypes checked."""
     before = {argument: tensor.clone() for argument, tensor in tensors.items()}
     with torch.inference_mode():
-        made: dict[str, Tensor] = BACKWARDS[name].module.backward(grad, **tensors, **parameters)
+        result: dict[str, Tensor] = BACKWARDS[name].module.backward(grad, **tensors, **parameters)
     by_name = {i.name: i.argument for i in BACKWARDS[name].inputs.values()}
     floating = {n: tensors[a] for n, a in by_name.items() if a in tensors}
     floating = {n: tensor for n, tensor in floating.items() if tensor.is_floating_point()}
-    assert made.keys() == floating.keys()
-    for n, gradient in made.items():
+    assert result.keys() == floating.keys()
+    for n, gradient in result.items():
         assert gradient.shape == floating[n].shape
         assert gradient.dtype in (torch.float32, torch.float64)
         if floating[n].dtype == torch.float64:
             assert gradient.dtype == torch.float64
     for argument, tensor in tensors.items():
         assert torch.equal(tensor.nan_to_num(7), before[argument].nan_to_num(7))
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""Runs of softmax that are asked of a service in JSON, and layers to run it over."""
+"""Requests to softmax in JSON, and layers for them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def run_request(server: Server, document: Any, **fields: Any) -> dict[str, Any]:
     response = post(server, document | fields)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/json"
-    answer: dict[str, Any] = response.json()
-    return answer
+    body: dict[str, Any] = response.json()
+    return body
 
 
 def tensors(rank: int, dtype: str = "float32", seed: int = 0, groups: int = 2) -> dict[str, Any]:
-    """query, key and value with L=3, S=5, D=8, E=6."""
+    """Returns query, key and value with L=3, S=5, D=8, E=6."""
     draw = np.random.default_rng(seed)
     lead = LEADS[rank]
     few = (2, groups) if rank == 4 else lead
@@ -40,7 +40,7 @@ def tensors(rank: int, dtype: str = "float32", seed: int = 0, groups: int = 2) -
 
 
 def random_layer(layout: str, width: int, out: int, *, bias: bool = False) -> dict[str, Any]:
-    """A layer with random weights."""
+    """Returns a layer with random weights."""
     draw = np.random.default_rng(width * out)
     named: dict[str, Any] = {}
     for role in ("query", "key", "value"):

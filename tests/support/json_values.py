@@ -14,7 +14,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 
 @st.composite
 def arrays(draw: st.DrawFn, dtype: str | None = None) -> Array:
-    """Any bits of any dtype that travels, in any shape; numbers that people write, too."""
+    """Draws any bits of any dtype on the wire in any shape, and common numbers."""
     kind = DTYPES[dtype or draw(st.sampled_from(list(DTYPES)))]
     shape = draw(array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
     shape = shape if int(np.prod(shape)) <= 64 else shape[:3]
@@ -32,7 +32,7 @@ def arrays(draw: st.DrawFn, dtype: str | None = None) -> Array:
 
 
 def same_values(one: Array, other: Array) -> bool:
-    """Equal, the signs of zeros too; any NaN is as good as another."""
+    """Returns True if both are equal, with the signs of zeros; all NaN count as equal."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         wide, wider = (x if x.dtype.kind in "bi" else x.astype(np.float64) for x in (one, other))
     signs = np.signbit(wide) == np.signbit(wider) if wide.dtype.kind == "f" else np.True_

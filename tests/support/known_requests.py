@@ -1,4 +1,4 @@
-"""Requests whose answers are known, for the tests that ask a service."""
+"""Requests with known outputs, and checks of problem documents."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROBLEMS: Final = {
 def assert_problem(
     response: httpx.Response, status: int = 422, document: Any = None
 ) -> dict[str, Any]:
-    """The problem document of a refusal, held against RFC 9457 and against what was sent."""
+    """Checks a problem document against RFC 9457 and the request, and returns it."""
     assert response.status_code == status, response.text
     assert status in PROBLEMS, response.text
     assert response.headers["content-type"] == "application/problem+json"
@@ -67,7 +67,7 @@ def assert_problem(
 
 
 def points_into(document: Any, pointer: str) -> bool:
-    """Whether a JSON pointer (RFC 6901) leads to something, or to what is missing in something."""
+    """Returns True if a JSON pointer (RFC 6901) names a part, or a missing member of a part."""
     if pointer == "":
         return True
     first, *names = (n.replace("~1", "/").replace("~0", "~") for n in pointer.split("/"))
@@ -80,7 +80,7 @@ def points_into(document: Any, pointer: str) -> bool:
 
 
 def assert_client_error(error: QkvError, document: Any) -> None:
-    """What a caller did wrong is refused with a status that says so, and a pointer to where."""
+    """Checks that an error of a client has a fitting status and a pointer into the document."""
     assert error.status in (400, 404, 422)
     if error.status == 422:
         assert error.pointer is not None
@@ -88,7 +88,7 @@ def assert_client_error(error: QkvError, document: Any) -> None:
 
 
 def as_json(array: Array, encoding: str) -> Any:
-    """A tensor as JSON has it, written apart from the service's own codec."""
+    """Encodes a tensor as JSON without the service's codec."""
     if encoding == "base64":
         data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
         return {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
@@ -104,7 +104,7 @@ def as_json(array: Array, encoding: str) -> Any:
 
 
 def as_array(tensor: Any) -> Array:
-    """The tensor of a JSON answer, read apart from the service's own codec."""
+    """Decodes the tensor of a JSON response without the service's codec."""
     if isinstance(tensor, dict):
         data = base64.b64decode(tensor["data"], validate=True)
         return np.frombuffer(data, DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
@@ -117,14 +117,14 @@ def as_array(tensor: Any) -> Array:
 
 @dataclass(frozen=True)
 class Case:
-    """A run of `softmax` whose answer is known.
+    """A run of `softmax` with known outputs.
 
     Attributes:
-        inputs: tensors by name, in the rank that they are sent in.
-        parameters: of the variant.
-        dtype: of query, key and value.
-        outputs: which to ask for.
-        encoding: how tensors travel.
+        inputs: tensors by name, in the rank of the request.
+        parameters: those of the variant.
+        dtype: the dtype of query, key and value.
+        outputs: the names of the requested outputs.
+        encoding: lists or base64.
     """
 
     inputs: dict[str, Array]
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The request's body."""
+        """The body of the request."""
         return {
             "inputs": {name: as_json(array, self.encoding) for name, array in self.inputs.items()},
             "parameters": self.parameters,
@@ -143,14 +143,14 @@ class Case:
             "dtype": self.dtype,
         }
 
-    def check(self, answered: Mapping[str, Any]) -> None:
-        """Holds an answer's outputs against the reference.
+    def check(self, outputs: Mapping[str, Any]) -> None:
+        """Compares the outputs of a response with the reference.
 
-        A score sums D products and a mask, each rounded. A weight is off by twice a score's error
-        in its exponent, and by a sum over S. An output averages values with such weights, which
-        some kernels round to the values' dtype, and is rounded to that itself.
+        A score sums D products and a mask, each rounded. A weight has an error of twice its score's
+        in the exponent, and that of a sum over S. An output averages values with such weights,
+        which some kernels round to the values' dtype, and is rounded to that dtype itself.
         """
-        assert answered.keys() == set(self.outputs)
+        assert outputs.keys() == set(self.outputs)
         lifted = {name: self._lifted(name) for name in self.inputs}
         arguments: dict[str, Any] = {ARGUMENTS[n]: t for n, t in lifted.items()} | self.parameters
         exact = softmax.reference(**arguments)
@@ -162,7 +162,7 @@ class Case:
             mask = lifted["mask"].double()
             summed += float(mask.where(mask.isfinite(), 0.0).abs().max())
         eps = EPS["float64" if self.dtype == "float64" else "float32"]
-        score = eps * (query.shape[-1] + 8) * summed + 2.0**-126  # what underflows is 0
+        score = eps * (query.shape[-1] + 8) * summed + 2.0**-126  # underflow gives 0
         weight = (math.expm1(2 * score) + eps * (key.shape[-2] + 8)) / self._kept
         rounding = 2 * EPS[self.dtype] / self._kept
         bounds = {
@@ -170,19 +170,19 @@ class Case:
             "weights": weight,
             "scores": score,
         }
-        for name, tensor in answered.items():
+        for name, tensor in outputs.items():
             self._compare(name, as_array(tensor), getattr(exact, name).numpy(), bounds[name])
 
-    def _compare(self, name: str, came: Array, exact: Array, bound: float) -> None:
+    def _compare(self, name: str, found: Array, exact: Array, bound: float) -> None:
         rank = self.inputs["query"].ndim
         exact = exact.reshape(
             [n for i, n in enumerate(exact.shape) if (i or rank > 2) and (i != 1 or rank > 3)]
         )
-        assert came.shape == exact.shape, name
-        came = came.astype(np.float64)
+        assert found.shape == exact.shape, name
+        found = found.astype(np.float64)
         hidden = np.isneginf(exact)
-        assert np.array_equal(np.isneginf(came), hidden), name
-        off = np.abs(came[~hidden] - exact[~hidden]).max(initial=0.0)
+        assert np.array_equal(np.isneginf(found), hidden), name
+        off = np.abs(found[~hidden] - exact[~hidden]).max(initial=0.0)
         assert off <= bound, f"{name} is off by {off}, more than {bound}: {self}"
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ class Case:
         return 1.0 - float(self.parameters.get("dropout", 0.0))
 
     def _lifted(self, name: str) -> torch.Tensor:
-        """With all four axes, as the reference has it."""
+        """Returns an input with all four axes, for the reference."""
         array, rank = self.inputs[name], self.inputs["query"].ndim
         if name == "mask":
             array = array.reshape((1,) * (rank - array.ndim) + array.shape)
@@ -206,11 +206,11 @@ class Case:
 
 
 def random_case(kind: int, seed: int) -> Case:
-    """A case with everything that `softmax` takes; those of one kind may share a batch.
+    """Returns a case with any inputs and parameters; cases of one kind may share a batch.
 
     Args:
-        kind: what shapes, dtypes and parameters are drawn from.
-        seed: what the numbers are drawn from.
+        kind: the seed of shapes, dtypes and parameters.
+        seed: the seed of the numbers.
     """
     plan, draw = np.random.default_rng([0, kind]), np.random.default_rng([1, kind, seed])
 

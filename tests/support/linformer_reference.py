@@ -1,4 +1,4 @@
-"""Linformer by its definition: what is drawn, and how far an answer may be off."""
+"""Linformer by its definition: random projections and error bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUT: Final = frozenset({"output"})
 
 
 def attend_checked(*tensors: Any, **parameters: Any) -> linformer.Linformer:
-    """All outputs, their dtypes checked."""
+    """Returns all outputs, with checked dtypes."""
     found = linformer.attend(*tensors, **parameters, outputs=ALL)
     dtype = tensors[0].dtype
     for tensor, expected in zip(found, (dtype, *2 * [exact_dtype(dtype)]), strict=False):
@@ -28,20 +28,20 @@ def attend_checked(*tensors: Any, **parameters: Any) -> linformer.Linformer:
 
 
 def random_projection(stream: int, rank: int, length: int, seed: int) -> Tensor:
-    """The definition: normal with variance 1/rank, key by key."""
+    """Returns a random projection by its definition: normal with variance 1/rank, key by key."""
     bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64))
     numbers = np.random.Generator(bits).standard_normal((length, rank))
     return torch.from_numpy(numbers.T / math.sqrt(rank)).contiguous()
 
 
 def assert_right(tensors: tuple[Tensor | None, ...], **parameters: Any) -> None:
-    """The reference's numbers, within what roundings allow; alone, together, and by rows.
+    """Compares all outputs, one output alone, and row blocks with the reference.
 
-    A score sums S D products, each rounded (S + D + 8 times in a row at most): delta. Its weight
-    in the map is off by the factor e^(2 delta), which also is what the sum below it may be off, and
-    by R + 64 roundings of the sum and of exp. What averages mixtures of S adds R + S roundings of
-    the sum's mass, and the answer is rounded to its dtype. What underflows loses the smallest
-    normal number at most. eps is twice a rounding: half of each bound is for the reference.
+    A score sums S D products, each rounded (S + D + 8 times in a row at most): delta. Its weight in
+    the map has an error factor of e^(2 delta), and so has the sum of the row. R + 64 roundings of
+    the sum and of exp come on top. Averages of mixtures of S add R + S roundings of the mass of the
+    sum, and the output is rounded to its dtype. Underflow loses at most the smallest normal number.
+    eps is twice a rounding: half of each bound is for the reference.
     """
     query, key, value, E, F, lengths = tensors
     assert query is not None
@@ -80,8 +80,8 @@ def assert_right(tensors: tuple[Tensor | None, ...], **parameters: Any) -> None:
     assert alone.weights is None
     assert alone.map is None
     start = L // 2 if (L := query.shape[2]) > 1 else 0
-    taken = (*tensors[:2], *tensors[3:])
-    rows = linformer.weights(*taken, **parameters)(slice(start, L))  # type: ignore[arg-type]
+    score_tensors = (*tensors[:2], *tensors[3:])
+    rows = linformer.weights(*score_tensors, **parameters)(slice(start, L))  # type: ignore[arg-type]
     for name, tensor, at in (
         *((name, getattr(found, name), 0) for name in ALL),
         ("output", alone.output, 0),
@@ -109,11 +109,11 @@ def requests(draw: st.DrawFn) -> tuple[tuple[Tensor | None, ...], dict[str, Any]
         padding = (torch.arange(S) >= lengths[:, None])[:, None, :, None]
         garbage = draw(st.sampled_from([0.0, 100.0, math.nan, math.inf]))
         key, value = key.masked_fill(padding, garbage), value.masked_fill(padding, garbage)
-    given = [normal(R, N).to(dtype) / R**0.5 if draw(st.booleans()) else None for _ in "EF"]
+    projections = [normal(R, N).to(dtype) / R**0.5 if draw(st.booleans()) else None for _ in "EF"]
     parameters: dict[str, Any] = {"seed": draw(st.integers(0, 2**64 - 1))}
     if draw(st.booleans()):
         parameters["rank"] = R
     if draw(st.booleans()):
         parameters["scale"] = draw(st.sampled_from([0.0, -1.5, 0.3]))
     tensors = [x.to(dtype) for x in (query, key, value)]
-    return (*tensors, *given, lengths), parameters
+    return (*tensors, *projections, lengths), parameters

@@ -1,4 +1,4 @@
-"""Requests to break, and the ways to break them."""
+"""Valid requests, and corruptions that make them invalid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.known_requests import DTYPES, Case, as_array, as_json
 
 
 def valid(name: str) -> dict[str, Any]:
-    """Requests to break; each is answered as it is."""
+    """Returns a valid request for a corruption."""
     draw = np.random.default_rng(7)
     mask = np.where(draw.random((4, 1, 5)) < 0.7, 0.5, -np.inf).astype(np.float32)
     document: dict[str, Any]
@@ -48,7 +48,7 @@ CORRUPTIONS: dict[str, tuple[tuple[str, ...], Corruption]] = {}
 
 
 def corruption(*documents: str) -> Callable[[Corruption], Corruption]:
-    """Makes a way to break these documents (None: all) known."""
+    """Registers a corruption of these documents; none named: of all."""
 
     def add(function: Corruption) -> Corruption:
         CORRUPTIONS[function.__name__] = (documents or DOCUMENTS, function)
@@ -66,38 +66,38 @@ NOT_A_TENSOR: list[Any] = [
 
 
 def tensors_of(document: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Where the tensors stand that a request cannot do without."""
+    """Returns the places of the required tensors."""
     groups = [document["inputs"], document.get("layer", {}).get("tensors", {})]
     return [(g, n) for g in groups for n in g if n not in ("mask", "key_lengths")]
 
 
 @corruption()
-def a_tensor_is_left_out(draw: Draw, document: dict[str, Any]) -> None:
+def tensor_is_missing(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE([t for t in tensors_of(document) if not t[1].endswith("bias")]))
     del group[name]
 
 
 @corruption()
-def a_tensor_has_another_name(draw: Draw, document: dict[str, Any]) -> None:
+def tensor_has_another_name(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE([t for t in tensors_of(document) if not t[1].endswith("bias")]))
     group[name + draw(TEXT) + "~/"] = group.pop(name)
 
 
 @corruption()
-def a_tensor_nobody_knows(draw: Draw, document: dict[str, Any]) -> None:
+def unknown_tensor(draw: Draw, document: dict[str, Any]) -> None:
     group = draw(ONE(tensors_of(document)))[0]
     group[draw(TEXT.filter(lambda n: n not in group and n != "mask"))] = EYE
 
 
 @corruption()
-def a_tensor_is_something_else(draw: Draw, document: dict[str, Any]) -> None:
+def tensor_is_no_tensor(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     junk = draw(ONE(NOT_A_TENSOR))
     group[name] = 5 if name.endswith("bias") and junk == [1, 2] else junk
 
 
 @corruption("lists", "x")
-def a_row_is_longer(draw: Draw, document: dict[str, Any]) -> None:
+def row_is_longer(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE([n for n in document["inputs"] if n != "key_lengths"]))
     row = document["inputs"][name]
     while isinstance(row[0], list):
@@ -106,7 +106,7 @@ def a_row_is_longer(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("lists")
-def a_number_is_something_else(draw: Draw, document: dict[str, Any]) -> None:
+def number_is_no_number(draw: Draw, document: dict[str, Any]) -> None:
     row = document["inputs"][draw(ONE(TENSORS))]
     while isinstance(row[0], list):
         row = draw(ONE(row))
@@ -114,7 +114,7 @@ def a_number_is_something_else(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("lists", "x")
-def a_number_is_too_large(draw: Draw, document: dict[str, Any]) -> None:
+def number_is_too_large(draw: Draw, document: dict[str, Any]) -> None:
     row = document["inputs"][draw(ONE([n for n in document["inputs"] if n in (*TENSORS, "x")]))]
     while isinstance(row[0], list):
         row = draw(ONE(row))
@@ -122,26 +122,26 @@ def a_number_is_too_large(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("base64")
-def an_axis_is_longer(draw: Draw, document: dict[str, Any]) -> None:
+def axis_is_longer(draw: Draw, document: dict[str, Any]) -> None:
     name, axis = draw(
         ONE([("query", 0), ("query", 1), ("query", 3)])
         | st.tuples(ONE(["key", "value"]), ONE([0, 1, 2]))
     )
-    grown(document["inputs"], name, axis)
+    lengthen_axis(document["inputs"], name, axis)
 
 
 @corruption("x", "embeddings")
-def a_layer_does_not_fit(draw: Draw, document: dict[str, Any]) -> None:
+def layer_does_not_fit(draw: Draw, document: dict[str, Any]) -> None:
     inputs, weights = document["inputs"], document["layer"]["tensors"]
     group, name = draw(ONE([(g, n) for g in (inputs, weights) for n in g]))
     if group is inputs and "x" in inputs:
         inputs["x"] = [[[1, 2, 3, 4, 5]]]
     else:
         into = -1 if group is inputs or document["layer"]["layout"] == "v2" else 0
-        grown(group, name, 0 if name.endswith("bias") else into)
+        lengthen_axis(group, name, 0 if name.endswith("bias") else into)
 
 
-def grown(group: dict[str, Any], name: str, axis: int) -> None:
+def lengthen_axis(group: dict[str, Any], name: str, axis: int) -> None:
     array = as_array(group[name])
     more = np.repeat(array, 2, axis)
     keep = [slice(None)] * array.ndim
@@ -150,7 +150,7 @@ def grown(group: dict[str, Any], name: str, axis: int) -> None:
 
 
 @corruption()
-def an_axis_is_empty(draw: Draw, document: dict[str, Any]) -> None:
+def axis_is_empty(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     array = as_array(group[name])
     shape = list(array.shape)
@@ -167,7 +167,7 @@ def too_many_axes(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("base64", "embeddings")
-def another_rank_than_the_query(draw: Draw, document: dict[str, Any]) -> None:
+def rank_differs_from_the_query(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(["key", "value"]))
     array = as_array(document["inputs"][name])
     document["inputs"][name] = as_json(draw(ONE([array[0], array[None]])), "base64")
@@ -195,7 +195,7 @@ def base64_is_damaged(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("base64", "embeddings")
-def a_declaration_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
+def declaration_is_invalid(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     tensor = group[name]
     key, bad = draw(
@@ -212,13 +212,13 @@ def a_declaration_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("base64", "embeddings")
-def a_declaration_is_incomplete(draw: Draw, document: dict[str, Any]) -> None:
+def declaration_is_incomplete(draw: Draw, document: dict[str, Any]) -> None:
     group, name = draw(ONE(tensors_of(document)))
     del group[name][draw(ONE(["dtype", "shape", "data"]))]
 
 
 @corruption("lists", "base64")
-def a_mask_does_not_fit(draw: Draw, document: dict[str, Any]) -> None:
+def mask_does_not_fit(draw: Draw, document: dict[str, Any]) -> None:
     masks = [
         [[0, 1, 0, 1, 0]], [[1, 1, 1, 1, 1]], 1, [True, False], [[True] * 6], [[True] * 5] * 2,
         [[[[[True]]]]], [["x"]], [None], None, "true", [[]], [], {}, [[1, True, 0, 0, 0]],
@@ -249,13 +249,13 @@ BAD_PARAMETERS: dict[str, list[Any]] = {
 
 
 @corruption()
-def a_parameter_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
+def parameter_is_invalid(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(list(BAD_PARAMETERS)))
     document.setdefault("parameters", {})[name] = draw(ONE(BAD_PARAMETERS[name]))
 
 
 @corruption()
-def a_parameter_nobody_knows(draw: Draw, document: dict[str, Any]) -> None:
+def unknown_parameter(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(
         TEXT.filter(lambda n: n not in BAD_PARAMETERS) | ONE(["Causal", "is_causal", "a/b~"])
     )
@@ -274,20 +274,20 @@ BAD_FIELDS: dict[str, list[Any]] = {
 
 
 @corruption()
-def a_field_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
+def field_is_invalid(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(list(BAD_FIELDS)))
     document[name] = draw(ONE(BAD_FIELDS[name]))
 
 
 @corruption()
-def a_field_nobody_knows(draw: Draw, document: dict[str, Any]) -> None:
+def unknown_field(draw: Draw, document: dict[str, Any]) -> None:
     known = (*BAD_FIELDS, "inputs")
     name = draw(TEXT.filter(lambda n: n not in known) | ONE(["Inputs", "query", "a/b~c", ""]))
     document[name] = draw(ONE([None, 1, True, [], {}, EYE]))
 
 
 @corruption("lists", "base64")
-def weights_asked_for_and_not(draw: Draw, document: dict[str, Any]) -> None:
+def weights_requested_and_none(draw: Draw, document: dict[str, Any]) -> None:
     document |= {"outputs": ["output", "weights"], "weights": "none"}
 
 
@@ -299,13 +299,13 @@ BAD_LAYER: dict[str, list[Any]] = {
 
 
 @corruption("x", "embeddings")
-def a_layer_is_wrong(draw: Draw, document: dict[str, Any]) -> None:
+def layer_is_invalid(draw: Draw, document: dict[str, Any]) -> None:
     name = draw(ONE(list(BAD_LAYER)))
     document["layer"][name] = draw(ONE(BAD_LAYER[name]))
 
 
 @corruption("x", "embeddings")
-def a_layer_has_more_or_less(draw: Draw, document: dict[str, Any]) -> None:
+def layer_has_missing_or_unknown_fields(draw: Draw, document: dict[str, Any]) -> None:
     layer = document["layer"]
     if draw(st.booleans()):
         del layer[draw(ONE(["layout", "tensors"]))]
@@ -314,7 +314,7 @@ def a_layer_has_more_or_less(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("x")
-def x_beside_what_it_stands_for(draw: Draw, document: dict[str, Any]) -> None:
+def x_beside_its_roles(draw: Draw, document: dict[str, Any]) -> None:
     inputs = document["inputs"]
     inputs[draw(ONE(TENSORS))] = inputs["x"]
 
@@ -326,38 +326,38 @@ def x_without_a_layer(draw: Draw, document: dict[str, Any]) -> None:
 
 
 @corruption("x")
-def a_projection_is_spelled_twice(draw: Draw, document: dict[str, Any]) -> None:
+def projection_in_two_spellings(draw: Draw, document: dict[str, Any]) -> None:
     weights = document["layer"]["tensors"]
     name = draw(ONE(["W_key", "W_value"]))
     weights[f"{name}s"] = weights[name]
 
 
 @corruption()
-def the_body_is_cut(draw: Draw, document: dict[str, Any]) -> bytes:
+def body_is_cut(draw: Draw, document: dict[str, Any]) -> bytes:
     body = json.dumps(document).encode()
     return body[: draw(st.integers(0, len(body) - 1))]
 
 
 @corruption()
-def the_body_goes_on(draw: Draw, document: dict[str, Any]) -> bytes:
+def body_has_trailing_bytes(draw: Draw, document: dict[str, Any]) -> bytes:
     more: bytes = draw(ONE([b"}", b"x", b"{}", b"\0", b",", b"\xff"]))
     return json.dumps(document).encode() + more
 
 
 @corruption()
-def the_body_is_no_object(draw: Draw, document: dict[str, Any]) -> bytes:
+def body_is_no_object(draw: Draw, document: dict[str, Any]) -> bytes:
     return json.dumps(draw(ONE([[document], [], None, 1, "x", json.dumps(document)]))).encode()
 
 
 @corruption()
-def a_name_comes_twice(draw: Draw, document: dict[str, Any]) -> bytes:
+def duplicate_name(draw: Draw, document: dict[str, Any]) -> bytes:
     body = json.dumps(document)
     found: re.Match[str] = draw(ONE(list(re.finditer(r'"\w+": ', body))))
     return f"{body[: found.start()]}{found[0]}0, {body[found.start() :]}".encode()
 
 
 @corruption()
-def some_bytes_are_no_text(draw: Draw, document: dict[str, Any]) -> bytes:
+def bytes_are_no_utf8(draw: Draw, document: dict[str, Any]) -> bytes:
     body = json.dumps(document).encode()
     at = draw(st.integers(0, len(body) - 1))
     odd: bytes = draw(ONE([b"\xff", b"\x80", b"\xc3(", b"\xed\xa0\x80"]))

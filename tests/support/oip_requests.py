@@ -21,18 +21,18 @@ INPUTS: Final[dict[str, Array]] = {
 
 
 def input_entry(name: str, array: Array, **changed: Any) -> dict[str, Any]:
-    """An input with its data, flat."""
+    """Returns an input with its data as a flat list."""
     shape, data = list(array.shape), array.ravel().tolist()
     return {"name": name, "datatype": "FP32", "shape": shape, "data": data} | changed
 
 
 def request_with_lists(**fields: Any) -> dict[str, Any]:
-    """A request whose inputs are lists."""
+    """Returns a request with inputs as lists."""
     return {"inputs": [input_entry(name, array) for name, array in INPUTS.items()]} | fields
 
 
 def post(server: Server, content: Any, headers: Mapping[str, str] | None = None) -> httpx.Response:
-    """Sends bytes or a document with no Content-Type."""
+    """Sends bytes or a document without Content-Type."""
     if isinstance(content, dict):
         content = json.dumps(content).encode()
     request = server.http.build_request("POST", INFER_PATH, content=content, headers=headers)
@@ -41,7 +41,7 @@ def post(server: Server, content: Any, headers: Mapping[str, str] | None = None)
 
 
 def error_of(response: httpx.Response, status: int = 400) -> str:
-    """The one sentence that an error is."""
+    """Returns the message of an error response."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     document = response.json()

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of a value or an answer."""
+"""Checks values and responses against the schemas of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jsonschema
 
 
 def fits(value: Any, schema: dict[str, Any], document: dict[str, Any]) -> bool:
-    """Whether a schema whose references lead into the document takes a value."""
+    """True if a schema with references into the document accepts a value."""
     whole = {"components": document["components"], **schema}
     return bool(jsonschema.Draft202012Validator(whole).is_valid(value))
 
 
 def response_content(document: dict[str, Any], response: httpx.Response) -> dict[str, Any]:
-    """What the document says of the content of an answer, which must have the headers it names."""
+    """Returns the documented content of a response; asserts that it has the documented headers."""
     request = response.request
     operation = document["paths"][request.url.path][request.method.lower()]
     found: dict[str, Any] = operation["responses"][str(response.status_code)]
@@ -27,7 +27,7 @@ def response_content(document: dict[str, Any], response: httpx.Response) -> dict
 
 
 def with_renamed_fields(value: Any) -> Iterator[Any]:
-    """A value with one name changed, wherever there is one."""
+    """Yields copies of a value with one name changed, for each name at any depth."""
     if isinstance(value, dict):
         for name, inner in value.items():
             rest = {n: v for n, v in value.items() if n != name}
@@ -37,7 +37,7 @@ def with_renamed_fields(value: Any) -> Iterator[Any]:
 
 
 def assert_matches_document(document: dict[str, Any], response: httpx.Response) -> None:
-    """Holds a JSON answer against the document, and the document against near misses."""
+    """Asserts that a JSON response matches the document, and that changed copies of it do not."""
     answer, schema = response.json(), response_content(document, response)["schema"]
     assert fits(answer, schema, document), answer
     for other in with_renamed_fields(answer):

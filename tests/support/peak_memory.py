@@ -1,7 +1,7 @@
-"""What a process of its own holds at most: for tests of what is never held.
+"""Peak memory of a script in a separate process.
 
-glibc keeps large blocks that were freed, in pieces that differ from run to run by more than what is
-held: 181 to 300 MiB were seen where 88 were. Its processes here give them back.
+glibc keeps freed large blocks, in amounts that vary between runs by more than the measured memory:
+181 to 300 MiB instead of 88. The processes here return such blocks to the system.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
-# VmHWM, because ru_maxrss of a child starts at what its parent had
+# VmHWM, because ru_maxrss of a child starts at the value of its parent
 _STATUS: Final = """
 import sys, torch
 
@@ -37,11 +37,11 @@ _LARGE: Final = 1 << 20  # bytes; mallopt(3), M_MMAP_THRESHOLD
 
 
 class Peak(NamedTuple):
-    """Bytes that a process held at most, so far.
+    """Peak memory of a process, in bytes.
 
     Attributes:
-        whole: the interpreter and torch included.
-        above: what `start` found.
+        whole: with the interpreter and torch.
+        above: beyond the memory at `start()`.
     """
 
     whole: int
@@ -49,11 +49,11 @@ class Peak(NamedTuple):
 
 
 def peaks(script: str, *arguments: object) -> list[Peak]:
-    """Runs Python in a process of its own, torch with two threads; the peak at each `say()`.
+    """Runs a script in a separate process, torch with two threads; returns each `say()`'s peak.
 
     Args:
-        script: it may call `start()` where its inputs are there, and `say()` after each step.
-        arguments: what it finds in `sys.argv`.
+        script: Python code that calls `start()` once its inputs exist, and `say()` after each step.
+        arguments: `sys.argv[1:]` of the script.
     """
     done = subprocess.run(
         [sys.executable, "-c", _STATUS + script, *map(str, arguments)],
@@ -64,5 +64,5 @@ def peaks(script: str, *arguments: object) -> list[Peak]:
     )
     assert done.returncode == 0, done.stderr
     found = [Peak(*map(int, line.split())) for line in done.stdout.splitlines()]
-    assert found, "the script said nothing"
+    assert found, "the script printed no peak"
     return found

@@ -1,4 +1,4 @@
-"""Reads the numbers out of a variant's SVG picture."""
+"""Parser for the numbers in a variant's SVG picture."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SVG: Final = "{http://www.w3.org/2000/svg}"
 
 
 def parse_svg(svg: str | None) -> ElementTree.Element:
-    """A picture, parsed."""
+    """Returns the parsed picture."""
     assert svg is not None
     return ElementTree.fromstring(svg)
 
 
 def panel_cells(svg: str | None) -> list[dict[tuple[int, int], float]]:
-    """Of each panel, what number stands at (row, column); what is empty is absent."""
+    """Returns the numbers of each panel by (row, column); empty cells are absent."""
     panels = []
     for group in parse_svg(svg).iter(f"{SVG}g"):
         titled = [p for p in group.findall(f"{SVG}path") if p.find(f"{SVG}title") is not None]

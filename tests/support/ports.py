@@ -1,4 +1,4 @@
-"""TCP ports of this machine."""
+"""Free TCP ports."""
 
 from __future__ import annotations
 

@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any, Final
 
 TIMEOUT_S: Final = 60.0
-"""How long a test waits for something before it fails; never a bound on speed."""
+"""Seconds that a test waits for an event before it fails; never a limit of speed."""
 
 
 class Process:
     """A running `qkv` command.
 
     Args:
-        arguments: of the command.
-        environment: beside this process's own.
-        stdout: where its standard output goes.
+        arguments: arguments of the command.
+        environment: variables in addition to those of this process.
+        stdout: file for its standard output; None: discarded.
+        module: Python module to run.
 
     Attributes:
         popen: the process.
-        lines: the lines it has written to stderr, without line ends.
+        lines: its lines on stderr so far, without line ends.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Process:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the command has printed the curl line, its last before it serves."""
+        """True once the command has printed the curl line, its last before it serves."""
         return any(line.startswith("curl ") for line in self.lines)
 
     def end(self, number: int = signal.SIGTERM) -> int:
@@ -67,7 +68,7 @@ class Process:
         return self.wait()
 
     def wait(self) -> int:
-        """Returns the exit status, once stderr is read to its end."""
+        """Waits until the process has exited and stderr is read; returns the exit status."""
         status = self.popen.wait(TIMEOUT_S)
         self._listener.join(TIMEOUT_S)
         return status
@@ -79,16 +80,16 @@ class Process:
                 self.lines.append(line.rstrip("\n"))
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     """Polls until a condition holds; fails after `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not happened():
-        assert time.monotonic() < deadline, "it did not happen"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.005)
 
 
 def wait_until_asleep(pid: int) -> None:
-    """Returns once a process sleeps in a system call, where /proc says so.
+    """Waits until a process sleeps in a system call; does nothing without /proc.
 
     Python handles a signal that arrives between its last check and a system call only after that
     call has returned.
@@ -100,7 +101,7 @@ def wait_until_asleep(pid: int) -> None:
 
 @contextlib.contextmanager
 def running_command(*arguments: str, module: str = "qkv", **environment: str) -> Iterator[Process]:
-    """Runs `qkv` with arguments, and settings in the environment; kills it at the end."""
+    """Runs `qkv` with arguments and environment variables; kills it at the end."""
     process = Process(arguments, environment, module=module)
     try:
         yield process

@@ -1,4 +1,4 @@
-"""A plain connection to a service, and requests that may take the shortest way."""
+"""Requests on a plain socket, some of which take the fast path."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ NAMES: Final = ("query", "key", "value")
 
 @pytest.fixture
 def fast_path_runs(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
-    """The prepared runs that the fast path has executed."""
-    taken: list[PreparedRun] = []
+    """Returns a list to which each prepared run that the fast path has executed is appended."""
+    executed: list[PreparedRun] = []
     run_prepared = Engine.run_prepared
 
     def counted(engine: Engine, prepared_run: PreparedRun) -> Any:
-        answer = run_prepared(engine, prepared_run)
-        if answer is not None:
-            taken.append(prepared_run)
-        return answer
+        run = run_prepared(engine, prepared_run)
+        if run is not None:
+            executed.append(prepared_run)
+        return run
 
     monkeypatch.setattr(Engine, "run_prepared", counted)
-    return taken
+    return executed
 
 
 def random_inputs(
@@ -50,7 +50,7 @@ def random_inputs(
 
 
 def inputs_for(name: str, dtype: Any = np.float32, size: int = 8) -> dict[str, Array]:
-    """What a variant needs, every axis of one size."""
+    """Returns the required inputs of a variant; every axis has the same size."""
     random, inputs = np.random.default_rng(0), variants()[name].inputs.values()
     return {
         spec.name: random.normal(size=[fixed_size(x) or size for x in spec.letters]).astype(dtype)
@@ -64,9 +64,9 @@ def encode_body(
 ) -> Any:
     """Returns a body, and the number of bytes of its JSON."""
     raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
-    asked = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+    requested = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
     chunks, length = open_inference.encode(
-        Message({"outputs": asked} | fields, raw), "inputs", set(raw)
+        Message({"outputs": requested} | fields, raw), "inputs", set(raw)
     )
     return b"".join(chunks), length
 
@@ -84,7 +84,7 @@ class RawClient:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._came = b""
+        self._received = b""
 
     def send(self, *pieces: bytes) -> None:
         for piece in pieces:
@@ -92,46 +92,46 @@ class RawClient:
 
     def read_response(self) -> tuple[dict[str, str], Any, bytes]:
         """Returns the headers of the next response, its JSON, and the bytes after the JSON."""
-        while b"\r\n\r\n" not in self._came:
+        while b"\r\n\r\n" not in self._received:
             self._more()
-        head, self._came = self._came.split(b"\r\n\r\n", 1)
+        head, self._received = self._received.split(b"\r\n\r\n", 1)
         first, *lines = head.decode().split("\r\n")
-        assert first == "HTTP/1.1 200 OK", head + self._came
+        assert first == "HTTP/1.1 200 OK", head + self._received
         headers = dict(line.split(": ", 1) for line in lines)
-        while len(self._came) < int(headers["content-length"]):
+        while len(self._received) < int(headers["content-length"]):
             self._more()
-        body, self._came = (
-            self._came[: (end := int(headers["content-length"]))],
-            self._came[end:],
+        body, self._received = (
+            self._received[: (end := int(headers["content-length"]))],
+            self._received[end:],
         )
         length = int(headers["inference-header-content-length"])
         return headers, json.loads(body[:length]), body[length:]
 
     def status(self) -> int:
-        """Returns the status of the next response, and leaves the response unread."""
-        while b"\r\n\r\n" not in self._came:
+        """Returns the status of the next response without consuming the response."""
+        while b"\r\n\r\n" not in self._received:
             self._more()
-        return int(self._came.split()[1])
+        return int(self._received.split()[1])
 
     def body(self) -> bytes:
         """Returns the body of the next response, whose status must be 200."""
-        assert self.status() == 200, self._came
+        assert self.status() == 200, self._received
         return self.rest()
 
     def rest(self) -> bytes:
-        """Returns the body of the next response, whatever its status."""
+        """Returns the body of the next response, with any status."""
         self.status()
-        head, self._came = self._came.split(b"\r\n\r\n", 1)
+        head, self._received = self._received.split(b"\r\n\r\n", 1)
         length = int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
-        while len(self._came) < length:
+        while len(self._received) < length:
             self._more()
-        body, self._came = self._came[:length], self._came[length:]
+        body, self._received = self._received[:length], self._received[length:]
         return body
 
     def _more(self) -> None:
         more = self.socket.recv(1 << 20)
         assert more, "the connection was closed"
-        self._came += more
+        self._received += more
 
 
 @contextmanager
@@ -140,36 +140,36 @@ def raw_client(server: Server) -> Iterator[RawClient]:
         yield RawClient(connection)
 
 
-def asked_of(server: Server) -> int:
-    """Requests that the service counts as not answered."""
+def in_flight_count(server: Server) -> int:
+    """Returns the number of requests in flight."""
     return int(server.runtime.worker.shared_state.in_flight)
 
 
 def read_responses(connection: socket.socket) -> list[tuple[int, dict[str, str], bytes]]:
     """Reads responses until the service closes the connection."""
-    came = b""
+    received = b""
     while more := connection.recv(1 << 20):
-        came += more
+        received += more
     found = []
-    while came:
-        head, _, came = came.partition(b"\r\n\r\n")
+    while received:
+        head, _, received = received.partition(b"\r\n\r\n")
         first, *lines = head.decode().lower().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines)
         size = int(headers["content-length"])
-        found.append((int(first.split()[1]), headers, came[:size]))
-        came = came[size:]
+        found.append((int(first.split()[1]), headers, received[:size]))
+        received = received[size:]
     return found
 
 
 @pytest.fixture
 def prepared_runs(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
-    """The prepared runs that the fast path has executed."""
-    taken: list[PreparedRun] = []
+    """Returns a list to which each prepared run that the fast path has executed is appended."""
+    executed: list[PreparedRun] = []
     run = PreparedRun.run
 
     def counted(prepared_run: PreparedRun) -> Any:
-        taken.append(prepared_run)
+        executed.append(prepared_run)
         return run(prepared_run)
 
     monkeypatch.setattr(PreparedRun, "run", counted)
-    return taken
+    return executed

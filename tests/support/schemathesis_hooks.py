@@ -1,4 +1,4 @@
-"""What `schemathesis run` is told of qkv: how to make tensors that fit together, and no more.
+"""Hooks for `schemathesis run`: they generate tensors with matching shapes.
 
 SCHEMATHESIS_HOOKS=schemathesis_hooks schemathesis run <url>/openapi.json
 """
@@ -24,7 +24,7 @@ Case = schemathesis.Case[Any]
 
 
 def _fitting(case: Case) -> Fitting:
-    """What fits the case; as many different ones as there are bodies."""
+    """Returns fitting bodies for a case, as many different ones as there are bodies."""
     return Fitting(case.formatted_path, zlib.crc32(repr(case.body).encode()))
 
 

@@ -1,10 +1,10 @@
-"""Tables that seed scripts print."""
+"""Tables printed by the seed scripts."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# seed 002: v1, v2 and v3 average what came so far
+# seed 002: v1, v2 and v3 average all earlier rows
 AVERAGES: Final = """
      0.1808 -0.0700   -0.0894 -0.4926    0.1490 -0.3199    0.3504 -0.2238
      0.3525  0.0545    0.0688 -0.0396    0.0927 -0.0682   -0.0341  0.1332

@@ -26,12 +26,12 @@ class Server:
     """A service on a real socket of 127.0.0.1.
 
     Attributes:
-        url: where.
-        app: the application.
-        runtime: what its requests share.
+        url: its base URL.
+        app: the FastAPI application.
+        runtime: state shared by its requests.
         engine: its engine.
-        timeouts: checks its connections.
-        http: a client of it, for one thread.
+        timeouts: its connection timeouts.
+        http: client for one thread.
     """
 
     url: str
@@ -58,7 +58,7 @@ class Server:
         return hold(self.engine)
 
     def wait_until_queued(self, count: int) -> None:
-        """Returns once that many jobs are queued."""
+        """Waits until `count` jobs are queued."""
         wait_until(lambda: self.queued_count == count)
 
 

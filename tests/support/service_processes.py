@@ -1,4 +1,4 @@
-"""Requests to a service of several processes, and a look at those processes."""
+"""Requests to a service with several processes, and information about its processes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def address(process: Process) -> tuple[str, int]:
 
 
 def child_pids(pid: int) -> list[int]:
-    """Returns the ids of the processes that a process started."""
+    """Returns the ids of the child processes."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:
-    """Returns whether a process runs; one that has exited and is not collected does not."""
+    """Returns True if a process runs; a zombie does not."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -67,19 +67,19 @@ def status_of(url: str, path: str) -> int:
 
 
 def refuses_connections(host: str, port: int) -> bool:
-    """Returns whether nothing accepts connections there."""
+    """Returns True if nothing accepts connections at this address."""
     with socket.socket() as probe:
         return probe.connect_ex((host, port)) != 0
 
 
 @contextmanager
-def repeat_in_threads(count: int, ask_once: Callable[[int], object]) -> Iterator[list[Any]]:
-    """Calls `ask_once` again and again in `count` threads; yields the list of its results."""
+def repeat_in_threads(count: int, call_once: Callable[[int], object]) -> Iterator[list[Any]]:
+    """Calls `call_once` repeatedly in `count` threads; yields the list of its results."""
     ended, seen = threading.Event(), list[Any]()
 
     def loop(index: int) -> None:
         while not ended.is_set():
-            seen.append(ask_once(index))
+            seen.append(call_once(index))
 
     with ThreadPoolExecutor(count) as pool:
         loops = [pool.submit(loop, index) for index in range(count)]
@@ -92,9 +92,9 @@ def repeat_in_threads(count: int, ask_once: Callable[[int], object]) -> Iterator
 
 
 class RawRequest:
-    """One request on a plain socket, and the bytes of its response until the end.
+    """One request on a plain socket, and all bytes of its response.
 
-    A request counts as read once a byte of its response has arrived.
+    The service has read a request once a byte of its response has arrived.
     """
 
     def __init__(self, connection: socket.socket, body: bytes, headers: dict[str, str]) -> None:
@@ -116,7 +116,7 @@ class RawRequest:
 
     @property
     def status(self) -> int:
-        """0 without a response."""
+        """The status of the response; 0 without a response."""
         return int(self.answer[9:12]) if self.answer else 0
 
     @property

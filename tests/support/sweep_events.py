@@ -30,6 +30,10 @@ CELL_EVENTS: Final = [
     progress(i, c["variant"], c["length"]) + encode_event("cell", c) for i, c in enumerate(CELLS)
 ]
 DONE_EVENT: Final = encode_event(
-    "done", {"cells": 3, "crossovers": [{"from": 0, "to": 1, "length": 300.5}]}
+    "done",
+    {
+        "cells": 3,
+        "crossovers": [{"from": 0, "to": 1, "length": 300.5, "between": [256, 512]}],
+    },
 )
 WHOLE_STREAM: Final = event_reply(*CELL_EVENTS, DONE_EVENT)

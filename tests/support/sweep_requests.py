@@ -1,4 +1,4 @@
-"""Sweeps to ask for, what is told of them, and those that are wrong."""
+"""Sweep requests, valid and invalid, and their events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Event = tuple[str, Any]
 
 
 def parse_events(lines: Iterator[str]) -> Iterator[Event]:
-    """Events, as WHATWG's HTML, section 9.2.6, reads them."""
+    """Parses events by WHATWG's HTML, section 9.2.6."""
     name, data = "message", list[str]()
     for line in lines:
         if not line:
@@ -42,25 +42,25 @@ def parse_events(lines: Iterator[str]) -> Iterator[Event]:
 
 
 def run_sweep(server: Server, **fields: Any) -> list[Event]:
-    """All that a sweep says."""
+    """Returns all events of a sweep."""
     with server.http.stream("POST", SWEEP, json=SMALL | fields) as response:
         assert response.status_code == 200, response.read()
         return list(parse_events(response.iter_lines()))
 
 
 def open_sweep(server: Server, **fields: Any) -> socket.socket:
-    """A socket on which a sweep has been asked for."""
+    """Returns a socket on which a sweep request has been sent."""
     body = json.dumps(SMALL | fields).encode()
     head = f"POST {SWEEP} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    asked = socket.create_connection(server.address)
-    asked.settimeout(TIMEOUT_S)
-    asked.sendall(head + body)
-    return asked
+    connection = socket.create_connection(server.address)
+    connection.settimeout(TIMEOUT_S)
+    connection.sendall(head + body)
+    return connection
 
 
 @pytest.fixture
 def submitted_jobs(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, int]]:
-    """Every job that is submitted, and its priority."""
+    """Returns the list that records every submitted job and its priority."""
     jobs: list[tuple[Job, int]] = []
     submit = server.engine.submit
 

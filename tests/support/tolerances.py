@@ -1,4 +1,4 @@
-"""How far an answer of softmax may be off."""
+"""Bounds of the error of softmax outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.dtypes import exact_dtype
 
 
 class Bounds(NamedTuple):
-    """How far each entry of an answer may lie from the truth, float64."""
+    """The largest distance of each output element from the truth, float64."""
 
     output: Tensor
     weights: Tensor
@@ -22,10 +22,10 @@ class Bounds(NamedTuple):
 
 
 def spread(scores: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest softmax weights of scores that are known to within an error.
+    """Returns the smallest and largest softmax weights of scores that are known within an error.
 
-    A weight is least where its own score is `error` too low and all others are too high, and
-    largest the other way round: interval arithmetic, exact for any size of error.
+    A weight is smallest where its own score is `error` too low and all others are too high, and
+    largest the other way round. This is interval arithmetic, exact for any size of error.
     """
 
     def extreme(own: Tensor, others: Tensor) -> Tensor:
@@ -47,19 +47,19 @@ def bounds(
     parameters: Mapping[str, Any],
     truth: softmax.Softmax,
 ) -> Bounds:
-    """Bounds that follow from eps of the dtypes, D, S and the sizes of scores and values.
+    """Returns bounds from eps of the dtypes, D, S and the sizes of scores and values.
 
-    eps is that of the scores' dtype, twice its unit roundoff, so that half of each bound is left
-    for the reference, whose own roundings are float64's.
+    eps is that of the scores' dtype, twice its unit roundoff, so that half of each bound remains
+    for the reference, which rounds in float64.
     - A score is D products and D - 1 sums, the scale rounded and applied, perhaps as two square
       roots: (D + 8) eps |scale| sum_d |q_d k_d|. Softcap divides, takes tanh (slope at most 1)
       and multiplies: 4 eps |score|. The mask is rounded and added: eps (|mask| + |score|).
     - The softmax rounds score - top: eps (|score| + |top|) more, in the exponent. `spread` turns
-      all that into weights. exp is good to 20 ulp (the fused kernel's, both in numerator and sum),
-      sum and quotient round S + 1 times, dropout's factor twice: (S + 64) eps of the weight.
+      these errors into weights. exp is exact to 20 ulp (that of the fused kernel, in numerator and
+      sum), sum and quotient round S + 1 times, dropout's factor twice: (S + 64) eps of the weight.
     - An output sums S products of weight and value: S eps of sum_j A_j |v_j|; for narrow dtypes
-      the fused kernel rounds each weight to it, and the answer is rounded to it.
-    - What underflows loses at most the smallest normal number, times what it is multiplied by.
+      the fused kernel rounds each weight to the dtype, and the output is rounded to it too.
+    - Underflow loses at most the smallest normal number, times its factor.
     """
     dtype, exact = query.dtype, exact_dtype(query.dtype)
     eps, narrow = torch.finfo(exact).eps, torch.finfo(dtype).eps
@@ -91,7 +91,7 @@ def bounds(
 
 
 def assert_within(found: Tensor | None, truth: Tensor | None, bound: Tensor | float) -> None:
-    """Finite where the truth is, equal where it is not, and within the bound."""
+    """Checks that `found` is finite where the truth is, equal elsewhere, and within `bound`."""
     assert found is not None
     assert truth is not None
     assert found.shape == truth.shape
@@ -100,4 +100,4 @@ def assert_within(found: Tensor | None, truth: Tensor | None, bound: Tensor | fl
     if not finite.all():
         assert torch.equal(found[~finite].double(), truth[~finite].to(found.dtype).double())
     excess = (found.double() - truth).abs() - bound
-    assert (excess[finite] <= 0).all(), f"off by {excess[finite].max():.3g} more than may be"
+    assert (excess[finite] <= 0).all(), f"off by {excess[finite].max():.3g} more than allowed"

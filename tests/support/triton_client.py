@@ -21,7 +21,7 @@ def random_inputs(dtype: Any = np.float32, seed: int = 0, keys: int = 7) -> dict
 
 
 def infer_inputs(arrays: Mapping[str, Array], binary: Sequence[str] | None = None) -> list[Any]:
-    """The client's inputs; `binary` names those that go as bytes, None: all."""
+    """Returns inputs for the client; `binary` names those sent as bytes, None: all."""
     inputs = []
     for name, array in arrays.items():
         tensor = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
@@ -31,13 +31,13 @@ def infer_inputs(arrays: Mapping[str, Array], binary: Sequence[str] | None = Non
 
 
 def requested_outputs(**binary: bool) -> list[Any]:
-    """The outputs to ask for, and whether each is to come as bytes."""
+    """Returns requested outputs; a value is True for an output as bytes."""
     return [triton.InferRequestedOutput(name, binary_data=b) for name, b in binary.items()]
 
 
 @contextmanager
 def raises_inference_error(says: str, status: int = 400) -> Iterator[None]:
-    """What the client raises has the service's own words."""
+    """Expects an error of the client with the service's message and status."""
     with pytest.raises(InferenceServerException) as caught:
         yield
     assert says in caught.value.message()
@@ -46,5 +46,5 @@ def raises_inference_error(says: str, status: int = 400) -> Iterator[None]:
 
 
 def triton_client(url: str) -> closing[Any]:
-    """A client, for one thread."""
+    """Returns a client for one thread."""
     return closing(triton.InferenceServerClient(url.removeprefix("http://")))

@@ -1,5 +1,7 @@
-"""/metrics is what Prometheus reads, true over all processes, and bounded; the dashboard asks for
-nothing else."""
+"""GET /metrics: Prometheus' format, correct sums over all processes, a bounded number of series.
+
+The dashboard of `observe/` queries existing metrics only.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def samples(url: str) -> list[Sample]:
 def page(url: str) -> Page:
     found = samples(url)
     values = {(s.name, frozenset(s.labels.items())): s.value for s in found}
-    assert len(values) == len(found)  # none is said twice
+    assert len(values) == len(found)  # no duplicates
     return values
 
 
@@ -58,7 +60,7 @@ def value(url: str, name: str, **labels: str) -> float:
 
 
 def rise(before: Page, after: Page) -> dict[str, float]:
-    """What has changed, but for times and what the asking itself changes."""
+    """Returns the changes, except for times and for the request to /metrics itself."""
     return {
         f"{name.removeprefix('qkv_')} {' '.join(v for _, v in sorted(labels))}".strip(): now - was
         for ((name, labels), was), now in zip(before.items(), after.values(), strict=True)
@@ -66,7 +68,7 @@ def rise(before: Page, after: Page) -> dict[str, float]:
     }
 
 
-def test_it_is_what_prometheus_reads_with_the_names_that_are_usual(url: str) -> None:
+def test_format_and_names_follow_prometheus(url: str) -> None:
     text = httpx.get(f"{url}/metrics").text
     families = list(text_string_to_metric_families(text))
     assert text.endswith("\n")
@@ -102,7 +104,7 @@ def test_histograms_add_up(server: Server) -> None:
     assert found["qkv_compute_seconds_count", frozenset([("variant", "softmax")])] >= 3
 
 
-def test_a_bucket_holds_its_bound() -> None:
+def test_bucket_includes_its_upper_bound() -> None:
     metrics = SharedMetrics(["one", "two"], 2)
     for process in range(2):
         metrics_recorder = metrics.recorder(process)
@@ -117,21 +119,21 @@ def test_a_bucket_holds_its_bound() -> None:
     metrics.recorder(0).record_response("two", "too-late", 1.0, 5)
     metrics.recorder(1).record_response("two", "ok", 1.0, 6)
     assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "too-late": 1}
-    assert sum(metrics.histogram("two", "request_duration")[0]) == 1  # of those that were answered
+    assert sum(metrics.histogram("two", "request_duration")[0]) == 1  # only of successful requests
     assert metrics.totals["response_body_bytes"] == 11
 
 
-def test_every_way_is_counted_once(
+def test_requests_on_every_path_count_once(
     serve: Callable[..., Server], prepared_runs: list[PreparedRun]
 ) -> None:
     server = serve()
     before = page(server.url)
     body, length = encode_body(random_inputs(0))
     sent = 0
-    with raw_client(server) as caller:
+    with raw_client(server) as client:
         for _ in range(7):
-            caller.send(encode_request(body, length))
-            caller.read_response()
+            client.send(encode_request(body, length))
+            client.read_response()
             sent += len(body)
     assert len(prepared_runs) >= 5
     headers = {"Inference-Header-Content-Length": str(length)}
@@ -160,10 +162,10 @@ def test_every_way_is_counted_once(
             assert after[key] - before[key] == count
 
 
-def test_who_has_an_answer_finds_it_counted(
+def test_metrics_are_updated_before_the_response(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever worker is asked: on every way, nothing is counted behind the answer."""
+    """On every path all metrics are updated before the response is sent."""
     counted: list[str] = []
     for kind, name in (
         (ModelStatsRecorder, "record_batch"),
@@ -181,11 +183,11 @@ def test_who_has_an_answer_finds_it_counted(
     server = serve()
     request = encode_request(*encode_body(random_inputs(0)))
     tasks = ["record_batch", "record_response", "record_run"]
-    with raw_client(server) as caller:
+    with raw_client(server) as client:
         for _ in range(3):
             counted.clear()
-            caller.send(request)
-            caller.read_response()
+            client.send(request)
+            client.read_response()
             assert sorted(counted) == tasks
     for method, path, expected in (
         ("POST", PATH, tasks),
@@ -197,11 +199,11 @@ def test_who_has_an_answer_finds_it_counted(
         assert sorted(counted) == expected
 
 
-def test_what_the_service_ran_for_itself_does_not_wait(
+def test_warm_up_jobs_do_not_count_as_queued(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def once(worker: WorkerState, load: Callable[[], Usage]) -> None:
-        """The one beat that comes while it warms up."""
+        """Records the only heartbeat of the warm-up."""
         worker.record_heartbeat()
         worker.set_usage(load())
 
@@ -211,29 +213,29 @@ def test_what_the_service_ran_for_itself_does_not_wait(
         assert now[f"qkv_{name}", frozenset()] == 0
 
 
-def test_answers_bytes_are_counted_on_every_way(serve: Callable[..., Server]) -> None:
+def test_response_bytes_are_counted_on_every_path(serve: Callable[..., Server]) -> None:
     server = serve()
     body, length = encode_body(random_inputs(0))
 
-    def told() -> tuple[int, int]:
-        """The count, and how long the page was that said it: that is counted once it is made."""
+    def counter_and_page_size() -> tuple[int, int]:
+        """Returns the counter, and the size of the page itself, which is counted afterwards."""
         text = httpx.get(f"{server.url}/metrics").text
         (found,) = re.findall(r"^qkv_response_body_bytes_total (\d+)$", text, re.MULTILINE)
         return int(found), len(text)
 
-    before, itself = told()
-    went = 0
-    with raw_client(server) as caller:
+    before, itself = counter_and_page_size()
+    response_bytes = 0
+    with raw_client(server) as client:
         for _ in range(5):
-            caller.send(encode_request(body, length))
-            headers, *_ = caller.read_response()
-            went += int(headers["content-length"])
+            client.send(encode_request(body, length))
+            headers, *_ = client.read_response()
+            response_bytes += int(headers["content-length"])
     for answer in (server.http.post(PATH, content=TINY_BODY, headers=JSON), server.http.get("/no")):
-        went += len(answer.content)
-    assert told()[0] == before + itself + went
+        response_bytes += len(answer.content)
+    assert counter_and_page_size()[0] == before + itself + response_bytes
 
 
-def test_faults_are_counted_by_what_they_are(
+def test_errors_are_counted_by_outcome(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve(max_body_bytes=4096)
@@ -249,7 +251,7 @@ def test_faults_are_counted_by_what_they_are(
     assert post("/v1/convert", content=b"{", headers=headers).status_code == 400
     assert server.http.get(PATH).status_code == 405
     assert server.http.get("/nowhere").status_code == 404
-    # /v2 says 400 and 503 of these; they are counted as what they are
+    # /v2 responds with 400 or 503 to these, but the counter has the problem's own name
     wrong = {"inputs": [], "parameters": {"no_such": 1}}
     assert post(INFER, json=wrong).status_code == 400
     monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
@@ -268,29 +270,31 @@ def test_faults_are_counted_by_what_they_are(
     assert rejected["method-not-allowed"] == 1
 
 
-def test_who_waits_too_long_or_leaves_is_told_apart(serve: Callable[..., Server]) -> None:
+def test_expired_and_cancelled_requests_are_counted_separately(
+    serve: Callable[..., Server],
+) -> None:
     server = serve()
     body, length = encode_body(random_inputs(0, (1, 8, 300, 64)), parameters={"timeout": 1000})
     headers = {"Inference-Header-Content-Length": str(length)}
     with server.hold():
         assert server.http.post(INFER, content=body, headers=headers).status_code == 503
     assert value(server.url, "requests_total", variant="softmax", outcome="too-late") == 1
-    patient, length = encode_body(random_inputs(0, (1, 8, 300, 64)))
-    with server.hold(), raw_client(server) as caller:
-        caller.send(encode_request(patient, length))
+    body_without_deadline, length = encode_body(random_inputs(0, (1, 8, 300, 64)))
+    with server.hold(), raw_client(server) as client:
+        client.send(encode_request(body_without_deadline, length))
         server.wait_until_queued(1)
-        caller.socket.close()
+        client.socket.close()
         server.wait_until_queued(0)
     wait_until(lambda: value(server.url, "requests_total", variant="softmax", outcome="left") == 1)
     assert value(server.url, "compute_seconds_count", variant="softmax") == 0
 
 
-def test_what_waits_is_there_to_see(serve: Callable[..., Server]) -> None:
+def test_queue_metrics_show_queued_requests(serve: Callable[..., Server]) -> None:
     server = serve()
     wait_until(lambda: value(server.url, "queue_depth") == value(server.url, "queue_bytes") == 0)
     with ThreadPoolExecutor(3) as pool:
         with server.hold():
-            asked = [
+            futures = [
                 pool.submit(
                     httpx.post, server.url + PATH, content=TINY_BODY, headers=JSON, timeout=60
                 )
@@ -301,13 +305,13 @@ def test_what_waits_is_there_to_see(serve: Callable[..., Server]) -> None:
             assert value(server.url, "requests_in_progress") == 3
             assert value(server.url, "queue_bytes") == 3 * 4 * (3 * 4 + 2 * 4)
             assert value(server.url, "connections") == 0  # a server without an acceptor counts none
-        assert [a.result().status_code for a in asked] == [200] * 3
+        assert [a.result().status_code for a in futures] == [200] * 3
     wait_until(lambda: value(server.url, "queue_depth") == 0)
     assert value(server.url, "requests_in_progress") == 0
     assert value(server.url, "queue_wait_seconds_sum", variant="softmax") > 0
 
 
-def test_nothing_that_callers_say_makes_a_series(serve: Callable[..., Server]) -> None:
+def test_client_text_creates_no_series(serve: Callable[..., Server]) -> None:
     server = serve()
     before = page(server.url)
     for i in range(20):
@@ -331,7 +335,7 @@ def test_nothing_that_callers_say_makes_a_series(serve: Callable[..., Server]) -
 
 @contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-    """Processes that do nothing meanwhile: who connects is another's."""
+    """Stops processes, so that other workers accept all connections."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -342,7 +346,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 
 def post(url: str, count: int) -> None:
-    """Requests on connections of their own, in words that come again."""
+    """Sends requests on `count` new connections, four equal ones each."""
     body, length = encode_body(random_inputs(0))
     headers = {"Inference-Header-Content-Length": str(length)}
     for _ in range(count):
@@ -351,7 +355,7 @@ def post(url: str, count: int) -> None:
                 assert http.post(INFER, content=body, headers=headers).status_code == 200
 
 
-def test_every_worker_answers_for_all_and_for_those_that_are_no_more(
+def test_every_worker_sums_over_all_processes_and_killed_ones(
     command: Callable[..., Process],
 ) -> None:
     service_process = command("serve", "--port", "0", "--workers", str(WORKERS))
@@ -380,7 +384,7 @@ def test_every_worker_answers_for_all_and_for_those_that_are_no_more(
     assert service_process.end() == 0
 
 
-def test_a_device_process_is_counted_with_its_workers(command: Callable[..., Process]) -> None:
+def test_metrics_with_a_device_process(command: Callable[..., Process]) -> None:
     service_process = command("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one")
     url = service_process.url
     with ThreadPoolExecutor(4) as pool:
@@ -397,7 +401,7 @@ def test_a_device_process_is_counted_with_its_workers(command: Callable[..., Pro
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_devices_memory_is_there_to_see() -> None:
+def test_device_memory_metrics() -> None:
     for workers in ("1", "2"):
         with running_command(
             "serve", "--port", "0", "--workers", workers, QKV_DEVICE="cuda"
@@ -407,8 +411,8 @@ def test_a_devices_memory_is_there_to_see() -> None:
             wait_until(lambda url=url: value(url, "device_memory_reserved_bytes") > 0)  # type: ignore[misc]
             total = torch.cuda.get_device_properties(0).total_memory
             assert value(url, "device_memory_total_bytes") == total
-            held = value(url, "device_memory_reserved_bytes")
-            assert 0 <= value(url, "device_memory_allocated_bytes") <= held < total
+            reserved = value(url, "device_memory_reserved_bytes")
+            assert 0 <= value(url, "device_memory_allocated_bytes") <= reserved < total
             assert value(url, "build_info", version="0.1.0", device="cuda") == 1
 
 
@@ -419,18 +423,18 @@ PROMQL: Final = {"sum", "max", "by", "rate", "histogram_quantile"}
 
 
 def queries() -> list[str]:
-    """Of every panel and variable."""
+    """Returns the queries of all panels and variables."""
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     return panels + [v["query"] for v in DASHBOARD["templating"]["list"]]
 
 
 @pytest.mark.parametrize("query", queries())
-def test_the_dashboard_asks_for_what_there_is(server: Server, query: str) -> None:
-    """Every name in a query is a metric's that /metrics has, and every label one that it bears."""
+def test_dashboard_queries_name_existing_metrics_and_labels(server: Server, query: str) -> None:
+    """Every name in a query is a metric of /metrics, and every label one of that metric."""
     text = httpx.get(f"{server.url}/metrics").text
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
-        if not family.samples:  # as of a device's memory, where the device is a CPU
+        if not family.samples:  # such as device memory on a CPU
             labels[family.name] = set()
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
@@ -449,21 +453,21 @@ def test_the_dashboard_asks_for_what_there_is(server: Server, query: str) -> Non
     assert (query.count("("), query.count("{")) == (query.count(")"), query.count("}"))
 
 
-def test_a_query_for_what_is_not_there_fails_that_test(server: Server) -> None:
+def test_dashboard_test_fails_for_an_unknown_metric_or_label(server: Server) -> None:
     for wrong in ("sum(qkv_nothing)", "sum by (outcome) (rate(qkv_batch_size_sum[5m]))"):
         with pytest.raises(AssertionError):
-            test_the_dashboard_asks_for_what_there_is(server, wrong)
+            test_dashboard_queries_name_existing_metrics_and_labels(server, wrong)
 
 
-def test_every_metric_but_what_names_the_build_is_on_the_dashboard(server: Server) -> None:
+def test_every_metric_is_on_the_dashboard_except_build_info(server: Server) -> None:
     text = httpx.get(f"{server.url}/metrics").text
-    said = " ".join(queries())
+    query_text = " ".join(queries())
     families = {family.name for family in text_string_to_metric_families(text)}
-    unseen = {name for name in families if name not in said}
+    unseen = {name for name in families if name not in query_text}
     assert unseen == {"qkv_build_info", "qkv_other_requests"}
 
 
-def test_the_profile_hands_prometheus_and_grafana_these_files() -> None:
+def test_compose_profile_mounts_the_files_of_observe() -> None:
     def read(path: str) -> Any:
         return YAML(typ="safe").load((ROOT / path).read_text())
 

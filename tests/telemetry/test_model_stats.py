@@ -1,4 +1,4 @@
-"""What all workers know of a model together: whether it is loaded, and true statistics."""
+"""ModelStats: the loaded flag and the statistics of a model, over all workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def service_process(_clean_environment: None) -> Iterator[Process]:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that does nothing meanwhile: who connects is another's."""
+    """Stops a process, so that other workers accept all connections."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -56,7 +56,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def each_worker(service_process: Process) -> Iterator[Any]:
-    """A client of each worker in turn, the other one being stopped."""
+    """Yields a client of each worker in turn, with the other worker stopped."""
     workers = child_pids(service_process.popen.pid)
     assert len(workers) == WORKERS
     for other in workers:
@@ -66,7 +66,7 @@ def each_worker(service_process: Process) -> Iterator[Any]:
 
 
 def counted(client: Any) -> dict[str, Any]:
-    """The statistics of softmax, which are the same asked of it or of all."""
+    """Returns the statistics of softmax; checks that both endpoints give the same."""
     everything = client.get_inference_statistics()["model_stats"]
     (every,) = (entry for entry in everything if entry["name"] == "softmax")
     (stats,) = client.get_inference_statistics("softmax")["model_stats"]
@@ -76,7 +76,7 @@ def counted(client: Any) -> dict[str, Any]:
 
 
 def check_sums(stats: dict[str, Any]) -> None:
-    """What must hold of any statistics once everything is answered, one by one, none failed."""
+    """Checks the sums of statistics after all requests have run one by one without an error."""
     times, count = stats["inference_stats"], stats["inference_count"]
     for name in ("success", *STAGES):
         assert times[name]["count"] == count
@@ -87,7 +87,7 @@ def check_sums(stats: dict[str, Any]) -> None:
     assert sum(b["batch_size"] * b["compute_infer"]["count"] for b in batches) == count
 
 
-def test_every_worker_sees_what_one_loads_and_unloads(service_process: Process) -> None:
+def test_loading_and_unloading_reaches_every_worker(service_process: Process) -> None:
     """Each worker unloads once and loads once, and each sees both."""
     for unloading in each_worker(service_process):
         unloading.unload_model("softmax", unload_dependents=True)
@@ -106,21 +106,23 @@ def test_every_worker_sees_what_one_loads_and_unloads(service_process: Process) 
             client.infer("softmax", infer_inputs(random_inputs()))
         with raises_inference_error("'softmax' has no available versions", 404):
             client.get_inference_statistics("softmax")
-        left = [entry["name"] for entry in client.get_inference_statistics()["model_stats"]]
-        assert left == [name for name in catalogue.variants() if name != "softmax"]
+        remaining = [entry["name"] for entry in client.get_inference_statistics()["model_stats"]]
+        assert remaining == [name for name in catalogue.variants() if name != "softmax"]
         seen += 1
     assert seen == WORKERS
     with httpx.Client(base_url=service_process.url) as http:
-        assert http.get("/v2/models").json() == {"models": left}
+        assert http.get("/v2/models").json() == {"models": remaining}
         loaded = http.post("/v2/repository/index", json={"ready": True}).json()
-        assert [entry["name"] for entry in loaded] == left
+        assert [entry["name"] for entry in loaded] == remaining
         unready = http.get("/v2/models/softmax/ready")
         assert unready.status_code == 400
         assert unready.json()["error"] == "softmax is not loaded"
-        assert http.get("/v2/health/ready").status_code == 200  # of the service, not of a model
+        assert (
+            http.get("/v2/health/ready").status_code == 200
+        )  # readiness of the service, not of a model
     with triton_client(service_process.url) as client:
         client.load_model("softmax")
-        client.load_model("softmax")  # as often as one likes
+        client.load_model("softmax")  # loading a loaded model is allowed
     for client in each_worker(service_process):
         assert client.is_model_ready("softmax")
         assert all(entry["state"] == "READY" for entry in client.get_model_repository_index())
@@ -132,11 +134,11 @@ def test_every_worker_sees_what_one_loads_and_unloads(service_process: Process) 
         )
 
 
-def test_statistics_are_the_sum_of_what_every_worker_did(command: Callable[..., Process]) -> None:
+def test_statistics_are_summed_over_all_workers(command: Callable[..., Process]) -> None:
     fresh = command("serve", "--port", "0", "--workers", str(WORKERS))
     assert fresh.url
-    with triton_client(fresh.url) as asking:
-        none = counted(asking)  # what warms it up is no caller's
+    with triton_client(fresh.url) as client_of_all:
+        none = counted(client_of_all)  # warm-up jobs do not count
         assert (none["last_inference"], none["inference_count"], none["batch_stats"]) == (0, 0, [])
         assert all(t == {"count": 0, "ns": 0} for t in none["inference_stats"].values())
     begun = time.time() * 1e3
@@ -160,7 +162,7 @@ def test_statistics_are_the_sum_of_what_every_worker_did(command: Callable[..., 
         check_sums(stats)
         assert begun - 1 <= stats["last_inference"] <= time.time() * 1e3
         begun = stats["last_inference"]
-    with httpx.Client(base_url=fresh.url) as http:  # a variant's runs count, whoever asks for them
+    with httpx.Client(base_url=fresh.url) as http:  # runs through /v1 count too
         rows = [[1.0, 0.0], [0.0, 1.0]]
         inputs = {"inputs": dict.fromkeys(("query", "key", "value"), rows)}
         assert http.post("/v1/attention/softmax", json=inputs).is_success
@@ -169,9 +171,9 @@ def test_statistics_are_the_sum_of_what_every_worker_did(command: Callable[..., 
         check_sums(counted(client))
 
 
-def test_statistics_under_load_with_deadlines_that_some_miss(service_process: Process) -> None:
+def test_statistics_under_load_count_expired_requests(service_process: Process) -> None:
     def loop(index: int) -> int:
-        """How many of 25 came too late."""
+        """Sends 25 requests; returns how many expired."""
         late = 0
         with triton_client(service_process.url) as client:
             for number in range(25):
@@ -181,7 +183,7 @@ def test_statistics_under_load_with_deadlines_that_some_miss(service_process: Pr
                         "softmax", infer_inputs(random_inputs(seed=index)), timeout=timeout
                     )
                 except InferenceServerException as error:
-                    late += error.status() == "503" and "not free within" in error.message()
+                    late += error.status() == "503" and "its deadline passed" in error.message()
         return late
 
     with triton_client(service_process.url) as client:
@@ -201,13 +203,15 @@ def test_statistics_under_load_with_deadlines_that_some_miss(service_process: Pr
 def test_counts_outlive_a_killed_worker(command: Callable[..., Process]) -> None:
     fresh = command("serve", "--port", "0", "--workers", str(WORKERS))
     assert fresh.url
-    born = time.monotonic()
+    started_at = time.monotonic()
     for client in each_worker(fresh):
         for _ in range(4):
             client.infer("softmax", infer_inputs(random_inputs()))
         before = counted(client)
     assert before["inference_count"] == 4 * WORKERS
-    wait_until(lambda: time.monotonic() - born > 1.1)  # past when a death counts as one at birth
+    wait_until(
+        lambda: time.monotonic() - started_at > 1.1
+    )  # a process that exits within its first second is restarted a second later
     victim = child_pids(fresh.popen.pid)[0]
     os.kill(victim, signal.SIGKILL)
     wait_until(
@@ -228,19 +232,18 @@ def test_counts_outlive_a_killed_worker(command: Callable[..., Process]) -> None
     assert after["inference_stats"]["success"]["ns"] > before["inference_stats"]["success"]["ns"]
 
 
-def test_a_deadline_that_passes_frees_the_place_and_counts_as_failed(
+def test_expired_request_leaves_the_queue_and_counts_as_failed(
     serve: Callable[..., Server],
 ) -> None:
     nbytes = sum(array.nbytes for array in random_inputs().values())
-    server = serve(max_queue_bytes=2 * nbytes)  # room for one and its answer
+    server = serve(max_queue_bytes=2 * nbytes)  # fits one request and its response
     with triton_client(server.url) as client:
         with server.hold():
-            with raises_inference_error("the device was not free within 0.001 ms", 503):
+            with raises_inference_error("waited 0.001 ms in the queue, its deadline passed", 503):
                 client.infer("softmax", infer_inputs(random_inputs()), timeout=1)
             assert server.queued_count == 0
-            with raises_inference_error(
-                "the device was not free within 2 ms", 503
-            ):  # it was let in
+            # this request is queued first
+            with raises_inference_error("waited 2 ms in the queue, its deadline passed", 503):
                 client.infer("softmax", infer_inputs(random_inputs()), timeout=2000)
         stats = counted(client)
         assert stats["inference_stats"]["fail"]["count"] == 2
@@ -250,7 +253,7 @@ def test_a_deadline_that_passes_frees_the_place_and_counts_as_failed(
         check_sums(counted(client))
 
 
-def test_who_leaves_as_the_time_is_up_is_not_counted(
+def test_request_cancelled_at_its_deadline_is_not_counted(
     serve: Callable[..., Server],
 ) -> None:
     server = serve()
@@ -258,15 +261,15 @@ def test_who_leaves_as_the_time_is_up_is_not_counted(
     tensors = {name: RawTensor.from_numpy(array) for name, array in random_inputs().items()}
     job = Job.from_message("softmax", Message({"outputs": ["output"]}, tensors), limits)
 
-    async def leave() -> None:
+    async def cancel() -> None:
         future = engine.submit(job, wait_s=TIMEOUT_S)
         (waiting,) = engine._queue._orders[2]
         future.cancel()
-        engine._on_deadline(waiting)  # before the loop has told of the cancelling
+        engine._on_deadline(waiting)  # before the event loop has called `_on_cancelled`
 
     assert engine._loop is not None
     with hold(engine):
-        asyncio.run_coroutine_threadsafe(leave(), engine._loop).result(TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(cancel(), engine._loop).result(TIMEOUT_S)
         server.wait_until_queued(0)
     with triton_client(server.url) as client:
         assert counted(client)["inference_stats"]["fail"]["count"] == 0
@@ -278,14 +281,14 @@ def test_who_leaves_as_the_time_is_up_is_not_counted(
         )
 
 
-def test_one_that_runs_gets_its_answer_whatever_its_deadline(
+def test_running_request_gets_its_response_after_its_deadline(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
     passed, run = threading.Event(), server.engine._run_batch
 
     def late(batch: list[Any]) -> Any:
-        """Its time is up now that its turn has come."""
+        """Passes the deadline of a job that has just left the queue."""
         loop = server.engine._loop
         assert loop is not None
         loop.call_soon_threadsafe(server.engine._on_deadline, batch[0])
@@ -303,7 +306,7 @@ def test_one_that_runs_gets_its_answer_whatever_its_deadline(
         check_sums(counted(client))
 
 
-def test_the_sizes_of_batches(serve: Callable[..., Server]) -> None:
+def test_batch_sizes_are_counted(serve: Callable[..., Server]) -> None:
     server = serve(max_batch=4)
 
     def one(index: int) -> int:
@@ -314,9 +317,9 @@ def test_the_sizes_of_batches(serve: Callable[..., Server]) -> None:
     def together(count: int) -> list[int]:
         with ThreadPoolExecutor(count) as pool:
             with server.hold():
-                asked = [pool.submit(one, index) for index in range(count)]
+                futures = [pool.submit(one, index) for index in range(count)]
                 server.wait_until_queued(count)
-            return sorted(a.result(TIMEOUT_S) for a in asked)
+            return sorted(a.result(TIMEOUT_S) for a in futures)
 
     assert together(3) == [3, 3, 3]
     assert together(5) == [1, 4, 4, 4, 4]
@@ -329,15 +332,17 @@ def test_the_sizes_of_batches(serve: Callable[..., Server]) -> None:
     check_sums(stats)
 
 
-def test_priorities(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_higher_priority_runs_first(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve(max_batch=1)
     ran, run = list[int](), server.engine._run_batch
 
-    def noted(batch: list[Any]) -> Any:
+    def recorded(batch: list[Any]) -> Any:
         ran.extend(waiting.priority for waiting in batch)
         return run(batch)
 
-    monkeypatch.setattr(server.engine, "_run_batch", noted)
+    monkeypatch.setattr(server.engine, "_run_batch", recorded)
 
     def one(priority: int) -> None:
         with triton_client(server.url) as client:
@@ -345,7 +350,9 @@ def test_priorities(serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatc
 
     with ThreadPoolExecutor(6) as pool:
         with server.hold():
-            for count, priority in enumerate((3, 2, 9, 0, 3, 1), start=1):  # 1 came last
+            for count, priority in enumerate(
+                (3, 2, 9, 0, 3, 1), start=1
+            ):  # priority 1 is submitted last
                 pool.submit(one, priority)
                 server.wait_until_queued(count)
         pool.shutdown()

@@ -1,4 +1,4 @@
-"""What a process says of itself is written by and by, in lines of its own, and stops nobody."""
+"""StderrHandler: log records are written in the background, and a slow reader blocks no process."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ raise SystemExit(supervisor.serve(settings.Settings(port=0, workers=1, device="c
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens what /proc names")
-def test_a_service_whose_standard_error_nobody_reads_goes_on() -> None:
-    """Faults are logged on the event loop, and workers that end by the parent."""
+@pytest.mark.process
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens a file below /proc")
+def test_service_goes_on_if_stderr_is_not_read() -> None:
+    """Errors are logged on the event loop, and exited workers by the supervisor."""
     service = subprocess.Popen([sys.executable, "-c", FAULTY], stderr=subprocess.PIPE)
     assert isinstance(service.stderr, io.BufferedReader)
     try:
         while not (line := service.stderr.readline()).startswith(b"curl "):
             assert line
         url = line.split()[1].decode().removesuffix(PATH)
-        again = os.open(f"/proc/{service.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+        stderr_fd = os.open(f"/proc/{service.pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
         with contextlib.suppress(BlockingIOError):
             while True:
-                os.write(again, b"\n")
-        os.close(again)
+                os.write(stderr_fd, b"\n")
+        os.close(stderr_fd)
         with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
             for _ in range(100):
                 assert http.post(PATH, content=TINY_BODY, headers=JSON).status_code == 500
@@ -62,20 +63,21 @@ def test_a_service_whose_standard_error_nobody_reads_goes_on() -> None:
         service.stderr.close()
 
 
-def test_a_worker_that_fails_says_why() -> None:
+@pytest.mark.process
+def test_failing_worker_logs_its_error() -> None:
     broken = FAULTY.replace("JobRunner.new_job = ", "worker.create_app = ").replace(
         "1, device", "2, device"
     )
-    ran = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", broken],
         stderr=subprocess.PIPE,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert ran.returncode == 1
-    assert "ZeroDivisionError" in ran.stderr
-    assert re.search("^worker [01] failed$", ran.stderr, re.MULTILINE)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert re.search("^worker [01] failed$", done.stderr, re.MULTILINE)
 
 
 MANY: Final = """
@@ -85,15 +87,15 @@ handler, log = StderrHandler(), logging.getLogger("qkv.test")
 handler.start()
 for i in range(20_000):
     log.warning("%d %s", i, "x" * 1000)
-print("said", flush=True)
+print("logged", flush=True)
 sys.stdin.read()
 log.warning("20000 last")
 handler.stop()
 """
 
 
-def test_how_much_was_dropped_is_said() -> None:
-    """20 MB, of which nobody reads any for a while."""
+def test_number_of_dropped_messages_is_logged() -> None:
+    """Logs 20 MB before the reader reads."""
     process = subprocess.Popen(
         [sys.executable, "-c", MANY],
         stdin=subprocess.PIPE,
@@ -104,22 +106,22 @@ def test_how_much_was_dropped_is_said() -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     with process, ThreadPoolExecutor(1) as pool:
-        assert process.stdout.readline() == b"said\n"
+        assert process.stdout.readline() == b"logged\n"
         kept = pool.submit(process.stderr.readlines)
         process.stdin.close()
         lines = kept.result(TIMEOUT_S)
     numbers = [int(line.split()[0]) for line in lines if not line.startswith(b"(")]
-    told = [re.match(rb"\((\d+) messages before this were dropped\)$", line) for line in lines]
+    matches = [re.match(rb"\((\d+) earlier messages were dropped\)$", line) for line in lines]
     assert numbers == sorted(numbers)
     assert numbers[-1] == 20_000
-    assert len(numbers) + sum(int(match[1]) for match in told if match) == 20_001
-    assert any(told)
+    assert len(numbers) + sum(int(match[1]) for match in matches if match) == 20_001
+    assert any(matches)
 
 
-def test_what_a_stranger_is_called_makes_no_lines_or_colours(
+def test_control_characters_are_escaped(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A message keeps its own lines; controls are shown, of a terminal of eight bits too."""
+    """A message keeps its own line ends; other control characters are escaped, C1 ones too."""
     handler, log = StderrHandler(), logging.getLogger("qkv.test")
     handler.start()
     try:

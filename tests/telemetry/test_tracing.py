@@ -1,5 +1,4 @@
-"""Traces reach a collector of OpenTelemetry's protocol, on each way that a request may take; where
-nobody asks for them, nothing of what makes them is even imported."""
+"""Traces: the spans of every path reach a collector; without traces the SDK is not imported."""
 
 from __future__ import annotations
 
@@ -42,25 +41,25 @@ PARENT: Final = "00f067aa0ba902b7"
 
 
 def traceparent(flags: str = "01") -> dict[str, str]:
-    return {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "tracestate": "there=1"}
+    return {"traceparent": f"00-{TRACE}-{PARENT}-{flags}", "tracestate": "vendor=1"}
 
 
 @dataclass
 class Collector:
-    """What an OTLP/HTTP collector has been sent."""
+    """The spans and resources that an OTLP/HTTP collector has received."""
 
     url: str
     spans: list[Any] = field(default_factory=list)
     resources: list[dict[str, Any]] = field(default_factory=list)
 
     def named(self, **attributes: Any) -> list[Any]:
-        """The spans that have these attributes, dots as two underscores."""
+        """Returns the spans with these attributes; two underscores stand for a dot."""
         wanted = {name.replace("__", "."): value for name, value in attributes.items()}
-        return [span for span in self.spans if wanted.items() <= said(span).items()]
+        return [span for span in self.spans if wanted.items() <= attributes_of(span).items()]
 
 
-def said(span: Any) -> dict[str, Any]:
-    """The attributes of a span, or of a resource."""
+def attributes_of(span: Any) -> dict[str, Any]:
+    """Returns the attributes of a span or resource."""
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
 
@@ -101,18 +100,18 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def traced(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A service that sends its traces there, soon."""
+    """Returns a service that sends its traces to the collector every 50 ms."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with running_server() as server:
         yield server
 
 
-def test_the_shortest_way(
+def test_fast_path_requests_are_traced(
     traced: Server, collector: Collector, fast_path_runs: list[PreparedRun]
 ) -> None:
-    """A traceparent of its own for each request keeps none of them from it."""
-    ways = []
+    """Requests with different traceparent headers take the fast path too."""
+    took_fast_path = []
     with raw_client(traced) as caller:
         for i in range(4):
             line = f"traceparent: 00-{TRACE}-{i + 1:016x}-01"
@@ -120,15 +119,15 @@ def test_the_shortest_way(
             before = len(fast_path_runs)
             caller.send(encode_request(*encode_body(random_inputs(0)), INFER, *lines))
             caller.read_response()
-            ways.append(len(fast_path_runs) > before)
-    assert ways == [False, True, True, True]
+            took_fast_path.append(len(fast_path_runs) > before)
+    assert took_fast_path == [False, True, True, True]
     wait_until(lambda: len(collector.spans) == 4)
     for i, span in enumerate(sorted(collector.spans, key=lambda s: bytes(s.parent_span_id))):
         assert span.name == "POST /v2/models/{model}/infer"
         assert span.kind == SERVER
         assert span.trace_id.hex() == TRACE
         assert int.from_bytes(span.parent_span_id, "big") == i + 1
-        attributes = said(span)
+        attributes = attributes_of(span)
         assert attributes["http.request.method"] == "POST"
         assert attributes["http.route"] == "/v2/models/{model}/infer"
         assert attributes["http.response.status_code"] == 200
@@ -159,10 +158,10 @@ def test_the_shortest_way(
     ],
     ids=lambda lines: " ".join(lines),
 )
-def test_what_a_stranger_says_of_it_is_not_said_again(
+def test_malformed_trace_headers_log_nothing(
     traced: Server, collector: Collector, caplog: pytest.LogCaptureFixture, lines: dict[str, str]
 ) -> None:
-    """Nothing in the log, which would be in his words, and no time that grows with a square."""
+    """Malformed headers cause no warning with a client's text, and no quadratic parsing."""
     host, port = traced.address
     said_of = {"Host": host, "Connection": "close"} | traceparent() | lines
     head = "".join(f"{name}: {value}\r\n" for name, value in said_of.items())
@@ -172,7 +171,7 @@ def test_what_a_stranger_says_of_it_is_not_said_again(
     wait_until(lambda: len(collector.spans) == 1)
     (span,) = collector.spans
     assert span.trace_id.hex() == TRACE
-    assert "http.request.body.size" not in said(span)
+    assert "http.request.body.size" not in attributes_of(span)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -180,21 +179,21 @@ def test_what_a_stranger_says_of_it_is_not_said_again(
     ("host", "address", "port"),
     [("a:80", "a", 80), ("a:\xb2", "a:\xb2", None), ("a:", None, None), ("a", "a", None)],
 )
-def test_where_it_was_asked(
+def test_server_address_of_a_span(
     traced: Server, collector: Collector, host: str, address: str | None, port: int | None
 ) -> None:
-    """A superscript two is a digit, and no number."""
+    """A superscript two is a digit, but not a decimal one."""
     headers = [(b"Host", host.encode("latin-1"))]
     assert traced.http.get("/v1/variants", headers=headers).is_success
     wait_until(lambda: len(collector.spans) == 1)
-    attributes = said(collector.spans[0])
+    attributes = attributes_of(collector.spans[0])
     assert attributes.get("server.address") == address
     assert attributes.get("server.port") == port
 
 
-def test_before_the_framework_and_through_it(traced: Server, collector: Collector) -> None:
+def test_requests_of_every_handler_are_traced(traced: Server, collector: Collector) -> None:
     http, port = traced.http, traced.address[1]
-    answers = [
+    responses = [
         http.post(PATH, content=TINY_BODY, headers=traceparent()),
         http.post(PATH, content=b"[]", headers=traceparent()),
         http.get("/v1/variants/softmax?a=1", headers=traceparent()),
@@ -202,33 +201,33 @@ def test_before_the_framework_and_through_it(traced: Server, collector: Collecto
         http.request("PURGE", "/livez"),
         http.post("/v1/attention/sotfmax", content=TINY_BODY),
     ]
-    assert [a.status_code for a in answers] == [200, 400, 200, 404, 405, 404]
+    assert [a.status_code for a in responses] == [200, 400, 200, 404, 405, 404]
     wait_until(lambda: len(collector.spans) == 6)
-    by_id = {said(span)["qkv.request_id"]: span for span in collector.spans}
-    spans = [by_id[a.headers["X-Request-ID"]] for a in answers]
+    by_id = {attributes_of(span)["qkv.request_id"]: span for span in collector.spans}
+    spans = [by_id[a.headers["X-Request-ID"]] for a in responses]
     assert [span.name for span in spans] == [
         f"POST {PATH}", f"POST {PATH}", "GET /v1/variants/{variant}", "GET", "HTTP /livez",
         "POST /v1/attention/{variant}",
     ]  # fmt: skip
-    for span, answer in zip(spans, answers, strict=True):
-        attributes = said(span)
+    for span, answer in zip(spans, responses, strict=True):
+        attributes = attributes_of(span)
         assert attributes["http.response.status_code"] == answer.status_code
         assert attributes["server.port"] == port
-        assert span.status.code == 0  # what a caller does wrong is no error of a server's span
+        assert span.status.code == 0  # a client's error is not an error of a server span
         assert attributes["http.response.body.size"] == len(answer.content)
     for span in spans[:3]:
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
-        assert span.trace_state == "there=1"
+        assert span.trace_state == "vendor=1"
     assert len({span.trace_id for span in spans[2:]}) == 4
     assert not any(span.parent_span_id for span in spans[3:])
-    assert said(spans[0])["qkv.compute_ms"] > 0
-    assert said(spans[1])["qkv.outcome"] == "unparseable"
-    assert said(spans[4])["http.request.method"] == "_OTHER"
-    assert said(spans[4])["http.request.method_original"] == "PURGE"
-    assert said(spans[2])["url.path"] == "/v1/variants/softmax"
+    assert attributes_of(spans[0])["qkv.compute_ms"] > 0
+    assert attributes_of(spans[1])["qkv.outcome"] == "unparseable"
+    assert attributes_of(spans[4])["http.request.method"] == "_OTHER"
+    assert attributes_of(spans[4])["http.request.method_original"] == "PURGE"
+    assert attributes_of(spans[2])["url.path"] == "/v1/variants/softmax"
 
 
-def test_what_the_service_fails_at_is_an_error(
+def test_internal_error_sets_the_status_of_the_span(
     traced: Server, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -239,26 +238,30 @@ def test_what_the_service_fails_at_is_an_error(
     wait_until(lambda: len(collector.spans) == 1)
     (span,) = collector.spans
     assert span.status.code == ERROR
-    assert said(span)["error.type"] == "internal"
+    assert attributes_of(span)["error.type"] == "internal"
 
 
 @pytest.mark.parametrize(
-    ("sampler", "flags", "kept"),
+    ("sampler", "flags", "is_sampled"),
     [("", "01", True), ("", "00", False), ("always_off", "01", False), ("always_on", "00", True)],
 )
-def test_which_are_kept_is_as_the_environment_says(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str, flags: str, kept: bool
+def test_environment_selects_the_sampled_traces(
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
+    flags: str,
+    is_sampled: bool,
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler or "parentbased_always_on")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     with running_server() as server:
         server.http.post(PATH, content=TINY_BODY, headers=traceparent(flags)).raise_for_status()
-    assert len(collector.spans) == kept
+    assert len(collector.spans) == is_sampled
 
 
 @pytest.mark.parametrize("device_process", ["each", "one"])
-def test_what_is_left_is_sent_at_sigterm_by_every_worker(
+def test_every_worker_sends_remaining_spans_at_sigterm(
     collector: Collector, command: Callable[..., Process], device_process: str
 ) -> None:
     process = command(
@@ -284,8 +287,10 @@ def test_what_is_left_is_sent_at_sigterm_by_every_worker(
     assert collector.spans == []
     assert process.end() == 0
     asked = collector.named(url__path=PATH)
-    assert {said(span)["qkv.request_id"] for span in asked} == {f"r-{i}" for i in range(100)}
-    assert all(said(span)["qkv.compute_ms"] > 0 for span in asked)
+    assert {attributes_of(span)["qkv.request_id"] for span in asked} == {
+        f"r-{i}" for i in range(100)
+    }
+    assert all(attributes_of(span)["qkv.compute_ms"] > 0 for span in asked)
     assert len(collector.resources) == 2  # both workers
     for resource in collector.resources:
         assert resource["service.name"] == "team-attention"
@@ -293,7 +298,7 @@ def test_what_is_left_is_sent_at_sigterm_by_every_worker(
         assert resource["deployment.environment.name"] == "test"
 
 
-def test_a_collector_that_is_not_there_keeps_nobody_waiting(
+def test_unreachable_collector_delays_nothing(
     command: Callable[..., Process],
 ) -> None:
     process = command("serve", "--port", "0", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9")
@@ -302,7 +307,7 @@ def test_a_collector_that_is_not_there_keeps_nobody_waiting(
     assert process.end() == 0  # within QKV_DRAIN_S
 
 
-ENDPOINT: Final = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4318"}
+ENDPOINT: Final = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
 
 
 @pytest.mark.parametrize(
@@ -315,27 +320,27 @@ ENDPOINT: Final = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4318"}
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
     ],
 )  # fmt: skip
-def test_when_traces_are_asked_for(environment: dict[str, str], asked: bool) -> None:
+def test_environment_enables_traces(environment: dict[str, str], asked: bool) -> None:
     assert is_tracing_enabled(environment) is asked
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "there"),
+    ("name", "value", "expected"),
     [
-        ("OTEL_TRACES_EXPORTER", "console", "otlp, none"),
+        ("OTEL_TRACES_EXPORTER", "console", "otlp or none"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf"),
     ],
 )
-def test_what_is_not_there_is_refused(
-    command: Callable[..., Process], name: str, value: str, there: str
+def test_unsupported_exporter_or_protocol_is_rejected(
+    command: Callable[..., Process], name: str, value: str, expected: str
 ) -> None:
     process = command("serve", "--port", "0", **ENDPOINT | {name: value})
     assert process.wait() == 1
-    assert any(name in line and there in line for line in process.lines), process.lines
+    assert any(name in line and expected in line for line in process.lines), process.lines
 
 
-def test_without_the_extra_it_says_how_to_have_it(command: Callable[..., Process]) -> None:
-    """Python knows a module as missing where None stands for it."""
+def test_missing_extra_error_names_the_install_command(command: Callable[..., Process]) -> None:
+    """None in `sys.modules` makes a module missing."""
     program = (
         "import sys; sys.modules['opentelemetry.sdk'] = None; from qkv.cli.main import main;"
         "sys.argv = ['qkv', 'serve', '--port', '0']; main()"
@@ -348,11 +353,12 @@ def test_without_the_extra_it_says_how_to_have_it(command: Callable[..., Process
         check=False,
     )
     assert done.returncode == 1
-    assert re.search(r"pip install 'qkv\[tracing\]'", done.stderr), done.stderr
+    assert re.search(r"pip install '\.\[tracing\]'", done.stderr), done.stderr
 
 
-def test_nothing_of_it_is_imported_where_nobody_asks() -> None:
-    """FastAPI imports the interface, which does nothing by itself."""
+@pytest.mark.process
+def test_opentelemetry_sdk_is_not_imported_without_traces() -> None:
+    """FastAPI imports only the interface of OpenTelemetry."""
     program = (
         "import sys, qkv.server.supervisor; from qkv.api.app import create_app;"
         "from qkv.settings import Settings;"

@@ -1,4 +1,4 @@
-"""Content negotiation over a real socket: what comes and what goes are chosen apart."""
+"""Content negotiation over a real socket: formats of request and response are independent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def body_of(
 
 
 def post(server: Server, content: Any, path: str = RUN, **headers: str | None) -> httpx.Response:
-    """Posts with exactly these of the headers Content-Type and Accept."""
+    """Posts with these headers Content-Type and Accept."""
     named = {"content-type": headers.get("came"), "accept": headers.get("accept")}
     request = server.http.build_request("POST", path, content=content)
     for name, value in named.items():
@@ -79,7 +79,7 @@ def run(server: Server, case: Case, came: str, accept: str | None) -> httpx.Resp
 
 
 @pytest.mark.parametrize("kind", range(20))
-def test_the_same_bits_whatever_comes_and_goes(server: Server, kind: int) -> None:
+def test_same_bits_in_every_format(server: Server, kind: int) -> None:
     case = random_case(40_000 + kind, 0)
     seen = [bits(read(run(server, case, came, go), go)) for came in BOTH for go in BOTH]
     assert seen[1:] == seen[:1] * 3
@@ -88,7 +88,7 @@ def test_the_same_bits_whatever_comes_and_goes(server: Server, kind: int) -> Non
     )
 
 
-def test_fields_and_timing_are_the_same_in_both(server: Server) -> None:
+def test_fields_and_timing_are_the_same_in_both_formats(server: Server) -> None:
     for came in BOTH:
         as_text = run(server, CASE, came, JSON).json()
         message = safetensors.decode(run(server, CASE, came, TENSORS).content, "outputs")
@@ -99,7 +99,7 @@ def test_fields_and_timing_are_the_same_in_both(server: Server) -> None:
 
 @pytest.mark.parametrize("came", BOTH)
 @pytest.mark.parametrize("go", BOTH)
-def test_server_timing_is_told_in_both(server: Server, came: str, go: str) -> None:
+def test_both_formats_have_server_timing(server: Server, came: str, go: str) -> None:
     stages = run(server, CASE, came, go).headers["server-timing"].split(", ")
     assert [s.partition(";dur=")[0] for s in stages] == ["queue", "transfer", "compute", "total"]
     assert all(float(s.partition(";dur=")[2]) >= 0 for s in stages)
@@ -131,10 +131,10 @@ def test_server_timing_is_told_in_both(server: Server, came: str, go: str) -> No
     ],
 )
 @pytest.mark.parametrize("came", BOTH)
-def test_the_answer_goes_as_it_is_liked_best(
+def test_response_has_the_preferred_format(
     server: Server, came: str, accept: str | None, goes: str | None
 ) -> None:
-    """RFC 9110, section 12.5.1: the most specific range says how much a type is liked."""
+    """RFC 9110, section 12.5.1: the most specific range decides the quality of a type."""
     read(run(server, CASE, came, accept), goes or came)
 
 
@@ -143,7 +143,7 @@ def test_the_answer_goes_as_it_is_liked_best(
     ["text/html", "image/*", f"{JSON};q=0", "*/*;q=0", f"{JSON};q=x", "json", ";", "\xff"],
 )
 @pytest.mark.parametrize("came", BOTH)
-def test_what_cannot_be_written_is_not_acceptable(server: Server, came: str, accept: Any) -> None:
+def test_unsupported_accept_is_406(server: Server, came: str, accept: Any) -> None:
     for path in (RUN, CONVERT):
         assert (
             TENSORS
@@ -161,7 +161,9 @@ def test_several_accept_headers_are_one_list(server: Server, came: str) -> None:
 
 @pytest.mark.parametrize("accept", [JSON, TENSORS, "*/*", "text/html"])
 @pytest.mark.parametrize("came", BOTH)
-def test_faults_are_problems_whatever_is_accepted(server: Server, came: str, accept: str) -> None:
+def test_errors_are_problem_documents_for_any_accept(
+    server: Server, came: str, accept: str
+) -> None:
     good = accept != "text/html"
     wrong = body_of(came, CASE.inputs, {"parameters": {"causal": "yes"}})
     problem = assert_problem(post(server, wrong, came=came, accept=accept), 422 if good else 406)
@@ -172,7 +174,7 @@ def test_faults_are_problems_whatever_is_accepted(server: Server, came: str, acc
     assert_problem(server.http.get(RUN, headers={"accept": accept}), 405)
 
 
-def test_json_answers_to_tensors_are_exact_unless_lists_are_asked_for(server: Server) -> None:
+def test_json_responses_to_safetensors_are_base64_by_default(server: Server) -> None:
     for asked, comes in ((None, dict), ("base64", dict), ("lists", list)):
         fields = parse_fields(CASE) | ({} if asked is None else {"encoding": asked})
         content = body_of(TENSORS, CASE.inputs, fields)
@@ -181,7 +183,7 @@ def test_json_answers_to_tensors_are_exact_unless_lists_are_asked_for(server: Se
         CASE.check(answer.json()["outputs"])
 
 
-def test_lists_may_be_answered_as_tensors(server: Server) -> None:
+def test_response_to_lists_may_be_safetensors(server: Server) -> None:
     content = body_of(JSON, CASE.inputs, parse_fields(CASE), form="lists")
     named = read(post(server, content, came=JSON, accept=TENSORS), TENSORS)
     assert bits(named) == bits(read(run(server, CASE, TENSORS, TENSORS), TENSORS))
@@ -189,7 +191,7 @@ def test_lists_may_be_answered_as_tensors(server: Server) -> None:
 
 @pytest.mark.parametrize("came", BOTH)
 @pytest.mark.parametrize("go", BOTH)
-def test_weights_convert_in_both(server: Server, came: str, go: str) -> None:
+def test_weights_convert_in_both_formats(server: Server, came: str, go: str) -> None:
     content = body_of(came, STATE, {"from": "v1", "to": "v2"}, "tensors")
     response = post(server, content, CONVERT, came=came, accept=go)
     named = read(response, go, "tensors")
@@ -200,7 +202,7 @@ def test_weights_convert_in_both(server: Server, came: str, go: str) -> None:
 
 
 @pytest.mark.parametrize("go", BOTH)
-def test_a_layer_inline_in_both(server: Server, go: str) -> None:
+def test_layer_in_both_formats(server: Server, go: str) -> None:
     x, layer = np.eye(2, dtype="f4"), {n: RawTensor.from_numpy(w) for n, w in STATE.items()}
     message = Message({"layer": {"layout": "v1"}}, {"x": RawTensor.from_numpy(x)}, layer)
     content = b"".join(safetensors.encode(message, "inputs"))
@@ -216,10 +218,10 @@ def test_a_layer_inline_in_both(server: Server, go: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "fields"), [(CONVERT, {"from": "v1", "to": "v2"}), (RUN, {})])
-def test_tensors_of_a_layer_that_nobody_asked_for(
+def test_tensors_of_an_unused_layer_are_rejected(
     server: Server, path: str, fields: dict[str, Any]
 ) -> None:
-    """Nothing that comes is dropped without a word."""
+    """No part of a request is ignored silently."""
     named = STATE if path == CONVERT else CASE.inputs
     content = body_of(TENSORS, named | {"layer.extra": np.ones(2, "f4")}, fields)
     problem = assert_problem(post(server, content, path, came=TENSORS))
@@ -227,7 +229,7 @@ def test_tensors_of_a_layer_that_nobody_asked_for(
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 8, 9, 64, 1000])
-def test_tensors_may_come_in_chunks(server: Server, cut: int) -> None:
+def test_safetensors_may_come_in_chunks(server: Server, cut: int) -> None:
     case = random_case(40_100, 0)
     whole = body_of(TENSORS, case.inputs, parse_fields(case))
     pieces = [whole[at : at + cut] for at in range(0, min(len(whole), 60 * cut), cut)]
@@ -254,8 +256,8 @@ DEEP = "[" * 3000 + "]" * 3000
     ],
     ids=lambda value: value[:24],
 )  # fmt: skip
-def test_fields_that_json_would_not_carry(server: Server, field: str, value: str) -> None:
-    """What simdjson refuses of itself, Python's own parser may let through."""
+def test_invalid_fields_in_metadata_are_rejected(server: Server, field: str, value: str) -> None:
+    """Python's parser of metadata accepts text that simdjson rejects."""
     metadata = {"__metadata__": {"qkv": f'{{"{field}": {value}}}'}}
     plain = body_of(TENSORS, CASE.inputs, {})
     length = int.from_bytes(plain[:8], "little")

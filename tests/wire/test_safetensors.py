@@ -1,4 +1,4 @@
-"""The safetensors codec: files as the format's own library has them, and refusals of all else."""
+"""The safetensors codec: the files of the reference library, and rejection of invalid ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def file_of(message: Message, group: str = "inputs") -> bytes:
 
 
 def file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file as nobody should write it; a header that is bytes goes as it is."""
+    """Returns an invalid file; a header of bytes is used unchanged."""
     text = header if isinstance(header, bytes) else stdlib.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
@@ -54,7 +54,7 @@ def same(raw: RawTensor, array: Array) -> bool:
     return came == (array.dtype.name, array.shape, array.tobytes(), False)
 
 
-# what goes in comes out
+# round trips
 
 
 @given(
@@ -64,7 +64,7 @@ def same(raw: RawTensor, array: Array) -> bool:
     st.sampled_from([None, "lists", "base64"]),
 )
 @example({}, {"ключ/~\U0001f511": np.zeros((2, 0, 3), "f2")}, {"": np.array(True)}, None)
-def test_whole_messages_come_back(
+def test_messages_survive_a_round_trip(
     fields: dict[str, Any],
     tensors: dict[str, Array],
     layer: dict[str, Array],
@@ -83,7 +83,7 @@ def test_whole_messages_come_back(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_that_are_not_contiguous_are_written_row_by_row(dtype: str) -> None:
+def test_arrays_that_are_not_contiguous_are_encoded_in_row_order(dtype: str) -> None:
     whole = np.arange(4 * 6 * 5).reshape(4, 6, 5).astype(DTYPES[dtype])
     views = [whole.T, whole[::2, ::-1], whole[:, 1:4, ::3], whole[..., 0].T, whole[2:2], whole[0]]
     views += [whole[1, 2, 3:4].reshape(()), np.broadcast_to(whole[:1], (3, 6, 5))]
@@ -95,7 +95,7 @@ def test_arrays_that_are_not_contiguous_are_written_row_by_row(dtype: str) -> No
 
 
 @given(st.dictionaries(TENSOR_NAMES, arrays(), max_size=4), FIELDS)
-def test_the_formats_own_library_reads_what_is_written(
+def test_reference_library_reads_our_files(
     tensors: dict[str, Array], fields: dict[str, Any]
 ) -> None:
     body = file_of(Message(fields, raws(tensors)))
@@ -113,7 +113,7 @@ def test_the_formats_own_library_reads_what_is_written(
 
 
 @given(st.dictionaries(TENSOR_NAMES, arrays(), max_size=4), FIELDS)
-def test_what_the_formats_own_library_writes_is_read(
+def test_files_of_the_reference_library_are_read(
     tensors: dict[str, Array], fields: dict[str, Any]
 ) -> None:
     plain = {n: np.ascontiguousarray(a) for n, a in tensors.items() if a.dtype.name != "bfloat16"}
@@ -126,8 +126,8 @@ def test_what_the_formats_own_library_writes_is_read(
 
 
 @given(arrays("bfloat16"))
-def test_bfloat16_of_the_formats_own_library_is_read(array: Array) -> None:
-    """Its numpy door knows none: the same file of half floats, with the other code."""
+def test_bfloat16_of_the_reference_library_is_read(array: Array) -> None:
+    """Its numpy interface has no bfloat16: a file of float16 gets the other code."""
     halves = np.frombuffer(array.tobytes(), np.float16).reshape(array.shape)
     body = safetensors.numpy.save({"a": halves})
     length = int.from_bytes(body[:8], "little")
@@ -150,8 +150,8 @@ def test_tensors_are_views_of_the_body(tensors: dict[str, Array], aligned: bool)
         assert read[0].ctypes.data % 64 == 0
 
 
-def test_an_empty_tensor_may_stand_anywhere_in_the_header() -> None:
-    """Names come in any order; an empty tensor begins where another one does."""
+def test_empty_tensor_may_be_anywhere_in_the_header() -> None:
+    """Names have any order; an empty tensor has the first offset of another one."""
     body = file(
         {
             "b": entry(offsets=[4, 8]), "a": entry(offsets=[0, 4]),
@@ -170,7 +170,7 @@ def test_other_files_have_no_fields(metadata: dict[str, str] | None) -> None:
     assert decode(file(header, bytes(4)), "inputs").fields == {}
 
 
-# what is no such file
+# invalid files
 
 
 def deep(depth: int, inside: bytes = b"") -> bytes:
@@ -297,7 +297,7 @@ CRAFTED = {
 
 
 def tried(body: bytes) -> None:
-    """Decodes, or is refused as the client's fault in a document that can be written."""
+    """Decodes, or fails with a 4xx error that can be encoded."""
     try:
         message = decode(body, "inputs")
     except QkvError as refused:
@@ -313,7 +313,7 @@ def tried(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", CRAFTED.values(), ids=CRAFTED)
-def test_what_is_no_file_is_refused_before_anything_is_allocated(body: bytes) -> None:
+def test_invalid_file_is_rejected_before_any_allocation(body: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(QkvError):
@@ -321,13 +321,13 @@ def test_what_is_no_file_is_refused_before_anything_is_allocated(body: bytes) ->
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # what Python makes of a JSON text is some dozens of times as large as it, and that is 1 MiB
+    # Python objects of JSON are dozens of times as large as the text, which is at most 1 MiB
     assert peak < (1 << 18) + 48 * min(len(body), 1 << 20)
     tried(body)
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a/b~c", "\0", "x" * 10_000, "NaN"])
-def test_any_name_can_be_told_of(name: str) -> None:
+def test_error_may_contain_any_name(name: str) -> None:
     for bad in (entry("U8"), entry(shape=[-1]), entry(shape=[3]), entry(offsets=[4, 8]), 1):
         tried(file({name: bad}, bytes(4)))
     tried(file({name: entry("BOOL", [4])}, b"\2" * 4))
@@ -336,22 +336,22 @@ def test_any_name_can_be_told_of(name: str) -> None:
     tried(file({"__metadata__": {"qkv": stdlib.dumps({"encoding": name})}}))
 
 
-def test_a_name_in_a_pointer_is_escaped() -> None:
+def test_name_in_a_pointer_is_escaped() -> None:
     with pytest.raises(QkvError) as caught:
         decode(file({"a/b~c": entry("U8")}, bytes(4)), "inputs")
     assert caught.value.pointer is not None
     assert caught.value.pointer.endswith("/a~1b~0c")
 
 
-def test_a_name_that_comes_twice_among_many_is_found_at_once() -> None:
-    """Comparing each with each would take minutes, with the event loop waiting."""
+def test_repeated_name_is_found_in_linear_time() -> None:
+    """A quadratic comparison would block the event loop for minutes."""
     before = time.process_time()
     with pytest.raises(QkvError):
         decode(file(many(20_000, twice=True)), "inputs")
-    assert time.process_time() - before < 2.0  # 0.01 when each is looked up
+    assert time.process_time() - before < 2.0  # 0.01 with look-ups
 
 
-# anything at all
+# random bytes
 
 VALID = file_of(
     Message(
@@ -369,7 +369,7 @@ VALID = file_of(
 
 @examples(300)
 @given(st.binary(max_size=200), st.booleans())
-def test_random_bytes_are_read_or_refused(body: bytes, headed: bool) -> None:
+def test_random_bytes_are_accepted_or_rejected(body: bytes, headed: bool) -> None:
     tried(file(body, body[:8]) if headed else body)
 
 
@@ -382,7 +382,7 @@ SNIPPETS = [
 
 @examples(600)
 @given(st.data())
-def test_a_valid_file_with_something_changed_is_read_or_refused(data: st.DataObject) -> None:
+def test_changed_file_is_accepted_or_rejected(data: st.DataObject) -> None:
     length = int.from_bytes(VALID[:8], "little")
     text = bytearray(VALID[8 : 8 + length])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -398,7 +398,7 @@ def test_a_valid_file_with_something_changed_is_read_or_refused(data: st.DataObj
 
 @examples(300)
 @given(st.data())
-def test_a_valid_header_with_any_value_in_any_place(data: st.DataObject) -> None:
+def test_any_value_in_any_place_of_the_header_is_accepted_or_rejected(data: st.DataObject) -> None:
     length = int.from_bytes(VALID[:8], "little")
     header = stdlib.loads(VALID[8 : 8 + length])
     node: Any = header

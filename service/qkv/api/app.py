@@ -1,4 +1,4 @@
-"""Builds the HTTP API: `create_app` puts the engine, the endpoints and the middleware together."""
+"""Builds the HTTP API: `create_app` combines engine, endpoints and middleware."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Runtime", "create_app", "new_device_process", "new_shared_state", "queue_limits"]
 
-_LOG_INTERVAL_S: Final = 0.1  # between two writes of the request log
+_LOG_INTERVAL_S: Final = 0.1  # seconds between writes of the request log
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the requests of one process share.
+    """The objects that the requests of one process share.
 
     Attributes:
         settings: of the service.
         worker: this process's part of the shared state.
         engine: runs the jobs.
-        job_runner: runs them for HTTP clients.
+        job_runner: runs jobs for HTTP clients.
         run_cache: remembers small requests for the fast path.
-        api_keys: of which a request must have one; None: no authentication.
+        api_keys: the valid keys; None: no authentication.
         observer: counts, logs and traces every request.
-        request_log: has a line for each; None: there is none.
-        traces: has a span for each; None: there are none.
+        request_log: gets a line for each request; None: no log.
+        traces: gets a span for each request; None: no traces.
     """
 
     settings: Settings
@@ -90,20 +90,20 @@ def create_app(
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
-    `app.state.runtime` is its `Runtime`. `app.state.asgi` is what a server should serve: the same
-    application with a direct route to the endpoints that run variants.
+    `app.state.runtime` is its `Runtime`. A server serves `app.state.asgi`: the same application
+    with direct routes to the endpoints that run variants.
 
     Args:
         settings: None reads them from the environment.
-        worker: this process's part of the shared state; None: it is the only process.
+        worker: this process's part of the shared state; None: this is the only process.
         remote: the device process's engine; None: this process has an engine of its own.
     """
     runtime = _build_runtime(settings or Settings(), worker, remote)
-    app = FastAPIOffline(  # serves the pages' scripts from its own files, not from another host
+    app = FastAPIOffline(  # serves the scripts of /docs itself: no request to another host
         redoc_url=None,
         title="qkv",
         version=__version__,
-        summary="Serves attention: output, weights and timing, from any variant you name.",
+        summary="Runs attention variants: output, weights and timing.",
         description=document.DESCRIPTION,
         openapi_tags=document.TAGS,
         license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
@@ -147,7 +147,7 @@ def _build_runtime(
 
 @asynccontextmanager
 async def _run(runtime: Runtime) -> AsyncIterator[None]:
-    """Runs the engine and the background tasks, from the server's start to its end."""
+    """Runs the engine and the background tasks while the server runs."""
     engine, worker = runtime.engine, runtime.worker
     engine.start()
     heartbeat = asyncio.create_task(worker.run_heartbeat(engine.usage))
@@ -174,7 +174,7 @@ async def _run(runtime: Runtime) -> AsyncIterator[None]:
 
 
 async def _watch_device(engine: Engine | RemoteEngine, worker: WorkerState) -> None:
-    """Marks this process as not ready once its device has failed for good."""
+    """Marks this process as not ready after its device has failed permanently."""
     await engine.failed.wait()
     worker.set_ready(False)
 
@@ -213,7 +213,7 @@ def _add_middleware(app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint])
     app.add_middleware(DrainMiddleware, shared_state=worker.shared_state)
     asgi: ASGIApp = DirectRouter(app, direct, error_response, worker)
     if api_keys is not None:
-        # FastAPI gets it too, for a server that serves `app` itself
+        # FastAPI needs it too, for servers that serve `app` instead of `app.state.asgi`
         app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, error_response=error_response)
         asgi = ApiKeyMiddleware(asgi, api_keys, error_response)
     return ObservabilityMiddleware(allow_origins(asgi, runtime.settings.origins), runtime.observer)
@@ -230,14 +230,14 @@ def _complete_document(app: FastAPI, is_guarded: bool) -> None:
         assert app.openapi_schema is not None
         return app.openapi_schema
 
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend it
 
 
 def _new_engine(settings: Settings, worker: WorkerState) -> Engine:
     """Returns an engine of this process.
 
     Raises:
-        ValueError: its device is not there.
+        ValueError: the device does not exist.
     """
     return Engine(
         pick_device(settings.device),
@@ -250,7 +250,7 @@ def _new_engine(settings: Settings, worker: WorkerState) -> Engine:
 
 
 def queue_limits(settings: Settings) -> Load:
-    """Returns how much may be queued in one process."""
+    """Returns the limits of the queue of one process."""
     return Load(settings.max_queue, settings.max_queue_bytes, settings.max_queue_flops)
 
 
@@ -261,10 +261,10 @@ def new_device_process(
     control_socket: socket.socket,
     parent_alive_fd: int,
 ) -> DeviceProcess:
-    """Returns the process that owns the device, and runs the jobs of all workers.
+    """Returns the process that owns the device and runs the jobs of all workers.
 
     Raises:
-        ValueError: its device is not there.
+        ValueError: the device does not exist.
     """
     engine, limits = _new_engine(settings, worker), job_limits(settings)
     return DeviceProcess(engine, worker, shared_memory, limits, control_socket, parent_alive_fd)
@@ -273,7 +273,7 @@ def new_device_process(
 def new_shared_state(
     settings: Settings, workers: int, *, device_process: bool = False
 ) -> SharedState:
-    """Returns the state that the workers, and the device process, share; made before the forks."""
+    """Returns the shared state of workers and device process. Call it before the forks."""
     return SharedState(
         workers,
         settings.stuck_s,

@@ -1,4 +1,4 @@
-"""API keys: requests without one are rejected, except on a few public paths."""
+"""API keys: `ApiKeyMiddleware` rejects requests without a valid key, except on public paths."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from qkv.errors import QkvError, Unauthorized
 __all__ = ["PUBLIC_PATHS", "ApiKeyMiddleware", "ApiKeys"]
 
 PUBLIC_PATHS: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS)) | PATHS
-"""Paths that need no key: health probes, and the playground's own files; the page asks its user for
-a key for the requests it sends."""
+"""Paths that need no key: health probes, and the files of the playground, which asks the user for a
+key."""
 
 
 class ApiKeys:
@@ -27,9 +27,9 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     def match(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Returns whether the headers have one of the keys, as RFC 6750, section 2.1 has it.
+        """Returns True if the headers have one of the keys (RFC 6750, section 2.1).
 
-        Takes the same time whichever key matches, or none.
+        Takes the same time for any key, valid or not.
 
         Args:
             headers: names in lower case.
@@ -39,17 +39,19 @@ class ApiKeys:
             return False
         scheme, _, key = authorizations[0].partition(b" ")
         key = key.strip(b" ")
-        matches = [compare_digest(key, known) for known in self._keys]  # all: constant time
+        matches = [
+            compare_digest(key, known) for known in self._keys
+        ]  # no early exit: constant time
         return scheme.lower() == b"bearer" and True in matches
 
 
 class ApiKeyMiddleware:
-    """Rejects requests without a key, before their body is read.
+    """Rejects requests without a valid key, before their body is read.
 
     Args:
-        app: that needs a key.
-        api_keys: of which a request must have one.
-        error_response: makes the response for an error at a path.
+        app: the application to protect.
+        api_keys: the valid keys.
+        error_response: returns the response for an error at a path.
     """
 
     def __init__(

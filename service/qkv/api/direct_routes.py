@@ -1,4 +1,4 @@
-"""Direct routes to the endpoints that run variants, by path alone, before FastAPI."""
+"""Direct routes: calls the endpoints that run variants by path, without FastAPI's routing."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["ACCEPTED_STATE", "DirectRouter", "Endpoint"]
 _log = logging.getLogger(__name__)
 
 ACCEPTED_STATE: Final = "qkv.accepted"
-"""Key of a scope's state: the request was received before the drain began."""
+"""Key of a scope's state: the server accepted the request before the drain began."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class DirectRouter:
-    """Calls the endpoint of a POST by its path; passes all other requests on.
+    """Calls the endpoint of a POST by its path; passes all other requests to the application.
 
-    FastAPI has the same endpoints on the same paths, for its document and for other spellings of a
-    path; but its routing takes longer than a small attention.
+    FastAPI has the same endpoints, for its document and for other spellings of a path. Its routing
+    takes longer than a small attention.
 
     Args:
-        app: for all other requests, and while the service drains.
+        app: handles all other requests, and all requests while the service drains.
         endpoints: by path.
-        error_response: makes the response for an error at a path.
-        worker: counts requests in flight, and knows whether the service drains.
+        error_response: returns the response for an error at a path.
+        worker: counts requests in flight; its shared state has the drain flag.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DirectRouter:
                     response = await self._call(endpoint, Request(scope, receive, send), path)
                 finally:
                     self._worker.add_in_flight(-1)
-                # the drain may have begun: then the connection is not kept alive
+                # the drain may have begun while the endpoint ran
                 if self._is_draining():
                     response.raw_headers.append((b"connection", b"close"))
                 return await response(scope, receive, send)
@@ -84,5 +84,5 @@ class DirectRouter:
             )
         except Exception as error:
             _log.error("a request to %r failed (%s)", path, request_id(), exc_info=error)
-            fault = Internal("this is a fault of the service, and is logged")
+            fault = Internal("internal error; it was logged with the id in X-Request-ID")
             return self._error_response(fault, path)

@@ -1,6 +1,6 @@
-"""Errors as HTTP responses: problem documents (RFC 9457), or the protocol's own form below /v2.
+"""Errors as HTTP responses: problem documents (RFC 9457), or the protocol's form below /v2.
 
-`error_response` is for middleware and the connection, `add_error_handlers` for FastAPI.
+Middleware and connections call `error_response`; `add_error_handlers` is for FastAPI.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def error_response(error: QkvError, path: str) -> Response:
-    """Returns the response for an error, in the form of the protocol at this path."""
+    """Returns the response for an error at a path, and records the error."""
     record_error(error)
     if path == "/v2" or path.startswith("/v2/"):
         return oip_error_response(error)
@@ -34,7 +34,7 @@ def error_response(error: QkvError, path: str) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Has an application respond to every error in this way."""
+    """Makes an application respond to every error with `error_response`."""
     app.add_exception_handler(QkvError, _on_qkv_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
@@ -46,17 +46,20 @@ async def _on_qkv_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Responds to what the router rejects: an unknown path, or a method that a path lacks."""
+    """Responds to an unknown path, and to a method that a path does not have."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = set((error.headers or {}).get("Allow", "").split(", "))
         allow = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
-        reason: QkvError = MethodNotAllowed(f"{request.method} is not allowed here", allow=allow)
+        reason: QkvError = MethodNotAllowed(
+            f"method is not allowed: got {request.method}, expected {allow}", allow=allow
+        )
     else:
-        reason = NotFound(f"no {request.url.path[:200]} here; /docs says what there is")
+        reason = NotFound(f"path {request.url.path[:200]} does not exist; /docs lists all paths")
     return await _on_qkv_error(request, reason)
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     _log.error("a request to %r failed (%s)", request.url.path, request_id(), exc_info=error)
-    return await _on_qkv_error(request, Internal("this is a fault of the service, and is logged"))
+    internal = Internal("internal error; it was logged with the id in X-Request-ID")
+    return await _on_qkv_error(request, internal)

@@ -1,4 +1,7 @@
-"""Server-sent events (WHATWG HTML, 9.2): a response that is sent event by event."""
+"""Responses of server-sent events (WHATWG HTML, section 9.2).
+
+The endpoint of sweeps returns an `EventStreamResponse`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 MEDIA_TYPE: Final = "text/event-stream"
 HEARTBEAT_S: Final = 10.0
-"""Seconds without an event after which a comment is sent: proxies close a silent connection."""
+"""Seconds without an event until a comment is sent: proxies close idle connections."""
 _HEARTBEAT: Final = b": still at work\n\n"
 _HEADERS: Final = (
     (b"content-type", MEDIA_TYPE.encode()),
@@ -31,18 +34,17 @@ _HEADERS: Final = (
 )
 
 Event = tuple[str, Any]
-"""An event's name, and its data as plain JSON."""
+"""The name of an event, and its data: plain JSON, or a dataclass of `wire.responses`."""
 
 
 class EventStreamResponse(Response):
-    """Sends events until there are no more, or the client disconnects; then the generator is
-    cancelled."""
+    """Sends events until the generator ends or the client disconnects, which cancels it."""
 
     def __init__(self, events: AsyncGenerator[Event, None]) -> None:
         self._events = events
         self.status_code = 200
         self.background = None
-        # not by init_headers, which would set Content-Length
+        # init_headers would set Content-Length
         self.raw_headers = list(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,17 +69,21 @@ class EventStreamResponse(Response):
             while not next_event.done():
                 await asyncio.wait(either, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 if disconnect.done():
-                    record_error(ClientDisconnected("the caller left before all had been said"))
+                    record_error(
+                        ClientDisconnected("the client disconnected before the last event")
+                    )
                     return None
                 if not next_event.done():
                     await _send_chunk(send, _HEARTBEAT)
             return next_event.result()
-        except Exception as error:  # the status has been sent: only an event can tell
+        except Exception as error:  # the status has been sent: the error becomes an event
             _log.error("a stream of events failed (%s)", request_id(), exc_info=error)
-            return error_event(Internal("this is a fault of the service, and is logged"))
+            return error_event(
+                Internal("internal error; it was logged with the id in X-Request-ID")
+            )
         finally:
             next_event.cancel()
-            await asyncio.wait((next_event,))  # until it has released what it holds
+            await asyncio.wait((next_event,))  # until the generator has released its resources
 
 
 def error_event(error: QkvError) -> Event:

@@ -1,4 +1,7 @@
-"""Runs jobs for HTTP clients: checks, deadlines, client disconnects, timing."""
+"""Runs jobs for HTTP clients: validation, deadlines, client disconnects, timing.
+
+The endpoints share one `JobRunner` for each process.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ __all__ = [
 _T = TypeVar("_T")
 
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
-"""Seconds that a request may wait in the queue. HTTP has no field for it, and grpc-timeout is for
-gRPC; some gateways know this name."""
+"""The header with the seconds that a request may wait in the queue. HTTP has no field for it, and
+grpc-timeout is for gRPC; some gateways use this name."""
 
 _MAX_TIMEOUT_S: Final = 1e9
 
 _STAGES: Final = ("queue", "transfer", "compute", "total")
 SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
-"""Format of a Server-Timing header (W3C), to be filled in from a timing in milliseconds."""
+"""Format of a Server-Timing header (W3C); its argument is a timing in milliseconds."""
 
 
 class RunResult(NamedTuple):
@@ -51,8 +54,8 @@ class RunResult(NamedTuple):
 
     Attributes:
         outputs: by name.
-        timing: of the response, with `total_ms`.
-        annotations: more fields of the response.
+        timing: times in milliseconds, with `total_ms`.
+        annotations: further fields of the response.
     """
 
     outputs: dict[str, RawTensor]
@@ -79,8 +82,8 @@ class JobRunner:
     """Runs jobs for HTTP clients.
 
     Args:
-        engine: runs them.
-        settings: of the service; limits and timeout of a request.
+        engine: runs the jobs.
+        settings: limits and timeout of a request.
         metrics_recorder: counts runs and their times.
 
     Attributes:
@@ -102,22 +105,22 @@ class JobRunner:
             ServiceUnavailable: the limits are reached.
         """
         declared = int(request.headers.get("content-length", 0))
-        # a body that is too large is rejected for that, whatever is queued
+        # a body that is too large gets 413 later, even if the queue is full
         return self._engine.admission.admit(declared if declared <= self._max_body_bytes else 0)
 
     async def new_job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
         """Validates a request.
 
         Args:
-            variant: to run.
-            message: as `Job.from_message` takes it.
-            kind: of job; Job itself is a forward pass.
+            variant: the variant's name.
+            message: as for `Job.from_message`.
+            kind: the class of the job; `Job` is a forward pass.
 
         Raises:
             QkvError: from `Job.from_message`.
         """
         tensors = (*message.tensors.values(), *message.layer.values())
-        # numbers without a dtype are converted one by one; other tensors cost little
+        # casting numbers without a dtype is slow; other tensors cost little
         size = sum(t.nbytes for t in tensors if t.is_untyped)
         return await in_thread_if_large(
             size, lambda: kind.from_message(variant, message, self.limits)
@@ -135,15 +138,15 @@ class JobRunner:
         """Runs a job.
 
         Args:
-            request: that the job is of; the job is cancelled if its client disconnects.
-            received_at: when its last byte was received, by `time.perf_counter`.
-            job: to run.
-            priority: as `Engine.submit` takes it.
-            wait_s: seconds from `received_at` on that it may be queued; its header and the
-                settings may say less.
+            request: the request of the job; if its client disconnects, the job is cancelled.
+            received_at: time of its last byte, by `time.perf_counter`.
+            job: the job.
+            priority: as for `Engine.submit`.
+            wait_s: seconds from `received_at` that it may be queued. The smallest of this, the
+                header and the settings holds.
 
         Raises:
-            QkvError: from the engine; ClientDisconnected if the client left.
+            QkvError: from the engine; ClientDisconnected if the client disconnects.
         """
         wait_s = _minimum(wait_s, self.deadline_of(request))
         remaining_s = None
@@ -157,7 +160,7 @@ class JobRunner:
             except DeadlineExceeded:
                 assert wait_s is not None
                 raise DeadlineExceeded(
-                    f"the device was not free within {wait_s * 1e3:g} ms"
+                    f"the request waited {wait_s * 1e3:g} ms in the queue, its deadline passed"
                 ) from None
         result = to_run_result(job_result, received_at, job)
         queue_ms, compute_ms = result.timing["queue_ms"], result.timing["compute_ms"]
@@ -165,8 +168,7 @@ class JobRunner:
         return result
 
     def deadline_of(self, request: Request) -> float | None:
-        """Returns how many seconds a request may be queued, by its header and the settings; None:
-        no limit.
+        """Returns the seconds that a request may be queued, by header and settings; None: no limit.
 
         Raises:
             MalformedRequest: the header is not a valid number.
@@ -174,8 +176,7 @@ class JobRunner:
         return _minimum(self._timeout_s, _parse_timeout(request))
 
     async def run_part(self, job: Job, wait_s: float | None, *, priority: int = 0) -> JobResult:
-        """Runs one of a request's several jobs; it is queued as others are, and not counted as a
-        request.
+        """Queues and runs one of several jobs of a request, without counting it as a request.
 
         Raises:
             QkvError: from the engine.
@@ -183,7 +184,7 @@ class JobRunner:
         return await self._engine.submit(job, priority=priority, wait_s=wait_s)
 
     def admit_bytes(self, size: int) -> Admission:
-        """Admits inputs that are generated here, as if they came in a body of that size.
+        """Admits inputs that this process generates, like a body of that size.
 
         Raises:
             ServiceUnavailable: the limits are reached.
@@ -191,15 +192,15 @@ class JobRunner:
         return self._engine.admission.admit(size)
 
     def can_run_inline(self, job: Job) -> bool:
-        """Returns whether such a job can run inline, if the engine is idle."""
+        """Returns True if such a job can run inline while the engine is idle."""
         return self._engine.can_run_inline(job)
 
     def run_prepared(self, prepared_run: PreparedRun) -> InlineRun | None:
-        """Runs a prepared run, as `Engine.run_prepared` does."""
+        """Calls `Engine.run_prepared`."""
         return self._engine.run_prepared(prepared_run)
 
     def record_inline_run(self, inline_run: InlineRun) -> None:
-        """Counts an inline run, once it has a response; it was not queued."""
+        """Counts an inline run, which was not queued. Call it with the response."""
         inline_run.record()
         self._metrics_recorder.record_run(
             inline_run.job.variant.name, 0.0, inline_run.output.compute_s
@@ -207,7 +208,7 @@ class JobRunner:
 
 
 def to_run_result(job_result: JobResult, received_at: float, job: Job) -> RunResult:
-    """Returns a job's result, with the time since its request was received."""
+    """Returns a job's result with `total_ms`, the time since the last byte of its request."""
     timing = job_result.timing
     timing["total_ms"] = (time.perf_counter() - received_at) * 1e3
     return RunResult(job_result.outputs, timing, job.annotations)
@@ -223,16 +224,19 @@ def job_limits(settings: Settings) -> Limits:
 
 
 def _parse_timeout(request: Request) -> float | None:
-    """Returns the seconds of the timeout header; None: it has none."""
+    """Returns the seconds of the timeout header; None: there is no header."""
     if (text := request.headers.get(TIMEOUT_HEADER)) is None:
         return None
     try:
-        seconds = float(text) if "_" not in text else 0.0  # Python alone reads 1_0 as a number
+        seconds = (
+            float(text) if "_" not in text else 0.0
+        )  # Python reads 1_0 as a number; HTTP clients do not
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= _MAX_TIMEOUT_S:  # nor is NaN
+    if not 0 < seconds <= _MAX_TIMEOUT_S:  # false for NaN too
         raise MalformedRequest(
-            f"{TIMEOUT_HEADER} came as {format_value(text)}; it must be seconds, above 0"
+            f"{TIMEOUT_HEADER} is invalid: got {format_value(text)}, expected seconds above 0, "
+            f"at most {_MAX_TIMEOUT_S:.0f}"
         )
     return seconds
 
@@ -245,13 +249,13 @@ async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> 
     """Returns the future's result; cancels it if the client disconnects first.
 
     Raises:
-        ClientDisconnected: the client has disconnected.
+        ClientDisconnected: the client disconnected.
     """
     disconnect = asyncio.ensure_future(wait_for_disconnect(request))
     try:
         await asyncio.wait((future, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
-            raise ClientDisconnected("the caller left before its turn came")
+            raise ClientDisconnected("the client disconnected before its job ran")
         return await future
     finally:
         disconnect.cancel()
@@ -259,6 +263,6 @@ async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> 
 
 
 async def wait_for_disconnect(request: Request) -> None:
-    """Returns when the client disconnects; the body has been read."""
+    """Returns when the client disconnects. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

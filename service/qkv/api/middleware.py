@@ -1,4 +1,4 @@
-"""ASGI middleware: HEAD requests, draining, and cross-origin requests."""
+"""ASGI middleware: HEAD requests, drain, and cross-origin requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVED_WHILE_DRAINING: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS))
 
 
 class HeadMiddleware:
-    """Serves HEAD wherever GET is served; the server leaves the response's body out."""
+    """Handles HEAD like GET; the server omits the body of the response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,9 +31,9 @@ class HeadMiddleware:
 
 
 class DrainMiddleware:
-    """While the service drains, rejects new requests and has clients close their connections.
+    """Rejects new requests while the service drains, and makes clients close their connections.
 
-    Requests that were accepted before are completed.
+    Completes requests that the service accepted before the drain.
     """
 
     def __init__(self, app: ASGIApp, shared_state: SharedState) -> None:
@@ -63,10 +63,10 @@ class DrainMiddleware:
 
 
 def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
-    """Returns an application that pages of these origins may call.
+    """Returns an application that browsers may call from pages of these origins.
 
-    It has to be outside of authentication: a browser's preflight request has no key. The fast path
-    needs no such headers: a page's request has `Origin`, which the fast path does not take.
+    It must wrap the authentication: a preflight request has no key. The fast path does not handle
+    requests with the header `Origin`, and needs no such headers.
     """
     if not origins:
         return app

@@ -1,6 +1,7 @@
-"""Observability of every request: an id, metrics, and if configured a log line and a span.
+"""Observability of every request: an id, metrics, and optionally a log line and a span.
 
-The middleware observes requests that ASGI handles, the connection's protocol reports the others.
+`ObservabilityMiddleware` observes requests that ASGI handles; connections report the others to
+`RequestObserver`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 REQUEST_ID_STATE: Final = "qkv.request_id"
-"""Key of a scope's state: the id that the connection gave its request."""
+"""Key of a scope's state: the id that the connection chose for the request."""
 PROTOCOL_ERROR_STATE: Final = "qkv.protocol_error"
 """Key of a scope's state: the `ProtocolError` that the connection sent as the response."""
 _MATCH_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
@@ -49,17 +50,17 @@ _STAGE: Final = re.compile(rb"(queue|transfer|compute);dur=([0-9.]+)")
 _RUN_PATH: Final = re.compile(
     r"/v1/(?:attention|gradients)/([^/]*)|/v2/models/([^/]*)(?:/versions/[^/]*)?/infer"
 )
-_MAX_DIGITS: Final = 19  # of an int64 with its sign
+_MAX_DIGITS: Final = 19  # digits of an int64
 _MAX_PATH_LENGTH: Final = 512  # in a log line
 _ERROR_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
 
 
 class ProtocolError(NamedTuple):
-    """An error to which the connection itself has sent the response.
+    """An error whose response the connection has sent.
 
     Attributes:
-        error: what was wrong.
-        sent_bytes: of the response's body.
+        error: the error.
+        sent_bytes: bytes of the response's body.
     """
 
     error: QkvError
@@ -67,7 +68,7 @@ class ProtocolError(NamedTuple):
 
 
 class RequestRecord:
-    """What has been observed of a request so far."""
+    """Observations of a request in progress."""
 
     def __init__(self, id: bytes) -> None:
         self.id = id
@@ -83,7 +84,7 @@ _current: ContextVar[RequestRecord | None] = ContextVar("qkv.request_record", de
 
 
 def record_error(error: QkvError) -> None:
-    """Records which error the current request ends with: its status alone may be ambiguous."""
+    """Records the error of the current request; several errors share a status."""
     if (record := _current.get()) is not None:
         record.error_name = error.name
 
@@ -95,7 +96,7 @@ def request_id() -> str:
 
 
 def request_id_from(headers: Iterable[Header]) -> bytes | None:
-    """Returns the id that a request gives itself; None if there is none, or it is malformed."""
+    """Returns the id in the headers of a request; None if it is missing or malformed."""
     return next(
         (
             value
@@ -107,12 +108,12 @@ def request_id_from(headers: Iterable[Header]) -> bytes | None:
 
 
 class RequestObserver:
-    """Gives ids to the requests of one process, counts, logs and traces them.
+    """Counts, logs and traces the requests of one process, and gives them ids.
 
     Args:
-        metrics_recorder: counts them.
-        log: gets a line for each; None: no log.
-        traces: gets a span for each; None: no traces.
+        metrics_recorder: counts the requests.
+        log: gets a line for each request; None: no log.
+        traces: gets a span for each request; None: no traces.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class RequestObserver:
         self.received = metrics_recorder.add_request_bytes
 
     def new_id(self) -> bytes:
-        """Returns an id for a request that gives none."""
+        """Returns an id for a request without one."""
         return b"%b%08x" % (self._prefix, next(self._numbers))
 
     def record_fast_path(
@@ -140,7 +141,7 @@ class RequestObserver:
         reply: Reply,
         sent_bytes: int,
     ) -> None:
-        """Records a request that the fast path has handled, before its response is sent."""
+        """Records a request that the fast path handled, before its response is sent."""
         seconds = time.perf_counter() - started_at
         self._metrics_recorder.record_response(reply.variant, "ok", seconds, sent_bytes)
         if not self._is_silent:
@@ -160,7 +161,7 @@ class RequestObserver:
         id: bytes,
         protocol_error: ProtocolError,
     ) -> None:
-        """Records a request that never reached ASGI: it was malformed, or sent too slowly."""
+        """Records a request that did not reach ASGI: it was malformed, or too slow."""
         label, (error, sent_bytes) = self._variant_label(method, unquote(path)), protocol_error
         self._metrics_recorder.record_response(label, error.name, 0.0, sent_bytes)
         if not self._is_silent:
@@ -169,7 +170,7 @@ class RequestObserver:
             self._log_and_trace(_new_line(headers, id, method, path, *details), headers, 0.0, None)
 
     def record_end(self, scope: Scope, record: RequestRecord) -> None:
-        """Records a request that ASGI has handled; does nothing the second time."""
+        """Records a request that ASGI handled. Does nothing the second time."""
         if record.is_recorded:
             return
         record.is_recorded = True
@@ -190,7 +191,7 @@ class RequestObserver:
         if not self._is_silent:
             name = None if label == OTHER else label
             details = (name, record.status, outcome, seconds, record.sent_bytes)
-            # not decoded: that may contain any character
+            # the decoded path may contain any character
             path = (scope.get("raw_path") or b"").decode("ascii", "replace")
             line = _new_line(scope["headers"], record.id, scope["method"], path, *details)
             timing = next((v for n, v in record.headers if n == b"server-timing"), b"")
@@ -210,7 +211,7 @@ class RequestObserver:
             self._log.add(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
     def _variant_label(self, method: str, path: str) -> str:
-        """Returns the variant that a request is for, as metrics label it."""
+        """Returns the variant of a request as a label of the metrics."""
         if method != "POST" or (match := _RUN_PATH.fullmatch(path)) is None:
             return OTHER
         name: str = match[1] or match[2] or ""
@@ -230,7 +231,7 @@ class ObservabilityMiddleware:
         record = RequestRecord(
             given_id or request_id_from(scope["headers"]) or self._observer.new_id()
         )
-        _current.set(record)  # each request has its own task, and so its own context
+        _current.set(record)  # each request has a task and a context of its own
 
         async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -239,14 +240,15 @@ class ObservabilityMiddleware:
             elif message["type"] == "http.response.body":
                 record.sent_bytes += len(message.get("body", b""))
                 if not message.get("more_body", False):
-                    # first, so that a client with a response sees it in any worker's /metrics
+                    # before the send: a client with its response sees it in /metrics of any worker
                     self._observer.record_end(scope, record)
             await send(message)
 
         try:
             await self._app(scope, receive, send_observed)
         finally:
-            self._observer.record_end(scope, record)  # whose client disconnected, or which failed
+            # if the client disconnected, or the application failed
+            self._observer.record_end(scope, record)
 
 
 def _new_line(
@@ -284,5 +286,5 @@ def _run_route(path: str) -> str:
 
 
 def _parse_stages(timing: bytes) -> dict[str, float]:
-    """Returns the times of a run in milliseconds, from its Server-Timing header."""
+    """Returns the times of a run in milliseconds from a Server-Timing header."""
     return {f"{name.decode()}_ms": float(ms) for name, ms in _STAGE.findall(timing)}

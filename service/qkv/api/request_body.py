@@ -1,4 +1,4 @@
-"""Request bodies, read whole under the limits, and responses of tensors.
+"""Reads request bodies under the limits, and sends responses of tensors.
 
 Endpoints call `read_message` or `read_body`, and return a `TensorResponse`.
 """
@@ -37,13 +37,13 @@ BODY_READER_STATE: Final = "qkv.body_reader"
 """Key of a scope's state: a `BodyReader`, if the server has one."""
 
 BodyReader = Callable[[memoryview], Awaitable[bool]]
-"""Receives the rest of a body of a declared length into a buffer: each piece is copied once, and
-wakes no task. False: the client disconnected."""
+"""Receives the rest of a body of a declared length into a buffer. Copies each part once, without
+waking a task. Returns False if the client disconnected."""
 
-_INLINE_BYTES: Final = 1 << 18  # more is not parsed or encoded on the event loop
+_INLINE_BYTES: Final = 1 << 18  # the event loop parses and encodes no more at once
 _ALIGNMENT: Final = 64
 _DECOMPRESS_CHUNK_BYTES: Final = 1 << 20
-_GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32  # HTTP calls zlib's format deflate
+_GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32  # "deflate" in HTTP is the format of zlib
 
 
 class ReceivedMessage(NamedTuple):
@@ -51,10 +51,10 @@ class ReceivedMessage(NamedTuple):
 
     Attributes:
         message: its fields and tensors.
-        received_at: when its last byte was received, by `time.perf_counter`.
+        received_at: time of its last byte, by `time.perf_counter`.
         body: its bytes, decompressed.
-        codec: that decoded it.
-        response_codec: that encodes the response.
+        codec: the codec of the request.
+        response_codec: the codec of the response.
     """
 
     message: Message
@@ -67,12 +67,17 @@ class ReceivedMessage(NamedTuple):
 async def read_message(
     request: Request, group: str, limit: int, grow: Callable[[int], None] = lambda _: None
 ) -> ReceivedMessage:
-    """Reads and decodes a body whose tensors stand under `group`; `grow` as `read_body` takes it.
+    """Reads and decodes a body.
+
+    Args:
+        request: the request.
+        group: the field of the tensors.
+        limit, grow: as for `read_body`.
 
     Raises:
-        UnsupportedMediaType: no codec for its Content-Type, or none for its Content-Encoding.
-        NotAcceptable: no codec for its Accept.
-        PayloadTooLarge: it is larger than `limit`: as declared, received, or decompressed.
+        UnsupportedMediaType: the Content-Type or the Content-Encoding is not supported.
+        NotAcceptable: no codec matches Accept.
+        PayloadTooLarge: the body exceeds `limit`, as declared, received, or decompressed.
         MalformedRequest, InvalidContent: from the codec.
     """
     codec = for_content_type(request.headers.get("content-type"))
@@ -91,7 +96,7 @@ async def in_thread_if_large(size: int, work: Callable[[], _T]) -> _T:
 
 
 class TensorResponse(Response):
-    """A response that is sent from the tensors' own buffers, without a copy."""
+    """A response that is sent from the buffers of its tensors, without a copy."""
 
     def __init__(
         self, chunks: Sequence[Chunk], media_type: str, headers: Mapping[str, str] | None = None
@@ -119,31 +124,32 @@ async def read_body(
     aligned_offset: Callable[[bytes], int | None],
     grow: Callable[[int], None] = lambda _: None,
 ) -> bytes | memoryview:
-    """Reads the body, and decompresses it if needed.
+    """Reads a body, and decompresses it if needed.
 
     Args:
-        request: whose body it is.
-        limit: in bytes, both as received and decompressed.
-        aligned_at: returns, given the first 8 bytes, which byte should lie at an aligned address;
-            None where it does not matter, and `bytes` are wanted.
-        grow: called with the count of bytes that were not declared, or were decompressed.
+        request: the request.
+        limit: most bytes, as received and decompressed.
+        aligned_offset: returns, for the first 8 bytes, the index of the byte that should have an
+            aligned address; None if alignment does not matter, and the caller needs `bytes`.
+        grow: called with the number of bytes that were not declared, or were decompressed.
 
     Raises:
-        UnsupportedMediaType: its Content-Encoding is not supported.
-        PayloadTooLarge: it is larger than the limit.
-        MalformedRequest: it cannot be decompressed.
-        ClientDisconnected: the client left before all of it was received.
+        UnsupportedMediaType: the Content-Encoding is not supported.
+        PayloadTooLarge: the body exceeds the limit.
+        MalformedRequest: the body cannot be decompressed.
+        ClientDisconnected: the client disconnected during the body.
     """
     encodings = request.headers.getlist("content-encoding") or ["identity"]
-    encoding = ", ".join(encodings).strip().lower()  # one line, or as if it were one
+    encoding = ", ".join(encodings).strip().lower()  # several header lines are one list
     if encoding not in ("identity", "gzip", "deflate"):
         raise UnsupportedMediaType(
-            f"Content-Encoding {encoding!r:.60} is not read here; send gzip, deflate, or neither"
+            f"Content-Encoding is not supported: got {encoding!r:.60}, expected gzip, deflate, or "
+            "no such header"
         )
     declared = request.headers.get("content-length")
-    if declared is not None and int(declared) > limit:  # a number: the server has checked
+    if declared is not None and int(declared) > limit:  # the server has checked that it is a number
         raise PayloadTooLarge(
-            f"the body has {declared} bytes; at most {limit} are read", limit=limit
+            f"the body is too large: got {declared} bytes, expected at most {limit}", limit=limit
         )
     stream = _receive_chunks(request.receive, limit, grow if declared is None else None)
     if encoding != "identity":
@@ -167,7 +173,7 @@ async def read_body(
     read_rest: BodyReader | None = request.scope.get("state", {}).get(BODY_READER_STATE)
     if read_rest is not None and filled_bytes < len(buffer):
         if not await read_rest(buffer[filled_bytes:]):
-            raise ClientDisconnected("the caller left before its body had come")
+            raise ClientDisconnected("the client disconnected during the body")
         return buffer
     async for chunk in stream:
         buffer[filled_bytes : filled_bytes + len(chunk)] = chunk
@@ -182,11 +188,13 @@ async def _receive_chunks(
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientDisconnected("the caller left before its body had come")
+            raise ClientDisconnected("the client disconnected during the body")
         chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size > limit:
-            raise PayloadTooLarge(f"the body has more than {limit} bytes", limit=limit)
+            raise PayloadTooLarge(
+                f"the body is too large: got more than {limit} bytes", limit=limit
+            )
         if grow is not None:
             grow(len(chunk))
         if chunk:
@@ -196,7 +204,7 @@ async def _receive_chunks(
 def _decompress(compressed: bytes, limit: int) -> list[bytes]:
     """Decompresses gzip or zlib, up to the limit.
 
-    Returns pieces, because zlib would join them, and hold all of it twice.
+    Returns parts: zlib would join them, and hold all bytes twice.
     """
     decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
     pieces: list[bytes] = []
@@ -211,21 +219,22 @@ def _decompress(compressed: bytes, limit: int) -> list[bytes]:
                 size += len(pieces[-1])
                 if size > limit:
                     raise PayloadTooLarge(
-                        f"the body unpacks to more than {limit} bytes", limit=limit
+                        f"the decompressed body is too large: got more than {limit} bytes",
+                        limit=limit,
                     )
     except zlib.error as error:
-        raise MalformedRequest(f"the body cannot be unpacked: {error}") from None
+        raise MalformedRequest(f"the body cannot be decompressed: {error}") from None
     if not decompressor.eof:
-        raise MalformedRequest("the packed body ends too early")
+        raise MalformedRequest("the compressed body ends too early")
     if decompressor.unused_data or read_bytes < len(compressed):
-        raise MalformedRequest("bytes follow the packed body")
+        raise MalformedRequest("bytes follow the compressed body")
     return pieces
 
 
 def _join_aligned(
     pieces: Sequence[bytes], aligned_offset: Callable[[bytes], int | None]
 ) -> bytes | memoryview:
-    """Joins pieces to one body, copied once."""
+    """Joins parts to one body; copies each byte once."""
     head = b""
     for piece in pieces:
         head += piece[:8]
@@ -243,7 +252,7 @@ def _join_aligned(
 
 
 def _new_aligned_buffer(size: int, at: int) -> memoryview:
-    """Returns a buffer whose byte `at` lies at a multiple of 64.
+    """Returns a buffer whose byte `at` has an address that is a multiple of 64.
 
     Raises:
         PayloadTooLarge: out of memory.
@@ -251,6 +260,6 @@ def _new_aligned_buffer(size: int, at: int) -> memoryview:
     try:
         memory = np.empty(size + _ALIGNMENT, np.uint8)
     except MemoryError:
-        raise PayloadTooLarge(f"the body has {size} bytes, for which there is no memory") from None
+        raise PayloadTooLarge(f"the service is out of memory for a body of {size} bytes") from None
     first = -(memory.ctypes.data + at) % _ALIGNMENT
     return memory[first : first + size].data

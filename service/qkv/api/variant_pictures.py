@@ -1,4 +1,4 @@
-"""The picture of a variant: what its weights are on the one input that all are shown on."""
+"""Draws the picture of a variant: its weights on an example input that all variants share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["INPUT", "SHADES", "TOKENS", "Way", "draw", "inputs", "ways"]
 _log = logging.getLogger(__name__)
 
 TOKENS: Final = "abcdefbcdgHibcdj"
-"""One per position: b c d comes three times, and H is three times as large as the others."""
+"""A token for each position: b c d occurs three times; H is three times as large as the others."""
 
 INPUT: Final = (
-    f"One head over the {len(TOKENS)} tokens {' '.join(TOKENS)}, which are query, key and value "
-    "alike, or the rows of x: half of a token's numbers say where it stands, half which letter it "
-    "is; H is three times as large as the others."
+    f"The input is one head over the {len(TOKENS)} tokens {' '.join(TOKENS)}. They are query, key "
+    "and value, or the rows of x. Half of a token's numbers encode its position, half its letter. "
+    "H is three times as large as the others."
 )
 
 SHADES: Final = (
-    "A cell's shade goes from 0 to the panel's largest weight, by the root, so that small weights "
-    "can be told from none: what is exactly 0 is left empty. Below 0 is orange."
+    "A cell's shade grows with the square root of its weight, up to the panel's largest weight. "
+    "Small weights are thus visible. Cells that are exactly 0 are empty; negative ones are orange."
 )
 
 _ROWS: Final = {"L": "query i", "S": "query i", "B": "input i"}
@@ -39,7 +39,7 @@ _COLUMNS: Final = {"S": "key j", "I": "feature j"}
 
 
 class Way(NamedTuple):
-    """What is asked of a variant, and how that is called."""
+    """A panel of a picture: its title, and the parameters of its run."""
 
     title: str
     parameters: Mapping[str, Any]
@@ -47,10 +47,9 @@ class Way(NamedTuple):
 
 @cache
 def draw(variant: Variant) -> str | None:
-    """The SVG; None where a variant has no weights that are one matrix per head, or fails at the
-    input.
+    """Returns the SVG; None if a variant has no matrix of weights for each head, or fails.
 
-    Each runs as a request does, which takes milliseconds, and outside the engine.
+    Runs the variant like a request but outside the engine, which takes milliseconds.
     """
     if not (axes := _axes(variant)):
         return None
@@ -69,24 +68,23 @@ def draw(variant: Variant) -> str | None:
         ]
         title = f"Attention weights of {variant.name}"
         return heatmap.draw(variant.name, title, f"{variant.summary} {INPUT}", panels)
-    except Exception:  # a variant that fails is no reason to serve none
+    except Exception:  # the service runs on without the picture
         _log.exception("%s cannot be drawn", variant.name)
         return None
 
 
 def ways(variant: Variant) -> list[Way]:
-    """The panels: with and without `causal` where a variant has it, all else as by default."""
+    """Returns the panels: with and without `causal` if the variant has it, else one panel."""
     if "causal" in variant.parameters.model_fields:
         return [Way("every key", {"causal": False}), Way("causal", {"causal": True})]
     return [Way("", {})]
 
 
 def inputs(variant: Variant) -> dict[str, np.ndarray]:
-    """The one input, as a variant's signature wants it: all that is not optional, in float64,
-    whose last digits no picture shows.
+    """Returns the example input for a variant: all required tensors, in float64.
 
-    What is named query, key, value or x is the tokens. Axes are 16 long, but for batch and heads,
-    which are 1 where they are not rows of the weights.
+    query, key, value and x are the tokens. Axes have 16 elements; batch and heads have 1, unless
+    they are rows of the weights.
     """
     few = set("BHG") - set(_axes(variant))
     found = {}
@@ -98,7 +96,7 @@ def inputs(variant: Variant) -> dict[str, np.ndarray]:
 
 
 def _axes(variant: Variant) -> tuple[str, ...]:
-    """What rows and columns of the weights are; nothing where there is no one matrix per head."""
+    """Returns the axes of rows and columns of the weights; () without a matrix for each head."""
     weights = variant.outputs.get("weights")
     if weights is None or len(weights.letters) < 2 or set(weights.letters[:-2]) - set("BHG"):
         return ()
@@ -106,7 +104,7 @@ def _axes(variant: Variant) -> tuple[str, ...]:
 
 
 def _weights(variant: Variant, way: Way) -> np.ndarray:
-    """What a request is answered."""
+    """Returns the weights of one head, (rows, columns)."""
     tensors = {name: RawTensor.from_numpy(array) for name, array in inputs(variant).items()}
     asked = Message({"outputs": ["weights"], "parameters": dict(way.parameters)}, tensors)
     weights = local.attend(variant.name, asked).tensors["weights"].numpy()
@@ -116,7 +114,7 @@ def _weights(variant: Variant, way: Way) -> np.ndarray:
 
 
 def _tensor(spec: Input, shape: list[int]) -> np.ndarray:
-    if "float64" not in spec.dtypes:  # lengths, or who may attend: all of it
+    if "float64" not in spec.dtypes:  # lengths or masks: every key is visible
         return np.full(shape, len(TOKENS) if "int64" in spec.dtypes else True)
     if spec.name in ("query", "key", "value", "x") and len(shape) > 1:
         return np.broadcast_to(_embedded(*shape[-2:]), shape)
@@ -124,16 +122,16 @@ def _tensor(spec: Input, shape: list[int]) -> np.ndarray:
 
 
 def _embedded(rows: int, width: int) -> np.ndarray:
-    """The tokens as (rows, width): what says where they stand, then what says which they are."""
+    """Returns the tokens as (rows, width): first the position, then the letter."""
     names = _names(rows)
     row_R1, column_1C = np.ogrid[:rows, : (width + 1) // 2]
     letter_R1 = np.array([[ord(name.lower()) - ord("a")] for name in names])
     size_R1 = np.array([[3.0 if name.isupper() else 1.0] for name in names])
     place_RC = np.sin(row_R1 / 2.0 ** (column_1C // 2) + np.pi / 2 * (column_1C % 2))
-    # 4.7: of ten letters no two are much alike, and all are about as large
+    # 4.7: the ten letters differ clearly, and have similar norms
     which_RC = np.cos(np.pi / 8 * (column_1C + 0.5) * (4.7 * letter_R1 + 1))
-    made: np.ndarray = size_R1 * np.concatenate([0.7 * place_RC, 1.5 * which_RC], 1)
-    return made[:, :width]
+    embedded: np.ndarray = size_R1 * np.concatenate([0.7 * place_RC, 1.5 * which_RC], 1)
+    return embedded[:, :width]
 
 
 def _names(count: int) -> str:

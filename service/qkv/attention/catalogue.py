@@ -1,74 +1,55 @@
-"""Reads every file in `variants/`: inputs, parameters and outputs from its signature, and hooks."""
+"""The variants by name: the files of `variants/`, each with defaults for the parts it leaves out.
+
+`find` and `variants` are the entry points. `broken` has the files that cannot be used.
+"""
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import logging
 import math
-import pkgutil
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import orjson
 import pydantic
-from jaxtyping import AbstractArray
 from torch import Tensor
 
+from qkv.attention import defaults, variant_file
+from qkv.attention.variant_file import BrokenVariant, Input, Output, fixed_size
 from qkv.errors import InvalidContent, NotFound, format_value, pointer_to
-from qkv.tensors import DTYPES
 
-__all__ = ["Input", "Output", "Variant", "find", "fixed_size", "variants"]
+__all__ = [
+    "BrokenVariant",
+    "Input",
+    "Output",
+    "Variant",
+    "broken",
+    "find",
+    "fixed_size",
+    "load",
+    "read_module",
+    "variants",
+]
 
-_RESERVED: Final = ("outputs", "plane_BH")  # arguments from the engine, not from the request
-_PACKAGE: Final = "qkv.attention.variants"
+_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """An input tensor of a variant.
-
-    Attributes:
-        name: its name on the wire.
-        argument: its name in the signature, with the shape suffix.
-        letters: one per axis, of the legend in CONVENTIONS.md; a number is an axis of that size.
-        broadcasts: each axis may also be 1, and leading axes may be omitted.
-        dtypes: the dtypes it may have.
-        is_optional: it may be absent.
-    """
-
-    name: str
-    argument: str
-    letters: tuple[str, ...]
-    broadcasts: bool
-    dtypes: tuple[str, ...]
-    is_optional: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An output tensor of a variant.
-
-    Attributes:
-        letters: one per axis, as of an input.
-        is_exact: its dtype is float64 for float64 requests and float32 for all others, instead of
-            the request's dtype.
-    """
-
-    name: str
-    letters: tuple[str, ...]
-    is_exact: bool
+_OUTPUT: Final = frozenset({"output"})
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A variant: its module, and what its signature says.
+    """A variant: its module, and the contents of its signature.
 
     Attributes:
-        takes_plane: `attend` takes `plane_BH`.
+        outputs: the outputs that `attend` returns, and `weights` if they can be computed.
+        returned: the outputs that `attend` returns; None: it returns the output itself.
+        from_engine: the arguments of `attend` that the engine passes.
     """
 
     name: str
@@ -76,13 +57,46 @@ class Variant:
     inputs: Mapping[str, Input]
     outputs: Mapping[str, Output]
     parameters: type[pydantic.BaseModel]
-    takes_plane: bool
+    returned: frozenset[str] | None
+    from_engine: frozenset[str]
+
+    @cached_property
+    def attend(self) -> Callable[..., Any]:
+        """The function that computes the outputs; takes the set `outputs` beside its arguments."""
+        attend: Callable[..., Any] = self.module.attend
+        if "outputs" in self.from_engine and self.returned == frozenset(self.outputs):
+            return attend
+        return defaults.CompleteAttend(
+            self.name,
+            attend,
+            self.inputs,
+            self.outputs,
+            self.returned,
+            "outputs" in self.from_engine,
+            self.row_block_function,
+        )
 
     @property
-    def attend(self) -> Callable[..., Any]:
-        """The function that computes the outputs."""
-        attend: Callable[..., Any] = self.module.attend
-        return attend
+    def takes_plane(self) -> bool:
+        """True if `attend` takes `plane_BH`."""
+        return "plane_BH" in self.from_engine
+
+    @property
+    def has_row_blocks(self) -> bool:
+        """True if the file's `weights` computes rows of any heads of any items by themselves."""
+        return hasattr(self.module, "weights")
+
+    @property
+    def has_free_value_width(self) -> bool:
+        """True if `attend` takes values of any width."""
+        value = self.inputs.get("value")
+        others = (i.letters for i in self.inputs.values() if i is not value)
+        return value is not None and not any(value.letters[-1] in letters for letters in others)
+
+    @property
+    def has_closed_form_gradients(self) -> bool:
+        """True if the file has a `backward`."""
+        return hasattr(self.module, "backward")
 
     def row_block_function(self, arguments: Mapping[str, Any]) -> Callable[[slice], Tensor]:
         """Returns the function that computes a block of rows of the attention matrix.
@@ -91,10 +105,17 @@ class Variant:
             arguments: tensors and parameters as `attend` takes them; those that the file's
                 `weights` does not take are ignored.
         """
-        function: Callable[[slice], Tensor] = self.module.weights(
-            **_accepted(self.module.weights, arguments)
+        if self.has_row_blocks:
+            function: Callable[[slice], Tensor] = self.module.weights(
+                **_accepted(self.module.weights, arguments)
+            )
+            return function
+        if self.returned is not None and "weights" in self.returned:
+            whole = self.attend(**arguments, outputs=frozenset({"weights"})).weights
+            return lambda rows: whole[..., rows, :]
+        return defaults.weights_by_identity(
+            self._compute_output, self.inputs, self.outputs["output"], arguments
         )
-        return function
 
     def random_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments, completed by the tensors that the variant draws at random.
@@ -117,30 +138,86 @@ class Variant:
 
     @property
     def backward(self) -> Callable[..., dict[str, Tensor]] | None:
-        """The gradients of sum(grad_output * output) by input name; None if the file has none."""
-        return getattr(self.module, "backward", None)
+        """The gradients of sum(grad_output * output) by input name: the file's, or by autograd.
+
+        None if no input is floating.
+        """
+        if self.has_closed_form_gradients:
+            return typing.cast("Callable[..., dict[str, Tensor]]", self.module.backward)
+        if not any("float32" in i.dtypes for i in self.inputs.values()):
+            return None
+        return partial(defaults.backward_by_autograd, self._compute_output, self.inputs)
+
+    def reference(self, **arguments: Any) -> Any:
+        """Computes the outputs in float64, for tests: by the file's `reference`, else by `attend`.
+
+        Args:
+            **arguments: as `attend` takes them, in any dtype, on the CPU.
+        """
+        if hasattr(self.module, "reference"):
+            return self.module.reference(**arguments)
+        wide = {
+            n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for n, v in arguments.items()
+        }
+        return self.attend(**wide, outputs=frozenset(self.outputs))
+
+    def _compute_output(self, **arguments: Any) -> Tensor:
+        output: Tensor = self.attend(**arguments, outputs=_OUTPUT).output
+        return output
 
     @property
     def summary(self) -> str:
         """The first sentence of the file's docstring."""
-        return inspect.getdoc(self.module).partition("\n")[0]  # type: ignore[union-attr]
+        return variant_file.summary(self.module)
+
+    @property
+    def formula(self) -> str:
+        """The file's FORMULA, or its docstring's `Formula:`."""
+        return self._text("FORMULA", "not given")
+
+    @property
+    def paper(self) -> str:
+        """The file's PAPER, or its docstring's `Paper:`."""
+        return self._text("PAPER", "not given")
+
+    @property
+    def cost(self) -> str:
+        """The file's COST, or its docstring's `Cost:`."""
+        return self._text("COST", "not given")
+
+    @property
+    def weights_text(self) -> str:
+        """The file's WEIGHTS, or its docstring's `Weights:`."""
+        return self._text("WEIGHTS", "unnormalised")
+
+    def _text(self, name: str, default: str) -> str:
+        own: str | None = getattr(self.module, name, None)
+        return own or variant_file.docstring_field(self.module, name.capitalize()) or default
 
     @property
     def refuses(self) -> Mapping[str, str]:
         """Parameters that have no meaning here, with the reason."""
-        return typing.cast("Mapping[str, str]", self.module.REFUSES)
+        return typing.cast("Mapping[str, str]", getattr(self.module, "REFUSES", {}))
 
     @property
     def stackable_below(self) -> float:
-        """The file's STACKABLE_BELOW, or 1e9: requests with larger numbers are not stacked.
+        """The file's STACKABLE_BELOW, or 0: requests with numbers from there on are not stacked.
 
-        Such numbers may take another path, on which the bits of stacked requests would depend.
+        Such numbers may take another path, on which the bits of stacked requests would depend. A
+        file without the constant has promised nothing about stacked requests.
         """
-        return float(getattr(self.module, "STACKABLE_BELOW", 1e9))
+        return float(getattr(self.module, "STACKABLE_BELOW", 0.0))
 
     def flops(self, sizes: Mapping[str, int]) -> int:
         """Returns the floating-point operations of the matrix products for these axis sizes."""
-        return int(self.module.flops(sizes))
+        return int(self._flops(sizes))
+
+    @cached_property
+    def _flops(self) -> Callable[[Mapping[str, int]], int]:
+        if hasattr(self.module, "flops"):
+            return typing.cast("Callable[[Mapping[str, int]], int]", self.module.flops)
+        return defaults.flop_counter(self._compute_output, self.inputs, self.outputs.get("weights"))
 
     def uses_sdpa(
         self,
@@ -171,21 +248,22 @@ class Variant:
     def score_count(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
         """Returns how many pairs of a query and a key are visited one by one.
 
-        The file's `score_count` says so; without one it is the size of the output `scores`.
+        The file's `score_count` says so. Without one it is the size of the output `scores`; if the
+        file has no `weights` either, `attend` may visit each pair: the size of the weights.
         """
         if (hook := getattr(self.module, "score_count", None)) is not None:
             return int(hook(sizes, parameters))
-        scores = self.outputs.get("scores")
+        scores = self.outputs.get("scores" if self.has_row_blocks else "weights")
         return 0 if scores is None else math.prod(sizes[letter] for letter in scores.letters)
 
     def weights_are(self, parameters: pydantic.BaseModel) -> str:
         """Returns stochastic, signed or unnormalised.
 
         Stochastic weights are not negative, and each row's sum is 1, or 0 if the row sees no key.
-        The file's `weights_are` says so; without one it is the first word of its WEIGHTS.
+        The file's `weights_are` says so; without one it is the first word of `weights_text`.
         """
         hook = getattr(self.module, "weights_are", None)
-        return str(self.module.WEIGHTS.partition(";")[0] if hook is None else hook(parameters))
+        return self.weights_text.partition(";")[0] if hook is None else str(hook(parameters))
 
     def infer_sizes(
         self, sizes: Mapping[str, int], parameters: pydantic.BaseModel
@@ -234,10 +312,10 @@ class Variant:
         return {
             "variant": self.name,
             "summary": self.summary,
-            "formula": self.module.FORMULA,
-            "paper": self.module.PAPER,
-            "cost": self.module.COST,
-            "weights": self.module.WEIGHTS,
+            "formula": self.formula,
+            "paper": self.paper,
+            "cost": self.cost,
+            "weights": self.weights_text,
             "inputs": {
                 i.name: {
                     "shape": list(i.letters),
@@ -272,20 +350,31 @@ def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dic
     return {name: value for name, value in arguments.items() if name in names}
 
 
-def fixed_size(axis: str) -> int | None:
-    """Returns the size of an axis that is a number in its annotation; None for a letter."""
-    return int(axis) if axis.isdecimal() else None
-
-
 @cache
-def variants() -> Mapping[str, Variant]:
-    """Returns every variant by name, sorted: the modules in `variants/`.
+def _catalogue() -> tuple[Mapping[str, Variant], Mapping[str, BrokenVariant]]:
+    """Reads all files; logs those that are broken, once in a process."""
+    found: dict[str, Variant] = {}
+    errors: dict[str, BrokenVariant] = {}
+    for name in variant_file.module_names():
+        try:
+            found[name] = load(variant_file.FOLDER / f"{name}.py")
+        except BrokenVariant as error:
+            errors[name] = error
+            _log.error("%s", error)
+    return found, errors
 
-    A module whose name begins with an underscore is no variant.
+
+def variants() -> Mapping[str, Variant]:
+    """Returns every variant by name, sorted: the files in `variants/` that are not broken.
+
+    A file whose name begins with an underscore is no variant.
     """
-    package = importlib.import_module(_PACKAGE)
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
-    return {n: _read_variant(n) for n in names if not n.startswith("_")}
+    return _catalogue()[0]
+
+
+def broken() -> Mapping[str, BrokenVariant]:
+    """Returns the files in `variants/` that cannot be used, by name, each with its problem."""
+    return _catalogue()[1]
 
 
 def find(name: str) -> Variant:
@@ -296,57 +385,36 @@ def find(name: str) -> Variant:
     """
     variant = variants().get(name)
     if variant is None:
-        raise NotFound(f"no variant {name!r}; there are {', '.join(variants())}")
+        reason = " (its file is broken: see the service's log)" if name in broken() else ""
+        raise NotFound(f"no variant {name!r}{reason}; there are {', '.join(variants())}")
     return variant
 
 
-def _read_variant(name: str) -> Variant:
-    module = importlib.import_module(f"{_PACKAGE}.{name}")
-    hints = typing.get_type_hints(module.attend, include_extras=True)
-    signature = inspect.signature(module.attend).parameters.values()
-    tensors = [p for p in signature if p.kind is p.POSITIONAL_OR_KEYWORD]
-    options = [p for p in signature if p.kind is p.KEYWORD_ONLY]
-    inputs = [_read_input(p.name, hints[p.name], p.default is not p.empty) for p in tensors]
-    fields: dict[str, Any] = {
-        p.name: (hints[p.name], p.default) for p in options if p.name not in _RESERVED
-    }
+def load(path: Path) -> Variant:
+    """Returns the variant of a file, which may be outside the package.
+
+    Raises:
+        BrokenVariant: the file breaks a rule of `variants/README.md`.
+    """
+    return read_module(variant_file.load_module(path), path)
+
+
+def read_module(module: ModuleType, path: Path) -> Variant:
+    """Returns the variant of an imported file; arguments and errors as those of `load`."""
+    signature = variant_file.read_signature(module, path)
+    outputs, output = dict(signature.outputs), signature.outputs["output"]
+    letters = defaults.weights_letters(signature.inputs, output)
+    if "weights" not in outputs and letters is not None:
+        outputs["weights"] = Output("weights", letters, is_exact=True)
     return Variant(
-        name=name,
+        name=path.stem,
         module=module,
-        inputs={i.name: i for i in inputs},
-        outputs={
-            o: Output(o, letters, is_exact="float16" not in dtypes)
-            for o, hint in typing.get_type_hints(hints["return"]).items()
-            for letters, _, dtypes in _array_types(hint)[:1]
-        },
-        parameters=pydantic.create_model(
-            f"{name}_parameters",
-            __config__=pydantic.ConfigDict(
-                frozen=True, extra="forbid", strict=True, allow_inf_nan=False
-            ),
-            **fields,
-        ),
-        takes_plane=any(p.name == "plane_BH" for p in options),
+        inputs=signature.inputs,
+        outputs=outputs,
+        parameters=signature.parameters,
+        returned=None if signature.returns_tensor else frozenset(signature.outputs),
+        from_engine=signature.from_engine,
     )
-
-
-def _read_input(argument: str, hint: Any, is_optional: bool) -> Input:
-    arrays = _array_types(hint)
-    letters, broadcasts, _ = arrays[0]
-    dtypes = tuple(d for d in DTYPES if any(d in known for *_, known in arrays))
-    name = argument.rpartition("_")[0] if argument.rpartition("_")[2].isupper() else argument
-    return Input(name, argument, letters, broadcasts, dtypes, is_optional)
-
-
-def _array_types(hint: Any) -> list[tuple[tuple[str, ...], bool, tuple[str, ...]]]:
-    """Returns letters, whether they broadcast, and dtypes of each array type in an annotation."""
-    types = []
-    for part in typing.get_args(hint) or (hint,):
-        if inspect.isclass(part) and issubclass(part, AbstractArray):
-            axes = part.dim_str.split()
-            letters = tuple(axis.lstrip("#") for axis in axes)
-            types.append((letters, any("#" in axis for axis in axes), tuple(part.dtypes)))
-    return types
 
 
 def _parameter_error(error: pydantic.ValidationError | TypeError) -> InvalidContent:

@@ -1,4 +1,4 @@
-"""`qkv attend` and `qkv gradients`."""
+"""The commands `qkv attend` and `qkv gradients`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from qkv.cli.options import (
     override,
     override_object,
     parse_parameter,
+    typed_flags,
+    typed_parameters,
+    typed_tensors,
 )
 from qkv.cli.service import report, send
 from qkv.client.request_builders import build_message, gradients_path, run_path
@@ -30,7 +33,7 @@ from qkv.client.request_builders import build_message, gradients_path, run_path
 __all__ = ["attend", "gradients"]
 
 
-@click.command(short_help="Run a variant on the tensors in a file.")
+@click.command(short_help="Runs a variant on the tensors in a file.")
 @click.argument("variant")
 @SOURCE
 @TARGET
@@ -40,12 +43,12 @@ __all__ = ["attend", "gradients"]
     "outputs",
     multiple=True,
     metavar="NAME",
-    help="An output to return, instead of output and weights.  Repeatable.",
+    help="An output to write, instead of output and weights.  Repeatable.",
 )
 @click.option(
     "--weights",
     metavar="FORM",
-    help="In what form the weights are returned: full, none, stats, rows=0,5, top_k=8 or pool=64.",
+    help="The form of the weights: full, none, stats, rows=0,5, top_k=8 or pool=64.",
 )
 @LAYOUT
 @HEADS
@@ -60,15 +63,16 @@ def attend(
     weights: str | None,
     **options: Any,
 ) -> None:
-    """Run VARIANT on the tensors in the file SOURCE.
+    """Runs VARIANT on the tensors in the file SOURCE.
 
-    They are query, key and value, and maybe mask and key_lengths. With a layer's weights beside
-    them (layer.W_query.weight and so on), query, key and value are embeddings, or x stands for
-    all three.
+    The tensors are query, key and value, and optionally mask and key_lengths. If the file has a
+    layer's weights too (layer.W_query.weight and so on), query, key and value are embeddings. One
+    embedding x may replace all three.
 
-    Files are .safetensors, .npz or .json. A .json is a request's body; a .safetensors may hold
-    its fields too, as JSON under qkv in the metadata. Flags go before what the file says. An .npz
-    knows no bfloat16: it is written as float32, which holds it exactly.
+    Files are .safetensors, .npz or .json. A .json file is the body of a request. A .safetensors
+    file may have the fields of a request, as JSON under qkv in its metadata. Flags override the
+    fields of the file. An .npz file has no bfloat16: it gets float32, which holds the numbers
+    exactly.
 
     \b
     qkv attend softmax in.npz -o out.npz -p causal=true -p 'window=[128,0]'
@@ -80,7 +84,7 @@ def attend(
     _run_file(run_path(variant), "outputs", variant, source, target, flags, **options)
 
 
-@click.command(short_help="The gradients of a variant at the tensors in a file.")
+@click.command(short_help="Computes the gradients of a variant at the tensors in a file.")
 @click.argument("variant")
 @SOURCE
 @TARGET
@@ -91,11 +95,11 @@ def attend(
 @API_KEY
 @LOCAL
 def gradients(variant: str, source: Path, target: Path, **options: Any) -> None:
-    """Write the gradients of VARIANT at the tensors in the file SOURCE.
+    """Computes the gradients of VARIANT at the tensors in the file SOURCE.
 
-    They are those of a run, and grad_output, the gradient of its output. What is written are the
-    gradients of sum(grad_output * output), by the names of what they are the gradients of: the
-    inputs, and the layer's tensors. Files are as for `qkv attend`.
+    The tensors are those of a run, and grad_output, the gradient of its output. The result is the
+    gradient of sum(grad_output * output) for each input and each tensor of the layer, by its name.
+    Files are as for `qkv attend`.
 
     \b
     qkv gradients softmax in.npz -o out.npz -p causal=true
@@ -119,7 +123,13 @@ def _run_file(
     local: bool,
 ) -> None:
     """Runs a variant or its gradients on a file, and writes the result."""
-    with one_line_errors():
+    typed = typed_tensors(source) | typed_parameters(parameters)
+    typed |= typed_flags(layer_layout=layout, layer_heads=heads, weights=flags.get("weights"))
+    if "outputs" in flags:
+        typed["/outputs"] = "--return"
+    if heads is not None:
+        typed.setdefault("/layer/layout", "--layout")  # a layer needs both
+    with one_line_errors(typed):
         tensor_files.check_target(target)
         message = tensor_files.read(source, "inputs")
         override(message.fields, **flags)
@@ -129,17 +139,17 @@ def _run_file(
             from qkv.engine import local as local_engine
 
             run = local_engine.attend if group == "outputs" else local_engine.gradients
-            answer = run(variant, message)
+            response = run(variant, message)
         else:
-            answer = send(url, api_key, build_message(path, message, "inputs", group))
-        tensor_files.write(target, replace(answer, encoding=message.encoding), group)
-    report(answer, target)
-    timing = answer.fields["timing"]
+            response = send(url, api_key, build_message(path, message, "inputs", group))
+        tensor_files.write(target, replace(response, encoding=message.encoding), group)
+    report(response, target)
+    timing = response.fields["timing"]
     click.echo(f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})")
 
 
 def _parse_weight_form(text: str) -> Any:
-    """Parses --weights to the form that a request has. The service validates it."""
+    """Parses --weights to the form in a request. The service validates it."""
     kind, equals, value = text.partition("=")
     if not equals:
         return text
@@ -147,6 +157,6 @@ def _parse_weight_form(text: str) -> Any:
         numbers = [int(number) for number in value.split(",")]
     except ValueError:
         raise click.UsageError(
-            f"--weights {text!r} must hold whole numbers, such as rows=0,5 or top_k=8"
+            f"--weights is wrong: got {text!r}, expected whole numbers as in rows=0,5 or top_k=8"
         ) from None
     return {kind: numbers if kind == "rows" or len(numbers) > 1 else numbers[0]}

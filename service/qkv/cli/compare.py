@@ -1,4 +1,4 @@
-"""`qkv compare`."""
+"""The command `qkv compare`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from qkv.cli.options import (
     override_object,
     parse_parameter,
     parse_variant,
+    typed_flags,
+    typed_parameters,
+    typed_tensors,
+    typed_variants,
 )
 from qkv.cli.service import line_width, send
 from qkv.client.comparison import Comparison
@@ -33,7 +37,7 @@ from qkv.wire import json
 __all__ = ["compare"]
 
 
-@click.command(short_help="Hold variants against one another on a file's tensors.")
+@click.command(short_help="Compares variants on the tensors in a file.")
 @click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
 @SOURCE
 @click.option(
@@ -41,7 +45,7 @@ __all__ = ["compare"]
     default="softmax",
     show_default=True,
     metavar="VARIANT",
-    help="What the others are held against.",
+    help="The baseline of the comparison.",
 )
 @PARAMETERS
 @REPEATS
@@ -50,11 +54,11 @@ __all__ = ["compare"]
     default="1024",
     show_default=True,
     metavar="N|all",
-    help="Rows of each head whose weights are compared, at most, evenly spread.",
+    help="How many rows of each head's weights are compared, evenly spread.",
 )
 @LAYOUT
 @HEADS
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, as the service answers it.")
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON of the service.")
 @URL
 @API_KEY
 @LOCAL
@@ -72,17 +76,21 @@ def compare(
     api_key: str | None,
     local: bool,
 ) -> None:
-    """Run each VARIANT on the tensors in the file SOURCE, and hold it against the anchor.
+    """Runs each VARIANT on the tensors in the file SOURCE, and compares it with the anchor.
 
-    A table says how far outputs and weights lie from the anchor's, what each costs, and where the
-    figures say nothing. Files are as for `qkv attend`; parameters go to every variant, and one may
-    be JSON with parameters of its own.
+    A table has the distances of outputs and weights from the anchor's, and the costs. Notes name
+    figures without a meaning. Files are as for `qkv attend`. Parameters are for all variants; a
+    variant may be JSON with parameters of its own.
 
     \b
     qkv compare linear taylor in.safetensors -p causal=true
     qkv compare '{"variant": "taylor", "parameters": {"causal": true}}' in.npz
     """
-    with one_line_errors():
+    typed = typed_tensors(source) | typed_variants(variants, parameters)
+    typed |= typed_parameters(parameters, "/anchor") | typed_flags(
+        anchor=anchor, rows=rows, repeats=repeats, layer_layout=layout, layer_heads=heads
+    )
+    with one_line_errors(typed):
         message = tensor_files.read(source, "inputs")
         fields = message.fields
         shared = get_object(fields, "parameters") | dict(map(parse_parameter, parameters))
@@ -108,4 +116,6 @@ def _parse_rows(rows: str) -> int:
     try:
         return int(rows)
     except ValueError:
-        raise click.ClickException(f"rows came as {rows!r}: a whole number, or all") from None
+        raise click.ClickException(
+            f"--rows is wrong: got {rows!r}, expected a whole number, or all"
+        ) from None

@@ -1,4 +1,4 @@
-"""`qkv convert`."""
+"""The command `qkv convert`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,35 @@ import click
 
 from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
-from qkv.cli.options import API_KEY, LOCAL, SOURCE, TARGET, URL, override
+from qkv.cli.options import (
+    API_KEY,
+    LOCAL,
+    SOURCE,
+    TARGET,
+    URL,
+    override,
+    typed_flags,
+    typed_tensors,
+)
 from qkv.cli.service import report, send
 from qkv.client.request_builders import build_message
 
 __all__ = ["convert"]
 
 
-@click.command(short_help="Take a layer's weights from one layout to another.")
+@click.command(short_help="Converts a layer's weights to another layout.")
 @SOURCE
 @TARGET
 @click.option(
-    "--from", "layout", metavar="NAME", required=True, help="The layout SOURCE is in: v1 or v2."
+    "--from", "layout", metavar="NAME", required=True, help="The layout of SOURCE: v1 or v2."
 )
 @click.option("--to", "wanted", metavar="NAME", required=True, help="The layout to write.")
-@click.option("--heads", type=int, help="Query heads, where a layout needs them.")
+@click.option("--heads", type=int, help="The number of query heads, for the check.")
 @click.option(
     "--bias",
     type=click.Choice(["refuse", "augment"]),
-    help="What to do with a bias that the layout has no place for: refuse it, or take the exact "
-    "form with a column of ones.  [default: refuse]",
+    help="For a bias without a place in the layout: refuse it, or augment the weight with it as "
+    "one more row.  [default: refuse]",
 )
 @URL
 @API_KEY
@@ -44,32 +53,34 @@ def convert(
     api_key: str | None,
     local: bool,
 ) -> None:
-    """Take the layer's weights in the file SOURCE from one layout to another.
+    """Converts the layer's weights in the file SOURCE to another layout.
 
-    Not a bit is lost, and both are run on the same input to check it. Files are .safetensors, .npz
+    No bit is lost. Both layers run on the same input to check that. Files are .safetensors, .npz
     or .json.
 
     \b
     qkv convert in.safetensors --from v2 --to v1 -o out.safetensors
     """
-    with one_line_errors():
+    typed = typed_tensors(source) | typed_flags(from_=layout, to=wanted, heads=heads, bias=bias)
+    with one_line_errors(typed):
         tensor_files.check_target(target)
         message = tensor_files.read(source, "tensors")
-        message.fields.pop("check", None)  # that of the conversion which wrote this file
+        message.fields.pop("check", None)  # of the conversion that wrote this file
         override(message.fields, heads=heads, bias=bias, **{"from": layout, "to": wanted})
         if local:
             from qkv.engine.local import convert_message
 
-            answer = convert_message(message)
+            response = convert_message(message)
         else:
-            answer = send(url, api_key, build_message("/v1/convert", message, "tensors", "tensors"))
-        # lists keep no dtype, and are float32 when they are read again
-        exact = all(tensor.dtype == "float32" for tensor in answer.tensors.values())
+            spec = build_message("/v1/convert", message, "tensors", "tensors")
+            response = send(url, api_key, spec)
+        # lists have no dtype: a reader takes them for float32
+        exact = all(tensor.dtype == "float32" for tensor in response.tensors.values())
         encoding = "lists" if exact and message.encoding == "lists" else "base64"
-        tensor_files.write(target, replace(answer, encoding=encoding), "tensors")
-    report(answer, target)
-    check = answer.fields["check"]
+        tensor_files.write(target, replace(response, encoding=encoding), "tensors")
+    report(response, target)
+    check = response.fields["check"]
     click.echo(
-        f"both layers on the same input differ by {check['largest_absolute_difference']:.3g} "
-        f"at most, where the largest output is {check['largest_absolute_output']:.3g}"
+        f"on the same input both layers differ by {check['largest_absolute_difference']:.3g} "
+        f"at most; the largest output is {check['largest_absolute_output']:.3g}"
     )

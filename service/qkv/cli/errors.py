@@ -1,10 +1,14 @@
-"""Errors of the command line: one line each, and no traceback."""
+"""Turns the errors of all commands into one line on stderr, without a traceback.
+
+Commands use `one_line_errors`; the group `qkv` is a `OneLineErrorGroup`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -12,17 +16,27 @@ from qkv.errors import QkvError
 
 __all__ = ["OneLineErrorGroup", "one_line_errors"]
 
+_FLAGS: Final = "bias|heads|weights|rows|repeats|layout"
+_AS_TYPED: Final = (  # forms of JSON in an error of the service, and how they are typed
+    (re.compile(rf'"({_FLAGS})": "?(\w+)"?'), r"--\1 \2"),
+    (re.compile(r'\{"(rows|top_k|pool)": \[?([^\]}]*)\]?\}'), r"\1=\2"),
+    (re.compile(rf'"({_FLAGS})" '), r"--\1 "),
+    (re.compile(r"`(rows|repeats)`"), r"--\1"),
+    (re.compile(r"\blayer\.(layout|heads)\b"), r"--\1"),
+    (re.compile(r"\b(?:(?:variants\.\d+|anchor)\.)?parameters\.(\w+)"), r"\1"),
+)
+
 
 class _Interrupted(click.ClickException):
-    exit_code = 130  # 128 and SIGINT's number, as shells have it
+    exit_code = 130  # 128 and the number of SIGINT, as in shells
 
 
 class OneLineErrorGroup(click.Group):
-    """A group whose errors of usage are one line, as all others are."""
+    """A group whose usage errors are one line, like all other errors."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args:
-            return super().parse_args(ctx, args)  # which shows the help
+            return super().parse_args(ctx, args)  # prints the help
         with _one_line_usage():
             return super().parse_args(ctx, args)
 
@@ -30,9 +44,9 @@ class OneLineErrorGroup(click.Group):
         try:
             with _one_line_usage():
                 return super().invoke(ctx)
-        except BrokenPipeError:  # who read it has read enough; click ends without a word
+        except BrokenPipeError:  # the reader of stdout has closed it; click exits silently
             raise
-        except OSError as error:  # such as a full disk that stdout goes to
+        except OSError as error:  # such as a full disk behind stdout
             raise click.ClickException(_one_line(error.strerror or str(error))) from None
 
 
@@ -46,28 +60,54 @@ def _one_line_usage() -> Iterator[None]:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What can be expected to go wrong is one line, not a traceback."""
+def one_line_errors(typed: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Turns expected errors into one line each.
+
+    Args:
+        typed: the words of the command line, by JSON pointer to the part of the request that they
+            set: {"/weights": "--weights top_k=8"}. "{}" in a text stands for the rest of the
+            pointer. An error has the words instead of the pointer.
+    """
     try:
         yield
     except QkvError as error:
-        where = f" ({error.pointer})" if error.pointer else ""
-        raise click.ClickException(_one_line(f"{error.detail}{where}")) from None
+        detail, place = _as_typed(error.detail), _place(error.pointer, typed or {})
+        line = f"{detail} ({place})" if place and place not in detail else detail
+        raise click.ClickException(_one_line(line)) from None
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        who, extra = ("a plot", "plot") if name == "matplotlib" else ("the service", "server")
+        user, extra = ("a plot", "plot") if name == "matplotlib" else ("the service", "server")
         raise click.ClickException(
-            f"{name} is missing: {who} needs `pip install 'qkv[{extra}]'`"
+            f"{name} is missing: {user} needs it. Run `pip install '.[{extra}]'` in a clone of qkv"
         ) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise click.ClickException(_one_line(f"{where}{error.strerror or error}")) from None
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate" not in str(error):  # torch's words
+        if isinstance(error, RuntimeError) and "can't allocate" not in str(error):  # of torch
             raise
         raise click.ClickException("out of memory") from None
     except KeyboardInterrupt:
         raise _Interrupted("interrupted") from None
+
+
+def _place(pointer: str | None, typed: Mapping[str, str]) -> str:
+    """Returns the words of the command line for a pointer, else the pointer itself."""
+    if not pointer:
+        return ""
+    parts = pointer.split("/")
+    for count in range(len(parts), 1, -1):
+        words = typed.get("/".join(parts[:count]))
+        if words is not None:
+            rest = "/".join(parts[count:]).replace("~1", "/").replace("~0", "~")
+            return words.replace("{}", rest).strip()
+    return pointer
+
+
+def _as_typed(detail: str) -> str:
+    for pattern, replacement in _AS_TYPED:
+        detail = pattern.sub(replacement, detail)
+    return detail
 
 
 def _one_line(text: str) -> str:

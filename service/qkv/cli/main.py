@@ -1,4 +1,4 @@
-"""The command line: serve, and what `ask` holds."""
+"""The entry point of the command line: the group `qkv` and the command `qkv serve`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from qkv.cli.attend import attend, gradients
+from qkv.cli.check_variant import check_variant
 from qkv.cli.compare import compare
 from qkv.cli.convert import convert
 from qkv.cli.errors import OneLineErrorGroup, one_line_errors
@@ -25,7 +26,7 @@ __all__ = ["main"]
 )
 @click.version_option(__version__)
 def main() -> None:
-    """Attention as a service: serve it, ask it, or run it right here.
+    """Serves attention over HTTP, sends requests to a service, or runs attention here.
 
     \b
     qkv serve
@@ -34,35 +35,33 @@ def main() -> None:
     """
 
 
-@main.command(short_help="Serve over HTTP.")
+@main.command(short_help="Serves over HTTP.")
 @click.option(
     "--host",
     metavar="ADDRESS",
     help="Address to listen on.  [env var: QKV_HOST; default: 127.0.0.1]",
 )
-@click.option(
-    "--port", type=int, help="Port; 0 takes a free one.  [env var: QKV_PORT; default: 8000]"
-)
+@click.option("--port", type=int, help="Port; 0: a free one.  [env var: QKV_PORT; default: 8000]")
 @click.option(
     "--workers",
     type=int,
     help="Worker processes; 0: one per CPU, or one on a GPU.  [env var: QKV_WORKERS; default: 0]",
 )
 def serve(**flags: Any) -> None:
-    """Serve over HTTP until stopped with Ctrl-C or SIGTERM.
+    """Serves over HTTP until Ctrl-C or SIGTERM.
 
-    The other settings come from the environment: QKV_DEVICE, QKV_MAX_BATCH and more, which
-    docs/running.md lists.
+    Other settings are variables of the environment, such as QKV_DEVICE and QKV_MAX_BATCH:
+    docs/running.md lists them.
     """
     with one_line_errors():
         settings = _load_settings(flags)
-        # imports torch, which takes seconds: a bad setting is reported before that
+        # imports torch, which takes seconds; a wrong setting is reported before that
         from qkv.server.supervisor import serve as run_service
 
         sys.exit(run_service(settings))
 
 
-for command in (variants, attend, gradients, compare, sweep, convert):
+for command in (variants, attend, gradients, compare, sweep, convert, check_variant):
     main.add_command(command)
 
 
@@ -77,8 +76,8 @@ def _load_settings(flags: dict[str, Any]) -> Any:
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]
         name = str(problem["loc"][0])
-        # keys stay secret
-        value = "no list of keys" if name == "api_keys" else repr(problem["input"])
+        # the message must not show keys
+        value = "not a list of keys" if name == "api_keys" else repr(problem["input"])
         raise click.ClickException(
             f"setting {name} (QKV_{name.upper()}) is {value}: {problem['msg']}"
         ) from None

@@ -1,4 +1,4 @@
-"""Calls the service for a command, and prints what was written."""
+"""Sends the request of a command to the service, and prints the names of the written tensors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import httpx
 
 from qkv.client.client import Client
 from qkv.client.request_builders import RequestSpec
+from qkv.client.retries import ServiceUnreachable
 from qkv.wire.message import Message
 
 __all__ = ["line_width", "open_client", "report", "send"]
@@ -34,16 +35,22 @@ def open_client(url: str, api_key: str | None) -> Iterator[Client]:
     try:
         with Client(url, api_key=api_key) as client:
             yield client
-    # the last two: what httpx makes of a URL, or of a proxy in the environment, that is none
+    except ServiceUnreachable as error:
+        raise click.ClickException(
+            f"no response from {url!r}: {error.reason}. Start a service with `qkv serve`, "
+            "or set its address with --url"
+        ) from None
+    # httpx raises the last two for a URL, or a proxy in the environment, that is not valid
     except (httpx.RequestError, httpx.InvalidURL, ValueError, ImportError) as error:
         reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
-        raise click.ClickException(f"no answer from {url!r}: {reason}") from None
+        raise click.ClickException(f"no response from {url!r}: {reason}") from None
 
 
-def report(answer: Message, target: Path) -> None:
-    for name, tensor in answer.tensors.items():
+def report(response: Message, target: Path) -> None:
+    """Prints name, dtype and shape of each tensor, and the file."""
+    for name, tensor in response.tensors.items():
         click.echo(f"{name:16} {tensor.dtype:9} {'x'.join(map(str, tensor.shape))}")
-    has_bfloat16 = any(tensor.dtype == "bfloat16" for tensor in answer.tensors.values())
+    has_bfloat16 = any(tensor.dtype == "bfloat16" for tensor in response.tensors.values())
     note = " (bfloat16 as float32)" if has_bfloat16 and target.suffix == ".npz" else ""
     click.echo(f"written to {target}{note}")
 

@@ -1,4 +1,4 @@
-"""`qkv sweep`."""
+"""The command `qkv sweep`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import orjson
 
 from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
-from qkv.cli.options import API_KEY, LOCAL, PARAMETERS, REPEATS, URL, parse_parameter, parse_variant
+from qkv.cli.options import (
+    API_KEY,
+    LOCAL,
+    PARAMETERS,
+    REPEATS,
+    URL,
+    parse_parameter,
+    parse_variant,
+    typed_flags,
+    typed_variants,
+)
 from qkv.cli.service import line_width, open_client
-from qkv.client.event_parser import Event
+from qkv.client.event_source import ServerSentEvent
 from qkv.client.request_builders import build_choices, build_sweep
 from qkv.client.sweep import Sweep
 from qkv.client.sweep_cells import SweepResults
 from qkv.tensors import FLOATING
+from qkv.wire import json
 
 __all__ = ["sweep"]
 
@@ -31,11 +41,11 @@ def _parse_lengths(context: click.Context, option: click.Parameter, text: str) -
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} must be whole numbers with commas between them."
+            f"got {text!r}, expected whole numbers with commas between them."
         ) from None
 
 
-@click.command(short_help="Time variants at many lengths, and find where they cross.")
+@click.command(short_help="Times variants at many lengths, and finds crossovers.")
 @click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
 @click.option(
     "--lengths",
@@ -43,23 +53,25 @@ def _parse_lengths(context: click.Context, option: click.Parameter, text: str) -
     default="64,128,256,512,1024,2048,4096",
     show_default=True,
     metavar="N,N,...",
-    help="Of queries and keys.",
+    help="Lengths of queries and keys.",
 )
-@click.option("--batch", type=int, metavar="N", help="Of the inputs.  [default: the service's]")
-@click.option("--heads", type=int, metavar="N", help="The same.")
-@click.option("--width", type=int, metavar="N", help="The same: of queries, keys and values.")
-@click.option("--dtype", type=click.Choice(FLOATING), help="The same.")
-@click.option("--seed", type=int, metavar="N", help="The same: what they are drawn from.")
+@click.option(
+    "--batch", type=int, metavar="N", help="Batch size of the inputs.  [default: the service's]"
+)
+@click.option("--heads", type=int, metavar="N", help="Heads of the inputs.")
+@click.option("--width", type=int, metavar="N", help="Width of queries, keys and values.")
+@click.option("--dtype", type=click.Choice(FLOATING), help="Dtype of the inputs.")
+@click.option("--seed", type=int, metavar="N", help="Seed of the inputs.")
 @PARAMETERS
 @REPEATS
 @click.option(
-    "--csv", "csv", type=click.Path(path_type=Path), metavar="FILE", help="Write every cell there."
+    "--csv", "csv", type=click.Path(path_type=Path), metavar="FILE", help="Write the cells to FILE."
 )
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Draw them there: .svg, .png or .pdf.  Needs qkv[plot].",
+    help="Draw the times to FILE: .svg, .png or .pdf.  Needs pip install '.[plot]'.",
 )
 @URL
 @API_KEY
@@ -75,16 +87,18 @@ def sweep(
     local: bool,
     **options: Any,
 ) -> None:
-    """Time each VARIANT at each length, on inputs that the service draws.
+    """Times each VARIANT at each length, on random inputs that the service makes.
 
-    A bar says how far it is. Then come a table of medians, and the lengths from which on another
-    variant is the faster one. Ctrl-C ends it (with --local, after the run under way) and keeps what
-    was measured. Parameters go to every variant, and one may be JSON with parameters of its own.
+    A bar shows the progress. A table has the medians, and the lengths between which another
+    variant becomes faster. Ctrl-C ends the sweep (with --local after the current run) and prints
+    the measured cells. Parameters are for all variants; a variant may be JSON with parameters of
+    its own.
 
     \b
     qkv sweep softmax linear --lengths 256,512,1024 --csv out.csv --plot out.svg
     """
-    with one_line_errors():
+    typed = typed_variants(variants, parameters)
+    with one_line_errors(typed | typed_flags(lengths=lengths, **options)):
         _check_targets(csv, plot)
         shared = dict(map(parse_parameter, parameters))
         chosen = build_choices([parse_variant(word) for word in variants], shared)
@@ -98,26 +112,26 @@ def sweep(
                     results = stack.enter_context(client.sweep(chosen, lengths, **options))
                 for _ in results:
                     pass
-        finally:  # also when it was interrupted, or the service ended
+        finally:  # also after Ctrl-C or an error of the service
             if results.cells:
                 _write_results(results, csv, plot)
 
 
 def _sweep_locally(chosen: Sequence[Any], lengths: list[int], options: Mapping[str, Any]) -> Sweep:
-    """Runs a sweep without a service, on the events that one would send."""
+    """Runs a sweep without a service, from the events that a service would send."""
     from qkv.engine.local import sweep as sweep_locally
 
-    def events() -> Generator[Event]:
-        body = orjson.loads(build_sweep(chosen, lengths, options, {}).content)
+    def events() -> Generator[ServerSentEvent]:
+        body = json.load(build_sweep(chosen, lengths, options, {}).content)
         with closing(sweep_locally(body)) as local_events:
             for name, data in local_events:
-                yield Event(name, orjson.dumps(data).decode())
+                yield ServerSentEvent(name, json.dump(data).decode())
 
     return Sweep(events(), progress=True)
 
 
 def _check_targets(csv: Path | None, plot: Path | None) -> None:
-    """Raises before the work is done what would be raised after it."""
+    """Raises before the sweep the errors that writing the files would raise after it."""
     if csv is not None:
         tensor_files.check_target(csv, [".csv"])
     if plot is not None:

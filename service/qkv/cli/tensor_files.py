@@ -1,4 +1,4 @@
-"""Tensors in files: .safetensors, .npz and .json, as messages."""
+"""Reads and writes files of tensors (.safetensors, .npz and .json) as messages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _LAYER_PREFIX: Final = "layer."
 
 
 def read(path: Path, group: str) -> Message:
-    """Reads a file. Tensors of a layer are named `layer.<name>`, in JSON under /layer/tensors;
-    .json and .safetensors may hold parameters too, as a request does.
+    """Reads a file.
+
+    Tensors of a layer are named `layer.<name>`; in JSON they are in `layer.tensors`. A .json or
+    .safetensors file may have the fields of a request too.
 
     Raises:
-        QkvError: it is not what its suffix says.
-        OSError: it cannot be read.
+        QkvError: the content does not match the suffix.
+        OSError: the file cannot be read.
     """
     if path.suffix not in SUFFIXES:
         raise _unknown_suffix(path)
@@ -36,7 +38,7 @@ def read(path: Path, group: str) -> Message:
     try:
         match path.suffix:
             case ".safetensors":
-                # read in place, where torch warns of what it may not write to
+                # a writable buffer: torch warns about a read-only one
                 return safetensors.decode(memoryview(bytearray(content)), group)
             case ".json":
                 return json.decode(content, group)
@@ -47,12 +49,13 @@ def read(path: Path, group: str) -> Message:
 
 
 def write(path: Path, message: Message, group: str) -> None:
-    """Writes a file, whole or not at all. An .npz keeps the tensors alone, bfloat16, which it
-    has not, as float32, which holds it exactly.
+    """Writes a file, whole or not at all.
+
+    An .npz file has the tensors only, and bfloat16 as float32, which holds the numbers exactly.
 
     Raises:
-        InvalidContent: its suffix is unknown.
-        OSError: it cannot be written.
+        InvalidContent: the suffix is unknown.
+        OSError: the file cannot be written.
     """
     match path.suffix:
         case ".safetensors":
@@ -69,13 +72,13 @@ def write(path: Path, message: Message, group: str) -> None:
 
 
 def replace_file(path: Path, chunks: Iterable[Chunk]) -> None:
-    """Writes bytes in place of whatever is there, all of them or none.
+    """Writes all bytes or none, in place of an existing file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    path = path.resolve()  # a link stays one
-    # beside it: only within one file system is a rename all or nothing
+    path = path.resolve()  # writes to the target of a link
+    # in the same directory: a rename is atomic only within one file system
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -89,20 +92,20 @@ def replace_file(path: Path, chunks: Iterable[Chunk]) -> None:
 
 
 def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
-    """Raises before the work is done what `write` would raise after it."""
+    """Raises before a run the errors that `write` would raise after it."""
     if path.suffix not in suffixes:
         raise _unknown_suffix(path, suffixes)
     if path.is_dir():
         raise InvalidContent(f"{path} is a directory")
     if not path.parent.is_dir():
-        raise InvalidContent(f"{path} lies in a directory that is not there: {path.parent}")
+        raise InvalidContent(f"{path} is in a directory that does not exist: {path.parent}")
 
 
 def _decode_npz(content: bytes) -> Message:
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # numpy, zipfile and zlib have a dozen for what is damaged
+    except Exception as error:  # numpy, zipfile and zlib have a dozen for damaged files
         raise InvalidContent(f"not an .npz file of plain arrays: {error}") from None
     tensors = {}
     for name, array in arrays.items():
@@ -128,5 +131,5 @@ def _encode_npz(arrays: Mapping[str, np.ndarray]) -> bytes:
 def _unknown_suffix(path: Path, suffixes: Sequence[str] = SUFFIXES) -> InvalidContent:
     hint = ""
     if path.suffix == ".npy" and ".npz" in suffixes:
-        hint = "; an .npy has one array and no name for it: numpy.savez writes several into an .npz"
+        hint = "; an .npy file has one array without a name: use numpy.savez to write an .npz file"
     return InvalidContent(f"{path} has none of the suffixes {', '.join(suffixes)}{hint}")

@@ -1,4 +1,4 @@
-"""`qkv variants`."""
+"""The command `qkv variants`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from qkv.wire import json
 __all__ = ["variants"]
 
 
-@click.command(short_help="List the variants, or describe one.")
+@click.command(short_help="Lists the variants, or describes one.")
 @click.argument("name", required=False)
 @URL
 @API_KEY
 @LOCAL
 def variants(name: str | None, url: str, api_key: str | None, local: bool) -> None:
-    """List the variants, or describe the one called NAME."""
+    """Lists the variants, or describes the variant NAME."""
     with one_line_errors():
         if local:
             from qkv.engine.local import variants as list_locally
@@ -37,7 +37,7 @@ def variants(name: str | None, url: str, api_key: str | None, local: bool) -> No
     found = [v for v in catalogue if v["variant"] == name]
     if not found:
         raise click.ClickException(
-            f"no variant {name!r}; there are {', '.join(v['variant'] for v in catalogue)}"
+            f"no variant {name!r}: expected one of {', '.join(v['variant'] for v in catalogue)}"
         )
     _describe(found[0])
 

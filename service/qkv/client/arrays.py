@@ -1,4 +1,7 @@
-"""Arrays of a caller's own kind, numpy, torch or what converts, to raw tensors and back."""
+"""Converts arrays of numpy, torch and other libraries to raw tensors, and back.
+
+`request_builders` uses `to_raw` for inputs and `from_raw_like` for outputs.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from qkv.tensors import RawTensor
 __all__ = ["FromRaw", "from_raw_like", "is_array", "to_raw"]
 
 FromRaw = Callable[[RawTensor], Any]
-"""Converts a raw tensor to the caller's kind of array."""
+"""Converts a raw tensor to an array of the same kind as the inputs."""
 
 
 def is_array(value: object) -> bool:
-    """Returns True for arrays of numpy and torch, and for objects that convert to an array."""
+    """True if the value is an array of numpy or torch, or converts to one."""
     if isinstance(value, np.generic):  # one number, such as 1 / np.sqrt(8)
         return False
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__")
 
 
 def to_raw(array: Any) -> RawTensor:
-    """Returns the array as a raw tensor, copied only from another device or if it is not dense.
+    """Returns the array as a raw tensor. Copies it only from another device or if not contiguous.
 
     Raises:
-        InvalidContent: its dtype does not travel.
+        InvalidContent: requests do not support its dtype.
     """
     if not _is_torch(array):
         return RawTensor.from_numpy(_as_numpy(array))
@@ -40,7 +43,7 @@ def to_raw(array: Any) -> RawTensor:
 
 
 def from_raw_like(array: Any) -> FromRaw:
-    """Returns a function that converts to the kind of `array`: torch on its device, else numpy."""
+    """Returns a function that converts to torch, on the array's device, or to numpy."""
     if not _is_torch(array):
         return lambda raw: raw.numpy().copy()
     torch, device = sys.modules["torch"], array.device
@@ -61,6 +64,6 @@ def _as_numpy(array: Any) -> np.ndarray:
 
 
 def _is_torch(array: object) -> bool:
-    """Without importing torch: who has a torch tensor has torch."""
+    """True if the value is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)

@@ -1,16 +1,18 @@
-"""The client's twin for asyncio."""
+"""The Python client for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 
 from qkv.client.comparison import Comparison
-from qkv.client.event_parser import Event, EventParser
+from qkv.client.environment import auth_header, service_url
+from qkv.client.event_source import ServerSentEvent, aiter_events
 from qkv.client.request_builders import (
     Choice,
     RequestSpec,
@@ -25,11 +27,9 @@ from qkv.client.request_builders import (
 from qkv.client.results import Converted, Gradients, Run
 from qkv.client.retries import (
     CONNECTION_ERRORS,
-    DEFAULT_URL,
-    auth_header,
     backoff_s,
-    check_event_stream,
     parse_response,
+    raise_connection_error,
     retry_delay_s,
     to_error,
 )
@@ -41,19 +41,20 @@ _T = TypeVar("_T")
 
 
 class AsyncClient:
-    """The twin of `Client` for asyncio; the same arguments, results and errors."""
+    """A `Client` for asyncio, with the same arguments, results and errors."""
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str | None = None,
         *,
         timeout: float | None = 60.0,
         api_key: str | None = None,
         retries: int = 3,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        self._url = service_url(url)
         self._http = httpx.AsyncClient(
-            base_url=url, headers=auth_header(api_key), timeout=timeout, transport=transport
+            base_url=self._url, headers=auth_header(api_key), timeout=timeout, transport=transport
         )
         self._retries = retries
 
@@ -79,7 +80,7 @@ class AsyncClient:
         layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Gradients:
-        """The gradients of sum(grad_output * output): see `Client.gradients`."""
+        """Returns the gradients of sum(grad_output * output): see `Client.gradients`."""
         return await self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
 
     async def compare(
@@ -92,7 +93,7 @@ class AsyncClient:
         layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
-        """Runs variants side by side on the same inputs: see `Client.compare`."""
+        """Compares variants with a baseline on the same inputs: see `Client.compare`."""
         return await self.send(
             build_compare(variants, anchor, repeats, rows, layer, inputs_and_parameters)
         )
@@ -111,8 +112,10 @@ class AsyncClient:
         progress: bool = True,
         **parameters: Any,
     ) -> AsyncSweep:
-        """Times variants at lengths: see `Client.sweep`. What it returns is not awaited but
-        iterated over, with `async for`."""
+        """Times variants at several lengths: see `Client.sweep`.
+
+        Iterate over the result with `async for`; do not await it.
+        """
         inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
         fields = {**inputs, "repeats": repeats, "seed": seed}
         spec = build_sweep(variants, lengths, fields, parameters)
@@ -127,15 +130,15 @@ class AsyncClient:
         heads: int | None = None,
         bias: str | None = None,
     ) -> Converted:
-        """Takes weights from one layout to another: see `Client.convert`."""
+        """Converts weights to another layout: see `Client.convert`."""
         return await self.send(build_convert(tensors, source, target, heads, bias))
 
     async def variants(self) -> list[dict[str, Any]]:
-        """The catalogue: see `Client.variants`."""
+        """Returns the catalogue: see `Client.variants`."""
         return await self.send(build_variants())
 
     async def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -159,14 +162,14 @@ class AsyncClient:
                 )
                 if is_last or (delay_s := retry_delay_s(response)) is None:
                     return parse_response(spec, response)
-            except CONNECTION_ERRORS:
+            except CONNECTION_ERRORS as error:
                 if is_last:
-                    raise
+                    raise_connection_error(error, self._url)
                 delay_s = backoff_s(attempt)
             await asyncio.sleep(delay_s)
         raise AssertionError
 
-    async def stream(self, spec: StreamSpec) -> AsyncGenerator[Event]:
+    async def stream(self, spec: StreamSpec) -> AsyncGenerator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""
         for attempt in range(self._retries + 1):
             is_last, has_started = attempt == self._retries, False
@@ -175,18 +178,16 @@ class AsyncClient:
                     "POST", spec.path, content=spec.content, headers=spec.headers
                 ) as response:
                     if response.is_success:
-                        check_event_stream(response)
-                        parser = EventParser()
-                        async for chunk in response.aiter_bytes():
-                            for event in parser.feed(chunk):
+                        async with aclosing(aiter_events(response)) as events:
+                            async for event in events:
                                 has_started = True
                                 yield event
                         return
                     await response.aread()
                     if is_last or (delay_s := retry_delay_s(response)) is None:
                         raise to_error(response)
-            except CONNECTION_ERRORS:
+            except CONNECTION_ERRORS as error:
                 if is_last or has_started:
-                    raise
+                    raise_connection_error(error, self._url)
                 delay_s = backoff_s(attempt)
             await asyncio.sleep(delay_s)

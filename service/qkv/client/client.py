@@ -1,4 +1,4 @@
-"""The client: arrays in, the same kind of arrays out."""
+"""The Python client: sends arrays to a service, and returns arrays of the same kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from qkv.client.comparison import Comparison
-from qkv.client.event_parser import Event, EventParser
+from qkv.client.environment import auth_header, service_url
+from qkv.client.event_source import ServerSentEvent, iter_events
 from qkv.client.request_builders import (
     Choice,
     RequestSpec,
@@ -25,11 +26,9 @@ from qkv.client.request_builders import (
 from qkv.client.results import Converted, Gradients, Run
 from qkv.client.retries import (
     CONNECTION_ERRORS,
-    DEFAULT_URL,
-    auth_header,
     backoff_s,
-    check_event_stream,
     parse_response,
+    raise_connection_error,
     retry_delay_s,
     to_error,
 )
@@ -41,28 +40,32 @@ _T = TypeVar("_T")
 
 
 class Client:
-    """Calls a qkv service. Safe to share between threads; a context manager.
+    """Sends requests to a qkv service. Threads may share a client. It is a context manager.
 
     Args:
-        url: of the service.
-        api_key: one of its keys, where it has some.
-        timeout: seconds for each step of a call (connect, write, read); None: no limit.
-        retries: how often a call is sent again that was refused with Retry-After, or whose
-            connection was refused or broke.
+        url: of the service; None: the variable QKV_URL, else http://127.0.0.1:8000.
+        api_key: one of the service's keys; None: the variable QKV_API_KEY, else no key.
+        timeout: seconds for each step of a request (connect, write, read); None: no limit.
+        retries: how often a request is sent again. This happens after a response with Retry-After,
+            and after a connection that was refused or broke.
         transport: httpx transport, for tests.
+
+    Raises:
+        ValueError: the URL or the key cannot be one.
     """
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str | None = None,
         *,
         timeout: float | None = 60.0,
         api_key: str | None = None,
         retries: int = 3,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        self._url = service_url(url)
         self._http = httpx.Client(
-            base_url=url, headers=auth_header(api_key), timeout=timeout, transport=transport
+            base_url=self._url, headers=auth_header(api_key), timeout=timeout, transport=transport
         )
         self._retries = retries
 
@@ -79,19 +82,22 @@ class Client:
 
         Args:
             variant: its name, for instance "softmax".
-            layer: {"layout", "heads", "tensors"}.
-            outputs: what to return; None: output and weights.
-            weights: in what form: "full", "none", "stats", {"rows": [0, 5]}, {"top_k": 8} or
-                {"pool": 64}. What it gives stands in the run's `outputs`: `weights`, and with top_k
-                `indices`; with stats `entropy`, `largest`, `largest_index`, `effective_keys` and
-                `received` in place of `weights`.
-            **inputs_and_parameters: arrays are inputs (`query` (B,H,L,D), `key` (B,G,S,D),
-                `value` (B,G,S,E), `mask`, `key_lengths` (B), or `x` (B,L,M) with a layer), all
-                else parameters (`causal=True`).
+            layer: {"layout": "v1" or "v2", "heads": n, "tensors": {...}}, the weights of the
+                query, key and value projections.
+            outputs: the names of the outputs to return; None: output and weights.
+            weights: the form of the weights: "full", "none", "stats", {"rows": [0, 5]},
+                {"top_k": 8} or {"pool": 64}. The run has them in `outputs`: `weights`, and with
+                top_k also `indices`. With stats it has `entropy`, `largest`, `largest_index`,
+                `effective_keys` and `received` instead of `weights`.
+            **inputs_and_parameters: arrays are inputs: `query` (B,H,L,D), `key` (B,G,S,D),
+                `value` (B,G,S,E), `mask`, `key_lengths` (B), or `x` (B,L,M) with a layer. All other
+                values are parameters, such as `causal=True`.
 
         Raises:
-            QkvError: the service refused; the class says how, `detail` why.
-            httpx.TransportError: it could not be reached.
+            QkvError: the service rejected the request. The class gives the kind of error, and
+                `detail` the reason.
+            ServiceUnreachable: no service accepts connections at the address.
+            httpx.TransportError: the connection broke or timed out.
         """
         return self.send(build_attend(variant, layer, outputs, weights, inputs_and_parameters))
 
@@ -103,17 +109,16 @@ class Client:
         layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Gradients:
-        """The gradients of sum(grad_output * output).
+        """Returns the gradients of sum(grad_output * output).
 
         Args:
             variant: its name, for instance "softmax".
-            grad_output: the gradient of the output, shaped as the output is.
-            layer: as `attend` takes it; its tensors have gradients too.
-            **inputs_and_parameters: as `attend` takes them.
+            grad_output: the gradient of the output, in the shape of the output.
+            layer: as for `attend`; its tensors have gradients too.
+            **inputs_and_parameters: as for `attend`.
 
         Raises:
-            QkvError: the service refused; the class says how, `detail` why.
-            httpx.TransportError: it could not be reached.
+            QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         return self.send(build_gradients(variant, grad_output, layer, inputs_and_parameters))
 
@@ -127,20 +132,19 @@ class Client:
         layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
-        """Runs variants side by side on the same inputs.
+        """Compares variants with a baseline on the same inputs.
 
         Args:
-            variants: names, or {"variant": "taylor", "parameters": {...}}.
-            anchor: what they are held against.
-            repeats: how often each is timed; None: as the service does.
-            rows: of each head whose weights are compared, at most, evenly spread; None: all.
-            layer: as `attend` takes it.
-            **inputs_and_parameters: as `attend` takes them; parameters are for every variant, the
-                anchor too, and a variant's own go before them.
+            variants: names, or objects such as {"variant": "taylor", "parameters": {...}}.
+            anchor: the baseline, a variant like the others.
+            repeats: timed runs of each variant; None: the default of the service.
+            rows: how many rows of each head's weights are compared, evenly spread; None: all.
+            layer: as for `attend`.
+            **inputs_and_parameters: as for `attend`. Parameters are for all variants and the
+                baseline; a variant's own parameters override them.
 
         Raises:
-            QkvError: the service refused; the class says how, `detail` why.
-            httpx.TransportError: it could not be reached.
+            QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         return self.send(
             build_compare(variants, anchor, repeats, rows, layer, inputs_and_parameters)
@@ -160,25 +164,25 @@ class Client:
         progress: bool = True,
         **parameters: Any,
     ) -> Sweep:
-        """Times variants at lengths, on inputs that the service draws.
+        """Times variants at several lengths, on random inputs that the service makes.
 
-        Nothing is asked before the first cell is. Refusals are retried and raised there too; what
-        breaks after the first event is not sent again.
+        The client sends the request when the first cell is read, and raises its errors there. It
+        does not send the request again after the first event.
 
         Args:
-            variants: names, or {"variant": "taylor", "parameters": {...}}.
+            variants: names, or objects such as {"variant": "taylor", "parameters": {...}}.
             lengths: of queries and keys.
-            batch, heads, width, dtype: of the inputs; None: as the service does.
-            repeats: how often each is timed; None: as the service does.
+            batch, heads, width, dtype: of the inputs; None: the defaults of the service.
+            repeats: timed runs of each cell; None: the default of the service.
             seed: of the inputs.
-            progress: show a bar, in a terminal or a notebook.
-            **parameters: for every variant; its own go before them.
+            progress: True shows a progress bar in a terminal or a notebook.
+            **parameters: for all variants; a variant's own parameters override them.
 
         Returns:
-            An iterator of `Cell`; closing it, or leaving its `with`, ends the sweep.
+            An iterator of `Cell`. Closing it, or leaving its `with` block, ends the sweep.
 
         Raises:
-            InvalidContent: an array is among the parameters.
+            InvalidContent: one of the parameters is an array.
         """
         inputs = {"batch": batch, "heads": heads, "width": width, "dtype": dtype}
         fields = {**inputs, "repeats": repeats, "seed": seed}
@@ -193,26 +197,34 @@ class Client:
         heads: int | None = None,
         bias: str | None = None,
     ) -> Converted:
-        """Takes a layer's weights, such as a `state_dict()`, from one layout to another.
+        """Converts a layer's weights, such as a `state_dict()`, to another layout.
+
+        Args:
+            tensors: the weights, by name.
+            source: the layout of the weights: "v1" or "v2".
+            target: the layout to convert to.
+            heads: query heads; None: one.
+            bias: "augment" stores a bias, for which v1 has no place, as one more row of the
+                weight; "refuse" (the default of the service) rejects it.
 
         Raises:
-            QkvError: the service refused.
-            httpx.TransportError: it could not be reached.
+            QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         return self.send(build_convert(tensors, source, target, heads, bias))
 
     def variants(self) -> list[dict[str, Any]]:
-        """The catalogue: of each variant formula, paper, cost, inputs, parameters, outputs, and the
-        path of a picture.
+        """Returns the catalogue.
+
+        Each variant has its formula, paper, cost, inputs, parameters, outputs, and the path of a
+        picture.
 
         Raises:
-            QkvError: the service refused.
-            httpx.TransportError: it could not be reached.
+            QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         return self.send(build_variants())
 
     def close(self) -> None:
-        """Closes its connections."""
+        """Closes the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -236,14 +248,14 @@ class Client:
                 )
                 if is_last or (delay_s := retry_delay_s(response)) is None:
                     return parse_response(spec, response)
-            except CONNECTION_ERRORS:
+            except CONNECTION_ERRORS as error:
                 if is_last:
-                    raise
+                    raise_connection_error(error, self._url)
                 delay_s = backoff_s(attempt)
             time.sleep(delay_s)
         raise AssertionError
 
-    def stream(self, spec: StreamSpec) -> Generator[Event]:
+    def stream(self, spec: StreamSpec) -> Generator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""
         for attempt in range(self._retries + 1):
             is_last, has_started = attempt == self._retries, False
@@ -252,18 +264,15 @@ class Client:
                     "POST", spec.path, content=spec.content, headers=spec.headers
                 ) as response:
                     if response.is_success:
-                        check_event_stream(response)
-                        parser = EventParser()
-                        for chunk in response.iter_bytes():
-                            for event in parser.feed(chunk):
-                                has_started = True
-                                yield event
+                        for event in iter_events(response):
+                            has_started = True
+                            yield event
                         return
                     response.read()
                     if is_last or (delay_s := retry_delay_s(response)) is None:
                         raise to_error(response)
-            except CONNECTION_ERRORS:
+            except CONNECTION_ERRORS as error:
                 if is_last or has_started:
-                    raise
+                    raise_connection_error(error, self._url)
                 delay_s = backoff_s(attempt)
             time.sleep(delay_s)

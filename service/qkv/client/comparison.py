@@ -1,157 +1,48 @@
-"""What a comparison answers: variants side by side on one set of inputs."""
+"""The result of a comparison: variants and a baseline on the same inputs.
+
+`Client.compare` and `qkv compare` return and print a `Comparison`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from qkv.client.tables import Table, format_number, format_scaled, variant_labels
+from qkv.wire.responses import CompareResponse, VariantComparison, from_json
 
-__all__ = [
-    "Comparison",
-    "Distance",
-    "Divergence",
-    "Entropy",
-    "VariantComparison",
-    "VariantTiming",
-    "Weights",
-]
+__all__ = ["Comparison", "VariantComparison"]
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """How far an output lies from another.
+class Comparison(CompareResponse):
+    """Variants compared with a baseline on the same inputs.
 
     Attributes:
-        relative_error: the Frobenius norm of the difference over that of the other.
-        largest_error: of any element.
-        cosine: of the two as one long vector each; None where one is all zeros.
+        anchor: the baseline.
+        variants: in the order of the request.
+        notes: limits of the figures, such as weights that are all near uniform.
+        timing: of the whole request: device, milliseconds, number of runs.
     """
 
-    relative_error: float | None
-    largest_error: float | None
-    cosine: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """How far rows of weights lie from others: on average, and where they are farthest."""
-
-    mean: float | None
-    worst: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Entropy:
-    """Nats, over the rows."""
-
-    mean: float | None
-    least: float | None
-    most: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A variant's weights, row by row; None where a measure has no meaning for them.
-
-    Attributes:
-        entropy: of the rows.
-        total_variation: half the sum of absolute differences.
-        kl_divergence: nats, from the anchor's row to the variant's.
-        js_divergence: nats, Jensen-Shannon.
-        rank_correlation: of the order that a row puts the keys in; worst is the least.
-    """
-
-    entropy: Entropy | None
-    total_variation: Divergence | None = None
-    kl_divergence: Divergence | None = None
-    js_divergence: Divergence | None = None
-    rank_correlation: Divergence | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class VariantTiming:
-    """Milliseconds of compute over so many repeats."""
-
-    median_ms: float
-    least_ms: float
-    most_ms: float
-    repeats: int
-
-
-@dataclass(frozen=True, slots=True)
-class VariantComparison:
-    """One variant of a comparison.
-
-    Attributes:
-        variant: its name.
-        parameters: as it ran.
-        weights_are: "stochastic", "signed" or "unnormalised"; None where it has none.
-        output: its distance to the anchor's; of the anchor, to its own in float64, None where it
-            ran in that itself.
-        weights: against the anchor's, None where it has none; of the anchor the entropy alone.
-        timing: of each repeat, alone on the device.
-        flops, bytes: as a run has them.
-        peak_bytes: memory beside inputs and answer; None where it is not known.
-    """
-
-    variant: str
-    parameters: Mapping[str, Any]
-    weights_are: str | None
-    output: Distance | None
-    weights: Weights | None
-    timing: VariantTiming
-    flops: int
-    bytes: int
-    peak_bytes: int | None
+    __slots__ = ()
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Builds it from the service's JSON."""
-        return cls(
-            **{name: fields[name] for name in ("variant", "parameters", "weights_are")},
-            output=None if fields["output"] is None else Distance(**fields["output"]),
-            weights=None if fields["weights"] is None else _parse_weights(fields["weights"]),
-            timing=VariantTiming(**fields["timing"]),
-            **{name: fields[name] for name in ("flops", "bytes", "peak_bytes")},
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Variants side by side.
-
-    Attributes:
-        anchor: what the others are held against.
-        variants: the others, in the order asked for.
-        notes: sentences on what the figures do not say, such as that all weights are near uniform.
-        timing: of the whole: device and more.
-    """
-
-    anchor: VariantComparison
-    variants: tuple[VariantComparison, ...]
-    notes: tuple[str, ...]
-    timing: Mapping[str, Any]
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Builds it from the service's JSON."""
-        variants = tuple(map(VariantComparison.from_json, fields["variants"]))
-        return cls(
-            VariantComparison.from_json(fields["anchor"]),
-            variants,
-            tuple(fields["notes"]),
-            fields["timing"],
-        )
+        return from_json(cls, fields)
 
     def table(self, width: int | None = None) -> str:
-        """All of it as text: a line for each measure, a column for each variant.
+        """Returns the results as text: a line for each measure, a column for each variant.
 
         Args:
-            width: letters that a line has room for; None: any number.
+            width: characters a line; further columns follow below. None: no limit.
         """
         return self._table().text(width)
+
+    def __repr__(self) -> str:
+        """Returns one line; `table()` has all figures."""
+        errors = [f"{v.variant}: {_relative_error(v)}" for v in self.variants]
+        return f"Comparison(anchor={self.anchor.variant!r}, {', '.join(errors)})"
 
     def _repr_html_(self) -> str:
         return self._table().html()
@@ -169,8 +60,8 @@ class Comparison:
             ),
             ("cost", _table_rows(_COST_MEASURES, every)),
         ]
-        own = f"{anchor} is the anchor: its own distance is that to itself in float64."
-        spread = "In brackets the worst row, the range of entropies, the range of times."
+        own = f"{anchor} is the anchor: its own distance is to its run in float64."
+        spread = "In brackets: the worst row, the range of entropies, the range of times."
         return Table(["", *names], sections, [own, spread, *self.notes])
 
 
@@ -178,13 +69,13 @@ def _is_same_variant(one: VariantComparison, other: VariantComparison) -> bool:
     return one.variant == other.variant and one.parameters == other.parameters
 
 
-def _parse_weights(fields: Mapping[str, Any]) -> Weights:
-    """Of the anchor there is the entropy alone."""
-    rest = {n: d and Divergence(**d) for n, d in fields.items() if n != "entropy"}
-    return Weights(fields["entropy"] and Entropy(**fields["entropy"]), **rest)
+def _relative_error(entry: VariantComparison) -> str:
+    found = None if entry.output is None else entry.output.relative_error
+    return f"relative error {format_number(found)}"
 
 
 Measure = Callable[[VariantComparison], str]
+"""Formats one measure of a variant."""
 
 
 def _table_rows(measures: Mapping[str, Measure], every: list[VariantComparison]) -> list[list[str]]:
@@ -217,7 +108,7 @@ def _milliseconds_text(entry: VariantComparison) -> str:
 def _distance_text(name: str) -> Measure:
     def format_entry(entry: VariantComparison) -> str:
         found: float | None = getattr(entry.output, name, None)
-        # of a cosine it matters how far it is from 1
+        # all digits of a cosine matter: it is close to 1
         return f"{found:.7f}" if found and name == "cosine" else format_number(found)
 
     return format_entry

@@ -23,8 +23,7 @@ Form: TypeAlias = str | Mapping[str, Any]
 
 _MAX_PANELS: Final = 16  # panels
 _MAX_ROWS: Final = 32  # heads in a panel of statistics
-# up to so many panels each is so many pixels wide, and at most so many cells: 16,384 cells in all
-# are some 200 KB
+# (largest number of panels, pixels a panel, cells a panel): 16,384 cells in all are about 200 KB
 _SIZES: Final = ((1, 360, 120), (4, 208, 64), (_MAX_PANELS, 160, 32))
 _STATISTICS: Final = {
     "entropy": ("entropy, nats", "query"),
@@ -32,18 +31,18 @@ _STATISTICS: Final = {
     "effective_keys": ("effective keys", "query"),
     "received": ("received by a key", "key"),
 }
-_SHADES: Final = "Shades go from 0 to the panel's largest number, by the root."
-_SIGNED: Final = f"{_SHADES} Below 0 is orange."
+_SHADES: Final = "Shades show the square root, from 0 to the panel's largest number."
+_SIGNED: Final = f"{_SHADES} Negative numbers are orange."
 
 
 class Picture(NamedTuple):
-    """What is to be drawn.
+    """The panels of a heat map.
 
     Attributes:
         panels: at least one.
-        columns: of panels.
-        side: of a panel, in pixels.
-        caption: sentences on what is seen.
+        columns: panels in a row.
+        side: width of a panel in pixels.
+        caption: sentences about the panels.
     """
 
     panels: Sequence[Panel]
@@ -61,8 +60,8 @@ def run_html(
 ) -> str:
     """Returns variant, timing and outputs as HTML, with a picture of any weights.
 
-    The picture is an image: no style of the page reaches it, none of its own gets out, and it runs
-    nothing. It is light or dark as its reader has chosen.
+    The picture is an <img>: styles neither enter nor leave it, and it runs no script. It follows
+    the reader's choice of light or dark.
     """
     arrays = {name: to_raw(array).numpy() for name, array in outputs.items()}
     heading = f"{variant}, {weights_are} weights" if weights_are else variant
@@ -90,10 +89,10 @@ def run_html(
 
 
 def build_picture(arrays: Mapping[str, np.ndarray], form: Form) -> Picture | None:
-    """Of the outputs of a run whose weights were asked for in this form; None where there are none.
+    """Returns the panels of a run's weights in this form; None if the outputs have no weights.
 
-    Whatever is too large is pooled: keys side by side are one by their sum, queries by their mean.
-    What is left over at an edge counts as if it were as many as the rest.
+    Pools matrices that are too large: a cell is the sum over adjacent keys, and the mean over
+    adjacent queries. A smaller cell at an edge is scaled to the size of the others.
     """
     if "entropy" in arrays:
         return _statistics(arrays)
@@ -103,7 +102,7 @@ def build_picture(arrays: Mapping[str, np.ndarray], form: Form) -> Picture | Non
     planes, kind, notes = _first_planes(weights, 2, _MAX_PANELS)
     rows, columns = weights.shape[-2:]
     if indices is not None:
-        notes.append(f"Of each query the {columns:,} largest are there.")
+        notes.append(f"Only the {columns:,} largest weights of each query are shown.")
         columns = int(indices.max()) + 1
     side, cells = next((s, c) for most, s, c in _SIZES if len(planes) <= most)
     tall, wide = math.ceil(rows / cells), math.ceil(columns / cells)
@@ -123,17 +122,16 @@ def build_picture(arrays: Mapping[str, np.ndarray], form: Form) -> Picture | Non
     if tall * wide > 1:
         queries, keys = _count_label(tall, "query", "queries"), _count_label(wide, "key", "keys")
         notes.append(
-            f"A cell is {queries} by {keys}: "
-            "what those keys get together, on average of those queries."
+            f"A cell is {queries} by {keys}: the sum over the keys, the mean over the queries."
         )
     if not np.isfinite(weights).all():
-        notes.append("What is not finite is left out.")
+        notes.append("Numbers that are not finite are left out.")
     notes.append(_SIGNED if any((matrix < 0).any() for matrix in matrices) else _SHADES)
     return Picture(panels, 4, side, " ".join(notes))
 
 
 def _statistics(arrays: Mapping[str, np.ndarray]) -> Picture:
-    """A panel for each statistic, a row for each head."""
+    """Returns a panel for each statistic, with a row for each head."""
     side, cells = _SIZES[1][1:]
     panels: list[Panel] = []
     notes: list[str] = []
@@ -153,21 +151,21 @@ def _statistics(arrays: Mapping[str, np.ndarray]) -> Picture:
 
 
 def _first_planes(array: np.ndarray, rank: int, most: int) -> tuple[np.ndarray, str, list[str]]:
-    """The first so many of what has this rank, what each of them is, and what is left out."""
+    """Returns the first `most` arrays of this rank, their kind (head or sequence), and notes."""
     notes = []
     kind = "head" if array.ndim - rank > 1 else "sequence"
     if kind == "head":
         if len(array) > 1:
-            notes.append(f"The first of {len(array):,} sequences.")
+            notes.append(f"Only the first of {len(array):,} sequences is shown.")
         array = array[0]
     planes = array.reshape(-1, *array.shape[array.ndim - rank :])
     if len(planes) > most:
-        notes.append(f"The first {most} of {len(planes):,} {kind}s.")
+        notes.append(f"Only the first {most} of {len(planes):,} {kind}s are shown.")
     return planes[:most], kind, notes
 
 
 def _pool(plane: np.ndarray, tall: int, wide: int) -> np.ndarray:
-    """So many columns by their sum, and so many rows by their mean."""
+    """Returns cells of `tall` rows, by their mean, and `wide` columns, by their sum."""
     rows, columns = plane.shape
     finite = np.where(np.isfinite(plane), plane, 0)
     with np.errstate(over="ignore"):
@@ -179,7 +177,7 @@ def _pool(plane: np.ndarray, tall: int, wide: int) -> np.ndarray:
 def _pool_indexed(
     plane: np.ndarray, indices: np.ndarray, columns: int, tall: int, wide: int
 ) -> np.ndarray:
-    """The same of weights that stand at some indices only."""
+    """Does the same for weights that are given at some indices only."""
     rows = len(plane)
     total = np.zeros((math.ceil(rows / tall), math.ceil(columns / wide)))
     row = np.broadcast_to(np.arange(rows)[:, None] // tall, plane.shape)
@@ -189,7 +187,7 @@ def _pool_indexed(
 
 
 def _scale_edges(total: np.ndarray, rows: int, columns: int, tall: int, wide: int) -> np.ndarray:
-    """Sums of cells as if those at the edges held as many columns as all others."""
+    """Returns the means over rows, with edge cells scaled to `wide` columns."""
     size_R1, size_1C = (
         np.diff([*range(0, size, step), size]) for size, step in ((rows, tall), (columns, wide))
     )
@@ -198,7 +196,7 @@ def _scale_edges(total: np.ndarray, rows: int, columns: int, tall: int, wide: in
 
 
 def _axis_labels(form: Form, rows: int, columns: int) -> tuple[str, str]:
-    """What rows and columns are."""
+    """Returns the labels of the rows and of the columns."""
     if isinstance(form, Mapping) and "pool" in form:
         return _range_label("bin of queries", rows), _range_label("bin of keys", columns)
     if isinstance(form, Mapping) and "rows" in form:
@@ -206,7 +204,7 @@ def _axis_labels(form: Form, rows: int, columns: int) -> tuple[str, str]:
         row_axis = (
             f"query {', '.join(rows_asked)}"
             if len(rows_asked) <= 4
-            else f"{rows:,} queries, as asked"
+            else f"{rows:,} queries, as requested"
         )
         return row_axis, _range_label("key", columns)
     return _range_label("query", rows), _range_label("key", columns)

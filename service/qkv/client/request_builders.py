@@ -17,7 +17,7 @@ import orjson
 
 from qkv.client.arrays import FromRaw, from_raw_like, is_array, to_raw
 from qkv.client.comparison import Comparison
-from qkv.client.event_parser import MEDIA_TYPE as EVENTS
+from qkv.client.event_source import EVENT_STREAM
 from qkv.client.results import Converted, Gradients, Run
 from qkv.errors import InvalidContent
 from qkv.wire import Codec, json, safetensors
@@ -34,6 +34,7 @@ __all__ = [
     "build_compare_message",
     "build_convert",
     "build_gradients",
+    "build_inputs_message",
     "build_message",
     "build_sweep",
     "build_variants",
@@ -44,7 +45,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 Choice: TypeAlias = str | Mapping[str, Any]
-"""A variant by its name, or with parameters: {"variant": "taylor", "parameters": {...}}."""
+"""A variant: its name, or an object {"variant": "taylor", "parameters": {...}}."""
 
 
 class RequestSpec(NamedTuple, Generic[_T]):
@@ -58,7 +59,7 @@ class RequestSpec(NamedTuple, Generic[_T]):
 
 
 class StreamSpec(NamedTuple):
-    """A request as bytes, whose response is server-sent events."""
+    """A request as bytes, with server-sent events as its response."""
 
     path: str
     content: bytes
@@ -73,7 +74,7 @@ def build_attend(
     arguments: Mapping[str, Any],
 ) -> RequestSpec[Run]:
     """Builds the request that runs a variant; the arguments are those of `Client.attend`."""
-    message, from_raw = _build_inputs_message(
+    message, from_raw = build_inputs_message(
         layer, arguments, _drop_unset(outputs=outputs, weights=weights)
     )
 
@@ -94,7 +95,7 @@ def build_gradients(
     arguments: Mapping[str, Any],
 ) -> RequestSpec[Gradients]:
     """Builds the request for gradients; the arguments are those of `Client.gradients`."""
-    message, from_raw = _build_inputs_message(layer, {**arguments, "grad_output": grad_output}, {})
+    message, from_raw = build_inputs_message(layer, {**arguments, "grad_output": grad_output}, {})
 
     def parse(response: httpx.Response) -> Gradients:
         reply = safetensors.decode(response.content, "gradients")
@@ -104,7 +105,7 @@ def build_gradients(
     return _build_post(gradients_path(variant), message, "inputs", parse)
 
 
-def _build_inputs_message(
+def build_inputs_message(
     layer: object,
     arguments: Mapping[str, Any],
     fields: Mapping[str, Any],
@@ -113,7 +114,7 @@ def _build_inputs_message(
     arrays = {name: value for name, value in arguments.items() if is_array(value)}
     if not arrays:
         raise InvalidContent(
-            "none of the arguments is an array; wrap lists with numpy.asarray or torch.tensor"
+            "no argument is an array: convert lists with numpy.asarray or torch.tensor"
         )
     parameters = _json_parameters({n: v for n, v in arguments.items() if n not in arrays})
     fields = {**fields, "parameters": parameters}
@@ -128,10 +129,10 @@ def _build_inputs_message(
 
 
 def _json_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are given, as JSON has them."""
+    """Returns the parameters that are not None, with numpy scalars as plain numbers."""
     for name, value in parameters.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidContent(f"{name} is {value}; parameters are finite")
+            raise InvalidContent(f"{name} is not finite: got {value}")
     return {
         name: value.item() if isinstance(value, np.generic) else value
         for name, value in parameters.items()
@@ -148,7 +149,7 @@ def build_compare(
     arguments: Mapping[str, Any],
 ) -> RequestSpec[Comparison]:
     """Builds the request that compares variants; the arguments are those of `Client.compare`."""
-    message, _ = _build_inputs_message(
+    message, _ = build_inputs_message(
         layer, arguments, {"rows": rows, **_drop_unset(repeats=repeats)}
     )
     parameters = message.fields.pop("parameters")
@@ -178,13 +179,13 @@ def build_sweep(
     """Builds the request that sweeps over lengths; the arguments are those of `Client.sweep`."""
     for name, value in parameters.items():
         if is_array(value):
-            raise InvalidContent(f"{name} is an array; a sweep draws its own inputs")
+            raise InvalidContent(f"{name} is an array, but the service draws the inputs of a sweep")
     body = {
         "variants": build_choices(variants, _json_parameters(parameters)),
         "lengths": list(map(operator.index, lengths)),
         **_drop_unset(**fields),
     }
-    headers = {"Content-Type": "application/json", "Accept": EVENTS}
+    headers = {"Content-Type": "application/json", "Accept": EVENT_STREAM}
     return StreamSpec("/v1/sweep", orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), headers)
 
 
@@ -193,7 +194,7 @@ def build_choices(
 ) -> list[dict[str, Any]]:
     """Applies `build_choice` to each variant."""
     if isinstance(variants, str | Mapping):
-        raise InvalidContent("variants are a list, also where there is but one")
+        raise InvalidContent(f'variants is not a list: got {variants!r:.60}, expected ["linear"]')
     return [build_choice(variant, parameters) for variant in variants]
 
 
@@ -223,7 +224,7 @@ def build_convert(
 def build_message(
     path: str, message: Message, group: str, response_group: str
 ) -> RequestSpec[Message]:
-    """Builds the request that posts a message and whose response is one, with raw tensors."""
+    """Builds the request that posts a message and parses its response to a message."""
     codec = _choose_codec(message)
     return _build_post(
         path, message, group, lambda r: safetensors.decode(r.content, response_group), codec
@@ -263,8 +264,10 @@ def _build_post(
 
 
 def _choose_codec(message: Message) -> Codec:
-    """Numbers that were written without a dtype go as they are, in JSON: what they become depends
-    on what they are for, which the service knows."""
+    """Returns JSON if a tensor has no dtype, else safetensors.
+
+    A number without a dtype gets one from the input that it is for, which the service knows.
+    """
     has_untyped = any(t.is_untyped for t in (*message.tensors.values(), *message.layer.values()))
     return json if has_untyped else safetensors
 

@@ -1,4 +1,4 @@
-"""What a run, a request for gradients and a conversion answer."""
+"""The results of a run, of a request for gradients and of a conversion."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from typing import Any
 __all__ = ["Converted", "Gradients", "Run"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """What a run answered.
+    """The result of a run. A notebook shows the weights as one heat map per head.
 
     Attributes:
         variant: its name.
-        outputs: arrays by name, of the kind that the inputs were.
+        outputs: arrays by name, of the same kind as the inputs.
         timing: milliseconds by stage, batch size, device, backend, flops, bytes.
-        weights_are: "stochastic" (none negative, each row's sum is 1, or 0 where it sees nothing),
-            "signed" or "unnormalised"; None where there are none.
-        form: that the weights were asked for in: "full", "none", "stats", {"rows": [...]},
+        weights_are: "stochastic" (no weight is negative, and each row sums to 1, or to 0 if its
+            query sees no key), "signed" or "unnormalised"; None if there are no weights.
+        form: the requested form of the weights: "full", "none", "stats", {"rows": [...]},
             {"top_k": k} or {"pool": bins}.
-
-    A notebook shows the weights as a heat map by heads, whatever their form.
     """
 
     variant: str
@@ -33,36 +31,42 @@ class Run:
 
     @property
     def output(self) -> Any:
-        """(B, H, L, E), in the rank of the inputs."""
+        """The output (B, H, L, E), with as many axes as the inputs have."""
         return self.outputs["output"]
 
     @property
     def weights(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs; of other forms than "full" (B, H, R, S) for
-        rows, (B, H, L, K) for the top k, (B, H, P, Q) for a pool."""
+        """The weights (B, H, L, S), with as many axes as the inputs have.
+
+        Other forms than "full" have (B, H, R, S) for rows, (B, H, L, K) for the top k, and
+        (B, H, P, Q) for a pool.
+        """
         return self.outputs["weights"]
 
     @property
     def scores(self) -> Any:
-        """(B, H, L, S), in the rank of the inputs: scaled, capped and masked."""
+        """The scores (B, H, L, S), scaled, capped and masked."""
         return self.outputs["scores"]
 
+    def __repr__(self) -> str:
+        return _describe("Run", self.variant, self.outputs, self.timing)
+
     def _repr_html_(self) -> str:
-        from qkv.client import notebook  # who has no notebook has no need of it
+        from qkv.client import notebook  # only notebooks need it
 
         return notebook.run_html(
             self.variant, self.outputs, self.timing, self.weights_are, self.form
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Gradients:
-    """What a request for gradients answered.
+    """The result of a request for gradients.
 
     Attributes:
         variant: its name.
-        gradients: arrays by the name of what they are the gradients of, of the inputs' kind.
-        timing: as a run has it.
+        gradients: an array for each input and each tensor of the layer, by its name.
+        timing: as for a run.
     """
 
     variant: str
@@ -70,18 +74,40 @@ class Gradients:
     timing: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """The gradient of that input, or of that tensor of the layer."""
+        """Returns the gradient of an input or of a tensor of the layer."""
         return self.gradients[name]
 
+    def __repr__(self) -> str:
+        return _describe("Gradients", self.variant, self.gradients, self.timing)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Converted:
-    """What a conversion answered.
+    """The result of a conversion.
 
     Attributes:
         tensors: the weights in the target layout, by name.
-        check: how far both layers' outputs lie apart on the same random input.
+        check: the largest difference between the outputs of both layers on one random input, and
+            the largest output.
     """
 
     tensors: Mapping[str, Any]
     check: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"Converted({', '.join(_describe_arrays(self.tensors))})"
+
+
+def _describe(kind: str, variant: str, arrays: Mapping[str, Any], timing: Mapping[str, Any]) -> str:
+    """Returns one line: the variant, each array's dtype and shape, and the total time."""
+    parts = [repr(variant), *_describe_arrays(arrays)]
+    if "total_ms" in timing:
+        parts.append(f"total_ms={timing['total_ms']:.3g}")
+    return f"{kind}({', '.join(parts)})"
+
+
+def _describe_arrays(arrays: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: {str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
+        for name, array in arrays.items()
+    ]

@@ -1,33 +1,33 @@
-"""What every attempt at a call shares: when another follows, and what a refusal raises."""
+"""When the clients send a request again, and the errors they raise for responses and connections.
+
+`Client.send`, `Client.stream` and their `AsyncClient` versions use it.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 import httpx
 
-from qkv.client.event_parser import MEDIA_TYPE as EVENTS
 from qkv.client.request_builders import RequestSpec
 from qkv.errors import MalformedRequest, QkvError, from_problem
 
 __all__ = [
     "CONNECTION_ERRORS",
-    "DEFAULT_URL",
-    "auth_header",
+    "ServiceUnreachable",
     "backoff_s",
-    "check_event_stream",
     "parse_response",
+    "raise_connection_error",
     "retry_delay_s",
     "to_error",
 ]
 
 _T = TypeVar("_T")
 
-DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _MAX_DELAY_S: Final = 10.0
-# a run changes nothing at the service, so that one whose connection broke may be sent again
+# a run changes nothing in the service: after a broken connection it may be sent again
 CONNECTION_ERRORS: Final = (
     httpx.ConnectError,
     httpx.RemoteProtocolError,
@@ -36,13 +36,33 @@ CONNECTION_ERRORS: Final = (
 )
 
 
-def auth_header(api_key: str | None) -> dict[str, str]:
-    """Returns the header that carries an API key."""
-    if api_key is None:
-        return {}
-    if not re.fullmatch(r"[!-~]+", api_key):  # or an error of a library below would show it
-        raise ValueError("api_key has characters that no key has, or none at all")
-    return {"Authorization": f"Bearer {api_key}"}
+class ServiceUnreachable(httpx.ConnectError):
+    """No service accepts connections at the address.
+
+    Attributes:
+        url: the address, without a user name or password in it.
+        reason: the error of the operating system.
+    """
+
+    def __init__(self, url: str, error: httpx.ConnectError) -> None:
+        self.url = str(httpx.URL(url).copy_with(userinfo=b""))
+        self.reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+        super().__init__(
+            f"no service at {self.url}: {self.reason}. Start one with `qkv serve`, "
+            "or set the address with Client(url) or QKV_URL"
+        )
+
+
+def raise_connection_error(error: Exception, url: str) -> NoReturn:
+    """Raises the error of the last attempt.
+
+    Raises:
+        ServiceUnreachable: in place of httpx.ConnectError, which has no address.
+        Exception: `error` itself in all other cases.
+    """
+    if isinstance(error, httpx.ConnectError):
+        raise ServiceUnreachable(url, error) from error
+    raise error
 
 
 def retry_delay_s(response: httpx.Response) -> float | None:
@@ -53,7 +73,7 @@ def retry_delay_s(response: httpx.Response) -> float | None:
 
 
 def _retry_after_s(response: httpx.Response) -> float:
-    """Seconds, as it says; 1 where it says none, or a date."""
+    """Returns the seconds of Retry-After; 1 if it is absent or a date."""
     try:
         seconds = float(response.headers.get("retry-after", 1))
     except ValueError:
@@ -73,7 +93,7 @@ def parse_response(spec: RequestSpec[_T], response: httpx.Response) -> _T:
     try:
         return spec.parse(response)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MalformedRequest(f"the answer is not that of a qkv service: {error}") from None
+        raise MalformedRequest(f"the response is not from a qkv service: {error}") from None
 
 
 def to_error(response: httpx.Response) -> QkvError:
@@ -85,12 +105,3 @@ def to_error(response: httpx.Response) -> QkvError:
     if not isinstance(problem, dict):
         return MalformedRequest(f"HTTP {response.status_code} without a problem document")
     return from_problem(response.status_code, problem, int(_retry_after_s(response) or 1))
-
-
-def check_event_stream(response: httpx.Response) -> None:
-    """Raises if a response is not a stream of events."""
-    kind = response.headers.get("content-type", "none").partition(";")[0].strip()
-    if kind.lower() != EVENTS:
-        raise MalformedRequest(
-            f"the answer is not that of a qkv service: {kind:.60} is no {EVENTS}"
-        )

@@ -1,4 +1,7 @@
-"""A sweep as it runs: cells, one after the other, as the service measures them."""
+"""Iterators over the cells of a sweep, as the service measures them.
+
+`Client.sweep` returns a `Sweep`, `AsyncClient.sweep` an `AsyncSweep`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Self
 
-from qkv.client.event_parser import Event
+from qkv.client.event_source import ServerSentEvent
 from qkv.client.progress_bar import ProgressBar
 from qkv.client.sweep_cells import Cell, Progress, SweepResults
 from qkv.errors import MalformedRequest
@@ -23,7 +26,7 @@ class _SweepBase(SweepResults):
         self._bar = ProgressBar() if progress else None
         self._closed = False
 
-    def _handle_event(self, event: Event) -> Cell | None:
+    def _handle_event(self, event: ServerSentEvent) -> Cell | None:
         result = self.add_event(event)
         if isinstance(result, Cell):
             return result
@@ -34,30 +37,31 @@ class _SweepBase(SweepResults):
     def _finish(self) -> None:
         self._closed = True
         if self._bar is not None:
-            self._bar.close()
+            self._bar.close(self.finished)
 
     def __del__(self) -> None:
-        """Who leaves a loop lets go of it unclosed, and of its line on the terminal."""
+        """Removes the bar of a sweep that was not closed, such as after a `break`."""
         if not sys.is_finalizing():
             self._finish()
 
     def _check_finished(self) -> None:
         if not (self.finished or self._closed):
-            raise MalformedRequest("the sweep ended before it was done")
+            raise MalformedRequest("the event stream of the sweep ended before the event `done`")
 
 
 class Sweep(_SweepBase):
-    """An iterator of the cells of a sweep, which starts with the first and ends when it is closed,
-    left or let go: the service then stops measuring.
+    """An iterator over the cells of a sweep.
 
-    What came so far is in `cells`, `table()`, `csv()`, and a notebook shows it.
+    The sweep starts when the first cell is read. It ends when it is closed, its `with` block is
+    left, or the object is deleted; then the service stops measuring. The measured cells stay in
+    `cells`, `table()`, `csv()` and `plot()`, and a notebook shows them.
 
     Args:
         events: of the service.
-        progress: show a bar, where there is someone to see it.
+        progress: True shows a progress bar in a terminal or a notebook.
     """
 
-    def __init__(self, events: Generator[Event], progress: bool) -> None:
+    def __init__(self, events: Generator[ServerSentEvent], progress: bool) -> None:
         super().__init__(progress)
         self._events = events
 
@@ -77,7 +81,7 @@ class Sweep(_SweepBase):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends it; what it has measured stays."""
+        """Ends the sweep. The measured cells stay."""
         self._events.close()
         self._finish()
 
@@ -94,9 +98,9 @@ class Sweep(_SweepBase):
 
 
 class AsyncSweep(_SweepBase):
-    """The twin of `Sweep` for asyncio."""
+    """A `Sweep` for asyncio."""
 
-    def __init__(self, events: AsyncGenerator[Event], progress: bool) -> None:
+    def __init__(self, events: AsyncGenerator[ServerSentEvent], progress: bool) -> None:
         super().__init__(progress)
         self._events = events
 
@@ -116,7 +120,7 @@ class AsyncSweep(_SweepBase):
         raise StopAsyncIteration
 
     async def close(self) -> None:
-        """Ends it; what it has measured stays."""
+        """Ends the sweep. The measured cells stay."""
         try:
             await self._events.aclose()
         finally:

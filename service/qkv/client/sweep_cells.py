@@ -1,17 +1,22 @@
-"""What a sweep measures: a cell for each variant at each length, and where their times cross."""
+"""The measured cells of a sweep, the lengths between which curves cross, and their table.
+
+`Sweep` and `AsyncSweep` are `SweepResults`; the command line uses them too.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from io import StringIO
 from typing import Any, Final
 
-from qkv.client.event_parser import Event
+from qkv.client.event_source import ServerSentEvent
 from qkv.client.tables import Table, format_number, variant_labels
 from qkv.errors import MalformedRequest, from_problem
+from qkv.wire import responses
+from qkv.wire.responses import Crossover, Done, Progress, from_json
 
 __all__ = ["Cell", "Crossover", "Progress", "SweepResults"]
 
@@ -21,9 +26,8 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One variant at one length: times, or why there are none.
+class Cell(responses.Cell):
+    """A variant at a length: its times, or the problem why it could not run.
 
     Attributes:
         index: of the variant in the request.
@@ -31,33 +35,17 @@ class Cell:
         parameters: as it ran.
         length: of queries and keys.
         median_ms, least_ms, most_ms: milliseconds of compute over the repeats.
-        repeats: how many.
-        flops, bytes: as a run has them.
-        peak_bytes: memory beside inputs and answer; None where it is not known.
-        problem: the problem document of what does not run here; None where it ran.
+        repeats: timed runs.
+        flops, bytes: as for a run.
+        peak_bytes: memory beside the inputs.
+        problem: a problem document if the cell could not run, else None.
     """
 
-    index: int
-    variant: str
-    parameters: Mapping[str, Any]
-    length: int
-    median_ms: float | None = None
-    least_ms: float | None = None
-    most_ms: float | None = None
-    repeats: int | None = None
-    flops: int | None = None
-    bytes: int | None = None
-    peak_bytes: int | None = None
-    problem: Mapping[str, Any] | None = None
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Cell:
-        """Builds it from the service's JSON; ignores other fields."""
-        return cls(**{name: fields[name] for name in _COLUMNS if name in fields})
+    __slots__ = ()
 
     @property
     def why_not(self) -> str:
-        """In words, what keeps it from running; "" where it ran."""
+        """The reason why the cell could not run; "" if it ran."""
         return "" if self.problem is None else str(self.problem.get("detail", "it does not run"))
 
     def _repr_html_(self) -> str:
@@ -66,44 +54,13 @@ class Cell:
         return results._repr_html_()
 
 
-@dataclass(frozen=True, slots=True)
-class Crossover:
-    """A length at which another variant becomes the faster one of two.
-
-    Attributes:
-        before: index of the variant that is faster below.
-        after: index of the variant that is faster above.
-        length: between two that were measured, where the lines through their medians cross on
-            logarithmic axes.
-    """
-
-    before: int
-    after: int
-    length: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What is measured next.
-
-    Attributes:
-        done, total: cells.
-        variant, length: the next one's.
-    """
-
-    done: int
-    total: int
-    variant: str
-    length: int
-
-
 class SweepResults:
-    """What a sweep has measured so far.
+    """The measured cells of a sweep.
 
     Attributes:
-        cells: in the order measured.
-        crossovers: known once all is measured.
-        finished: whether all is.
+        cells: in the order of measurement.
+        crossovers: empty until all cells are measured.
+        finished: True if all cells are measured.
     """
 
     def __init__(self) -> None:
@@ -111,45 +68,43 @@ class SweepResults:
         self.crossovers: list[Crossover] = []
         self.finished = False
 
-    def add_event(self, event: Event) -> Cell | Progress | None:
-        """Adds what an event says. Returns its cell or progress; None for other events.
+    def add_event(self, event: ServerSentEvent) -> Cell | Progress | None:
+        """Adds the data of an event. Returns its cell or progress; None for other events.
 
         Raises:
-            QkvError: the sweep ended in a problem, or this is no event of one.
+            QkvError: the service ended the sweep with a problem, or the event is not valid.
         """
         try:
-            return self._add(event.name, json.loads(event.data))
+            return self._add(event.event, json.loads(event.data))
         except (ValueError, KeyError, TypeError) as error:
             raise MalformedRequest(
-                f"the event {event.name!r:.60} is not that of a sweep: {error}"
+                f"the event {event.event!r:.60} is not that of a sweep: {error}"
             ) from None
 
     def _add(self, name: str, fields: dict[str, Any]) -> Cell | Progress | None:
         if name == "progress":
-            return Progress(*(fields[n] for n in ("done", "total", "variant", "length")))
+            return from_json(Progress, fields)
         if name == "cell":
-            cell = Cell.from_json(fields)
+            cell = from_json(Cell, fields)
             self.cells.append(cell)
             return cell
         if name == "error":
             raise from_problem(int(fields["problem"]["status"]), fields["problem"])
         if name == "done":
-            self.crossovers = [
-                Crossover(c["from"], c["to"], c["length"]) for c in fields["crossovers"]
-            ]
+            self.crossovers = list(from_json(Done, fields).crossovers)
             self.finished = True
         return None
 
     def table(self, width: int | None = None) -> str:
-        """Medians as text: a line for each length, a column for each variant.
+        """Returns the results as text: a line for each length, a column for each variant.
 
         Args:
-            width: letters that a line has room for; None: any number.
+            width: characters a line; further columns follow below. None: no limit.
         """
         return self._table().text(width)
 
     def csv(self) -> str:
-        """Every cell as a line, parameters and problems in JSON and in words."""
+        """Returns a line for each cell, with parameters as JSON and the reason of a problem."""
         buffer = StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(_COLUMNS)
@@ -158,34 +113,67 @@ class SweepResults:
             writer.writerow([texts.get(name, getattr(cell, name)) for name in _COLUMNS])
         return buffer.getvalue()
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the times against the lengths, and writes the picture to a file.
+
+        Args:
+            path: the file; its suffix chooses the format: .svg, .png, .pdf or another format of
+                matplotlib.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: matplotlib does not know the format.
+            OSError: the file cannot be written.
+        """
+        try:
+            from qkv.client.sweep_plot import draw_sweep
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "a plot needs matplotlib: run `pip install '.[plot]'` in a clone of qkv",
+                name=error.name,
+            ) from None
+        draw_sweep(self).savefig(path)
+
+    def __repr__(self) -> str:
+        names = ", ".join(name.replace("\n", " ") for name in self.names.values()) or "no variant"
+        state = "finished" if self.finished else "not finished"
+        return f"<{type(self).__name__} of {names}: {len(self.cells)} cells, {state}>"
+
     def _repr_html_(self) -> str:
         return self._table().html()
 
     @property
     def names(self) -> dict[int, str]:
-        """Returns the label of each measured variant, by its index."""
+        """The label of each measured variant, by its index."""
         variants = {cell.index: (cell.variant, cell.parameters) for cell in self.cells}
         indices = sorted(variants)
         return dict(zip(indices, variant_labels([variants[i] for i in indices]), strict=True))
 
     def sentences(self) -> list[str]:
-        """Returns one sentence for each crossover."""
+        """Returns one sentence for each crossover, or one about the fastest variant."""
         names = {index: " ".join(name.split("\n")) for index, name in self.names.items()}
         crossings = [
-            f"From a length of about {c.length:,.0f} on, {names[c.after]} is faster than "
-            f"{names[c.before]}."
+            f"{names[c.after]} becomes faster than {names[c.before]} between lengths "
+            f"{c.between[0]:,} and {c.between[1]:,}."
             for c in sorted(self.crossovers, key=lambda c: c.length)
         ]
         return crossings or self._fastest_sentence(names)
 
     def _fastest_sentence(self, names: Mapping[int, str]) -> list[str]:
-        """Who is the fastest at every length; nobody where not all is measured, or it depends."""
+        """Returns a sentence if one variant has the smallest median at every length.
+
+        Returns none if a cell has no time.
+        """
         lengths = {cell.length for cell in self.cells}
         times = {(c.index, c.length): c.median_ms for c in self.cells if c.median_ms is not None}
         if not self.finished or len(names) < 2 or len(times) < len(names) * len(lengths):
             return []
         first, *others = {min(names, key=lambda i: times[i, n]) for n in lengths}
-        return [] if others else [f"At every length measured {names[first]} is the fastest."]
+        return (
+            []
+            if others
+            else [f"{names[first]} is faster than the others at every length, by the medians."]
+        )
 
     def _table(self) -> Table:
         names = self.names
@@ -194,9 +182,9 @@ class SweepResults:
             [f"{length:,}", *(_cell_text(found.get((length, index))) for index in names)]
             for length in sorted({cell.length for cell in self.cells})
         ]
-        refused = [cell for cell in self.cells if cell.problem is not None]
-        why = dict.fromkeys(f"{c.variant} at {c.length:,}: {c.why_not}" for c in refused)
-        notes = [*self.sentences(), *why] if self.cells else ["Nothing is measured yet."]
+        failed = [cell for cell in self.cells if cell.problem is not None]
+        reasons = dict.fromkeys(f"{c.variant} at {c.length:,}: {c.why_not}" for c in failed)
+        notes = [*self.sentences(), *reasons] if self.cells else ["Nothing is measured yet."]
         return Table(
             ["length", *names.values()], [("milliseconds: median (least–most)", rows)], notes
         )

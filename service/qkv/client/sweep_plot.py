@@ -1,4 +1,7 @@
-"""A sweep as a picture: time against length, and where variants cross. Needs qkv[plot]."""
+"""Draws a sweep with matplotlib: times against lengths, and the crossovers.
+
+`SweepResults.plot` and `qkv sweep --plot` use `draw_sweep`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from qkv.client.sweep_cells import SweepResults
 
 __all__ = ["draw_sweep"]
 
-# Okabe and Ito's, told apart by eyes of all kinds; orange is darker, yellow left out: too light
+# the palette of Okabe and Ito, for all kinds of colour vision; orange is darker here, and yellow
+# is left out because it is too light
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 _TEXT, _GRID, _BACKGROUND = "#333333", "#dddbd5", "#fcfbf8"
 
 
 def draw_sweep(results: SweepResults) -> Figure:
-    """Medians with the range of their repeats, on logarithmic axes."""
+    """Returns the medians and the range of their repeats, on logarithmic axes."""
     figure = Figure(figsize=(8, 5), facecolor=_BACKGROUND, layout="constrained")
     axes: Axes = figure.subplots()
     axes.set(xscale="log", yscale="log", facecolor=_BACKGROUND)
@@ -42,13 +46,14 @@ def draw_sweep(results: SweepResults) -> Figure:
 
 
 def _draw_crossovers(axes: Axes, results: SweepResults) -> None:
-    """A line down at each crossover, and who passes under whom there."""
+    """Draws a vertical line at each crossover, with its variants and lengths."""
     names = {index: name.replace("\n", " ") for index, name in results.names.items()}
     for crossover in results.crossovers:
-        passes = f"{names[crossover.after]} under {names[crossover.before]}"
+        first, second = crossover.between
+        faster = f"{names[crossover.after]} faster than {names[crossover.before]}"
         axes.axvline(crossover.length, color=_TEXT, linestyle=(0, (2, 3)), linewidth=1)
         axes.annotate(
-            f" {passes} from {crossover.length:,.0f}", (crossover.length, 0.01), rotation=90,
+            f" {faster} between {first:,} and {second:,}", (crossover.length, 0.01), rotation=90,
             xycoords=("data", "axes fraction"), ha="right", va="bottom", color=_TEXT, size="small",
         )  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""Tables for people: as text for a terminal, as HTML for a notebook."""
+"""Tables of results: as text for a terminal, as HTML for a notebook.
+
+`Comparison` and `SweepResults` use `Table`.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ from typing import Any, Final, NamedTuple
 
 __all__ = ["Table", "format_number", "format_scaled", "variant_labels"]
 
-_NOTE_WIDTH: Final = 96  # letters of a line
+_NOTE_WIDTH: Final = 96  # characters
 _SEPARATOR: Final = " " * 3
 _RULE: Final = "border-bottom:1px solid rgba(128,128,128,.5)"
 
 
 class Table(NamedTuple):
-    """What stands where, written out.
+    """A table of texts.
 
     Attributes:
-        head: of each column; the first is that of the rows' names.
-        sections: of each its title, and its rows: a name, and a text per column.
-        notes: sentences below it.
+        head: a heading for each column; the first is above the names of the rows.
+        sections: a title and rows each; a row is a name and a text for each other column.
+        notes: sentences below the table.
     """
 
     head: Sequence[str]
@@ -30,11 +33,10 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()
 
     def text(self, width: int | None = None) -> str:
-        """For a terminal or a log, without colour.
+        """Returns the table for a terminal or a log, without colour.
 
         Args:
-            width: letters that a line has room for: columns that have none stand below; None: any
-                number.
+            width: characters a line; further columns follow below. None: no limit.
         """
         head = list(zip_longest(*(name.split("\n") for name in self.head), fillvalue=""))
         inset = [[f"  {n}", *cells] for _, rows in self.sections for n, *cells in rows]
@@ -51,7 +53,7 @@ class Table(NamedTuple):
     def _lines(
         self, head: Sequence[Sequence[str]], widths: Sequence[int], columns: Sequence[int]
     ) -> Iterator[str]:
-        """Some of the columns."""
+        """Yields the lines of a table with some of the columns."""
 
         def line(cells: Sequence[str]) -> str:
             aligned = (
@@ -66,7 +68,7 @@ class Table(NamedTuple):
             yield from (line([f"  {name}", *cells]) for name, *cells in rows)
 
     def html(self) -> str:
-        """For a notebook, light or dark: it takes the page's own colours."""
+        """Returns the table for a notebook. It uses the page's colours, light or dark."""
         head = "".join(
             f'<th scope="col" style="{_cell_style(n)}">{_html_lines(h)}</th>'
             for n, h in enumerate(self.head)
@@ -116,7 +118,7 @@ def _html_lines(text: str) -> str:
 
 
 def format_number(number: float | None) -> str:
-    """Three digits, or a dash where there is no number."""
+    """Returns the number in three digits; a dash for None."""
     if number is None:
         return "–"
     if number == 0 or 1e-4 <= abs(number) < 1e5:
@@ -125,7 +127,13 @@ def format_number(number: float | None) -> str:
 
 
 def format_scaled(number: float | None, units: Sequence[str], step: int) -> str:
-    """Three digits and the largest of the units, each `step` of the one before, that fits."""
+    """Returns the number in three digits with the largest unit that fits; a dash for None.
+
+    Args:
+        number: in the first of the units.
+        units: each is `step` of the unit before it.
+        step: 1000 or 1024.
+    """
     if number is None:
         return "–"
     unit = 0

@@ -15,7 +15,7 @@ __all__ = ["InlineRun", "JobAccounting"]
 
 
 class InlineRun(NamedTuple):
-    """A job that ran on the event loop and has no response yet."""
+    """A job that ran on the event loop, and whose response is not sent yet."""
 
     accounting: JobAccounting
     job: Job
@@ -23,11 +23,11 @@ class InlineRun(NamedTuple):
     total_s: float
 
     def to_result(self) -> JobResult:
-        """Returns its result."""
+        """Returns the result of the job."""
         return self.accounting.to_result(self.job, self.output.started_at, self.output)
 
     def record(self) -> None:
-        """Counts it; to be called once."""
+        """Records the job in the statistics; must be called once."""
         self.accounting.record_inline(self.job, self.output, self.total_s)
 
 
@@ -35,10 +35,10 @@ class JobAccounting:
     """Results and statistics of the jobs of one engine; safe across its threads.
 
     Args:
-        device: the name of where they run.
+        device: name of the device, as responses give it.
 
     Attributes:
-        stats_recorder: counts them; None: nothing is counted yet.
+        stats_recorder: records the statistics; None until recording starts.
     """
 
     def __init__(self, device: str) -> None:
@@ -46,7 +46,7 @@ class JobAccounting:
         self.stats_recorder: ModelStatsRecorder | None = None
 
     def record_failure(self, queued_job: QueuedJob) -> None:
-        """Counts a queued job that failed or expired."""
+        """Records a queued job that failed or expired."""
         if self.stats_recorder is not None and queued_job.job.is_inference:
             name = queued_job.job.variant.name
             total_s = time.perf_counter() - queued_job.enqueued_at
@@ -55,22 +55,22 @@ class JobAccounting:
     def record_batch(
         self, job: Job, enqueued_at: Sequence[float], outputs: Sequence[JobOutput]
     ) -> None:
-        """Counts a batch.
+        """Records a batch.
 
         Args:
             job: one of its jobs.
-            enqueued_at: when each was submitted, by `time.perf_counter`.
-            outputs: what each returned, in the same order.
+            enqueued_at: submission time of each job, by `time.perf_counter`.
+            outputs: output of each job, in the same order.
         """
         if self.stats_recorder is None or not job.is_inference:
-            return  # it counts inferences
+            return  # model statistics count inference requests only
         now = time.perf_counter()
         total_s, queue_s = sum(now - at for at in enqueued_at), 0.0
         batch_s, shared_s = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         for at, output in zip(enqueued_at, outputs, strict=True):
             queue_s += output.started_at - at
             for i, seconds in enumerate((output.load_s, output.compute_s, output.split_s)):
-                # those that shared a call share its seconds: they count once for the batch
+                # the jobs of a stacked call share its seconds, which count once for the batch
                 batch_s[i] += seconds / output.stacked_count
                 shared_s[i] += seconds - seconds / output.stacked_count
         self.stats_recorder.record_batch(
@@ -78,7 +78,7 @@ class JobAccounting:
         )
 
     def record_inline(self, job: Job, output: JobOutput, total_s: float) -> None:
-        """Counts a job that ran without waiting."""
+        """Records a job that ran without waiting in the queue."""
         if self.stats_recorder is not None and job.is_inference:
             times = output.load_s, output.compute_s, output.split_s
             self.stats_recorder.record_batch(job.variant.name, 1, total_s, 0.0, times)

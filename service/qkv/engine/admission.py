@@ -16,22 +16,22 @@ from qkv.errors import ServiceUnavailable
 
 __all__ = ["Admission", "AdmissionController"]
 
-_MIN_BYTES_PER_S: Final = 1 << 20  # a body below it is slow, apart from `body_timeout_s`
+_MIN_BYTES_PER_S: Final = 1 << 20  # a slower body stops counting after `body_timeout_s`
 
 
 class AdmissionController:
-    """Counts the bodies being received; to be used on one event loop.
+    """Admits or rejects requests, and counts the bodies being received; for one event loop.
 
     Args:
-        limit: what may be queued and received at the same time.
-        queued: returns what is queued now.
-        retry_after: returns the whole seconds until a load should be done.
+        limit: the most load that may be queued and received at the same time.
+        queued: returns the load that is queued now.
+        retry_after: estimates the whole seconds until a load is done.
 
     Attributes:
         incoming: the load of the bodies being received.
-        admissions: the requests that they belong to.
-        body_timeout_s: seconds that a body may take, beside those for its size, before it no
-            longer counts against other requests; the server sets its own read timeout.
+        admissions: the requests of these bodies.
+        body_timeout_s: seconds that a body may take in addition to those for its size. A slower
+            body no longer counts against other requests. The server sets its own read timeout.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AdmissionController:
         self.body_timeout_s = 30.0
 
     def admit(self, size_bytes: int) -> Admission:
-        """Admits a request whose body has this size; to be released once the body is read.
+        """Admits a request whose body has this size; release it once the body is read.
 
         Raises:
             ServiceUnavailable: too much is queued or being received.
@@ -61,8 +61,8 @@ class AdmissionController:
         return self._queued().plus(self.incoming)
 
     def _release_slow_bodies(self) -> None:
-        """Stops counting bodies that are too slow, so that they block no other request for long;
-        they may still arrive."""
+        """Stops counting bodies that arrive too slowly, so that they block other requests only
+        briefly. The bodies may still arrive."""
         now = time.perf_counter()
         for admission in list(self.admissions):
             allowed_s = self.body_timeout_s + admission.load.bytes / _MIN_BYTES_PER_S
@@ -74,8 +74,8 @@ class Admission:
     """One admitted request whose body is being received; a context manager that releases it.
 
     Attributes:
-        load: what it counts as.
-        admitted_at: when it was admitted, by `time.perf_counter`.
+        load: the load that it counts as.
+        admitted_at: time of admission, by `time.perf_counter`.
     """
 
     def __init__(self, controller: AdmissionController, load: Load) -> None:
@@ -95,13 +95,13 @@ class Admission:
         self.release()
 
     def release(self) -> None:
-        """Stops counting the request; does nothing if it was released before."""
+        """Stops counting the request; does nothing if it is released already."""
         if self in self._controller.admissions:
             self._controller.admissions.remove(self)
             self._controller.incoming = self._controller.incoming.minus(self.load)
 
     def grow(self, size_bytes: int) -> None:
-        """Counts received bytes that were not declared."""
+        """Counts received bytes that `Content-Length` did not declare."""
         if self in self._controller.admissions:
             self.load = self.load.plus(Load(0, size_bytes))
             self._controller.incoming = self._controller.incoming.plus(Load(0, size_bytes))

@@ -25,11 +25,11 @@ _OUT_OF_MEMORY: Final = ("can't allocate", "CUDA error: out of memory", "ALLOC_F
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NEARLY_ALL: Final = 0.9
 _MIN_BUDGET_BYTES: Final = 1 << 20
-_RECOVERY_STEPS: Final = 64  # full batches without an error, until an empty budget is whole again
+_RECOVERY_STEPS: Final = 64  # full batches without an error that restore an empty budget
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if memory ran out; torch on a CPU says so in the message only."""
+    """Returns True if memory ran out; on a CPU only the text of torch's error shows it."""
     is_named = isinstance(error, RuntimeError) and any(
         text in str(error) for text in _OUT_OF_MEMORY
     )
@@ -37,8 +37,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_fatal(error: BaseException, device: torch.device) -> bool:
-    """Returns True if nothing will run in this process any more: CUDA's context is broken. A new
-    launch tells this from an error of one launch only."""
+    """Returns True if CUDA's context is broken, so that nothing can run in this process any more.
+    A new launch distinguishes this from an error of a single launch."""
     is_named = isinstance(error, RuntimeError) and "CUDA error" in str(error)
     return (is_named or isinstance(error, torch.AcceleratorError)) and not device_works(device)
 
@@ -59,7 +59,7 @@ def release_memory(error: BaseException, device: torch.device) -> None:
 
 
 def to_client_error(error: BaseException, device: torch.device) -> QkvError:
-    """Returns the error for the client whose job failed alone."""
+    """Returns the error for the client of a job that failed when it ran alone."""
     if isinstance(error, QkvError):
         return error
     if not is_out_of_memory(error):
@@ -67,13 +67,13 @@ def to_client_error(error: BaseException, device: torch.device) -> QkvError:
     free, total = _memory(device)
     if _requested_bytes(error) > total or free > _NEARLY_ALL * total:
         return PayloadTooLarge(
-            f"it needs more memory than the device has, which is {total} bytes", limit=total
+            f"the request needs more memory than the device's {total} bytes", limit=total
         )
     return ServiceUnavailable("out of memory on the device")
 
 
 def _requested_bytes(error: BaseException) -> float:
-    """Returns the bytes that could not be allocated; 0 if the message does not say."""
+    """Returns the size of the failed allocation in bytes; 0 if the message lacks it."""
     if (found := _REQUESTED.search(str(error))) is None:
         return 0
     number, unit = found.groups()
@@ -81,8 +81,8 @@ def _requested_bytes(error: BaseException) -> float:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Returns the device's free bytes, once memory was released, and its total. On a CPU none
-    counts as free: what other processes use changes from one moment to the next."""
+    """Returns the device's free bytes, after memory was released, and its total bytes. On a CPU
+    the free bytes are 0: the use of other processes changes from one moment to the next."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -90,23 +90,24 @@ def _memory(device: torch.device) -> tuple[int, int]:
 
 
 class MemoryBudget:
-    """Most bytes of tensors in a batch: halved when memory runs out, and slowly raised again.
+    """Budget of tensor bytes for a batch: halved when memory runs out, then slowly raised again.
 
     Args:
-        limit: the most it ever is.
+        limit: the largest budget.
 
     Attributes:
-        bytes: the most now.
+        bytes: the current budget.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = self.bytes = limit
 
     def lower(self, failed_bytes: int) -> None:
-        """Halves it after a batch of so many bytes ran out of memory."""
+        """Halves the budget after a batch of so many bytes ran out of memory."""
         self.bytes = max(_MIN_BUDGET_BYTES, min(self.bytes, failed_bytes) // 2)
 
     def recover(self, batch_bytes: int) -> None:
-        """Raises it a little after a batch of so many bytes ran; one far below it counts not."""
+        """Raises the budget a little after a batch of so many bytes ran, if the batch was close to
+        it."""
         if 2 * batch_bytes >= self.bytes:
             self.bytes = min(self._limit, self.bytes + self._limit // _RECOVERY_STEPS)

@@ -44,26 +44,26 @@ __all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine", "JobResult
 _log = logging.getLogger("qkv.engine")
 
 BATCH_BYTES: Final = 1 << 30
-"""Most bytes of tensors, in and out, in one batch beyond its first job."""
+"""Limit of tensor bytes, in and out, in one batch beyond its first job."""
 GPU_MAX_BATCH: Final = 64
-"""Most requests in one batch on a GPU, unless a setting says otherwise."""
+"""Default limit of requests in one batch on a GPU."""
 DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
-"""Most that may be queued, unless settings say otherwise."""
+"""Default limit of the queue."""
 
-_RETRY_AFTER_FAULT_S: Final = 5  # until another process is ready, and some more
+_RETRY_AFTER_FAULT_S: Final = 5  # more than a new process needs until it is ready
 
 _Execute = Callable[[Sequence[Job], torch.device, bool, int, int], list[JobOutput]]
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device of that name; "auto" is a CUDA device where there is one.
+    """Returns the device of that name; "auto" is a CUDA device if torch finds one, else the CPU.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: torch finds no such device.
     """
     has_cuda = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
-        raise ValueError("QKV_DEVICE is cuda, and torch finds no CUDA device")
+        raise ValueError("QKV_DEVICE is cuda, but torch finds no CUDA device")
     return torch.device("cuda" if has_cuda else "cpu")
 
 
@@ -71,13 +71,13 @@ class Engine:
     """Takes jobs from one event loop and runs them on one device, in one thread.
 
     Args:
-        device: where they run.
-        max_batch: most jobs in one batch; 0: 1 on a CPU, 64 on a GPU.
-        batch_bytes: most bytes of tensors in one batch, beyond its first job.
+        device: runs the jobs.
+        max_batch: limit of jobs in one batch; 0: 1 on a CPU, 64 on a GPU.
+        batch_bytes: limit of tensor bytes in one batch, beyond its first job.
         threads: CPU threads of one call.
-        limit: what may be queued.
+        limit: limit of the queue.
         stack: True runs a batch as one call; None: on a GPU only (see `executor.execute`).
-        idle_threads: returns how many CPU threads no other process wants now.
+        idle_threads: returns the number of CPU threads that no other process needs now.
         on_busy: called with True when a batch starts and with False when it ends, from the device
             thread.
         execute: runs a batch.
@@ -85,8 +85,8 @@ class Engine:
     Attributes:
         accounting: results and statistics of its jobs.
         admission: admits requests before their bodies are read.
-        execute: as given; for tests, it may be replaced while the engine runs.
-        failed: set once nothing will run in this process any more.
+        execute: as the argument; tests may replace it while the engine runs.
+        failed: set once no job can run in this process any more.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Starts the device thread; to be called on the event loop that will submit jobs."""
+        """Starts the device thread; call it on the event loop that will submit jobs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Takes no more jobs, runs those that are queued, and ends the thread."""
+        """Rejects new jobs, runs those that are queued, and ends the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -140,11 +140,11 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """True while jobs are taken."""
+        """True while the engine accepts jobs."""
         return self.is_alive and not self._closing and not self.failed.is_set()
 
     def usage(self) -> Usage:
-        """Returns what is queued, and what this process has of the device's memory."""
+        """Returns the size of the queue, and this process's use of the device's memory."""
         queued = self._queue.queued
         if self.device.type != "cuda" or not torch.cuda.is_initialized():
             return Usage(queued.requests, queued.bytes)
@@ -167,10 +167,10 @@ class Engine:
         """Queues a job; the future is resolved with its result. Cancelling the future removes it.
 
         Args:
-            job: what to run.
+            job: the job to run.
             priority: 1 is high, 3 is low; any other value is the default, 2.
             wait_s: seconds that it may be queued; then the future fails with DeadlineExceeded.
-            enqueued_at: when its wait began, by `time.perf_counter`; None: now.
+            enqueued_at: start of its wait, by `time.perf_counter`; None: now.
 
         Raises:
             ServiceUnavailable: too much is queued already, or the engine is stopping.
@@ -196,8 +196,8 @@ class Engine:
         return queued_job.future
 
     def can_run_inline(self, job: Job) -> bool:
-        """Returns True if such a job runs on the event loop when the engine is idle: on a CPU the
-        way to the device thread and back takes longer than a small job."""
+        """Returns True if an idle engine runs this job on the event loop. On a CPU the way to the
+        device thread and back takes longer than a small job."""
         return job.is_small and not self._stack and self.device.type == "cpu"
 
     def run_inline(self, job: Job) -> JobResult | None:
@@ -206,7 +206,7 @@ class Engine:
 
         Raises:
             ServiceUnavailable: the engine is stopping.
-            QkvError: it failed.
+            QkvError: the job failed.
         """
         if not self.can_run_inline(job) or not self._is_idle():
             return None
@@ -225,7 +225,7 @@ class Engine:
 
     def run_prepared(self, prepared_run: PreparedRun) -> InlineRun | None:
         """Runs a prepared job. Returns None if another job is queued or running, the engine is
-        stopping, or it fails: then `submit` says why."""
+        stopping, or the job fails; `submit` then raises the error."""
         if not self._is_idle() or self._closing or self.failed.is_set():
             return None
         try:
@@ -241,21 +241,23 @@ class Engine:
         return not (self._queue.queued.requests or self._running)
 
     def _on_cancelled(self, queued_job: QueuedJob, future: asyncio.Future[JobResult]) -> None:
-        """Removes a job from the queue whose future is cancelled."""
+        """Removes a job from the queue if its future is cancelled."""
         if future.cancelled():
             self._remove(queued_job)
 
     def _on_deadline(self, queued_job: QueuedJob) -> None:
-        """Fails a job that is still queued; one that runs gets its result."""
+        """Fails the job if it is still queued; a running job gets its result."""
         if self._remove(queued_job) and not queued_job.future.done():  # it may be cancelled
             queued_job.future.set_exception(self._expire(queued_job))
 
     def _expire(self, queued_job: QueuedJob) -> DeadlineExceeded:
-        """Counts a job whose deadline has passed; returns its error."""
+        """Records a job whose deadline has passed; returns its error."""
         self.accounting.record_failure(queued_job)
         assert queued_job.deadline is not None
         wait_ms = (queued_job.deadline - queued_job.enqueued_at) * 1e3
-        return DeadlineExceeded(f"the device was not free within {wait_ms:g} ms")
+        return DeadlineExceeded(
+            f"the request waited {wait_ms:g} ms in the queue, its deadline passed"
+        )
 
     def _unavailable_error(self) -> ServiceUnavailable:
         if self.failed.is_set():
@@ -272,12 +274,12 @@ class Engine:
             try:
                 if not self._run_next_batch():
                     return
-            except BaseException:  # nothing may end this loop; what is ours to fix is logged
+            except BaseException:  # nothing may end this loop: bugs are logged
                 _log.exception("the engine failed")
                 self._fail_permanently(Internal("the engine failed"))
 
     def _run_next_batch(self) -> bool:
-        """Runs the next batch; returns False if there is none, and none will come."""
+        """Runs the next batch; returns False if the queue is empty and the engine is stopping."""
         if not (batch := self._next_batch()):
             return False
         try:
@@ -309,8 +311,8 @@ class Engine:
         return results
 
     def _next_batch(self) -> list[QueuedJob]:
-        """Waits for the oldest group and takes it, up to the budget, without cancelled jobs;
-        returns an empty list when the engine stops and nothing is queued."""
+        """Waits for a job, then takes the oldest group up to the budget, without cancelled jobs.
+        Returns an empty list when the engine is stopping and the queue is empty."""
         with self._changed:
             while True:
                 if (oldest := self._queue.find_oldest()) is not None:
@@ -322,16 +324,16 @@ class Engine:
                 self._changed.wait()
 
     def _fail_permanently(self, error: QkvError) -> None:
-        """Fails all queued jobs and sets `failed`; the process is to be replaced."""
+        """Fails all queued jobs and sets `failed`; the supervisor then replaces the process."""
         with self._changed:
             removed = self._queue.clear()
         self._resolve([(queued_job, error) for queued_job in removed])
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: it ends already
+        with suppress(RuntimeError):  # the loop is closed: the process ends already
             self._loop.call_soon_threadsafe(self.failed.set)
 
     def _run_batch(self, batch: list[QueuedJob]) -> list[tuple[QueuedJob, JobResult | QkvError]]:
-        """Runs a batch; a failing one is halved until the culprit fails alone."""
+        """Runs a batch; halves a failing batch until the culprit fails alone."""
         batch_bytes = sum(q.bytes for q in batch)
         try:
             jobs = [q.job for q in batch]
@@ -347,7 +349,7 @@ class Engine:
             results = map(self.accounting.to_result, jobs, enqueued_at, outputs)
             return list(zip(batch, results, strict=True))
         if is_fatal(cause, self.device):
-            _log.critical("the device has failed, and this process with it", exc_info=cause)
+            _log.critical("the device has failed; this process ends", exc_info=cause)
             failed = ServiceUnavailable("the device has failed", retry_after=_RETRY_AFTER_FAULT_S)
             self._fail_permanently(failed)
             return [(q, failed) for q in batch]
@@ -366,7 +368,7 @@ class Engine:
 
         def set_results() -> None:
             for queued_job, result in results:
-                if queued_job.future.done():  # it was cancelled meanwhile
+                if queued_job.future.done():  # it is cancelled
                     continue
                 if isinstance(result, JobResult):
                     queued_job.future.set_result(result)

@@ -1,4 +1,7 @@
-"""Executes a batch on the device: makes tensors of buffers, calls a variant, splits its outputs."""
+"""Executes a batch on the device: builds tensors from buffers, calls the variant, splits outputs.
+
+Entry point: `execute`.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +25,21 @@ __all__ = ["ALIGNMENT", "JobOutput", "PreparedRun", "execute"]
 _ONE_THREAD_FLOPS: Final = 1 << 28  # about 2 ms of one thread
 
 ALIGNMENT: Final = 64
-"""Bytes. A CPU kernel's bits depend on where its buffers begin, so all begin alike."""
+"""Alignment of every buffer, in bytes: the bits of a CPU kernel depend on it."""
 
 
 class JobOutput(NamedTuple):
     """The outputs of one job, and its timing.
 
     Attributes:
-        outputs: tensors in the shapes and dtypes that the job says.
-        started_at: when its batch started, on the clock of `time.perf_counter`.
-        load_s: seconds spent aligning tensors and moving them to the device.
-        compute_s: seconds spent in projections and variant; on a GPU between two events.
-        split_s: seconds spent moving the outputs back and splitting them.
-        batch_size: jobs that ran together.
-        stacked_count: jobs that shared one call, and so these seconds.
-        backend: which of the variant's paths ran.
+        outputs: tensors with the shapes and dtypes of `Job.output_specs`.
+        started_at: start of its batch, by `time.perf_counter`.
+        load_s: seconds of aligning the tensors and moving them to the device.
+        compute_s: seconds of projections and variant; on a GPU between two events.
+        split_s: seconds of moving the outputs back and splitting them.
+        batch_size: number of jobs in the batch.
+        stacked_count: number of jobs in the same stacked call, which share these seconds.
+        backend: name of the variant's code path that ran.
     """
 
     outputs: dict[str, RawTensor]
@@ -52,18 +55,18 @@ class JobOutput(NamedTuple):
 def execute(
     jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1, idle_threads: int = 1
 ) -> list[JobOutput]:
-    """Executes jobs with equal batch keys; the only place that calls a variant.
+    """Executes jobs with equal batch keys. All calls of variants begin here or in `PreparedRun`.
 
     Args:
         jobs: at least one.
-        device: where.
-        stack: run them as one call, stacked along B; else one after the other. On a CPU stacking
-            changes bits (the kernels' scratch buffers lie elsewhere in another thread) and saves
-            nothing; on a GPU it is what batching is for.
-        threads: CPU threads for a job that is worth them. Small ones take one: they gain nothing
-            by more, and lose a lot to whatever else runs on the machine.
-        idle_threads: CPU threads that no other process wants now. A lone job whose bits do not
-            depend on their number takes them.
+        device: runs the jobs.
+        stack: run the jobs as one call, stacked along B; else one after the other. On a CPU
+            stacking changes bits (the kernels' scratch buffers have other addresses in another
+            thread) and saves nothing; on a GPU it makes batching worthwhile.
+        threads: CPU threads of a large job. A small job takes one: more threads gain nothing, and
+            lose much time to other processes of the machine.
+        idle_threads: CPU threads that no other process needs now. A lone job takes them if its
+            bits do not depend on the number of threads.
     """
     outputs: dict[int, JobOutput] = {}
     with torch.inference_mode():
@@ -82,8 +85,8 @@ class PreparedRun:
     contents.
 
     Args:
-        job: without a layer; the bytes of its tensors are aligned, and may be written.
-        buffer: where its tensors' bytes lie, and nothing else does; None: they are not together.
+        job: has no layer; the bytes of its tensors are aligned and writable.
+        buffer: holds exactly the bytes of its tensors; None: they are not contiguous.
     """
 
     def __init__(self, job: Job, buffer: memoryview | None = None) -> None:
@@ -100,17 +103,17 @@ class PreparedRun:
             self._decided = job.variant.decided(job.inputs.shapes, job.parameters, job.outputs)
         if buffer is not None and self._decided is not None:
             row = np.frombuffer(buffer, dtype)
-            # numpy has it sooner, and says nothing where it overflows; of float64 it takes threads
+            # numpy is faster and gives no warning on overflow, but uses threads for float64
             self._square = partial(np.vdot, row, row)
             if dtype == "float64":
                 self._square = partial(torch.dot, torch.from_numpy(row), torch.from_numpy(row))
-        self._max_square = job.variant.stackable_below**2  # each number's square is below
+        self._max_square = job.variant.stackable_below**2  # the square of each number is below it
 
     def run(self) -> JobOutput:
-        """Runs it on the calling thread. What is returned shares no memory with its tensors."""
+        """Runs the job on the calling thread. The outputs share no memory with its tensors."""
         started_at = time.perf_counter()
         torch.set_num_threads(1)
-        # their sum is above each of them, and inf or NaN where a number is
+        # the sum of squares bounds each square, and is inf or NaN if a number is
         if self._decided is not None and self._square() < self._max_square:
             result = self._decided(**self._tensors)
             tensors, backend = {n: getattr(result, n) for n in self._names}, result.backend
@@ -126,7 +129,7 @@ class PreparedRun:
         return JobOutput(outputs, started_at, *times, 1, 1, backend)
 
     def _detach(self, tensor: Tensor) -> Tensor:
-        """Dense; a variant may answer a view of what it was given."""
+        """Returns the tensor dense; copies a view of an input, which a variant may return."""
         dense = tensor.contiguous()
         return dense.clone() if self._first <= dense.data_ptr() < self._last else dense
 
@@ -141,14 +144,14 @@ def _execute_one(
         (output,) = _execute_stacked([job], device, batch_size)
         if output.backend == "sdpa":
             return output
-        # its numbers took another path, whose bits may depend on the threads
+        # the numbers required another code path, whose bits may depend on the threads
     torch.set_num_threads(threads)
     return _execute_stacked([job], device, batch_size)[0]
 
 
 def _has_huge_values(job: Job) -> bool:
-    """Whether its numbers are of a size that variants or projections take another path for: what
-    is stacked with it would take that path too, and have other bits than alone."""
+    """Returns True if some numbers are so large that variants or projections take another code
+    path. Jobs stacked with this one would take it too, and get other bits than alone."""
     layer = job.inputs.layer
     largest = {
         name: _max_abs(tensor.numpy())
@@ -166,7 +169,7 @@ def _has_huge_values(job: Job) -> bool:
 
 
 def _max_abs(array: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):  # NaN, which bfloat16 warns of
+    with np.errstate(invalid="ignore"):  # bfloat16 warns of NaN
         return float(np.abs(array).max())
 
 
@@ -188,9 +191,9 @@ def _execute_stacked(jobs: Sequence[Job], device: torch.device, batch_size: int)
 
 
 def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
-    """One input of every job, stacked along B; with every axis of the signature.
+    """Returns one input of all jobs, stacked along B, with every axis of the signature.
 
-    Stacked before they move: a copy to a device waits for it, however little it brings.
+    Stacks before moving: each copy to a device waits for the device, even a small one.
     """
     spec = jobs[0].variant.inputs.get(name)
     parts = []
@@ -205,7 +208,7 @@ def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
 
 
 def _load(raw: RawTensor) -> Tensor:
-    """The tensor as one aligned row of numbers; a copy only where its bytes are not aligned."""
+    """Returns the tensor as one aligned row of numbers; copies only bytes that are not aligned."""
     dtype = _TORCH[raw.dtype]
     if not raw.data.readonly:
         tensor = torch.frombuffer(raw.data, dtype=dtype)
@@ -217,7 +220,7 @@ def _load(raw: RawTensor) -> Tensor:
 
 
 def _to_dense_tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    """A layer's array, which may be a transposed view, as a dense, aligned tensor."""
+    """Returns a layer's array, which may be a transposed view, as a dense, aligned tensor."""
     dtype = _TORCH[array.dtype.name]
     bits = array.view(np.int16) if dtype == torch.bfloat16 else array
     aligned = torch.empty(array.shape, dtype=dtype)
@@ -227,7 +230,7 @@ def _to_dense_tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
-    """Those of each role that the variant has, dense whatever layout they came in."""
+    """Returns the weights of each role that the variant has, dense in every layout."""
     if job.inputs.layer is None:
         return {}
     return {
@@ -241,7 +244,7 @@ def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
 
 
 def _plane_indices(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
-    """b * H + h of each plane within its own request; None where there is but one request."""
+    """Returns b * H + h of each plane within its own request; None for a single request."""
     if len(jobs) == 1 or not jobs[0].variant.takes_plane:
         return None
     each = [(job.batch_size, job.inputs.axes.sizes["H"]) for job in jobs]
@@ -249,30 +252,30 @@ def _plane_indices(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
 
 
 def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str, RawTensor]]:
-    """Each job's part of each tensor, as it goes back."""
+    """Returns the outputs of each job, in the dtypes and shapes of its `output_specs`."""
     outputs: list[dict[str, RawTensor]] = [{} for _ in jobs]
     for name, whole in tensors.items():
         whole = whole.contiguous().cpu()
-        if len(jobs) == 1:  # all of it, and what has no B too
+        if len(jobs) == 1:  # includes tensors without an axis B
             outputs[0][name] = _to_raw(whole, *jobs[0].output_specs[name])
             continue
         first = 0
-        for job, answer in zip(jobs, outputs, strict=True):
+        for job, job_outputs in zip(jobs, outputs, strict=True):
             part = whole[first : first + job.batch_size]
-            answer[name] = _to_raw(part, *job.output_specs[name])
+            job_outputs[name] = _to_raw(part, *job.output_specs[name])
             first += job.batch_size
     return outputs
 
 
 def _to_raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
-    if tensor.dtype != _TORCH[dtype]:  # only where a layer went the long way
+    if tensor.dtype != _TORCH[dtype]:  # only for projections in float64
         tensor = tensor.to(_TORCH[dtype])
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     return RawTensor(dtype, shape, bits.numpy().data.cast("B"))
 
 
 class _Clock:
-    """Seconds of compute: by events where the device works on its own, else by the wall."""
+    """Measures seconds of compute: on a GPU between two events, else by wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

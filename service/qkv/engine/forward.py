@@ -1,4 +1,7 @@
-"""A job's pass through its layer and its variant, forward or backward: named tensors in and out."""
+"""Runs a job's layer and variant once, forward or backward: named tensors in and out.
+
+The executor calls `call_variant`.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ class VariantOutput(NamedTuple):
     """The outputs of one forward or backward pass.
 
     Attributes:
-        tensors: by name, as many axes as the signature has; a layer's heads side by side.
-        backend: which of the variant's paths ran.
+        tensors: by name, with the axes of the signature; the heads of a layer are merged.
+        backend: name of the variant's code path that ran.
     """
 
     tensors: dict[str, Tensor]
@@ -44,13 +47,13 @@ class VariantOutput(NamedTuple):
 def call_variant(
     job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
 ) -> VariantOutput:
-    """Calls the variant, behind its layer if there is one.
+    """Projects the tensors if the job has a layer, then calls the variant.
 
     Args:
-        job: says what to call, and for what; the only thing it is asked is that.
-        tensors: by name, every axis there.
-        weights: of its layer; empty where there is none.
-        plane_BH: as `softmax.attend` takes it; None: the tensors are one request's.
+        job: variant, parameters and outputs; its own tensors are not read.
+        tensors: by name, with every axis of the signature.
+        weights: of the job's layer; empty without a layer.
+        plane_BH: as `softmax.attend` takes it; None: the tensors belong to a single request.
     """
     if isinstance(job, PeakMemoryJob):
         device = next(iter(tensors.values())).device
@@ -85,20 +88,21 @@ def _call_variant(
     if job.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
     if isinstance(job, GradientJob):
-        return VariantOutput(_compute_gradients(job, tensors, weights, arguments), "closed form")
+        backend = "closed form" if job.variant.has_closed_form_gradients else "autograd"
+        return VariantOutput(_compute_gradients(job, tensors, weights, arguments), backend)
     outputs, summary, backend = job.outputs, {}, "blocks"
     if job.form.is_summary:
         outputs -= {"weights"}
         sizes = job.inputs.axes.sizes
         summary = compute_weight_form(job.variant, job.form, arguments, job.parameters, sizes)
-    made = {}
+    computed = {}
     if outputs:
         result = job.variant.attend(**arguments, outputs=outputs)
-        made = {n: getattr(result, n) for n in job.variant.outputs if n in outputs}
+        computed = {n: getattr(result, n) for n in job.variant.outputs if n in outputs}
         backend = getattr(result, "backend", "explicit")
-    if layer is not None and "output" in made:
-        made["output"] = _merge_heads(made["output"])
-    return VariantOutput(made | summary, backend)
+    if layer is not None and "output" in computed:
+        computed["output"] = _merge_heads(computed["output"])
+    return VariantOutput(computed | summary, backend)
 
 
 def _compute_gradients(
@@ -107,22 +111,22 @@ def _compute_gradients(
     weights: LayerWeights,
     arguments: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Of each input, and of the layer's tensors as its layout has them."""
+    """Returns the gradients of each input, and of the layer's tensors in its layout."""
     grad, layer, backward = tensors[GRAD_OUTPUT], job.inputs.layer, job.variant.backward
     assert backward is not None
     if layer is None:
         return backward(grad, **arguments)
     _, heads, *_ = job.variant.outputs["output"].letters
     grad = grad.unflatten(-1, (job.inputs.axes.sizes[heads], -1)).transpose(1, 2).contiguous()
-    made = backward(grad, **arguments)
-    gradients = {name: tensor for name, tensor in made.items() if name not in weights}
+    raw = backward(grad, **arguments)
+    gradients = {name: tensor for name, tensor in raw.items() if name not in weights}
     projections = []
     for role, p in zip(ROLES, layer.projections, strict=True):
         if role in weights:
             name = "x" if "x" in tensors else role
-            x, weight, bias = project_back(_merge_heads(made[role]), tensors[name], *weights[role])
+            x, weight, bias = project_back(_merge_heads(raw[role]), tensors[name], *weights[role])
             gradients[name] = gradients[name] + x if name in gradients else x
-        else:  # the variant does not look at it
+        else:  # the variant does not use this role
             weight, bias = (
                 torch.zeros(p.weight.shape),
                 None if p.bias is None else torch.zeros(p.bias.shape),
@@ -135,28 +139,28 @@ def _compute_gradients(
 
 
 def _merge_heads(x_BHLE: Tensor) -> Tensor:
-    """Heads side by side: (B, L, H * E)."""
+    """Merges the heads: (B, L, H * E)."""
     return x_BHLE.transpose(1, 2).flatten(2)
 
 
 def _project(
     layer: Layer, tensors: Mapping[str, Tensor], weights: LayerWeights
 ) -> dict[str, Tensor]:
-    """The tensors with queries, keys and values in place of embeddings.
+    """Returns the tensors, with queries, keys and values in place of embeddings.
 
-    Where a projection overflows its dtype all three are float64: what is made of them may be
-    finite all the same.
+    If a projection overflows its dtype, all three are float64: the output computed from them may
+    still be finite.
     """
     embeddings = {role: tensors.get("x", tensors.get(role)) for role in weights}
     rest = {n: t for n, t in tensors.items() if n != "x" and n not in weights}
     for widen in (False, True):
-        made = {}
+        projected = {}
         for role, (weight, bias) in weights.items():
             parts = (embeddings[role], weight, bias)
             x, w, b = (p.double() if widen and p is not None else p for p in parts)
             assert x is not None
             assert w is not None
-            made[role] = project(x, w, b, layer.head_count(role))
-        if all(bool(t.isfinite().all()) for t in made.values()):
+            projected[role] = project(x, w, b, layer.head_count(role))
+        if all(bool(t.isfinite().all()) for t in projected.values()):
             break
-    return rest | made
+    return rest | projected

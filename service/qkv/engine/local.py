@@ -1,29 +1,48 @@
-"""Runs requests in this process, without a service (`--local`): a message in, a message, JSON or
-events out."""
+"""Runs requests in this process, without a service (`--local`).
+
+Each function takes a request's message or fields, and returns a message, JSON or events.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping
+import time
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
-from qkv.attention import catalogue
+from qkv.attention import catalogue, contract
 from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import JobOutput, execute
+from qkv.errors import InvalidContent
 from qkv.jobs.convert import convert_message
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
 from qkv.jobs.measure import compare_report
 from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.jobs.measure.probe_jobs import float64_arguments, to_float64
 from qkv.jobs.measure.sweep_request import SweepRequest
 from qkv.jobs.measure.sweep_run import SweepEvent, SweepRun
-from qkv.tensors import RawTensor
+from qkv.tensors import FLOATING, RawTensor
+from qkv.wire import json
 from qkv.wire.message import Message
+from qkv.wire.responses import CompareResponse, CompareTiming
 
-__all__ = ["attend", "compare", "convert_message", "gradients", "sweep", "variants"]
+__all__ = [
+    "attend",
+    "check_variant",
+    "compare",
+    "convert_message",
+    "gradients",
+    "reference",
+    "sweep",
+    "variants",
+]
 
 _UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
 
@@ -32,31 +51,77 @@ def attend(variant: str, message: Message) -> Message:
     """Runs a variant on the CPU.
 
     Raises:
-        QkvError: as the service would answer.
+        QkvError: as the service would respond.
     """
     return _run(Job.from_message(variant, message, _UNLIMITED), "outputs")
 
 
 def gradients(variant: str, message: Message) -> Message:
-    """The gradients of a variant, on the CPU.
+    """Computes the gradients of a variant on the CPU.
 
     Raises:
-        QkvError: as the service would answer.
+        QkvError: as the service would respond.
     """
     return _run(GradientJob.from_message(variant, message, _UNLIMITED), "gradients")
 
 
+def reference(variant: str, message: Message) -> Message:
+    """Computes all outputs of a variant by its float64 reference, on the CPU.
+
+    A variant without a reference of its own runs in float64.
+
+    Args:
+        variant: its name.
+        message: inputs of any dtype and parameters, as `attend` takes them; no layer.
+
+    Raises:
+        QkvError: as the service would respond.
+    """
+    message = replace(message, fields={**message.fields, "weights": "none"})
+    job = Job.from_message(variant, message, _UNLIMITED)
+    if job.inputs.layer is not None:
+        raise InvalidContent("the reference takes no layer: project queries, keys and values first")
+    wide = {}
+    for name, raw in job.inputs.tensors.items():
+        array = raw.numpy().reshape(job.inputs.shapes[name])
+        array = array.astype(np.float64) if raw.dtype in FLOATING else array.copy()
+        wide[name] = torch.from_numpy(array)
+    arguments = float64_arguments(job.variant, wide, job.arguments, job.inputs.dtype)
+    started_at = time.perf_counter()
+    with torch.inference_mode():
+        result = job.variant.reference(**arguments)
+    compute_ms = (time.perf_counter() - started_at) * 1e3
+    outputs = {}
+    for name in job.variant.outputs:
+        if (tensor := getattr(result, name, None)) is not None:
+            array = to_float64(tensor).contiguous().numpy().reshape(job.output_shape(name))
+            outputs[name] = RawTensor.from_numpy(array)
+    kind = job.variant.weights_are(job.parameters)
+    annotations = {"weights_are": kind} if "weights" in outputs else {}
+    timing = {"compute_ms": compute_ms, "device": "cpu", "backend": "reference"}
+    return Message({"variant": variant, "outputs": None, **annotations, "timing": timing}, outputs)
+
+
+def check_variant(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Loads a variant file and yields the result of each check of its contract.
+
+    Returns:
+        The check's name, its status ("pass", "FAIL" or "skip") and the reason.
+    """
+    yield from contract.check_file(path)
+
+
 def _run(job: Job, group: str) -> Message:
-    ran = _execute(job)
+    output = _execute(job)
     timing = {
-        "compute_ms": ran.compute_s * 1e3,
+        "compute_ms": output.compute_s * 1e3,
         "device": "cpu",
-        "backend": ran.backend,
+        "backend": output.backend,
         "flops": job.flops,
         "bytes": job.bytes_in + job.bytes_out,
     }
     fields = {"variant": job.variant.name, group: None, **job.annotations, "timing": timing}
-    return Message(fields, ran.outputs)
+    return Message(fields, output.outputs)
 
 
 def _execute(job: Job) -> JobOutput:
@@ -67,55 +132,58 @@ def compare(message: Message) -> dict[str, Any]:
     """Compares variants on the CPU.
 
     Raises:
-        QkvError: as the service would answer.
+        QkvError: as the service would respond.
     """
     steps = compare_report.compare(CompareRequest(message, _UNLIMITED))
-    timing = {"compute_ms": 0.0, "runs": 0}
+    started_at, compute_s, runs = time.perf_counter(), 0.0, 0
     try:
         job = next(steps)
         while True:
-            ran = _execute(job)
-            timing["compute_ms"] += ran.compute_s * 1e3
-            timing["runs"] += 1
-            job = steps.send((ran.outputs, ran.compute_s * 1e3))
+            output = _execute(job)
+            compute_s, runs = compute_s + output.compute_s, runs + 1
+            job = steps.send((output.outputs, output.compute_s * 1e3))
     except StopIteration as end:
-        body: dict[str, Any] = end.value
-        return body | {"timing": timing | {"device": "cpu"}}
+        report: compare_report.CompareReport = end.value
+    total_ms = (time.perf_counter() - started_at) * 1e3
+    timing = CompareTiming(0.0, 0.0, compute_s * 1e3, runs, "cpu", total_ms)
+    response: dict[str, Any] = json.load(json.dump(CompareResponse(*report, timing)))
+    return response
 
 
 class _LocalRunner:
     """Runs the jobs of a sweep, one after the other."""
 
     def reserve(self, _: int) -> AbstractContextManager[None]:
-        """As much as there is."""
+        """Reserves nothing: one process has no other requests."""
         return nullcontext()
 
     async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
-        """Runs it now."""
-        await asyncio.sleep(0)  # who wants to end the sweep may do so before each run
+        """Runs a job at once; returns its outputs and its milliseconds of compute."""
+        await asyncio.sleep(0)  # the sweep can be cancelled before each run
         try:
-            ran = _execute(job)
+            output = _execute(job)
         except Exception as error:
             raise to_client_error(error, torch.device("cpu")) from None
-        return ran.outputs, ran.compute_s * 1e3
+        return output.outputs, output.compute_s * 1e3
 
 
 def sweep(fields: Mapping[str, Any]) -> Generator[SweepEvent]:
-    """Times variants over lengths on the CPU, and says each time as soon as it is known.
+    """Times variants over lengths on the CPU, and yields each event at once.
 
     Args:
-        fields: as the service takes them.
+        fields: of the request's body, as `POST /v1/sweep` takes them.
 
     Raises:
-        QkvError: as the service would answer.
+        QkvError: as the service would respond.
     """
     events = SweepRun(SweepRequest(fields, _UNLIMITED), _LocalRunner()).events()
+    # the runner closes `events` when it ends, after Ctrl-C even if a task has not started yet
     with asyncio.Runner() as runner:
         try:
-            while (said := runner.run(_next(events))) is not None:
-                yield said
-        finally:
-            runner.run(events.aclose())
+            while (event := runner.run(_next(events))) is not None:
+                yield event
+        except asyncio.CancelledError:  # Ctrl-C before Runner.run resets its count of interrupts
+            raise KeyboardInterrupt from None
 
 
 async def _next(events: AsyncGenerator[SweepEvent, None]) -> SweepEvent | None:
@@ -123,5 +191,5 @@ async def _next(events: AsyncGenerator[SweepEvent, None]) -> SweepEvent | None:
 
 
 def variants() -> list[dict[str, Any]]:
-    """The catalogue."""
+    """Returns the description of each variant."""
     return [v.describe() for v in catalogue.variants().values()]

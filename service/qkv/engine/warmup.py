@@ -1,4 +1,7 @@
-"""The first call of each variant, which costs torch more than all others."""
+"""Warm-up: the first call of each variant, which costs torch more than all others.
+
+`warm_up` runs before a process is ready.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ _LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)
 
 
 async def warm_up(engine: Engine) -> None:
-    """Runs each variant once, the smallest request there is: a first call costs torch some 30 ms,
-    which nobody's timing should show."""
+    """Runs the smallest request of each variant: a first call costs torch about 30 ms, which must
+    not appear in a client's timing."""
     for name, variant in catalogue.variants().items():
         tensors = {
             i.name: RawTensor.from_numpy(
@@ -37,4 +40,4 @@ async def warm_up(engine: Engine) -> None:
             try:
                 await engine.submit(job)
             except QkvError:
-                _log.exception("warming %s up failed", name)
+                _log.exception("the warm-up of %s failed", name)

@@ -1,4 +1,7 @@
-"""The forms of the weights other than the whole matrix, made of it a block at a time."""
+"""Weight forms other than the full matrix, computed from blocks of its rows.
+
+The forward pass calls `compute_weight_form`.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,24 @@ from qkv.jobs.weight_forms import WeightForm
 
 __all__ = ["compute_weight_form"]
 
-_CPU_BLOCK_ELEMENTS: Final = 1 << 20  # of a block, for each thread: what stays in its cache
-_GPU_BLOCK_ELEMENTS: Final = 1 << 25  # of a block on a GPU: fewer, larger steps
-_MIN_BLOCK_ROWS: Final = 32  # of a block, at least: products of fewer cost as much
-_MAX_BLOCK_ELEMENTS: Final = 1 << 23  # elements of a block of so few rows
-_MAX_ROW_GAP: Final = 8  # rows that are made and left cost less than another block
-_BINS_PER_CALL: Final = 64  # of keys, that one call attends to: a head's usual width
+_CPU_BLOCK_ELEMENTS: Final = 1 << 20  # per thread: such a block stays in the thread's cache
+_GPU_BLOCK_ELEMENTS: Final = 1 << 25  # larger on a GPU: fewer steps
+_MIN_BLOCK_ROWS: Final = 32  # a matrix product with fewer rows costs as much
+_MAX_BLOCK_ELEMENTS: Final = 1 << 23  # for a block of so few rows
+_MAX_ROW_GAP: Final = 8  # computing so many unused rows costs less than another block
+_BINS_PER_CALL: Final = 64  # key bins per call of `attend`: the usual width of a head
 _FEW_BINS: Final = 128  # up to here attending to bins costs less than reading every weight
-_MAX_POOL_ELEMENTS: Final = 1 << 24  # numbers of such a call's values, or of its output
+_MAX_POOL_ELEMENTS: Final = 1 << 24  # of the values of such a call, or of its output
 
 
 class _Matrix(NamedTuple):
     """The attention matrix of some heads of some items.
 
     Attributes:
-        rows_of: makes a block of its rows, (..., R, S).
-        L: how many rows it has.
-        at_once: how many of them make a block.
-        is_stochastic: no weight is negative, and a row's sum is 1, or 0 where it sees nothing.
+        row_block: computes a block of its rows, (..., R, S).
+        L: number of rows.
+        at_once: number of rows in a block.
+        is_stochastic: no weight is negative, and each row sums to 1, or to 0 if it sees no key.
     """
 
     row_block: Callable[[slice], Tensor]
@@ -45,7 +48,7 @@ class _Matrix(NamedTuple):
     is_stochastic: bool
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """All of it: which rows, and they."""
+        """Yields all rows: the range of each block, and the block."""
         for start in range(0, self.L, self.at_once):
             rows = slice(start, min(self.L, start + self.at_once))
             yield rows, self.row_block(rows)
@@ -58,17 +61,18 @@ def compute_weight_form(
     parameters: pydantic.BaseModel,
     sizes: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """Computes a form of the weights, by the names of its parts.
+    """Computes a form of the weights; returns its tensors by name.
 
-    Each is what the whole matrix gives, to within rounding; memory beside inputs and answer does
+    They equal those of the full matrix to within rounding. Memory beyond inputs and outputs does
     not grow with L times S.
 
     Args:
-        variant: whose weights.
-        form: which; a summary.
-        arguments: what the variant's `attend` takes, but for `outputs`.
-        parameters: those of them that are no tensors, as the catalogue has them.
-        sizes: of every letter of one request; B is read from the tensors, which may be several's.
+        variant: computes the weights.
+        form: a summary of the weights.
+        arguments: keyword arguments of the variant's `attend`, without `outputs`.
+        parameters: those of them that are no tensors, in the catalogue's model.
+        sizes: of every letter of one request. B is read from the tensors, which several requests
+            may share.
     """
     weights, arguments = variant.outputs["weights"], variant.random_inputs(arguments)
     first = next(i for i in variant.inputs.values() if "B" in i.letters and not i.is_optional)
@@ -80,7 +84,7 @@ def compute_weight_form(
     form_sizes = weight_forms.form_sizes(form, weights, sizes)
     dtype = score_dtype(first_tensor.dtype)
     query, parts = weight_forms.query_axis(weights), weight_forms.form_tensors(form.kind, weights)
-    answer = {
+    tensors = {
         name: first_tensor.new_zeros(
             [form_sizes[x] for x in part.letters], dtype=torch.int64 if part.is_integer else dtype
         )
@@ -95,24 +99,26 @@ def compute_weight_form(
     planes = elements // (rows * S)
     if attends:
         planes = _MAX_POOL_ELEMENTS // (max(L, S) * _BINS_PER_CALL)
+    if not variant.has_row_blocks:  # its `attend` may depend on the number of a head
+        planes = max(planes, sizes.get("H", 1))
     for places in _plane_blocks(sizes, weights.letters, max(1, planes)):
         own = _slice_arguments(variant, arguments, sizes, places)
-        into = {n: t[_index(places, parts[n].letters)] for n, t in answer.items()}
+        into = {n: t[_index(places, parts[n].letters)] for n, t in tensors.items()}
         if attends:
             _pool_by_attending(variant, own, dtype, into["weights"])
             continue
         row_block = variant.row_block_function(own)
-        if query is None:  # each item is a matrix of one row
+        if query is None:  # each batch item is a matrix of one row
             row_block = partial(_rows_of, row_block(slice(0, _plane_count(places)))[:, None])
             into = {n: t if n == "received" else t.unsqueeze(1) for n, t in into.items()}
         at_once = max(rows, elements // (_plane_count(places) * S))
         stochastic = variant.weights_are(parameters) == "stochastic"
         _MAKERS[form.kind](_Matrix(row_block, L, at_once, stochastic), form, into)
-    return answer
+    return tensors
 
 
 def _block_elements(device: torch.device) -> int:
-    """Of a block."""
+    """Returns the number of elements of a block."""
     if device.type != "cpu":
         return _GPU_BLOCK_ELEMENTS
     return min(_CPU_BLOCK_ELEMENTS * torch.get_num_threads(), _MAX_BLOCK_ELEMENTS)
@@ -122,7 +128,7 @@ def _rows_of(whole_B1S: Tensor, rows: slice) -> Tensor:
     return whole_B1S[:, rows]
 
 
-_Planes = tuple[slice, slice]  # items, heads
+_Planes = tuple[slice, slice]  # batch items, heads
 
 
 def _plane_count(places: _Planes) -> int:
@@ -133,8 +139,11 @@ def _plane_count(places: _Planes) -> int:
 def _plane_blocks(
     sizes: Mapping[str, int], letters: tuple[str, ...], at_once: int
 ) -> Iterator[_Planes]:
-    """All items and heads, so many at a time: whole items, else whole key heads with the query
-    heads that read them, else some of those."""
+    """Yields all batch items and heads, at most `at_once` planes at a time.
+
+    A step has whole items if possible; else whole key heads, each with the query heads that read
+    it; else some of these query heads.
+    """
     B, H = sizes["B"], sizes["H"] if "H" in letters else 1
     K = H // sizes.get("G", H)
     if at_once >= H:
@@ -149,7 +158,7 @@ def _plane_blocks(
 
 
 def _index(places: _Planes, letters: tuple[str, ...]) -> tuple[slice, ...]:
-    """Where they are in a tensor of these axes."""
+    """Returns the index of these items and heads in a tensor with these axes."""
     where = dict(zip("BH", places, strict=True))
     return tuple(where.get(letter, slice(None)) for letter in letters)
 
@@ -157,7 +166,7 @@ def _index(places: _Planes, letters: tuple[str, ...]) -> tuple[slice, ...]:
 def _slice_arguments(
     variant: Variant, arguments: Mapping[str, Any], sizes: Mapping[str, int], places: _Planes
 ) -> dict[str, Any]:
-    """The arguments of these items and heads alone."""
+    """Returns the arguments of these items and heads only."""
     items, heads = places
     K = sizes.get("H", 1) // sizes.get("G", sizes.get("H", 1))
     where = {"B": items, "H": heads, "G": slice(heads.start // K, -(-heads.stop // K))}
@@ -177,18 +186,18 @@ def _slice_arguments(
 
 
 def _keep_rows(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
-    """Those asked for, in that order: neighbours together."""
+    """Keeps the requested rows, in the requested order; computes close rows in one block."""
     wanted_R, weights = torch.tensor(form.rows, device=into["weights"].device), into["weights"]
-    for rows in _runs(sorted(set(form.rows)), matrix.at_once):
+    for rows in _row_ranges(sorted(set(form.rows)), matrix.at_once):
         (at_X,) = torch.where((wanted_R >= rows.start) & (wanted_R < rows.stop))
         weights[..., at_X, :] = matrix.row_block(rows)[..., wanted_R[at_X] - rows.start, :]
 
 
-def _runs(rows: list[int], most: int) -> Iterator[slice]:
-    """Few ranges, of at most so many rows each, that hold all these rows, and few others."""
+def _row_ranges(rows: list[int], max_rows: int) -> Iterator[slice]:
+    """Yields few ranges, of at most `max_rows` rows each, that cover these rows and few others."""
     first = last = rows[0]
     for row in rows[1:]:
-        if row - last > _MAX_ROW_GAP or row - first >= most:
+        if row - last > _MAX_ROW_GAP or row - first >= max_rows:
             yield slice(first, last + 1)
             first = row
         last = row
@@ -196,7 +205,7 @@ def _runs(rows: list[int], most: int) -> Iterator[slice]:
 
 
 def _keep_largest(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
-    """The k largest of each row, and where they are; of equal ones the first."""
+    """Keeps the k largest weights of each row and their indices; of equal weights the first."""
     for rows, block in matrix.blocks():
         indices = _largest(block, form.size)
         into["indices"][..., rows, :] = indices
@@ -204,13 +213,13 @@ def _keep_largest(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor])
 
 
 def _largest(block_XRS: Tensor, k: int) -> Tensor:
-    """Where the k largest of each row are: the largest first, and of equal ones the first."""
+    """Returns the indices of the k largest of each row, largest first; of equal ones the first."""
     found, indices = block_XRS.topk(k, sorted=False)
-    if found.isnan().any():  # counts as largest, but is equal to nothing
+    if found.isnan().any():  # topk puts NaN first, but NaN is equal to nothing
         block_XRS = block_XRS.masked_fill(block_XRS.isnan(), torch.inf)
         found, indices = block_XRS.topk(k, sorted=False)
     least = found.amin(-1, keepdim=True)
-    tied = torch.count_nonzero(block_XRS >= least, -1) > k  # some that are as large were left out
+    tied = torch.count_nonzero(block_XRS >= least, -1) > k  # topk omitted some equal weights
     indices = indices.sort(-1).values
     if tied.any():
         rows_nS, least_n1 = block_XRS[tied], least[tied]
@@ -223,15 +232,15 @@ def _largest(block_XRS: Tensor, k: int) -> Tensor:
 
 
 def _keep_stats(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
-    """Statistics of each row, and each key's sum."""
+    """Keeps statistics of each row, and the sum of each key's weights."""
     received = torch.zeros_like(into["received"], dtype=torch.float64)
     for rows, block in matrix.blocks():
         largest, index = block.max(-1)
         received += block.sum(-2)
-        if not matrix.is_stochastic:  # of sizes, over the largest: no sum of them overflows
+        if not matrix.is_stochastic:  # absolute values over the largest: no sum of them overflows
             block = block.abs()
-            most = block.amax(-1, keepdim=True)
-            block = block.div_(most.masked_fill_(most == 0, 1.0))
+            maximum = block.amax(-1, keepdim=True)
+            block = block.div_(maximum.masked_fill_(maximum == 0, 1.0))
         total = block.sum(-1)
         unseen = total == 0
         logs = block.clamp(min=torch.finfo(block.dtype).tiny).log_()  # 0 log 0 is 0
@@ -245,7 +254,8 @@ def _keep_stats(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -
 
 
 def _pool(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
-    """The mean over a bin's queries of what its keys' bin receives: sums over queries first."""
+    """Pools the weights: the mean over a bin's queries of the sum over a bin's keys. Sums over
+    queries first."""
     weights = into["weights"]
     P, Q = weights.shape[-2:]
     edges = _bin_edges(matrix.L, P)
@@ -269,10 +279,12 @@ def _should_attend(
     pairs: int,
     bins: int,
 ) -> bool:
-    """Whether to attend to the bins in place of values is right, and sooner done than to look at
-    every weight: where those are never made, or the bins are few."""
+    """Returns True if attending to bins in place of values is possible, and faster than reading
+    every weight: if the variant never computes all scores, or if the bins are few."""
     weights, value = variant.outputs["weights"], variant.inputs.get("value")
     if value is None or value.letters[-2] != weights.letters[-1] or value.is_optional:
+        return False
+    if not variant.has_free_value_width:
         return False
     planes = sizes["B"] * sizes.get("H", 1)
     return bins <= _FEW_BINS or variant.score_count(sizes, parameters) < planes * pairs
@@ -281,7 +293,7 @@ def _should_attend(
 def _pool_by_attending(
     variant: Variant, arguments: Mapping[str, Any], dtype: torch.dtype, into: Tensor
 ) -> None:
-    """The same by sum_j A_ij [j is in the bin]: what `attend` makes of such values."""
+    """Pools by sum_j A_ij [j is in the bin], the output of `attend` for such values."""
     score_arguments = {
         i.argument: arguments[i.argument].to(dtype)
         for i in variant.inputs.values()
@@ -304,7 +316,8 @@ def _pool_by_attending(
 
 
 def _bin_edges(n: int, bins: int) -> list[int]:
-    """Where bins begin, and where the last one ends: position i of n lies in i * bins // n."""
+    """Returns the start of each bin, and the end of the last: position i of n is in bin
+    i * bins // n."""
     return [-(-b * n // bins) for b in range(bins + 1)]
 
 
@@ -315,7 +328,7 @@ def _sum_bins(x_XN: Tensor, bins: int) -> Tensor:
         return torch.sum(x_XN.unflatten(-1, (bins, -1)), -1)
     edges = torch.tensor(_bin_edges(n, bins), device=x_XN.device)
     at = edges[:-1, None] + torch.arange(-(-n // bins), device=x_XN.device)
-    at = torch.where(at < edges[1:, None], at, n)  # past the end are zeros
+    at = torch.where(at < edges[1:, None], at, n)  # index n reads the zero of the padding
     return torch.sum(pad(x_XN, (0, 1)).index_select(-1, at.flatten()).unflatten(-1, at.shape), -1)
 
 

@@ -25,21 +25,21 @@ __all__ = [
 ]
 
 PRIORITIES: Final = (1, 2, 3)
-"""High, default, low."""
+"""High, default and low priority."""
 DEFAULT_PRIORITY: Final = 2
 
 _UNITS: Final = ("requests", "bytes of tensors", "floating-point operations")
-_DECAY: Final = 0.9  # weight of a batch in the estimate, with each batch after it
-_MAX_RETRY_AFTER_S: Final = 60  # estimates are no better than that
+_DECAY: Final = 0.9  # of the weight of a batch in the estimate, with each later batch
+_MAX_RETRY_AFTER_S: Final = 60  # longer estimates are not reliable
 
 
 class Load(NamedTuple):
-    """Work that is queued, being received, or was done.
+    """An amount of work: queued, being received, or done.
 
     Attributes:
         requests: number of requests.
-        bytes: of their tensors, in and out.
-        flops: of their matrix products.
+        bytes: bytes of their tensors, in and out.
+        flops: floating-point operations of their matrix products.
     """
 
     requests: int = 0
@@ -63,39 +63,42 @@ class Load(NamedTuple):
         return Load(self[0] - other[0], self[1] - other[1], self[2] - other[2])
 
     def over_limit(self, current: Load, added: Load) -> str | None:
-        """Returns why these limits do not allow `added` on top of `current`; None if they do.
+        """Returns which limit `added` on top of `current` exceeds; None if it exceeds none.
 
-        Where nothing is queued, a job of any size is allowed.
+        A job of any size is allowed while nothing is queued.
         """
         if current.requests:
             for limit, has, adds, unit in zip(self, current, added, _UNITS, strict=True):
                 if has + adds > limit:
-                    return f"{has} {unit} wait already; at most {limit} may"
+                    return (
+                        f"the queue is full: {has} {unit} are queued or being received, "
+                        f"the limit is {limit}"
+                    )
         return None
 
 
 class ThroughputEstimate:
-    """Work done in a second, over the last batches."""
+    """Estimates the work done in a second from the last batches."""
 
     def __init__(self) -> None:
         self._done, self._seconds = [0.0, 0.0, 0.0], 0.0
 
     def add(self, done: Load, seconds: float) -> None:
-        """Counts a batch and the seconds that it took."""
+        """Adds the work and the seconds of a batch."""
         self._done = [_DECAY * was + more for was, more in zip(self._done, done, strict=True)]
         self._seconds = _DECAY * self._seconds + seconds
 
     def retry_after(self, queued: Load) -> int:
-        """Estimates the whole seconds, from 1 to 60, until what is queued should be done."""
+        """Estimates the whole seconds, from 1 to 60, until the queued load is done."""
         done, seconds = self._done, self._seconds
         each = (w * seconds / d for w, d in zip(queued, done, strict=True) if d)
-        seconds = round(max(each, default=0.0), 3)  # rounding errors make no second
+        seconds = round(max(each, default=0.0), 3)  # so that a rounding error adds no second
         return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER_S))
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """Outputs by name, and the timing, all of it measured but `flops` and `bytes`."""
+    """Outputs by name, and the timing; all of it but `flops` and `bytes` is measured."""
 
     outputs: dict[str, RawTensor]
     timing: dict[str, Any]
@@ -106,11 +109,11 @@ class QueuedJob:
     """A job in the queue, and the future of its result.
 
     Attributes:
-        job: what is to run.
-        future: resolved with the result, or with why there is none.
+        job: the job to run.
+        future: resolved with the result or an error.
         priority: one of `PRIORITIES`.
-        enqueued_at: when it was submitted, by `time.perf_counter`.
-        deadline: when it expires, by the same clock; None: never.
+        enqueued_at: time of submission, by `time.perf_counter`.
+        deadline: time at which it expires, by the same clock; None: never.
     """
 
     job: Job
@@ -121,7 +124,7 @@ class QueuedJob:
 
     @property
     def batch_key(self) -> Hashable:
-        """The key of its batch: jobs with equal keys may run together."""
+        """The batch key: jobs with equal keys may run together."""
         return self.priority, self.job.batch_key
 
     @property
@@ -131,7 +134,7 @@ class QueuedJob:
 
     @property
     def load(self) -> Load:
-        """The work that it asks for."""
+        """The work of the job."""
         return Load(1, self.bytes, self.job.flops)
 
     @property
@@ -141,14 +144,14 @@ class QueuedJob:
 
 
 class WorkQueue:
-    """Queued jobs by batch key; not safe across threads: its owner has a lock.
+    """Bounded queue of jobs, by batch key; not safe across threads: the engine holds a lock.
 
     Args:
-        limit: what may be queued.
+        limit: the most load that may be queued.
 
     Attributes:
         queued: the load of all queued jobs.
-        throughput: of the batches that ran; its owner adds them.
+        throughput: estimate from the batches that ran; the engine adds them.
     """
 
     def __init__(self, limit: Load) -> None:
@@ -211,8 +214,8 @@ class WorkQueue:
 
         Args:
             oldest: as `find_oldest` returned it.
-            max_jobs: most jobs in the batch.
-            max_bytes: of their tensors, beyond the first job. Cancelled jobs are left out.
+            max_jobs: limit of jobs in the batch, cancelled jobs not included.
+            max_bytes: limit of the bytes of their tensors, beyond the first job.
         """
         group, total = self._groups[oldest.batch_key], 0
         batch: list[QueuedJob] = []

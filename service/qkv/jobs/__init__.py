@@ -1,1 +1,1 @@
-"""Validated requests: what to compute, and on which tensors."""
+"""Validated requests: a variant, its parameters, and the tensors to run it on."""

@@ -34,7 +34,7 @@ class AxisSizes(NamedTuple):
 
 
 def omitted_axes(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset[str]:
-    """Returns the axes that a request omits, seen from its first tensor: heads, then batch.
+    """Returns the axes that a request omits, judged by its first tensor: heads, then batch.
 
     Raises:
         InvalidContent: the tensor has more axes than the signature, or too few.
@@ -45,7 +45,8 @@ def omitted_axes(name: str, letters: tuple[str, ...], shape: Shape) -> frozenset
         omissions = (optional[:n] for n in range(len(optional) + 1))
         forms = (f"({', '.join(x for x in letters if x not in o)})" for o in omissions)
         raise InvalidContent(
-            f"{name} has shape {list(shape)}; it must be {' or '.join(forms)}",
+            f"{name} has the wrong number of axes: got shape {list(shape)}, expected "
+            f"{' or '.join(forms)}",
             pointer=f"/inputs/{name}",
         )
     omitted = frozenset(optional[:missing])
@@ -57,8 +58,8 @@ def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[
 
     Args:
         variant: the variant with the signature.
-        shapes: of the tensors of a request, by name; all are inputs of the variant.
-        omitted: from `omitted_axes` of the first tensor.
+        shapes: the shape of each tensor of a request, by name; all are inputs of the variant.
+        omitted: the result of `omitted_axes` for the first tensor.
 
     Raises:
         InvalidContent: a rank or a size does not fit, or an axis is empty.
@@ -75,7 +76,7 @@ def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[
                 continue
             if size == 0:
                 raise InvalidContent(
-                    f"{spec.name} has {letter}=0; every axis must hold something",
+                    f"{spec.name} is empty: got {letter}=0, expected 1 or more",
                     pointer=f"/inputs/{spec.name}",
                 )
             if sizes.setdefault(letter, size) != size:
@@ -97,15 +98,15 @@ def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[
 
 def _full_shape(spec: Input, shape: Shape, omitted: frozenset[str]) -> Shape:
     """Returns the shape with a 1 for each omitted axis."""
-    if spec.letters == ("B",):  # per request item, whatever the rank: rank 2 is one item
+    if spec.letters == ("B",):  # one number per item, at any rank: a request of rank 2 is one item
         omitted = frozenset()
-    kept = [x for x in spec.letters if x not in omitted]
-    if spec.broadcasts and len(shape) < len(kept):
-        shape = (1,) * (len(kept) - len(shape)) + shape
-    if len(shape) != len(kept):
+    axes = [x for x in spec.letters if x not in omitted]
+    if spec.broadcasts and len(shape) < len(axes):
+        shape = (1,) * (len(axes) - len(shape)) + shape
+    if len(shape) != len(axes):
         raise InvalidContent(
-            f"{spec.name} has shape {list(shape)}; beside the tensors it came with it must be "
-            f"({', '.join(kept)})" + (", broadcastable" if spec.broadcasts else ""),
+            f"{spec.name} has the wrong number of axes: got shape {list(shape)}, expected "
+            f"({', '.join(axes)})" + (" or a shape that broadcasts to it" * spec.broadcasts),
             pointer=f"/inputs/{spec.name}",
         )
     sizes = iter(shape)

@@ -21,23 +21,26 @@ class ConvertFields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
     source: Annotated[
-        str, pydantic.Field(alias="from", description="The layout the tensors are in.")
+        str, pydantic.Field(alias="from", description="The layout of the tensors in the request.")
     ]
-    target: Annotated[str, pydantic.Field(alias="to", description="The layout wanted.")]
+    target: Annotated[
+        str, pydantic.Field(alias="to", description="The layout of the tensors in the response.")
+    ]
     heads: Annotated[
         Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
-        pydantic.Field(description="Query heads, for the check; null: one."),
+        pydantic.Field(description="The number of query heads, for the check. null: one."),
     ] = None
     bias: Annotated[
         Literal["refuse", "augment"],
         pydantic.Field(
-            description='"augment" keeps a bias, which v1 has no place for, as one more row of '
-            "the weight, and takes it out again on the way to v2."
+            description='v1 has no biases. "augment" turns each bias into one more row of its '
+            'weight on the way to v1, and that row into a bias on the way to v2. "refuse" '
+            "rejects biases."
         ),
     ] = "refuse"
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"],
-        pydantic.Field(description="What numbers in lists become."),
+        pydantic.Field(description="The dtype of tensors that are sent as lists of numbers."),
     ] = "float32"
 
 

@@ -1,4 +1,4 @@
-"""The fields of a request that are not tensors, and the error for a field that is wrong."""
+"""The fields of a request that are not tensors, and the error for an invalid field."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ def _to_integer(value: Any) -> Any:
 
 
 INTEGER: Final = pydantic.BeforeValidator(_to_integer)
-"""Annotates an integer field. It follows the field's bounds, which its schema would lose otherwise.
-"""
+"""Annotates an integer field. It stands after the field's bounds, which its schema would lose
+otherwise."""
 
 
 def _check_layer(value: Any) -> Any:
-    """Refuses a layer that is no object, such as a name."""
+    """Rejects a layer that is not an object, such as a name."""
     if value is not None and not isinstance(value, dict):
-        raise PydanticCustomError("layer_type", "it must be an object of layout, heads and tensors")
+        raise PydanticCustomError("layer_type", "expected an object of layout, heads and tensors")
     return value
 
 
 LayerField = Annotated[
     dict[str, Any] | None,
-    pydantic.Field(description="A layer that projects the inputs."),
+    pydantic.Field(
+        description="A layer that projects embeddings to query, key and value. null: none."
+    ),
     pydantic.BeforeValidator(_check_layer),
 ]
 """The field `layer` of a request, without the tensors in it."""
@@ -46,10 +48,13 @@ class LayerFields(pydantic.BaseModel):
 
     model_config = _CONFIG
 
-    layout: Annotated[str, pydantic.Field(description="Weight layout: v1 or v2.")]
+    layout: Annotated[str, pydantic.Field(description="The weight layout: v1 or v2.")]
     heads: Annotated[
         Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
-        pydantic.Field(description="Query heads; null: one, and no head axis in the answer."),
+        pydantic.Field(
+            description="The number of query heads. null: one head, and no head axis in the "
+            "response."
+        ),
     ] = None
 
 
@@ -61,7 +66,7 @@ class JobFields(pydantic.BaseModel):
     parameters: dict[str, Any] = {}
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"],
-        pydantic.Field(description="What numbers in lists become."),
+        pydantic.Field(description="The dtype of tensors that are sent as lists of numbers."),
     ] = "float32"
     layer: LayerField = None
 
@@ -84,17 +89,17 @@ def parse_fields(message: Message, model: type[_Fields]) -> _Fields:
 def field_error(
     error: pydantic.ValidationError, known: Sequence[str], *within: str
 ) -> InvalidContent:
-    """Returns the first error of an object's fields as one sentence.
+    """Describes the first error of an object's fields in one sentence.
 
     Args:
-        error: from validating an object of the body.
-        known: the names that the object may have.
+        error: the result of validating an object of the body.
+        known: the field names that the object may have.
         within: the path of the object in the body.
     """
     fault = error.errors(include_url=False, include_context=False)[0]
-    # a union's branches are in loc too, as words no field has
+    # pydantic puts the branches of a union into `loc` too, as words that are no field names
     path = [p for i, p in enumerate(fault["loc"]) if i == 0 or isinstance(p, int)]
-    if fault["type"] in ("extra_forbidden", "missing"):  # the field itself comes last
+    if fault["type"] in ("extra_forbidden", "missing"):  # the field's own name is last
         name = fault["loc"][-1]
         parents = [*within, *path[: len(fault["loc"]) - 1]]
         pointer, place = pointer_to(*parents, name), ".".join(map(str, parents))
@@ -104,5 +109,13 @@ def field_error(
         of = f" of {place}" if place else ""
         return InvalidContent(f"unknown field {name!r}{of}{listing}", pointer=pointer)
     pointer, where = pointer_to(*within, *path), ".".join(map(str, (*within, *path)))
-    detail = f"{where} came as {format_value(fault['input'])}: {fault['msg']}"
+    detail = f"{where} is invalid: got {format_value(fault['input'])}, {_expectation(fault['msg'])}"
     return InvalidContent(detail, pointer=pointer)
+
+
+def _expectation(message: str) -> str:
+    """Returns a message of pydantic as "expected ..." where it has pydantic's usual form."""
+    for prefix in ("Input should be ", "Value should be "):
+        if message.startswith(prefix):
+            return f"expected {message.removeprefix(prefix)}"
+    return message

@@ -38,7 +38,7 @@ class GradientJob(Job):
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> GradientJob:
-        """Does as `Job.from_message`, and checks `grad_output`.
+        """Validates a request like `Job.from_message`, and its `grad_output`.
 
         Raises:
             NotFound: the variant does not exist, or it has no gradients.
@@ -47,7 +47,7 @@ class GradientJob(Job):
         variant = catalogue.find(variant_name)
         if variant.backward is None:
             known = ", ".join(v.name for v in catalogue.variants().values() if v.backward)
-            raise NotFound(f"{variant.name} has no gradients; {known} have")
+            raise NotFound(f"{variant.name} has no gradients: expected {known}")
         fields = parse_fields(message, JobFields)
         parameters = variant.parse(fields.parameters)
         tensors = dict(message.tensors)
@@ -58,7 +58,8 @@ class GradientJob(Job):
             names += inputs.layer.tensors
         if raw is None:
             raise InvalidContent(
-                "gradients need grad_output, which did not come", pointer="/inputs"
+                "gradients need grad_output, the gradient of the output: missing from inputs",
+                pointer="/inputs",
             )
         grad = cast_untyped(
             raw, GRAD_OUTPUT, FLOATING, fields.dtype, pointer_to("inputs", GRAD_OUTPUT)
@@ -70,9 +71,9 @@ class GradientJob(Job):
 
     @cached_property
     def batch_key(self) -> Hashable:
-        """As `Job.batch_key`, but jobs with a shared input or a layer have keys of their own.
+        """The key of `Job.batch_key`, unique for jobs with a shared input or a layer.
 
-        The gradient of a shared tensor is the sum over the items of its own request only.
+        The gradient of a shared tensor is a sum over the items of its own request only.
         """
         is_shared = not all(
             name in self.inputs.tensors and self.has_batch(name) for name in self.outputs
@@ -81,9 +82,9 @@ class GradientJob(Job):
 
     @cached_property
     def flops(self) -> int:
-        """Twice those of the run: the derivative of a product is two products.
+        """Twice the operations of the run: the derivative of a product is two products.
 
-        What is recomputed on the way is not counted.
+        Values that the backward pass recomputes are not counted.
         """
         return 2 * super().flops
 
@@ -113,18 +114,22 @@ class GradientJob(Job):
 
 
 def _with_grad(inputs: Inputs, output: Output, grad: RawTensor) -> Inputs:
-    """Returns the inputs together with the gradient of the output."""
+    """Adds the gradient of the output to the inputs.
+
+    Raises:
+        InvalidContent: the gradient has not the dtype or the shape of the output.
+    """
     pointer, expected = pointer_to("inputs", GRAD_OUTPUT), inputs.output_shape(output)
     if grad.dtype != inputs.dtype:
         raise InvalidContent(
-            f"grad_output is {grad.dtype} where the inputs are {inputs.dtype}; all of one request "
-            "have one dtype",
+            f"grad_output has the wrong dtype: got {grad.dtype}, expected {inputs.dtype} as the "
+            "inputs have",
             pointer=pointer,
         )
     if grad.shape != expected:
         raise InvalidContent(
-            f"grad_output has shape {list(grad.shape)}; the output it is the gradient of has "
-            f"{list(expected)}",
+            f"grad_output has the wrong shape: got {list(grad.shape)}, expected {list(expected)} "
+            "as the output has",
             pointer=pointer,
         )
     sizes = inputs.axes.sizes

@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
         tensors: the variant's inputs, or the embeddings of its layer, in the request's shapes.
         layer: the layer that projects them, or None.
         dtype: the dtype that all of them share.
-        shapes: of each tensor with every axis: the signature's, or (B, length, M).
+        shapes: the shape of each tensor with every axis: the signature's, or (B, length, M).
         axes: the sizes of the variant's letters.
     """
 
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
         Raises:
             InvalidContent: a tensor, dtype, shape or value is wrong.
-            PayloadTooLarge: the tensors that the variant draws itself would be too large.
+            PayloadTooLarge: the random tensors of the variant would be too large.
         """
         layer = _read_layer(fields, message)
         tensors = _select_tensors(variant, fields, message, layer)
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
         return total
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
-        """Returns the shape of an output in the response; a layer's heads are merged in it."""
+        """Returns the shape of an output in the response, where a layer's heads are merged."""
         if output.name == "output" and self.layer is not None and self.layer.heads is not None:
             shape = self.merged_shape(output)
             return shape[1:] if "B" in self.axes.omitted else shape
@@ -103,23 +103,31 @@ def _read_layer(fields: JobFields, message: Message) -> Layer | None:
 def _select_tensors(
     variant: Variant, fields: JobFields, message: Message, layer: Layer | None
 ) -> dict[str, RawTensor]:
-    """Returns the tensors of the request, which the variant must take, in accepted dtypes."""
+    """Returns the tensors of the request in dtypes that the variant accepts.
+
+    Raises:
+        InvalidContent: the variant does not take a tensor, or a required tensor is missing.
+    """
     expected: dict[str, Input] = dict(variant.inputs)
     roles = [r for r in ROLES if r in expected]
     if layer is not None and not roles:
-        raise InvalidContent(f"{variant.name} takes no layer", pointer="/layer")
+        raise InvalidContent(
+            f"{variant.name} takes no layer: it has no query, key and value", pointer="/layer"
+        )
     if layer is not None and "x" in message.tensors:
         expected["x"] = replace(expected[roles[0]], name="x")
         for role in roles:
             if role in message.tensors:
                 raise InvalidContent(
-                    f"x stands for {', '.join(roles)}; {role} came beside it",
+                    f"{role} is not allowed: x stands for {', '.join(roles)}",
                     pointer=pointer_to("inputs", role),
                 )
             del expected[role]
     for name in message.tensors:
         if name not in expected:
-            hint = " (x wants a layer beside it)" if name == "x" and layer is None else ""
+            hint = " (x needs a layer)" if name == "x" and layer is None else ""
+            if name == "mask" and "key_lengths" in expected:
+                hint = "; to hide padding, give key_lengths"
             raise InvalidContent(
                 f"{variant.name} has no input {name!r:.60}; it takes {', '.join(expected)}{hint}",
                 pointer=pointer_to("inputs", name),
@@ -127,7 +135,7 @@ def _select_tensors(
     missing = [n for n, i in expected.items() if n not in message.tensors and not i.is_optional]
     if missing:
         raise InvalidContent(
-            f"{variant.name} needs {', '.join(missing)}, which did not come", pointer="/inputs"
+            f"{variant.name} needs {', '.join(missing)}: missing from inputs", pointer="/inputs"
         )
     return {
         name: cast_untyped(
@@ -154,7 +162,7 @@ def _common_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Laye
     for name, other in dtypes.items():
         if other != dtype:
             raise InvalidContent(
-                f"{name} is {other} where {first} is {dtype}; all of one request have one dtype",
+                f"{name} has the wrong dtype: got {other}, expected {dtype} as {first} has",
                 pointer=pointer_to("inputs", name) if name in inputs else "/layer/tensors",
             )
     return dtype
@@ -164,27 +172,31 @@ def _bind_shapes(
     variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None
 ) -> tuple[dict[str, tuple[int, ...]], AxisSizes]:
     """Returns the full shape of every tensor, and the sizes of the variant's letters."""
-    given = {name: t.shape for name, t in inputs.items()}
+    sent_shapes = {name: t.shape for name, t in inputs.items()}
     if layer is None:
         first = next(iter(variant.inputs))
-        omitted = omitted_axes(first, variant.inputs[first].letters, given[first])
-        axes = bind_axes(variant, given, omitted)
+        omitted = omitted_axes(first, variant.inputs[first].letters, sent_shapes[first])
+        axes = bind_axes(variant, sent_shapes, omitted)
         return axes.shapes, axes
     roles = [r for r in ROLES if r in variant.inputs]
-    embeddings = ["x"] if "x" in given else roles
-    omitted = omitted_axes(embeddings[0], ("B", "L", "M"), given[embeddings[0]])
-    embedding_shapes = {n: given[n] if not omitted else (1, *given[n]) for n in embeddings}
+    embeddings = ["x"] if "x" in sent_shapes else roles
+    omitted = omitted_axes(embeddings[0], ("B", "L", "M"), sent_shapes[embeddings[0]])
+    embedding_shapes = {
+        n: sent_shapes[n] if not omitted else (1, *sent_shapes[n]) for n in embeddings
+    }
     for name, shape in embedding_shapes.items():
         if len(shape) != 3 or 0 in shape:
             raise InvalidContent(
-                f"{name} has shape {list(given[name])}; as an embedding it must be "
-                f"{'(L, M)' if omitted else '(B, L, M)'} with no empty axis",
+                f"{name} has the wrong shape: got {list(sent_shapes[name])}, expected an embedding "
+                f"{'(L, M)' if omitted else '(B, L, M)'} without empty axes",
                 pointer=pointer_to("inputs", name),
             )
-    sources = {r: "x" if "x" in given else r for r in roles}
-    projected = layer.projected_shapes({r: embedding_shapes[s] for r, s in sources.items()}, sources)
+    sources = {r: "x" if "x" in sent_shapes else r for r in roles}
+    projected = layer.projected_shapes(
+        {r: embedding_shapes[s] for r, s in sources.items()}, sources
+    )
     heads = omitted | {"H", "G"} if layer.heads is None else omitted
-    shapes = {n: s for n, s in given.items() if n not in embeddings}
+    shapes = {n: s for n, s in sent_shapes.items() if n not in embeddings}
     for role, shape in projected.items():
         letters = zip(variant.inputs[role].letters, shape, strict=True)
         shapes[role] = tuple(size for letter, size in letters if letter not in heads)
@@ -199,7 +211,7 @@ def _check_key_lengths(inputs: Mapping[str, RawTensor], axes: AxisSizes) -> None
     values = lengths.numpy()
     if ((values < 0) | (values > axes.sizes["S"])).any():
         raise InvalidContent(
-            f"key_lengths must lie in 0 to S={axes.sizes['S']}; "
-            f"{', '.join(map(str, values[:8]))}{', ...' if len(values) > 8 else ''} came",
+            f"key_lengths is out of range: got {', '.join(map(str, values[:8]))}"
+            f"{', ...' if len(values) > 8 else ''}, expected 0 to S={axes.sizes['S']}",
             pointer="/inputs/key_lengths",
         )

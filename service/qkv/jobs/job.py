@@ -24,7 +24,7 @@ from qkv.wire.message import Message
 
 __all__ = ["SMALL_BYTES", "Job", "Limits", "RunFields"]
 
-_SMALL_FLOPS: Final = 1 << 26  # about half a millisecond of one thread
+_SMALL_FLOPS: Final = 1 << 26  # half a millisecond of one thread, roughly
 SMALL_BYTES: Final = 1 << 21
 """A small job has fewer bytes of tensors, inputs and outputs together."""
 _SMALL_SCORES: Final = 1 << 20
@@ -35,10 +35,13 @@ class RunFields(JobFields):
 
     outputs: Annotated[
         list[str] | None,
-        pydantic.Field(description="What to return; null: output, and weights where there are."),
+        pydantic.Field(
+            description="The names of the outputs to return. null: output, and weights if the "
+            "variant has them."
+        ),
     ] = None
     weights: Annotated[
-        Any, pydantic.Field(description="In what form the weights are answered: see `qkv.forms`.")
+        Any, pydantic.Field(description="The form in which the weights are returned.")
     ] = "full"
 
 
@@ -131,7 +134,7 @@ class Job:
                 if role in self.roles:
                     batch, length, _ = self.inputs.embedding_shape(role)
                     total += 2 * batch * length * projection.weight.size
-        if self.form.kind == "pool":  # values as wide as there are bins
+        if self.form.kind == "pool":  # pooling runs the variant on values as wide as the bins
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
         return total + 2 * self._form_score_count * sizes.get("D", 1)
 
@@ -152,9 +155,10 @@ class Job:
 
     @cached_property
     def is_small(self) -> bool:
-        """True if the job takes about as long as a hand-over to another thread.
+        """True if the job takes about as long as handing it to another thread.
 
-        It also bounds the slow path, in which each pair of a query and a key is visited, to 50 ms.
+        The bounds also keep the slow path, which visits each pair of a query and a key, below
+        50 ms.
         """
         pairs = math.prod(self.inputs.axes.sizes.get(letter, 1) for letter in "BHLS")
         return (
@@ -166,10 +170,10 @@ class Job:
     def with_tensors(self, tensors: Mapping[str, RawTensor]) -> Self:
         """Returns the same job with other tensors of the same names, dtypes and shapes.
 
-        Cached properties that depend on shapes only are kept.
+        Cached properties that depend on shapes alone are kept.
         """
         job = copy(self)
-        job.__dict__.pop("batch_key", None)  # depends on which objects the tensors are
+        job.__dict__.pop("batch_key", None)  # depends on the identity of the tensors
         object.__setattr__(job, "inputs", self.inputs._replace(tensors=tensors))
         return job
 
@@ -212,9 +216,9 @@ class Job:
 
     @cached_property
     def score_count(self) -> int:
-        """Scores that are computed, one per pair of a query and a key, returned or not."""
-        own = self.variant.score_count(self.inputs.axes.sizes, self.parameters)
-        return own + (own if self.form.kind == "pool" else self._form_score_count)
+        """Scores that the run computes, one per pair of a query and a key, returned or not."""
+        count = self.variant.score_count(self.inputs.axes.sizes, self.parameters)
+        return count + (count if self.form.kind == "pool" else self._form_score_count)
 
     @property
     def _form_score_count(self) -> int:
@@ -229,22 +233,22 @@ class Job:
     def _check_size(self, limits: Limits) -> None:
         if self.score_count > limits.score_count:
             raise PayloadTooLarge(
-                f"{self.variant.name} would compute {self.score_count} scores, one for each pair "
-                "of a query and a key, or what takes as long; at most "
-                f"{limits.score_count} are computed",
+                f"{self.variant.name} would compute too many scores: got {self.score_count}, "
+                f"expected at most {limits.score_count}; a score is one pair of a query and a "
+                "key, or work that takes as long",
                 limit=limits.score_count,
             )
         if self.bytes_out > limits.response_bytes:
             hint = f" ({weight_forms.SMALLER_FORMS})" if "weights" in self.outputs else ""
             raise PayloadTooLarge(
-                f"the answer would hold {self.bytes_out} bytes of tensors; at most "
-                f"{limits.response_bytes} are answered{hint}",
+                f"the tensors of the response would be too large: got {self.bytes_out} bytes, "
+                f"expected at most {limits.response_bytes}{hint}",
                 limit=limits.response_bytes,
             )
         if self.bytes_in + self.bytes_out > limits.job_bytes:
             raise PayloadTooLarge(
-                f"request and answer hold {self.bytes_in + self.bytes_out} bytes of tensors; at "
-                f"most {limits.job_bytes} may wait",
+                "the tensors of request and response are too large: got "
+                f"{self.bytes_in + self.bytes_out} bytes, expected at most {limits.job_bytes}",
                 limit=limits.job_bytes,
             )
 
@@ -259,18 +263,18 @@ def _select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> fr
     for i, name in enumerate(named):
         if name not in variant.outputs:
             raise InvalidContent(
-                f"{variant.name} has no output {name!r}; it has {', '.join(variant.outputs)}",
+                f"{variant.name} has no output {name!r}: expected {', '.join(variant.outputs)}",
                 pointer=pointer_to("outputs", i),
             )
         if name in named[:i]:
             raise InvalidContent(f"{name} is named twice", pointer=pointer_to("outputs", i))
     if not named:
-        raise InvalidContent("outputs is empty; name at least one", pointer="/outputs")
+        raise InvalidContent("outputs is empty: expected at least one name", pointer="/outputs")
     if form == NONE and "weights" in named:
-        raise InvalidContent('outputs names weights, and "weights" says "none"', pointer="/weights")
+        raise InvalidContent('weights is "none", but outputs names weights', pointer="/weights")
     if form.is_summary and "weights" not in named:
         raise InvalidContent(
-            f"weights came as {format_value(form.as_json)}, and outputs does not name weights",
+            f"weights is {format_value(form.as_json)}, but outputs does not name weights",
             pointer="/weights",
         )
     return frozenset(named)

@@ -25,12 +25,12 @@ __all__ = [
 
 _KNOWN: Final = '"full", "none", "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}'
 SMALLER_FORMS: Final = (
-    '"weights" may be "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}, which hold less; '
-    '"weights": "none" leaves them out'
+    '"weights" may be "stats", {"rows": [...]}, {"top_k": k} or {"pool": bins}, which are smaller; '
+    '"weights": "none" omits them'
 )
-"""A hint for the error about weights that are too large."""
+"""The hint in the error for weights that are too large."""
 
-_HEADS: Final = "BHG"  # axes that are no query axis
+_HEADS: Final = "BHG"  # letters that never name the query axis
 
 
 KINDS: Final = ("rows", "top_k", "pool", "stats")
@@ -42,8 +42,8 @@ class WeightForm(NamedTuple):
 
     Attributes:
         kind: full, none, stats, rows, top_k or pool.
-        size: the k of top_k, the bins of pool.
-        rows: the row numbers of rows.
+        size: the k of top_k, or the number of bins of pool.
+        rows: the row numbers of the form rows.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class WeightForm(NamedTuple):
 
     @property
     def is_summary(self) -> bool:
-        """True if tensors computed from the matrix are returned instead of the matrix."""
+        """True if the form returns tensors computed from the matrix instead of the matrix."""
         return self.kind in KINDS
 
     @property
@@ -71,8 +71,8 @@ class FormTensor(NamedTuple):
     """A tensor of a form.
 
     Attributes:
-        letters: one per axis: those of the weights, and those that `form_sizes` adds.
-        is_integer: its dtype is int64; otherwise it is that of the weights.
+        letters: one per axis: letters of the weights, and letters that `form_sizes` adds.
+        is_integer: the dtype is int64 instead of the dtype of the weights.
     """
 
     letters: tuple[str, ...]
@@ -83,13 +83,13 @@ def parse(value: Any) -> WeightForm:
     """Parses the field `weights` of a request.
 
     Raises:
-        InvalidContent: the value is no form.
+        InvalidContent: the value is not a form.
     """
     if isinstance(value, str) and value in ("full", "none", "stats"):
         return WeightForm(value)
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS[:3]:
         raise InvalidContent(
-            f"weights came as {format_value(value)}; it must be {_KNOWN}", pointer="/weights"
+            f"weights is invalid: got {format_value(value)}, expected {_KNOWN}", pointer="/weights"
         )
     ((kind, content),) = value.items()
     if kind != "rows":
@@ -98,7 +98,8 @@ def parse(value: Any) -> WeightForm:
         )
     if not isinstance(content, list) or not content:
         raise InvalidContent(
-            f"weights.rows came as {format_value(content)}; it must be a list of at least one row",
+            f"weights.rows is invalid: got {format_value(content)}, expected a list of at least "
+            "one row",
             pointer="/weights/rows",
         )
     rows = (
@@ -110,10 +111,10 @@ def parse(value: Any) -> WeightForm:
 
 def _parse_integer(value: Any, name: str, pointer: str, least: int) -> int:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # as JSON Schema has it
+        value = int(value)  # JSON Schema takes 1.0 for an integer
     if type(value) is not int or not least <= value < 1 << 63:
         raise InvalidContent(
-            f"{name} came as {format_value(value)}; it must be a whole number, {least} or more",
+            f"{name} is invalid: got {format_value(value)}, expected an integer, {least} or more",
             pointer=pointer,
         )
     return value
@@ -129,27 +130,27 @@ def check(form: WeightForm, variant: str, weights: Output, sizes: Mapping[str, i
     """Checks a form against the axis sizes of a request.
 
     Raises:
-        InvalidContent: the form asks for rows or keys that do not exist.
+        InvalidContent: the form names rows or keys that do not exist.
     """
     key, query = weights.letters[-1], query_axis(weights)
     if form.kind == "top_k" and form.size > sizes[key]:
         raise InvalidContent(
-            f"weights.top_k is {form.size} where there are {key}={sizes[key]} keys",
+            f"weights.top_k is too large: got {form.size}, expected at most {key}={sizes[key]}",
             pointer="/weights/top_k",
         )
     if form.kind != "rows":
         return
     if query is None:
         raise InvalidContent(
-            f"the weights of {variant} are ({', '.join(weights.letters)}): each item is one row, "
-            "and there are none to choose from",
+            f"weights.rows is not possible: the weights of {variant} are "
+            f"({', '.join(weights.letters)}), and each item is one row",
             pointer="/weights/rows",
         )
     for i, row in enumerate(form.rows):
         if row >= sizes[query]:
             raise InvalidContent(
-                f"weights.rows[{i}] is {row} where there are {query}={sizes[query]} rows, counted "
-                "from 0",
+                f"weights.rows[{i}] is too large: got {row}, expected less than "
+                f"{query}={sizes[query]}; rows count from 0",
                 pointer=pointer_to("weights", "rows", i),
             )
 
@@ -157,7 +158,8 @@ def check(form: WeightForm, variant: str, weights: Output, sizes: Mapping[str, i
 def form_tensors(kind: str, weights: Output) -> dict[str, FormTensor]:
     """Returns the tensors of a form by name.
 
-    Their letters may be R (rows), K (keys), P and Q (bins of queries and of keys).
+    Beside the letters of the weights there are R (rows), K (keys), and P and Q (bins of queries and
+    of keys).
     """
     key, query = weights.letters[-1], query_axis(weights)
     lead = weights.letters[:-1] if query is None else weights.letters[:-2]
@@ -183,13 +185,13 @@ def form_tensors(kind: str, weights: Output) -> dict[str, FormTensor]:
 def form_sizes(form: WeightForm, weights: Output, sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the sizes of a request's letters and of the letters that a form adds."""
     keys, query = sizes[weights.letters[-1]], query_axis(weights)
-    own = {
+    form_letters = {
         "R": len(form.rows),
         "K": form.size,
         "P": min(form.size, 1 if query is None else sizes[query]),
         "Q": min(form.size, keys),
     }
-    return {**sizes, **own}
+    return {**sizes, **form_letters}
 
 
 def schema(weights: Output) -> dict[str, Any]:
@@ -211,7 +213,8 @@ def schema(weights: Output) -> dict[str, Any]:
     return {
         "anyOf": [{"type": "string", "enum": ["full", "none", "stats"]}, *objects],
         "default": "full",
-        "description": "In what form the weights are answered: whole; not at all; chosen rows; the "
-        "k largest of each row; the mean over each bin of queries of what they give to each bin of "
-        "keys together; or statistics of each row and key, instead of weights.",
+        "description": "The form of the weights. full: the whole matrix. none: no weights. rows: "
+        "chosen rows. top_k: the k largest weights of each row. pool: the matrix in bins, each "
+        "summed over its keys and averaged over its queries. stats: statistics of each row and key "
+        "instead of weights.",
     }

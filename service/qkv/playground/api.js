@@ -1,10 +1,10 @@
-// Calls of the service, with a key where it needs one, and its problems.
+// Sends requests to the service, with the API key if it requires one.
 
 import { forgetKey, getKey, promptForKey } from "./api_key.js";
 
-/** What the service, or the way to it, has against a call: RFC 9457's members. */
+/** An error response of the service (RFC 9457) or a failed connection. */
 export class Problem extends Error {
-  constructor({ title = "The call failed", detail, status = 0, pointer = null }) {
+  constructor({ title = "The request failed", detail, status = 0, pointer = null }) {
     super(detail ?? title);
     this.name = "Problem";
     this.detail = detail ?? title;
@@ -13,13 +13,13 @@ export class Problem extends Error {
   }
 }
 
-/** GET, answered in JSON. */
+/** Sends GET and returns the JSON of the response. */
 export const get = async (path, signal) => (await sendRequest(path, { signal })).json();
 
 /**
- * POST of JSON, answered in JSON.
+ * Sends JSON by POST and returns the JSON of the response.
  *
- * @returns {Promise<{result: Object, elapsedMs: number}>} and the milliseconds that this page waited
+ * @returns {Promise<{result: Object, elapsedMs: number}>} `elapsedMs`: as measured by this page
  */
 export async function post(path, body, signal) {
   const startedAt = performance.now();
@@ -29,7 +29,7 @@ export async function post(path, body, signal) {
 }
 
 /**
- * POST of JSON, answered in server-sent events.
+ * Sends JSON by POST and yields the server-sent events of the response.
  *
  * @yields {{event: string, data: Object}}
  */
@@ -49,7 +49,7 @@ export async function* streamEvents(path, body, signal) {
   }
 }
 
-// for await over the stream itself is not in every browser
+// not every browser supports `for await` over a stream
 async function* readChunks(stream) {
   const reader = stream.getReader();
   try {
@@ -82,7 +82,7 @@ async function fetchOrThrow(path, init) {
     return await fetch(path, init);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem({ detail: "The service cannot be reached. Is it still running?" });
+    throw new Problem({ detail: "The service does not respond. Check that it is running." });
   }
 }
 
@@ -90,6 +90,9 @@ async function parseProblem(response) {
   try {
     return new Problem({ status: response.status, ...(await response.json()) });
   } catch {
-    return new Problem({ status: response.status, detail: `The answer was ${response.status}.` });
+    return new Problem({
+      status: response.status,
+      detail: `The service responded with status ${response.status}.`,
+    });
   }
 }

@@ -1,4 +1,4 @@
-// The service's key: asked for when the service wants one, kept until the tab is closed.
+// Asks the user for the API key if the service requires one; keeps it until the tab is closed.
 
 import { h } from "./dom.js";
 
@@ -6,17 +6,17 @@ const STORAGE_KEY = "qkv-key";
 
 let pendingPrompt = null;
 
-/** The key, or null. */
+/** Returns the API key, or null. */
 export const getKey = () => sessionStorage.getItem(STORAGE_KEY);
 
-/** Forgets it. */
+/** Removes the API key. */
 export const forgetKey = () => sessionStorage.removeItem(STORAGE_KEY);
 
 /**
- * Asks whoever sits here for a key; whoever calls meanwhile waits for the same answer.
+ * Opens the dialog for the API key. Calls during that time share the same dialog.
  *
- * @param {boolean} wasRejected one came before, and was refused
- * @returns {Promise<boolean>} whether there is one now
+ * @param {boolean} wasRejected the service rejected the key before
+ * @returns {Promise<boolean>} true if the user entered a key
  */
 export function promptForKey(wasRejected) {
   pendingPrompt ??= showDialog(wasRejected).finally(() => {
@@ -34,22 +34,22 @@ function showDialog(wasRejected) {
     "aria-describedby": "key-about",
   });
   const about = wasRejected
-    ? "The service did not take that key."
-    : "This service answers those who have one of its keys. It is kept in this tab until you close it.";
+    ? "The service rejected this key."
+    : "This service requires an API key. This tab keeps the key until you close it.";
   const dialog = h(
     "dialog",
-    { class: "key", "aria-labelledby": "key-title" },
+    { class: "box", "aria-labelledby": "key-title" },
     h(
       "form",
       { method: "dialog" },
-      h("h2", { id: "key-title" }, "A key, please"),
+      h("h2", { id: "key-title" }, "API key required"),
       h("p", { id: "key-about", class: wasRejected ? "error" : "hint" }, about),
       h("div", { class: "field" }, h("label", { for: "key" }, "API key"), input),
       h(
         "div",
         { class: "row" },
-        h("button", { class: "primary", value: "use" }, "Use it"),
-        h("button", { value: "leave", formnovalidate: true }, "Not now"),
+        h("button", { class: "primary", value: "use" }, "Use key"),
+        h("button", { value: "cancel", formnovalidate: true }, "Cancel"),
       ),
     ),
   );

@@ -1,4 +1,4 @@
-// The page: what stands in its controls becomes a request, and what comes back is drawn.
+// Builds the page: sends a request for the state of its controls and draws the response.
 
 import { get } from "./api.js";
 import { createComparePanel } from "./compare/compare_panel.js";
@@ -7,8 +7,11 @@ import { createDifferencePanel } from "./compare/weights_difference.js";
 import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, formatNumber, formatTime, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
+import { createTerm, listenToTerms } from "./glossary.js";
 import { EXAMPLES } from "./inputs/examples.js";
-import { createControls } from "./inputs/parameter_form.js";
+import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
+import { createControls, showCausalNote } from "./inputs/parameter_form.js";
+import { applyRequest } from "./inputs/pasted_request.js";
 import { createTensorList, inputFiles, missingInputs } from "./inputs/tensor_list.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
@@ -26,7 +29,9 @@ const state = {
   labels: [],
   layer: null,
   parameters: {},
-  example: null, // its id, while the tensors are its own
+  dtype: null, // of a pasted request
+  pool: null, // bins that a pasted request asks for
+  example: null, // id of the example, null for other tensors
   head: 0,
   selectedRow: null,
 };
@@ -66,21 +71,26 @@ const differencePanel = createDifferencePanel(findById("difference"), state, {
   onPoint: showReadout,
 });
 const comparePanel = createComparePanel(findById("comparison"), state, (body) =>
-  showRequest("the comparison", { path: "/v1/compare", body }),
+  showRequest("comparison", { path: "/v1/compare", body }),
 );
 const sweepPanel = createSweepPanel(findById("sweep"), state, {
   announce,
-  onRequest: (body) => showRequest("the sweep", { path: "/v1/sweep", body }),
+  onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
 });
 const runDebounced = debounce(() => run(), 120);
-const showInputs = createTensorList(
+const NEW_TENSORS = { labels: [], head: 0, selectedRow: null };
+const NO_REQUEST = { layer: null, dtype: null, pool: null };
+const tensorList = createTensorList(
   state,
-  (tensors, isAdded) => {
-    const cleared = { labels: [], parameters: {}, head: 0, selectedRow: null };
-    Object.assign(state, isAdded ? {} : cleared, { tensors, layer: null, example: null });
-    findById("labels").value = state.labels.join(" ");
+  (tensors, { isAdded, request }) => {
+    Object.assign(state, isAdded ? {} : NEW_TENSORS, NO_REQUEST, { tensors, example: null });
+    if (!isAdded) state.parameters = {};
+    const note = request && applyRequest(state, request, buildRequest);
+    findById("labels").value = formatLabels(state.labels);
     findById("example").value = "";
-    setText(findById("example-about"), null);
+    setText(findById("example-about"), note);
+    findById("example-about").className = note ? "note" : "hint";
+    if (note) announce(note);
     applyState();
   },
   () => {
@@ -89,31 +99,40 @@ const showInputs = createTensorList(
   },
 );
 
-/** Shows what the state is in the controls, and runs it. */
+/** Updates the controls to the state, then runs. */
 function applyState() {
   const { variant } = state;
   findById("variant").value = variant.variant;
   setText(findById("variant-about"), variant.summary);
   setText(findById("formula"), variant.formula);
+  const updateNote = () => {
+    if (!missingInputs(state).length) showCausalNote(buildRequest(state), state.parameters);
+  };
   findById("parameters").replaceChildren(
-    createControls(variant.parameters.properties, state.parameters, runDebounced),
+    createControls(variant.parameters.properties, state.parameters, () => {
+      updateNote();
+      runDebounced();
+    }),
   );
-  showInputs();
+  updateNote();
+  tensorList.show();
   runDebounced();
 }
 
 function useExample(example) {
   const { tensors, labels, variant, parameters, layer = null, selectedRow = 1 } = example.create();
-  Object.assign(state, { tensors, labels, layer, selectedRow, example: example.id, head: 0 });
+  Object.assign(state, NO_REQUEST, { tensors, labels, layer, selectedRow, head: 0 });
+  state.example = example.id;
   state.parameters = { ...parameters };
   state.variant = state.variants.get(variant) ?? [...state.variants.values()][0];
   findById("example").value = example.id;
-  findById("labels").value = labels.join(" ");
+  findById("labels").value = formatLabels(labels);
   setText(findById("example-about"), example.about);
+  findById("example-about").className = "hint";
   applyState();
 }
 
-/** Another variant; an example that it cannot take makes way for one that it can. */
+/** Selects a variant; replaces an example that lacks the variant's inputs by one that has them. */
 function chooseVariant(name) {
   state.variant = state.variants.get(name);
   const isMissing = missingInputs(state).length > 0 && state.example;
@@ -150,7 +169,7 @@ async function run() {
     view = newView;
     state.head = Math.min(state.head, (view.weights?.stack ?? 1) - 1);
     if (state.selectedRow >= request.rows) state.selectedRow = null;
-    showRequest("the weights", { path: request.path, body: heatmapBody(request) });
+    showRequest("weights", { path: request.path, body: heatmapBody(request) });
     setText(findById("status"), summary());
     draw();
     differencePanel.update(view);
@@ -173,7 +192,7 @@ async function run() {
 function missingMessage(variant, names) {
   const [last, ...before] = [...names].reverse();
   const list = before.length ? `${before.reverse().join(", ")} and ${last}` : last;
-  return `${variant} still needs ${list}: upload ${names.length > 1 ? "them" : "it"} too`;
+  return `${variant} requires ${list}: upload ${names.length > 1 ? "them" : "it"} too`;
 }
 
 function summary() {
@@ -182,12 +201,14 @@ function summary() {
   const keys = request.cols === 1 ? "1 key" : `${request.cols} keys`;
   const heads = weights?.stack > 1 ? `, ${describeStack(weights)}` : "";
   const elapsed = formatTime(timing.total_ms);
-  return `${request.variant.variant}: ${queries}, ${keys}${heads}; ${elapsed} at the service.`;
+  return `${request.variant.variant}: ${queries}, ${keys}${heads}; ${elapsed} in the service.`;
 }
 
 function draw() {
   if (!view) return;
-  setText(findById("kind"), view.kind);
+  showKind(view.kind);
+  const { rows: queries, cols: keys } = view.request;
+  setText(findById("labels-note"), matchLabels(state.labels, queries, keys).note);
   findById("weights").classList.toggle("without", !view.weights);
   if (view.weights) {
     const matrix = weightsMatrix(view, state.head, state.labels);
@@ -203,7 +224,13 @@ function draw() {
   setText(findById("output-about"), `${headNote}${rows} × ${cols}`);
 }
 
-/** Says what is pointed at, below a heat map; aloud where the keys went there. */
+function showKind(kind) {
+  const element = findById("kind");
+  if (element.textContent !== (kind ?? "")) element.replaceChildren(kind ? createTerm(kind) : "");
+  element.hidden = !kind;
+}
+
+/** Shows the cell at the cursor below a heat map; announces it if the keyboard moved the cursor. */
 function showReadout(heatmap, cell, byKey, arrow = " → ") {
   if (!cell) return heatmap.showReadout(null);
   const { matrix } = heatmap;
@@ -216,11 +243,14 @@ function showReadout(heatmap, cell, byKey, arrow = " → ") {
 function listen() {
   findById("example").addEventListener("change", (event) => {
     const example = EXAMPLES.find(({ id }) => id === event.target.value);
-    if (example) useExample(example);
+    if (example) return useExample(example);
+    tensorList.openPaste(() => {
+      event.target.value = state.example ?? "";
+    });
   });
   findById("variant").addEventListener("change", (event) => chooseVariant(event.target.value));
   findById("labels").addEventListener("input", (event) => {
-    state.labels = event.target.value.split(/\s+/).filter(Boolean);
+    state.labels = parseLabels(event.target.value);
     draw();
     differencePanel.draw();
   });
@@ -237,17 +267,19 @@ function start() {
     draw();
   });
   if (matchMedia("(max-width: 62rem)").matches) {
-    for (const part of findById("request-form").querySelectorAll("details")) part.open = false; // the map comes first
+    for (const part of findById("request-form").querySelectorAll("details")) part.open = false; // on a narrow page the map is more important
   }
   listen();
+  listenToTerms();
+  findById("symbols").append(createTerm("Symbols"));
   findById("example").append(
-    new Option("Your own", "", false, false),
     ...EXAMPLES.map(({ id, title }) => new Option(title, id)),
+    new Option("Your own…", ""),
   );
   loadCatalogue();
 }
 
-/** Takes what variants there are from the catalogue, and the first example. */
+/** Loads the catalogue of variants, then the first example. */
 async function loadCatalogue() {
   try {
     const { variants } = await get("/v1/variants");

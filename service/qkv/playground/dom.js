@@ -1,8 +1,8 @@
-// Elements, and numbers as people read them.
+// Creates elements and formats numbers.
 
 /**
- * An element. Attributes whose values are functions listen; a value of false or null leaves the
- * attribute out, and true sets it empty.
+ * Creates an element. A function as attribute value becomes an event listener; true sets an empty
+ * attribute; false, null and undefined leave it out.
  *
  * @param {string} tag
  * @param {Object} attributes
@@ -20,16 +20,16 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** The element with this id. */
+/** Returns the element with this id. */
 export const findById = (id) => document.getElementById(id);
 
-/** Shows a text in an element, or hides it where there is none. */
+/** Sets the text of an element; hides the element if the text is empty. */
 export function setText(element, text) {
   element.textContent = text ?? "";
   element.hidden = !text;
 }
 
-/** A number in about as many digits, without a long tail. */
+/** Formats a number with about this many significant digits. */
 export function formatNumber(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
@@ -40,20 +40,20 @@ export function formatNumber(value, digits = 4) {
   return (text.includes("e") ? text : String(Number(text))).replace("-", "−");
 }
 
-/** A number with so many decimals, so that numbers in a column can be compared. */
+/** Formats a number with fixed decimals, for columns. */
 export function formatFixed(value, decimals = 4) {
   if (!Number.isFinite(value)) return formatNumber(value);
   return value.toFixed(decimals).replace("-", "−");
 }
 
-/** Milliseconds. */
+/** Formats milliseconds as s, ms or µs. */
 export function formatTime(ms) {
   if (!Number.isFinite(ms)) return "–";
   if (ms >= 1000) return `${(ms / 1000).toPrecision(3)} s`;
   return ms >= 0.1 ? `${Number(ms.toPrecision(3))} ms` : `${Number((ms * 1000).toPrecision(3))} µs`;
 }
 
-/** A count of things with a prefix, such as 1.2 G, or of bytes, such as 3.4 MiB. */
+/** Formats a count with a prefix, such as 1.2 G; with a unit, in powers of 1024: 3.4 MiB. */
 export function formatCount(value, unit = "") {
   const step = unit ? 1024 : 1000;
   if (!Number.isFinite(value)) return "–";
@@ -67,7 +67,7 @@ export function formatCount(value, unit = "") {
   return `${Number(rest.toPrecision(3))} ${prefixes[power]}${unit}`.trim();
 }
 
-/** Calls once things have been quiet for so long. */
+/** Returns a function that calls `callback` after `ms` without another call. */
 export function debounce(callback, ms) {
   let timer = 0;
   return (...values) => {

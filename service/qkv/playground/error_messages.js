@@ -1,8 +1,8 @@
-// What went wrong, said where it can be put right.
+// Shows error messages beside the fields that they are about.
 
 import { findById, setText } from "./dom.js";
 
-/** Takes away what was said before. */
+/** Removes all error messages. */
 export function clearProblems() {
   setText(findById("alert"), null);
   setText(findById("inputs-error"), null);
@@ -10,9 +10,9 @@ export function clearProblems() {
 }
 
 /**
- * Shows a problem beside the field that its JSON pointer names, or else above all.
+ * Shows an error above the weights, and beside the field that its JSON pointer names.
  *
- * @param {Error} error a `Problem` of the service, or a fault of this page
+ * @param {Error} error a `Problem` of the service, or an error of this page
  */
 export function showProblem(error) {
   const detail = toSentence(error.detail ?? error.message);
@@ -30,7 +30,7 @@ export function showProblem(error) {
   }
 }
 
-/** The field that a pointer names, or the one around what it names. */
+/** Returns the field of a JSON pointer, or the field that contains it. */
 function fieldFor(pointer) {
   const fields = [...document.querySelectorAll("[data-pointers]")];
   const isWithin = (known) => pointer === known || pointer.startsWith(`${known}/`);
@@ -53,5 +53,8 @@ function setError(field, detail) {
   }
 }
 
-const toSentence = (text) =>
-  text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
+/** Adds a full stop, and a capital letter if the message begins with a word, not with a name. */
+export function toSentence(text) {
+  const sentence = /^[a-z]+ /.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
+  return /[.!?]$/.test(sentence) ? sentence : `${sentence}.`;
+}

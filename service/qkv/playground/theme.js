@@ -1,21 +1,21 @@
-// Light and dark: the system's choice, until somebody makes another.
+// Switches the light and the dark theme. The system's choice applies until the user selects one.
 
 const STORAGE_KEY = "qkv-theme";
 const system = matchMedia("(prefers-color-scheme: dark)");
 
-/** Whether the page is dark now. */
+/** True if the page shows the dark theme. */
 export function isDark() {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : system.matches;
 }
 
-/** Has a button change the theme; `onChange` is called when it has become another. */
+/** Makes a button switch the theme; calls `onChange` after each change of the theme. */
 export function listenToTheme(button, onChange) {
   const chosen = localStorage.getItem(STORAGE_KEY);
   if (chosen) document.documentElement.dataset.theme = chosen;
   const updateButton = () => {
     button.textContent = isDark() ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Change to the ${isDark() ? "light" : "dark"} theme`);
+    button.setAttribute("aria-label", `${isDark() ? "Light" : "Dark"} theme`);
   };
   const update = () => {
     updateButton();

@@ -1,4 +1,4 @@
-// How long the last calls took, and with what.
+// Lists the last requests with their times.
 
 import { formatTime, h } from "./dom.js";
 
@@ -11,10 +11,10 @@ const PARTS = [
 ];
 
 /**
- * The list of calls.
+ * Creates the list of requests.
  *
  * @param {HTMLElement} root
- * @returns {(call: {variant, what, timing, elapsedMs}) => void} called for each
+ * @returns {(call: {variant, what, timing, elapsedMs}) => void} adds one request
  */
 export function createTimingList(root) {
   const list = h("ol", { class: "calls", reversed: true });
@@ -55,7 +55,7 @@ function createItem({ variant, what, timing, elapsedMs }, longest) {
     h(
       "p",
       { class: "hint" },
-      `batch of ${timing.batch_size} · ${timing.device} · ${timing.backend} · ${formatTime(elapsedMs)} to here and back`,
+      `batch size ${timing.batch_size} · ${timing.device} · ${timing.backend} · ${formatTime(elapsedMs)} round trip`,
     ),
   );
 }

@@ -14,23 +14,23 @@ __all__ = ["Acceptor"]
 
 _log = logging.getLogger(__name__)
 
-_YIELD_S: Final = 0.002  # for workers with fewer connections to accept one first
-_RETRY_S: Final = 0.5  # after accept failed, for want of file descriptors
-# A client whose machine has vanished never closes: after a minute of silence it is probed, and
-# after six probes without a reply its connection is closed.
+_YIELD_S: Final = 0.002  # in which a worker with fewer connections can accept first
+_RETRY_S: Final = 0.5  # after accept failed, such as for lack of file descriptors
+# A client whose machine has vanished never closes its connection. The kernel probes it after a
+# minute of silence, and closes the connection after six probes without a reply.
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Acceptor:
     """Accepts one connection at a time.
 
-    Otherwise the worker that wakes first would accept the whole backlog, and the others idle.
+    Otherwise the worker that wakes first would accept the whole backlog, and the others would idle.
 
     Args:
-        listening: shared with the other workers; non-blocking.
-        worker: knows how many connections each worker has.
-        new_protocol: makes the protocol of a connection.
-        count_connections: returns how many this worker has.
+        listening: non-blocking socket that all workers share.
+        worker: state of this worker, with the connection counts of all workers.
+        new_protocol: creates the protocol of a connection.
+        count_connections: returns the number of this worker's connections.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Acceptor:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Begins to accept."""
+        """Starts accepting."""
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._on_connection)
 
@@ -58,7 +58,7 @@ class Acceptor:
             self._timer.cancel()
 
     def _on_connection(self) -> None:
-        """Accepts a pending connection; waits a moment if another worker has fewer connections."""
+        """Accepts a pending connection; first leaves it for 2 ms to a less loaded worker."""
         self._worker.set_connection_count(self._count_connections() + len(self._connecting))
         if self._worker.has_less_loaded_peer and not self._worker.shared_state.is_draining:
             self._pause(_YIELD_S)
@@ -70,7 +70,7 @@ class Acceptor:
         self._timer = self._loop.call_later(seconds, self._on_pause_end)
 
     def _on_pause_end(self) -> None:
-        """Accepts the connection, if no other worker has."""
+        """Accepts the connection unless another worker has accepted it."""
         self._timer = None
         self._loop.add_reader(self._listening, self._on_connection)
         self._accept()
@@ -81,7 +81,7 @@ class Acceptor:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # another worker was faster, or the client disconnected
         except OSError as error:
-            _log.error("no connection can be accepted: %s", error)
+            _log.error("cannot accept connections: %s", error)
             self._pause(_RETRY_S)
             return
         connection.setblocking(False)
@@ -98,7 +98,6 @@ def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if (
-            option := getattr(socket, name, None)
-        ) is not None:  # some systems lack some of the three
+        option = getattr(socket, name, None)
+        if option is not None:  # some systems lack some of the three
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,4 +1,7 @@
-"""Receives the rest of a body from the socket into its final buffer, without a copy between."""
+"""Receives the rest of a body from the socket directly into its final buffer.
+
+The HTTP protocol makes a `BodyReceiver` the protocol of its transport during a large body.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,37 @@ __all__ = ["BodyReceiver", "BodyReceiverConnection"]
 
 
 class BodyReceiverConnection(Protocol):
-    """A connection whose body is received."""
+    """The connection whose body is received."""
 
     def on_bytes(self, count: int) -> None:
-        """Called with the count of bytes received."""
+        """Handles a number of received bytes."""
 
     def on_complete(self) -> None:
-        """Called once the body is complete."""
+        """Handles the end of the body."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As a protocol's."""
+        """Handles the event as an asyncio protocol."""
 
     def eof_received(self) -> None:
-        """As a protocol's."""
+        """Handles the event as an asyncio protocol."""
 
     def pause_writing(self) -> None:
-        """As a protocol's."""
+        """Handles the event as an asyncio protocol."""
 
     def resume_writing(self) -> None:
-        """As a protocol's."""
+        """Handles the event as an asyncio protocol."""
 
 
 class BodyReceiver(asyncio.BufferedProtocol):
-    """A transport's protocol while only a body of a known length is received.
+    """Protocol of a transport while it receives a body of known length.
 
-    A parser would copy each piece twice: to `bytes`, and to the `bytes` of a body.
+    A parser would copy each piece twice: to `bytes`, and to the `bytes` of the body.
 
     Args:
-        connection: whose transport it is; gets all its other events.
-        buffer: to be filled, not empty.
-        done: resolved with whether it was; false: the client disconnected, or the receiver was
-            stopped. None: nothing waits for it.
+        connection: owns the transport; gets all other events of it.
+        buffer: the buffer to fill; not empty.
+        done: resolved with True once the buffer is full, or with False if the client disconnected
+            or the receiver was stopped. None: nothing awaits it.
     """
 
     def __init__(
@@ -57,15 +60,15 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
     @property
     def received(self) -> memoryview:
-        """The part of the body that was received."""
+        """The received part of the body."""
         return self._buffer[: self._filled_bytes]
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Returns the rest of the buffer: more is not read."""
+        """Returns the rest of the buffer, so that no more bytes are read."""
         return self._buffer[self._filled_bytes :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Counts bytes that were received."""
+        """Counts received bytes."""
         self._filled_bytes += nbytes
         self._connection.on_bytes(nbytes)
         if self._filled_bytes == len(self._buffer):
@@ -73,6 +76,6 @@ class BodyReceiver(asyncio.BufferedProtocol):
             self.end(True)
 
     def end(self, is_whole: bool) -> None:
-        """Resolves `done`, if something still waits for it."""
+        """Resolves `done` if it is still awaited."""
         if self._done is not None and not self._done.done():
             self._done.set_result(is_whole)

@@ -1,4 +1,7 @@
-"""Closes connections whose client sends or reads too slowly."""
+"""Closes connections whose client sends or reads too slowly, or that are idle.
+
+One `ConnectionTimeouts` checks all connections of a worker.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if sys.platform == "linux":
 
 __all__ = ["ConnectionTimeouts", "unsent_bytes"]
 
-_LINGER_S: Final = 2.0  # a client that still sends when its connection is closed sees no response
+_LINGER_S: Final = 2.0  # a client that sends while the connection closes would not see its response
 
 
 class _Checked(Protocol):
@@ -24,23 +27,23 @@ class _Checked(Protocol):
     loop: asyncio.AbstractEventLoop
 
     def check(self) -> None:
-        """Called once a period_s."""
+        """Checks the client; called once every `period_s`."""
 
 
 class ConnectionTimeouts:
-    """Checks all connections periodically, so that a request costs nothing.
+    """Checks all connections periodically, so that a request needs no timer.
 
     Counts checks, not seconds, so that a paused process does not time out all its connections.
 
     Args:
-        read_timeout_s: for a head, and for each 64 KiB of a body.
-        write_timeout_s: in which a client may read nothing of its responses.
+        read_timeout_s: seconds for a head, and for each 64 KiB of a body.
+        write_timeout_s: seconds in which a client may read nothing of its responses.
 
     Attributes:
-        period_s: between two checks.
-        read_checks: after which a client is too slow to send.
-        write_checks: after which a client is too slow to read.
-        linger_checks: after which a connection that was closed for writing is closed.
+        period_s: seconds between two checks.
+        read_checks: number of checks after which a client sends too slowly.
+        write_checks: number of checks after which a client reads too slowly.
+        linger_checks: number of checks after which a connection closed for writing is closed.
     """
 
     def __init__(self, read_timeout_s: float, write_timeout_s: float) -> None:
@@ -73,14 +76,14 @@ class ConnectionTimeouts:
 
 
 def unsent_bytes(transport: asyncio.Transport) -> int:
-    """Returns how many bytes the kernel's send buffer holds; 0 on other systems than Linux.
+    """Returns the number of bytes in the kernel's send buffer; 0 on systems other than Linux.
 
-    Its own count is needed (tcp(7), SIOCOUTQ): the kernel takes more only after a third of its
-    buffer of a few megabytes is free, which a slow reader needs long for.
+    Only this count (tcp(7), SIOCOUTQ) shows the progress of a slow reader. The kernel accepts more
+    bytes only after a third of its buffer of a few megabytes is free.
     """
     if sys.platform != "linux":
         return 0
     count = array("i", [0])
-    with suppress(OSError, ValueError):  # closed meanwhile
+    with suppress(OSError, ValueError):  # the connection is closed
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
     return count[0]

@@ -1,6 +1,6 @@
-"""uvicorn's HTTP/1.1 protocol with limits: sizes of headers and framing, read and write timeouts.
+"""uvicorn's HTTP/1.1 protocol with limits: sizes of head and framing, read and write timeouts.
 
-After an error the connection sends the responses that are due, an error response, and closes.
+After an error a connection sends the pending responses, then an error response, and closes.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = ["BODY", "NOTHING", "LimitedHttpProtocol", "path_of"]
 _log = logging.getLogger(__name__)
 
 _MAX_HEADERS: Final = 100
-_MAX_HEAD_BYTES: Final = 1 << 16  # of the URL and of names and values of headers
-_MAX_FRAMING_BYTES: Final = 1 << 20  # of a request other than its body: head, chunk sizes
-_MAX_IGNORED_BYTES: Final = 1 << 28  # of a body that arrive after the response, or are never read
-_PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body have to arrive within the read timeout
+_MAX_HEAD_BYTES: Final = 1 << 16  # URL, and names and values of headers
+_MAX_FRAMING_BYTES: Final = 1 << 20  # all of a request except its body: head, chunk sizes
+_MAX_IGNORED_BYTES: Final = 1 << 28  # body bytes that arrive after the response, or are not read
+_PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body must arrive within the read timeout
 
-HEAD, BODY, NOTHING = range(3)  # what the connection is reading
+HEAD, BODY, NOTHING = range(3)  # the part of a request that the connection reads
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection.
+    """The HTTP/1.1 protocol of one connection, with limits.
 
     Args:
-        config, server_state, app_state, _loop: as uvicorn's protocols take them.
-        timeouts: checks it periodically.
-        error_response: makes the response for an error at a path.
+        config, server_state, app_state, _loop: as in uvicorn's protocols.
+        timeouts: checks this connection periodically.
+        error_response: builds the response for an error at a path.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_lingering = False
         self._progress: tuple[Any, int] | None = None
         self._slow_checks = 0
-        self._is_idle = False  # headers alive, without a timer of uvicorn
+        self._is_idle = False  # waits for the next request without a timer of uvicorn
         self._idle_checks = 0
         self._current_cycle: RequestResponseCycle | None = None
         self._unsent_bytes = self._unread_checks = 0
@@ -98,8 +98,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _disconnect_cycle(self) -> None:
-        """Tells the request in progress that its client has disconnected; uvicorn tells the last
-        one received, which may be queued behind others."""
+        """Signals the disconnect to the running request. uvicorn signals it to the last received
+        request, which may be queued behind others."""
         if self._current_cycle is not None and not self._current_cycle.response_complete:
             self._current_cycle.disconnected = True
             self._current_cycle.message_event.set()
@@ -117,8 +117,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._feed(self._head_without_upgrade())
 
     def _feed(self, data: bytes | memoryview) -> int | None:
-        """Parses data; returns where a head ends that asks for an upgrade: it has to be parsed
-        again without."""
+        """Parses data. Returns the end of a head that requests an upgrade, which must be parsed
+        again without the upgrade."""
         self._chunk_bytes = len(data)
         self._framing_bytes += self._chunk_bytes
         try:
@@ -129,42 +129,46 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.close_with_error(self._error_from(error))
         else:
             if self._framing_bytes > _MAX_FRAMING_BYTES:
-                what = f"more than {_MAX_FRAMING_BYTES} bytes"
+                size = f"more than {_MAX_FRAMING_BYTES} bytes"
                 if self._reading == HEAD:
-                    self.close_with_error(HeadersTooLarge(f"the request's head has {what}"))
+                    self.close_with_error(HeadersTooLarge(f"the request's head has {size}"))
                 else:
                     self.close_with_error(
-                        PayloadTooLarge(f"of the request, {what} are no body; send larger chunks")
+                        PayloadTooLarge(
+                            f"the request has {size} beside its body; send larger chunks"
+                        )
                     )
         return None
 
     def on_message_begin(self) -> None:
-        self._reading, self._framing_bytes = HEAD, self._chunk_bytes  # at most
+        self._reading, self._framing_bytes = HEAD, self._chunk_bytes  # an upper bound
         super().on_message_begin()
 
     def check_head(self) -> bool:
-        """Checks a complete head; false: it asks for an upgrade, and is parsed again without.
+        """Checks a complete head. Returns False if it requests an upgrade: it is parsed again.
 
         Raises:
-            HeadersTooLarge, MalformedRequest: it is rejected; the parser stops.
+            HeadersTooLarge, MalformedRequest: the head is rejected; the parser stops.
         """
         names = [name for name, _ in self.headers]
         if len(names) > _MAX_HEADERS:
             raise HeadersTooLarge(
-                f"the request has {len(names)} headers; at most {_MAX_HEADERS} are read"
+                "the request has too many headers: "
+                f"got {len(names)}, expected at most {_MAX_HEADERS}"
             )
         if self._framing_bytes > _MAX_HEAD_BYTES:
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > _MAX_HEAD_BYTES:
                 raise HeadersTooLarge(
-                    f"the request's head has {size} bytes; at most {_MAX_HEAD_BYTES} are read"
+                    "the request's head is too large: "
+                    f"got {size} bytes, expected at most {_MAX_HEAD_BYTES}"
                 )
         hosts = names.count(b"host")
         if hosts != 1 and (hosts or self.parser.get_http_version() == "1.1"):
-            raise MalformedRequest(f"the request has {hosts} Host headers; it must have one")
+            raise MalformedRequest(f"the request needs one Host header: got {hosts}")
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise MalformedRequest("CONNECT asks for a proxy, and this is none")
+                raise MalformedRequest("CONNECT is not supported: this server is no proxy")
             self._is_upgrade = True
             return False
         return True
@@ -174,7 +178,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.url = _with_path(self.url)
         super().on_headers_complete()
         self._reading, self._ignored_bytes = BODY, 0
-        self.headers = []  # headers from now on are trailers, and not read
+        self.headers = []  # later headers are trailers, which are not read
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
@@ -182,18 +186,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def _ignore(self, size: int) -> None:
-        """Discards bytes that arrive after the response, up to a limit: a client that sends all
-        before it reads would see a broken connection otherwise."""
+        """Discards bytes that arrive after the response, up to a limit. Otherwise a client that
+        sends all before it reads would see a broken connection."""
         self._received_bytes += size if self._is_lingering else 0
         self._ignored_bytes += size
         if self._ignored_bytes > _MAX_IGNORED_BYTES:
             self.transport.close()
 
     def _close_after_response(self) -> None:
-        """Closes after a response, on a connection that is not headers alive."""
+        """Closes the connection after a response without keep-alive."""
         if self._reading == BODY:
             self.pipeline.clear()
-            self._last_response = b""  # the response was it
+            self._last_response = b""  # the response is sent already
             self._send_last_response()
         else:
             self.transport.close()
@@ -212,7 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._send_last_response()
 
     def _begin_idle(self) -> None:
-        """Counts a response that uvicorn knows nothing of, and begins to wait for a request."""
+        """Counts a response that bypassed uvicorn, and starts to wait for the next request."""
         self.server_state.total_requests += 1
         self._is_idle, self._idle_checks, self._progress = True, 0, None
 
@@ -226,7 +230,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def check(self) -> None:
-        """Closes the connection if its client is too slow; called once a period."""
+        """Closes the connection if its client is too slow; called once every period."""
         if self._is_not_read():
             self.abort()
             return
@@ -251,19 +255,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                     self.transport.close()  # there is no request to respond to
                     return
                 self.close_with_error(
-                    RequestTimeout("the rest of the request did not come in time")
+                    RequestTimeout("the rest of the request did not arrive in time")
                 )
         else:
             self._slow_checks = 0
 
     def abort(self) -> None:
-        """Closes at once: `close` would wait for the client to read."""
+        """Closes the connection at once; `close` would wait for the client to read."""
         self._disconnect_cycle()
         self.transport.abort()
 
     def _is_not_read(self) -> bool:
-        """Returns whether the client has read nothing for too long. Bytes that are added meanwhile
-        hide no progress: few are, until the buffer has drained."""
+        """Returns True if the client has read nothing for too long. Added bytes hide no progress:
+        few are added until the buffer has drained."""
         before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
         if self._unsent_bytes:
             self._unsent_bytes += unsent_bytes(self.transport)
@@ -273,7 +277,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return self._unread_checks >= self._timeouts.write_checks
 
     def _is_client_due(self) -> bool:
-        """Returns whether the client has to send something, and no timer of uvicorn runs."""
+        """Returns True if the client must send something, and no timer of uvicorn runs."""
         if self.flow.read_paused or self._last_response is not None:
             return False
         if self._reading != NOTHING:
@@ -282,13 +286,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return is_idle and self.timeout_keep_alive_task is None
 
     def _reset_parser(self) -> None:
-        """Begins to parse a new request."""
+        """Replaces the parser by a new one."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _head_without_upgrade(self) -> bytes:
-        """Returns the head that was parsed, without the upgrade; resets the parser, which has
-        stopped there."""
+        """Returns the parsed head without the upgrade; replaces the parser, which has stopped."""
         self._is_upgrade = False
         method, version = self.parser.get_method(), self.parser.get_http_version()
         self._reset_parser()
@@ -300,17 +303,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version.encode(), lines)
 
     def _error_from(self, error: httptools.HttpParserError) -> QkvError:
-        """Returns what was wrong where the parser stopped."""
+        """Returns the error that stopped the parser."""
         cause = error.__context__
         if isinstance(cause, QkvError):
             return cause
         if cause is None or isinstance(cause, httptools.HttpParserError | UnicodeError):
-            return MalformedRequest("this is no request of HTTP/1.1")
+            return MalformedRequest("malformed HTTP/1.1 request")
         _log.error("a connection failed", exc_info=cause)
-        return Internal("this is a fault of the service, and is logged")
+        return Internal("internal error; it was logged")
 
     def close_with_error(self, error: QkvError) -> None:
-        """Closes the connection with an error response, after the responses that are due."""
+        """Closes the connection with an error response, after the pending responses."""
         self._last_response, cycle = self._encode_error(error), self.cycle
         if self._reading == BODY and self.pipeline:
             self.pipeline.popleft()  # the last request: its body will not arrive
@@ -329,12 +332,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._send_last_response()
 
     def _send_last_response(self) -> None:
-        """Sends the error response, and closes once the client has read it, or soon."""
+        """Sends the error response; closes once the client has read it, or after two seconds."""
         assert self._last_response is not None
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
             self._is_lingering, self._slow_checks = True, 0
-            self.flow.resume_reading()  # bytes not read would reset the connection
+            self.flow.resume_reading()  # closing over unread bytes would reset the connection
             self.transport.write(self._last_response)
             self.transport.write_eof()
 
@@ -347,7 +350,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def path_of(url: bytes) -> str:
-    """Returns the path of a request target, or of the part of it that was received."""
+    """Returns the path of a request target, or of its received part."""
     if not url.startswith(b"/"):
         with suppress(httptools.HttpParserError):
             url = httptools.parse_url(url).path or b"/"
@@ -355,7 +358,7 @@ def path_of(url: bytes) -> str:
 
 
 def _with_path(url: bytes) -> bytes:
-    """Returns a target in absolute form with a path; none means "/" (RFC 9110, section 4.2.3)."""
+    """Returns an absolute-form target with a path; without one "/" (RFC 9110, section 4.2.3)."""
     parsed = httptools.parse_url(url)
     if parsed.path:
         return url

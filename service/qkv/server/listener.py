@@ -1,6 +1,6 @@
 """The listening socket: binds it, and stops accepting without resetting connections.
 
-Workers accept from it; the functions here are the supervisor's.
+The supervisor calls these functions; the workers accept from the socket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qkv.wire import json
 __all__ = ["has_pending", "listen", "reject_pending", "stop_accepting"]
 
 _BACKLOG: Final = 2048
-_MAX_REJECTED: Final = 64  # in one call: clients may reconnect at once, for ever
+_MAX_REJECTED: Final = 64  # per call, since clients may reconnect at once for ever
 _SO_ATTACH_FILTER: Final = 26  # of Linux's asm-generic/socket.h; Python has no name for it
 
 
@@ -29,14 +29,16 @@ def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket.
 
     Raises:
-        click.ClickException: it cannot listen on this address.
+        click.ClickException: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a name, such as "a..b"
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name, such as "a..b"
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        reason = (reason or "").partition(" (while attempting")[0]  # the address, once more
+        reason = (reason or "").partition(" (while attempting")[
+            0
+        ]  # omits the address, which the message has
         where = f"[{host}]" if family == socket.AF_INET6 else host
         raise click.ClickException(f"cannot listen on {where}:{port}: {reason}") from None
 
@@ -44,10 +46,10 @@ def listen(host: str, port: int) -> socket.socket:
 def stop_accepting(listening: socket.socket) -> None:
     """Drops new SYNs; connections already in the backlog can still be accepted.
 
-    Closing a socket resets the connections in its backlog, and emptying the backlog first leaves a
-    gap between the two. A packet filter that drops everything (socket(7), SO_ATTACH_FILTER) closes
-    the gap: a SYN is not answered, and when it is repeated, a second later, the socket is closed
-    and refuses it. On other systems than Linux the gap stays.
+    Closing a socket resets the connections in its backlog; emptying the backlog first leaves a gap
+    before the close. A packet filter that drops everything (socket(7), SO_ATTACH_FILTER) closes the
+    gap. The kernel ignores a SYN; its repetition a second later meets a closed socket, which
+    refuses it. On systems other than Linux the gap stays.
     """
     if sys.platform == "linux":
         drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
@@ -57,12 +59,12 @@ def stop_accepting(listening: socket.socket) -> None:
 
 
 def has_pending(listening: socket.socket) -> bool:
-    """Returns whether a connection is in the backlog."""
+    """Returns True if a connection is in the backlog."""
     return bool(select.select([listening], [], [], 0)[0])
 
 
 def reject_pending(listening: socket.socket, detail: str) -> None:
-    """Accepts the connections in the backlog, and responds with 503: no worker does so any more."""
+    """Accepts the connections in the backlog and responds with 503, in place of the workers."""
     response = _encode_503(detail)
     listening.setblocking(False)
     with contextlib.suppress(BlockingIOError):

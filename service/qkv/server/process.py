@@ -1,4 +1,7 @@
-"""Settings of an operating system process: usable CPUs, and glibc's malloc."""
+"""Settings of an operating system process: usable CPUs, and glibc's malloc.
+
+The supervisor uses both functions before it forks.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,29 @@ _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 _ARENA_MAX: Final = -8
 
-_MAX_HEAP_BLOCK_BYTES: Final = 32 << 20  # glibc takes no larger threshold
+_MAX_HEAP_BLOCK_BYTES: Final = 32 << 20  # the largest threshold that glibc accepts
 _MAX_FREE_BYTES: Final = 16 << 20  # at the heap's end
 
 
 def usable_cpus() -> int:
-    """Returns how many CPUs this process may use, by affinity and by the cgroup's quota."""
+    """Returns the number of CPUs that affinity and cgroup quota allow this process."""
     if not hasattr(os, "sched_getaffinity"):  # not on Linux
         return os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/cpu.max") as file:  # cgroup v2; "max 100000": no quota
+        with open("/sys/fs/cgroup/cpu.max") as file:  # cgroup v2; "max 100000" means no quota
             quota, period = file.read().split()
         allowed = min(allowed, max(1, round(int(quota) / int(period))))
     return allowed
 
 
 def limit_malloc_arenas() -> bool:
-    """Limits this process and its forks to one malloc arena; false where malloc is not glibc's.
+    """Limits this process and its forks to one malloc arena; returns False without glibc.
 
-    By default glibc makes an arena for each thread. Bodies and responses are built in whichever
-    thread is free, so each arena grows to the largest of them and stays so: most of a worker's
-    memory was free (docs/soak.md has the figures). Setting the thresholds stops glibc from
-    adapting them; with these values calls take as long as before.
+    By default glibc creates an arena for each thread. Any free thread builds bodies and responses,
+    so each arena grows to the largest of them and keeps that size: most of a worker's memory was
+    unused (docs/soak.md has the figures). Setting the thresholds stops glibc from adapting them;
+    with these values calls take as long as before.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

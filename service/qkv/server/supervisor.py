@@ -1,6 +1,6 @@
 """Supervisor process: binds the socket, forks, restarts and drains the workers.
 
-If workers share one device process, the supervisor forks that too. It imports torch and starts no
+The supervisor also forks the device process, if there is one. It imports torch and starts no
 thread, so that a forked worker is ready within a fraction of a second. Entry point: `serve`.
 """
 
@@ -44,9 +44,10 @@ curl {url}/v1/attention/softmax --json \
 '{{"inputs": {{"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}}}'"""
 
 _POLL_INTERVAL_S: Final = 0.05
-_STUCK_POLLS: Final = 20  # consecutive polls with every worker stuck, before 503: after the whole
-# service was suspended, all heartbeats are late for a moment
-_BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections still in the backlog
+# Consecutive polls with every worker stuck before the supervisor responds with 503: after the whole
+# service was suspended, all heartbeats are late for a moment.
+_STUCK_POLLS: Final = 20
+_BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections in the backlog
 _EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -73,7 +74,7 @@ def serve(settings: Settings) -> int:
 
 
 def _load_tracing(settings: Settings) -> None:
-    """Imports OpenTelemetry before the fork, if the environment asks for traces."""
+    """Imports OpenTelemetry before the fork, if the environment enables traces."""
     try:
         if settings.traces:
             import_module("qkv.telemetry.tracing")
@@ -81,8 +82,8 @@ def _load_tracing(settings: Settings) -> None:
         raise click.ClickException(str(error)) from None
     except ModuleNotFoundError as error:
         raise click.ClickException(
-            f"OTEL_* in the environment asks for traces, and {error.name} is not installed: "
-            "pip install 'qkv[tracing]', or set OTEL_SDK_DISABLED=true"
+            f"OTEL_* in the environment enables traces, but {error.name} is not installed: "
+            "pip install '.[tracing]', or set OTEL_SDK_DISABLED=true"
         ) from None
 
 
@@ -91,7 +92,7 @@ def _new_shared_memory(regions: int, size: int) -> SharedMemory:
         return SharedMemory(regions, size)
     except OSError as error:
         raise click.ClickException(
-            f"{regions} times QKV_MAX_QUEUE_BYTES of memory to share cannot be had: "
+            f"cannot allocate shared memory of {regions} times QKV_MAX_QUEUE_BYTES: "
             f"{error.strerror}"
         ) from None
 
@@ -100,11 +101,11 @@ class Supervisor:
     """Forks, monitors and restarts the workers, and the device process if there is one.
 
     Args:
-        settings: of the service.
-        listening: the socket that all workers accept from.
-        state: shared by all processes.
+        settings: settings of the service.
+        listening: socket that all workers accept from.
+        state: state shared by all processes.
         device_type: "cpu" or "cuda".
-        shared_memory: between the workers and the device process; None: each worker has an engine.
+        shared_memory: memory of workers and device process; None: each worker has an engine.
     """
 
     def __init__(
@@ -124,15 +125,15 @@ class Supervisor:
         self._indices: dict[int, int] = {}  # index in the shared state, by process id
         self._started_at: list[float] = [0.0] * len(state.processes)
         self._signal_count = 0
-        # no process writes to it: a child reads end of file once the supervisor has exited
+        # no process writes to it; a child reads end of file once the supervisor has exited
         self._parent_alive_pipe = os.pipe()
 
     def run(self) -> int:
-        """Serves; returns the exit status."""
+        """Serves until a stop signal; returns the exit status."""
         for s in _STOP_SIGNALS:
             signal.signal(s, self._on_signal)
-        # A full collection would take each worker a fifth of a second, and copy every page that the
-        # processes share.
+        # A full collection would take a fifth of a second in each worker, and copy every page that
+        # the processes share.
         gc.collect()
         gc.freeze()
         for index in reversed(self._state.processes):  # workers wait for the device process
@@ -152,7 +153,7 @@ class Supervisor:
                 else 0
             )
             if stuck_polls > _STUCK_POLLS:
-                listener.reject_pending(self._listening, "every worker hangs")
+                listener.reject_pending(self._listening, "every worker is stuck")
             time.sleep(_POLL_INTERVAL_S)
         return self._drain()
 
@@ -179,9 +180,8 @@ class Supervisor:
         status, errors = 1, StderrHandler()
         try:
             errors.start()
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # Ctrl-C reaches all; the supervisor decides
+            # Ctrl-C reaches all processes; only the supervisor reacts to it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
             os.close(self._parent_alive_pipe[1])
@@ -215,9 +215,9 @@ class Supervisor:
         return run_worker(settings, self._listening, worker, remote, parent_alive_fd)
 
     def _restart(self, index: int) -> None:
-        """Starts a process again; one that exits at once is restarted at most once a second."""
+        """Restarts a process, at most once a second."""
         lived_s = time.monotonic() - self._started_at[index]
-        _print_line(f"{self._name(index)} ended after {lived_s:.1f} s; starting another")
+        _print_line(f"{self._name(index)} exited after {lived_s:.1f} s; restarting it")
         if lived_s < 1:
             time.sleep(1 - lived_s)
         self._start(index)
@@ -243,8 +243,8 @@ class Supervisor:
     def _drain(self) -> int:
         """Stops the service gracefully; returns the exit status.
 
-        New connections are first accepted and answered with 503. Then new SYNs are dropped, and
-        the workers accept what is in the backlog, so that closing the socket resets nothing.
+        First the workers accept new connections and respond with 503. Then the kernel drops new
+        SYNs, and the workers accept the backlog, so that closing the socket resets no connection.
         """
         self._state.drain()
         time.sleep(DRAIN_NOTICE_S)
@@ -255,9 +255,8 @@ class Supervisor:
         ):
             self._collect_exited()
             time.sleep(_POLL_INTERVAL_S)
-        listener.reject_pending(
-            self._listening, "the service is stopping"
-        )  # what no worker accepted
+        # connections that no worker has accepted
+        listener.reject_pending(self._listening, "the service is stopping")
         self._listening.close()
         deadline = time.monotonic() + DRAIN_NOTICE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
         workers = range(len(self._state))
@@ -273,7 +272,7 @@ class Supervisor:
         return 1 if remaining_count else 0
 
     def _give_up(self) -> int:
-        _print_line("a worker ended before it was ready; giving up")
+        _print_line("a process exited before it was ready; the service stops")
         self._kill_all()
         return 1
 
@@ -291,16 +290,16 @@ class Supervisor:
 
 
 def _print_line(text: str) -> None:
-    """Writes to stderr; never fails or blocks if its reader is gone or slow, or the disk full."""
+    """Writes to stderr; never fails or blocks because of a slow reader or a full disk."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             click.echo(text, err=True)
 
 
 def _find_device_type(name: str) -> str:
-    """Returns the device type that workers will pick.
+    """Returns the device type that the workers will use.
 
-    Asks in a forked process: once the supervisor had initialised CUDA, its children could not.
+    A forked process finds it: if the supervisor initialised CUDA, its children could not use it.
 
     Raises:
         click.ClickException: torch finds no such device.
@@ -315,5 +314,5 @@ def _find_device_type(name: str) -> str:
         found = pipe.read().decode()
     os.waitpid(pid, 0)
     if not found:
-        raise click.ClickException(f"QKV_DEVICE is {name}, and torch finds no such device")
+        raise click.ClickException(f"QKV_DEVICE is {name}, but torch finds no such device")
     return found

@@ -1,6 +1,6 @@
 """Worker process: uvicorn, with the API on the socket that all workers share.
 
-`new_uvicorn_config` is what any uvicorn server of the API needs; `run_worker` runs a forked worker.
+`run_worker` runs a forked worker. `new_uvicorn_config` configures any uvicorn server of the API.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qkv.telemetry.worker_state import WorkerState
 __all__ = ["DRAIN_NOTICE_S", "WorkerServer", "new_uvicorn_config", "run_worker"]
 
 DRAIN_NOTICE_S: Final = 0.3
-"""Seconds after the drain begins in which new requests are still accepted and answered with 503."""
+"""Seconds after the start of the drain in which new requests are accepted and get 503."""
 
 
 def run_worker(
@@ -45,10 +45,10 @@ def run_worker(
     """Runs a worker process from fork to exit.
 
     Args:
-        settings: of the service.
-        listening: the socket that all workers accept from.
+        settings: settings of the service.
+        listening: socket that all workers accept from.
         worker: this process's part of the shared state.
-        remote: the device process's engine; None: the worker makes an engine of its own.
+        remote: engine that uses the device process; None: the worker creates an engine.
         parent_alive_fd: reads end of file once the supervisor has exited.
 
     Returns:
@@ -62,7 +62,7 @@ def run_worker(
 
 
 def new_uvicorn_config(app: FastAPI) -> uvicorn.Config:
-    """Returns how uvicorn serves an application of `create_app`."""
+    """Returns uvicorn's configuration for an application of `create_app`."""
     runtime: Runtime = app.state.runtime
     return uvicorn.Config(
         app.state.asgi,
@@ -79,9 +79,9 @@ def new_uvicorn_config(app: FastAPI) -> uvicorn.Config:
 
 
 def _new_protocol_factory(runtime: Runtime) -> Callable[..., FastPathProtocol]:
-    """Returns what makes the protocol of a connection."""
+    """Returns the factory of connection protocols."""
     settings, worker = runtime.settings, runtime.worker
-    # on a single CPU busy polling would take the client's time
+    # on a single CPU busy polling would take CPU time from the client
     poll_s = settings.busy_poll_us / 1e6 if usable_cpus() > 1 else 0.0
     return partial(
         FastPathProtocol,
@@ -98,13 +98,13 @@ def _new_protocol_factory(runtime: Runtime) -> Callable[..., FastPathProtocol]:
 
 
 class WorkerServer(uvicorn.Server):
-    """uvicorn in a worker: marks it ready, and rejects requests for a moment before it closes.
+    """uvicorn in a worker: marks it ready, and rejects requests for 0.3 s before it closes.
 
     Args:
-        config: of `new_uvicorn_config`.
+        config: as `new_uvicorn_config` returns it.
         worker: this process's part of the shared state.
         parent_alive_fd: reads end of file once the supervisor has exited.
-        failed: set once the device has failed for good; then the server exits.
+        failed: set once the device has failed permanently; then the server exits.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class WorkerServer(uvicorn.Server):
         self._failed = failed
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # uvicorn accepts nothing itself: the acceptor does
+        await super().startup([])  # the acceptor accepts connections, not uvicorn
         assert sockets is not None
         (listening,) = sockets
         connections = self.server_state.connections
@@ -132,7 +132,7 @@ class WorkerServer(uvicorn.Server):
         self._worker.set_ready(True)
 
     async def on_tick(self, counter: int) -> bool:
-        """Returns whether to exit: if uvicorn says so, or the device has failed for good."""
+        """Returns True if the server must exit: by uvicorn, or if the device has failed."""
         return self._failed.is_set() or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -149,15 +149,15 @@ class WorkerServer(uvicorn.Server):
         return protocol
 
     def _on_supervisor_exit(self) -> None:
-        """Exits too: nothing would restart or stop this worker."""
+        """Stops this worker: without the supervisor nothing would stop or restart it."""
         asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
         self._worker.shared_state.drain()
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles SIGTERM. uvicorn would raise the signal again after a clean stop, and the worker
-        would exit as if it had failed."""
+        """Handles SIGTERM. uvicorn would raise the signal again after a clean stop, so that the
+        worker would exit as if it had failed."""
         before = signal.signal(signal.SIGTERM, self.handle_exit)
         try:
             yield

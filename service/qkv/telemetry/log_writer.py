@@ -18,10 +18,10 @@ from typing import Final
 __all__ = ["BackgroundWriter", "StderrHandler"]
 
 _MAX_QUEUED_BYTES: Final = 1 << 23
-_CHUNK_BYTES: Final = 4096  # PIPE_BUF: writes of several processes to one pipe do not mix up to it
-_STOP_TIMEOUT_S: Final = 2.0  # for what is queued at the end
+_CHUNK_BYTES: Final = 4096  # PIPE_BUF: smaller writes of several processes to one pipe do not mix
+_STOP_TIMEOUT_S: Final = 2.0  # to write the queue at the end
 
-# A terminal obeys some of them, and a line ends at others; messages may hold a client's text.
+# Messages may contain a client's text. Terminals obey some of these characters; others end a line.
 _CONTROLS: Final = {
     code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
 }
@@ -29,16 +29,17 @@ _ESCAPES: Final = {code: text for code, text in _CONTROLS.items() if chr(code) n
 
 
 class BackgroundWriter:
-    """Writes lines from its own thread, many at a time. Lines that find no room in the queue, or
-    cannot be written, are dropped and counted.
+    """Writes lines from its own thread, many at a time.
+
+    Drops and counts lines when the queue is full or writing fails.
 
     Args:
-        file: the descriptor.
-        on_drop: called with how many more were dropped, by one thread at a time.
+        file: file descriptor.
+        on_drop: called with the number of newly dropped lines, by one thread at a time.
         interval_s: seconds for which the thread waits for more lines.
 
     Attributes:
-        dropped_count: how many were dropped.
+        dropped_count: number of dropped lines.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class BackgroundWriter:
     ) -> None:
         self._file, self._on_drop, self._interval_s = file, on_drop, interval_s
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # a thread that adds a line may be interrupted to add one
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a signal handler may log while its thread adds a line
         self._free_bytes, self.dropped_count = _MAX_QUEUED_BYTES, 0
-        self._is_mid_line = False  # what was written last ends inside a line
+        self._is_mid_line = False  # the last write ended inside a line
         self._thread = threading.Thread(target=self._run, name="qkv-lines", daemon=True)
 
     def start(self) -> None:
@@ -56,7 +59,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def add(self, line: bytes) -> bool:
-        """Queues a line, its line end included; returns False if there is no room for it."""
+        """Queues a line with its line end; returns False if the queue is full."""
         with self._lock:
             if len(line) > self._free_bytes:
                 self._drop(1)
@@ -66,7 +69,7 @@ class BackgroundWriter:
             return True
 
     def stop(self) -> None:
-        """Writes what is queued, within two seconds."""
+        """Writes the queued lines within two seconds, then stops the thread."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(_STOP_TIMEOUT_S)
@@ -90,7 +93,7 @@ class BackgroundWriter:
                     self._free_bytes += sum(map(len, chunk))
 
     def _write(self, lines: list[bytes]) -> None:
-        """Writes lines together; ends the line before them first, if it broke off."""
+        """Writes lines in one piece; first ends the previous line if it is incomplete."""
         start = b"\n" if self._is_mid_line else b""
         text = start + b"".join(lines)
         written_bytes = self._write_all(text)
@@ -101,41 +104,43 @@ class BackgroundWriter:
             self._drop(lost)
 
     def _write_all(self, text: bytes) -> int:
-        """Writes as much as it can; returns how many bytes that is."""
+        """Writes as many bytes as possible; returns their number."""
         rest = text
         while rest:
             try:
                 rest = rest[os.write(self._file, rest) :]
-            except BlockingIOError:  # another process that has the file made it non-blocking
+            except BlockingIOError:  # another process has made the file non-blocking
                 select.select([], [self._file], [])
-            except OSError:  # nobody reads any more, or a disk is full: that may pass
+            except OSError:  # no reader, or a full disk: either may be temporary
                 break
         return len(text) - len(rest)
 
 
 class StderrHandler(logging.Handler):
-    """Writes log records from WARNING on to standard error, through a `BackgroundWriter`. The next
-    record says how many were dropped before it."""
+    """Writes log records of level WARNING and above to standard error, by a `BackgroundWriter`.
+
+    The first record after a loss begins with the number of dropped messages.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._writer = BackgroundWriter(2)
-        self._reported_count = 0  # of those that were dropped
+        self._reported_count = 0  # dropped messages reported so far
 
     def start(self) -> None:
-        """Handles the records of all loggers of the process, and what `warnings` warns of."""
+        """Starts to handle the records of all loggers of the process, and Python warnings."""
         self._writer.start()
         logging.captureWarnings(True)
         logging.getLogger().addHandler(self)
 
     def stop(self) -> None:
-        """Writes what is queued, within two seconds."""
+        """Stops handling records; writes the queued ones within two seconds."""
         logging.getLogger().removeHandler(self)
         logging.captureWarnings(False)
         self._writer.stop()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by a logger."""
+        """Queues a record; loggers call it."""
         try:
             text = self.format(record).translate(_ESCAPES)
         except Exception:
@@ -144,13 +149,13 @@ class StderrHandler(logging.Handler):
         dropped_count = self._writer.dropped_count
         if dropped_count > self._reported_count:
             unreported = dropped_count - self._reported_count
-            text = f"({unreported} messages before this were dropped)\n{text}"
+            text = f"({unreported} earlier messages were dropped)\n{text}"
         if self._writer.add(f"{text}\n".encode(errors="backslashreplace")):
             self._reported_count = dropped_count
 
 
 def _split_chunks(lines: list[bytes]) -> Iterator[list[bytes]]:
-    """Groups whole lines into chunks that are written in one piece."""
+    """Groups whole lines into chunks; each chunk is written in one piece."""
     chunk: list[bytes] = []
     size = 0
     for line in lines:

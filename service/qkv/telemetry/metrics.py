@@ -1,8 +1,8 @@
 """Request counters and histograms of all processes in shared memory, for Prometheus.
 
-Each worker writes its own row, on its event loop alone; the worker that serves GET /metrics sums
-them. Rows outlive their workers, so that no sum ever falls. Batches are counted in `model_stats`,
-by the process that has the device.
+Each worker writes its own row, on its event loop only; the worker that serves GET /metrics sums all
+rows. Rows outlive their workers, so that no sum decreases. `model_stats` counts batches, in the
+process that has the device.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ BUCKETS: Final = (
     *(1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Seconds, upper bounds: from a tiny attention to the longest that anybody waits for."""
+"""Upper bounds of the histogram buckets, in seconds: from a tiny job to the longest waits."""
 
 HISTOGRAMS: Final = ("request_duration", "queue_wait", "compute")
 """The histograms of each variant."""
 
 OUTCOMES: Final = ("ok", *sorted({kind.name for kind in QkvError.__subclasses__()}))
-"""Of requests: answered, or the name of the problem."""
+"""Outcomes of a request: "ok", or the name of the problem."""
 
 UNKNOWN: Final = "unknown"
-"""In place of a variant that does not exist: whatever callers think of makes no new series."""
+"""Label in place of a variant that does not exist: a client's text must not create a series."""
 OTHER: Final = "other"
-"""In place of one where nothing is to run."""
+"""Label of requests that run no variant."""
 
 _TOTALS: Final = ("request_body_bytes", "response_body_bytes", "log_lines_dropped")
 
 
 class Usage(NamedTuple):
-    """What is queued for a process's device, and its use of the device's memory."""
+    """Queue of a process's engine, and its use of the device's memory."""
 
     queued_count: int = 0
     queued_bytes: int = 0
@@ -59,11 +59,11 @@ class Usage(NamedTuple):
 
 
 class SharedMetrics:
-    """The counts of so many processes, made before they are forked.
+    """The counts of all processes, in shared memory; create it before the fork.
 
     Args:
-        variants: the names there are.
-        processes: how many count.
+        variants: names of the variants.
+        processes: number of processes that count.
     """
 
     def __init__(self, variants: Sequence[str], processes: int) -> None:
@@ -94,7 +94,7 @@ class SharedMetrics:
 
     @property
     def requests(self) -> dict[str, dict[str, float]]:
-        """How many requests had each outcome, by variant; UNKNOWN and OTHER too."""
+        """The number of requests with each outcome, by variant, with UNKNOWN and OTHER."""
         names = (*self.variants, UNKNOWN, OTHER)
         rows = self._requests.sum(0).tolist()
         return {
@@ -109,12 +109,12 @@ class SharedMetrics:
 
     @property
     def totals(self) -> dict[str, float]:
-        """All else that is counted, by name."""
+        """The other counters, by name."""
         return dict(zip(_TOTALS, self._totals.sum(0).tolist(), strict=True))
 
 
 class MetricsRecorder:
-    """Counts the requests of one process; for its event loop alone, except
+    """Counts the requests of one process; only its event loop may call it, except for
     `add_dropped_log_lines`."""
 
     def __init__(
@@ -127,7 +127,7 @@ class MetricsRecorder:
         self._outcomes = {name: place for place, name in enumerate(OUTCOMES)}
 
     def record_run(self, variant: str, queue_s: float, compute_s: float) -> None:
-        """Counts a run: the seconds that it was queued, and those of the call that ran it."""
+        """Counts a run: its seconds in the queue, and the seconds of the call that ran it."""
         _, queue, compute = self._histograms[variant]
         queue[bisect_left(BUCKETS, queue_s)] += 1
         queue[-1] += queue_s
@@ -140,8 +140,8 @@ class MetricsRecorder:
         Args:
             variant: its name, UNKNOWN or OTHER.
             outcome: one of OUTCOMES.
-            seconds: since the request's headers were received.
-            body_bytes: of the response.
+            seconds: seconds since the request's headers were received.
+            body_bytes: size of the response's body.
         """
         self._requests[variant][self._outcomes[outcome]] += 1
         self._totals[1] += body_bytes
@@ -155,7 +155,7 @@ class MetricsRecorder:
         self._totals[0] += count
 
     def add_dropped_log_lines(self, count: int) -> None:
-        """Counts dropped lines of the request log; called by one thread at a time, any of them."""
+        """Counts dropped lines of the request log; any thread may call it, one at a time."""
         self._totals[2] += count
 
     def has_variant(self, variant: str) -> bool:
@@ -164,6 +164,6 @@ class MetricsRecorder:
 
 
 def float64_view(row: np.ndarray) -> memoryview[float]:
-    """Returns a view of float64 numbers: an increment is a store of eight bytes, which no reader
-    sees half of, and quicker than an array's."""
+    """Returns a view of float64 numbers. An increment is a store of eight bytes, which no reader
+    sees in part, and is faster than in an array."""
     return row.data.cast("B").cast("d")

@@ -1,7 +1,7 @@
 """The loaded flag and the statistics of each model, in shared memory.
 
-A model is what the Open Inference Protocol calls a variant. Each worker writes its own counts,
-which outlive it, and reads the sum of all.
+The Open Inference Protocol calls a variant a model. Each worker writes its own counts, which
+outlive it, and reads the sum of all.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from qkv.telemetry.metrics import float64_view
 
 __all__ = ["ModelStats", "ModelStatsRecorder"]
 
-# Triton's names, in docs/protocol/extension_statistics.md; of each a count and nanoseconds
+# Triton's names (docs/protocol/extension_statistics.md); each has a count and nanoseconds
 _STAGES: Final = ("compute_input", "compute_infer", "compute_output")
-_SHARED: Final = 3  # behind last_inference, and of what failed how many and seconds
+_SHARED: Final = 3  # index after last_inference, and the count and seconds of failures
 _HEAD: Final = _SHARED + len(_STAGES)
-_PER_SIZE: Final = 3 + len(_STAGES)  # of batches of one size: how many, success and queue, stages
+_PER_SIZE: Final = 3 + len(
+    _STAGES
+)  # for each batch size: count, seconds of success, queue and stages
 
 
 class ModelStats:
-    """All models, in memory that is shared with forks.
+    """Loaded flags and statistics of all models; create it before the fork.
 
     Args:
-        names: of the models.
-        workers: how many processes count.
-        max_batch_size: most requests in a batch.
+        names: names of the models.
+        workers: number of processes that count.
+        max_batch_size: limit of requests in a batch.
     """
 
     def __init__(self, names: Sequence[str], workers: int, max_batch_size: int) -> None:
@@ -46,7 +48,7 @@ class ModelStats:
 
     @property
     def names(self) -> list[str]:
-        """Every model, loaded or not."""
+        """The names of all models, loaded or not."""
         return list(self._indices)
 
     def is_loaded(self, name: str) -> bool:
@@ -54,7 +56,7 @@ class ModelStats:
         return not self._unloaded[self._indices[name]]
 
     def load(self, name: str, *, loaded: bool = True) -> None:
-        """Loads or unloads the model, in every worker."""
+        """Loads or unloads the model in all workers."""
         self._unloaded[self._indices[name]] = not loaded
 
     def recorder(self, worker: int) -> ModelStatsRecorder:
@@ -62,8 +64,9 @@ class ModelStats:
         return ModelStatsRecorder(self._indices, self._counts[worker])
 
     def statistics(self, name: str) -> dict[str, Any]:
-        """The model's statistics, summed over all workers, as Triton's statistics extension has
-        them: times in nanoseconds, and in milliseconds since 1970 that of the last inference."""
+        """Returns the model's statistics, summed over all workers, in the form of Triton's
+        statistics extension: durations in nanoseconds, and the time of the last inference in
+        milliseconds since 1970."""
         counts = self._counts[:, self._indices[name]]
         total = counts.sum(0)
         sizes = total[_HEAD:].reshape(-1, _PER_SIZE)
@@ -90,7 +93,7 @@ class ModelStats:
 
 
 class ModelStatsRecorder:
-    """Counts the jobs of one process; safe across its threads."""
+    """Records the jobs of one process; safe across its threads."""
 
     def __init__(self, indices: dict[str, int], counts: np.ndarray) -> None:
         self._rows = {name: float64_view(counts[index]) for name, index in indices.items()}
@@ -105,16 +108,16 @@ class ModelStatsRecorder:
         batch_s: Sequence[float],
         shared_s: Sequence[float] = (),
     ) -> None:
-        """Counts a batch.
+        """Records a batch.
 
         Args:
-            name: the model's.
-            size: how many requests it was.
-            total_s: seconds since they were submitted, summed over all.
-            queue_s: seconds that they were queued, summed over all.
+            name: name of the model.
+            size: number of requests.
+            total_s: seconds since their submission, summed over all.
+            queue_s: seconds in the queue, summed over all.
             batch_s: seconds of loading, computing and splitting, of the whole batch.
-            shared_s: what these come to beyond that, if each request counts for itself what it
-                shared with others; none: nothing.
+            shared_s: seconds to add to `batch_s` for the sum over requests, if each request counts
+                the shared seconds as its own; empty: none.
         """
         row, at = self._rows[name], _HEAD + _PER_SIZE * (size - 1)
         load_s, compute_s, split_s = batch_s
@@ -130,11 +133,11 @@ class ModelStatsRecorder:
                 row[index] += seconds
 
     def record_failure(self, name: str, total_s: float) -> None:
-        """Counts a queued request that failed or expired.
+        """Records a queued request that failed or expired.
 
         Args:
-            name: the model's.
-            total_s: seconds since it was submitted.
+            name: name of the model.
+            total_s: seconds since its submission.
         """
         row = self._rows[name]
         with self._lock:

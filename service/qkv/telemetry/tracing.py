@@ -1,7 +1,7 @@
-"""Traces: a span of each request, sent to whatever collects them with OpenTelemetry's protocol.
+"""Traces: a span of each request, sent to a collector with OpenTelemetry's protocol (OTLP).
 
-The names are those of OpenTelemetry's conventions for HTTP servers. To be imported only where
-traces are asked for: what it needs comes with the extra `tracing`, and takes a while.
+Names follow OpenTelemetry's conventions for HTTP servers. Import it only if traces are enabled: it
+needs the extra `tracing`, and its import is slow. Entry point: `Traces`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from qkv.version import __version__
 
 __all__ = ["Traces"]
 
-_STOP_TIMEOUT_S: Final = 5.0  # for what is left, when the service ends
+_STOP_TIMEOUT_S: Final = 5.0  # to send the remaining spans when the service stops
 _METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"))
 _OTHER: Final = "_OTHER"
-_MAX_ATTRIBUTE_LENGTH: Final = 512  # characters that a span has of what a caller says
-_MAX_CONTEXT_LENGTH: Final = 1024  # characters; W3C's Trace Context, section 3.3.1.5, asks for 512
-_NAMES: Final = {  # of what the log has of a request, as spans have it
+_MAX_ATTRIBUTE_LENGTH: Final = 512  # characters of a client's text in a span
+_MAX_CONTEXT_LENGTH: Final = 1024  # characters; W3C Trace Context, section 3.3.1.5, requires 512
+_NAMES: Final = {  # attribute of a span by field of the request log
     "status": "http.response.status_code",
     "path": "url.path",
     "bytes_in": "http.request.body.size",
@@ -45,20 +45,22 @@ _NAMES: Final = {  # of what the log has of a request, as spans have it
 
 
 class Traces:
-    """The traces of one process. The standard's environment variables (OTEL_*) say where they go,
-    which are kept and how long they wait to be sent."""
+    """Sends the traces of one process. OpenTelemetry's environment variables (OTEL_*) set the
+    destination, the sampling and the interval."""
 
     def __init__(self) -> None:
         named = Resource({"service.name": "qkv", "service.version": __version__})
-        named = named.merge(OTELResourceDetector().detect())  # what an operator says goes before
+        named = named.merge(
+            OTELResourceDetector().detect()
+        )  # the operator's values take precedence
         self._provider = TracerProvider(
             resource=Resource.create(dict(named.attributes)), shutdown_on_exit=False
         )
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("qkv", __version__)
         fields = {name.lower().encode() for name in propagate.get_global_textmap().fields}
-        self._read = fields - {b"baggage"}  # nobody here would look into it
-        # its warnings are in a stranger's words
+        self._read = fields - {b"baggage"}  # the service does not use it
+        # its warnings repeat a client's text
         logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
     def add(
@@ -68,16 +70,16 @@ class Traces:
         seconds: float,
         route: str | None,
     ) -> str | None:
-        """Sends a request that ends now, soon, from its own thread.
+        """Queues the span of a request that ends now; a background thread sends it.
 
         Args:
-            log_entry: its entry in the request log.
-            headers: its own, names in lower case.
-            seconds: that it took.
-            route: the path as the service has it, where there is one.
+            log_entry: entry of the request in the request log.
+            headers: headers of the request, names in lower case.
+            seconds: duration of the request.
+            route: path template of the route; None if no route matches.
 
         Returns:
-            The trace's id; None where this one is not kept.
+            The trace id; None if the trace is not sampled.
         """
         now = time.time_ns()
         method = log_entry["method"] if log_entry["method"] in _METHODS else _OTHER
@@ -97,14 +99,14 @@ class Traces:
         return f"{span.get_span_context().trace_id:032x}"
 
     async def stop(self) -> None:
-        """Sends what is left, if it is taken within a moment."""
+        """Sends the remaining spans, within five seconds."""
         thread = threading.Thread(target=self._provider.shutdown, name="qkv-traces", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, _STOP_TIMEOUT_S)
 
     def _context(self, headers: Iterable[tuple[bytes, bytes]]) -> Context:
-        """What the request is part of, as its headers say (`traceparent`); what is long is not
-        read, for reading takes time that grows with its square."""
+        """Returns the trace context of the request's headers (`traceparent`). Ignores long headers:
+        the time to parse them grows with the square of their length."""
         carrier: dict[str, str] = {}
         for name, value in headers:
             if name in self._read:
@@ -121,7 +123,7 @@ def _attributes(
     found |= {"http.request.method": method, "url.scheme": "http"}
     if not log_entry["status"]:
         del found["http.response.status_code"]
-    if method == _OTHER and log_entry["method"] != "?":  # which is none at all
+    if method == _OTHER and log_entry["method"] != "?":  # no method was received
         found["http.request.method_original"] = log_entry["method"][:_MAX_ATTRIBUTE_LENGTH]
     if route is not None:
         found["http.route"] = route

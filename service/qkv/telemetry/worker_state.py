@@ -1,7 +1,7 @@
 """State shared by all processes of the service, in shared memory.
 
-Each process writes its own row and reads all rows. The supervisor reads all and says when to drain.
-A single process has a shared state of one row.
+Each process writes its own row and reads all rows. The supervisor reads all rows and sets the drain
+flag. A single process has a shared state of one row.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ __all__ = ["SharedState", "WorkerState"]
 
 _ROW: Final = np.dtype(
     [
-        ("heartbeat", "f8"),  # when its event loop last ran; 0: not started
-        ("busy_since", "f8"),  # when its device started the batch that it runs; 0: idle
-        ("in_flight", "i8"),  # requests to run something without a response yet
-        ("connections", "i8"),  # open ones
-        ("ready", "?"),  # whether it takes requests
-        ("is_polling", "?"),  # whether it busy-polls for its only client
+        ("heartbeat", "f8"),  # last time its event loop ran; 0: not started
+        ("busy_since", "f8"),  # start of the batch that its device runs; 0: idle
+        ("in_flight", "i8"),  # requests that run a job and have no response yet
+        ("connections", "i8"),  # open connections
+        ("ready", "?"),  # accepts requests
+        ("is_polling", "?"),  # busy-polls for its only client
         ("usage", [(name, "i8") for name in Usage._fields]),  # as of its last heartbeat
     ],
     align=True,
 )
 _HEARTBEAT_S: Final = 0.25
-# CLOCK_MONOTONIC is one clock for every process of a machine
+# CLOCK_MONOTONIC is one clock for all processes of a machine
 _now = time.monotonic
 
 
 class SharedState:
-    """The rows of all processes, made before they are forked.
+    """The rows of all processes; create it before the fork.
 
     Args:
-        workers: how many.
-        stuck_s: seconds after which a silent event loop counts as stuck.
-        stuck_device_s: seconds after which a device that runs one batch counts as stuck.
-        models: the names of the variants.
-        most_together: the most requests that may run as one batch.
-        device_process: True if one process more runs the workers' jobs. It has the last row.
+        workers: number of workers.
+        stuck_s: seconds without a heartbeat after which an event loop counts as stuck.
+        stuck_device_s: seconds of one batch after which a device counts as stuck.
+        models: names of the variants.
+        max_batch_size: limit of requests in a batch.
+        device_process: True if a device process runs the workers' jobs; it has the last row.
 
     Attributes:
-        models: which variants are loaded, and their statistics.
-        metrics: the counts of all processes.
+        models: loaded flags and statistics of the variants.
+        metrics: request counts of all processes.
     """
 
     def __init__(
@@ -67,40 +67,40 @@ class SharedState:
         self.metrics = SharedMetrics(models, rows)
         block = mmap.mmap(-1, _ROW.itemsize * rows + 1)  # anonymous, shared with forks
         self._rows = np.frombuffer(block, _ROW, rows)
-        # read with each request: quicker to read than an array
+        # read for each request: a memoryview is faster than an array
         self._draining = memoryview(block)[_ROW.itemsize * rows :].cast("?")
 
     def __len__(self) -> int:
-        """How many workers there are."""
+        """Returns the number of workers."""
         return self._workers
 
     @property
     def processes(self) -> range:
-        """The indices of all that have a row, the device process last."""
+        """The indices of all processes, the device process last."""
         return range(len(self._rows))
 
     def clear_row(self, index: int) -> None:
-        """Clears the row of a process that has ended."""
+        """Clears the row of a process that has exited."""
         self._rows[index] = np.zeros((), _ROW)
 
     def worker(self, index: int) -> WorkerState:
-        """Returns a process's own row, cleared."""
+        """Clears the row of a process; returns its state."""
         self.clear_row(index)
         row, metrics_recorder = self._rows[index : index + 1], self.metrics.recorder(index)
         return WorkerState(self, row, self.models.recorder(index), metrics_recorder)
 
     @property
     def is_draining(self) -> bool:
-        """True once new work is rejected, because the service ends."""
+        """True once the service rejects new work because it stops."""
         return self._draining[0]
 
     def drain(self) -> None:
-        """Rejects new work from now on."""
+        """Starts the drain: all processes reject new work."""
         self._draining[0] = True
 
     @property
     def is_ready(self) -> bool:
-        """True while every worker takes requests, and the device process jobs."""
+        """True while all workers accept requests, and the device process accepts jobs."""
         return bool(self._rows["ready"].all()) and not self.is_draining
 
     @property
@@ -110,19 +110,19 @@ class SharedState:
 
     @property
     def in_flight(self) -> int:
-        """Requests to run something without a response yet, those being received included."""
+        """The number of requests that run a job, received at least in part, without a response."""
         return int(self._rows["in_flight"].sum())
 
     @property
     def usage(self) -> Usage:
-        """What is queued for devices, and what all processes have of their memory."""
+        """The queues of all processes, and their use of device memory."""
         usages = self._rows["usage"]
         totals = [int(usages[name].sum()) for name in Usage._fields]
         return Usage(*totals)._replace(total_bytes=int(usages["total_bytes"].max()))
 
     @property
     def stuck_processes(self) -> list[int]:
-        """The processes whose event loop or device has not responded for too long."""
+        """The indices of the processes whose event loop or device is stuck."""
         now, heartbeat, busy = _now(), self._rows["heartbeat"], self._rows["busy_since"]
         is_stuck = (heartbeat > 0) & (now - heartbeat > self._stuck_s)
         is_stuck |= (busy > 0) & (now - busy > self._stuck_device_s)
@@ -133,9 +133,9 @@ class WorkerState:
     """The row of one process.
 
     Attributes:
-        shared_state: all rows.
-        stats_recorder: counts the jobs of this process per model.
-        metrics_recorder: counts its requests.
+        shared_state: state of all processes.
+        stats_recorder: records this process's jobs per model.
+        metrics_recorder: counts this process's requests.
     """
 
     def __init__(
@@ -148,10 +148,8 @@ class WorkerState:
         self.shared_state = shared_state
         self.stats_recorder, self.metrics_recorder = stats_recorder, metrics_recorder
         self._row = row
-        self._busy_since, self._in_flight = (
-            row["busy_since"],
-            row["in_flight"].data,
-        )  # views, quick to assign
+        # views, which are fast to assign
+        self._busy_since, self._in_flight = row["busy_since"], row["in_flight"].data
 
     async def run_heartbeat(self, usage: Callable[[], Usage] = Usage) -> None:
         """Records heartbeats and the device's usage, until it is cancelled."""
@@ -165,20 +163,20 @@ class WorkerState:
         self._row["heartbeat"] = _now()
 
     def set_usage(self, usage: Usage) -> None:
-        """Sets what is queued and the device's memory."""
+        """Sets the size of the queue and the use of the device's memory."""
         self._row["usage"] = usage
 
     def set_busy(self, is_busy: bool) -> None:
-        """Records that the device starts a batch, or has ended it."""
+        """Records that the device starts or ends a batch."""
         self._busy_since[0] = _now() if is_busy else 0.0
 
     def idle_threads(self) -> int:
-        """Returns how many CPU threads no other process wants now: as many as there are workers if
-        at most one request is in flight, else 1."""
+        """Returns the number of CPU threads that no other process needs now: the number of workers
+        if at most one request is in flight, else 1."""
         return len(self.shared_state) if self.shared_state.in_flight <= 1 else 1
 
     def set_connection_count(self, count: int) -> None:
-        """Sets how many connections are open."""
+        """Sets the number of open connections."""
         self._row["connections"] = count
 
     @property
@@ -192,7 +190,7 @@ class WorkerState:
         self._in_flight[0] += count
 
     def set_polling(self, is_polling: bool) -> None:
-        """Records whether it busy-polls."""
+        """Records whether this worker busy-polls."""
         self._row["is_polling"] = is_polling
 
     @property
@@ -203,5 +201,5 @@ class WorkerState:
         return others == int(self._row["is_polling"][0])
 
     def set_ready(self, is_ready: bool) -> None:
-        """Records whether requests are taken."""
+        """Records whether this process accepts requests or jobs."""
         self._row["ready"] = is_ready

@@ -1,4 +1,7 @@
-"""Wire formats: bytes to named raw tensors and back. Used by the server and the client alike."""
+"""Wire formats: named tensors to bytes and back, for the service and the client.
+
+`for_content_type` and `for_accept` choose the codec of a request and of its response.
+"""
 
 from __future__ import annotations
 
@@ -20,73 +23,90 @@ class Codec(Protocol):
     MEDIA_TYPE: str
 
     def aligned_offset(self, head: bytes) -> int | None:
-        """Which byte of a body should lie at an aligned address, seen from its first 8; None
-        where it does not matter and `bytes` are wanted."""
+        """Returns the index of the byte of a body that should have an aligned address.
+
+        None: alignment does not matter, and `decode` takes `bytes`.
+
+        Args:
+            head: the first 8 bytes of the body.
+        """
 
     def decode(self, body: bytes | memoryview, group: str) -> Message:
-        """Reads a message whose tensors stand under `group`."""
+        """Parses a message whose tensors are in the field `group`."""
 
     def encode(self, message: Message, group: str) -> list[Chunk]:
-        """Writes a message, in chunks that are to follow each other."""
+        """Encodes a message as consecutive chunks."""
 
 
 CODECS: Final[Mapping[str, Codec]] = {c.MEDIA_TYPE: c for c in (json, safetensors)}
 
 
 def for_content_type(header: str | None) -> Codec:
-    """The codec a body came in; JSON where nothing is said.
+    """Returns the codec for a Content-Type; JSON if the header is absent.
 
     Raises:
-        UnsupportedMediaType: there is none for it.
+        UnsupportedMediaType: there is no codec for it.
     """
     given = json.MEDIA_TYPE if header is None else header
     media_type = given.partition(";")[0].strip().lower()
     if (codec := CODECS.get(media_type)) is None:
         raise UnsupportedMediaType(
-            f"Content-Type {media_type!r:.100} is not read here; send {' or '.join(CODECS)}"
+            f"Content-Type is not supported: got {media_type!r:.100}, "
+            f"expected {' or '.join(CODECS)}"
         )
     return codec
 
 
-def for_accept(header: str | None, came: Codec) -> Codec:
-    """The codec an answer goes out in: what the caller likes best, or as the request came.
+def for_accept(header: str | None, request_codec: Codec) -> Codec:
+    """Returns the codec of the response: the one that the client prefers.
 
     Args:
-        header: Accept, as RFC 9110, section 12.5.1, defines it.
-        came: the request's codec, taken where the caller has no preference.
+        header: Accept (RFC 9110, section 12.5.1).
+        request_codec: the codec of the request, chosen if the client has no preference.
 
     Raises:
-        NotAcceptable: nothing that is spoken here is accepted.
+        NotAcceptable: the client accepts none of the codecs.
     """
     if not header:
-        return came
+        return request_codec
     preferences = _parse_preferences(header)
     best = max(
-        (came, *CODECS.values()), key=lambda codec: _preference(preferences, codec.MEDIA_TYPE)
+        (request_codec, *CODECS.values()),
+        key=lambda codec: _preference(preferences, codec.MEDIA_TYPE),
     )
     if _preference(preferences, best.MEDIA_TYPE)[0] <= 0:
-        raise NotAcceptable(f"Accept {header!r:.100} has none of {', '.join(CODECS)}")
+        raise _not_acceptable(header, *CODECS)
     return best
 
 
 def require_acceptable(header: str | None, *media_types: str) -> None:
-    """Has an answer that comes in but one form be welcome, by any of its names.
+    """Checks that the client accepts a response that has only one form.
+
+    Args:
+        header: Accept.
+        media_types: any of them suffices.
 
     Raises:
-        NotAcceptable: Accept takes none of them.
+        NotAcceptable: the client accepts none of them.
     """
     if not header:
         return
     preferences = _parse_preferences(header)
     if all(_preference(preferences, media_type)[0] <= 0 for media_type in media_types):
-        raise NotAcceptable(f"Accept {header!r:.100} has no {' or '.join(media_types)}")
+        raise _not_acceptable(header, *media_types)
+
+
+def _not_acceptable(header: str, *media_types: str) -> NotAcceptable:
+    return NotAcceptable(
+        f"Accept excludes every format: got {header!r:.100}, expected {' or '.join(media_types)}"
+    )
 
 
 _Preferences = Mapping[str, tuple[float, int]]
 
 
 def _parse_preferences(header: str) -> _Preferences:
-    """How much each range is liked, and, less the further back it stands, how early."""
+    """Returns the quality of each media range, and its rank: the first has the highest."""
     preferences: dict[str, tuple[float, int]] = {}
     for place, item in enumerate(header.split(",")):
         media_range, *parameters = (part.strip().lower() for part in item.split(";"))
@@ -95,7 +115,7 @@ def _parse_preferences(header: str) -> _Preferences:
 
 
 def _preference(preferences: _Preferences, media_type: str) -> tuple[float, int]:
-    """That of the most specific range; among equals, what was named first."""
+    """Returns the preference of the most specific range; (0.0, 0) if there is none."""
     ranges = (media_type, f"{media_type.partition('/')[0]}/*", "*/*")
     return next((preferences[r] for r in ranges if r in preferences), (0.0, 0))
 

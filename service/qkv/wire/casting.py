@@ -1,4 +1,7 @@
-"""Casts untyped numbers, such as JSON lists, to a dtype that their input accepts."""
+"""Casts untyped numbers, such as JSON lists, to a dtype that their input accepts.
+
+The jobs and the Open Inference codec call `cast_untyped`.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +33,44 @@ def cast_untyped(
     if not raw.is_untyped:
         if raw.dtype not in accepted:
             raise InvalidContent(
-                f"{name} came as {raw.dtype}; it must be {_join_names(accepted)}", pointer=pointer
+                f"{name} has the wrong dtype: got {raw.dtype}, expected {_join_names(accepted)}",
+                pointer=pointer,
             )
         return raw  # the same object: the batch key of a tensor without B is its identity
     array = raw.numpy()
     if raw.dtype == "bool":
         if "bool" not in accepted:
-            raise InvalidContent(f"{name} came as booleans; it takes numbers", pointer=pointer)
+            raise InvalidContent(
+                f"{name} has the wrong dtype: got booleans, expected numbers", pointer=pointer
+            )
         return RawTensor.from_numpy(array)
     if "bool" in accepted:
-        _refuse_ambiguous(array, name, pointer)
+        _reject_ambiguous(array, name, pointer)
         # a mask that is added to the scores has their dtype
         dtype = "float64" if dtype == "float64" else "float32"
     if not any(d in accepted for d in FLOATING):
         return RawTensor.from_numpy(_to_int64(array, name, pointer))
     if dtype not in accepted:
-        raise InvalidContent(f"{name} must be {_join_names(accepted)}", pointer=pointer)
+        raise InvalidContent(
+            f"{name} has the wrong dtype: got {dtype}, expected {_join_names(accepted)}",
+            pointer=pointer,
+        )
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype])
     if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
         raise InvalidContent(
-            f"{name} holds numbers past the range of {dtype}; ask for another dtype, or write "
-            '"Infinity" or "-Infinity" where that is meant',
+            f"{name} has numbers outside the range of {dtype}: set another dtype, or write "
+            '"Infinity" or "-Infinity" for infinite numbers',
             pointer=pointer,
         )
     return RawTensor.from_numpy(cast)
 
 
-def _refuse_ambiguous(array: np.ndarray, name: str, pointer: str) -> None:
+def _reject_ambiguous(array: np.ndarray, name: str, pointer: str) -> None:
     if array.size and ((array == 0) | (array == 1)).all() and (array == 1).any():
         raise InvalidContent(
-            f"{name} came as numbers that are all 0 or 1: write true and false to allow and "
-            "forbid, or send it with a dtype to add it to the scores",
+            f"{name} is ambiguous: got only the numbers 0 and 1, expected true and false to allow "
+            "and forbid, or a tensor with a dtype to add to the scores",
             pointer=pointer,
         )
 
@@ -71,7 +80,7 @@ def _to_int64(array: np.ndarray, name: str, pointer: str) -> np.ndarray:
         fits = np.isfinite(array) & (np.abs(array) < 2**53) & (array == np.trunc(array))
         if not fits.all():
             raise InvalidContent(
-                f"{name} holds {array[~fits].flat[0]}; it must be whole numbers of less than 2**53",
+                f"{name} is invalid: got {array[~fits].flat[0]}, expected integers below 2**53",
                 pointer=pointer,
             )
         array = array.astype(np.int64)

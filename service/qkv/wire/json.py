@@ -1,4 +1,7 @@
-"""JSON: tensors as nested lists, or as an object of dtype, shape and base64 data."""
+"""The JSON codec: a tensor is nested lists, or an object of dtype, shape and base64 data.
+
+`decode` and `encode` handle messages, `load` and `dump` plain JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json_arrays
 from qkv.wire.json_arrays import MAX_AXES, Document, NestedLists, format_node, items
 from qkv.wire.message import Message
+from qkv.wire.responses import json_fields
 
 __all__ = [
     "MEDIA_TYPE",
@@ -34,22 +38,22 @@ _TENSOR_KEYS: Final = {"dtype", "shape", "data"}
 
 
 def aligned_offset(head: bytes) -> None:
-    """Nowhere: nothing in it is used in place."""
+    """Returns None: no bytes of a JSON body are used in place."""
 
 
 def decode(body: bytes | memoryview, group: str) -> Message:
-    """Reads a message whose tensors stand under `group`, and maybe under /layer/tensors.
+    """Parses a message with tensors in the field `group`, and optionally in layer.tensors.
 
     Args:
         body: UTF-8 JSON, an object.
         group: "inputs", "outputs" or "tensors".
 
     Raises:
-        MalformedRequest: it is not JSON, not an object, or nested too deep.
-        InvalidContent: a name comes twice, or a tensor is ragged, mistyped, or not as long as
-            its shape says.
+        MalformedRequest: the body is not JSON, not an object, or nested too deeply.
+        InvalidContent: a name is repeated, or a tensor is ragged, has a wrong type, or does not
+            match its shape.
     """
-    document = Document(bytes(body))  # itself, where it is bytes
+    document = Document(bytes(body))  # no copy if it is bytes
     fields: dict[str, Any] = {}
     tensors: dict[str, NestedLists | _Base64] = {}
     layer: dict[str, NestedLists | _Base64] = {}
@@ -80,7 +84,7 @@ def decode(body: bytes | memoryview, group: str) -> Message:
 
 
 def encode(message: Message, group: str) -> list[bytes | memoryview]:
-    """Writes a message; its tensors stand under `group`, in that field's place if there is one."""
+    """Encodes a message. Its tensors replace the field `group`, or follow the other fields."""
     document = dict(message.fields)
     write = _write_base64 if message.encoding == "base64" else json_arrays.write
     document[group] = {n: orjson.Fragment(write(t)) for n, t in message.tensors.items()}
@@ -93,7 +97,7 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
 
 
 def decode_fields(text: bytes) -> dict[str, Any]:
-    """Reads an object without tensors, under the limits that hold for a message.
+    """Parses an object without tensors, under the limits of a message.
 
     Raises:
         MalformedRequest, InvalidContent, PayloadTooLarge: as in `decode`.
@@ -104,10 +108,10 @@ def decode_fields(text: bytes) -> dict[str, Any]:
 
 
 def load(text: bytes | str) -> Any:
-    """Reads plain JSON.
+    """Parses plain JSON.
 
     Raises:
-        MalformedRequest: it is not JSON.
+        MalformedRequest: the text is not JSON.
     """
     try:
         return orjson.loads(text)
@@ -116,30 +120,31 @@ def load(text: bytes | str) -> Any:
 
 
 def pop_encoding(fields: dict[str, Any]) -> str | None:
-    """Takes `encoding` out of a message's fields.
+    """Removes `encoding` from the fields of a message, and returns it; None if it is absent.
 
     Raises:
-        InvalidContent: it is no encoding.
+        InvalidContent: the encoding is unknown.
     """
     encoding = fields.pop("encoding", None)
     if encoding is not None and encoding not in _ENCODINGS:
         raise InvalidContent(
-            f"encoding came as {format_value(encoding)}; it must be {' or '.join(_ENCODINGS)}",
+            f"encoding is unknown: got {format_value(encoding)}, "
+            f"expected {' or '.join(_ENCODINGS)}",
             pointer="/encoding",
         )
     return None if encoding is None else str(encoding)
 
 
 def dump(document: Any) -> bytes:
-    """Writes plain JSON, such as a problem document."""
-    return orjson.dumps(document)
+    """Encodes plain JSON, such as a problem document, and dataclasses of `wire.responses`."""
+    return orjson.dumps(document, json_fields, orjson.OPT_PASSTHROUGH_DATACLASS)
 
 
 def _tensors(document: Document, node: Any, pointer: str) -> dict[str, NestedLists | _Base64]:
-    """The tensors of a group, walked but not read."""
+    """Returns the tensors of a group, with their shapes but without their numbers."""
     if not isinstance(node, simdjson.Object):
         raise InvalidContent(
-            f"{pointer[1:]} must be an object, tensors by name; {format_node(node)} came",
+            f"{pointer[1:]} must be an object of tensors by name: got {format_node(node)}",
             pointer=pointer,
         )
     return {
@@ -154,20 +159,22 @@ def _tensor(document: Document, node: Any, name: str, pointer: str) -> NestedLis
     fields = {k: document.to_python(inner, f"{pointer}/{k}") for k, inner in items(node, pointer)}
     if fields.keys() != _TENSOR_KEYS:
         raise InvalidContent(
-            f"{name} as an object has dtype, shape and data; {', '.join(fields) or 'nothing'} came",
+            f"{name} has the wrong fields: got {', '.join(fields) or 'none'}, expected dtype, "
+            "shape and data",
             pointer=pointer,
         )
     return _Base64(name, pointer, **fields)
 
 
 class _Base64:
-    """A tensor as base64 in a document, not yet read."""
+    """A tensor as base64 in a document; `read` decodes it."""
 
     def __init__(self, name: str, pointer: str, dtype: Any, shape: Any, data: Any) -> None:
         self.name, self.pointer = name, pointer
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise InvalidContent(
-                f"{name} has dtype {format_value(dtype)}; known are {', '.join(DTYPES)}",
+                f"{name} has an unknown dtype: got {format_value(dtype)}, "
+                f"expected {', '.join(DTYPES)}",
                 pointer=f"{pointer}/dtype",
             )
         if (
@@ -177,24 +184,25 @@ class _Base64:
             or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
         ):
             raise InvalidContent(
-                f"{name} has shape {format_value(shape)}; it must be at most {MAX_AXES} whole "
-                "numbers, none negative, of less than 2**63 bytes together",
+                f"{name} has an invalid shape: got {format_value(shape)}, expected at most "
+                f"{MAX_AXES} integers, 0 or more, for less than 2**63 bytes",
                 pointer=f"{pointer}/shape",
             )
         if not isinstance(data, str):
             raise InvalidContent(
-                f"{name} has data {format_value(data)}; it must be a string of base64",
+                f"{name} has invalid data: got {format_value(data)}, expected a string of base64",
                 pointer=f"{pointer}/data",
             )
         self._dtype, self._shape, self._data = dtype, tuple(shape), data
 
     def read(self, _: bool) -> RawTensor:
-        """The tensor."""
+        """Returns the decoded tensor."""
         needed = nbytes(self._dtype, self._shape)
         if len(self._data) != 4 * -(-needed // 3):
             raise InvalidContent(
-                f"{self.name} is {self._dtype} of shape {list(self._shape)}, {needed} bytes or "
-                f"{4 * -(-needed // 3)} characters of base64; {len(self._data)} characters came",
+                f"{self.name} has data of the wrong length: got {len(self._data)} characters of "
+                f"base64, expected {4 * -(-needed // 3)} for {self._dtype} of shape "
+                f"{list(self._shape)}",
                 pointer=f"{self.pointer}/data",
             )
         try:
@@ -205,12 +213,13 @@ class _Base64:
             ) from None
         if len(data) != needed:
             raise InvalidContent(
-                f"{self.name} needs {needed} bytes; {len(data)} came",
+                f"{self.name} has data of the wrong length: got {len(data)} bytes, "
+                f"expected {needed}",
                 pointer=f"{self.pointer}/data",
             )
         if self._dtype == "bool" and max(data, default=0) > 1:
             raise InvalidContent(
-                f"{self.name} is bool and holds bytes other than 0 and 1",
+                f"{self.name} is bool and has bytes other than 0 and 1",
                 pointer=f"{self.pointer}/data",
             )
         return RawTensor(self._dtype, self._shape, memoryview(data))

@@ -1,8 +1,8 @@
 """Reads JSON: plain values under limits, and nested lists without a Python object per number.
 
-Lists are read into one buffer (simdjson: three times the speed of orjson and msgspec at 200,000
-numbers), and written from one (orjson). The strings "NaN", "Infinity" and "-Infinity" stand for
-what JSON lacks, both ways.
+The codecs of JSON and of the Open Inference Protocol use `Document` and `write`. simdjson parses
+lists into one buffer, three times as fast as orjson and msgspec at 200,000 numbers; orjson encodes
+them from one. The strings "NaN", "Infinity" and "-Infinity" are numbers, in both directions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from qkv.tensors import RawTensor
 __all__ = ["MAX_AXES", "Document", "NestedLists", "format_node", "items", "write"]
 
 MAX_AXES: Final = 8
-_MAX_DEPTH: Final = 32  # of what is not a tensor
-_MAX_NAMES: Final = 256  # in one object: each is looked up by a scan
-_LONGEST_NAME: Final = 1024  # it stands in the pointer to each value below it
+_MAX_DEPTH: Final = 32  # outside tensors
+_MAX_NAMES: Final = 256  # in one object: each look-up is a scan
+_LONGEST_NAME: Final = 1024  # the pointer to each value below contains it
 Array = np.ndarray[Any, Any]
 
 _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), ("d", np.float64))
-_LONGEST_LIST: Final = (1 << 24) - 1  # where simdjson stops counting
+_LONGEST_LIST: Final = (1 << 24) - 1  # simdjson counts no further
 _MAX_VALUES: Final = 10_000  # outside tensors
-_MAX_OBJECTS: Final = 1 << 20  # lists, or values read the slow way: each costs a Python object
-# A string, or a whole number that may be beyond 64 bits, with what stands around it in JSON;
-# possessive, for there are strings of 64 MiB.
+_MAX_OBJECTS: Final = 1 << 20  # lists, or values of mixed types: each costs a Python object
+# A string, or an integer that may exceed 64 bits, between its neighbours in JSON. The quantifiers
+# are possessive, because there are strings of 64 MiB.
 _WIDE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(?<=[\[,:\s])-?[0-9]{19,}(?=[\],}\s])', re.DOTALL)
 _LONGEST_EXPLAINED: Final = 1 << 20  # bytes
 _CODE: Final = re.compile(r"^[A-Z0-9_]+: ")  # simdjson's name for an error
@@ -42,14 +42,14 @@ _WORDS: Final = {"nan": b'"NaN"', "inf": b'"Infinity"', "-inf": b'"-Infinity"'}
 
 
 class Document:
-    """A JSON object, walked piece by piece; it counts every array it meets, and every value outside
+    """A JSON object that is converted in parts. Counts the visited arrays, and the values outside
     tensors.
 
     Args:
-        text: UTF-8; bytes, because simdjson is much slower with anything else.
+        text: UTF-8. Bytes, because simdjson is much slower with any other type.
 
     Raises:
-        MalformedRequest: it is not JSON, or not an object.
+        MalformedRequest: the text is not JSON, or not an object.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -68,24 +68,26 @@ class Document:
 
     @property
     def has_visited_all(self) -> bool:
-        """Whether every array has been met: one that has not hides among numbers, where simdjson
-        would flatten it away."""
+        """True if every array was visited.
+
+        An array that was not is between numbers, where simdjson would flatten it.
+        """
         brackets = np.frombuffer(self._text, np.uint8) == ord("[")  # faster than bytes.count
         return int(np.count_nonzero(brackets)) == self._arrays
 
     def to_python(self, node: Any, pointer: str, depth: int = 0) -> Any:
-        """What is not a tensor, as Python has it.
+        """Returns a value outside tensors as Python objects.
 
         Raises:
-            MalformedRequest: it is nested too deep.
-            PayloadTooLarge: it is too many values.
+            MalformedRequest: the value is nested too deeply.
+            PayloadTooLarge: the document has too many values.
         """
         if depth > _MAX_DEPTH:
-            raise MalformedRequest(f"nested deeper than {_MAX_DEPTH}", pointer=pointer)
+            raise MalformedRequest(f"the body is nested deeper than {_MAX_DEPTH}", pointer=pointer)
         self._values += 1
         if self._values > _MAX_VALUES:
             raise PayloadTooLarge(
-                f"more than {_MAX_VALUES} values that belong to no tensor", pointer=pointer
+                f"the body has more than {_MAX_VALUES} values outside tensors", pointer=pointer
             )
         if isinstance(node, simdjson.Object):
             return {
@@ -100,16 +102,18 @@ class Document:
         return node
 
     def elements(self, node: simdjson.Array) -> Iterator[Any]:
-        """What a list outside tensors holds."""
+        """Yields the elements of a list outside tensors."""
         self._arrays += 1
         yield from node
 
     def nested_lists(self, node: Any, name: str, pointer: str) -> NestedLists:
-        """Nested lists, walked but not read; a number alone is a tensor without axes.
+        """Returns nested lists with their shape, without reading numbers.
+
+        A single number is a tensor without axes.
 
         Raises:
-            InvalidContent: they are ragged, or nested too deep.
-            PayloadTooLarge: they are too many.
+            InvalidContent: the lists are ragged, or nested too deeply.
+            PayloadTooLarge: there are too many lists.
         """
         if not isinstance(node, simdjson.Array):
             return NestedLists(name, pointer, [node], (), [[node]])
@@ -119,7 +123,7 @@ class Document:
 
 
 class NestedLists:
-    """A tensor as nested lists in a document, not yet read."""
+    """A tensor as nested lists in a document; `read` converts it."""
 
     def __init__(
         self, name: str, pointer: str, node: Any, shape: tuple[int, ...], leaves: list[Any]
@@ -129,14 +133,14 @@ class NestedLists:
         self._node, self._leaves = node, leaves
 
     def read(self, has_visited_all: bool) -> RawTensor:
-        """The tensor.
+        """Returns the tensor.
 
         Args:
-            is_walked: of the document, once every piece of it has been looked at.
+            has_visited_all: that of the document, after all its parts were converted.
 
         Raises:
-            InvalidContent: it holds something else than numbers, or than booleans.
-            PayloadTooLarge: it can only be read slowly, and is too large for that.
+            InvalidContent: the values are not all numbers, nor all booleans.
+            PayloadTooLarge: the values are booleans or include strings, and are too many.
         """
         if 0 in self.shape:
             return RawTensor.from_numpy(np.zeros(self.shape), is_untyped=True)
@@ -146,18 +150,18 @@ class NestedLists:
                 try:
                     buffer = self._node.as_buffer(of_type=code)
                 except (TypeError, ValueError):
-                    continue  # of another type, or mixed
+                    continue  # another type, or mixed types
                 array: Array = np.frombuffer(buffer, dtype).reshape(self.shape)
                 return RawTensor.from_numpy(array, is_untyped=True)
         return self._read_objects()
 
     def _read_objects(self) -> RawTensor:
-        """The slow way, for booleans, for strings among numbers, and for what is wrong."""
+        """Returns the tensor of Python objects: booleans, strings among numbers, invalid values."""
         if math.prod(self.shape) > _MAX_OBJECTS:
             raise _too_large(
                 self._name,
                 self._pointer,
-                f"more than {_MAX_OBJECTS} values that are booleans, or among which are strings",
+                f"more than {_MAX_OBJECTS} values that are booleans or include strings",
             )
         values = list(chain.from_iterable(self._leaves))
         types = set(map(type, values))
@@ -169,8 +173,8 @@ class NestedLists:
         if not types <= {int, float}:
             at, odd = next((i, v) for i, v in enumerate(values) if type(v) not in (int, float))
             raise InvalidContent(
-                f"{self._name} holds {format_node(odd)} at {list(self._index(at))}; it must be all "
-                'numbers (or "NaN", "Infinity", "-Infinity"), or all booleans',
+                f"{self._name} is invalid at {list(self._index(at))}: got {format_node(odd)}, "
+                'expected all numbers (or "NaN", "Infinity", "-Infinity"), or all booleans',
                 pointer=self._pointer,
             )
         whole = types == {int} and min(values) >= -(2**63) and max(values) < 2**63
@@ -182,40 +186,40 @@ class NestedLists:
 
 
 def items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
-    """Names and values of an object, each name once.
+    """Yields the names and values of an object.
 
-    Not `node.items()`, which makes Python objects of all that is below.
+    `node.items()` would create Python objects of all values below.
 
     Raises:
-        InvalidContent: a name comes twice, is none, is too long, or there are too many.
+        InvalidContent: a name is repeated, invalid or too long, or there are too many names.
     """
     if len(node) > _MAX_NAMES:
-        raise InvalidContent(f"more than {_MAX_NAMES} names in an object", pointer=pointer)
+        raise InvalidContent(f"an object has more than {_MAX_NAMES} names", pointer=pointer)
     seen = set()
     for name in node:
         if len(name) > _LONGEST_NAME:
             raise InvalidContent(
-                f"a name has {len(name)} characters; at most {_LONGEST_NAME} are read",
+                f"a name is too long: got {len(name)} characters, expected at most {_LONGEST_NAME}",
                 pointer=pointer,
             )
         inside = pointer + pointer_to(name)
         if name in seen:
-            raise InvalidContent(f"{name!r:.60} comes twice", pointer=inside)
+            raise InvalidContent(f"{name!r:.60} is repeated", pointer=inside)
         seen.add(name)
         if "\0" in name:  # simdjson looks names up as C strings
-            raise InvalidContent(f"{name!r:.60} is no name", pointer=inside)
+            raise InvalidContent(f"{name!r:.60} is not a valid name", pointer=inside)
         yield name, node[name]
 
 
 def format_node(value: Any) -> str:
-    """A value of a document, as far as a person needs it."""
+    """Returns a value of a document for an error message, shortened."""
     if isinstance(value, simdjson.Object | simdjson.Array):
         return "an object" if isinstance(value, simdjson.Object) else "a list"
     return format_value(value)
 
 
 def write(tensor: RawTensor) -> bytes:
-    """A tensor as nested lists."""
+    """Encodes a tensor as nested lists."""
     array = tensor.numpy()
     if tensor.dtype == "bfloat16":
         array = array.astype(np.float32)
@@ -223,39 +227,44 @@ def write(tensor: RawTensor) -> bytes:
         array = array.reshape(1)
     text = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        # orjson's word for what is not finite is null; here they are, in row-major order
+        # orjson writes null for these numbers, in row-major order
         odd = iter(array[~np.isfinite(array)].tolist())
         text = re.sub(b"null", lambda _: _WORDS[str(next(odd))], text)
     return text if tensor.shape else text[1:-1]
 
 
 def _parse(text: bytes) -> Any:
-    """The root of a document. Whole numbers beyond 64 bits are read as the nearest float64, as
-    JavaScript writes those below 1e21; among a bounded number of strings."""
+    """Returns the root of a document.
+
+    Integers beyond 64 bits become the nearest float64: JavaScript writes numbers below 1e21 as
+    integers. The number of replaced strings and integers is bounded.
+    """
     try:
         return simdjson.Parser().parse(text)
     except (ValueError, RuntimeError) as error:
-        # by then every string has been found to have an end
+        # simdjson reports these errors only if every string ends
         if not str(error).startswith(("BIGINT_ERROR", "NUMBER_ERROR")):
             raise
     return simdjson.Parser().parse(_WIDE.sub(_as_float, text, count=_MAX_OBJECTS))
 
 
 def _parse_error_reason(text: bytes, error: Exception) -> str:
-    """Why it is no JSON; where, in orjson's words, if it is short enough to be read once more."""
+    """Returns why a text is not JSON; if it is short, orjson's message, which has the position."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8"
     if len(text) <= _LONGEST_EXPLAINED:
         try:
-            orjson.loads(text.removeprefix(b"\xef\xbb\xbf"))  # a mark that is no JSON, but let in
+            orjson.loads(
+                text.removeprefix(b"\xef\xbb\xbf")
+            )  # a byte order mark: RFC 8259 permits to ignore it
         except orjson.JSONDecodeError as said:
-            if "memory" not in said.msg:  # which is how it counts brackets that stay open
+            if "memory" not in said.msg:  # orjson says so of brackets that are not closed
                 return str(said)
     return _CODE.sub("", str(error)).removesuffix("  This is a fatal and unrecoverable error.")
 
 
 def _as_float(found: re.Match[bytes]) -> bytes:
-    """What was found, with an exponent where it is a number that no 64 bits hold."""
+    """Returns a matched integer with an exponent if it exceeds 64 bits; else the match."""
     text = found[0]
     if text.startswith(b'"') or (len(text) <= 20 and -(2**63) <= int(text) < 2**64):
         return text
@@ -263,16 +272,18 @@ def _as_float(found: re.Match[bytes]) -> bytes:
 
 
 def _walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any], int]:
-    """The shape of nested lists, their innermost rows, and how many lists there are; the numbers
-    themselves are not touched."""
+    """Returns the shape of nested lists, their innermost rows, and the number of lists.
+
+    Does not read the numbers.
+    """
     shape: list[int] = []
     level, arrays = [node], 1
     while True:
         sizes = {len(row) for row in level}
         if len(sizes) > 1:
             raise InvalidContent(
-                f"{name} is ragged: on axis {len(shape)} there are {min(sizes)} and {max(sizes)} "
-                "elements",
+                f"{name} is ragged: got lists of {min(sizes)} and {max(sizes)} elements on axis "
+                f"{len(shape)}",
                 pointer=pointer,
             )
         shape.append(sizes.pop())
@@ -287,11 +298,11 @@ def _walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any
         level = list(chain.from_iterable(level))
         if not all(isinstance(row, simdjson.Array) for row in level):
             raise InvalidContent(
-                f"{name} is ragged: on axis {len(shape)} there are lists beside single values",
+                f"{name} is ragged: got lists and single values on axis {len(shape)}",
                 pointer=pointer,
             )
         arrays += len(level)
 
 
 def _too_large(name: str, pointer: str, what: str) -> PayloadTooLarge:
-    return PayloadTooLarge(f"{name} holds {what}; send it as base64", pointer=pointer)
+    return PayloadTooLarge(f"{name} has {what}; send it as base64", pointer=pointer)

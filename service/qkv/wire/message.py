@@ -1,4 +1,4 @@
-"""What any wire format carries: named tensors, and fields that are plain JSON."""
+"""The content of a request or response in any wire format: named tensors and JSON fields."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Message"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A request or an answer, whatever bytes it came in.
+    """A request or a response, independent of its wire format.
 
     Attributes:
-        fields: all that is not a tensor.
+        fields: all values that are not tensors, as JSON.
         tensors: the inputs, outputs or weights, by name.
-        layer: the tensors of a layer that stands inline in a request, by name.
-        encoding: in JSON, how tensors are written, "lists" or "base64": as the message says, or
-            else as its first tensor came.
+        layer: the tensors of the layer in a request, by name.
+        encoding: the encoding of tensors in JSON, "lists" or "base64". By default it is that of
+            the first tensor of the request.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)

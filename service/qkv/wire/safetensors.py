@@ -1,4 +1,4 @@
-"""safetensors: tensors as their own bytes, all else as JSON under `qkv` in the metadata.
+"""The safetensors codec: tensors as bytes, fields as JSON under `qkv` in the metadata.
 
 Format: 8 bytes N, little-endian; N bytes of JSON header; the tensors' bytes, without gaps
 (github.com/huggingface/safetensors, README). Tensors of an inline layer are named `layer.<name>`.
@@ -39,30 +39,35 @@ _ALIGNMENT: Final = 64
 
 
 def aligned_offset(head: bytes) -> int:
-    """Which byte of the body should lie at an aligned address, seen from its first 8: the first
-    tensor's, so that it needs no copy later."""
+    """Returns the index of the first byte of the first tensor, which then needs no copy later.
+
+    Args:
+        head: the first 8 bytes of the body.
+    """
     return 8 + int.from_bytes(head[:8], "little") if len(head) >= 8 else 0
 
 
 def decode(body: bytes | memoryview, group: str) -> Message:
-    """Reads a message; its tensors are views of the body.
+    """Parses a message; its tensors are views of the body.
 
     Args:
-        body: the whole file.
-        group: what the tensors are to the message; the format has but one group.
+        body: the file.
+        group: the field of the tensors, for pointers in errors.
 
     Raises:
-        MalformedRequest: it is no safetensors file: lengths, header or offsets do not add up.
-        InvalidContent: a dtype or shape is not one that is served, or `qkv` is not JSON.
+        MalformedRequest: lengths, header or offsets are not those of a safetensors file.
+        InvalidContent: a dtype or shape is not supported, or `qkv` is not JSON.
     """
     view = memoryview(body)
     if len(view) < 8:
-        raise MalformedRequest(f"a safetensors file has at least 8 bytes; {len(view)} came")
+        raise MalformedRequest(
+            f"a safetensors file is too short: got {len(view)} bytes, expected at least 8"
+        )
     length = int.from_bytes(view[:8], "little")
     if length > min(_MAX_HEADER, len(view) - 8):
         raise MalformedRequest(
-            f"the header claims {length} bytes; {len(view) - 8} follow, at most {_MAX_HEADER} "
-            "are read"
+            f"the header has a wrong length: got {length} bytes, expected at most "
+            f"{min(_MAX_HEADER, len(view) - 8)}"
         )
     header = _header(bytes(view[8 : 8 + length]))
     metadata = header.pop(_METADATA, {})
@@ -80,14 +85,16 @@ def decode(body: bytes | memoryview, group: str) -> Message:
     if end != len(data):
         raise MalformedRequest(f"{len(data) - end} bytes belong to no tensor")
     fields = _fields(metadata)
-    if layer:  # as in JSON, where they stand in it
+    if layer:  # as in JSON, where the field contains its tensors
         fields.setdefault("layer", {})
     return Message(fields, tensors, layer, pop_encoding(fields))
 
 
 def encode(message: Message, group: str) -> list[bytes | memoryview]:
-    """Writes a message as chunks: a header, padded so that the first tensor is aligned where the
-    file is, and each tensor's own buffer."""
+    """Encodes a message as chunks: a header, and the buffer of each tensor.
+
+    The header is padded, so that the first tensor is aligned if the file is.
+    """
     fields = {name: value for name, value in message.fields.items() if name != group}
     header: dict[str, Any] = {_METADATA: {"qkv": orjson.dumps(fields).decode()}}
     named = message.tensors | {_LAYER + name: t for name, t in message.layer.items()}
@@ -106,14 +113,14 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
 
 def _header(text: bytes) -> dict[str, Any]:
     try:
-        # the standard library's, because it shows names that come twice
+        # the standard library's parser, because it reports repeated names
         header = json.loads(str(text, "utf-8"), object_pairs_hook=_unique_names)
     except (ValueError, RecursionError) as error:
         raise MalformedRequest(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise MalformedRequest("the header must be a JSON object")
     if len(header) > _MAX_NAMES:
-        raise MalformedRequest(f"the header names more than {_MAX_NAMES} tensors")
+        raise MalformedRequest(f"the header has more than {_MAX_NAMES} tensors")
     return header
 
 
@@ -121,15 +128,17 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for name, value in pairs:
         if name in unique:
-            raise ValueError(f"{name!r:.60} comes twice")
+            raise ValueError(f"{name!r:.60} is repeated")
         unique[name] = value
-    "".join(unique).encode()  # half a character is no name
+    "".join(unique).encode()  # raises if a name has half a surrogate pair
     return unique
 
 
 def _byte_range(entry: tuple[str, Any]) -> list[int]:
-    """Where a tensor's bytes begin and end, as far as that can be told; an empty one comes before
-    the one that begins where it does."""
+    """Returns the offsets of a tensor's bytes, as a sort key; [] if they are invalid.
+
+    An empty tensor comes before the tensor with the same first offset.
+    """
     offsets = entry[1].get("data_offsets") if isinstance(entry[1], dict) else None
     return offsets if isinstance(offsets, list) and all(map(_is_count, offsets)) else []
 
@@ -137,13 +146,24 @@ def _byte_range(entry: tuple[str, Any]) -> list[int]:
 def _tensor(
     name: str, entry: Any, data: memoryview, end: int, pointer: str
 ) -> tuple[RawTensor, int]:
-    """A tensor that begins where the last one ended, and where it ends itself."""
+    """Returns a tensor and the offset of its end.
+
+    Args:
+        name: its name in the header.
+        entry: its entry in the header.
+        data: the bytes of all tensors.
+        end: the offset of the end of the previous tensor.
+        pointer: JSON pointer to the tensor.
+    """
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise MalformedRequest(f"{name!r:.60} must have dtype, shape and data_offsets, and no more")
+        raise MalformedRequest(
+            f"{name!r:.60} has the wrong fields: expected dtype, shape and data_offsets only"
+        )
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in _DTYPES:
         raise InvalidContent(
-            f"{name!r:.60} has dtype {code!r:.60}; known are {', '.join(_DTYPES)}", pointer=pointer
+            f"{name!r:.60} has an unknown dtype: got {code!r:.60}, expected {', '.join(_DTYPES)}",
+            pointer=pointer,
         )
     dtype = _DTYPES[code]
     if (
@@ -153,41 +173,41 @@ def _tensor(
         or nbytes(dtype, [size or 1 for size in shape]) >= 1 << 63
     ):
         raise InvalidContent(
-            f"{name!r:.60} has shape {shape!r:.100}; it must be at most {_MAX_AXES} whole numbers, "
-            "of less than 2**63 bytes together",
+            f"{name!r:.60} has an invalid shape: got {shape!r:.100}, expected at most {_MAX_AXES} "
+            "integers, 0 or more, for less than 2**63 bytes",
             pointer=pointer,
         )
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise MalformedRequest(
-            f"{name!r:.60} has data_offsets {offsets!r:.100}; they are two numbers"
+            f"{name!r:.60} has invalid data_offsets: got {offsets!r:.100}, expected two integers"
         )
     first, last = offsets
     if first != end or not first <= last <= len(data):
         raise MalformedRequest(
-            f"{name!r:.60} lies at {first} to {last} of {len(data)} bytes; it must begin at {end}, "
-            "where the tensor before it ends"
+            f"{name!r:.60} has invalid data_offsets: got {first} to {last} of {len(data)} bytes, "
+            f"expected a start at {end}, the end of the previous tensor"
         )
     if nbytes(dtype, shape) != last - first:
         raise InvalidContent(
-            f"{name!r:.60} is {code} of shape {shape}, {nbytes(dtype, shape)} bytes; its offsets "
-            f"hold {last - first}",
+            f"{name!r:.60} has the wrong number of bytes: got {last - first}, expected "
+            f"{nbytes(dtype, shape)} for {code} of shape {shape}",
             pointer=pointer,
         )
     buffer = data[first:last]
     if dtype == "bool" and last > first and np.frombuffer(buffer, np.uint8).max() > 1:
         raise InvalidContent(
-            f"{name!r:.60} is BOOL and holds bytes other than 0 and 1", pointer=pointer
+            f"{name!r:.60} is BOOL and has bytes other than 0 and 1", pointer=pointer
         )
     return RawTensor(dtype, tuple(shape), buffer), last
 
 
 def _fields(metadata: Any) -> dict[str, Any]:
-    """The fields under `qkv`; other metadata is the file's own affair."""
+    """Returns the fields under `qkv`; ignores other metadata."""
     if not isinstance(metadata, dict):
         raise MalformedRequest(f"{_METADATA} must be an object")
     text = metadata.get("qkv", "{}")
     if not isinstance(text, str):
-        raise InvalidContent("qkv in the metadata must be text that is JSON", pointer="")
+        raise InvalidContent("qkv in the metadata must be a string of JSON", pointer="")
     try:
         return decode_fields(text.encode())
     except UnicodeEncodeError as error:

@@ -234,6 +234,7 @@ def test_one_that_fails_there_is_told_so_and_the_next_runs(
 # ---------------------------------------------------------------- threads
 
 
+@pytest.mark.slow
 def test_more_threads_change_no_bits_where_they_are_taken() -> None:
     before = torch.get_num_threads()
     taken = 0

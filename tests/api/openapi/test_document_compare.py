@@ -1,4 +1,4 @@
-"""Comparisons are as the OpenAPI document describes them."""
+"""Requests and responses of compare match the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def document(server: Server) -> dict[str, Any]:
 
 
 def asked_schema(document: dict[str, Any]) -> dict[str, Any]:
-    """Of the body."""
+    """The schema of the body."""
     content = document["paths"][COMPARE]["post"]["requestBody"]["content"]
     schema: dict[str, Any] = content["application/json"]["schema"]
     return schema
 
 
-def test_every_example_runs_and_is_answered_as_shown(
+def test_every_example_gets_the_documented_response(
     server: Server, document: dict[str, Any]
 ) -> None:
     operation = document["paths"][COMPARE]["post"]
@@ -55,7 +55,9 @@ def test_every_example_runs_and_is_answered_as_shown(
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_answer_is_as_described(server: Server, document: dict[str, Any], name: str) -> None:
+def test_every_response_matches_the_document(
+    server: Server, document: dict[str, Any], name: str
+) -> None:
     inputs = {n: a.tolist() for n, a in random_inputs().items()}
     fields = {
         "variants": [variant_entry(name), variant_entry("softmax", causal=True)],
@@ -73,7 +75,7 @@ def test_every_answer_is_as_described(server: Server, document: dict[str, Any], 
     ("fields", "is_unfit"),
     [(fields, False) for *_, fields in MALFORMED] + [(fields, True) for *_, fields in UNFITTING],
 )
-def test_what_is_refused_is_described(
+def test_rejections_match_the_document(
     server: Server, document: dict[str, Any], fields: dict[str, Any], is_unfit: bool
 ) -> None:
     body = {"inputs": INPUTS} | fields
@@ -81,7 +83,7 @@ def test_what_is_refused_is_described(
     assert_matches_document(document, post(server, body))
 
 
-def test_its_other_faults_are_described(server: Server, document: dict[str, Any]) -> None:
+def test_other_errors_match_the_document(server: Server, document: dict[str, Any]) -> None:
     for status, how in (
         (400, {"content": b"[]"}),
         (406, {"json": {}, "headers": {"Accept": "text/html"}}),

@@ -1,4 +1,4 @@
-"""What a connection refuses itself is in the OpenAPI document, for every operation and no more."""
+"""The OpenAPI document has the errors of connections, for every operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNKS: Final = b"1\r\n \r\n" * 400_000  # 2 MB around 400 KB
 
 @pytest.fixture(scope="module")
 def short_read_timeout() -> Iterator[Server]:
-    """A service that does not wait for long."""
+    """A service with a short read timeout."""
     with running_server(read_timeout_s=0.8) as server:
         yield server
 
@@ -33,7 +33,7 @@ def document(short_read_timeout: Server) -> dict[str, Any]:
 
 
 def heads(document: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
-    """Every operation's path and method, and the first line of a request for it."""
+    """Path and method of every operation, and the first line of a request for it."""
     for path, methods in document["paths"].items():
         for method in methods:
             filled = path.replace("{model}", "softmax").replace("{variant}", "softmax")
@@ -41,7 +41,7 @@ def heads(document: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
 
 
 def sent(line: bytes, status: int) -> bytes:
-    """A request for that line which is refused with that status, or, for 408, the start of one."""
+    """Returns a request with that first line that is rejected with that status."""
     if status == 400:
         return line + b"\r\n"  # no Host
     line += b"Host: here\r\n"
@@ -53,7 +53,7 @@ def sent(line: bytes, status: int) -> bytes:
 
 
 def held(document: dict[str, Any], path: str, method: str, answer: Any) -> None:
-    """An answer is one that the document has for that operation."""
+    """Asserts that the document has the response for the operation."""
     status, headers, body = answer
     said = document["paths"][path][method]["responses"][str(status)]
     schema = said["content"][headers["content-type"]]["schema"]
@@ -62,7 +62,7 @@ def held(document: dict[str, Any], path: str, method: str, answer: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 408, 431])
-def test_what_every_operation_may_be_refused_with(
+def test_connection_errors_are_documented_for_every_operation(
     short_read_timeout: Server, document: dict[str, Any], status: int
 ) -> None:
     with ExitStack() as stack:
@@ -78,10 +78,11 @@ def test_what_every_operation_may_be_refused_with(
             held(document, path, method, answer)
 
 
-def test_too_much_around_a_body_is_said_to_those_who_are_to_send_one(
+@pytest.mark.slow
+def test_framing_error_is_documented_for_operations_with_a_body(
     short_read_timeout: Server, document: dict[str, Any]
 ) -> None:
-    """All else has answered by then, and only the connection ends, once that is read."""
+    """Other operations have responded by then; only the connection is closed afterwards."""
     for path, method, line in heads(document):
         with socket.create_connection(short_read_timeout.address, TIMEOUT_S) as connection:
             connection.sendall(sent(line, 413))
@@ -97,10 +98,10 @@ def test_too_much_around_a_body_is_said_to_those_who_are_to_send_one(
             assert statuses != [413]
 
 
-def test_whatever_is_answered_is_in_the_document(
+def test_response_to_an_endless_body_is_documented(
     short_read_timeout: Server, document: dict[str, Any]
 ) -> None:
-    """A body that does not end is refused with what is documented, wherever one is read."""
+    """A body that does not end gets a documented error, on every path with a body."""
     line = b"Host: here\r\nContent-Length: 10\r\n\r\n1"
     with ExitStack() as stack:
         asked = []

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of /v2 is what is answered."""
+"""Responses below /v2 match the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def document(server: Server) -> dict[str, Any]:
 
 
 def kept(document: dict[str, Any], response: httpx.Response) -> None:
-    """Holds an answer against the document, and the document against near misses."""
+    """Asserts that the document accepts a response, and rejects it with a renamed field."""
     request = response.request
     template = request.url.path.replace("/models/softmax", "/models/{model}")
     template = template.replace("/models/none", "/models/{model}")
@@ -40,13 +40,17 @@ def kept(document: dict[str, Any], response: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize("path", GETS)
-def test_what_is_asked_with_get(server: Server, document: dict[str, Any], path: str) -> None:
-    server.http.post(INFER, json={"inputs": INPUTS})  # so that there are statistics
+def test_get_responses_match_the_document(
+    server: Server, document: dict[str, Any], path: str
+) -> None:
+    server.http.post(INFER, json={"inputs": INPUTS})  # so that statistics exist
     kept(document, server.http.get(path))
 
 
 @pytest.mark.parametrize("verb", ["index", "models/softmax/unload", "models/softmax/load"])
-def test_the_repository(server: Server, document: dict[str, Any], verb: str) -> None:
+def test_repository_matches_the_document(
+    server: Server, document: dict[str, Any], verb: str
+) -> None:
     try:
         kept(document, server.http.post(f"/v2/repository/{verb}", json={}))
         kept(document, server.http.get(f"{MODEL}/ready"))
@@ -74,10 +78,10 @@ def test_the_repository(server: Server, document: dict[str, Any], verb: str) -> 
         ({"inputs": [*INPUTS[:2], {k: v for k, v in INPUTS[2].items() if k != "data"}]}, False),
     ],
 )  # fmt: skip
-def test_a_request_and_its_answer(
+def test_schema_and_service_agree_on_requests(
     server: Server, document: dict[str, Any], fields: dict[str, Any], good: bool
 ) -> None:
-    """The schema and the service agree on what is a request."""
+    """The schema and the service accept the same requests."""
     body = {"inputs": INPUTS} | fields
     content = document["paths"]["/v2/models/{model}/infer"]["post"]["requestBody"]["content"]
     assert fits(body, content["application/json"]["schema"], document) == good
@@ -86,9 +90,7 @@ def test_a_request_and_its_answer(
     kept(document, response)
 
 
-def test_the_example_runs_and_is_answered_as_shown(
-    server: Server, document: dict[str, Any]
-) -> None:
+def test_example_gets_the_documented_response(server: Server, document: dict[str, Any]) -> None:
     operation = document["paths"]["/v2/models/{model}/infer"]["post"]
     asked = operation["requestBody"]["content"]["application/json"]["example"]
     shown = operation["responses"]["200"]["content"]["application/json"]["example"]

@@ -1,4 +1,4 @@
-"""Sweeps are as the OpenAPI document describes them."""
+"""Requests and events of sweeps match the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.service import Server
 from support.sweep_requests import REFUSED, SMALL, SWEEP, parse_events, run_sweep
 
 
-def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> None:
+def test_requests_and_events_match_the_document(serve: Callable[..., Server]) -> None:
     small = serve(max_scores=2 * 100 * 100)
     document = small.http.get("/openapi.json").json()
     operation, schemas = document["paths"][SWEEP]["post"], document["components"]["schemas"]
@@ -31,9 +31,9 @@ def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> N
     answer = operation["responses"]["200"]["content"]["text/event-stream"]
     told += list(parse_events(iter(answer["example"].split("\n"))))
     for name, what in told:
-        component = schemas[EVENTS[name]]
+        component = schemas[EVENTS[name].__name__]
         assert (
-            f"`{name}`, whose data is a `{EVENTS[name]}`"
+            f"`{name}`, whose data is a `{EVENTS[name].__name__}`"
             in (operation["responses"]["200"]["description"])
         )
         assert fits(what, component, document), what
@@ -41,7 +41,7 @@ def test_requests_and_events_are_as_described(serve: Callable[..., Server]) -> N
             assert not fits(other, component, document), other
 
 
-def test_its_faults_are_described(server: Server) -> None:
+def test_errors_match_the_document(server: Server) -> None:
     document = server.http.get("/openapi.json").json()
     for status, how in (
         (400, {"content": b"[]"}),

@@ -1,4 +1,4 @@
-"""Conversion between layouts: no number changes, and what has no place is refused by name."""
+"""Conversion between layouts: no number changes, and misfits are rejected by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def converted(
 def v2(
     dtype: str = "float32", bias: tuple[str, ...] = (), width: int = 5, out: int = 6, seed: int = 0
 ) -> State:
-    """W_*.weight (out, width), biases for the roles named; each role's numbers are its own."""
+    """Returns W_*.weight (out, width) and the named roles' biases; all numbers differ by role."""
     draw = np.random.default_rng(seed)
     state = {}
     for role in ROLES:
@@ -64,14 +64,16 @@ def same_bits(one: State, other: State) -> bool:
 
 
 def is_tiny(check: dict[str, Any]) -> bool:
-    """Both layers ran in float64: they differ by what rounding makes of some hundred terms, among
-    them scores up to a few hundred in an exponent."""
+    """Returns True if the outputs of both layers differ by rounding only.
+
+    Both layers run in float64. The bound is for some hundred terms and scores up to a few hundred.
+    """
     bound: float = EPS["float64"] * 1e5 * check["largest_absolute_output"]
     return 0.0 <= float(check["largest_absolute_difference"]) <= bound
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_there_and_back_keeps_every_bit(server: Server, dtype: str) -> None:
+def test_round_trip_keeps_every_bit(server: Server, dtype: str) -> None:
     state = v2(dtype)
     there, check = converted(server, state, "v2", "v1")
     assert same_bits(there, {n.removesuffix(".weight"): w.T for n, w in state.items()})
@@ -82,7 +84,7 @@ def test_there_and_back_keeps_every_bit(server: Server, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_lists_are_of_the_dtype_that_is_asked_for(server: Server, dtype: str) -> None:
+def test_lists_have_the_requested_dtype(server: Server, dtype: str) -> None:
     state = v2(dtype)
     there, _ = converted(server, state, "v2", "v1", form="lists", dtype=dtype)
     assert [a.astype(DTYPES[dtype]).tobytes() for a in there.values()] == [
@@ -92,7 +94,7 @@ def test_lists_are_of_the_dtype_that_is_asked_for(server: Server, dtype: str) ->
     assert {a.dtype for a in exact.values()} == {DTYPES[dtype]}
 
 
-def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
+def test_response_has_the_encoding_of_the_request(server: Server) -> None:
     for form, encoding, comes in (
         ("lists", None, list), ("base64", None, dict),
         ("lists", "base64", dict), ("base64", "lists", list),
@@ -103,8 +105,8 @@ def test_the_answer_is_encoded_as_the_request_was(server: Server) -> None:
 
 @examples(60)
 @given(st.data())
-def test_any_bits_come_through(server: Server, data: st.DataObject) -> None:
-    """NaN, infinities and the smallest numbers too."""
+def test_conversion_keeps_any_bits(server: Server, data: st.DataObject) -> None:
+    """Covers NaN, infinities and the smallest numbers."""
     dtype = DTYPES[data.draw(st.sampled_from(FLOATING))]
     width, out = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     size = width * out * dtype.itemsize
@@ -114,20 +116,20 @@ def test_any_bits_come_through(server: Server, data: st.DataObject) -> None:
         ).reshape(width, out)
         for role in ROLES
     }
-    all_bits_come_through(server, state)
+    assert_bits_are_kept(server, state)
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-def test_signalling_nan_comes_through(server: Server, dtype: str) -> None:
+def test_conversion_keeps_signalling_nan(server: Server, dtype: str) -> None:
     size = DTYPES[dtype].itemsize
     quiet_bit = {8: 51, 4: 22, 2: 9 if dtype == "float16" else 6}[size]
     bits = int.from_bytes(np.array(np.inf, DTYPES[dtype]).tobytes(), "little") | 1
     assert not bits >> quiet_bit & 1
     odd = np.frombuffer(bits.to_bytes(size, "little") * 30, DTYPES[dtype]).reshape(5, 6)
-    all_bits_come_through(server, v1(dtype) | {"W_value": odd})
+    assert_bits_are_kept(server, v1(dtype) | {"W_value": odd})
 
 
-def all_bits_come_through(server: Server, state: State) -> None:
+def assert_bits_are_kept(server: Server, state: State) -> None:
     there, check = converted(server, state, "v1", "v2")
     assert same_bits(there, {f"{n}.weight": w.T for n, w in state.items()})
     for number in (check["largest_absolute_difference"], check["largest_absolute_output"]):
@@ -137,7 +139,7 @@ def all_bits_come_through(server: Server, state: State) -> None:
 
 @pytest.mark.parametrize("key", ["W_key", "W_keys"])
 @pytest.mark.parametrize("value", ["W_value", "W_values"])
-def test_names_are_answered_as_they_were_spelled(server: Server, key: str, value: str) -> None:
+def test_response_keeps_the_spelling_of_names(server: Server, key: str, value: str) -> None:
     names = ["W_query", key, value]
     state = dict(zip(names, v1().values(), strict=True))
     there, _ = converted(server, state, "v1", "v2")
@@ -152,7 +154,7 @@ def test_names_are_answered_as_they_were_spelled(server: Server, key: str, value
 
 
 @pytest.mark.parametrize("layout", ["v1", "v2"])
-def test_a_layout_converts_to_itself(server: Server, layout: str) -> None:
+def test_layout_converts_to_itself(server: Server, layout: str) -> None:
     state = v1() if layout == "v1" else v2(bias=("query", "value"))
     same, check = converted(server, state, layout, layout)
     assert same_bits(same, state)
@@ -160,7 +162,7 @@ def test_a_layout_converts_to_itself(server: Server, layout: str) -> None:
 
 
 @pytest.mark.parametrize("biased", [("query",), ("key",), ("value",), ROLES])
-def test_a_bias_has_no_place_in_v1(server: Server, biased: tuple[str, ...]) -> None:
+def test_bias_is_rejected_for_v1(server: Server, biased: tuple[str, ...]) -> None:
     problem = post(server, v2(bias=biased), "v2", "v1").json()
     name = f"W_{biased[0]}.bias"
     assert name in problem["detail"]
@@ -170,7 +172,7 @@ def test_a_bias_has_no_place_in_v1(server: Server, biased: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("biased", [(), ("key",), ROLES])
-def test_augmented_weights_are_the_same_layer_exactly(
+def test_augmented_weights_hold_the_biases(
     server: Server, dtype: str, biased: tuple[str, ...]
 ) -> None:
     state = v2(dtype, biased)
@@ -189,8 +191,10 @@ def test_augmented_weights_are_the_same_layer_exactly(
 
 
 @pytest.mark.parametrize("heads", [None, 1, 3])
-def test_the_augmented_layer_answers_as_the_biased_one(server: Server, heads: int | None) -> None:
-    """The v1 layer takes x with a column of ones, and both are run by /v1/attention."""
+def test_augmented_layer_gives_the_output_of_the_biased_layer(
+    server: Server, heads: int | None
+) -> None:
+    """The v1 layer takes x with a column of ones; /v1/attention runs both layers."""
     state = v2("float64", ROLES)
     there, _ = converted(server, state, "v2", "v1", bias="augment")
     x = np.random.default_rng(1).normal(size=(2, 7, 5))
@@ -209,7 +213,7 @@ def test_the_augmented_layer_answers_as_the_biased_one(server: Server, heads: in
         response = server.http.post("/v1/attention/softmax", json=document)
         assert response.status_code == 200, response.text
         outputs.append({n: as_array(t) for n, t in response.json()["outputs"].items()})
-    # a sum over M + 1 = 6, one over up to 6 and one over 7, of numbers of up to 5 or so
+    # a sum over M + 1 = 6, one over up to 6 and one over 7, of numbers of about 5 at most
     bound = EPS["float64"] * (6 + 6 + 7) * 5**4
     for name in ("output", "weights"):
         assert np.abs(outputs[0][name] - outputs[1][name]).max() <= bound
@@ -218,10 +222,10 @@ def test_the_augmented_layer_answers_as_the_biased_one(server: Server, heads: in
 @pytest.mark.parametrize(
     ("heads", "key_out", "value_out"), [(1, 6, 4), (2, 6, 8), (3, 6, 6), (6, 2, 4), (2, 3, 7)]
 )
-def test_heads_and_widths_of_their_own(
+def test_grouped_heads_and_different_widths(
     server: Server, heads: int, key_out: int, value_out: int
 ) -> None:
-    """Grouped key heads, values of another width, and embeddings of three widths."""
+    """Key heads are grouped, values have another width, and embeddings have three widths."""
     draw = np.random.default_rng(heads)
     state = {
         "W_query": draw.normal(size=(4, 6)),
@@ -239,7 +243,7 @@ def test_heads_and_widths_of_their_own(
 
 
 def test_dtypes_may_differ_between_tensors(server: Server) -> None:
-    """No number changes, whatever stands beside it."""
+    """No number changes, also beside tensors of other dtypes."""
     state: State = {}
     for role, dtype in zip(ROLES, ("bfloat16", "float16", "float64"), strict=True):
         state |= {n: a for n, a in v2(dtype, (role,)).items() if role in n}
@@ -255,7 +259,7 @@ def test_dtypes_may_differ_between_tensors(server: Server) -> None:
 
 
 @pytest.mark.parametrize(("weight", "bias"), [("bfloat16", "float16"), ("float32", "float64")])
-def test_a_bias_of_another_dtype_is_folded_in_exactly_or_refused(
+def test_bias_of_another_dtype_is_folded_exactly_or_rejected(
     server: Server, weight: str, bias: str
 ) -> None:
     state = v2(weight) | {n: a for n, a in v2(bias, ("key",)).items() if n.endswith("bias")}
@@ -273,7 +277,7 @@ def base64_of(shape: list[int], dtype: str = "float32") -> Any:
 
 
 WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str, str]] = [
-    # from, to, tensors that change (None: left out), fields, what the detail says, the pointer
+    # from, to, changed tensors (None: omitted), fields, a part of the detail, the pointer
     ("v1", "v2", {"W_query": None}, {}, "W_query", "/tensors"),
     ("v1", "v2", {"W_key": None}, {}, "W_key or W_keys", "/tensors"),
     ("v2", "v1", {"W_value.weight": None}, {}, "W_value.weight", "/tensors"),
@@ -296,7 +300,7 @@ WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str, str]] = [
     ("v1", "v2", {"W_key": [[True, False]]}, {}, "booleans", "/tensors/W_key"),
     ("v1", "v2", {"W_key": [[1, 2], [3]]}, {}, "ragged", "/tensors/W_key"),
     ("v1", "v2", {"W_key": [[1, None]]}, {}, "null", "/tensors/W_key"),
-    ("v1", "v2", {"W_key": None, "W_keys": {}}, {}, "nothing came", "/tensors/W_keys"),
+    ("v1", "v2", {"W_key": None, "W_keys": {}}, {}, "got none", "/tensors/W_keys"),
     ("v1", "v2", {"W_key": [[1e39] * 6]}, {}, "float32", "/tensors/W_key"),
     ("v2", "v2", {"W_key.bias": base64_of([5])}, {}, "out=5", "/tensors/W_key.bias"),
     ("v2", "v2", {"W_key.bias": base64_of([1, 6])}, {}, "[1, 6]", "/tensors/W_key.bias"),
@@ -328,7 +332,7 @@ WRONG: list[tuple[str, str, dict[str, Any], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("source", "target", "changes", "fields", "detail", "pointer"), WRONG)
-def test_what_is_wrong_is_said(
+def test_invalid_conversion_is_rejected_by_name(
     server: Server,
     source: str,
     target: str,
@@ -347,7 +351,7 @@ def test_what_is_wrong_is_said(
 
 
 @pytest.mark.parametrize("field", ["from", "to", "tensors"])
-def test_a_field_that_is_missing_is_named(server: Server, field: str) -> None:
+def test_missing_field_is_named(server: Server, field: str) -> None:
     document = {"from": "v1", "to": "v2", "tensors": {n: a.tolist() for n, a in v1().items()}}
     del document[field]
     problem = assert_problem(server.http.post("/v1/convert", json=document), 422, document)

@@ -1,4 +1,4 @@
-"""Layers inline in a request: every layout, any heads, embeddings of one kind or of three."""
+"""Layers inline in a request: every layout, any heads, one or three embeddings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: Final = 80
 
 @dataclass(frozen=True)
 class Layered:
-    """A request with a layer, and what it is made of."""
+    """A request with a layer, and its parts."""
 
     layout: str
     dtype: str
@@ -54,9 +54,9 @@ class Layered:
         }
 
     def check(self, outputs: dict[str, Any]) -> None:
-        """Holds the outputs against projections and attention in float64.
+        """Compares the outputs with projections and attention in float64.
 
-        A projection sums M products in its dtype, or better; what comes after is as in `Case`.
+        A projection sums M products in its dtype or better; the other bounds are those of `Case`.
         """
         projected, sums = {}, {}
         for role in ROLES:
@@ -87,20 +87,20 @@ class Layered:
         }
         x = next(iter(self.embeddings.values()))
         for name, (table, bound) in tables.items():
-            came = as_array(outputs[name]).astype(float)
+            found = as_array(outputs[name]).astype(float)
             expected = np.asarray(table)
             if name != "output" and self.heads is None:
                 expected = expected[:, 0]
-            assert came.shape == expected.shape[x.ndim == 2 :], name
-            expected = expected.reshape(came.shape)
+            assert found.shape == expected.shape[x.ndim == 2 :], name
+            expected = expected.reshape(found.shape)
             seen = ~np.isneginf(expected)
-            assert np.array_equal(~np.isneginf(came), seen), name
-            off = float(np.abs(came[seen] - expected[seen]).max(initial=0))
+            assert np.array_equal(~np.isneginf(found), seen), name
+            off = float(np.abs(found[seen] - expected[seen]).max(initial=0))
             assert off <= bound, f"{name} is off by {off}, more than {bound}"
 
 
 def split(projected: Array, count: int) -> Array:
-    """(B, length, count * width) or (length, count * width) to (B, count, length, width)."""
+    """Reshapes ([B,] length, count * width) to (B, count, length, width)."""
     whole = projected.reshape(-1, *projected.shape[-2:])
     return np.moveaxis(whole.reshape(*whole.shape[:2], count, -1), 2, 1).copy()
 
@@ -139,7 +139,7 @@ def random_layer(kind: int) -> Layered:
     )
 
 
-def ask(http: httpx.Client, document: dict[str, Any]) -> dict[str, Any]:
+def run_layer(http: httpx.Client, document: dict[str, Any]) -> dict[str, Any]:
     response = http.post("/v1/attention/softmax", json=document)
     assert response.status_code == 200, response.text
     outputs: dict[str, Any] = response.json()["outputs"]
@@ -147,23 +147,23 @@ def ask(http: httpx.Client, document: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", range(KINDS))
-def test_layers_against_the_reference(server: Server, kind: int) -> None:
+def test_layers_agree_with_the_reference(server: Server, kind: int) -> None:
     layered = random_layer(kind)
-    layered.check(ask(server.http, layered.document))
+    layered.check(run_layer(server.http, layered.document))
 
 
-def test_layers_keep_their_bits_among_others(server: Server) -> None:
+def test_layers_have_the_same_bits_in_concurrent_requests(server: Server) -> None:
     documents = [random_layer(kind).document for kind in range(KINDS)]
-    alone = [ask(server.http, document) for document in documents]
+    alone = [run_layer(server.http, document) for document in documents]
     with (
         httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as http,
         ThreadPoolExecutor(8) as pool,
     ):
-        assert list(pool.map(lambda d: ask(http, d), documents)) == alone
+        assert list(pool.map(lambda d: run_layer(http, d), documents)) == alone
 
 
-def test_masks_and_lengths_beside_a_layer(server: Server) -> None:
-    """In the rank of the scores, which `heads` adds an axis to."""
+def test_masks_and_lengths_with_a_layer(server: Server) -> None:
+    """The mask has the rank of the scores, to which `heads` adds an axis."""
     x = np.random.default_rng(0).normal(size=(2, 5, 4)).astype(np.float32)
     weight = np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32)
     tensors = {f"W_{role}": as_json(weight, "base64") for role in ROLES}
@@ -181,7 +181,7 @@ def test_masks_and_lengths_beside_a_layer(server: Server) -> None:
                 },
                 "layer": {"layout": "v1", "heads": heads, "tensors": tensors},
             }
-            weights = as_array(ask(server.http, document)["weights"])
+            weights = as_array(run_layer(server.http, document)["weights"])
             hidden = ~np.broadcast_to(mask, weights.shape)
             assert not weights[hidden].any()
             assert not weights[0, ..., 3:].any()
@@ -195,11 +195,11 @@ def test_masks_and_lengths_beside_a_layer(server: Server) -> None:
 
 @pytest.mark.parametrize("layer", ["mine", 1, ["v2"], True])
 @pytest.mark.parametrize("path", ["attention/softmax", "gradients/softmax", "compare"])
-def test_layer_that_is_no_object_is_refused(server: Server, path: str, layer: Any) -> None:
+def test_layer_that_is_no_object_is_rejected(server: Server, path: str, layer: Any) -> None:
     document = {"inputs": {"x": [[1]]}, "layer": layer}
     if path == "compare":
         document["variants"] = ["linear"]
     problem = assert_problem(server.http.post(f"/v1/{path}", json=document), 422, document)
     assert problem["pointer"] == "/layer"
-    detail = f"layer came as {json.dumps(layer)}: it must be an object of layout, heads and tensors"
-    assert problem["detail"] == detail
+    got = f"layer is invalid: got {json.dumps(layer)}, "
+    assert problem["detail"] == got + "expected an object of layout, heads and tensors"

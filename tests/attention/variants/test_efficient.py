@@ -1,5 +1,4 @@
-"""Efficient attention: against the reference, keys that rise by any amount, numbers at the ends of
-the range, and memory that is linear in the length."""
+"""Efficient attention against the reference, with rising keys, extreme numbers, linear memory."""
 
 from __future__ import annotations
 
@@ -37,12 +36,15 @@ def exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def roundings(query: Tensor, key: Tensor) -> float:
-    """How many of its eps a weight may be off: an e^x for each of query and key is off by |x| eps,
-    x as far from 0 as numbers are apart that matter; its sums over D and S by as many."""
+    """Returns the bound of a weight's error in eps.
+
+    The e^x of query and of key each have an error of |x| eps, where x is the largest relevant
+    difference of numbers. The sums over D and S add as many roundings as they have terms.
+    """
     D, S = query.shape[-1], key.shape[2]
 
     def apart(x: Tensor, dim: int) -> float:
-        # what is further below the largest than this is 0 in float32 and, e^-700, in float64
+        # numbers further below the largest are 0 in float32, or e^-700 in float64
         end = 700.0 if x.dtype == torch.float64 else 100.0
         x = x.double().clamp(-1e300, 1e300)
         return min(end, float((x.amax(dim) - x.amin(dim)).max()))
@@ -51,8 +53,10 @@ def roundings(query: Tensor, key: Tensor) -> float:
 
 
 def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
-    """Output and weights; the output has the same bits when it is asked for alone, and the weights
-    are what makes it."""
+    """Returns output and weights.
+
+    The output must have the same bits when it is requested alone.
+    """
     found = efficient.attend(*tensors, **parameters, outputs=BOTH)
     alone = efficient.attend(*tensors, **parameters, outputs=OUTPUT)
     assert found.output is not None
@@ -68,10 +72,10 @@ def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
 def assert_right(
     tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
 ) -> None:
-    """The reference's numbers, to as many roundings as there are."""
+    """Compares with the reference, within the number of roundings."""
     query, key, value = tensors
     output, weights = attended(*tensors, lengths, **parameters)
-    if lengths is not None:  # what is padding is in neither
+    if lengths is not None:  # padding is in neither
         key, value = key.clone(), value.clone()
         for b, length in enumerate(lengths):
             key[b, :, length:], value[b, :, length:] = key[b, :, :1], 0.0
@@ -84,7 +88,7 @@ def assert_right(
     bound = close * mass + torch.finfo(query.dtype).eps * truth.output.abs()
     bound += torch.finfo(query.dtype).smallest_normal
     assert ((output - truth.output).abs() <= bound).all()
-    # a shift of up to 300 in float64 takes as much off what is left before it underflows
+    # in float64, a shift of up to 300 raises the smallest number that does not underflow
     lost = np.exp(300.0) if kind == torch.float64 else 1.0
     least = torch.finfo(kind).smallest_normal * query.shape[-1] * lost
     small = close * truth.weights + least
@@ -119,7 +123,7 @@ def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | N
     causal=st.booleans(),
     offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
 )
-def test_against_reference(request: Any, causal: bool, offset: Any) -> None:
+def test_agrees_with_reference(request: Any, causal: bool, offset: Any) -> None:
     tensors, lengths = request
     assert_right(tensors, lengths, causal=causal, query_offset=offset)
 
@@ -128,7 +132,9 @@ def test_against_reference(request: Any, causal: bool, offset: Any) -> None:
 @causal_or_not
 @pytest.mark.parametrize("length", [16, 17, 64, 65, 1000])
 @pytest.mark.parametrize("slope", [0.0, 5.0])
-def test_lengths_past_a_chunk(dtype: torch.dtype, causal: bool, length: int, slope: float) -> None:
+def test_lengths_above_one_chunk(
+    dtype: torch.dtype, causal: bool, length: int, slope: float
+) -> None:
     query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
     key = key + slope * torch.arange(length)[:, None]
     assert_right((query.to(dtype), key.to(dtype), value.to(dtype)), causal=causal)
@@ -136,7 +142,7 @@ def test_lengths_past_a_chunk(dtype: torch.dtype, causal: bool, length: int, slo
 
 @pytest.mark.parametrize("offset", [0, -7, 40, "end"])
 @pytest.mark.parametrize("slope", [0.0, 50.0])
-def test_blocks_of_rows_are_the_rows(offset: Any, slope: float) -> None:
+def test_row_blocks_equal_rows_of_the_matrix(offset: Any, slope: float) -> None:
     query, key = torch.randn(2, 4, 50, 5), torch.randn(2, 2, 70, 5)
     key += slope * torch.arange(70)[:, None]
     lengths, parameters = torch.tensor([70, 33]), {"causal": True, "query_offset": offset}
@@ -151,8 +157,10 @@ def test_blocks_of_rows_are_the_rows(offset: Any, slope: float) -> None:
 @every_dtype
 @causal_or_not
 @pytest.mark.parametrize("slope", [0.0, 100.0])
-def test_weights_are_what_makes_the_output(dtype: torch.dtype, causal: bool, slope: float) -> None:
-    """A @ value is the output, A is the output for the identity, and its rows sum to 1."""
+def test_weights_times_values_are_the_output(
+    dtype: torch.dtype, causal: bool, slope: float
+) -> None:
+    """A @ value is the output, A is the output for the identity, and rows of A sum to 1."""
     query, key, value = (torch.randn(1, 2, 40, 6).to(dtype) for _ in range(3))
     key = key + (slope * torch.arange(40)[:, None]).to(dtype)
     output, weights = attended(query, key, value, causal=causal)
@@ -169,9 +177,11 @@ def test_weights_are_what_makes_the_output(dtype: torch.dtype, causal: bool, slo
 
 @wide_dtypes
 @causal_or_not
-def test_a_constant_added_to_a_channel_changes_nothing(dtype: torch.dtype, causal: bool) -> None:
+def test_adding_a_constant_to_a_key_channel_changes_nothing(
+    dtype: torch.dtype, causal: bool
+) -> None:
     query, key, value = (torch.randn(2, 2, 90, 5, dtype=dtype) for _ in range(3))
-    key = (key * 2**10).round() / 2**10  # what is added and taken off again is exact
+    key = (key * 2**10).round() / 2**10  # adding and subtracting the shift is exact
     output, weights = attended(query, key, value, causal=causal)
     shifts = torch.tensor([0.0, 3, -100, 500, -1000], dtype=dtype)
     again = attended(query, key + shifts, value, causal=causal)
@@ -181,7 +191,7 @@ def test_a_constant_added_to_a_channel_changes_nothing(dtype: torch.dtype, causa
 
 
 @every_dtype
-def test_the_order_of_keys_changes_nothing(dtype: torch.dtype) -> None:
+def test_key_order_changes_nothing(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 2, 30, 6).to(dtype) for _ in range(3))
     order = torch.randperm(30)
     output, weights = attended(query, key, value)
@@ -197,7 +207,7 @@ def test_the_order_of_keys_changes_nothing(dtype: torch.dtype) -> None:
 def test_one_key_returns_the_value(dtype: torch.dtype, causal: bool) -> None:
     query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
     output, _ = attended(query * 5, key * 50, value, causal=causal)
-    # a query's softmax over 4 channels sums to 1, but for its roundings
+    # a query's softmax over 4 channels sums to 1, apart from rounding
     close = 8 * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
     torch.testing.assert_close(output, value.double().expand(2, 2, 3, 4), rtol=close, atol=0)
     assert (output.abs() <= value.double().abs().amax((1, 2, 3), keepdim=True)).all()
@@ -206,7 +216,9 @@ def test_one_key_returns_the_value(dtype: torch.dtype, causal: bool) -> None:
 @every_dtype
 @pytest.mark.parametrize("late", [39, 41, 120, 299, 301, 1000, 1e4])
 @pytest.mark.parametrize("channels", [1, 4])
-def test_a_late_key_leaves_the_early_rows(dtype: torch.dtype, late: float, channels: int) -> None:
+def test_large_late_key_does_not_change_early_rows(
+    dtype: torch.dtype, late: float, channels: int
+) -> None:
     query, key, value = (torch.randn(1, 1, 100, 4).to(dtype) for _ in range(3))
     key[:, :, 50:, :channels] += late
     output, _ = attended(query, key, value, causal=True)
@@ -218,8 +230,8 @@ def test_a_late_key_leaves_the_early_rows(dtype: torch.dtype, late: float, chann
 
 @wide_dtypes
 @pytest.mark.parametrize("length", [5, 16, 50, 300])
-def test_keys_that_each_bury_all_before(dtype: torch.dtype, length: int) -> None:
-    """Each row is its own value, where each key is e^1000 times the one before."""
+def test_keys_that_dominate_all_earlier_keys(dtype: torch.dtype, length: int) -> None:
+    """Each key is e^1000 times the one before, so each row is its own value."""
     query, value = torch.randn(1, 2, length, 3, dtype=dtype), torch.randn(1, 2, length, 2)
     key = 1000.0 * torch.arange(length, dtype=dtype)[:, None].expand(1, 2, length, 3)
     output, weights = attended(query, key, value.to(dtype), causal=True)
@@ -236,10 +248,8 @@ def test_keys_that_each_bury_all_before(dtype: torch.dtype, length: int) -> None
 @every_dtype
 @causal_or_not
 @pytest.mark.parametrize("least", [False, True])
-def test_queries_and_keys_at_the_ends_of_the_range(
-    dtype: torch.dtype, causal: bool, least: bool
-) -> None:
-    """Differences overflow; the largest takes all, and what is alike shares."""
+def test_extreme_queries_and_keys(dtype: torch.dtype, causal: bool, least: bool) -> None:
+    """Differences overflow; the largest key gets all weight, and equal keys share it."""
     info = torch.finfo(dtype)
     big = info.smallest_normal if least else info.max
     signs = torch.tensor([[1.0, -1.0], [-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]], dtype=dtype)
@@ -268,7 +278,7 @@ def test_equal_queries_and_keys_of_any_size(dtype: torch.dtype, causal: bool) ->
 @every_dtype
 @causal_or_not
 @pytest.mark.parametrize("slope", [0.0, 100.0])
-def test_values_at_the_end_of_the_range(dtype: torch.dtype, causal: bool, slope: float) -> None:
+def test_extreme_values(dtype: torch.dtype, causal: bool, slope: float) -> None:
     most = torch.finfo(dtype).max
     value = torch.full((1, 1, 50, 2), most, dtype=dtype)
     query = torch.randn(1, 1, 50, 4).to(dtype)
@@ -277,7 +287,7 @@ def test_values_at_the_end_of_the_range(dtype: torch.dtype, causal: bool, slope:
     close = roundings(query, key) * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
     assert (output <= most).all()
     assert ((output / most - 1).abs() <= close).all()
-    value[:, :, :3] = 1e-3  # and what is small beside it is not lost
+    value[:, :, :3] = 1e-3  # small values beside it are not lost
     output, _ = attended(query, key, value, causal=True)
     small = value[:, :, :3].double()
     torch.testing.assert_close(output[:, :, :3], small, rtol=close, atol=0)
@@ -285,8 +295,8 @@ def test_values_at_the_end_of_the_range(dtype: torch.dtype, causal: bool, slope:
 
 @wide_dtypes
 @pytest.mark.parametrize("rise", [0.0, 38.0, 250.0, 1000.0])
-def test_small_values_keep_their_digits(dtype: torch.dtype, rise: float) -> None:
-    """Though a shift leaves e^-rise of the early keys, times a value that is small itself."""
+def test_small_values_keep_their_precision(dtype: torch.dtype, rise: float) -> None:
+    """A shift leaves e^-rise of the early keys, and the values are small too."""
     query, key = torch.randn(2, 1, 1, 40, 4, dtype=dtype)
     key = key / 10
     key[:, :, 30:] += rise
@@ -300,7 +310,7 @@ def test_small_values_keep_their_digits(dtype: torch.dtype, rise: float) -> None
 
 
 @wide_dtypes
-def test_rows_that_see_only_small_values_keep_them(dtype: torch.dtype) -> None:
+def test_rows_that_see_only_small_values(dtype: torch.dtype) -> None:
     small = 1e-30 if dtype == torch.float32 else 1e-120
     value = torch.full((1, 1, 201, 1), small, dtype=dtype)
     value[:, :, 200] = torch.finfo(dtype).max
@@ -344,7 +354,7 @@ def test_padding_may_hold_anything(
         st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=6, max_size=6
     )
 )
-def test_whatever_finite_comes_the_answer_is_an_average(sizes: list[float]) -> None:
+def test_output_is_an_average_for_any_finite_input(sizes: list[float]) -> None:
     query, key, value = torch.tensor(sizes).view(3, 1, 1, 2, 1)
     for dtype in (torch.float32, torch.float64):
         x = [tensor.to(dtype).expand(1, 1, 2, 2) for tensor in (query, key, value)]
@@ -366,17 +376,18 @@ say()
 """
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(
     ("causal", "slope"),
-    [(False, 0), (True, 0), pytest.param(True, 1000, marks=pytest.mark.slow)],
+    [(False, 0), (True, 0), (True, 1000)],
 )
-def test_65536_tokens_fit_in_4_gib(causal: bool, slope: int) -> None:
+def test_65536_tokens_take_less_than_4_gib(causal: bool, slope: int) -> None:
     assert peaks(MEASURED, causal, slope)[-1].whole < 4 << 30
 
 
-def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
-    """Their bits would depend on it: it would take them along."""
+def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
+    """In one stack, it would move the whole call to its path and change their bits."""
 
     def job(size: float) -> Job:
         key = np.full((1, 1, 3, 4), size, np.float32)
@@ -393,11 +404,13 @@ def test_a_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         assert np.array_equal(r.outputs["output"].numpy(), alone.outputs["output"].numpy())
 
 
-def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
     inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
     for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
         body = {"inputs": inputs, "parameters": {name: 1}}
         problem = assert_problem(server.http.post(PATH, json=body), 422)
         assert f"efficient refuses '{name}'" in problem["detail"]
     body = {"inputs": inputs | {"mask": [[True]]}}
-    assert "no input 'mask'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
+    detail = assert_problem(server.http.post(PATH, json=body), 422)["detail"]
+    assert "no input 'mask'" in detail
+    assert detail.endswith("to hide padding, give key_lengths")

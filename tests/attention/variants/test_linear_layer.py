@@ -1,4 +1,4 @@
-"""A linear layer as attention: against exact arithmetic, torch's own attention, and the seed."""
+"""A linear layer as attention against exact arithmetic, torch's own attention and seed 000."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def layer(B: int, I: int, O: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:  # noqa: E741
-    """Ordinary inputs, one in five of them 0, and a weight."""
+    """Returns ordinary inputs, one in five of them 0, and a weight."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(B, I, generator=generator, dtype=torch.float64)
     x[torch.rand(B, I, generator=generator) < 0.2] = 0.0
@@ -50,7 +50,7 @@ def tensor(found: Tensor | None) -> Tensor:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """The least number there is, a denormal."""
+    """Returns the smallest positive number, a denormal."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
 
@@ -62,7 +62,7 @@ def smallest(dtype: torch.dtype) -> float:
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 99),
 )
-def test_against_reference(B: int, I: int, O: int, dtype: torch.dtype, seed: int) -> None:  # noqa: E741
+def test_agrees_with_reference(B: int, I: int, O: int, dtype: torch.dtype, seed: int) -> None:  # noqa: E741
     x, weight = layer(B, I, O, dtype, seed)
     found = linear_layer.attend(x, weight, outputs=ALL)
     truth = linear_layer.reference(x, weight)
@@ -75,17 +75,17 @@ def test_against_reference(B: int, I: int, O: int, dtype: torch.dtype, seed: int
     for right in (plain, tensor(truth.output)):
         assert ((output.double() - right).abs() <= bound + smallest(dtype)).all()
     for name in ALL - {"output"}:
-        made, right = getattr(found, name), getattr(truth, name)
-        assert made.dtype == score_dtype(dtype)
+        tensor_found, right = getattr(found, name), getattr(truth, name)
+        assert tensor_found.dtype == score_dtype(dtype)
         size = right.abs() + (right.abs().amax() if name == "scores" else 0)  # a difference of logs
         close = (2 * eps + 2 * (I + 4) * double) * (1 + size if name == "scores" else size)
         close = close.masked_fill(right.isinf(), 0.0)
-        same = made.double() == right
-        assert (same | ((made.double() - right).abs() <= close)).all(), name
+        same = tensor_found.double() == right
+        assert (same | ((tensor_found.double() - right).abs() <= close)).all(), name
 
 
 def numbers(dtype: torch.dtype) -> st.SearchStrategy[float]:
-    """Any finite number of the dtype, the largest and the denormal ones often."""
+    """Draws finite numbers of the dtype, often the largest and denormal ones."""
     info = torch.finfo(dtype)
     edges = [0.0, info.max, info.min, smallest(dtype), -info.smallest_normal, 1.0, -1.0]
     powers = st.integers(round(math.log2(smallest(dtype))), round(math.log2(info.max)) - 1)
@@ -106,7 +106,7 @@ def extremes(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 
 
 def assert_near(found: Tensor, truth: Fraction, bound: Fraction) -> None:
-    """Within the bound; infinite only where the truth is past the largest number, or all but."""
+    """Checks the bound; infinity is allowed only where the truth reaches the largest number."""
     value, info = found.item(), torch.finfo(found.dtype)
     assert not math.isnan(value)
     if math.isinf(value):
@@ -117,7 +117,7 @@ def assert_near(found: Tensor, truth: Fraction, bound: Fraction) -> None:
 
 
 @given(extremes())
-def test_any_finite_numbers_against_exact_arithmetic(case: tuple[Tensor, Tensor]) -> None:
+def test_finite_numbers_agree_with_exact_arithmetic(case: tuple[Tensor, Tensor]) -> None:
     x, weight = case
     dtype, exact = x.dtype, score_dtype(x.dtype)
     (B, I), O = x.shape, len(weight)  # noqa: E741
@@ -151,7 +151,7 @@ def test_any_finite_numbers_against_exact_arithmetic(case: tuple[Tensor, Tensor]
 
 
 @every_dtype
-def test_torchs_attention_takes_query_key_and_value_back_to_the_layer(dtype: torch.dtype) -> None:
+def test_torch_attention_of_query_key_and_value_is_the_layer(dtype: torch.dtype) -> None:
     x, weight = layer(5, 24, 7, dtype)
     found = linear_layer.attend(x, weight, outputs=ALL)
     query, key, value = (tensor(t) for t in (found.query, found.key, found.value))
@@ -160,7 +160,7 @@ def test_torchs_attention_takes_query_key_and_value_back_to_the_layer(dtype: tor
     mass = x.double().abs() @ weight.double().abs().mT
     logs = key.double().masked_fill(key.isinf(), 0.0).abs().amax()
     eps = torch.finfo(key.dtype).eps
-    # keys are rounded once, exp and its sum and the product with them as often as there are
+    # keys are rounded once; exp, its sum and the product once per key
     assert ((output.double() - plain).abs() <= (2 * float(logs) + 2 * 24 + 8) * eps * mass).all()
     weights = torch.softmax(torch.einsum("bd,bid->bi", query, key), -1)
     bound = (2 * float(logs) + 2 * 24 + 8) * eps * tensor(found.weights)
@@ -170,7 +170,7 @@ def test_torchs_attention_takes_query_key_and_value_back_to_the_layer(dtype: tor
 
 
 @every_dtype
-def test_zeros_weigh_nothing_and_a_row_of_zeros_is_zeros(dtype: torch.dtype) -> None:
+def test_zero_inputs_have_zero_weights(dtype: torch.dtype) -> None:
     x = torch.tensor([[0, 3, -1], [0, 0, 0]], dtype=dtype)
     weight = torch.tensor([[5, 7, 2], [1, -2, 4]], dtype=dtype)
     found = linear_layer.attend(x, weight, outputs=ALL)
@@ -183,7 +183,7 @@ def test_zeros_weigh_nothing_and_a_row_of_zeros_is_zeros(dtype: torch.dtype) -> 
 
 
 @every_dtype
-def test_what_overflows_on_the_way_does_not_in_the_end(dtype: torch.dtype) -> None:
+def test_intermediate_overflow_does_not_reach_the_output(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     x = torch.tensor([[most, most, most, most], [1, 0, 0, 0]], dtype=dtype)
     weight = torch.tensor([[most, most, -most, -most], [0.5, 0.5, -0.5, 0]], dtype=dtype)
@@ -195,7 +195,7 @@ def test_what_overflows_on_the_way_does_not_in_the_end(dtype: torch.dtype) -> No
     assert tensor(linear_layer.attend(small, weight, outputs=ALL).weights).tolist() == [[0.25] * 4]
 
 
-def test_an_item_whose_neighbour_overflows_has_its_own_bits() -> None:
+def test_overflow_of_one_item_does_not_change_others() -> None:
     x, weight = layer(3, 33, 5, torch.float32)
     alone = tensor(linear_layer.attend(x, weight, outputs=frozenset({"output"})).output)
     x[1] *= 1e38
@@ -203,7 +203,7 @@ def test_an_item_whose_neighbour_overflows_has_its_own_bits() -> None:
     assert torch.equal(alone[[0, 2]], beside[[0, 2]])
 
 
-def test_seed_000s_example(server: Server) -> None:
+def test_example_of_seed_000(server: Server) -> None:
     torch.manual_seed(42)
     x, fc_weight = torch.randn(4, 8), torch.randn(32, 8)
     y1 = x @ fc_weight.T
@@ -250,15 +250,15 @@ def test_over_http(server: Server, rank: int, dtype: str) -> None:
     assert {n: t["shape"] for n, t in outputs.items()} == {n: batch + s for n, s in shapes.items()}
 
 
-def test_the_python_client(server: Server) -> None:
+def test_over_python_client(server: Server) -> None:
     x, weight = (t.numpy() for t in layer(2, 3, 4, torch.float32))
     with Client(server.url) as client:
-        ran = client.attend("linear_layer", x=x, weight=weight, weights="none")
-    np.testing.assert_allclose(ran.output, x @ weight.T, rtol=1e-5, atol=1e-6)
+        run = client.attend("linear_layer", x=x, weight=weight, weights="none")
+    np.testing.assert_allclose(run.output, x @ weight.T, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_over_v2(server: Server, rank: int) -> None:
+def test_over_open_inference_protocol(server: Server, rank: int) -> None:
     inputs = [
         {"name": "x", "datatype": "FP32", "shape": [1, 2][2 - rank :], "data": [1, -2]},
         {"name": "weight", "datatype": "FP32", "shape": [3, 2], "data": [1, 2, 3, 4, 5, 6]},
@@ -266,13 +266,13 @@ def test_over_v2(server: Server, rank: int) -> None:
     (output,) = server.http.post(INFER, json={"inputs": inputs}).json()["outputs"]
     assert (output["name"], output["shape"]) == ("output", [1, 3][2 - rank :])
     assert output["data"] == [-3, -5, -7]
-    said = {o["name"]: o for o in server.http.get("/v2/models/linear_layer").json()["outputs"]}
-    assert (said["query"]["shape"], said["key"]["shape"]) == ([-1, 1], [-1, -1, 1])
+    outputs = {o["name"]: o for o in server.http.get("/v2/models/linear_layer").json()["outputs"]}
+    assert (outputs["query"]["shape"], outputs["key"]["shape"]) == ([-1, 1], [-1, -1, 1])
     config = server.http.get("/v2/models/linear_layer/config").json()
     assert {o["name"]: o["dims"] for o in config["output"]}["key"] == [-1, -1, 1]
 
 
-def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
     inputs: dict[str, Any] = {"x": [1, 2], "weight": [[3, 4]]}
     names = ("causal", "scale", "softcap", "window", "dropout", "seed", "query_offset", "normalize")
     for name in names:
@@ -286,11 +286,11 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     eye = {f"W_{role}.weight": [[1, 0], [0, 1]] for role in ("query", "key", "value")}
     inline = {"layout": "v2", "tensors": eye}
     problem = assert_problem(server.http.post(PATH, json={"inputs": inputs, "layer": inline}))
-    assert problem["detail"] == "linear_layer takes no layer"
+    assert problem["detail"].startswith("linear_layer takes no layer")
     for wrong, says in (
         ({"weight": [[3, 4, 5]]}, "weight has I=3 where x has I=2"),
-        ({"x": [[[1, 2]]]}, "it must be (B, I) or (I)"),
-        ({"weight": [3, 4]}, "it must be (O, I)"),
+        ({"x": [[[1, 2]]]}, "expected (B, I) or (I)"),
+        ({"weight": [3, 4]}, "expected (O, I)"),
     ):
         problem = assert_problem(server.http.post(PATH, json={"inputs": inputs | wrong}))
         assert says in problem["detail"]
@@ -302,7 +302,7 @@ def job(x: Tensor, weight: RawTensor) -> Job:
 
 
 @pytest.mark.parametrize("stack", [False, True])
-def test_only_requests_with_the_very_same_weight_batch(stack: bool) -> None:
+def test_only_requests_with_the_same_weight_object_batch(stack: bool) -> None:
     (x, weight), (other_x, other) = (layer(2, 8, 4, torch.float32, seed) for seed in (1, 2))
     shared = RawTensor.from_numpy(weight.numpy())
     one, two, longer = job(x, shared), job(other_x, shared), job(torch.cat([x, x]), shared)
@@ -310,11 +310,11 @@ def test_only_requests_with_the_very_same_weight_batch(stack: bool) -> None:
     assert one.batch_key != job(x, RawTensor.from_numpy(other.numpy())).batch_key
     assert one.batch_key != job(x, RawTensor.from_numpy(weight.numpy().copy())).batch_key
     jobs = [one, two, longer]
-    for asked, ran in zip(jobs, execute(jobs, torch.device("cpu"), stack), strict=True):
-        (alone,) = execute([asked], torch.device("cpu"), stack)
+    for submitted, together in zip(jobs, execute(jobs, torch.device("cpu"), stack), strict=True):
+        (alone,) = execute([submitted], torch.device("cpu"), stack)
         for name in ALL:
-            found, expected = (r.outputs[name].numpy() for r in (ran, alone))
-            if stack:  # which on a CPU keeps the numbers, not the bits
+            found, expected = (r.outputs[name].numpy() for r in (together, alone))
+            if stack:  # stacking on a CPU keeps the numbers, not the bits
                 np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
             else:
                 np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""Linformer: the reference, given and drawn projections, the extremes, memory."""
+"""Linformer against its reference, with given and random projections, extreme numbers, memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.peak_memory import needs_proc, peaks
 
 @examples(300)
 @given(request=requests(), block=st.none() | st.integers(1, 300))
-def test_against_reference(request: Any, block: int | None) -> None:
+def test_agrees_with_reference(request: Any, block: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if block is not None:
             patch.setattr(linformer, "_ELEMENTS", block)
@@ -36,15 +36,15 @@ def test_against_reference(request: Any, block: int | None) -> None:
 
 
 @every_dtype
-def test_the_seeds_shape(dtype: torch.dtype) -> None:
+def test_shape_of_seed_003(dtype: torch.dtype) -> None:
     """Seed 003: N = 1000, d = 256, rank 100."""
     query, key, value = (torch.randn(1, 1, 1000, 256).to(dtype) for _ in range(3))
     assert_right((query, key, value, None, None, None), rank=100)
 
 
 @every_dtype
-def test_a_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
-    """Given or drawn, with the same bits as if they were made for it."""
+def test_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
+    """Given or random projections have the same bits as projections for the shorter length."""
     query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
     E, F = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
     longer = attend_checked(query, key, value, E, F)
@@ -52,19 +52,19 @@ def test_a_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
     for name in ALL:
         assert torch.equal(getattr(longer, name), getattr(by_hand, name))
     assert torch.equal(
-        linformer._drawn(1, 5, 3, torch.zeros(1, 1, 64, 1))[:, :20],
-        linformer._drawn(1, 5, 3, torch.zeros(1, 1, 20, 1)),
+        linformer._random_projection(1, 5, 3, torch.zeros(1, 1, 64, 1))[:, :20],
+        linformer._random_projection(1, 5, 3, torch.zeros(1, 1, 20, 1)),
     )
 
 
 @every_dtype
-def test_drawn_is_as_if_it_had_been_given(dtype: torch.dtype) -> None:
+def test_random_projection_equals_given_projection(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
     for seed in (0, 7, 2**64 - 1):
         E, F = (random_projection(stream, 6, 20, seed).to(dtype) for stream in (0, 1))
         expected = attend_checked(query, key, value, E, F)
-        for came in ((None, None), (E, None), (None, F)):
-            found = attend_checked(query, key, value, *came, rank=6, seed=seed)
+        for given_projections in ((None, None), (E, None), (None, F)):
+            found = attend_checked(query, key, value, *given_projections, rank=6, seed=seed)
             for name in ALL:
                 assert torch.equal(getattr(found, name), getattr(expected, name))
         assert not torch.equal(E, F)
@@ -75,11 +75,11 @@ def test_drawn_is_as_if_it_had_been_given(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 64, 256])
-def test_drawn_numbers_have_variance_1_over_rank(rank: int) -> None:
+def test_random_projection_has_variance_1_over_rank(rank: int) -> None:
     """Mean and variance within five standard deviations; E, F and other seeds uncorrelated."""
     n = rank * 2000
     parts = [
-        linformer._drawn(stream, rank, seed, torch.zeros(1, 1, 2000, 1).double())
+        linformer._random_projection(stream, rank, seed, torch.zeros(1, 1, 2000, 1).double())
         for stream, seed in ((0, 0), (1, 0), (0, 1), (0, 2**63))
     ]
     for part in parts:
@@ -91,8 +91,8 @@ def test_drawn_numbers_have_variance_1_over_rank(rank: int) -> None:
 
 
 @every_dtype
-def test_map_weights_and_output_are_of_one_piece(dtype: torch.dtype) -> None:
-    """map @ F is the weights, weights @ value is the output, to the rounding of those products."""
+def test_map_weights_and_output_are_consistent(dtype: torch.dtype) -> None:
+    """map @ F is the weights and weights @ value is the output, within rounding."""
     query, key = torch.randn(2, 4, 9, 8).to(dtype), torch.randn(2, 2, 30, 8).to(dtype)
     value, (E, F) = torch.randn(2, 2, 30, 3).to(dtype), torch.randn(2, 7, 30).to(dtype)
     lengths = torch.tensor([30, 11])
@@ -134,7 +134,7 @@ def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float | str) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_numbers_whose_products_overflow(dtype: torch.dtype) -> None:
-    """Powers of two that cancel: E K, F V and Q (E K)^T overflow, the answer is the plain one."""
+    """Powers of two cancel: E K, F V and Q (E K)^T overflow, but the output does not."""
     query, key, value = (torch.randn(2, 2, 9, 4).to(dtype) for _ in range(3))
     E, F = torch.randn(5, 9).to(dtype), torch.randn(5, 9).to(dtype)
     e = 900 if dtype == torch.float64 else 110
@@ -154,7 +154,7 @@ def test_numbers_whose_products_overflow(dtype: torch.dtype) -> None:
 
 
 def test_mixtures_that_overflow_and_cancel() -> None:
-    """F V of 1e310 and its opposite average to 0; a weight of e^-100 brings 1e310 back."""
+    """F V of 1e310 and its negative average to 0; a weight of e^-100 makes 1e310 finite again."""
     key = torch.tensor([[[[1.0], [0.0]]]], dtype=torch.float64)
     value = torch.tensor([[[[1e110], [1.0]]]], dtype=torch.float64)
     query = torch.ones(1, 1, 1, 1, dtype=torch.float64)
@@ -177,8 +177,8 @@ def test_mixtures_that_overflow_and_cancel() -> None:
 
 
 @every_dtype
-def test_the_largest_numbers_everywhere(dtype: torch.dtype) -> None:
-    """The map is one-hot or even: of powers of two, so that equal scores stay equal."""
+def test_largest_numbers_everywhere(dtype: torch.dtype) -> None:
+    """The map is one-hot or even: scores are powers of two, so equal scores stay equal."""
     most = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
 
     def signs(*shape: int) -> Tensor:
@@ -206,8 +206,8 @@ def test_the_largest_numbers_everywhere(dtype: torch.dtype) -> None:
 
 
 @every_dtype
-def test_scores_past_any_softmax(dtype: torch.dtype) -> None:
-    """Huge but ordinary products: rows are finite, and the largest score takes all."""
+def test_scores_of_huge_size(dtype: torch.dtype) -> None:
+    """Products are huge but ordinary: rows are finite, and the largest score gets all weight."""
     query, key, value = (torch.randn(1, 2, 6, 4).to(dtype) * 200 for _ in range(3))
     for scale in (1e9, -1e9, 1e-30, 0.0):
         found = attend_checked(query, key, value, rank=3, scale=scale)
@@ -227,8 +227,9 @@ say()
 """
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("outputs", [["output"], ["output", "map"]], ids=str)
-def test_65536_tokens_fit_in_4_gib(outputs: list[str]) -> None:
+def test_65536_tokens_take_less_than_4_gib(outputs: list[str]) -> None:
     """H = 8, D = 64, rank 256: the map alone has half a GiB."""
     assert peaks(MEASURED, *outputs)[-1].whole < 4 << 30

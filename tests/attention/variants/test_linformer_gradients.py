@@ -1,4 +1,4 @@
-"""Gradients of linformer: finite differences, any dtype, and padding."""
+"""Gradients of Linformer against finite differences, in any dtype, and with padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.linformer_reference import OUTPUT
 
 
 class Attend(torch.autograd.Function):
-    """attend, whose gradients are backward's."""
+    """An autograd function of `attend` and `backward`."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -40,10 +40,10 @@ def differentiable(lengths: Tensor | None, *given: bool) -> list[Any]:
     return [*tensors, lengths]
 
 
-@pytest.mark.parametrize("block", [None, 1])
+@pytest.mark.parametrize("block", [None, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lengths", [None, torch.tensor([6, 2]), torch.tensor([0, 5])], ids=str)
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True), (False, False)])
-def test_gradients_are_those_of_finite_differences(
+def test_gradients_agree_with_finite_differences(
     given: tuple[bool, bool], lengths: Tensor | None, block: int | None
 ) -> None:
     parameters = {"scale": 0.7} if any(given) else {"rank": 3, "seed": 5}
@@ -56,20 +56,20 @@ def test_gradients_are_those_of_finite_differences(
 
 
 @every_dtype
-def test_gradients_of_any_dtype(dtype: torch.dtype) -> None:
-    """By autograd through the textbook's lines in float64; padding's are zeros, garbage or not."""
+def test_gradients_in_any_dtype(dtype: torch.dtype) -> None:
+    """The truth is autograd through the textbook formula in float64; padding gets zeros."""
     lengths = torch.tensor([6, 2])
-    came: list[Any] = [t.detach().to(dtype) for t in differentiable(None, True, True)[:5]]
+    inputs: list[Any] = [t.detach().to(dtype) for t in differentiable(None, True, True)[:5]]
     grad = torch.randn(2, 4, 3, 2).to(dtype)
-    query, key, value, E, F = (t.double().requires_grad_() for t in came)
+    query, key, value, E, F = (t.double().requires_grad_() for t in inputs)
     padding = (torch.arange(6) >= lengths[:, None])[:, None, :, None]
     k, v = (x.masked_fill(padding, 0.0).repeat_interleave(2, 1) for x in (key, value))
     P = torch.softmax(query @ (E[:, :6] @ k).mT * 5**-0.5, -1)
     output = P @ (F[:, :6] @ v)
     expected = torch.autograd.grad(output, (query, key, value, E, F), grad.double())
     for i in (1, 2):
-        came[i] = came[i].masked_fill(padding, math.nan)
-    query, key, value, E, F = came
+        inputs[i] = inputs[i].masked_fill(padding, math.nan)
+    query, key, value, E, F = inputs
     found = linformer.backward(grad, query, key, value, E, F, lengths)
     assert list(found) == ["query", "key", "value", "key_projection", "value_projection"]
     for tensor, truth in zip(found.values(), expected, strict=True):

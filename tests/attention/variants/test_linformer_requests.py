@@ -1,4 +1,4 @@
-"""Requests to linformer: letters that no tensor binds, refusals, over HTTP, and in batches."""
+"""Requests to Linformer: axes that no tensor binds, rejections, HTTP, and batches."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def job(*tensors: RawTensor, **parameters: Any) -> Job:
     )
 
 
-def test_letters_that_no_tensor_binds() -> None:
+def test_axes_that_no_tensor_binds() -> None:
     tensors = [raw(torch.randn(1, 2, 300, 4)) for _ in range(3)]
     E = raw(torch.randn(9, 301))
-    for made, rank in (
+    for each, rank in (
         (job(*tensors), 256),
         (job(*tensors, rank=7), 7),
         (job(*tensors, rank=1000), 1000),
@@ -48,19 +48,21 @@ def test_letters_that_no_tensor_binds() -> None:
         (job(*tensors, E, rank=9), 9),
         (job(*(raw(torch.randn(1, 2, 30, 4)) for _ in range(3))), 30),
     ):
-        L = made.inputs.axes.sizes["L"]
-        assert made.inputs.axes.sizes["R"] == rank
-        assert made.output_shape("map") == (1, 2, L, rank)
-        drawn = 1 if "key_projection" in made.inputs.tensors else 2  # L is S here
-        assert made.score_count == 2 * L * rank + 32 * drawn * rank * L
-        assert made.flops == 2 * 2 * rank * 8 * (L + L)
+        L = each.inputs.axes.sizes["L"]  # equal to S
+        assert each.inputs.axes.sizes["R"] == rank
+        assert each.output_shape("map") == (1, 2, L, rank)
+        random_count = 1 if "key_projection" in each.inputs.tensors else 2
+        assert each.score_count == 2 * L * rank + 32 * random_count * rank * L
+        assert each.flops == 2 * 2 * rank * 8 * (L + L)
 
 
-def test_what_does_not_fit_is_found_before_it_is_queued() -> None:
+def test_misfits_are_rejected_before_the_queue() -> None:
     tensors = [raw(torch.randn(1, 1, 8, 4)) for _ in range(3)]
-    with pytest.raises(InvalidContent, match=r"at most N=7 keys; S=8 came"):
+    with pytest.raises(InvalidContent, match=r"got S=8 keys, expected at most N=7"):
         job(*tensors, raw(torch.randn(3, 7)))
-    with pytest.raises(InvalidContent, match=r"'rank' is 4 where a projection has R=3") as caught:
+    with pytest.raises(
+        InvalidContent, match=r"'rank' does not fit the projections: got 4, expected R=3"
+    ) as caught:
         job(*tensors, raw(torch.randn(3, 8)), rank=4)
     assert caught.value.pointer == "/parameters/rank"
     with pytest.raises(InvalidContent, match="value_projection has R=4 where key_projection has"):
@@ -68,8 +70,8 @@ def test_what_does_not_fit_is_found_before_it_is_queued() -> None:
     with pytest.raises(InvalidContent, match="value_projection has N=9 where key_projection has"):
         job(*tensors, raw(torch.randn(3, 8)), raw(torch.randn(3, 9)))
     message = Message({"parameters": {"rank": 3}}, dict(zip(INPUTS, tensors, strict=True)))
-    # 8 x 3 pairs, and two projections of 3 x 8 to draw
-    with pytest.raises(PayloadTooLarge, match=f"would compute {24 + 32 * 2 * 24} scores"):
+    # 8 x 3 pairs, and two random projections of 3 x 8
+    with pytest.raises(PayloadTooLarge, match=f"too many scores: got {24 + 32 * 2 * 24}"):
         Job.from_message("linformer", message, LIMITS._replace(score_count=23))
     Job.from_message("linformer", message, LIMITS._replace(score_count=24 + 32 * 2 * 24))
 
@@ -79,8 +81,8 @@ def test_what_does_not_fit_is_found_before_it_is_queued() -> None:
     [(5000, 4, 65536), (1, 8192, 65536), (1, 1, 1 << 27)],
     ids=["drawn", "mixed", "given"],
 )
-def test_what_would_be_held_is_bounded(S: int, width: int, rank: int) -> None:
-    """A rank may make much of little: projections by length, keys and values by width."""
+def test_memory_of_projections_is_bounded(S: int, width: int, rank: int) -> None:
+    """A large rank turns small inputs into large projections and mixtures."""
     sizes = dict.fromkeys("BHGL", 1) | {"S": S, "D": width, "E": width}
 
     class Parameters:
@@ -96,7 +98,7 @@ def test_what_would_be_held_is_bounded(S: int, width: int, rank: int) -> None:
     assert linformer.infer_sizes(sizes, Parameters(None)) == {"R": 256}
 
 
-def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
     for name in ("causal", "query_offset", "window", "softcap", "dropout", "normalize"):
         body: dict[str, Any] = {"inputs": INPUTS, "parameters": {name: 1}}
         problem = assert_problem(server.http.post(PATH, json=body), 422)
@@ -109,12 +111,14 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
         assert name in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
     body = {"inputs": INPUTS | {"key_projection": [[1]]}}
     problem = assert_problem(server.http.post(PATH, json=body), 422)
-    assert problem["detail"] == "the projections are made for at most N=1 keys; S=2 came"
+    assert problem["detail"] == (
+        "the projections are for fewer keys: got S=2 keys, expected at most N=1"
+    )
     assert problem["pointer"] == "/inputs"
 
 
 def test_over_http(server: Server) -> None:
-    """Output and weights unless more is named; over a layer too, where heads have no letters."""
+    """The default outputs are output and weights; a layer without heads has no head axis."""
     answer = server.http.post(PATH, json={"inputs": INPUTS}).json()
     assert list(answer["outputs"]) == ["output", "weights"]
     identity = {"key_projection": [[1, 0], [0, 1]], "value_projection": [[1, 0], [0, 1]]}
@@ -132,24 +136,26 @@ def test_over_http(server: Server) -> None:
     assert np.shape(found["map"]) == (2, 3, 2)
     body["inputs"] = x | {"value_projection": [[1, 2], [3, 4]]}
     problem = assert_problem(server.http.post(PATH, json=body), 422)
-    assert "at most N=2 keys; S=3 came" in problem["detail"]
+    assert "got S=3 keys, expected at most N=2" in problem["detail"]
 
 
 @pytest.mark.parametrize("stack", [False, True])
-def test_only_requests_with_the_very_same_projections_batch(stack: bool) -> None:
+def test_only_requests_with_the_same_projections_batch(stack: bool) -> None:
     tensors = [[raw(torch.randn(b, 2, 6, 4)) for _ in range(3)] for b in (1, 2)]
     E, F, other = (raw(torch.randn(3, 6)) for _ in range(3))
-    one, two = (job(*came, E, F) for came in tensors)
+    one, two = (job(*inputs, E, F) for inputs in tensors)
     apart, drawn_one, drawn_two = job(*tensors[0], E, other), *(job(*t, seed=4) for t in tensors)
     assert one.batch_key == two.batch_key != apart.batch_key
     assert drawn_one.batch_key == drawn_two.batch_key != job(*tensors[0], seed=5).batch_key
     for jobs in ([one, two], [drawn_one, drawn_two]):
-        for asked, ran in zip(jobs, execute(jobs, torch.device("cpu"), stack), strict=True):
-            (alone,) = execute([asked], torch.device("cpu"), stack)
+        for submitted, together in zip(
+            jobs, execute(jobs, torch.device("cpu"), stack), strict=True
+        ):
+            (alone,) = execute([submitted], torch.device("cpu"), stack)
             for name in ALL:
-                found, expected = (r.outputs[name].numpy() for r in (ran, alone))
+                found, expected = (r.outputs[name].numpy() for r in (together, alone))
                 assert found.shape == expected.shape
-                if stack:  # which on a CPU keeps the numbers, not the bits
+                if stack:  # stacking on a CPU keeps the numbers, not the bits
                     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
                 else:
                     np.testing.assert_array_equal(found, expected)

@@ -1,4 +1,4 @@
-"""The mean: four ways to one answer, against the reference, the seed's tables and the extremes."""
+"""The mean: four methods against the reference, the tables of seed 002, and extreme numbers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ every_method = pytest.mark.parametrize("method", METHODS)
 
 
 def roundings(S: int, causal: bool = True, method: str = "cumsum") -> int:
-    """How often the scores' dtype rounds on the way to an average, at most.
+    """Returns the largest number of roundings of the scores' dtype in an average.
 
-    Causal: a sum within a chunk, what came before it, the two together, the quotient. Not causal:
-    of a block's rows 16 are added up, then 16 such sums and so on, beside 3 others; the sum of
-    blocks, the quotient.
+    Causal: the sum within a chunk, the sum before it, their sum, and the quotient. Not causal: 16
+    rows of a block are added, then 16 such sums and so on, beside 3 others; then the sum of blocks
+    and the quotient.
     """
     if method != "cumsum":
         return 1
@@ -41,7 +41,7 @@ def roundings(S: int, causal: bool = True, method: str = "cumsum") -> int:
 
 
 def assert_right(value: Tensor, lengths: Tensor | None, **parameters: Any) -> None:
-    """The reference's numbers, but for few roundings of sums and one to the dtype."""
+    """Compares with the reference, within few roundings of sums and one to the dtype."""
     found = mean.attend(value, lengths, **parameters, outputs=BOTH)
     truth = mean.reference(value, lengths, **parameters)
     assert found.output is not None
@@ -70,7 +70,7 @@ def assert_right(value: Tensor, lengths: Tensor | None, **parameters: Any) -> No
     padded=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_against_reference(
+def test_agrees_with_reference(
     shape: tuple[int, ...],
     method: Any,
     dtype: torch.dtype,
@@ -88,7 +88,7 @@ def test_against_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("S", [128, 129, 160, 512, 513, 1100])
+@pytest.mark.parametrize("S", [128, 129, 160, 512, 513, pytest.param(1100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_lengths_on_both_sides_of_a_segment(
@@ -118,7 +118,7 @@ def test_padding_may_hold_anything(method: Any) -> None:
 
 @every_method
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_numbers_average_without_overflow(method: Any, dtype: torch.dtype) -> None:
+def test_largest_numbers_average_without_overflow(method: Any, dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     value = torch.full((1, 1, 100, 1), most, dtype=dtype)
     found = mean.attend(value, method=method, outputs=frozenset({"output"}))
@@ -131,8 +131,8 @@ def test_the_largest_numbers_average_without_overflow(method: Any, dtype: torch.
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("S", [2, 31, 64, 700, 2500])
-def test_sums_that_pass_float32_on_their_way(S: int, causal: bool, normalize: bool) -> None:
-    """Two of four columns overflow in float32 and come back; the others keep their bits."""
+def test_partial_sums_that_overflow_float32(S: int, causal: bool, normalize: bool) -> None:
+    """Two of four columns overflow in float32 on the way; the others keep their bits."""
     largest = torch.finfo(torch.float32).max
     value = torch.randn(1, 2, S, 4, generator=torch.Generator().manual_seed(S))
     ordinary = value.clone()
@@ -158,7 +158,7 @@ def test_sums_that_pass_float32_on_their_way(S: int, causal: bool, normalize: bo
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_later_value_changes_no_earlier_row(method: Any) -> None:
+def test_later_value_does_not_change_earlier_rows(method: Any) -> None:
     value = torch.randn(1, 2, 9, 3)
     later = value.clone()
     later[:, :, 5:] = torch.inf
@@ -176,8 +176,8 @@ def table(text: str) -> np.ndarray:
 
 
 @every_method
-def test_seed_002s_tables_through_the_service(server: Server, method: Any) -> None:
-    """v1 is the loop, v2 the product, v3 the softmax, and all print the same."""
+def test_tables_of_seed_002_through_the_service(server: Server, method: Any) -> None:
+    """v1 is the loop, v2 the product, v3 the softmax, and all give the same table."""
     torch.manual_seed(1337)
     x = torch.randn(4, 8, 2)
     body = {"inputs": {"value": x.tolist()}, "parameters": {"method": method}}
@@ -191,7 +191,7 @@ def test_seed_002s_tables_through_the_service(server: Server, method: Any) -> No
 
 
 @pytest.mark.parametrize(("causal", "rows"), [(False, [[14, 16]] * 3), (True, None)])
-def test_seed_002s_products_with_ones(
+def test_products_with_ones_of_seed_002(
     server: Server, causal: bool, rows: list[list[int]] | None
 ) -> None:
     body = {
@@ -202,9 +202,10 @@ def test_seed_002s_products_with_ones(
     assert answer["outputs"]["output"] == (rows or [[2, 7], [8, 11], [14, 16]])
 
 
+@pytest.mark.slow
 @every_method
 def test_65536_values_in_little_memory(method: Any) -> None:
-    """Rounded sums of ones would show: every mean is 1, and the last sum is 65,536."""
+    """Wrongly rounded sums would be visible: every mean is 1, and the last sum is 65,536."""
     S = 65536 if method == "cumsum" else 2048
     value = torch.ones(1, 8, S, 64 if method == "cumsum" else 4)
     found = mean.attend(value, method=method, outputs=frozenset({"output"}))
@@ -215,7 +216,7 @@ def test_65536_values_in_little_memory(method: Any) -> None:
     assert sums.output[0, 0, -1, 0] == S
 
 
-def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
     inputs = {"value": [[1, 2], [3, 4]]}
     for name in ("scale", "softcap", "window", "dropout", "seed", "query_offset"):
         body = {"inputs": inputs, "parameters": {name: 1}}
@@ -225,7 +226,7 @@ def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
     assert "no input 'query'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
 
 
-def test_the_slow_ways_are_bounded_and_the_fast_one_is_not() -> None:
+def test_slow_methods_are_bounded_and_cumsum_is_not() -> None:
     with running_server(max_scores=99) as server:
         body: dict[str, Any] = {"inputs": {"value": [[1.0]] * 10}, "weights": "none"}
         assert server.http.post(PATH, json=body).status_code == 200
@@ -234,7 +235,7 @@ def test_the_slow_ways_are_bounded_and_the_fast_one_is_not() -> None:
             assert assert_problem(server.http.post(PATH, json=body), 413)["limit"] == 99
 
 
-def test_a_layer_projects_the_values(server: Server) -> None:
+def test_layer_projects_the_values(server: Server) -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, 5, 4, generator=generator)
     weights = {f"W_{r}": torch.randn(4, 6, generator=generator) for r in ("query", "key", "value")}

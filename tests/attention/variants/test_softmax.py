@@ -1,4 +1,4 @@
-"""Softmax against its float64 reference, and the textbook's properties."""
+"""Softmax attention against its float64 reference, torch, and textbook properties."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from support.tolerances import assert_within, bounds
 
 @examples(600)
 @given(requests(), st.none() | st.integers(1, 300))
-def test_softmax_against_reference(request: Request, block: int | None) -> None:
-    """Every parameter, with weights and without, whole or in blocks of rows (`block` elements)."""
+def test_agrees_with_reference(request: Request, block: int | None) -> None:
+    """Covers every parameter, with and without weights, whole or in blocks of `block` elements."""
     with pytest.MonkeyPatch.context() as patch:
         if block is not None:
             patch.setattr(fused_kernel, "BIAS_ELEMENTS", block)
@@ -31,7 +31,7 @@ def test_softmax_against_reference(request: Request, block: int | None) -> None:
 
 
 def assert_agrees_with_reference(request: Request) -> None:
-    """All that is promised of an answer: the reference's numbers, dtypes, zeros, sums, rows."""
+    """Checks numbers, dtypes, zeros, sums and row blocks against the reference."""
     query, key, value, mask, lengths = tensors = request.tensors()
     truth = softmax.reference(*tensors, **request.parameters)
     assert truth.weights is not None
@@ -76,8 +76,10 @@ def assert_agrees_with_reference(request: Request) -> None:
     ],
     ids=str,
 )
-def test_lengths_past_the_kernels_blocks(dtype: torch.dtype, parameters: dict[str, Any]) -> None:
-    """The fused kernel goes over keys 512 at a time, and over queries 32 or more."""
+def test_lengths_above_the_blocks_of_the_kernel(
+    dtype: torch.dtype, parameters: dict[str, Any]
+) -> None:
+    """The fused kernel processes 512 keys, and 32 or more queries, at a time."""
     lengths = (1100, 601)
     assert_agrees_with_reference(
         Request(
@@ -97,8 +99,8 @@ def test_lengths_past_the_kernels_blocks(dtype: torch.dtype, parameters: dict[st
 @every_dtype
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [-2.0, -1e-3, 0.0])
-def test_scales_that_are_not_positive(dtype: torch.dtype, causal: bool, scale: float) -> None:
-    """A kernel that hides by -inf before it scales makes inf or NaN of these."""
+def test_zero_and_negative_scales(dtype: torch.dtype, causal: bool, scale: float) -> None:
+    """A kernel that masks with -inf before it scales gives inf or NaN for these."""
     assert_agrees_with_reference(
         Request(
             dtype, B=1, G=2, K=1, L=5, S=5, D=4, E=4, spread=1.0, mask=None, key_lengths=None,
@@ -109,8 +111,8 @@ def test_scales_that_are_not_positive(dtype: torch.dtype, causal: bool, scale: f
 
 @examples(60)
 @given(requests())
-def test_weights_are_what_the_values_were_averaged_with(request: Request) -> None:
-    """weights @ value is the output, whatever the request, to the rounding of that product."""
+def test_weights_times_values_are_the_output(request: Request) -> None:
+    """weights @ value is the output for any request, within the rounding of that product."""
     query, key, value, mask, lengths = request.tensors()
     if lengths is not None:
         value = value.nan_to_num(0.0, 0.0, 0.0)
@@ -119,14 +121,14 @@ def test_weights_are_what_the_values_were_averaged_with(request: Request) -> Non
     v = value.double().repeat_interleave(request.K, 1)
     A = answer.weights.double()
     exact, narrow = torch.finfo(exact_dtype(request.dtype)), torch.finfo(request.dtype)
-    # S products and sums, the weights rounded once where they were computed wider, one cast
+    # S products and sums, one rounding of weights that were computed wider, one cast
     bound = ((request.S + 2) * exact.eps + narrow.eps) * (A.abs() @ v.abs()) + narrow.eps
     assert_within(answer.output, A @ v, bound)
 
 
 @examples(60)
 @given(requests(dropout=False), st.randoms(use_true_random=False))
-def test_permuting_the_keys_changes_nothing(request: Request, random: Any) -> None:
+def test_key_order_changes_nothing(request: Request, random: Any) -> None:
     assume(request.key_lengths is None and not request.parameters.get("causal"))
     assume(request.parameters.get("window") is None)
     query, key, value, mask, _ = request.tensors()
@@ -146,8 +148,8 @@ def test_permuting_the_keys_changes_nothing(request: Request, random: Any) -> No
 
 
 @every_dtype
-def test_the_kernel_runs_where_only_the_sum_of_its_output_is_large(dtype: torch.dtype) -> None:
-    """65,536 threes are more than float16 holds; an inf among the values is seen for what it is."""
+def test_fused_kernel_runs_if_only_the_sum_of_its_output_overflows(dtype: torch.dtype) -> None:
+    """The sum of 65,536 threes overflows float16; an inf among the values is still detected."""
     query, key = (torch.randn(1, 8, 128, 64).to(dtype) for _ in "qk")
     value = torch.full((1, 8, 128, 64), 3.0, dtype=dtype)
     found = attend(query, key, value, outputs=OUTPUT)
@@ -171,8 +173,8 @@ def test_one_key_returns_the_value_exactly(dtype: torch.dtype) -> None:
 
 @every_dtype
 @pytest.mark.parametrize("causal", [False, True])
-def test_torchs_own_attention(dtype: torch.dtype, causal: bool) -> None:
-    """An oracle of another kind: torch's function in float64, on the explicit formula's inputs."""
+def test_agrees_with_torch_attention(dtype: torch.dtype, causal: bool) -> None:
+    """The oracle is torch's function in float64 on the same inputs."""
     query, key, value = (torch.randn(2, 3, 9, 8).to(dtype) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), is_causal=causal
@@ -184,8 +186,8 @@ def test_torchs_own_attention(dtype: torch.dtype, causal: bool) -> None:
         assert_within(found.output, expected, bound.output)
 
 
-def test_torchs_multihead_attention() -> None:
-    """nn.MultiheadAttention, its projections taken out, with a key padding mask."""
+def test_agrees_with_torch_multihead_attention() -> None:
+    """The projections are taken from nn.MultiheadAttention; there is a key padding mask."""
     B, H, L, S, M = 2, 4, 5, 6, 24
     module = torch.nn.MultiheadAttention(M, H, batch_first=True, dtype=torch.float64).eval()
     query, memory = torch.randn(B, L, M).double(), torch.randn(B, S, M).double()
@@ -208,8 +210,8 @@ def test_torchs_multihead_attention() -> None:
     torch.testing.assert_close(found.weights.mean(1), mean, rtol=0, atol=close)
 
 
-def test_window_and_offset_by_hand() -> None:
-    """Equal scores: a weight is one over the number of keys in sight."""
+def test_window_and_offset_by_example() -> None:
+    """All scores are equal, so a weight is one over the number of visible keys."""
     one = torch.zeros(1, 1, 3, 1)
     keys = torch.zeros(1, 1, 5, 1)
     found = attend(one, keys, keys, window=(1, 0), query_offset="end", outputs=ALL)
@@ -223,7 +225,7 @@ def test_window_and_offset_by_hand() -> None:
 
 
 def test_causal_aligns_as_torch_does() -> None:
-    """Top-left for L != S, unless query_offset says otherwise; before the first key is blind."""
+    """The alignment is top-left for L != S unless query_offset is set; rows may see nothing."""
     query, key, value = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 2)
     for offset, seen in ((0, (1, 2, 3)), (2, (3, 4, 5)), (-2, (0, 0, 1)), (9, (5, 5, 5))):
         for outputs in (OUTPUT, ALL):

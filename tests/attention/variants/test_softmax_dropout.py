@@ -1,4 +1,4 @@
-"""Dropout of softmax: the function that it is said to be, its rate, its seed, its places."""
+"""Dropout of softmax: its definition, rate, seed, and planes."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from support.examples import examples
 from support.tolerances import assert_within, bounds
 
 
-def kept_by_reference(dropout: float, seed: int, place: int, L: int, S: int) -> Tensor:
-    """The mask by the reference's own lines, which share nothing with `common/dropout.py`."""
-    return torch.from_numpy(softmax._kept(dropout, seed, place, L, S))
+def kept_by_reference(dropout: float, seed: int, plane_index: int, L: int, S: int) -> Tensor:
+    """Returns the mask by the reference's code, which shares nothing with `common/dropout.py`."""
+    return torch.from_numpy(softmax._kept(dropout, seed, plane_index, L, S))
 
 
 @examples(200)
 @given(
     dropout=st.floats(0, 1, exclude_max=True),
     seed=st.integers(0, 2**64 - 1) | st.sampled_from((0, 2**31, 2**32 - 1, 2**32, 2**63)),
-    places=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3),
+    plane_indices=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3),
     L=st.integers(1, 20),
     S=st.integers(1, 20),
     data=st.data(),
 )
-def test_dropout_is_the_function_it_is_said_to_be(
-    dropout: float, seed: int, places: list[int], L: int, S: int, data: st.DataObject
+def test_dropout_equals_its_definition(
+    dropout: float, seed: int, plane_indices: list[int], L: int, S: int, data: st.DataObject
 ) -> None:
-    """Bit for bit the reference's, for every plane, and a block is a part of the whole."""
-    found = keep_mask(dropout, seed, torch.tensor([places]), slice(0, L), slice(0, S))
-    for h, place in enumerate(places):
-        assert torch.equal(found[0, h], kept_by_reference(dropout, seed, place, L, S))
+    """Every plane equals the reference bit for bit, and a block is a part of the whole."""
+    found = keep_mask(dropout, seed, torch.tensor([plane_indices]), slice(0, L), slice(0, S))
+    for h, plane_index in enumerate(plane_indices):
+        assert torch.equal(found[0, h], kept_by_reference(dropout, seed, plane_index, L, S))
     rows, keys = (sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in (L, S))
-    block = keep_mask(dropout, seed, torch.tensor([places]), slice(*rows), slice(*keys))
+    block = keep_mask(dropout, seed, torch.tensor([plane_indices]), slice(*rows), slice(*keys))
     assert torch.equal(block, found[:, :, slice(*rows), slice(*keys)])
 
 
 @pytest.mark.parametrize("dropout", [0.01, 0.1, 0.5, 0.9])
-def test_dropout_keeps_as_many_as_it_should(dropout: float) -> None:
-    """Within five standard deviations, over the whole and over each row, column and plane."""
+def test_dropout_rate(dropout: float) -> None:
+    """The rate is within five standard deviations overall and per row, column and plane."""
     B, H, L, S = 2, 4, 200, 300
-    places = torch.arange(B * H).view(B, H)
-    kept = keep_mask(dropout, 123, places, slice(0, L), slice(0, S)).double()
+    plane_indices = torch.arange(B * H).view(B, H)
+    kept = keep_mask(dropout, 123, plane_indices, slice(0, L), slice(0, S)).double()
     for axes in ((0, 1, 2, 3), (2, 3), (0, 1, 2), (0, 1, 3)):
         rate, n = kept.mean(axes), math.prod(kept.shape[a] for a in axes)
         sigma = math.sqrt(dropout * (1 - dropout) / n)
         assert ((rate - (1 - dropout)).abs() < 5 * sigma).all(), axes
 
 
-def test_dropout_follows_its_seed() -> None:
-    """Same seed, same bits; other seed, other rows, other heads and other items: other masks."""
+def test_dropout_depends_on_seed_item_head_and_row() -> None:
+    """The same seed gives the same bits; another seed, row, head or item gives another mask."""
     query, key, value = (torch.randn(1, 1, 16, 8).expand(2, 2, 16, 8) for _ in range(3))
 
     def run(seed: int, outputs: frozenset[str] = ALL) -> softmax.Softmax:
@@ -72,7 +72,7 @@ def test_dropout_follows_its_seed() -> None:
     assert not torch.equal(first.weights, other.weights)
     assert not torch.equal(first.weights, run(2**32 + 1).weights)  # type: ignore[arg-type]
     planes = first.weights.flatten(0, 1) > 0
-    assert len({plane.numpy().tobytes() for plane in planes}) == 4  # b, h: each its own
+    assert len({plane.numpy().tobytes() for plane in planes}) == 4  # each (b, h) has its own mask
     assert len({row.numpy().tobytes() for row in planes[0]}) == 16
     none = attend(query, key, value, outputs=ALL)
     assert none.weights is not None
@@ -82,13 +82,13 @@ def test_dropout_follows_its_seed() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.5, 0.9, 0.999])
-def test_dropout_of_values_at_the_end_of_the_range(dropout: float) -> None:
-    """What dropout adds to each weight may pass the range on the way to a sum that does not."""
+def test_dropout_of_extreme_values(dropout: float) -> None:
+    """The factor of dropout may overflow a term of a sum that itself does not overflow."""
     most, L = torch.finfo(torch.float64).max, 4000
     query, key = torch.zeros(1, 1, L, 3).double(), torch.zeros(1, 1, 2, 3).double()
     value = torch.tensor([[1.0, 1e-4], [-1.0, 1e-4]]).double()[None, None]
     kept = kept_by_reference(dropout, 4, 0, L, 2).double()
-    expected = kept @ value[0, 0] / 2 / (1 - dropout)  # in units of the largest
+    expected = kept @ value[0, 0] / 2 / (1 - dropout)  # in units of the largest number
     for outputs in (OUTPUT, ALL):
         found = attend(query, key, value * most, dropout=dropout, seed=4, outputs=outputs).output
         assert found is not None
@@ -99,18 +99,18 @@ def test_dropout_of_values_at_the_end_of_the_range(dropout: float) -> None:
 
 
 @every_dtype
-def test_stacked_requests_drop_what_they_drop_alone(dtype: torch.dtype) -> None:
-    """`plane_BH` tells each plane its place within its own request: the same mask."""
+def test_stacked_requests_have_the_same_dropout_as_alone(dtype: torch.dtype) -> None:
+    """`plane_BH` gives each plane its index within its own request, and so the same mask."""
     H, L, S, D = 2, 9, 12, 8
     batches = (1, 3, 2)
     requests = [
         (torch.randn(b, H, L, D).to(dtype), *torch.randn(2, b, H, S, D).to(dtype)) for b in batches
     ]
-    places = torch.cat([torch.arange(b * H).view(b, H) for b in batches])
+    plane_indices = torch.cat([torch.arange(b * H).view(b, H) for b in batches])
     stacked = [torch.cat(parts) for parts in zip(*requests, strict=True)]
     parameters = {"dropout": 0.3, "seed": 7, "causal": True}
-    together = attend(*stacked, **parameters, outputs=ALL, plane_BH=places)
-    by_rows = weights(*stacked[:2], **parameters, plane_BH=places)(slice(2, 5))
+    together = attend(*stacked, **parameters, outputs=ALL, plane_BH=plane_indices)
+    by_rows = weights(*stacked[:2], **parameters, plane_BH=plane_indices)(slice(2, 5))
     assert together.weights is not None
     first = 0
     for request, b in zip(requests, batches, strict=True):

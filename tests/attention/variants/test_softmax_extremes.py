@@ -23,9 +23,9 @@ from support.tolerances import assert_within, bounds, spread
 def exactly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights as an interval, and outputs, of a (L, D) request in exact fractions.
+    """Returns bounds of the weights, and the outputs, of an (L, D) request in exact fractions.
 
-    The bound on a score is that of `bounds`, computed exactly; the interval is `spread`'s.
+    The bound on a score is that of `bounds`, computed exactly; the interval is that of `spread`.
     """
     L, D, S = *query.shape, len(key)
     eps = Fraction(torch.finfo(exact_dtype(query.dtype)).eps)
@@ -64,7 +64,7 @@ HUGE: Final = {
 
 @st.composite
 def extremes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
-    """A tiny request whose numbers are zero, ordinary or at the ends of the dtype's range."""
+    """Draws a tiny request of zero, ordinary and extreme numbers."""
     dtype = draw(st.sampled_from(DTYPES))
     sizes = (0.0, 1.0, 1.5, *HUGE[dtype])
     numbers = st.sampled_from(sizes + tuple(-x for x in sizes))
@@ -89,7 +89,7 @@ def extremes(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, fl
 
 @examples(400)
 @given(extremes())
-def test_finite_inputs_of_any_size_have_finite_and_right_answers(
+def test_finite_inputs_of_any_size_give_finite_and_right_outputs(
     request: tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool],
 ) -> None:
     query, key, value, mask, scale, causal = request
@@ -106,7 +106,7 @@ def test_finite_inputs_of_any_size_have_finite_and_right_answers(
         assert found.output.isfinite().all()
         slack = (most - least) + (S + 64) * eps * most + tiny
         largest = value.double().abs()
-        # the sum itself may pass the range where all of it is added up at once
+        # the sum itself may overflow if all terms are added at once
         bound = slack @ (largest / 4) + (S * eps + 3 * narrow) * (most @ (largest / 4))
         bound = bound + narrow * torch.finfo(dtype).tiny * S * max(1.0, float(largest.max()) / 4)
         error = (found.output[0, 0].double() / 4 - average / 4).abs()
@@ -134,14 +134,14 @@ def test_finite_inputs_of_any_size_have_finite_and_right_answers(
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("outputs", [OUTPUT, ALL], ids=["output", "all"])
-def test_huge_inputs_reach_their_limit(
+def test_huge_inputs_give_one_hot_weights(
     dtype: torch.dtype, size: float, outputs: frozenset[str]
 ) -> None:
-    """The largest score takes all; what ties shares; a row of zeros is the plain mean."""
+    """The largest score gets all weight, ties share it, and a row of zeros is the plain mean."""
     query = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]], dtype=dtype) * size
     key = torch.tensor([[1.0, 0.0], [0.5, 0.0], [1.0, 0.0], [-1.0, 1.0]], dtype=dtype) * size
     value = torch.tensor([[1.0], [2.0], [3.0], [6.0]], dtype=dtype)
-    for factor in (1.0, size / 8):  # huge values as well
+    for factor in (1.0, size / 8):  # huge values too
         found = attend(*(x[None, None] for x in (query, key, value * factor)), outputs=outputs)
         assert found.output is not None
         expected = torch.tensor([2.0, 6.0, 3.0], dtype=dtype) * factor
@@ -153,8 +153,8 @@ def test_huge_inputs_reach_their_limit(
             assert torch.equal(found.weights[0, 0].double(), torch.tensor(taken).double())
 
 
-def test_a_huge_token_leaves_the_rows_before_it_alone() -> None:
-    """Causal rows that cannot see it answer as if it were not there; so does an all-zero row."""
+def test_huge_token_does_not_change_earlier_rows() -> None:
+    """Causal rows that do not see the token, and all-zero rows, do not depend on it."""
     plain = torch.tensor([[0.5], [-1.0], [2.0]], dtype=torch.float64)[None, None]
     huge = torch.cat([plain, torch.full((1, 1, 1, 1), 1.7e308, dtype=torch.float64)], 2)
     value = torch.eye(4, dtype=torch.float64)[None, None]
@@ -173,8 +173,8 @@ def test_a_huge_token_leaves_the_rows_before_it_alone() -> None:
         torch.testing.assert_close(found[0, 0, row], mask.softmax(0), rtol=0, atol=close)
 
 
-def test_one_row_may_hold_the_largest_and_the_smallest() -> None:
-    """Bringing a row to a safe size must not lose what meets only the other end of the range."""
+def test_one_row_may_hold_huge_and_tiny_numbers() -> None:
+    """Scaling a row to a safe size must not lose small numbers that meet large ones."""
     query = torch.tensor([[1.7e308, 1e-100]], dtype=torch.float64)[None, None]
     key = torch.tensor([[0.0, 1e100], [0.0, 2e100]], dtype=torch.float64)[None, None]
     value = torch.eye(2, dtype=torch.float64)[None, None]
@@ -185,8 +185,8 @@ def test_one_row_may_hold_the_largest_and_the_smallest() -> None:
     assert_within(found.weights, expected.softmax(0)[None, None, None], close)
 
 
-def test_a_hidden_score_that_overflows_stays_hidden() -> None:
-    """By a floating mask, where adding -inf to inf would be NaN."""
+def test_hidden_score_that_overflows_stays_hidden() -> None:
+    """The mask is floating, and adding its -inf to inf would give NaN."""
     query = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)[None, None]
     key = torch.tensor([[0.0], [1.7e308]], dtype=torch.float64)[None, None]
     mask = torch.tensor([0.0, -math.inf], dtype=torch.float64)[None, None, None]
@@ -196,8 +196,8 @@ def test_a_hidden_score_that_overflows_stays_hidden() -> None:
         assert torch.equal(found.scores, mask.expand(1, 1, 2, 2))  # type: ignore[arg-type]
 
 
-def test_values_at_the_end_of_the_range() -> None:
-    """An average is never larger than what it averages, even where its weights round up."""
+def test_extreme_values() -> None:
+    """An average is never larger than the values, even if its weights round up."""
     for dtype in DTYPES:
         most = torch.finfo(dtype).max
         for S in (3, 7, 10, 11, 49):
@@ -211,10 +211,10 @@ def test_values_at_the_end_of_the_range() -> None:
 
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 1).bool(), torch.zeros(1, 1, 1, 1)])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
-def test_a_single_key_whose_score_overflows(
+def test_single_key_whose_score_overflows(
     mask: Tensor | None, dtype: torch.dtype, size: float
 ) -> None:
-    """Its score is past the range below, which is not the same as being masked."""
+    """A score of -inf by overflow is not a masked score."""
     query, value = torch.full((1, 1, 2, 4), size, dtype=dtype), torch.tensor([[[[5.0]]]]).to(dtype)
     found = attend(query, -query[:, :, :1], value, mask, outputs=ALL)
     assert torch.equal(found.output, value.expand(1, 1, 2, 1))  # type: ignore[arg-type]
@@ -223,8 +223,8 @@ def test_a_single_key_whose_score_overflows(
 
 @every_dtype
 @pytest.mark.parametrize("mask_dtype", DTYPES, ids=str)
-def test_masks_of_the_least_finite_number(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
-    """finfo.min hides a key beside ordinary ones; a whole row of it is not a blind row."""
+def test_masks_of_the_lowest_finite_number(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
+    """finfo.min hides a key beside ordinary ones; a row of finfo.min alone is still averaged."""
     query, key, value = (torch.randn(1, 2, 3, 4).to(dtype) for _ in range(3))
     mask = torch.zeros(1, 1, 3, 3, dtype=mask_dtype)
     mask[..., 0, 1:] = mask[..., 2, :] = torch.finfo(mask_dtype).min
@@ -240,8 +240,8 @@ def test_masks_of_the_least_finite_number(dtype: torch.dtype, mask_dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_wide_mask_on_narrow_queries(dtype: torch.dtype) -> None:
-    """-1e300 is finite: it hides a key, and a row of nothing else is still averaged."""
+def test_wide_mask_on_narrow_queries(dtype: torch.dtype) -> None:
+    """-1e300 is finite: it hides a key, but a row of -1e300 alone is still averaged."""
     query, key, value = (torch.randn(1, 1, 2, 4).to(dtype) for _ in range(3))
     mask = torch.tensor([[0.0, -1e300], [-1e300, -1e300]], dtype=torch.float64)[None, None]
     for outputs in (OUTPUT, ALL):
@@ -256,7 +256,7 @@ def test_a_wide_mask_on_narrow_queries(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, "largest"])
 @every_dtype
 def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float | str) -> None:
-    """What lies past key_lengths, in keys and in values, changes nothing."""
+    """Keys and values after key_lengths change nothing."""
     query, key, value = (torch.randn(3, 2, 4, 8).to(dtype) for _ in range(3))
     lengths = torch.tensor([4, 2, 0])
     fill = torch.finfo(dtype).max if isinstance(garbage, str) else garbage

@@ -1,5 +1,4 @@
-"""Taylor attention: against the reference and exact digits, keys that oppose the query, rows of any
-size, and memory that is linear in the length."""
+"""Taylor attention against the reference and exact digits, with opposed keys and linear memory."""
 
 from __future__ import annotations
 
@@ -30,7 +29,10 @@ causal_or_not = pytest.mark.parametrize("causal", [False, True])
 
 
 def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
-    """Output and weights; the output has the same bits when it is asked for alone."""
+    """Returns output and weights.
+
+    The output must have the same bits when it is requested alone.
+    """
     found = taylor.attend(*tensors, **parameters, outputs=BOTH)
     alone = taylor.attend(*tensors, **parameters, outputs=OUTPUT)
     assert found.output is not None
@@ -50,7 +52,7 @@ def visible(
     causal: bool = False,
     query_offset: int | str = 0,
 ) -> Tensor:
-    """Which keys each query sees; one that opposes it has weight 0 and is seen all the same."""
+    """Returns True for each key that a query sees, also for opposed keys of weight 0."""
     B, _, L, S = shape
     length = torch.full((B,), S) if lengths is None else lengths
     length = length.view(-1, 1, 1, 1)
@@ -64,9 +66,12 @@ def visible(
 def assert_right(
     tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
 ) -> None:
-    """The reference's numbers, to as many roundings as there are sums, grown by what the
-    denominator d has lost of n, and one rounding to the dtype. Roundings are float64's in weights;
-    in outputs of narrower inputs float32's, but for items with a row of d < n / 8."""
+    """Compares with the reference.
+
+    The bound is as many roundings as there are sums, times n over the denominator d, and one
+    rounding to the dtype. Roundings are those of float64 in weights. In outputs of narrower inputs
+    they are those of float32, except for items with a row of d < n / 8.
+    """
     query, key, value = tensors
     output, weights = attended(*tensors, lengths, **parameters)
     truth = taylor.reference(*tensors, lengths, **parameters)
@@ -84,7 +89,7 @@ def assert_right(
     values = value.double().abs().repeat_interleave(K, 1)
     bound = grown * (seen.double() @ values + n * truth.output.abs())
     if value.dtype != torch.float64:
-        # where the denominator is close to n / 8, its own roundings decide
+        # where the denominator is close to n / 8, its rounding decides
         wide = (d < (taylor._NARROW - roundings * NARROW_EPS) * n).flatten(1).any(1)
         bound = bound * torch.where(wide, 1.0, NARROW_EPS / EPS)[:, None, None, None]
     bound += torch.finfo(value.dtype).eps * truth.output.abs()
@@ -119,7 +124,7 @@ def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | N
     causal=st.booleans(),
     offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
 )
-def test_against_reference(request: Any, causal: bool, offset: Any) -> None:
+def test_agrees_with_reference(request: Any, causal: bool, offset: Any) -> None:
     tensors, lengths = request
     assert_right(tensors, lengths, causal=causal, query_offset=offset)
 
@@ -127,7 +132,7 @@ def test_against_reference(request: Any, causal: bool, offset: Any) -> None:
 @every_dtype
 @causal_or_not
 @pytest.mark.parametrize("length", [64, 65, 129, 1000])
-def test_lengths_past_a_chunk(dtype: torch.dtype, causal: bool, length: int) -> None:
+def test_lengths_above_one_chunk(dtype: torch.dtype, causal: bool, length: int) -> None:
     tensors = [torch.randn(1, 2, length, 8).to(dtype) for _ in range(3)]
     assert_right((tensors[0], tensors[1], tensors[2]), causal=causal)
 
@@ -136,7 +141,7 @@ def test_lengths_past_a_chunk(dtype: torch.dtype, causal: bool, length: int) -> 
 @causal_or_not
 @pytest.mark.parametrize("angle", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
 def test_keys_that_oppose_the_query(dtype: torch.dtype, causal: bool, angle: float) -> None:
-    """1 + q'.k' cancels; what is left is held against 60 digits, for the inputs as rounded."""
+    """1 + q'.k' cancels; the result is compared with 60 digits, for the rounded inputs."""
     turns = torch.tensor([1.0, -1.5, 0.5, 2.0], dtype=torch.float64) * angle
     key = -torch.stack([turns.cos(), turns.sin()], -1) * torch.tensor([[1.0], [3], [0.1], [7]])
     query = torch.tensor([[1.0, 0.0]] * 4, dtype=torch.float64)
@@ -152,7 +157,7 @@ def test_keys_that_oppose_the_query(dtype: torch.dtype, causal: bool, angle: flo
             seen = similar[: i + 1] if causal else similar
             rows = [float(a / sum(seen)) for a in seen]
             truth = torch.tensor(rows + [0.0] * (4 - len(rows)), dtype=torch.float64)
-            # the least angle is half of what the others are: roundings of a direction over it
+            # roundings of a direction, divided by the smallest angle, which is half of the others
             close = 2 * (8 + 4) * EPS / (angle / 2) + 4 * torch.finfo(dtype).eps
             assert ((weights[0, 0, i] - truth).abs() <= close * truth).all()
             mass = float(truth @ value[:, 0].double().abs())
@@ -161,11 +166,12 @@ def test_keys_that_oppose_the_query(dtype: torch.dtype, causal: bool, angle: flo
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @causal_or_not
-def test_an_item_is_made_in_float64_whatever_its_neighbours(
-    dtype: torch.dtype, causal: bool
-) -> None:
-    """One whose keys oppose the queries, one whose values' sums overflow, and two ordinary ones,
-    one with rows of extreme sizes: each has the bits that it has alone."""
+def test_items_are_recomputed_in_float64_independently(dtype: torch.dtype, causal: bool) -> None:
+    """Each item has the bits that it has alone.
+
+    In one, keys oppose the queries. In another, sums of values overflow. Two are ordinary, one of
+    them with rows of extreme sizes.
+    """
     query, key, value = (torch.randn(4, 2, 300, 16).to(dtype) for _ in range(3))
     query[1], key[1] = query[1, :1, :1], -query[1, :1, :1] + 0.1 * key[1]
     value[2] *= torch.finfo(dtype).max / 8
@@ -174,18 +180,18 @@ def test_an_item_is_made_in_float64_whatever_its_neighbours(
     together = taylor.attend(query, key, value, lengths, causal=causal, outputs=OUTPUT).output
     assert together is not None
     for b in range(4):
-        own = [x[b : b + 1] for x in (query, key, value, lengths)]
-        alone = taylor.attend(*own, causal=causal, outputs=OUTPUT).output
+        item = [x[b : b + 1] for x in (query, key, value, lengths)]
+        alone = taylor.attend(*item, causal=causal, outputs=OUTPUT).output
         assert alone is not None
         assert torch.equal(alone[0], together[b])
-        assert_right((own[0], own[1], own[2]), own[3], causal=causal)
+        assert_right((item[0], item[1], item[2]), item[3], causal=causal)
 
 
 @every_dtype
 @causal_or_not
 @pytest.mark.parametrize("D", [1, 2, 3, 64])
-def test_a_query_that_all_keys_oppose_gets_zeros(dtype: torch.dtype, causal: bool, D: int) -> None:
-    """0/0; however the rows are scaled, and but for the query that one key does not oppose."""
+def test_query_opposed_by_all_keys_gets_zeros(dtype: torch.dtype, causal: bool, D: int) -> None:
+    """0/0 at any scale of the rows, except for queries with a key that does not oppose them."""
     direction = torch.randn(D).to(dtype)
     factors = 2.0 ** torch.arange(-4, 4, dtype=dtype)[:, None]
     key = -(direction * factors)
@@ -198,23 +204,23 @@ def test_a_query_that_all_keys_oppose_gets_zeros(dtype: torch.dtype, causal: boo
     output, weights = attended(*(x[None, None] for x in (query, key, value)), causal=causal)
     row = torch.zeros(8, dtype=torch.float64)
     row[5] = 1.0
-    close = 8 * (8 + 2 * D + 8)  # of 1 in n, without a need to make the row again
+    close = 8 * (8 + 2 * D + 8)  # of 1 in n, without a recomputed row
     assert ((weights[0, 0, 5:] - row).abs() <= close * EPS).all()
-    # not causal the denominator is n / 8, or a rounding less: float32 may do
-    held = EPS if causal or dtype == torch.float64 else NARROW_EPS
-    assert ((output[0, 0, 5:] - 1).abs() <= close * held + torch.finfo(dtype).eps).all()
+    # without causal the denominator is n / 8, or a rounding less: float32 may be enough
+    eps = EPS if causal or dtype == torch.float64 else NARROW_EPS
+    assert ((output[0, 0, 5:] - 1).abs() <= close * eps + torch.finfo(dtype).eps).all()
     assert bool(weights[0, 0, :5].any()) == (not causal)
 
 
 @pytest.mark.parametrize("factor", [3.0, 0.1, 1 / 3])
-def test_opposed_but_for_roundings_is_opposed(factor: float) -> None:
+def test_keys_opposed_within_rounding_count_as_opposed(factor: float) -> None:
     query = torch.randn(1, 1, 9, 5, dtype=torch.float64)[:, :, :1]
     output, _ = attended(query, -query * factor, query)
     assert not output.any()
 
 
 @every_dtype
-def test_without_a_direction_the_similarity_is_1(dtype: torch.dtype) -> None:
+def test_vectors_without_direction_have_similarity_1(dtype: torch.dtype) -> None:
     query = torch.tensor([[0.0, 0.0], [2.0, 0.0]], dtype=dtype)
     key = torch.tensor([[0.0, 0.0], [0.0, 5.0], [3.0, 0.0], [-1.0, 0.0]], dtype=dtype)
     value = torch.eye(4, dtype=dtype)
@@ -227,7 +233,7 @@ def test_without_a_direction_the_similarity_is_1(dtype: torch.dtype) -> None:
 @every_dtype
 @causal_or_not
 def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:
-    """Past 1000 opposed keys one without a direction holds the row."""
+    """Beside 1000 and more opposed keys, one key without a direction determines the row."""
     key = torch.tensor([-1.0, 0.5], dtype=dtype).expand(1, 1, 3000, 2).clone()
     key[:, :, 7] = 0.0
     value = torch.arange(6000.0).view(1, 1, 3000, 2).remainder(97).to(dtype)
@@ -242,7 +248,7 @@ def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:
 
 @examples(30)
 @given(request=requests(), causal=st.booleans(), seed=st.integers(0, 99))
-def test_the_length_of_a_row_changes_nothing(request: Any, causal: bool, seed: int) -> None:
+def test_norm_of_a_row_changes_nothing(request: Any, causal: bool, seed: int) -> None:
     (query, key, value), _ = request
     generator = torch.Generator().manual_seed(seed)
 
@@ -259,14 +265,14 @@ def test_the_length_of_a_row_changes_nothing(request: Any, causal: bool, seed: i
 
 
 @every_dtype
-def test_the_order_of_keys_changes_nothing(dtype: torch.dtype) -> None:
+def test_key_order_changes_nothing(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(1, 2, 30, 6).to(dtype) for _ in range(3))
     order = torch.randperm(30)
     output, weights = attended(query, key, value)
     again = attended(query, key[:, :, order], value[:, :, order])
-    held = EPS if dtype == torch.float64 else NARROW_EPS
+    eps = EPS if dtype == torch.float64 else NARROW_EPS
     # as in assert_right, d above n / 8: the sum of sizes and n times the output, each over d
-    close = (8 + 2 * 6 + 30) * held * 8 * 2 * float(value.abs().max())
+    close = (8 + 2 * 6 + 30) * eps * 8 * 2 * float(value.abs().max())
     assert ((again[0] - output).abs() <= 2 * (close + torch.finfo(dtype).eps * output.abs())).all()
     close = 100 * EPS + torch.finfo(torch.float64 if dtype == DTYPES[0] else torch.float32).eps
     torch.testing.assert_close(again[1], weights[..., order], rtol=2 * close, atol=100 * EPS)
@@ -275,7 +281,7 @@ def test_the_order_of_keys_changes_nothing(dtype: torch.dtype) -> None:
 @every_dtype
 @causal_or_not
 def test_rows_of_any_size(dtype: torch.dtype, causal: bool) -> None:
-    """Huge, tiny and denormal rows have directions as others have."""
+    """Huge, tiny and denormal rows have directions too."""
     info = torch.finfo(dtype)
     shape = torch.tensor([[1.0, 0.5, -0.25], [0.25, 1.0, 1.0], [-1.0, 0.5, 0.5]], dtype=dtype)
     value = torch.tensor([[1.0, 2.0], [3.0, 5.0], [-7.0, 11.0]], dtype=dtype)[None, None]
@@ -292,13 +298,13 @@ def test_rows_of_any_size(dtype: torch.dtype, causal: bool) -> None:
 
 @every_dtype
 @causal_or_not
-def test_values_at_the_end_of_the_range(dtype: torch.dtype, causal: bool) -> None:
+def test_extreme_values(dtype: torch.dtype, causal: bool) -> None:
     most = torch.finfo(dtype).max
     query = torch.randn(1, 1, 50, 4).to(dtype)
     value = torch.full((1, 1, 50, 2), most, dtype=dtype)
     output, _ = attended(query, query, value, causal=causal)
     assert ((output / most - 1).abs() <= 100 * EPS * 1e3 + torch.finfo(dtype).eps).all()
-    value[:, :, 0] = 1e-3  # and what is small beside it is not lost
+    value[:, :, 0] = 1e-3  # small values beside it are not lost
     assert abs(float(attended(query, query, value, causal=True)[0][0, 0, 0, 0]) - 1e-3) < 1e-5
 
 
@@ -328,17 +334,20 @@ say()
 """
 
 
+@pytest.mark.slow
 @needs_proc
 @causal_or_not
-def test_65536_tokens_fit_in_4_gib(causal: bool) -> None:
+def test_65536_tokens_take_less_than_4_gib(causal: bool) -> None:
     assert peaks(MEASURED, causal)[-1].whole < 4 << 30
 
 
-def test_what_has_no_meaning_is_refused_by_name(server: Server) -> None:
+def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
     inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
     for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
         body = {"inputs": inputs, "parameters": {name: 1}}
         problem = assert_problem(server.http.post(PATH, json=body), 422)
         assert f"taylor refuses '{name}'" in problem["detail"]
     body = {"inputs": inputs | {"mask": [[True]]}}
-    assert "no input 'mask'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
+    detail = assert_problem(server.http.post(PATH, json=body), 422)["detail"]
+    assert "no input 'mask'" in detail
+    assert detail.endswith("to hide padding, give key_lengths")

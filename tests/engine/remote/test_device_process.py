@@ -1,4 +1,4 @@
-"""HTTP in several processes, and one more that has the device: real processes, sockets, signals."""
+"""Several workers and one device process: real processes, sockets and signals."""
 
 from __future__ import annotations
 
@@ -58,14 +58,16 @@ def service_process(start: Start) -> Process:
     return start()
 
 
-def drawn(seed: int, length: int = 64, heads: int = 4) -> dict[str, Any]:
+def random_arrays(seed: int, length: int = 64, heads: int = 4) -> dict[str, Any]:
     draw = np.random.default_rng(seed)
     shape = (1, heads, length, 16)
     return {n: draw.normal(size=shape).astype(np.float32) for n in ("query", "key", "value")}
 
 
 def body(length: int, heads: int = 4) -> bytes:
-    return build_attend("softmax", None, ["output"], "none", drawn(0, length, heads)).content
+    return build_attend(
+        "softmax", None, ["output"], "none", random_arrays(0, length, heads)
+    ).content
 
 
 def statistics(service_process: Process) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def outputs(response: httpx.Response) -> Any:
     return answer
 
 
-def test_it_is_one_process_more_and_only_where_asked_for(start: Start) -> None:
+def test_one_additional_process_only_if_set(start: Start) -> None:
     service_process = start()
     assert len(child_pids(service_process.popen.pid)) == WORKERS + 1
     assert device_process_pid(service_process) in child_pids(service_process.popen.pid)
@@ -92,11 +94,12 @@ def test_it_is_one_process_more_and_only_where_asked_for(start: Start) -> None:
     assert service_process.end() == 0
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("variant", list(variants().values()), ids=lambda v: v.name)
-def test_answers_are_those_of_a_plain_service(
+def test_responses_equal_those_without_a_device_process(
     process: Process, variant: Variant, shared: Process
 ) -> None:
-    """Through layers and gradients too."""
+    """Compares the examples of every variant, with layers and gradients."""
     for kind, found in (("attention", examples.attention), ("gradients", examples.gradients)):
         if kind == "gradients" and variant.backward is None:
             continue
@@ -114,7 +117,10 @@ def shared(shared_process: Callable[..., Process]) -> Process:
     return shared_process("--workers", "2", QKV_DEVICE_PROCESS="one")
 
 
-def test_whatever_softmax_takes_has_the_same_answer(process: Process, shared: Process) -> None:
+@pytest.mark.representative
+def test_softmax_responses_equal_those_without_a_device_process(
+    process: Process, shared: Process
+) -> None:
     with httpx.Client() as client:
         for kind in range(40):
             content = json.dumps(random_case(kind, 0).document)
@@ -129,19 +135,22 @@ def test_whatever_softmax_takes_has_the_same_answer(process: Process, shared: Pr
 
 
 def test_batches_form_across_workers(start: Start) -> None:
-    """While the device process is stopped, more wait than any one worker has connections. What has
-    come from one of them may run before it has read the others': then once more."""
+    """Queues more jobs than one worker has connections, while the device process is stopped.
+
+    After the stop it may run the jobs of one worker before it reads the others; then the test
+    repeats.
+    """
     service_process = start(QKV_MAX_BATCH="16")
-    arrays = [drawn(seed) for seed in range(12)]
+    arrays = [random_arrays(seed) for seed in range(12)]
     with ExitStack() as stack:
         clients = [stack.enter_context(qkv.Client(service_process.url)) for _ in arrays]
         wanted = [
             c.attend("softmax", **a).output for c, a in zip(clients, arrays, strict=True)
-        ]  # each has its connection now
+        ]  # each client has a connection
         pool = stack.enter_context(ThreadPoolExecutor(len(arrays)))
         largest = 0
 
-        def stopped() -> None:
+        def run_while_stopped() -> None:
             nonlocal largest
             before = statistics(service_process)
             device = device_process_pid(service_process)
@@ -162,16 +171,16 @@ def test_batches_form_across_workers(start: Start) -> None:
             assert after["execution_count"] - before["execution_count"] < 12
 
         for _ in range(10):
-            stopped()
+            run_while_stopped()
             if largest > len(arrays) / WORKERS + 1:
                 return
         raise AssertionError(f"no batch of more than {largest}")
 
 
-def test_a_killed_device_process_is_replaced_and_nothing_wrong_is_answered(
+def test_killed_device_process_is_restarted_and_no_output_is_wrong(
     service_process: Process,
 ) -> None:
-    arrays = drawn(0)
+    arrays = random_arrays(0)
     with qkv.Client(service_process.url) as client:
         wanted = client.attend("softmax", **arrays).output
     clients = [qkv.Client(service_process.url, retries=0) for _ in range(8)]
@@ -203,7 +212,7 @@ def test_a_killed_device_process_is_replaced_and_nothing_wrong_is_answered(
     assert service_process.end() == 0
 
 
-def test_it_is_not_ready_while_the_device_process_starts_again(service_process: Process) -> None:
+def test_readyz_fails_while_the_device_process_restarts(service_process: Process) -> None:
     time.sleep(1.1)
     with httpx.Client(base_url=service_process.url, timeout=TIMEOUT_S) as client:
         assert client.get("/readyz").status_code == 200
@@ -215,8 +224,8 @@ def test_it_is_not_ready_while_the_device_process_starts_again(service_process: 
         assert client.post(PATH, content=body(4), headers=SAFETENSORS).status_code == 200
 
 
-def test_clients_that_retry_see_nothing_of_it(service_process: Process) -> None:
-    arrays = drawn(0)
+def test_clients_that_retry_see_no_error_during_a_restart(service_process: Process) -> None:
+    arrays = random_arrays(0)
     clients = [qkv.Client(service_process.url, retries=8) for _ in range(4)]
     wanted = clients[0].attend("softmax", **arrays).output
 
@@ -237,8 +246,8 @@ def test_clients_that_retry_see_nothing_of_it(service_process: Process) -> None:
         client.close()
 
 
-def test_a_killed_worker_gives_back_what_it_had(start: Start) -> None:
-    """Its region fits one such request; another worker in its place is asked for it again."""
+def test_memory_of_a_killed_worker_is_free_again(start: Start) -> None:
+    """Its region fits one such request; the worker that replaces it gets the request again."""
     content = body(32768, 1)  # 6 MiB in, 2 MiB out
     service_process = start(1, QKV_MAX_QUEUE_BYTES=str(8 << 20))
     wanted = httpx.post(service_process.url + PATH, content=body(64), headers=SAFETENSORS).content
@@ -263,7 +272,7 @@ def test_a_killed_worker_gives_back_what_it_had(start: Start) -> None:
     assert service_process.end() == 0
 
 
-def test_leavers_are_not_run(service_process: Process) -> None:
+def test_jobs_of_disconnected_clients_do_not_run(service_process: Process) -> None:
     before = statistics(service_process)["inference_count"]
     slow = slow_request_body(16384, 16)
     with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=TIMEOUT_S) as client:
@@ -277,7 +286,7 @@ def test_leavers_are_not_run(service_process: Process) -> None:
                     service_process.url + PATH, content=body(64), headers=SAFETENSORS, timeout=0.05
                 )
         late = {"inputs": [], "parameters": {"timeout": 50_000}}
-        for name, array in drawn(0, 8).items():
+        for name, array in random_arrays(0, 8).items():
             late["inputs"].append(  # type: ignore[attr-defined]
                 {
                     "name": name, "shape": list(array.shape), "datatype": "FP32",
@@ -296,7 +305,7 @@ def test_leavers_are_not_run(service_process: Process) -> None:
     assert statistics(service_process)["inference_count"] - before == 2
 
 
-def test_where_memory_is_full_it_is_503_until_it_is_not(start: Start) -> None:
+def test_full_shared_memory_gets_503_until_blocks_are_released(start: Start) -> None:
     service_process = start(1, QKV_MAX_QUEUE_BYTES=str(8 << 20), QKV_MAX_BATCH="1")
     device, content = device_process_pid(service_process), body(4096)  # 3 MiB in, 1 MiB out
     os.kill(device, signal.SIGSTOP)
@@ -318,15 +327,15 @@ def test_where_memory_is_full_it_is_503_until_it_is_not(start: Start) -> None:
     assert Counter(a.status_code for a in answers) == {200: 2, 503: 4}
     for answer in answers:
         if answer.status_code == 503:
-            assert "bytes of tensors wait already" in assert_problem(answer, 503)["detail"]
+            assert "bytes of tensors are queued" in assert_problem(answer, 503)["detail"]
             assert int(answer.headers["retry-after"]) > 0
     for _ in range(3):
         answer = httpx.post(service_process.url + PATH, content=content, headers=SAFETENSORS)
         assert answer.status_code == 200
 
 
-def test_a_thousand_requests_leave_room_for_the_largest(start: Start) -> None:
-    """Some leave early; one request that takes nearly all there is comes through after them."""
+def test_after_a_thousand_requests_the_largest_still_fits(start: Start) -> None:
+    """Some clients disconnect early; then one request takes nearly all of the memory."""
     service_process = start(1, QKV_MAX_QUEUE_BYTES=str(8 << 20))
     contents = [body(n, 1) for n in (1, 5, 64, 500, 4096)]
     clients = [httpx.Client(timeout=TIMEOUT_S) for _ in range(4)]
@@ -336,12 +345,12 @@ def test_a_thousand_requests_leave_room_for_the_largest(start: Start) -> None:
         for i in range(250):
             content = contents[(i + index) % 5]
             try:
-                patience = 0.002 if i % 25 == 0 else TIMEOUT_S
+                wait_s = 0.002 if i % 25 == 0 else TIMEOUT_S
                 answer = clients[index].post(
                     service_process.url + PATH,
                     content=content,
                     headers=SAFETENSORS,
-                    timeout=patience,
+                    timeout=wait_s,
                 )
                 found.add(answer.status_code)
             except httpx.TimeoutException:
@@ -358,7 +367,7 @@ def test_a_thousand_requests_leave_room_for_the_largest(start: Start) -> None:
     assert largest.status_code == 200, largest.text
 
 
-def test_a_large_request_and_its_memory_goes_back(process: Process, shared: Process) -> None:
+def test_memory_of_a_large_request_returns_to_the_system(process: Process, shared: Process) -> None:
     draw = np.random.default_rng(0)
     arrays = {
         "query": draw.normal(size=(1, 1, 1, 64)).astype(np.float32),
@@ -375,7 +384,7 @@ def test_a_large_request_and_its_memory_goes_back(process: Process, shared: Proc
     assert there.content[-256:] == here.content[-256:]
 
     def shared_memory() -> int:
-        """MiB, of the one that has most."""
+        """Returns MiB of the process that has most."""
         return max(
             int(line.split()[1]) >> 10
             for pid in child_pids(shared.popen.pid)
@@ -386,12 +395,12 @@ def test_a_large_request_and_its_memory_goes_back(process: Process, shared: Proc
     wait_until(lambda: shared_memory() < 100)
 
 
-def test_sigterm_under_load_resets_none(service_process: Process) -> None:
+def test_sigterm_under_load_resets_no_connection(service_process: Process) -> None:
     host, port = address(service_process)
     bodies = [body(4), body(256, 8), slow_request_body(1024)]
     seen = list[int | OSError]()
 
-    def keep_asking(index: int) -> None:
+    def keep_sending(index: int) -> None:
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
                 asked = RawRequest(connection, bodies[index % len(bodies)], SAFETENSORS)
@@ -400,33 +409,33 @@ def test_sigterm_under_load_resets_none(service_process: Process) -> None:
                     return
 
     with ThreadPoolExecutor(60) as pool:
-        loops = [pool.submit(keep_asking, index) for index in range(60)]
+        loops = [pool.submit(keep_sending, index) for index in range(60)]
         wait_until(lambda: len(seen) > 200)
         service_process.popen.send_signal(signal.SIGTERM)
         for loop in loops:
             loop.result(TIMEOUT_S)
     assert set(seen) <= {200, 503}, Counter(seen)
     assert service_process.wait() == 0
-    assert not any("Traceback" in line or "ended after" in line for line in service_process.lines)
+    assert not any("Traceback" in line or "exited after" in line for line in service_process.lines)
 
 
-def test_sigterm_before_it_is_ready_ends_it_well(command: Start) -> None:
-    for patience in (0.0, 0.2):
+def test_sigterm_before_ready_exits_cleanly(command: Start) -> None:
+    for wait_s in (0.0, 0.2):
         started = command("serve", "--port", "0", "--workers", "2", QKV_DEVICE_PROCESS="one")
         wait_until(lambda started=started: len(child_pids(started.popen.pid)) == 3)  # type: ignore[misc]
-        time.sleep(patience)
+        time.sleep(wait_s)
         assert started.end() == 0
         assert not any("Traceback" in line for line in started.lines), started.lines
 
 
-def test_all_end_when_their_parent_is_gone(service_process: Process) -> None:
+def test_all_processes_exit_after_the_supervisor(service_process: Process) -> None:
     every = child_pids(service_process.popen.pid)
     assert len(every) == WORKERS + 1
     service_process.popen.kill()
     wait_until(lambda: not any(map(is_alive, every)))
 
 
-def test_a_stopped_device_process_turns_livez_red(start: Start) -> None:
+def test_livez_fails_while_the_device_process_is_stopped(start: Start) -> None:
     service_process = start(QKV_STUCK_S="1")
     device = device_process_pid(service_process)
     os.kill(device, signal.SIGSTOP)

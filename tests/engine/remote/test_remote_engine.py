@@ -1,4 +1,4 @@
-"""Workers' remotes and the device process on one loop: real sockets and shared memory, no forks."""
+"""Remote engines and the device process on one event loop: real sockets, no forks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
 
 
 class Service:
-    """Several workers' remotes and a device process."""
+    """The remote engines of several workers, and a device process."""
 
     def __init__(self, workers: int, size: int, **options: Any) -> None:
         self.shared_state = SharedState(
@@ -56,17 +56,17 @@ class Service:
         self.remotes = [self.remote(index) for index in range(workers)]
 
     def remote(self, index: int) -> RemoteEngine:
-        """Starts a worker's remote, or another in its place."""
+        """Starts the remote engine of a worker, or replaces it."""
         self._control_sockets.append(self.socket_broker.create_control_socket(index))
-        made = RemoteEngine(
+        remote = RemoteEngine(
             CPU, self.shared_memory.region(index), self._control_sockets[-1], self.shared_state
         )
-        made.start()
+        remote.start()
         self.socket_broker.connect(index)
-        return made
+        return remote
 
     async def close(self) -> None:
-        """Ends as when the parent is killed: remotes first."""
+        """Stops as if the supervisor was killed: remote engines first."""
         for remote in self.remotes:
             await remote.stop()
         os.close(self._alive_pipe[1])
@@ -79,27 +79,27 @@ class Service:
 
 @asynccontextmanager
 async def service(workers: int = 2, size: int = 64 << 20, **options: Any) -> AsyncIterator[Service]:
-    made = Service(workers, size, **options)
+    fixture = Service(workers, size, **options)
     try:
-        for remote in made.remotes:
+        for remote in fixture.remotes:
             await remote.wait_until_ready()
-        yield made
+        yield fixture
     finally:
-        await made.close()
+        await fixture.close()
 
 
 def run(test: Callable[[Service], Awaitable[None]], *sizes: int, **options: Any) -> None:
-    """Runs a test on a loop of its own."""
+    """Runs a test on its own event loop."""
 
     async def whole() -> None:
-        async with service(*sizes, **options) as made:
-            await test(made)
+        async with service(*sizes, **options) as fixture:
+            await test(fixture)
 
     asyncio.run(whole())
 
 
 def plain(seed: int, length: int = 4, **fields: Any) -> Job:
-    """A job of one item, whose key depends on its length."""
+    """Returns a job of one batch item; its batch key depends on its length."""
     draw = np.random.default_rng(seed)
     tensors = {
         name: RawTensor.from_numpy(draw.normal(size=(1, 2, length, 8)).astype(np.float32))
@@ -114,17 +114,17 @@ async def until(happened: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def waiting(engine: Engine) -> int:
+def queued_count(engine: Engine) -> int:
     return engine.usage().queued_count
 
 
-async def is_whole(remote: RemoteEngine, shared_memory: SharedMemory) -> None:
-    """Returns once nothing of a remote's region is taken."""
+async def wait_until_free(remote: RemoteEngine, shared_memory: SharedMemory) -> None:
+    """Waits until all blocks of a remote engine's region are released."""
     await until(lambda: _free(remote) == shared_memory._size)
 
 
 def _free(remote: RemoteEngine) -> int:
-    """Bytes that can be had at once, after what came back is put together."""
+    """Returns the free bytes of the region, after released blocks are merged."""
     remote._region.allocate(0)
     remote._region.allocate(0)
     holes = remote._region._holes
@@ -133,14 +133,12 @@ def _free(remote: RemoteEngine) -> int:
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
-def test_answers_have_the_bits_and_keys_of_an_engine_at_hand(
-    variant: Variant, kind: type[Job]
-) -> None:
-    async def test(made: Service) -> None:
+def test_results_equal_those_of_a_local_engine(variant: Variant, kind: type[Job]) -> None:
+    async def test(fixture: Service) -> None:
         for seed in range(8):
             for job in random_jobs(variant, kind, seed):
-                there = await made.remotes[seed % 2].submit(job)
-                here = await made.engine.submit(job)
+                there = await fixture.remotes[seed % 2].submit(job)
+                here = await fixture.engine.submit(job)
                 assert bits(there) == bits(here)
                 assert list(there.outputs) == list(here.outputs)
                 assert list(there.timing) == list(here.timing)
@@ -151,7 +149,7 @@ def test_answers_have_the_bits_and_keys_of_an_engine_at_hand(
     run(test)
 
 
-def test_layers_travel_too() -> None:
+def test_jobs_with_layers_run_remotely() -> None:
     draw = np.random.default_rng(0)
     x = RawTensor.from_numpy(draw.normal(size=(2, 5, 6)).astype(np.float32))
     for layout, (suffix, turned) in {"v1": ("", False), "v2": (".weight", True)}.items():
@@ -164,21 +162,21 @@ def test_layers_travel_too() -> None:
         fields = {"outputs": ["output"], "layer": {"layout": layout, "heads": 2}}
         job = Job.from_message("softmax", Message(fields, {"x": x}, weights), LIMITS)
 
-        async def test(made: Service, job: Job = job) -> None:
+        async def test(fixture: Service, job: Job = job) -> None:
             for _ in range(2):
-                there = await made.remotes[0].submit(job)
-                assert bits(there) == bits(await made.engine.submit(job))
+                there = await fixture.remotes[0].submit(job)
+                assert bits(there) == bits(await fixture.engine.submit(job))
 
         run(test)
 
 
 def test_jobs_of_several_workers_are_one_batch() -> None:
-    async def test(made: Service) -> None:
+    async def test(fixture: Service) -> None:
         jobs = [plain(seed) for seed in range(9)]
-        alone = [await made.engine.submit(job) for job in jobs]
-        with hold(made.engine):
-            futures = [made.remotes[i % 3].submit(job) for i, job in enumerate(jobs)]
-            await until(lambda: waiting(made.engine) == 9)
+        alone = [await fixture.engine.submit(job) for job in jobs]
+        with hold(fixture.engine):
+            futures = [fixture.remotes[i % 3].submit(job) for i, job in enumerate(jobs)]
+            await until(lambda: queued_count(fixture.engine) == 9)
         for one, other in zip(alone, await asyncio.gather(*futures), strict=True):
             assert bits(one) == bits(other)
             assert other.timing["batch_size"] == 9
@@ -187,13 +185,13 @@ def test_jobs_of_several_workers_are_one_batch() -> None:
 
 
 def test_priorities_and_deadlines_hold() -> None:
-    async def test(made: Service) -> None:
+    async def test(fixture: Service) -> None:
         ended: list[int] = []
-        with hold(made.engine):
+        with hold(fixture.engine):
             for priority in (3, 2, 1):
-                future = made.remotes[0].submit(plain(0, priority), priority=priority)
+                future = fixture.remotes[0].submit(plain(0, priority), priority=priority)
                 future.add_done_callback(lambda _, p=priority: ended.append(p))  # type: ignore[misc]
-            late = made.remotes[0].submit(plain(0, 9), wait_s=0.05)
+            late = fixture.remotes[0].submit(plain(0, 9), wait_s=0.05)
             with pytest.raises(DeadlineExceeded, match="50 ms"):
                 await late
         await until(lambda: len(ended) == 3)
@@ -202,11 +200,11 @@ def test_priorities_and_deadlines_hold() -> None:
     run(test)
 
 
-def test_the_deadline_counts_from_the_worker() -> None:
-    async def test(made: Service) -> None:
-        with hold(made.engine):
-            future = made.remotes[0].submit(plain(0), wait_s=30.0)
-            await until(lambda: waiting(made.engine) == 1)
+def test_deadline_counts_from_submission_in_the_worker() -> None:
+    async def test(fixture: Service) -> None:
+        with hold(fixture.engine):
+            future = fixture.remotes[0].submit(plain(0), wait_s=30.0)
+            await until(lambda: queued_count(fixture.engine) == 1)
             await asyncio.sleep(0.05)
         answer = await future
         assert answer.timing["queue_ms"] > 50
@@ -214,25 +212,25 @@ def test_the_deadline_counts_from_the_worker() -> None:
     run(test)
 
 
-def test_a_leaver_takes_its_job_with_it() -> None:
-    async def test(made: Service) -> None:
-        with hold(made.engine):
-            futures = [made.remotes[i % 2].submit(plain(i)) for i in range(4)]
-            await until(lambda: waiting(made.engine) == 4)
+def test_cancelled_jobs_leave_the_queue() -> None:
+    async def test(fixture: Service) -> None:
+        with hold(fixture.engine):
+            futures = [fixture.remotes[i % 2].submit(plain(i)) for i in range(4)]
+            await until(lambda: queued_count(fixture.engine) == 4)
             for future in futures[:3]:
                 future.cancel()
-            await until(lambda: waiting(made.engine) == 1)
+            await until(lambda: queued_count(fixture.engine) == 1)
         assert (await futures[3]).timing["batch_size"] == 1
         futures.clear()
         del future
-        for remote in made.remotes:
-            await is_whole(remote, made.shared_memory)
+        for remote in fixture.remotes:
+            await wait_until_free(remote, fixture.shared_memory)
 
     run(test)
 
 
-def gated(engine: Engine) -> tuple[threading.Event, threading.Event]:
-    """Has the engine say when it runs something, and wait for leave to go on."""
+def block_engine(engine: Engine) -> tuple[threading.Event, threading.Event]:
+    """Returns two events: set when the engine runs a batch, and to let it go on."""
     runs, goes = threading.Event(), threading.Event()
 
     def waits(*arguments: Any) -> Any:
@@ -244,104 +242,105 @@ def gated(engine: Engine) -> tuple[threading.Event, threading.Event]:
     return runs, goes
 
 
-def test_what_the_device_may_read_is_not_taken_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its caller has left, and it runs."""
+def test_memory_of_a_running_cancelled_job_stays_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running job is cancelled."""
 
-    async def test(made: Service) -> None:
-        runs, goes = gated(made.engine)
-        future = made.remotes[0].submit(plain(0))
+    async def test(fixture: Service) -> None:
+        runs, goes = block_engine(fixture.engine)
+        future = fixture.remotes[0].submit(plain(0))
         await asyncio.to_thread(runs.wait)
         future.cancel()
         del future
         await asyncio.sleep(0.1)
-        assert _free(made.remotes[0]) < made.shared_memory._size
+        assert _free(fixture.remotes[0]) < fixture.shared_memory._size
         goes.set()
-        await is_whole(made.remotes[0], made.shared_memory)
+        await wait_until_free(fixture.remotes[0], fixture.shared_memory)
 
     run(test)
 
 
-def test_a_worker_in_anothers_place_waits_for_what_that_one_left_running(
+def test_restarted_worker_waits_for_running_jobs_of_the_previous_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test(made: Service) -> None:
-        runs, goes = gated(made.engine)
-        old = made.remotes[0]
+    async def test(fixture: Service) -> None:
+        runs, goes = block_engine(fixture.engine)
+        old = fixture.remotes[0]
         lost = old.submit(plain(0))
         await asyncio.to_thread(runs.wait)
-        made.remotes[0] = made.remote(0)
+        fixture.remotes[0] = fixture.remote(0)
         assert old._channel is not None
         old._channel.close()
         with pytest.raises(ServiceUnavailable):
             await lost
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(made.remotes[0].wait_until_ready(), 0.3)
-        with pytest.raises(ServiceUnavailable, match="starts again"):
-            made.remotes[0].submit(plain(1))
+            await asyncio.wait_for(fixture.remotes[0].wait_until_ready(), 0.3)
+        with pytest.raises(ServiceUnavailable, match="restarting"):
+            fixture.remotes[0].submit(plain(1))
         goes.set()
-        await made.remotes[0].wait_until_ready()
-        answer = await made.remotes[0].submit(plain(1))
-        assert bits(answer) == bits(await made.engine.submit(plain(1)))
+        await fixture.remotes[0].wait_until_ready()
+        answer = await fixture.remotes[0].submit(plain(1))
+        assert bits(answer) == bits(await fixture.engine.submit(plain(1)))
 
     run(test)
 
 
-def test_a_full_region_is_not_now_and_one_that_was_is_whole_again() -> None:
-    async def test(made: Service) -> None:
+def test_full_region_raises_503_until_blocks_are_released() -> None:
+    async def test(fixture: Service) -> None:
         job = plain(0, 4096)
         futures: list[Any] = []
-        with hold(made.engine):
-            futures += [made.remotes[0].submit(job) for _ in range(9)]  # of 1 MiB, in and out
+        with hold(fixture.engine):
+            futures += [fixture.remotes[0].submit(job) for _ in range(9)]  # of 1 MiB, in and out
             with pytest.raises(ServiceUnavailable, match="memory"):
-                made.remotes[0].submit(job)
-            futures.append(made.remotes[1].submit(job))  # which has a region of its own
+                fixture.remotes[0].submit(job)
+            futures.append(fixture.remotes[1].submit(job))  # worker 1 has another region
             assert not futures[-1].done()
         answers = await asyncio.gather(*futures)
         assert len({str(bits(answer)) for answer in answers}) == 1
         futures.clear()
-        with pytest.raises(ServiceUnavailable):  # an answer counts until it is sent
-            made.remotes[0].submit(plain(0, 20000))
+        with pytest.raises(ServiceUnavailable):  # a result takes memory until it is sent
+            fixture.remotes[0].submit(plain(0, 20000))
         answers.clear()
-        await is_whole(made.remotes[0], made.shared_memory)
-        await made.remotes[0].submit(plain(0, 20000))
-        await is_whole(made.remotes[0], made.shared_memory)
+        await wait_until_free(fixture.remotes[0], fixture.shared_memory)
+        await fixture.remotes[0].submit(plain(0, 20000))
+        await wait_until_free(fixture.remotes[0], fixture.shared_memory)
 
     run(test, 2, 8 << 20)
 
 
-def test_a_thousand_jobs_leave_nothing_taken() -> None:
-    async def test(made: Service) -> None:
+@pytest.mark.slow
+def test_a_thousand_jobs_leave_no_block_allocated() -> None:
+    async def test(fixture: Service) -> None:
         draw = np.random.default_rng(0)
         for _ in range(100):
             sizes = [int(draw.choice([1, 7, 64, 1000, 5000])) for _ in range(10)]
-            futures = [made.remotes[i % 2].submit(plain(i, n)) for i, n in enumerate(sizes)]
+            futures = [fixture.remotes[i % 2].submit(plain(i, n)) for i, n in enumerate(sizes)]
             for future in futures[::3]:
                 future.cancel()
             answers = await asyncio.gather(*futures, return_exceptions=True)
             assert all(isinstance(a, JobResult | asyncio.CancelledError) for a in answers)
             del answers, futures, future
-        for remote in made.remotes:
-            await is_whole(remote, made.shared_memory)
+        for remote in fixture.remotes:
+            await wait_until_free(remote, fixture.shared_memory)
             assert not remote._submitted
 
     run(test)
 
 
-def test_failures_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_equal_those_of_a_local_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     faults: list[Exception] = [
         InvalidContent("no", pointer="/inputs/query"), ServiceUnavailable("later", retry_after=7),
         MemoryError(), ValueError("a secret"),
     ]  # fmt: skip
 
-    async def test(made: Service) -> None:
+    async def test(fixture: Service) -> None:
         for fault in faults:
 
             def fails(*_: Any, fault: Exception = fault) -> Any:
                 raise fault
 
-            made.engine.execute = fails
+            fixture.engine.execute = fails
             found: list[QkvError] = []
-            for engine in (made.engine, made.remotes[0]):
+            for engine in (fixture.engine, fixture.remotes[0]):
                 with pytest.raises(QkvError) as caught:
                     await engine.submit(plain(0))
                 found.append(caught.value)
@@ -354,23 +353,23 @@ def test_failures_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
-def test_statistics_are_the_device_process() -> None:
-    async def test(made: Service) -> None:
-        for remote in made.remotes:
+def test_device_process_records_statistics() -> None:
+    async def test(fixture: Service) -> None:
+        for remote in fixture.remotes:
             await remote.submit(plain(0))
-        found = made.shared_state.models.statistics("softmax")
+        found = fixture.shared_state.models.statistics("softmax")
         assert (found["inference_count"], found["execution_count"]) == (2, 2)
-        assert made.shared_state.models.statistics("mean")["inference_count"] == 0
+        assert fixture.shared_state.models.statistics("mean")["inference_count"] == 0
 
     run(test)
 
 
-def test_where_the_device_process_ends_whoever_waits_is_told() -> None:
-    async def test(made: Service) -> None:
-        remote = made.remotes[0]
-        with hold(made.engine):
+def test_pending_jobs_fail_when_the_device_process_ends() -> None:
+    async def test(fixture: Service) -> None:
+        remote = fixture.remotes[0]
+        with hold(fixture.engine):
             small, large = remote.submit(plain(0)), remote.submit(plain(0, 20000))
-            await until(lambda: waiting(made.engine) == 2)
+            await until(lambda: queued_count(fixture.engine) == 2)
             assert remote._channel is not None
             remote._channel.close()
             for future in (small, large):
@@ -378,29 +377,31 @@ def test_where_the_device_process_ends_whoever_waits_is_told() -> None:
                     await future
             assert not remote.is_ready
             assert remote.is_alive
-        made.socket_broker.connect(0)
+        fixture.socket_broker.connect(0)
         await remote.wait_until_ready()
         await remote.submit(plain(0))
         del small, large, future
-        await is_whole(remote, made.shared_memory)
+        await wait_until_free(remote, fixture.shared_memory)
 
     run(test)
 
 
-def test_a_remote_that_stops_takes_nothing_more() -> None:
-    async def test(made: Service) -> None:
-        future = made.remotes[0].submit(plain(0))
-        await made.remotes[0].stop()
+def test_stopped_remote_engine_rejects_jobs() -> None:
+    async def test(fixture: Service) -> None:
+        future = fixture.remotes[0].submit(plain(0))
+        await fixture.remotes[0].stop()
         assert future.done()
         with pytest.raises(ServiceUnavailable, match="stopping"):
-            made.remotes[0].submit(plain(0))
+            fixture.remotes[0].submit(plain(0))
 
     run(test)
 
 
-def test_answers_are_where_kernels_want_them() -> None:
-    async def test(made: Service) -> None:
-        answer = await made.remotes[1].submit(plain(0, 5, outputs=["output", "weights", "scores"]))
+def test_outputs_are_aligned() -> None:
+    async def test(fixture: Service) -> None:
+        answer = await fixture.remotes[1].submit(
+            plain(0, 5, outputs=["output", "weights", "scores"])
+        )
         for tensor in answer.outputs.values():
             assert torch.frombuffer(tensor.data, dtype=torch.uint8).data_ptr() % 64 == 0
 

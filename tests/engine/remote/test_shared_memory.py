@@ -1,4 +1,4 @@
-"""Memory that workers share with the device process."""
+"""Shared memory of workers and device process, and frames of their channel."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from qkv.errors import ServiceUnavailable
 
 
 def resident_shared_bytes() -> int:
-    """Bytes of this process."""
+    """Returns the shared resident bytes of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("RssShmem"))
     return int(line.split()[1]) << 10
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.booleans(), st.integers(0, 9)), max_size=60))
-def test_blocks_never_meet_and_all_come_back(steps: list[tuple[int, bool, int]]) -> None:
+def test_blocks_never_overlap_and_all_are_released(steps: list[tuple[int, bool, int]]) -> None:
     shared_memory = SharedMemory(2, 1)
     region = shared_memory.region(1)
     (whole,) = region._holes
-    taken: list[Any] = []
+    blocks: list[Any] = []
     for size, leaves, which in steps:
-        if leaves and taken:
-            del taken[which % len(taken)]
+        if leaves and blocks:
+            del blocks[which % len(blocks)]
         block: Any = region.allocate(size)
         assert block.offset % ALIGNMENT == 0
         assert block.bytes.ctypes.data % ALIGNMENT == 0
-        block.bytes[:] = len(taken) % 251
-        taken.append(block)
-    spans = sorted((b.offset, b.offset + b.bytes.nbytes) for b in taken)
+        block.bytes[:] = len(blocks) % 251
+        blocks.append(block)
+    spans = sorted((b.offset, b.offset + b.bytes.nbytes) for b in blocks)
     assert all(end <= first for (_, end), (first, _) in pairwise(spans))
-    taken.clear()
+    blocks.clear()
     block = None
     for _ in range(2):
         region.allocate(0)
@@ -48,7 +48,7 @@ def test_blocks_never_meet_and_all_come_back(steps: list[tuple[int, bool, int]])
     assert region._holes[0][0] + region._holes[0][1] == sum(whole)
 
 
-def test_a_view_keeps_a_block_as_long_as_it_lives() -> None:
+def test_view_keeps_its_block_allocated() -> None:
     region = SharedMemory(1, 1 << 20).region(0)
     size = region._holes[0][1]
     block = region.allocate(size)
@@ -61,7 +61,7 @@ def test_a_view_keeps_a_block_as_long_as_it_lives() -> None:
     assert region.allocate(size).offset == 0
 
 
-def test_what_one_process_writes_the_other_reads() -> None:
+def test_forked_process_shares_the_memory() -> None:
     shared_memory = SharedMemory(2, 1 << 20)
     block = shared_memory.region(1).allocate(1000)
     pid = os.fork()
@@ -73,7 +73,7 @@ def test_what_one_process_writes_the_other_reads() -> None:
     assert not shared_memory.view(0, 0, 1 << 20).any()
 
 
-def test_memory_goes_back_but_for_what_is_kept() -> None:
+def test_memory_beyond_retained_bytes_returns_to_the_system() -> None:
     region = SharedMemory(1, 4 * RETAINED_BYTES).region(0)
     before = resident_shared_bytes()
     block = region.allocate(4 * RETAINED_BYTES)
@@ -83,7 +83,7 @@ def test_memory_goes_back_but_for_what_is_kept() -> None:
     assert abs(resident_shared_bytes() - before - RETAINED_BYTES) < 1 << 21
 
 
-def test_frames_come_whole_however_they_are_cut() -> None:
+def test_frames_survive_any_fragmentation() -> None:
     written: list[bytes] = []
 
     class Transport:
@@ -108,6 +108,6 @@ def test_frames_come_whole_however_they_are_cut() -> None:
 
 
 @pytest.mark.parametrize("wait_s", [None, 0.0, 1.5])
-def test_what_is_asked_is_unpacked_as_it_was(wait_s: float | None) -> None:
-    asked = JobRequest(64, 100, 1 << 40, 5, 2, 123.456, wait_s, b"head")
-    assert JobRequest.unpack(asked.pack()) == asked
+def test_job_request_unpacks_as_packed(wait_s: float | None) -> None:
+    request = JobRequest(64, 100, 1 << 40, 5, 2, 123.456, wait_s, b"head")
+    assert JobRequest.unpack(request.pack()) == request

@@ -1,4 +1,4 @@
-"""What a comparison says of its figures: where they have no meaning, and what they show."""
+"""Notes of a comparison: figures without meaning, and facts about the weights."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from support.compare_requests import INPUTS, compare, random_inputs, variant_ent
 def test_random_tensors_make_an_empty_comparison() -> None:
     numbers = np.random.default_rng(0)
     inputs = {n: numbers.normal(size=(1, 2, 256, 64)).astype("f4") for n in INPUTS}
-    answer = compare(inputs, variants=["linear", "taylor", "efficient"])
-    (note,) = answer["notes"]
+    response = compare(inputs, variants=["linear", "taylor", "efficient"])
+    (note,) = response["notes"]
     assert note.startswith("Near uniform on these inputs: linear, taylor and efficient. ")
-    calm = compare(inputs | {"query": inputs["query"] * 0.01}, variants=["taylor"])
-    assert any("comparison is empty" in note for note in calm["notes"])
-    meant = {n: np.eye(16, dtype="f4")[None, None] * 8 for n in INPUTS}
-    assert compare(meant, variants=["linear"])["notes"] == []
+    near_mean = compare(inputs | {"query": inputs["query"] * 0.01}, variants=["taylor"])
+    assert any("comparison is empty" in note for note in near_mean["notes"])
+    distinct = {n: np.eye(16, dtype="f4")[None, None] * 8 for n in INPUTS}
+    assert compare(distinct, variants=["linear"])["notes"] == []
 
 
-def test_what_has_no_meaning_is_null_and_said() -> None:
+def test_figures_without_meaning_are_null_and_noted() -> None:
     inputs = random_inputs()
     names = [
         variant_entry("linformer"),
         variant_entry("linear", normalize=False),
         variant_entry("mean"),
     ]
-    answer = compare(inputs, variants=[*names, variant_entry("softmax", causal=True)])
-    signed, sums, mean, causal = (entry["weights"] for entry in answer["variants"])
-    notes = answer["notes"]
+    response = compare(inputs, variants=[*names, variant_entry("softmax", causal=True)])
+    signed, sums, mean, causal = (entry["weights"] for entry in response["variants"])
+    notes = response["notes"]
     for weights, kind in ((signed, "signed"), (sums, "unnormalised")):
         assert weights["kl_divergence"] is weights["js_divergence"] is weights["entropy"] is None
         assert weights["total_variation"] is not None
-        assert any(f"are {kind}: there is no entropy" in note for note in notes)
+        assert any(f"are {kind}: they have no entropy" in note for note in notes)
     assert causal["kl_divergence"] is None
     assert causal["js_divergence"]["worst"] <= math.log(2)
     assert any("the KL divergence is infinite: mean and softmax." in note for note in notes)
     assert any(note.startswith("Causal where the anchor is not") for note in notes)
-    assert any("Of linformer projections did not come" in note for note in notes)
+    assert any("no projections for linformer" in note for note in notes)
     even = compare(inputs, variants=[variant_entry("mean", causal=False)])
     assert even["variants"][0]["weights"]["rank_correlation"] is None
     assert any("no order" in note for note in even["notes"])
-    assert mean["rank_correlation"] is not None  # it sees some keys and others not
+    assert mean["rank_correlation"] is not None  # it sees some keys and not others
 
 
-def test_numbers_that_are_not_finite_are_said() -> None:
+def test_numbers_that_are_not_finite_are_noted() -> None:
     inputs = random_inputs()
     inputs["value"][0, 0, 0, 0] = np.inf
-    answer = compare(inputs, variants=["linear"])
-    (entry,) = answer["variants"]
+    response = compare(inputs, variants=["linear"])
+    (entry,) = response["variants"]
     nothing = {"relative_error": None, "largest_error": None, "cosine": None}
-    assert entry["output"] == answer["anchor"]["output"] == nothing
+    assert entry["output"] == response["anchor"]["output"] == nothing
     assert (
-        "The output of softmax and linear, or what it is held against, is not finite."
-        in (answer["notes"])
+        "The output of softmax and linear, or the output it is compared with, is not finite."
+        in response["notes"]
     )
     inputs = random_inputs()
     inputs["query"][0, 0, 0, 0] = np.nan

@@ -1,4 +1,4 @@
-"""Comparisons that are refused, and told where they are wrong."""
+"""Invalid comparisons are rejected with a pointer to the error."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from support.service import Server
 
 
 @pytest.mark.parametrize(("status", "pointer", "fields"), [*MALFORMED, *UNFITTING])
-def test_what_is_wrong_is_said_and_where(
+def test_invalid_comparison_is_rejected_with_a_pointer(
     server: Server, status: int, pointer: str, fields: dict[str, Any]
 ) -> None:
     body = {"inputs": INPUTS} | fields
     assert assert_problem(post(server, body), status, body)["pointer"] == pointer
 
 
-def test_what_is_too_large_is_refused_before_it_runs(serve: Callable[..., Server]) -> None:
+def test_too_large_comparison_is_rejected_before_it_runs(serve: Callable[..., Server]) -> None:
     small = serve(max_scores=100, max_queue_bytes=4000, max_answer_bytes=1000)
     inputs = {n: a.tolist() for n, a in random_inputs(B=1, H=1, G=1, N=12).items()}
     problem = assert_problem(post(small, {"inputs": inputs, "variants": ["linear"]}), 413)
@@ -46,7 +46,7 @@ def test_what_is_too_large_is_refused_before_it_runs(serve: Callable[..., Server
     assert post(small, body | {"rows": 8}).status_code == 200
     long = {n: a.tolist() for n, a in random_inputs(B=1, H=1, G=1, N=51).items()}
     body = {"inputs": long, "variants": ["linear"], "anchor": "taylor", "rows": 0}
-    assert "own error is found by its output" in assert_problem(post(small, body), 413)["detail"]
+    assert "the float64 run of the anchor" in assert_problem(post(small, body), 413)["detail"]
     assert post(small, body | {"dtype": "float64", "rows": 0}).status_code == 413
 
 
@@ -70,18 +70,25 @@ ANYTHING: Final = strategies.recursive(
     strategies.dictionaries(strategies.sampled_from([*INPUTS, "x", "mask", "weight"]), ANYTHING),
     strategies.booleans(),
 )
-def test_whatever_comes_is_refused_or_can_run(
+def test_random_requests_are_rejected_or_run(
     fields: dict[str, Any], inputs: dict[str, Any], are_good: bool
 ) -> None:
-    """With inputs of any kind, and with good ones."""
-    asked = {"variants": ["linear"]} | fields | {"inputs": INPUTS if are_good else inputs}
+    """Covers random inputs and valid ones."""
+    document = {"variants": ["linear"]} | fields | {"inputs": INPUTS if are_good else inputs}
     try:
-        message = wire_json.decode(json.dumps(asked).encode(), "inputs")
-        made = CompareRequest(message, UNLIMITED)
+        message = wire_json.decode(json.dumps(document).encode(), "inputs")
+        request = CompareRequest(message, UNLIMITED)
     except QkvError as error:
-        assert_client_error(error, asked)
+        assert_client_error(error, document)
     else:
-        for entry in made.variants:
-            for job in made.divergence_jobs(entry):
+        for entry in request.variants:
+            for job in request.divergence_jobs(entry):
                 assert job.score_count
         assert json.loads(json.dumps(local.compare(message)))["variants"]
+
+
+def test_mask_that_a_variant_does_not_take_points_to_key_lengths() -> None:
+    document = {"variants": ["softmax", "linear"], "inputs": INPUTS | {"mask": [[True, False]]}}
+    message = wire_json.decode(json.dumps(document).encode(), "inputs")
+    with pytest.raises(QkvError, match=r"linear takes no mask.*give key_lengths"):
+        CompareRequest(message, UNLIMITED)

@@ -1,4 +1,4 @@
-"""The jobs of a comparison: what they measure, and that they cross to another process."""
+"""The jobs of a comparison: their measurements, and their encoding for another process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qkv.wire.message import Message
 from support.compare_requests import UNLIMITED, compare, random_inputs, variant_entry
 
 
-def test_the_cost_is_that_of_a_run_of_the_output() -> None:
+def test_cost_is_that_of_a_run_with_output_alone() -> None:
     inputs = random_inputs()
     entry = compare(inputs, variants=["linear"], repeats=3)["variants"][0]
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
@@ -36,7 +36,7 @@ def test_the_cost_is_that_of_a_run_of_the_output() -> None:
     assert 0 < times["least_ms"] <= times["median_ms"] <= times["most_ms"]
 
 
-def test_peaks_are_what_torch_held() -> None:
+def test_peak_is_that_of_torch_allocations() -> None:
     cpu = torch.device("cpu")
 
     def work() -> torch.Tensor:
@@ -53,44 +53,51 @@ def test_peaks_are_what_torch_held() -> None:
 
 
 @pytest.mark.gpu
-def test_peaks_are_what_torch_held_on_a_gpu() -> None:
+def test_peak_is_that_of_torch_allocations_on_a_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     cuda = torch.device("cuda")
-    held = measure_peak_bytes(
+    peak = measure_peak_bytes(
         lambda: torch.empty(1 << 20, device=cuda) + torch.empty(1 << 20, device=cuda), cuda
     )
-    assert held == 12 << 20
+    assert peak == 12 << 20
 
 
-def test_a_peak_has_no_matrix_of_scores() -> None:
+def test_peak_has_no_matrix_of_scores() -> None:
     inputs = random_inputs(B=1, N=1024)
     softmax = compare(inputs, variants=["softmax"], rows=0)["variants"][0]["peak_bytes"]
-    loud = compare(inputs, variants=[variant_entry("softmax", softcap=3.0)], rows=0)["variants"][0]
+    explicit = compare(inputs, variants=[variant_entry("softmax", softcap=3.0)], rows=0)[
+        "variants"
+    ][0]
     output = 4 * inputs["value"].size
     assert output <= softmax < 1024 * 1024 * 4
-    assert softmax < loud["peak_bytes"]
+    assert softmax < explicit["peak_bytes"]
 
 
-def test_every_kind_of_job_is_the_same_on_the_other_side() -> None:
+def test_every_job_class_survives_encoding() -> None:
     inputs = random_inputs() | {"key_lengths": np.array([9, 4])}
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
-    asked = CompareRequest(Message({"variants": ["linear"]}, raw), UNLIMITED)
-    (entry,) = asked.variants
-    for job in (entry.timing, entry.peak_memory, asked.float64_job, *asked.divergence_jobs(entry)):
+    request = CompareRequest(Message({"variants": ["linear"]}, raw), UNLIMITED)
+    (entry,) = request.variants
+    for job in (
+        entry.timing,
+        entry.peak_memory,
+        request.float64_job,
+        *request.divergence_jobs(entry),
+    ):
         data = np.zeros(aligned_bytes(input_sizes(job)), np.uint8)
         write_tensors(job, data)
-        opened = JobDecoder(UNLIMITED).decode(encode_header(job), data)
-        assert type(opened) is type(job)
-        assert opened.batch_key != job.batch_key
-        assert opened.output_specs == job.output_specs
-        one, other = (execute([j], torch.device("cpu"), False)[0].outputs for j in (job, opened))
+        decoded = JobDecoder(UNLIMITED).decode(encode_header(job), data)
+        assert type(decoded) is type(job)
+        assert decoded.batch_key != job.batch_key
+        assert decoded.output_specs == job.output_specs
+        one, other = (execute([j], torch.device("cpu"), False)[0].outputs for j in (job, decoded))
         assert one.keys() == other.keys() == job.output_specs.keys()
         assert all(bytes(one[n].data) == bytes(other[n].data) for n in one)
     assert len(list(aligned_slices(input_sizes(entry.timing)))) == 4
 
 
-def test_what_is_measured_runs_alone_and_is_no_inference() -> None:
+def test_measured_jobs_run_alone_and_are_no_inferences() -> None:
     raw = {name: RawTensor.from_numpy(array) for name, array in random_inputs().items()}
     one, other = (
         TimingJob.from_job(Job.from_message("softmax", Message({}, raw), UNLIMITED)) for _ in "12"

@@ -1,4 +1,4 @@
-"""Sweeps: cells that are true, where curves cross, and what is refused before anything runs."""
+"""Sweeps: their cells, crossovers of curves, and requests that are rejected before they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from hypothesis import strategies
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job, Limits
 from qkv.jobs.measure.probe_jobs import PeakMemoryJob, TimingJob
-from qkv.jobs.measure.sweep_request import Crossover, SweepFields, SweepRequest, crossovers
+from qkv.jobs.measure.sweep_request import (
+    Crossover,
+    SweepFields,
+    SweepRequest,
+    Times,
+    crossovers,
+)
 from qkv.wire import json as wire_json
 from support.examples import examples
 from support.known_requests import DTYPES, assert_client_error, assert_problem
@@ -28,64 +34,96 @@ UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
 # ------------------------------------------------------------ where curves cross
 
 
-def test_a_crossing_lies_on_straight_lines_in_logarithms() -> None:
-    """t = n^2 / 4096 and t = n / 4 cross at 1024, where no point is."""
-    square = {n: n**2 / 4096 for n in (256, 512, 2048, 4096)}
-    line = {n: n / 4 for n in (256, 512, 2048, 4096)}
+def exact(times: dict[int, float]) -> dict[int, Times]:
+    """Returns a curve whose repeats all take the same time."""
+    return {length: Times(ms, ms, ms) for length, ms in times.items()}
+
+
+def test_crossing_is_on_straight_lines_between_logarithms() -> None:
+    """t = n^2 / 4096 and t = n / 4 cross at 1024, which is not measured."""
+    square = exact({n: n**2 / 4096 for n in (256, 512, 2048, 4096)})
+    line = exact({n: n / 4 for n in (256, 512, 2048, 4096)})
     (there,), (back,) = crossovers([square, line]), crossovers([line, square])
     assert (there.from_, there.to, back.from_, back.to) == (0, 1, 1, 0)
     assert there.length == back.length == pytest.approx(1024)
+    assert there.between == back.between == (512, 2048)
     assert crossovers([square, square]) == crossovers([square]) == crossovers([]) == []
-    assert crossovers([square, {n: 2 * t for n, t in square.items()}]) == []
+    double = exact({n: 2 * t.median_ms for n, t in square.items()})
+    assert crossovers([square, double]) == []
 
 
-def test_curves_are_compared_where_both_have_points() -> None:
-    one, other = {1: 1.0, 2: 1.0, 4: 9.0, 8: 9.0}, {1: 2.0, 4: 2.0, 16: 1.0}
-    ((from_, to, length),) = crossovers([one, other])
-    assert (from_, to) == (0, 1)
+def test_curves_are_compared_at_common_lengths() -> None:
+    one = exact({1: 1.0, 2: 1.0, 4: 9.0, 8: 9.0})
+    ((from_, to, length, between),) = crossovers([one, exact({1: 2.0, 4: 2.0, 16: 1.0})])
+    assert (from_, to, between) == (0, 1, (1, 4))
     assert 1 < length < 4
-    assert crossovers([one, {3: 1.0}]) == crossovers([one, {}]) == []
+    assert crossovers([one, exact({3: 1.0})]) == crossovers([one, {}]) == []
 
 
-def test_equal_times_are_a_crossing_only_between_two_sides() -> None:
-    flat = dict.fromkeys((1, 2, 4, 8), 1.0)
-    assert crossovers([flat, {1: 2.0, 2: 1.0, 4: 1.0, 8: 0.5}]) == [Crossover(0, 1, 2.0)]
-    assert crossovers([flat, {1: 2.0, 2: 1.0, 4: 2.0, 8: 2.0}]) == []
-    assert crossovers([flat, {1: 1.0, 2: 1.0, 4: 2.0, 8: 2.0}]) == []
+def test_equal_times_are_a_crossing_only_between_opposite_sides() -> None:
+    flat = exact(dict.fromkeys((1, 2, 4, 8), 1.0))
+    crossing = exact({1: 2.0, 2: 1.0, 4: 1.0, 8: 0.5})
+    assert crossovers([flat, crossing]) == [Crossover(0, 1, 2.0, (1, 8))]
+    assert crossovers([flat, exact({1: 2.0, 2: 1.0, 4: 2.0, 8: 2.0})]) == []
+    assert crossovers([flat, exact({1: 1.0, 2: 1.0, 4: 2.0, 8: 2.0})]) == []
 
 
-def test_curves_may_cross_again_and_each_pair_is_told() -> None:
-    wave = {1: 1.0, 2: 3.0, 4: 1.0}
-    flat = dict.fromkeys((1, 2, 4), 2.0)
-    low = dict.fromkeys((1, 2, 4), 1.5)
+def test_curves_may_cross_twice_and_each_pair_is_compared() -> None:
+    wave = exact({1: 1.0, 2: 3.0, 4: 1.0})
+    flat = exact(dict.fromkeys((1, 2, 4), 2.0))
+    low = exact(dict.fromkeys((1, 2, 4), 1.5))
     found = crossovers([wave, flat, low])
     assert [(c.from_, c.to) for c in found] == [(0, 1), (1, 0), (0, 2), (2, 0)]
     assert [1 < c.length < 2 for c in found] == [True, False, True, False]
+    assert [c.between for c in found] == [(1, 2), (2, 4), (1, 2), (2, 4)]
 
 
-# ------------------------------------------------------------ what is run
+def test_crossing_inside_the_range_of_the_repeats_is_ignored() -> None:
+    """The medians cross at all four lengths, but the ranges overlap at three of them."""
+    one = {1: Times(1, 2, 3), 2: Times(1, 2, 3), 4: Times(1, 2, 3), 8: Times(1, 2, 3)}
+    noise = {
+        1: Times(2, 2.1, 4),
+        2: Times(0.5, 1.9, 2.5),
+        4: Times(3, 3.1, 4),
+        8: Times(0, 0.5, 0.9),
+    }
+    assert crossovers([one, noise]) == []  # at 4 the slowest repeat is not below, but equal
 
 
-def test_numbers_are_drawn_once_for_all_variants() -> None:
+def test_crossing_is_between_the_nearest_lengths_without_overlap() -> None:
+    one = dict.fromkeys((1, 2, 4, 8, 16), Times(9, 10, 11))
+    other = {
+        1: Times(19, 20, 21), 2: Times(10, 11, 12), 4: Times(9, 9.5, 12), 8: Times(10, 10.5, 11),
+        16: Times(4, 5, 6),
+    }  # fmt: skip
+    ((from_, to, length, between),) = crossovers([one, other])
+    assert (from_, to, between) == (0, 1, (1, 16))
+    assert 2 < length < 4  # the first crossing of the medians
+
+
+# ------------------------------------------------------------ runs
+
+
+def test_inputs_are_the_same_for_all_variants() -> None:
     fields = {"variants": ["softmax", "linear", "mean"], "lengths": [5, 7], **SMALL, "seed": 3}
     sweep, again = SweepRequest(fields, UNLIMITED), SweepRequest(fields, UNLIMITED)
-    drawn = [sweep.with_random_inputs(sweep.job(c, 7), 7) for c in sweep.choices]
-    for job in drawn:
+    jobs = [sweep.with_random_inputs(sweep.job(c, 7), 7) for c in sweep.choices]
+    for job in jobs:
         for name, tensor in job.inputs.tensors.items():
             assert tensor.shape == (1, 2, 7, 8)
-            assert bytes(tensor.data) == bytes(drawn[0].inputs.tensors[name].data)
+            assert bytes(tensor.data) == bytes(jobs[0].inputs.tensors[name].data)
     twin = again.with_random_inputs(again.job(again.choices[0], 7), 7)
     other = SweepRequest(fields | {"seed": 4}, UNLIMITED)
     apart = other.with_random_inputs(other.job(other.choices[0], 7), 7)
-    for name, tensor in drawn[0].inputs.tensors.items():
+    for name, tensor in jobs[0].inputs.tensors.items():
         assert bytes(tensor.data) == bytes(twin.inputs.tensors[name].data)
         assert bytes(tensor.data) != bytes(apart.inputs.tensors[name].data)
-    query, key = (drawn[0].inputs.tensors[n].numpy() for n in ("query", "key"))
+    query, key = (jobs[0].inputs.tensors[n].numpy() for n in ("query", "key"))
     assert not np.array_equal(query, key)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_numbers_are_normal_in_every_dtype(dtype: str) -> None:
+def test_inputs_are_normal_in_every_dtype(dtype: str) -> None:
     fields = {"variants": ["softmax"], "lengths": [512], "dtype": dtype, "batch": 2}
     sweep = SweepRequest(fields, UNLIMITED)
     query = (
@@ -99,15 +137,15 @@ def test_numbers_are_normal_in_every_dtype(dtype: str) -> None:
     assert abs(query.astype("f8").std() - 1) < 0.01
 
 
-def test_every_cell_is_told_in_order_and_true(server: Server) -> None:
+def test_every_cell_is_reported_in_order(server: Server) -> None:
     linformer = {"variant": "linformer", "parameters": {"rank": 4}}
-    said = run_sweep(server, variants=["softmax", linformer], lengths=[16, 64, 32])
-    names = [name for name, _ in said]
+    events = run_sweep(server, variants=["softmax", linformer], lengths=[16, 64, 32])
+    names = [name for name, _ in events]
     assert names == ["progress", "cell"] * 6 + ["done"]
-    progress = [what for name, what in said if name == "progress"]
+    progress = [data for name, data in events if name == "progress"]
     assert [p["done"] for p in progress] == list(range(6))
     assert all(p.keys() == {"done", "total", "variant", "length"} for p in progress)
-    cells = [what for name, what in said if name == "cell"]
+    cells = [data for name, data in events if name == "cell"]
     places = [(c["index"], c["variant"], c["length"]) for c in cells]
     order = [(0, "softmax"), (1, "linformer")]
     assert places == [(i, name, n) for n in (16, 64, 32) for i, name in order]
@@ -121,19 +159,24 @@ def test_every_cell_is_told_in_order_and_true(server: Server) -> None:
         assert cell["peak_bytes"] >= cell["bytes"] // 4
     assert [c["flops"] for c in cells if not c["index"]] == [4 * 2 * n**2 * 8 for n in (16, 64, 32)]
     assert cells[1]["parameters"] == {"rank": 4}
-    assert said[-1][1]["cells"] == 6
-    curves = [{c["length"]: c["median_ms"] for c in cells if c["index"] == i} for i in (0, 1)]
-    told = [(c["from"], c["to"], c["length"]) for c in said[-1][1]["crossovers"]]
-    assert told == [tuple(c) for c in crossovers(curves)]
+    assert events[-1][1]["cells"] == 6
+    curves = [
+        {c["length"]: Times(*(c[n] for n in Times._fields)) for c in cells if c["index"] == i}
+        for i in (0, 1)
+    ]
+    reported = events[-1][1]["crossovers"]
+    assert [(c["from"], c["to"], c["length"], tuple(c["between"])) for c in reported] == [
+        tuple(c) for c in crossovers(curves)
+    ]
 
 
-def test_whole_numbers_may_have_a_point(server: Server) -> None:
+def test_integers_may_have_a_decimal_point(server: Server) -> None:
     """JSON Schema takes 8.0 for an integer."""
     body = b'{"variants":["mean"],"lengths":[8.0],"heads":1e0,"seed":7.0,"repeats":1.0}'
     assert server.http.post(SWEEP, content=body).is_success
 
 
-def test_each_repeat_is_a_job_of_its_own_after_all_others(
+def test_each_repeat_is_a_job_of_lowest_priority(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
     run_sweep(server, variants=["linear"], lengths=[8, 16], repeats=3)
@@ -146,10 +189,12 @@ def test_each_repeat_is_a_job_of_its_own_after_all_others(
     assert {priority for _, priority in submitted_jobs} == {3}
 
 
-def test_a_cell_that_cannot_run_is_told_and_the_rest_goes_on(serve: Callable[..., Server]) -> None:
+def test_cell_that_cannot_run_has_a_problem_and_the_sweep_continues(
+    serve: Callable[..., Server],
+) -> None:
     small = serve(max_scores=2 * 100 * 100, max_queue_bytes=1 << 20, max_answer_bytes=1 << 18)
-    said = run_sweep(small, variants=["softmax", "linear"], lengths=[64, 128, 1 << 14])
-    cells = [what for name, what in said if name == "cell"]
+    events = run_sweep(small, variants=["softmax", "linear"], lengths=[64, 128, 1 << 14])
+    cells = [data for name, data in events if name == "cell"]
     problems = {(c["index"], c["length"]): c["problem"] for c in cells if "problem" in c}
     assert problems.keys() == {(0, 128), (0, 1 << 14), (1, 1 << 14)}
     for cell in cells:
@@ -158,27 +203,27 @@ def test_a_cell_that_cannot_run_is_told_and_the_rest_goes_on(serve: Callable[...
         }  # fmt: skip
     assert all(p["type"] == "urn:qkv:problem:too-large" for p in problems.values())
     assert problems[0, 128]["limit"] == 20_000
-    assert said[-1] == ("done", {"cells": 6, "crossovers": said[-1][1]["crossovers"]})
+    assert events[-1] == ("done", {"cells": 6, "crossovers": events[-1][1]["crossovers"]})
     huge = run_sweep(
         small, variants=["mean"], lengths=[1 << 20], batch=4096, heads=4096, width=65536
     )
     assert huge[1][1]["problem"]["status"] == 413
 
 
-def test_a_deadline_is_each_runs_own(server: Server) -> None:
+def test_deadline_applies_to_each_run(server: Server) -> None:
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     headers = {"X-Request-Timeout": "0.05"}
     with (
         server.hold(),
         server.http.stream("POST", SWEEP, json=body, headers=headers) as response,
     ):
-        said = list(parse_events(response.iter_lines()))
-    assert said[1][1]["problem"]["type"] == "urn:qkv:problem:too-late"
+        events = list(parse_events(response.iter_lines()))
+    assert events[1][1]["problem"]["type"] == "urn:qkv:problem:too-late"
     assert_problem(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
 
 
 @pytest.mark.parametrize(("status", "pointer", "fields"), REFUSED)
-def test_what_is_wrong_is_said_before_anything_runs(
+def test_invalid_sweep_is_rejected_before_it_runs(
     server: Server,
     submitted_jobs: list[tuple[Job, int]],
     status: int,
@@ -203,13 +248,13 @@ def test_what_is_wrong_is_said_before_anything_runs(
         ),
     )
 )  # fmt: skip
-def test_whatever_comes_is_refused_or_has_cells(fields: dict[str, Any]) -> None:
-    asked = {"variants": ["mean"], "lengths": [8]} | fields
+def test_random_requests_are_rejected_or_have_cells(fields: dict[str, Any]) -> None:
+    document = {"variants": ["mean"], "lengths": [8]} | fields
     limits = Limits(response_bytes=1 << 24, job_bytes=1 << 24)
     try:
-        sweep = SweepRequest(wire_json.decode_fields(json.dumps(asked).encode()), limits)
+        sweep = SweepRequest(wire_json.decode_fields(json.dumps(document).encode()), limits)
     except QkvError as error:
-        assert_client_error(error, asked)
+        assert_client_error(error, document)
         return
     for length in sweep.lengths:
         for choice in sweep.choices:
@@ -220,7 +265,7 @@ def test_whatever_comes_is_refused_or_has_cells(fields: dict[str, Any]) -> None:
             assert job.inputs.nbytes <= 1 << 24
 
 
-def test_other_faults(server: Server, serve: Callable[..., Server]) -> None:
+def test_rejections_by_status(server: Server, serve: Callable[..., Server]) -> None:
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     for text in (b"", b"[]", b"{", b'{"variants": ["mean"], "lengths": [8]} x', b"\xff"):
         assert_problem(server.http.post(SWEEP, content=text), 400)
@@ -244,9 +289,9 @@ def test_other_faults(server: Server, serve: Callable[..., Server]) -> None:
         ({"variant": "softmax"}, 1 << 18, {"heads": 1, "width": 1}),
     ],
 )
-def test_few_bytes_do_not_buy_minutes(
+def test_small_requests_cannot_occupy_a_worker_for_minutes(
     server: Server, named: dict[str, Any], length: int, sizes: dict[str, int]
 ) -> None:
-    """Each held a worker for a minute and more, whoever left."""
-    told = run_sweep(server, variants=[named], lengths=[length], **sizes)
-    assert told[1][1]["problem"]["status"] == 413
+    """Each of these occupied a worker for a minute or more, also after the client disconnected."""
+    events = run_sweep(server, variants=[named], lengths=[length], **sizes)
+    assert events[1][1]["problem"]["status"] == 413

@@ -25,7 +25,7 @@ def polls(shared_state: SharedState) -> list[bool]:
 
 
 def turns(poll: BusyPoll) -> int:
-    """How often a loop looks at its sockets without waiting, after an answer."""
+    """Returns how often an event loop polls its sockets without waiting, after a response."""
 
     async def count() -> int:
         loop, found = asyncio.get_running_loop(), 0

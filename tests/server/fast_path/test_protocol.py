@@ -27,9 +27,9 @@ from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import (
     NAMES,
     PATH,
-    asked_of,
     encode_body,
     encode_request,
+    in_flight_count,
     inputs_for,
     random_inputs,
     raw_client,
@@ -89,6 +89,7 @@ def wild(random: Any, shape: tuple[int, ...], size: float) -> Array:
     return np.asarray(array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_what_is_decided_once_has_the_bits_of_what_is_decided_each_time(dtype: str) -> None:
     """Heads, groups, parameters; and numbers for which it is to be decided anew."""
@@ -311,7 +312,7 @@ def test_what_fails_there_is_answered_all_the_same(
                 assert caller.read_response()[2] == first
             caller.send(request)
             assert caller.read_response()[2] == first
-    wait_until(lambda: asked_of(server) == 0)
+    wait_until(lambda: in_flight_count(server) == 0)
 
 
 def test_an_unloaded_model_has_no_short_way(serve: Callable[..., Server]) -> None:

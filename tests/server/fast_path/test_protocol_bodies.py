@@ -15,9 +15,9 @@ from support.processes import TIMEOUT_S, running_command, wait_until
 from support.raw_connection import (
     PATH,
     RawClient,
-    asked_of,
     encode_body,
     encode_request,
+    in_flight_count,
     random_inputs,
     raw_client,
 )
@@ -44,7 +44,7 @@ def test_however_the_bytes_come(server: Server, fast_path_runs: list[PreparedRun
         caller.send(b"".join(requests))
         assert [caller.read_response()[2] for _ in requests] == whole
     assert len(fast_path_runs) == len(requests) * 5
-    wait_until(lambda: asked_of(server) == 0)
+    wait_until(lambda: in_flight_count(server) == 0)
 
 
 def test_large_bodies_come_whole_however_they_come(
@@ -79,8 +79,8 @@ def test_large_bodies_come_whole_however_they_come(
     for size in (1000, 100_000, 1_000_000):
         with raw_client(server) as caller:
             caller.send(large[0][:size])
-            wait_until(lambda: asked_of(server) == 1)
-        wait_until(lambda: asked_of(server) == 0)
+            wait_until(lambda: in_flight_count(server) == 1)
+        wait_until(lambda: in_flight_count(server) == 0)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 128, 64), (1, 8, 1024, 32)])
@@ -135,17 +135,18 @@ def test_who_leaves_in_the_middle_is_forgotten(
     for _ in range(20):
         with raw_client(server) as caller:
             caller.send(request[:-100])
-            wait_until(lambda: asked_of(server) == 1)
-        wait_until(lambda: asked_of(server) == 0)
+            wait_until(lambda: in_flight_count(server) == 1)
+        wait_until(lambda: in_flight_count(server) == 0)
     assert not fast_path_runs
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("before", [1, 2])
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
 def test_a_body_that_comes_in_while_the_service_ends_is_answered(
     shape: tuple[int, ...], before: int
 ) -> None:
-    """Whether a parser has seen its head, or that came before, or goes the long way."""
+    """Tests bodies after a parsed head, a known head, and on the ordinary path."""
     request = encode_request(*encode_body(random_inputs(0, shape)))
     with running_command("serve", "--port", "0", "--workers", "1") as process:
         url = httpx.URL(process.url)

@@ -18,9 +18,9 @@ from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import (
     PATH,
     RawClient,
-    asked_of,
     encode_body,
     encode_request,
+    in_flight_count,
     random_inputs,
     raw_client,
 )
@@ -29,7 +29,7 @@ from support.service import Server, running_server
 
 
 def in_turn(callers: list[RawClient], requests: list[bytes]) -> list[bytes]:
-    """What each is answered by itself."""
+    """Returns the response of each request when it runs alone."""
     answers = []
     for caller, request in zip(callers, requests, strict=True):
         caller.send(request)
@@ -105,7 +105,7 @@ def test_an_answer_that_cannot_be_written_costs_one_connection(
         assert callers[0].read_response()[2] == alone[0]
         with pytest.raises((AssertionError, ConnectionResetError)):  # closed
             callers[1].read_response()
-    wait_until(lambda: asked_of(server) == 0)
+    wait_until(lambda: in_flight_count(server) == 0)
 
 
 def test_answers_that_nobody_reads_are_not_heaped_up(
@@ -130,9 +130,10 @@ def test_answers_that_nobody_reads_are_not_heaped_up(
         heaped = len(fast_path_runs) * size
         assert heaped < 32 << 20
     assert first
-    wait_until(lambda: asked_of(server) == 0)
+    wait_until(lambda: in_flight_count(server) == 0)
 
 
+@pytest.mark.slow
 def test_a_connection_at_rest_is_closed_and_one_in_use_is_not() -> None:
     """uvicorn's time to ask again holds where answers go the shortest way too."""
     with running_server(read_timeout_s=0.8) as server, raw_client(server) as caller:

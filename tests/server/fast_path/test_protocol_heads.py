@@ -16,9 +16,9 @@ from qkv.server.fast_path.protocol import FastPathProtocol
 from support.processes import wait_until
 from support.raw_connection import (
     PATH,
-    asked_of,
     encode_body,
     encode_request,
+    in_flight_count,
     random_inputs,
     raw_client,
 )
@@ -130,7 +130,7 @@ def test_what_was_not_parsed_can_go_the_long_way(
         )  # each byte is counted once
         caller.send(request)
         assert caller.read_response()[2] == first
-    wait_until(lambda: asked_of(server) == 0)
+    wait_until(lambda: in_flight_count(server) == 0)
 
 
 def test_a_head_by_itself_that_came_before_is_not_parsed_again(
@@ -164,6 +164,7 @@ def test_few_are_kept(server: Server) -> None:
     assert shortcuts.find(RequestKey(b"/", ())) is None
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded_in_bytes(serve: Callable[..., Server]) -> None:
     """The longest heads, behind the longest headers: nobody can have a worker keep more than
     64 MiB so, and what is said in more words is not kept."""

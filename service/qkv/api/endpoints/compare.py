@@ -1,4 +1,4 @@
-"""POST /v1/compare: variants on one set of inputs, side by side."""
+"""POST /v1/compare: compares variants on the same inputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.job_runner import SERVER_TIMING, JobRunner, cancel_on_disconnect
 from qkv.api.request_body import in_thread_if_large, read_message
 from qkv.jobs.job import Job
-from qkv.jobs.measure.compare_report import TimedOutputs, compare
+from qkv.jobs.measure.compare_report import CompareReport, TimedOutputs, compare
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.settings import Settings
 from qkv.wire import json, require_acceptable
+from qkv.wire.responses import CompareResponse, CompareTiming
 
 __all__ = ["router"]
 
@@ -30,10 +31,10 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     @routes.post(
         "/v1/compare",
         operation_id="compare",
-        summary="Runs variants on one set of inputs, and says how far they are from one another.",
-        description="Output errors are those of the outputs as they are answered, summed up in "
-        "float64; weights are compared row by row in float64. All logarithms are natural. Each run "
-        "waits for its turn by itself, so that others are answered in between.",
+        summary="Compares variants on the same inputs with an anchor.",
+        description="Output errors are those of the outputs in their dtype, accumulated in "
+        "float64. Weights are compared row by row in float64. All logarithms are natural. Each run "
+        "is queued by itself, so that other requests run in between.",
     )
     async def compare_variants(request: Request) -> Response:
         require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
@@ -49,10 +50,10 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
                 size, lambda: CompareRequest(message, job_runner.limits)
             )
         pending = _run_comparison(job_runner, comparison, wait_s)
-        body, timing = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
+        report, timing = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
         timing["total_ms"] = (time.perf_counter() - received.received_at) * 1e3
         return Response(
-            json.dump(body | {"timing": timing}),
+            json.dump(CompareResponse(*report, CompareTiming(**timing))),
             media_type=json.MEDIA_TYPE,
             headers={"Server-Timing": SERVER_TIMING % timing},
         )
@@ -62,17 +63,15 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
 
 async def _run_comparison(
     job_runner: JobRunner, comparison: CompareRequest, wait_s: float | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[CompareReport, dict[str, Any]]:
     """Returns the report, and the timing of all its jobs."""
     steps = compare(comparison)
-    size = (
-        comparison.baseline.timing.bytes_in
-    )  # of the tensors that a step between two jobs handles
+    size = comparison.baseline.timing.bytes_in  # of the tensors in a step between two jobs
     timing: dict[str, Any] = dict.fromkeys(_PARTS, 0.0) | {"runs": 0}
     measurement: TimedOutputs | None = None
     while True:
         job = await in_thread_if_large(size, partial(_step, steps, measurement))
-        if isinstance(job, dict):
+        if isinstance(job, CompareReport):
             return job, timing
         job_result = await job_runner.run_part(job, wait_s)
         for part in _PARTS:
@@ -83,11 +82,11 @@ async def _run_comparison(
 
 
 def _step(
-    steps: Generator[Job, TimedOutputs, dict[str, Any]], measurement: TimedOutputs | None
-) -> Job | dict[str, Any]:
-    """Returns the next job, or the report: a thread may not raise StopIteration."""
+    steps: Generator[Job, TimedOutputs, CompareReport], measurement: TimedOutputs | None
+) -> Job | CompareReport:
+    """Returns the next job, or the report: a thread cannot raise StopIteration."""
     try:
         return next(steps) if measurement is None else steps.send(measurement)
     except StopIteration as end:
-        report: dict[str, Any] = end.value
+        report: CompareReport = end.value
         return report

@@ -1,4 +1,4 @@
-"""POST /v1/convert: weights of one layout into another."""
+"""POST /v1/convert: converts a layer's weights to another layout."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     @routes.post(
         "/v1/convert",
         operation_id="convert",
-        summary="Takes a layer's weights from one layout to another, and checks it.",
-        description="No number changes. Layout v1 keeps `W_query`, `W_key` and `W_value` as "
-        "(in, out), applied as `x @ W`; v2 as `nn.Linear` does, `W_query.weight` (out, in) and "
-        "maybe `W_query.bias`.",
+        summary="Converts a layer's weights to another layout, and verifies the result.",
+        description="No number changes. Layout v1 has `W_query`, `W_key` and `W_value` of shape "
+        "(in, out), applied as `x @ W`. Layout v2 is that of `nn.Linear`: `W_query.weight` of "
+        "shape (out, in) and optionally `W_query.bias`.",
     )
     async def convert_weights(request: Request) -> Response:
         with job_runner.admit(request) as admission:
             received = await read_message(
                 request, "tensors", settings.max_body_bytes, admission.grow
             )
-            admission.grow(
-                sum(tensor.nbytes for tensor in received.message.tensors.values())
-            )  # again
+            # the converted tensors
+            admission.grow(sum(tensor.nbytes for tensor in received.message.tensors.values()))
             codec = received.response_codec
             chunks = await asyncio.to_thread(
                 lambda: codec.encode(convert_message(received.message), "tensors")

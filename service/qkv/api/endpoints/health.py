@@ -1,4 +1,4 @@
-"""What runs the service asks of it: /livez and /readyz."""
+"""GET /livez and GET /readyz: liveness and readiness probes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["router"]
 
 
 def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRouter:
-    """The routes."""
+    """Returns the routes."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get(
         "/livez",
         operation_id="livez",
-        summary="Whether every worker lives: none is stuck.",
+        summary="Liveness: no worker is stuck.",
     )
     async def livez(response: Response) -> dict[str, str]:
         return _status(response, engine.is_alive and not shared_state.stuck_processes)
@@ -26,7 +26,7 @@ def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRoute
     @routes.get(
         "/readyz",
         operation_id="readyz",
-        summary="Whether every worker takes requests.",
+        summary="Readiness: every worker accepts requests.",
     )
     async def readyz(response: Response) -> dict[str, str]:
         return _status(response, engine.is_ready and shared_state.is_ready)

@@ -25,6 +25,7 @@ from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
+from qkv.wire.responses import InferResponse
 
 __all__ = ["InferHandler", "router"]
 
@@ -54,14 +55,14 @@ class _RequestFields(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     id: str | None = None
-    model_name: str | None = None  # KServe's client repeats what the path says
+    model_name: str | None = None  # KServe's client repeats the names in the path
     model_version: str | None = None
     parameters: dict[str, Any] | None = None
     outputs: list[_RequestedOutput] | None = None
 
 
 class _ProtocolParameters(pydantic.BaseModel):
-    """The parameters that are the protocol's, not the variant's."""
+    """The parameters of the protocol; all others are the variant's."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -74,10 +75,10 @@ class _InferRequest(NamedTuple):
     """A parsed request.
 
     Attributes:
-        id: echoed in the response.
-        message: the same run, as a request to the native API.
-        outputs: what to return, in this order.
-        binary: those of them that are sent as bytes.
+        id: the response repeats it.
+        message: the same run as a request of the native API.
+        outputs: the names of the outputs to return, in order.
+        binary: the names of the outputs that are sent as bytes.
         protocol_parameters: priority and timeout.
     """
 
@@ -92,10 +93,10 @@ class InferHandler:
     """Handles inference requests.
 
     Args:
-        job_runner: runs their jobs.
-        models: knows which are loaded.
-        settings: of the service; limits of a body.
-        run_cache: remembers small requests, to run the next like them on the fast path.
+        job_runner: runs the jobs.
+        models: has the loaded flags.
+        settings: limits of a body.
+        run_cache: caches small requests, to run similar ones on the fast path.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class InferHandler:
 def router(infer: InferHandler) -> APIRouter:
     """Returns the routes."""
     routes = new_router()
-    summary = "Runs a variant."
+    summary = "Runs a model."
     at = "/v2/models/{model}"
     routes.add_api_route(
         f"{at}/infer", infer.handle, methods=["POST"], summary=summary, name="infer"
@@ -183,7 +184,7 @@ def _parse_request(message: Message, variant: Variant, version: str) -> _InferRe
     """Translates a request into the native API's fields.
 
     Raises:
-        InvalidContent: a field or a parameter is not the protocol's, nor the variant's.
+        InvalidContent: a field or a parameter is unknown or invalid.
     """
     try:
         fields = _RequestFields.model_validate(message.fields)
@@ -192,7 +193,9 @@ def _parse_request(message: Message, variant: Variant, version: str) -> _InferRe
     expected_values = {"model_name": variant.name, "model_version": version}
     for field, expected in expected_values.items():
         if (given := getattr(fields, field)) not in (None, "", expected):
-            raise InvalidContent(f"{field} is {given!r:.60}; the path says {expected!r}")
+            raise InvalidContent(
+                f"{field} is wrong: got {given!r:.60}, expected {expected!r} as in the path"
+            )
     given = fields.parameters or {}
     protocol_parameters = _parse_protocol_parameters(
         {n: v for n, v in given.items() if n in _ProtocolParameters.model_fields}
@@ -218,21 +221,21 @@ def _unquote(name: str, value: Any) -> Any:
     """Returns a parameter's value. Lists and objects may be JSON in a string, because Triton's
     clients send scalars only."""
     if name in _SEQUENCE_PARAMETERS:
-        raise InvalidContent(f"{name} has no meaning here: no model keeps state between requests")
+        raise InvalidContent(f"{name} is not supported: no model keeps state between requests")
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     pointer = pointer_to("parameters", name)
     if len(value) > _MAX_QUOTED_LENGTH:
         raise InvalidContent(
-            f"parameter {name!r:.60} is a string of {len(value)} characters; at most "
-            f"{_MAX_QUOTED_LENGTH} are read as JSON",
+            f"parameter {name!r:.60} is too long: got {len(value)} characters of JSON, expected "
+            f"at most {_MAX_QUOTED_LENGTH}",
             pointer=pointer,
         )
-    try:  # under the limits that hold for any value
+    try:  # with the limits of any value
         return json.decode_fields(b'{"value":%b}' % value.encode())["value"]
     except (QkvError, UnicodeEncodeError) as error:
         raise InvalidContent(
-            f"parameter {name!r:.60} came as {format_value(value)}, which looks like JSON: {error}",
+            f"parameter {name!r:.60} is invalid: got {format_value(value)}, expected JSON: {error}",
             pointer=pointer,
         ) from None
 
@@ -242,13 +245,13 @@ def _is_binary(output: _RequestedOutput, default: bool) -> bool:
     binary = given.pop("binary_data", default)
     if given:
         raise InvalidContent(
-            f"output {output.name!r:.60} has the parameter {next(iter(given))!r:.60}; known is "
-            "binary_data (there is no classification and no shared memory here)"
+            f"output {output.name!r:.60} has an unknown parameter: got {next(iter(given))!r:.60}, "
+            "expected binary_data; classification and shared memory are not supported"
         )
     if not isinstance(binary, bool):
         raise InvalidContent(
-            f"output {output.name!r:.60} has binary_data {format_value(binary)}; it must be "
-            "true or false"
+            f"output {output.name!r:.60} has an invalid binary_data: got {format_value(binary)}, "
+            "expected true or false"
         )
     return binary
 
@@ -256,18 +259,23 @@ def _is_binary(output: _RequestedOutput, default: bool) -> bool:
 def _encode(
     model: str, infer_request: _InferRequest, result: RunResult, timing: dict[str, Any]
 ) -> tuple[list[bytes | memoryview], int | None]:
-    fields: dict[str, Any] = {"model_name": model, "model_version": VERSION}
-    if infer_request.id is not None:
-        fields["id"] = infer_request.id
-    fields["parameters"] = timing
-    message = Message(fields, {name: result.outputs[name] for name in infer_request.outputs})
-    return open_inference.encode(message, "outputs", infer_request.binary)
+    outputs = {name: result.outputs[name] for name in infer_request.outputs}
+    entries, chunks = open_inference.encode_tensors(outputs, infer_request.binary)
+    response = InferResponse(
+        model_name=model,
+        model_version=VERSION,
+        id=infer_request.id,
+        parameters=timing,
+        outputs=entries,
+    )
+    text = json.dump(response)
+    return [text, *chunks], len(text) if chunks else None
 
 
 def _new_reply_encoder(
     model: str, infer_request: _InferRequest, example: RunResult
 ) -> Callable[[RunResult], Reply]:
-    """Returns an encoder of responses like this one, all binary; only their timing differs."""
+    """Returns an encoder of responses that differ from this one in timing and tensors only."""
     text, *_ = _encode(model, infer_request, example, {})[0]
     before, nothing, after = bytes(text).partition(b'"parameters":{}')  # in a string: \\"
     assert nothing
@@ -298,11 +306,11 @@ def _new_response(
 def _response_encoding(accept_encoding: str) -> str | None:
     """Returns the Content-Encoding of the response; None: none.
 
-    Compresses only if the client accepts exactly one encoding, as Triton's client does if asked to.
-    HTTP libraries send a list by default, and compressing floats costs many times what it saves.
+    Compresses only if the client accepts exactly one encoding, as Triton's client does on request.
+    HTTP libraries accept several by default, and compression of floats costs more than it saves.
     """
-    infer_request = accept_encoding.strip().lower()
-    return infer_request if infer_request in ("gzip", "deflate") else None
+    encoding = accept_encoding.strip().lower()
+    return encoding if encoding in ("gzip", "deflate") else None
 
 
 def _compress(chunks: Sequence[bytes | memoryview], coding: str) -> bytes:

@@ -1,4 +1,4 @@
-"""/v2: what the Open Inference Protocol says of the server, its models and their statistics.
+"""The Open Inference Protocol below `/v2`: server, models, statistics and repository.
 
 Sources: the protocol's REST specification (github.com/kserve/open-inference-protocol), and
 Triton's extensions model_configuration, model_repository and statistics
@@ -21,7 +21,7 @@ from qkv.errors import InvalidContent, NotFound, QkvError, ServiceUnavailable
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
-from qkv.wire import json
+from qkv.wire import json, responses
 from qkv.wire.open_inference import DATATYPES
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 VERSION: Final = "1"
-"""The one version that every model has."""
+"""The only version of every model."""
 
 HEALTH_PATHS: Final = ("/v2/health/live", "/v2/health/ready")
 """The paths that are served while the service drains."""
@@ -54,10 +54,10 @@ _PREFERRED_DTYPES: Final = ("bool", "float32", "int64")  # of the dtypes that a 
 
 
 def find_loaded(models: ModelStats, name: str, version: str = VERSION) -> Variant:
-    """The variant behind a model that answers.
+    """Returns the variant of a loaded model.
 
     Raises:
-        NotFound: no such model, no such version, or it is unloaded.
+        NotFound: the model or the version does not exist, or the model is unloaded.
     """
     variant = _find(models, name, version)
     if not models.is_loaded(name):
@@ -66,22 +66,24 @@ def find_loaded(models: ModelStats, name: str, version: str = VERSION) -> Varian
 
 
 def oip_error_response(error: QkvError) -> Response:
-    """An error as the protocol writes it, with the statuses that Triton uses: 400 for whatever is
-    wrong with a request, 503 also where its time was up."""
+    """Returns an error in the protocol's form, with Triton's statuses.
+
+    Those are 400 for any invalid request, and 503 also for an exceeded deadline.
+    """
     status = {406: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
-    text = json.dump({"error": error.problem()["detail"]})  # cut
-    return Response(text, status, error.headers(), media_type=json.MEDIA_TYPE)
+    body = responses.ModelError(error.problem()["detail"])  # `problem` truncates it
+    return Response(json.dump(body), status, error.headers(), media_type=json.MEDIA_TYPE)
 
 
 def new_router() -> APIRouter:
-    """A router of the protocol: operation ids are v2_ and the function's name."""
+    """Returns a router of the protocol; its operation ids are `v2_` and the function's name."""
     return APIRouter(
         tags=["open inference protocol"], generate_unique_id_function=lambda r: f"v2_{r.name}"
     )
 
 
 def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRouter:
-    """The routes."""
+    """Returns the routes of the protocol other than inference."""
     routes = new_router()
     _add_server(routes, engine, shared_state)
     _add_models(routes, engine, shared_state)
@@ -89,32 +91,31 @@ def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRoute
     return routes
 
 
+def _respond(body: Any, status: int = 200) -> Response:
+    return Response(json.dump(body), status, media_type=json.MEDIA_TYPE)
+
+
 def _add_server(
     routes: APIRouter, engine: Engine | RemoteEngine, shared_state: SharedState
 ) -> None:
-    @routes.get("/v2", summary="What serves, and which extensions it has.")
+    @routes.get("/v2", summary="Returns the server's name, version and extensions.")
     @routes.get("/v2/", include_in_schema=False)
-    async def server() -> dict[str, Any]:
-        return {"name": "qkv", "version": __version__, "extensions": _EXTENSIONS}
+    async def server() -> Response:
+        return _respond(responses.ServerMetadata("qkv", __version__, _EXTENSIONS))
 
     @routes.get(
         "/v2/health/live",
         operation_id="v2_live",
-        summary="Whether every worker lives: none is stuck.",
+        summary="Liveness: no worker is stuck.",
     )
-    async def live(response: Response) -> dict[str, bool]:
+    async def live() -> Response:
         is_good = engine.is_alive and not shared_state.stuck_processes
-        response.status_code = 200 if is_good else 503
-        return {"live": is_good}
+        return _respond(responses.ServerLive(is_good), 200 if is_good else 503)
 
-    @routes.get("/v2/health/ready", summary="Whether every worker takes requests.")
-    async def ready(response: Response) -> dict[str, bool]:
+    @routes.get("/v2/health/ready", summary="Readiness: every worker accepts requests.")
+    async def ready() -> Response:
         is_good = engine.is_ready and shared_state.is_ready
-        response.status_code = 200 if is_good else 503
-        return {
-            "live": engine.is_alive,
-            "ready": is_good,
-        }  # the specification has the one, KServe the other
+        return _respond(responses.ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
 
 
 def _add_models(
@@ -122,100 +123,103 @@ def _add_models(
 ) -> None:
     models = shared_state.models
 
-    @routes.get("/v2/models", summary="The models that answer.")
-    async def models_listed() -> dict[str, list[str]]:
-        return {"models": [name for name in models.names if models.is_loaded(name)]}
+    @routes.get("/v2/models", summary="Lists the loaded models.")
+    async def models_listed() -> Response:
+        names = [name for name in models.names if models.is_loaded(name)]
+        return _respond(responses.ModelList(names))
 
     @routes.get(
         "/v2/models/stats",
         operation_id="v2_statistics",
-        summary="Statistics of every model that answers.",
+        summary="Returns the statistics of every loaded model.",
     )
-    async def statistics() -> dict[str, Any]:
+    async def statistics() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
-        return {"model_stats": [_statistics(models, name) for name in names]}
+        return _respond(_statistics(models, *names))
 
-    @routes.get("/v2/models/{model}", summary="A model's inputs and outputs.")
+    @routes.get("/v2/models/{model}", summary="Returns a model's inputs and outputs.")
     @routes.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
-    async def model_metadata(model: str, version: str = VERSION) -> dict[str, Any]:
-        return _metadata(find_loaded(models, model, version))
+    async def model_metadata(model: str, version: str = VERSION) -> Response:
+        return _respond(_metadata(find_loaded(models, model, version)))
 
     @routes.get(
         "/v2/models/{model}/ready",
         operation_id="v2_model_ready",
-        summary="Whether a model answers.",
+        summary="Readiness of a model.",
     )
     @routes.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
-    async def model_ready(response: Response, model: str, version: str = VERSION) -> dict[str, Any]:
+    async def model_ready(model: str, version: str = VERSION) -> Response:
         _find(models, model, version)
         if not (engine.is_ready and shared_state.is_ready):
             raise ServiceUnavailable("the service is not ready")
-        is_good = models.is_loaded(model)
-        if not is_good:  # Triton's status
-            response.status_code = 400
-            return {"error": f"{model} is not loaded", "name": model, "ready": False}
-        return {"name": model, "ready": True}
+        if models.is_loaded(model):
+            return _respond(responses.ModelReady(model, True))
+        unloaded = responses.ModelNotReady(f"{model} is not loaded", model, False)
+        return _respond(unloaded, 400)  # Triton's status
 
     @routes.get(
         "/v2/models/{model}/config",
         operation_id="v2_model_config",
-        summary="A model's configuration, as Triton has it.",
+        summary="Returns a model's configuration in Triton's form.",
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
-    async def model_config(model: str, version: str = VERSION) -> dict[str, Any]:
+    async def model_config(model: str, version: str = VERSION) -> Response:
         instances = 1 if isinstance(engine, RemoteEngine) else len(shared_state)
-        return _config(find_loaded(models, model, version), engine, instances)
+        return _respond(_config(find_loaded(models, model, version), engine, instances))
 
     @routes.get(
         "/v2/models/{model}/stats",
         operation_id="v2_model_statistics",
-        summary="A model's statistics.",
+        summary="Returns a model's statistics.",
     )
     @routes.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
-    async def model_statistics(model: str, version: str = VERSION) -> dict[str, Any]:
+    async def model_statistics(model: str, version: str = VERSION) -> Response:
         find_loaded(models, model, version)
-        return {"model_stats": [_statistics(models, model)]}
+        return _respond(_statistics(models, model))
 
 
 def _add_repository(routes: APIRouter, models: ModelStats) -> None:
-    @routes.post("/v2/repository/index", summary="Every model, loaded or not.")
-    async def index(request: Request) -> list[dict[str, str]]:
+    @routes.post("/v2/repository/index", summary="Lists every model, loaded or not.")
+    async def index(request: Request) -> Response:
         fields = await _read_fields(request, "ready")
         if not isinstance(fields.get("ready", False), bool):
             raise InvalidContent("ready must be true or false")
         loaded = {name: models.is_loaded(name) for name in models.names}
-        return [
-            {
-                "name": name,
-                "version": VERSION,
-                "state": "READY" if loaded[name] else "UNAVAILABLE",
-                "reason": "" if loaded[name] else "unloaded",
-            }
-            for name in models.names
-            if loaded[name] or not fields.get("ready")
-        ]
+        return _respond(
+            [
+                responses.RepositoryModel(
+                    name,
+                    VERSION,
+                    "READY" if loaded[name] else "UNAVAILABLE",
+                    "" if loaded[name] else "unloaded",
+                )
+                for name in models.names
+                if loaded[name] or not fields.get("ready")
+            ]
+        )
 
     @routes.post(
         "/v2/repository/models/{model}/load",
         operation_id="v2_load",
-        summary="Has a model answer again.",
+        summary="Loads a model.",
     )
-    async def load(request: Request, model: str) -> dict[str, Any]:
+    async def load(request: Request, model: str) -> Response:
         _find(models, model, VERSION)
         await _reject_parameters(request)
         models.load(model)
-        return {"name": model, "load": True}
+        return _respond(responses.Loaded(model))
 
     @routes.post(
         "/v2/repository/models/{model}/unload",
         operation_id="v2_unload",
-        summary="Has a model answer no more.",
+        summary="Unloads a model.",
+        description="Requests for an unloaded model get 404 until it is loaded again.",
     )
-    async def unload(request: Request, model: str) -> dict[str, Any]:
+    async def unload(request: Request, model: str) -> Response:
         _find(models, model, VERSION)
-        await _reject_parameters(request, "unload_dependents")  # there are none
+        await _reject_parameters(request, "unload_dependents")  # no model has dependents
         models.load(model, loaded=False)
-        return {"name": model, "unload": True}
+        return _respond(responses.Unloaded(model))
 
 
 def _find(models: ModelStats, name: str, version: str) -> Variant:
@@ -230,7 +234,7 @@ def _find(models: ModelStats, name: str, version: str) -> Variant:
 
 
 async def _read_fields(request: Request, *known: str) -> dict[str, Any]:
-    """The fields of a body that may be empty."""
+    """Returns the fields of a body that may be empty."""
     text = bytes(await read_body(request, _MAX_BODY_BYTES, lambda _: None))
     fields = json.decode_fields(text) if text.strip() else {}
     for name in fields:
@@ -240,94 +244,103 @@ async def _read_fields(request: Request, *known: str) -> dict[str, Any]:
 
 
 async def _reject_parameters(request: Request, *known: str) -> None:
-    """Parameters would change what is loaded: no configuration and no file is taken. Those that
-    are known are flags."""
+    """Raises InvalidContent if a body has parameters other than the known flags.
+
+    Triton's parameters replace a configuration or files of a model, which is not supported.
+    """
     parameters = (await _read_fields(request, "parameters")).get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InvalidContent("parameters must be an object")
     for name, value in (parameters or {}).items():
         if name not in known:
             raise InvalidContent(
-                f"parameter {name!r:.60} is not taken: every model is as its file says"
+                f"parameter {name!r:.60} is not supported: a model's configuration is fixed"
             )
         if not isinstance(value, bool):
             raise InvalidContent(f"parameter {name!r} must be true or false")
 
 
-def _metadata(variant: Variant) -> dict[str, Any]:
-    return {
-        "name": variant.name,
-        "versions": [VERSION],
-        "platform": "qkv",
-        "inputs": [
-            {
-                "name": spec.name,
-                "datatype": _datatype(spec.dtypes),
-                "shape": [fixed_size(x) or -1 for x in spec.letters],
-                "parameters": {
-                    "datatypes": [DATATYPES[d] for d in spec.dtypes],
-                    "axes": list(spec.letters),
-                    "optional": spec.is_optional,
-                },
-            }
+def _metadata(variant: Variant) -> responses.ModelMetadata:
+    return responses.ModelMetadata(
+        name=variant.name,
+        versions=[VERSION],
+        platform="qkv",
+        inputs=tuple(
+            responses.InputMetadata(
+                spec.name,
+                _datatype(spec.dtypes),
+                _sizes(spec),
+                responses.InputParameters(
+                    [DATATYPES[d] for d in spec.dtypes], list(spec.letters), spec.is_optional
+                ),
+            )
             for spec in variant.inputs.values()
-        ],
-        "outputs": [
-            {
-                "name": spec.name,
-                "datatype": "FP32",
-                "shape": [fixed_size(x) or -1 for x in spec.letters],
-                "parameters": {
-                    "axes": list(spec.letters),
-                    "on_request": spec.name != default_output(variant),
-                },
-            }
+        ),
+        outputs=tuple(
+            responses.OutputMetadata(
+                spec.name,
+                "FP32",
+                _sizes(spec),
+                responses.OutputParameters(
+                    list(spec.letters), spec.name != default_output(variant)
+                ),
+            )
             for spec in variant.outputs.values()
-        ],
-    }
+        ),
+    )
 
 
 def default_output(variant: Variant) -> str:
-    """What is returned where a request names no output."""
+    """Returns the output of a request that names none."""
     return "output" if "output" in variant.outputs else next(iter(variant.outputs))
 
 
-def _config(variant: Variant, engine: Engine | RemoteEngine, instances: int) -> dict[str, Any]:
-    """ModelConfig, as Triton's model_config.proto defines it. max_batch_size is 0: B is an axis
-    like any other, and batches form of requests, not of their items."""
-
-    def tensor(spec: Input | Output, datatype: str) -> dict[str, Any]:
-        return {
-            "name": spec.name,
-            "data_type": f"TYPE_{datatype}",
-            "dims": [fixed_size(x) or -1 for x in spec.letters],
-        }
-
-    kind = "KIND_CPU" if engine.device.type == "cpu" else "KIND_GPU"
+def _config(
+    variant: Variant, engine: Engine | RemoteEngine, instances: int
+) -> responses.ModelConfig:
     schema = variant.parameters.model_json_schema()["properties"]
-    return {
-        "name": variant.name,
-        "platform": "",
-        "backend": "qkv",
-        "version_policy": {"latest": {"num_versions": 1}},
-        "max_batch_size": 0,
-        "input": [
-            tensor(i, _datatype(i.dtypes)) | {"optional": i.is_optional}
+    return responses.ModelConfig(
+        name=variant.name,
+        platform="",
+        backend="qkv",
+        version_policy=responses.VersionPolicy({"num_versions": 1}),
+        max_batch_size=0,
+        input=tuple(
+            responses.InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i), i.is_optional)
             for i in variant.inputs.values()
-        ],
-        "output": [tensor(o, "FP32") for o in variant.outputs.values()],
-        "instance_group": [{"name": variant.name, "kind": kind, "count": instances}],
-        "parameters": {  # pydantic's writer: a bound may be past 64 bits
-            name: {"string_value": to_json(about).decode()} for name, about in schema.items()
+        ),
+        output=tuple(
+            responses.OutputConfig(o.name, "TYPE_FP32", _sizes(o)) for o in variant.outputs.values()
+        ),
+        instance_group=(
+            responses.ModelInstances(
+                variant.name, "KIND_CPU" if engine.device.type == "cpu" else "KIND_GPU", instances
+            ),
+        ),
+        parameters={  # pydantic's encoder: a bound may exceed 64 bits
+            name: responses.StringValue(to_json(about).decode()) for name, about in schema.items()
         },
-        "model_transaction_policy": {"decoupled": False},
-    }
+        model_transaction_policy=responses.TransactionPolicy(False),
+    )
 
 
-def _statistics(models: ModelStats, name: str) -> dict[str, Any]:
-    return {"name": name, "version": VERSION} | models.statistics(name)
+def _statistics(models: ModelStats, *names: str) -> responses.StatisticsResponse:
+    return responses.StatisticsResponse(
+        tuple(
+            responses.from_json(
+                responses.ModelStatistics,
+                {"name": name, "version": VERSION} | models.statistics(name),
+            )
+            for name in names
+        )
+    )
+
+
+def _sizes(spec: Input | Output) -> list[int]:
+    """Returns the size of each axis; -1: any size."""
+    return [fixed_size(letter) or -1 for letter in spec.letters]
 
 
 def _datatype(dtypes: tuple[str, ...]) -> str:
-    """The one datatype that the protocol has room for, of those that a tensor may have."""
+    """Returns the datatype to report: the protocol has one for each tensor."""
     return DATATYPES[next(dtype for dtype in _PREFERRED_DTYPES if dtype in dtypes)]

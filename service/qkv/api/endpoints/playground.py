@@ -26,7 +26,7 @@ _TYPES: Final = {
 }
 _PAGE: Final = "index.html"
 
-# nothing that a page could be made to say runs, goes elsewhere or is shown inside another page
+# injected content cannot run scripts, send data to other hosts or be framed by another page
 _POLICY: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -85,7 +85,7 @@ def router() -> APIRouter:
         "/",
         operation_id="playground",
         summary="The playground.",
-        description="A page that runs variants and draws what they answer.",
+        description="A page that runs variants and draws their outputs and weights.",
     )
     async def get_page(request: Request) -> Response:
         return _file_response(request, _FILES["/"])

@@ -1,6 +1,6 @@
 """POST /v1/attention/{variant} and /v1/gradients/{variant}: runs a variant, or its gradients.
 
-`RunHandler.handle` is what both do: a message of any wire format in, tensors of any out.
+`RunHandler.handle` handles both, in every wire format.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from qkv.wire.message import Message
 
 __all__ = ["RunHandler", "attention_router", "gradients_router"]
 
-_RELATIVE_COST: Final = {"base64": 0.1}  # of encoding a byte, 1 being numbers in lists
+_RELATIVE_COST: Final = {"base64": 0.1}  # cost of encoding a byte, relative to numbers in lists
 
 
 class RunHandler:
     """Handles requests to run a variant.
 
     Args:
-        job_runner: runs their jobs.
-        run_cache: remembers small requests, to run the next like them on the fast path.
-        settings: of the service; limits of a body.
+        job_runner: runs the jobs.
+        run_cache: caches small requests, to run similar ones on the fast path.
+        settings: limits of a body.
     """
 
     def __init__(self, job_runner: JobRunner, run_cache: RunCache, settings: Settings) -> None:
@@ -42,7 +42,7 @@ class RunHandler:
     def endpoint(
         self, kind: type[Job], variant: str, group: str
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the endpoint of one variant; arguments as `handle` takes them."""
+        """Returns the endpoint of one variant; arguments as for `handle`."""
 
         async def endpoint(request: Request) -> Response:
             return await self.handle(request, kind, variant, group)
@@ -53,10 +53,10 @@ class RunHandler:
         """Runs one request.
 
         Args:
-            request: whose body has the inputs.
-            kind: of job; Job itself is a forward pass.
-            variant: to run.
-            group: the field of the response that has the tensors.
+            request: the request.
+            kind: the class of the job; `Job` is a forward pass.
+            variant: the variant's name.
+            group: the field of the response with the tensors.
 
         Raises:
             QkvError: the request is invalid, or could not be run.
@@ -89,7 +89,7 @@ class RunHandler:
 
 
 def attention_router(handler: RunHandler) -> APIRouter:
-    """Returns the routes of runs, one per variant, so that each has a schema of its own."""
+    """Returns the routes of runs: one for each variant, with a schema of its own."""
     routes = APIRouter(tags=["attention"])
     for variant in catalogue.variants().values():
         routes.add_api_route(
@@ -98,20 +98,19 @@ def attention_router(handler: RunHandler) -> APIRouter:
             methods=["POST"],
             operation_id=f"attend_{variant.name}",
             summary=variant.summary,
-            description=f"`{variant.module.FORMULA}`\n\nPaper: {variant.module.PAPER}.\n\n"
-            f"Cost: {variant.module.COST}.",
+            description=f"`{variant.formula}`\n\nPaper: {variant.paper}.\n\nCost: {variant.cost}.",
         )
 
     @routes.post("/v1/attention/{variant}", include_in_schema=False)
     async def unknown(request: Request) -> Response:
-        catalogue.find(request.path_params["variant"])  # raises: known ones have a route above
+        catalogue.find(request.path_params["variant"])  # raises: known variants have routes above
         raise AssertionError
 
     return routes
 
 
 def gradients_router(handler: RunHandler) -> APIRouter:
-    """Returns the routes of gradients, one per variant that has them."""
+    """Returns the routes of gradients, one for each variant that has them."""
     routes = APIRouter(tags=["gradients"])
     for variant in catalogue.variants().values():
         if variant.backward is not None:
@@ -121,23 +120,21 @@ def gradients_router(handler: RunHandler) -> APIRouter:
                 methods=["POST"],
                 operation_id=f"gradients_{variant.name}",
                 summary=f"The gradients of {variant.name}.",
-                description="Of sum(grad_output * output), with respect to each floating input "
-                "and each tensor of the layer.",
+                description="Gradients of sum(grad_output * output) with respect to each floating "
+                "input and each tensor of the layer.",
             )
 
     @routes.post("/v1/gradients/{variant}", include_in_schema=False)
     async def unknown(request: Request) -> Response:
         variant, limits = request.path_params["variant"], handler.job_runner.limits
-        GradientJob.from_message(
-            variant, Message(), limits
-        )  # raises: known ones have a route above
+        GradientJob.from_message(variant, Message(), limits)  # raises, as above
         raise AssertionError
 
     return routes
 
 
 def _body_layout(received: ReceivedMessage, job: Job) -> BodyLayout | None:
-    """Returns where the tensors lay in a body; None where it holds numbers in lists."""
+    """Returns the positions of tensors in a body; None if it has numbers in lists."""
     length = received.codec.aligned_offset(bytes(received.body[:8]))
     if length is None:
         return within(bytes(received.body), job)

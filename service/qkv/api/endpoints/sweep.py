@@ -34,9 +34,9 @@ class LowPriorityRunner:
     """Runs the jobs of a sweep at the lowest priority.
 
     Args:
-        job_runner: runs them.
-        wait_s: seconds that each may be queued.
-        shared_state: knows whether the service drains.
+        job_runner: runs the jobs.
+        wait_s: seconds that each job may be queued; None: no limit.
+        shared_state: has the drain flag.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class LowPriorityRunner:
         self._job_runner, self._wait_s, self._shared_state = job_runner, wait_s, shared_state
 
     def reserve(self, size: int) -> Admission:
-        """The inputs are made here, and have room for themselves as if they came in a body.
+        """Admits inputs that this process generates, like a body of that size.
 
         Raises:
-            ServiceUnavailable: there is none.
+            ServiceUnavailable: the limits are reached.
             _Draining: the service drains.
         """
         self._check_draining()
         return self._job_runner.admit_bytes(size)
 
     async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
-        """Waits for its turn.
+        """Runs a job; returns its outputs and its compute time in milliseconds.
 
         Raises:
             QkvError: from the engine.
@@ -77,13 +77,13 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
     @routes.post(
         "/v1/sweep",
         operation_id="sweep",
-        summary="Times variants over lengths, and says each time as soon as it is known.",
+        summary="Times variants over lengths.",
         description="Server-sent events: `progress` before each cell, `cell` after it, `done` at "
-        "the end; `error` where the service stops before that. Every run has the last priority, "
-        "and waits for its turn by itself. Who leaves, ends it.",
+        "the end; `error` if the service stops earlier. Each run is queued by itself, with the "
+        "lowest priority. A client ends the sweep if it disconnects.",
     )
     async def sweep(request: Request) -> Response:
-        # what the events hold is JSON, and `curl --json` takes nothing else
+        # JSON too, because the events contain it, and `curl --json` accepts nothing else
         require_acceptable(
             ", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE
         )
@@ -102,13 +102,13 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
 
 
 def _check_media_type(request: Request) -> None:
-    """Rejects bodies that are not JSON; a request without a Content-Type is taken for JSON."""
+    """Raises UnsupportedMediaType if the body is not JSON; JSON is the default Content-Type."""
     content_type = (
         request.headers.get("content-type", json.MEDIA_TYPE).partition(";")[0].strip().lower()
     )
     if content_type != json.MEDIA_TYPE:
         raise UnsupportedMediaType(
-            f"Content-Type {content_type!r:.100} is not read here; send {json.MEDIA_TYPE}"
+            f"Content-Type is not supported: got {content_type!r:.100}, expected {json.MEDIA_TYPE}"
         )
 
 

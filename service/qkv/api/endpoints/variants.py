@@ -23,7 +23,7 @@ _INERT: Final = {
 
 
 def entry(variant: Variant) -> dict[str, Any]:
-    """What the catalogue answers of a variant: its own words, and where its picture is."""
+    """Returns the description of a variant, with the path of its picture."""
     drawn = variant_pictures.draw(variant) is not None
     return variant.describe() | {
         "picture": f"/v1/variants/{variant.name}/picture" if drawn else None
@@ -31,33 +31,35 @@ def entry(variant: Variant) -> dict[str, Any]:
 
 
 def router() -> APIRouter:
-    """The routes. The pictures have been drawn before the first request: `openapi.prepare`."""
+    """Returns the routes. `openapi.document.prepare_examples` has drawn the pictures."""
     routes = APIRouter(tags=["catalogue"])
 
     @routes.get(
         "/v1/variants",
         operation_id="list_variants",
-        summary="Every variant: formula, inputs, parameters, outputs.",
+        summary="Lists every variant: formula, inputs, parameters, outputs.",
     )
     async def every_variant() -> dict[str, list[dict[str, Any]]]:
         return {"variants": [entry(v) for v in catalogue.variants().values()]}
 
-    @routes.get("/v1/variants/{variant}", operation_id="get_variant", summary="One variant.")
+    @routes.get(
+        "/v1/variants/{variant}", operation_id="get_variant", summary="Describes one variant."
+    )
     async def one_variant(variant: str) -> dict[str, Any]:
         return entry(catalogue.find(variant))
 
     @routes.get(
         "/v1/variants/{variant}/picture",
         operation_id="get_picture",
-        summary="A picture of its weights.",
+        summary="Returns a picture of a variant's weights.",
         description=f"{variant_pictures.INPUT} {variant_pictures.SHADES}",
     )
     async def variant_picture(variant: str, request: Request) -> Response:
         svg = variant_pictures.draw(catalogue.find(variant))
         if svg is None:
-            raise NotFound(f"{variant} has no picture: it has no weights that could be drawn")
+            raise NotFound(f"{variant} has no picture: its weights cannot be drawn")
         tag = f'"{sha256(svg.encode()).hexdigest()[:16]}"'
-        # another release may draw it in another way, so it is asked for again, at no cost
+        # clients revalidate, because another release may draw another picture
         headers = _INERT | {"ETag": tag, "Cache-Control": "no-cache"}
         known = request.headers.get("If-None-Match", "").split(",")
         if any(k.strip().removeprefix("W/") in (tag, "*") for k in known):

@@ -1,4 +1,4 @@
-"""Where tensors lie in a body whose other bytes have come before."""
+"""Positions of tensors in a body whose other bytes equal those of an earlier body."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InputBuffer:
 
 
 class Layout(Protocol):
-    """How a body is told apart into words and tensors; equal ones do it alike."""
+    """A way to split a body into text and tensors; equal layouts split alike."""
 
     def lay(self, chunks: Sequence[Chunk], room: InputBuffer) -> bytes | None:
         """Lays a body's tensors where they belong, and returns its words; None where it is another
@@ -44,7 +44,7 @@ class Layout(Protocol):
 
 
 class BodyLayout(NamedTuple):
-    """A body that was told apart.
+    """A body split into text and tensors.
 
     Attributes:
         layout: how.
@@ -58,7 +58,7 @@ class BodyLayout(NamedTuple):
 
 
 class _Behind(NamedTuple):
-    """Words first, tensors behind them."""
+    """Layout of a body with its tensors after the text."""
 
     length: int
 
@@ -71,7 +71,7 @@ class _Behind(NamedTuple):
 
 
 class _Within(NamedTuple):
-    """Tensors in base64, each somewhere between words.
+    """Layout of a body with base64 tensors between text.
 
     Attributes:
         cuts: of each tensor the first and last byte in the body, and in the room.

@@ -1,4 +1,4 @@
-"""Requests whose head has come before: all but the numbers is as it was, and not checked again."""
+"""Cache of validated jobs by request head: a known head is not validated again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST: Final = 256  # heads that are kept, those that came last
 
 
 class TensorSpan(NamedTuple):
-    """Where in a body a tensor's bytes are, and what they are."""
+    """Position, dtype and shape of a tensor in a body."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class _Known(NamedTuple, Generic[_T]):
 
 
 class JobCache(Generic[_T]):
-    """The jobs of requests by their heads: what a format says of the tensors before their bytes.
+    """Cache of jobs by the head of a request: everything before the bytes of its tensors.
 
     Two bodies of one head and one length differ in numbers alone. What is not checked in numbers
     (any float is welcome) need not be checked twice. Answers are not kept.
@@ -49,7 +49,7 @@ class JobCache(Generic[_T]):
         self._known: OrderedDict[Hashable, _Known[_T]] = OrderedDict()
 
     def again(self, key: Hashable, body: bytes | memoryview) -> tuple[_T, Job] | None:
-        """What was kept of such a head, for the numbers of this body; None: nothing was."""
+        """Returns the cached job of this head with the numbers of this body, or None."""
         known = self._known.get(key)
         if known is None or known.length != len(body):
             return None
@@ -79,7 +79,7 @@ class JobCache(Generic[_T]):
 
 
 def spans(body: bytes | memoryview, job: Job) -> tuple[TensorSpan, ...] | None:
-    """Where the job's tensors are; None where one is elsewhere, or its numbers are checked."""
+    """Returns the positions of a job's tensors; None if one lies elsewhere or is checked."""
     start = np.frombuffer(body, np.uint8).ctypes.data
     found = []
     for name, tensor in job.inputs.tensors.items():

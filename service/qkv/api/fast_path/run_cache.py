@@ -1,4 +1,4 @@
-"""Requests in words that came before: answered at once, where their last byte comes in."""
+"""Cache of repeated small requests: they run as soon as their last byte is received."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PLAIN: Final = frozenset(
 
 
 class RequestKey(NamedTuple):
-    """What a request says before its body, but for what changes no answer."""
+    """Request line and headers, without those that change no response."""
 
     url: bytes
     headers: tuple[Header, ...]
@@ -48,8 +48,7 @@ class RequestKey(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in it asks for more than an answer: one body of a known length, a
-        connection that stays."""
+        """True for one body of a known length on a connection that stays open."""
         names = [name for name, _ in self.headers]
         return _PLAIN.issuperset(names) and names.count(b"content-length") == 1
 
@@ -60,7 +59,7 @@ class RequestKey(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes of all that it says."""
+        """Bytes of the request line and all headers."""
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
 
@@ -80,7 +79,7 @@ class _Plan(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What has run, and when its last byte was seen."""
+    """A completed run, and the time of the request's last byte."""
 
     plan: _Plan
     inline_run: InlineRun
@@ -88,14 +87,14 @@ class Done(NamedTuple):
 
 
 class CachedRuns(NamedTuple):
-    """How bodies behind one url and its headers are told apart, and plans by their words."""
+    """Body layout of one URL with its headers, and cached runs by text of the body."""
 
     layout: Layout
     plans: OrderedDict[bytes, _Plan]
 
 
 class RunCache:
-    """Answers what only differs in numbers from what was answered before.
+    """Runs requests that differ from earlier ones in numbers only.
 
     The tensors of such a body are laid where the last ones lay, and stand there already: nothing
     is parsed, checked or placed anew. Jobs are those that the engine runs at once. To be used
@@ -110,11 +109,11 @@ class RunCache:
         self._known: OrderedDict[RequestKey, CachedRuns] = OrderedDict()
 
     def find(self, asked: RequestKey) -> CachedRuns | None:
-        """What is known of such a request; None: none came before."""
+        """Returns the cached runs of such a request; None for a new one."""
         return self._known.get(asked)
 
     def run(self, known: CachedRuns, chunks: Sequence[Chunk]) -> Done | None:
-        """Runs what a body asks for; None where it has to go the long way."""
+        """Runs the request of a body; None if it must take the ordinary path."""
         received = time.perf_counter()
         words = known.layout.lay(chunks, self._room)
         plan = None if words is None else known.plans.get(words)
@@ -124,7 +123,7 @@ class RunCache:
         return None if inline_run is None else Done(plan, inline_run, received)
 
     def reply(self, done: Done) -> Reply:
-        """The answer to what was run, which is counted."""
+        """Returns the response to a run, after counting it."""
         plan, inline_run, received = done
         reply = plan.written(to_run_result(inline_run.to_result(), received, inline_run.job))
         self._job_runner.record_inline_run(inline_run)
@@ -138,7 +137,7 @@ class RunCache:
         written: Callable[[RunResult], Reply],
         is_open: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Keeps how a request was answered, if the next like it can be answered at once.
+        """Caches the run of a request if its repetition can run at once.
 
         Args:
             asked: what it said before its body.
@@ -172,5 +171,5 @@ class RunCache:
             self._known.popitem(last=False)
 
     def may_keep(self, job: Job) -> bool:
-        """Whether such a job can be answered at once when it comes again."""
+        """True if such a job can run at once when it is repeated."""
         return job.inputs.layer is None and self._job_runner.can_run_inline(job)

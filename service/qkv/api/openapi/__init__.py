@@ -1,1 +1,1 @@
-"""The OpenAPI document, its schemas and its examples."""
+"""The OpenAPI document, its schemas and its examples. `document.py` is the entry point."""

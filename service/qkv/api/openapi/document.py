@@ -1,4 +1,7 @@
-"""What the OpenAPI document says of each operation: bodies, answers, faults and examples."""
+"""The OpenAPI document: bodies, responses, errors and examples of each operation.
+
+`create_app` calls `prepare_examples`, and `complete_document` with the document of FastAPI.
+"""
 
 from __future__ import annotations
 
@@ -21,57 +24,59 @@ from qkv.wire import json, safetensors
 __all__ = ["DESCRIPTION", "TAGS", "complete_document", "prepare_examples"]
 
 DESCRIPTION: Final = f"""\
-**Bodies** are `{json.MEDIA_TYPE}` or `{safetensors.MEDIA_TYPE}`: `Content-Type` says what comes
-(JSON if absent), `Accept` what goes (as it came if absent, or if it likes both alike). In JSON a
-tensor is nested lists, or `{{"dtype": "float32", "shape": [2, 2], "data": "<base64>"}}` with
-little-endian, row-major bytes; `"NaN"`, `"Infinity"` and `"-Infinity"` stand for what JSON lacks.
+**Bodies** are `{json.MEDIA_TYPE}` or `{safetensors.MEDIA_TYPE}`. `Content-Type` is the format of
+the request (default: JSON). `Accept` chooses the format of the response (default: that of the
+request). In JSON a tensor is nested lists, or an object
+`{{"dtype": "float32", "shape": [2, 2], "data": "<base64>"}}` with little-endian, row-major bytes.
+The strings `"NaN"`, `"Infinity"` and `"-Infinity"` are numbers.
 
-**Shapes** are letters: B batch, H query heads, G key/value heads (H is a multiple of G),
-L query length, S key length, D query and key width, E value width, M model width, I input
-features, O output features, R rank, N longest S that a projection is made for; a number is an axis
-of that size. In forms of the weights R is the rows asked for, K the keys of a row, and P and Q are
-bins of queries and of keys. Heads, or batch and heads, may be left out of all tensors alike, and
-are then missing from the answer.
+**Shapes** have a letter for each axis: B batch, H query heads, G key/value heads (H is a multiple
+of G), L query length, S key length, D query and key width, E value width, M model width, I input
+features, O output features, R rank, N longest S of a projection. A number is an axis of that size.
+In forms of the weights, R is the requested rows, K the keys of a row, and P and Q are bins of
+queries and of keys. All tensors of a request may omit the axes of heads, or of batch and heads. The
+response then omits them too.
 
-**Errors** are problem documents (RFC 9457, `{json.PROBLEM_TYPE}`): `detail` says what came and
-what was expected, `pointer` where. What comes with `Retry-After` may be sent again. Beside those
-listed, a path that does not exist is 404, and a method that a path does not have is 405 with
-`Allow`.
+**Errors** are problem documents (RFC 9457, `{json.PROBLEM_TYPE}`). `detail` has the received and
+the expected value, `pointer` the position in the body. A client may retry after an error with
+`Retry-After`. An unknown path is 404; a method that a path does not have is 405 with `Allow`.
 
-**Ids**: every answer has an `X-Request-ID`: that of the request, where it is at most 128 letters,
-digits and `._:=+/-`, or else a new one.
+**Ids**: every response has an `X-Request-ID`. It is that of the request if that has at most 128
+letters, digits and `._:=+/-`; otherwise it is new.
 """
 
 TAGS: Final = [
-    {"name": "attention", "description": "One route for each variant."},
-    {"name": "gradients", "description": "One route for each variant that has them."},
-    {"name": "layers", "description": "A layer's weights, outside a run."},
-    {"name": "catalogue", "description": "What there is, and what each variant takes."},
+    {"name": "attention", "description": "Runs of variants, one path for each variant."},
+    {"name": "gradients", "description": "Gradients, one path for each variant that has them."},
+    {"name": "layers", "description": "The weights of layers."},
+    {"name": "catalogue", "description": "The variants and their inputs."},
     {
         "name": "open inference protocol",
         "description": "Every variant as a V2 model, for clients of Triton and KServe. Each path "
-        "below `/v2/models/{model}` exists below `/v2/models/{model}/versions/1` too. Errors there "
-        'are `{"error": "..."}`.',
+        "below `/v2/models/{model}` exists below `/v2/models/{model}/versions/1` too. Errors are "
+        '`{"error": "..."}`.',
     },
-    {"name": "operations", "description": "For what runs the service."},
+    {"name": "operations", "description": "Probes and metrics."},
 ]
 
-_KEY_DESCRIPTION: Final = "One of the keys in `QKV_API_KEYS`; where none is set, nobody needs one."
+_KEY_DESCRIPTION: Final = (
+    "One of the keys in `QKV_API_KEYS`. Without that setting, no key is needed."
+)
 _FILE_SCHEMA: Final = {"type": "string", "format": "binary"}
-_ERROR_STATUSES: Final = (400, 404, 406, 413, 415, 422, 500, 503)
+_ERROR_STATUSES: Final = (400, 406, 413, 415, 422, 500, 503)
 _CONNECTION_ERRORS: Final = (
-    errors.MalformedRequest("this is no request of HTTP/1.1"),
-    errors.RequestTimeout("the rest of the request did not come in time"),
-    errors.HeadersTooLarge("the request has 101 headers; at most 100 are read"),
+    errors.MalformedRequest("malformed HTTP/1.1 request"),
+    errors.RequestTimeout("the rest of the request did not arrive in time"),
+    errors.HeadersTooLarge("the request has too many headers: got 101, expected at most 100"),
 )
 _FRAMING_ERROR: Final = errors.PayloadTooLarge(
-    "of the request, more than 1048576 bytes are no body; send larger chunks"
+    "the request has more than 1048576 bytes beside its body; send larger chunks"
 )
 
 
 def prepare_examples() -> None:
-    """Runs the examples and draws the pictures. Both run outside the engine, so that is for before
-    it starts."""
+    """Runs the examples and draws the pictures. Call it before the engine starts: both run
+    outside the engine."""
     examples.conversions()
     examples.inference()
     measure.examples()
@@ -83,8 +88,15 @@ def prepare_examples() -> None:
 
 
 def complete_document(document: dict[str, Any], is_guarded: bool) -> None:
-    """Says of every operation what it takes and gives, in place of what FastAPI makes of it:
-    FastAPI drops a default of null, writes whole bounds as floats, and knows no such bodies."""
+    """Replaces the bodies and responses of FastAPI's document, in place.
+
+    FastAPI omits a default of null, writes integer bounds as floats, and cannot describe these
+    bodies.
+
+    Args:
+        document: FastAPI's document.
+        is_guarded: requests need an API key.
+    """
     operations = _operations()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -95,7 +107,7 @@ def complete_document(document: dict[str, Any], is_guarded: bool) -> None:
         "schemas": {
             **schemas.COMPONENTS,
             **measure_schemas.components(),
-            **open_inference.COMPONENTS,
+            **open_inference.components(),
         },
         "securitySchemes": {
             "key": {"type": "http", "scheme": "bearer", "description": _KEY_DESCRIPTION}
@@ -106,8 +118,10 @@ def complete_document(document: dict[str, Any], is_guarded: bool) -> None:
 
 
 def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
-    """What a connection refuses whatever is asked for. What reads no body has answered before too
-    much stands around one."""
+    """Returns the errors of a connection, which are independent of the operation.
+
+    An operation without a body responds before its request can have a malformed one.
+    """
     extra = [*_CONNECTION_ERRORS, *([_FRAMING_ERROR] if reads_body else [])]
     if path.startswith("/v2"):
         return open_inference.error_responses(*(error.status for error in extra))
@@ -115,7 +129,7 @@ def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
 
 
 def _require_key(document: dict[str, Any]) -> None:
-    """Says of every operation but the open ones that it needs a key."""
+    """Adds the API key to every operation except those on public paths."""
     document["security"] = [{"key": []}]
     (refused,) = _error_responses(extra=[errors.Unauthorized()]).values()
     for path, methods in document["paths"].items():
@@ -135,7 +149,7 @@ def _operations() -> dict[str, dict[str, Any]]:
     entries = [entry(v) for v in catalogue.variants().values()]
     names = list(catalogue.variants())
     one = {
-        "name": "variant", "in": "path", "required": True, "description": "Its name.",
+        "name": "variant", "in": "path", "required": True, "description": "The variant's name.",
         "schema": {"type": "string", "enum": names}, "example": names[0],
     }  # fmt: skip
     unknown = errors.NotFound(f"no variant 'sotfmax'; there are {', '.join(names)}")
@@ -148,11 +162,13 @@ def _operations() -> dict[str, dict[str, Any]]:
         },
         **measure.operations(_error_responses),
         "/v1/convert": _convert(),
-        "/v1/variants": _json_operation("All of them, by name.", listed, {"variants": entries}),
+        "/v1/variants": _json_operation(
+            "Every variant, sorted by name.", listed, {"variants": entries}
+        ),
         "/v1/variants/{variant}": {"parameters": [one]}
-        | _json_operation("That variant.", every, entries[0], unknown),
+        | _json_operation("The variant.", every, entries[0], unknown),
         "/v1/variants/{variant}/picture": {"parameters": [one]} | _picture(unknown),
-        "/": _cacheable("The page.", PAGE_TYPE),
+        "/": _cacheable("The playground.", PAGE_TYPE),
         **dict.fromkeys(("/livez", "/readyz"), _status()),
         "/metrics": _metrics(),
         **open_inference.operations(),
@@ -161,7 +177,7 @@ def _operations() -> dict[str, dict[str, Any]]:
 
 def _attention(variant: Variant) -> dict[str, Any]:
     return _run(
-        examples.attention(variant), schemas.request(variant), schemas.answer(variant), "outputs"
+        examples.attention(variant), schemas.request(variant), schemas.response(variant), "outputs"
     )
 
 
@@ -169,33 +185,33 @@ def _gradients(variant: Variant) -> dict[str, Any]:
     return _run(
         examples.gradients(variant),
         schemas.gradients_request(variant),
-        schemas.gradients_answer(variant),
+        schemas.gradients_response(variant),
         "gradients",
     )
 
 
 def _run(
-    cases: Examples, request: dict[str, Any], answer: dict[str, Any], noun: str
+    cases: Examples, request: dict[str, Any], response: dict[str, Any], noun: str
 ) -> dict[str, Any]:
-    """An operation that takes inputs, and answers what is made of them."""
+    """Returns an operation that runs a variant; `noun` is the field of its tensors."""
     good = _in_both_formats(
-        f"The {noun} asked for, and the timing.",
-        answer,
+        f"The requested {noun}, and the timing.",
+        response,
         f"The {noun} by name; `variant` and `timing` as JSON under `qkv` in the metadata.",
         cases,
         -1,
     )
     timing = {
-        "description": "The times of the timing, as W3C's Server Timing has them.",
+        "description": "The times of `timing`, in the format of Server-Timing (W3C).",
         "required": True,
         "schema": {"type": "string"},
         "example": "queue;dur=0.0200, transfer;dur=0.0200, compute;dur=0.1100, total;dur=0.2800",
     }
     body = _in_both_formats(
-        "Tensors, and what to do with them.",
+        "Tensors, parameters, and the requested outputs.",
         request,
-        "The inputs by name, a layer's tensors as `layer.<name>`; all else as JSON under `qkv` in "
-        "the metadata.",
+        "The inputs by name, the tensors of a layer as `layer.<name>`; all other fields as JSON "
+        "under `qkv` in the metadata.",
         cases,
         1,
     )
@@ -210,22 +226,24 @@ def _run(
 def _convert() -> dict[str, Any]:
     cases = examples.conversions()
     body = _in_both_formats(
-        "A layer's tensors, and the layout wanted.",
-        schemas.conversion(),
-        "The tensors by name; all else as JSON under `qkv` in the metadata.",
+        "The tensors of a layer, and the target layout.",
+        schemas.convert_request(),
+        "The tensors by name; all other fields as JSON under `qkv` in the metadata.",
         cases,
         1,
     )
     good = _in_both_formats(
-        "The tensors in that layout, and how far both layers' outputs on the same random input "
-        "lie apart.",
-        schemas.converted(),
+        "The tensors in the target layout, and the difference of both layers' outputs on the same "
+        "random input.",
+        schemas.convert_response(),
         "The tensors by name; `from`, `to` and `check` as JSON under `qkv` in the metadata.",
         cases,
         -1,
     )
-    error_responses = _error_responses(*(status for status in _ERROR_STATUSES if status != 404))
-    return {"requestBody": {"required": True} | body, "responses": {"200": good} | error_responses}
+    return {
+        "requestBody": {"required": True} | body,
+        "responses": {"200": good} | _error_responses(*_ERROR_STATUSES),
+    }
 
 
 def _picture(unknown: errors.NotFound) -> dict[str, Any]:
@@ -233,21 +251,21 @@ def _picture(unknown: errors.NotFound) -> dict[str, Any]:
 
 
 def _cacheable(description: str, media_type: str, *extra: errors.QkvError) -> dict[str, Any]:
-    """An operation whose answer may be one that came before."""
+    """Returns an operation whose response clients may cache."""
     tag = {
-        "description": "What `If-None-Match` may say the next time.",
+        "description": "For `If-None-Match` in the next request.",
         "required": True,
         "schema": {"type": "string"},
     }
     content = {media_type: {"schema": {"type": "string"}}}
     good = {"description": description, "headers": {"ETag": tag}, "content": content}
-    same = {"description": "It is the one that came before.", "headers": {"ETag": tag}}
+    same = {"description": "The cached response is current.", "headers": {"ETag": tag}}
     return {"responses": {"200": good, "304": same} | _error_responses(500, 503, extra=extra)}
 
 
 def _metrics() -> dict[str, Any]:
     content = {TEXT_TYPE: {"schema": {"type": "string"}}}
-    good = {"description": "The text format 0.0.4 of Prometheus.", "content": content}
+    good = {"description": "Metrics in the text format 0.0.4 of Prometheus.", "content": content}
     return {"responses": {"200": good} | _error_responses(500, 503)}
 
 
@@ -267,14 +285,14 @@ def _status() -> dict[str, Any]:
 def _json_operation(
     description: str, schema: dict[str, Any], example: Any, *extra: errors.QkvError
 ) -> dict[str, Any]:
-    """An operation that takes no body and answers in JSON."""
+    """Returns an operation without a body, with a JSON response."""
     content = {json.MEDIA_TYPE: {"schema": schema, "example": example}}
     good = {"description": description, "content": content}
     return {"responses": {"200": good} | _error_responses(500, 503, extra=extra)}
 
 
 def _error_responses(*statuses: int, extra: Iterable[errors.QkvError] = ()) -> dict[str, Any]:
-    """The faults with these statuses, and these faults."""
+    """Returns the error responses with these statuses, and those of these errors."""
     responses = {}
     for error in [*(e for e in examples.PROBLEMS if e.status in statuses), *extra]:
         problem = error.problem()
@@ -282,15 +300,15 @@ def _error_responses(*statuses: int, extra: Iterable[errors.QkvError] = ()) -> d
         schema = schemas.ref("Problem") | {"properties": fixed}
         if isinstance(error, errors.InvalidContent):
             schema["required"] = ["pointer"]
-        what = (inspect.getdoc(type(error)) or "").partition("\n")[0]
+        summary = (inspect.getdoc(type(error)) or "").partition("\n")[0]
         responses[error.status] = {
-            "description": f"{error.title}. {what}",
+            "description": f"{error.title}. {summary}",
             "content": {json.PROBLEM_TYPE: {"schema": schema, "example": problem}},
         }
         if isinstance(error, errors.ServiceUnavailable):
             responses[error.status]["headers"] = {
                 "Retry-After": {
-                    "description": "Seconds after which to send it again.",
+                    "description": "Seconds until the client may retry.",
                     "required": True,
                     "schema": {"type": "integer", "minimum": 1},
                 }
@@ -301,7 +319,15 @@ def _error_responses(*statuses: int, extra: Iterable[errors.QkvError] = ()) -> d
 def _in_both_formats(
     description: str, schema: dict[str, Any], file: str, cases: Examples, side: int
 ) -> dict[str, Any]:
-    """A body in both formats; `side` is which part of a pair of examples it is."""
+    """Returns a body in both formats.
+
+    Args:
+        description: of the body.
+        schema: of the JSON.
+        file: description of the safetensors file.
+        cases: the examples.
+        side: the index of the body in an example: 1 for requests, -1 for responses.
+    """
     shown = {n: {"summary": pair[0], "value": pair[side]} for n, pair in cases.items()}
     content = {"schema": schema} | ({"examples": shown} if shown else {})
     return {

@@ -1,4 +1,4 @@
-"""Examples of requests, with the answers that running them gives."""
+"""Examples of requests and responses for the OpenAPI document, made by running the requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PROBLEMS", "Examples", "attention", "conversions", "gradients", "inf
 _log = logging.getLogger(__name__)
 
 Examples = dict[str, tuple[str, dict[str, Any], dict[str, Any]]]
-"""By name: what it shows, a request, and its answer."""
+"""By name: a summary, a request, and its response."""
 
 _INPUTS: Final[dict[str, Any]] = {
     "query": [[1, 0], [0, 1]],
@@ -42,27 +42,28 @@ _TIMES: Final = {"queue_ms": 0.02, "transfer_ms": 0.02, "compute_ms": 0.11, "tot
 
 PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
     errors.MalformedRequest("the body must be a JSON object"),
-    errors.NotFound("no variant 'sofmax'; there are linear, softmax"),
-    errors.NotAcceptable(f"Accept 'text/html' has none of {', '.join(CODECS)}"),
+    errors.NotAcceptable(
+        f"Accept excludes every format: got 'text/html', expected {' or '.join(CODECS)}"
+    ),
     errors.PayloadTooLarge(
-        "the body has 300000000 bytes; at most 268435456 are read", limit=268435456
+        "the body is too large: got 300000000 bytes, expected at most 268435456", limit=268435456
     ),
     errors.UnsupportedMediaType(
-        f"Content-Type 'text/plain' is not read here; send {' or '.join(CODECS)}"
+        f"Content-Type is not supported: got 'text/plain', expected {' or '.join(CODECS)}"
     ),
     errors.InvalidContent(
-        'encoding came as "raw"; it must be lists or base64', pointer="/encoding"
+        'encoding is unknown: got "raw", expected lists or base64', pointer="/encoding"
     ),
-    errors.Internal("this is a fault of the service, and is logged"),
+    errors.Internal("internal error; it was logged with the id in X-Request-ID"),
     errors.ServiceUnavailable("the service is stopping", retry_after=5),
-    errors.DeadlineExceeded("the device was not free within 2500 ms"),
+    errors.DeadlineExceeded("the request waited 2500 ms in the queue, its deadline passed"),
 )
-"""One of each kind, in the service's own words."""
+"""An error of each kind, with a detail of the service."""
 
 
 @cache
 def attention(variant: Variant) -> Examples:
-    """Runs of a variant; none where it needs tensors that are not floating."""
+    """Returns examples of runs; none if the variant needs tensors that are not floating."""
     inputs = _inputs(variant)
     if inputs is None:
         return {}
@@ -81,7 +82,7 @@ def attention(variant: Variant) -> Examples:
             {"inputs": inputs, "weights": {"top_k": 1}},
         )
         requests["stats"] = (
-            "Statistics of the weights, in their place",
+            "Statistics instead of the weights",
             {"inputs": inputs, "weights": "stats", "outputs": ["weights"]},
         )
     parameters = {n: v for n, v in _PARAMETERS.items() if n in variant.parameters.model_fields}
@@ -95,7 +96,7 @@ def attention(variant: Variant) -> Examples:
 
 @cache
 def gradients(variant: Variant) -> Examples:
-    """Gradients of a variant; none where `attention` has none."""
+    """Returns examples of gradients; none if `attention` has none."""
     inputs = _inputs(variant)
     if inputs is None:
         return {}
@@ -116,21 +117,21 @@ def gradients(variant: Variant) -> Examples:
 
 @cache
 def conversions() -> Examples:
-    """Conversions there and back, and of a bias."""
+    """Returns examples of conversions: v2 to v1, v1 to v2, and with a bias."""
     plain = {"from": "v2", "to": "v1", "tensors": _WEIGHTS}
     back = {"from": "v1", "to": "v2", "tensors": _converted(plain)["tensors"]}
     biased = plain | {"tensors": _WEIGHTS | {"W_query.bias": [0.5, -0.5]}, "bias": "augment"}
     requests = {
         "v2_to_v1": ("nn.Linear's weights to plain parameters", plain),
-        "v1_to_v2": ("And back", back),
-        "bias": ("A bias, as one more row", biased),
+        "v1_to_v2": ("Plain parameters to nn.Linear's weights", back),
+        "bias": ("A bias, as a further row of the weights", biased),
     }
     return {name: (summary, body, _converted(body)) for name, (summary, body) in requests.items()}
 
 
 @cache
 def inference() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A request of the Open Inference Protocol, in JSON, and its answer."""
+    """Returns a request of the Open Inference Protocol, and its response, both in JSON."""
     arrays = {n: RawTensor.from_numpy(np.array(v, np.float32)) for n, v in _INPUTS.items()}
     result = local.attend("softmax", Message({"outputs": ["output"]}, arrays))
     timing = _TIMES | {"batch_size": 1} | result.fields["timing"]
@@ -142,7 +143,7 @@ def inference() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _inputs(variant: Variant) -> dict[str, Any] | None:
-    """Small tensors for all that a variant needs; None where one cannot be floating."""
+    """Returns small required tensors of a variant; None if one cannot be floating."""
     needed = [i for i in variant.inputs.values() if not i.is_optional]
     if not all("float32" in i.dtypes for i in needed):
         return None
@@ -150,12 +151,12 @@ def _inputs(variant: Variant) -> dict[str, Any] | None:
 
 
 def _small_tensor(spec: Input) -> Any:
-    """A small tensor for an input of any axes, heads and batch left out."""
+    """Returns a small tensor for an input, without heads and batch."""
     return _alternating_integers([fixed_size(x) or 2 for x in spec.letters if x not in "BHG"])
 
 
 def _alternating_integers(shape: Sequence[int]) -> Any:
-    """1, -2, 3, ..."""
+    """Returns the integers 1, -2, 3, ... in a shape."""
     count = np.arange(1, math.prod(shape) + 1)
     return np.where(count % 2, count, -count).reshape(shape).tolist()
 
@@ -172,14 +173,14 @@ def _with_responses(
     run: Callable[[str, Message], Message],
     group: str,
 ) -> Examples:
-    """The requests with what the service answers, but for times, which are nobody's."""
+    """Returns the requests with the responses of the service, with fixed times."""
     examples: Examples = {}
     for name, (summary, body) in requests.items():
         request = json.decode(json.dump(body), "inputs")
         try:
             result = run(variant.name, request)
-        except Exception:  # a variant that fails is no reason to serve none
-            _log.exception("%s fails at its example %s", variant.name, name)
+        except Exception:  # the service runs on without the example
+            _log.exception("the example %s of %s failed", name, variant.name)
             continue
         timing = _TIMES | {"batch_size": 1} | result.fields["timing"]
         timing["compute_ms"] = _TIMES["compute_ms"]

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of what is measured: comparisons and sweeps."""
+"""The part of the OpenAPI document about compare and sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qkv import errors
 from qkv.api import event_stream
 from qkv.api.openapi import measure_schemas
 from qkv.api.openapi.examples import Examples
-from qkv.api.openapi.schemas import TIMEOUT
+from qkv.api.openapi.schemas import TIMEOUT, ref
 from qkv.engine import local
 from qkv.wire import json, safetensors
 
@@ -32,21 +32,21 @@ data: {"index":0,"parameters":{},"variant":"softmax","length":256,"median_ms":1.
 """
 
 ErrorResponses = Callable[..., dict[str, Any]]
-"""Makes the faults of an operation of statuses, and of faults that are its own."""
+"""Returns error responses for statuses, and for errors with details of their own."""
 
 
 @cache
 def examples() -> Examples:
-    """Comparisons, with what the service answers but for times."""
+    """Returns examples of comparisons, with fixed times."""
     inputs = {"query": _X, "key": _X, "value": _X}
     causal = {"parameters": {"causal": True}}
     requests: dict[str, tuple[str, dict[str, Any]]] = {
         "plain": (
-            "Two variants beside softmax",
+            "Two variants, compared with softmax",
             {"inputs": inputs, "variants": ["linear", "mean"]},
         ),
         "parameters": (
-            "With parameters, beside another anchor",
+            "Variants with parameters, and another anchor",
             {
                 "inputs": inputs,
                 "variants": [{"variant": "efficient"} | causal, "mean"],
@@ -68,14 +68,14 @@ def _with_times(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def operations(error_responses: ErrorResponses) -> dict[str, dict[str, Any]]:
-    """Both, by path."""
+    """Returns both operations, by path."""
     return {"/v1/compare": _compare(error_responses), "/v1/sweep": _sweep(error_responses)}
 
 
 def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
     cases = examples()
-    file = {"type": "string", "format": "binary", "description": "The inputs by name; all else as "
-            "JSON under `qkv` in the metadata."}  # fmt: skip
+    file = {"type": "string", "format": "binary", "description": "The inputs by name; all other "
+            "fields as JSON under `qkv` in the metadata."}  # fmt: skip
     request_examples = {
         n: {"summary": summary, "value": body} for n, (summary, body, _) in cases.items()
     }
@@ -83,7 +83,7 @@ def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
         n: {"summary": summary, "value": report} for n, (summary, _, report) in cases.items()
     }
     timing = {
-        "description": "The times of the timing, as W3C's Server Timing has them.",
+        "description": "The times of `timing`, in the format of Server-Timing (W3C).",
         "required": True,
         "schema": {"type": "string"},
     }
@@ -91,10 +91,10 @@ def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
         "parameters": [TIMEOUT],
         "requestBody": {
             "required": True,
-            "description": f"Tensors, and what to run on them: {_CHOICE} each.",
+            "description": f"Tensors, and variants to compare on them: {_CHOICE} each.",
             "content": {
                 json.MEDIA_TYPE: {
-                    "schema": measure_schemas.comparison(),
+                    "schema": measure_schemas.compare_request(),
                     "examples": request_examples,
                 },
                 safetensors.MEDIA_TYPE: {"schema": file},
@@ -102,11 +102,11 @@ def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
         },
         "responses": {
             "200": {
-                "description": "Figures of each, and what is to be said of them.",
+                "description": "Measurements of each variant, and notes.",
                 "headers": {"Server-Timing": timing},
                 "content": {
                     json.MEDIA_TYPE: {
-                        "schema": measure_schemas.compared(),
+                        "schema": ref("CompareResponse"),
                         "examples": response_examples,
                     }
                 },
@@ -120,25 +120,25 @@ def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
 
 def _sweep(error_responses: ErrorResponses) -> dict[str, Any]:
     summary = ", ".join(
-        f"`{name}`, whose data is a `{component}`"
-        for name, component in measure_schemas.EVENTS.items()
+        f"`{name}`, whose data is a `{kind.__name__}`"
+        for name, kind in measure_schemas.EVENTS.items()
     )
     stream = {"schema": measure_schemas.event(), "example": _STREAM}
     not_json = errors.UnsupportedMediaType(
-        f"Content-Type 'text/plain' is not read here; send {json.MEDIA_TYPE}"
+        f"Content-Type is not supported: got 'text/plain', expected {json.MEDIA_TYPE}"
     )
-    schema = {"schema": measure_schemas.sweep(), "example": _REQUEST}
+    schema = {"schema": measure_schemas.sweep_request(), "example": _REQUEST}
     return {
         "parameters": [TIMEOUT],
         "requestBody": {
             "required": True,
-            "description": f"What to time, {_CHOICE} each, and at which lengths.",
+            "description": f"The variants to time, {_CHOICE} each, and the lengths.",
             "content": {json.MEDIA_TYPE: schema},
         },
         "responses": {
             "200": {
                 "description": f"Server-sent events: {summary}, each one line of JSON. "
-                "The schema is that of one event.",
+                "The schema describes one event.",
                 "content": {event_stream.MEDIA_TYPE: stream},
             }
         }
@@ -154,8 +154,10 @@ def _sweep(error_responses: ErrorResponses) -> dict[str, Any]:
 
 
 def _specific_errors(*media_types: str) -> list[errors.QkvError]:
-    """Those whose words are its own."""
+    """Returns the errors with details of their own."""
     return [
-        errors.NotFound("no variant 'sotfmax'; /v1/variants says what there is", pointer="/anchor"),
-        errors.NotAcceptable(f"Accept 'text/html' has no {' or '.join(media_types)}"),
+        errors.NotFound("no variant 'sotfmax'; /v1/variants lists all", pointer="/anchor"),
+        errors.NotAcceptable(
+            f"Accept excludes every format: got 'text/html', expected {' or '.join(media_types)}"
+        ),
     ]

@@ -1,4 +1,4 @@
-"""JSON schemas of what is measured: comparisons and sweeps, and their answers."""
+"""JSON schemas of the bodies, responses and events of compare and sweep."""
 
 from __future__ import annotations
 
@@ -7,41 +7,25 @@ from typing import Any, Final
 
 import pydantic
 
+from qkv.api.openapi.response_schemas import response_components
 from qkv.api.openapi.schemas import closed, ref, request
 from qkv.attention import catalogue
 from qkv.attention.catalogue import Variant
 from qkv.jobs.measure.compare_request import CompareFields
 from qkv.jobs.measure.sweep_request import SweepFields, has_length
 from qkv.wire import json
+from qkv.wire.responses import Cell, CompareResponse, Done, Progress, Stopped
 
-__all__ = ["EVENTS", "compared", "comparison", "components", "event", "sweep"]
+__all__ = ["EVENTS", "compare_request", "components", "event", "sweep_request"]
 
 Schema = dict[str, Any]
 
-_COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
-_TIME: Final[Schema] = {"type": "number", "minimum": 0}
-_NUMBER: Final[Schema] = {"type": "number"}
-_KINDS: Final = ["stochastic", "signed", "unnormalised"]
-
-EVENTS: Final = {
-    "progress": "Progress",
-    "cell": "Cell",
-    "done": "Done",
-    "error": "Stopped",
-}
-"""The component that says what each event of a sweep holds."""
-
-_MEANINGS: Final = {
-    "total_variation": "Half the sum of |a - b|, from 0 to 1 where both are stochastic.",
-    "kl_divergence": "sum a log(a / b), a the anchor's row; null where it is infinite.",
-    "js_divergence": "Jensen-Shannon: the mean of both divergences from (a + b) / 2, to log 2.",
-    "rank_correlation": "Spearman's, of the keys that either gives weight; the worst is the least. "
-    "Null where no row has an order.",
-}
+EVENTS: Final = {"progress": Progress, "cell": Cell, "done": Done, "error": Stopped}
+"""The data of each event of a sweep."""
 
 
-def comparison() -> Schema:
-    """The JSON body of a comparison."""
+def compare_request() -> Schema:
+    """Returns the schema of the JSON body of a comparison."""
     fields = _fields(CompareFields)
     every = list(catalogue.variants().values())
     fields["variants"]["items"] = _choice(every)
@@ -54,37 +38,16 @@ def comparison() -> Schema:
     for body in sorted(bodies, key=lambda body: "mask" not in body["inputs"]["properties"]):
         inputs = body["inputs"]["properties"] | inputs
     fields["layer"] = next(b["layer"] for b in bodies if "anyOf" in b["layer"])
-    taken = closed(inputs, ()) | {"minProperties": 1}
-    unused = {"description": "Changes nothing: no tensor is answered."}
+    tensors = closed(inputs, ()) | {"minProperties": 1}
+    unused = {"description": "Has no effect: the response has no tensors."}
     return closed(
-        {"inputs": taken, **fields, "encoding": bodies[0]["encoding"] | unused},
+        {"inputs": tensors, **fields, "encoding": bodies[0]["encoding"] | unused},
         ["inputs", "variants"],
     )
 
 
-def compared() -> Schema:
-    """The JSON body that a comparison is answered with."""
-    notes = {"type": "array", "items": {"type": "string"}}
-    timing = closed(
-        {
-            **dict.fromkeys(("queue_ms", "transfer_ms", "compute_ms", "total_ms"), _TIME),
-            "runs": _COUNT | {"minimum": 1, "description": "That this took."},
-            "device": {"type": "string", "description": "Where they ran."},
-        }
-    )
-    return closed(
-        {
-            "anchor": _entry(()),
-            "variants": {"type": "array", "minItems": 1, "items": _entry(_MEANINGS)},
-            "notes": notes
-            | {"description": "What is to be said of it, in a sentence or two each."},
-            "timing": timing,
-        }
-    )
-
-
-def sweep() -> Schema:
-    """The JSON body of a sweep."""
+def sweep_request() -> Schema:
+    """Returns the schema of the JSON body of a sweep."""
     fields = _fields(SweepFields)
     fields["variants"]["items"] = _choice(v for v in catalogue.variants().values() if has_length(v))
     fields["lengths"]["uniqueItems"] = True
@@ -92,87 +55,48 @@ def sweep() -> Schema:
 
 
 def event() -> Schema:
-    """One event of a sweep's answer."""
+    """Returns the schema of one event of a sweep."""
     either = []
-    for name, component in EVENTS.items():
-        data = {"contentMediaType": json.MEDIA_TYPE, "contentSchema": ref(component)}
+    for name, kind in EVENTS.items():
+        data = {"contentMediaType": json.MEDIA_TYPE, "contentSchema": ref(kind.__name__)}
         either.append(closed({"event": {"const": name}, "data": {"type": "string"} | data}))
     return {"oneOf": either}
 
 
 def components() -> dict[str, Schema]:
-    """What the others refer to, by name; made of the variants there are."""
-    length = _COUNT | {"minimum": 1}
-    swept = [variant for variant in catalogue.variants().values() if has_length(variant)]
-    place = {"variant": {"enum": [v.name for v in swept]}, "length": length}
-    times = _times()["properties"] | _cost()
-    named = {"index": _COUNT, "parameters": {"type": "object"}, **place}
-    either = [closed(named | times), closed(named | {"problem": ref("Problem")})]
-    crossover = closed({"from": _COUNT, "to": _COUNT, "length": _TIME})
-    return {
-        "Progress": closed({"done": _COUNT, "total": _COUNT, **place}),
-        "Cell": {"oneOf": either, "allOf": [_of_one(swept)]},
-        "Done": closed(
-            {
-                "cells": _COUNT,
-                "crossovers": {
-                    "type": "array",
-                    "items": crossover,
-                    "description": "Where which variant, by its place in the request, gets quicker "
-                    "than which, on straight lines between medians, both axes logarithmic.",
-                },
-            }
-        ),
-        "Stopped": closed({"problem": ref("Problem")}),
-    }
-
-
-def _entry(meanings: Iterable[str]) -> Schema:
-    """What is answered of a variant."""
-    output = closed(
-        {
-            "relative_error": _or_null(_TIME)
-            | {
-                "description": "Frobenius norm of the difference over that of what is "
-                "right: the anchor's output, and for the anchor its own in float64."
-            },
-            "largest_error": _or_null(_TIME),
-            "cosine": _or_null({"type": "number", "minimum": -1, "maximum": 1}),
-        }
-    )
-    apart = closed({"mean": _NUMBER, "worst": _NUMBER})
-    weights = {n: _or_null(apart) | {"description": _MEANINGS[n]} for n in meanings}
-    weights["entropy"] = _or_null(closed(dict.fromkeys(("mean", "least", "most"), _TIME)))
+    """Returns the schemas of the response and of the events, narrowed to the known variants."""
+    found = response_components(CompareResponse, *EVENTS.values())
     every = list(catalogue.variants().values())
-    return closed(
-        {
-            "variant": {"enum": [variant.name for variant in every]},
-            "parameters": {"type": "object", "description": "As they came."},
-            "weights_are": {"enum": _KINDS},
-            "output": _or_null(output),
-            "weights": _or_null(closed(weights)),
-            "timing": _times(),
-            **_cost(),
-        }
-    ) | {"allOf": [_of_one(every)]}
+    swept = [variant for variant in every if has_length(variant)]
+    for name, variants in (
+        ("BaselineComparison", every),
+        ("ComparedVariant", every),
+        ("Progress", swept),
+        ("Cell", swept),
+    ):
+        found[name]["properties"]["variant"]["enum"] = [v.name for v in variants]
+        if "parameters" in found[name]["properties"]:
+            found[name]["allOf"] = [_known_parameters(variants)]
+    for name in ("Cell", "Stopped"):
+        found[name]["properties"]["problem"] = ref("Problem")
+    found["Cell"] = _measured_or_failed(found["Cell"])
+    return found
 
 
-def _times() -> Schema:
-    repeats = _COUNT | {"minimum": 1}
-    return closed(dict.fromkeys(("median_ms", "least_ms", "most_ms"), _TIME) | {"repeats": repeats})
-
-
-def _cost() -> dict[str, Schema]:
+def _measured_or_failed(cell: Schema) -> Schema:
+    """Returns the schema of a cell with all its measurements, or with a problem instead."""
+    properties = cell["properties"]
+    named = {n: s for n, s in properties.items() if n in cell["required"]}
+    measured = {n: s for n, s in properties.items() if n != "problem"}
     return {
-        "flops": _COUNT | {"description": "Of the matrix products, by the formula."},
-        "bytes": _COUNT | {"description": "Of all tensors in, and the output."},
-        "peak_bytes": _COUNT
-        | {"description": "That torch's allocator held at most in a run, beside the inputs."},
+        "description": cell["description"],
+        "oneOf": [closed(measured), closed(named | {"problem": properties["problem"]})],
+        "allOf": cell["allOf"],
     }
 
 
 def _choice(variants: Iterable[Variant]) -> Schema:
-    """A variant's name, or a variant with its parameters."""
+    """Returns the schema of a variant's name, or of a variant with its parameters."""
     known = list(variants)
     named = [
         closed({"variant": {"const": v.name}, "parameters": _parameters(v)}, ["variant"])
@@ -181,8 +105,8 @@ def _choice(variants: Iterable[Variant]) -> Schema:
     return {"anyOf": [{"type": "string", "enum": [v.name for v in known]}, *named]}
 
 
-def _of_one(variants: Iterable[Variant]) -> Schema:
-    """Parameters that the variant has; their values are as they came."""
+def _known_parameters(variants: Iterable[Variant]) -> Schema:
+    """Returns a schema that allows only parameters of the variant, with any values."""
     either = []
     for variant in variants:
         known = closed({name: {} for name in variant.parameters.model_fields}, ())
@@ -195,11 +119,7 @@ def _parameters(variant: Variant) -> Schema:
     return found
 
 
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
 def _fields(model: type[pydantic.BaseModel]) -> dict[str, Schema]:
-    """A model's properties, without the titles that only repeat their names."""
+    """Returns the properties of a model without titles, which only repeat the names."""
     properties: dict[str, Schema] = model.model_json_schema()["properties"]
     return {n: {k: v for k, v in f.items() if k != "title"} for n, f in properties.items()}

@@ -1,4 +1,7 @@
-"""JSON schemas of bodies, made of what the variants and the wire formats say of themselves."""
+"""JSON schemas of the bodies of runs, gradients, conversions and the catalogue.
+
+They are derived from the variants, the fields of jobs, and the wire formats.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ from qkv.tensors import DTYPES, FLOATING
 __all__ = [
     "COMPONENTS",
     "TIMEOUT",
-    "answer",
     "closed",
-    "conversion",
-    "converted",
-    "gradients_answer",
+    "convert_request",
+    "convert_response",
     "gradients_request",
+    "gradients_response",
     "ref",
     "request",
+    "response",
 ]
 
 Schema = dict[str, Any]
@@ -43,17 +46,17 @@ _ENCODING: Final[Schema] = {
     "type": ["string", "null"],
     "enum": ["lists", "base64", None],
     "default": None,
-    "description": "How the answer's tensors are written in JSON; null: as the first one came.",
+    "description": "Encoding of tensors in the JSON response; null: that of the request's first.",
 }
 
 
 def ref(component: str) -> Schema:
-    """A reference to a component."""
+    """Returns a reference to a component."""
     return {"$ref": f"#/components/schemas/{component}"}
 
 
 def request(variant: Variant) -> Schema:
-    """The JSON body of a run of this variant."""
+    """Returns the schema of the JSON body of a run."""
     body = _body(variant, _fields(RunFields), {})
     body["properties"]["outputs"] |= {
         "anyOf": [
@@ -72,16 +75,16 @@ def request(variant: Variant) -> Schema:
     body["properties"]["weights"] = weight_forms.schema(weights)
     with_weights: Schema = {"contains": {"const": "weights"}}
     body["allOf"] += [
-        _where_weights({"const": "none"}, {"anyOf": [{"type": "null"}, {"not": with_weights}]}),
-        _where_weights(
+        _if_weights({"const": "none"}, {"anyOf": [{"type": "null"}, {"not": with_weights}]}),
+        _if_weights(
             {"not": {"enum": ["full", "none"]}}, {"anyOf": [{"type": "null"}, with_weights]}
         ),
     ]
     return body
 
 
-def _where_weights(are: Schema, outputs: Schema) -> Schema:
-    """What `outputs` must be where `weights` is that."""
+def _if_weights(are: Schema, outputs: Schema) -> Schema:
+    """Returns a schema for `outputs` that holds if `weights` has the schema `are`."""
     return {
         "if": {"required": ["weights"], "properties": {"weights": are}},
         "then": {"properties": {"outputs": outputs}},
@@ -89,13 +92,13 @@ def _where_weights(are: Schema, outputs: Schema) -> Schema:
 
 
 def gradients_request(variant: Variant) -> Schema:
-    """The JSON body that asks for this variant's gradients."""
-    grad = _tensor(FLOATING, "As the output is; in the inputs' dtype")
+    """Returns the schema of the JSON body of a request for gradients."""
+    grad = _tensor(FLOATING, "Shape of the output; dtype of the inputs")
     return _body(variant, _fields(JobFields), {GRAD_OUTPUT: grad})
 
 
 def _body(variant: Variant, fields: dict[str, Schema], more: Mapping[str, Schema]) -> Schema:
-    """A body with a variant's inputs, and more that are needed beside them."""
+    """Returns the schema of a body with a variant's inputs, and `more` required inputs."""
     inputs = {
         i.name: _tensor(
             i.dtypes,
@@ -109,7 +112,7 @@ def _body(variant: Variant, fields: dict[str, Schema], more: Mapping[str, Schema
     if roles := [r for r in ROLES if r in variant.inputs]:
         x = _tensor(
             variant.inputs[roles[0]].dtypes,
-            f"(B, L, M) or (L, M), with a layer: stands for {', '.join(roles)}",
+            f"(B, L, M) or (L, M), with a layer: replaces {', '.join(roles)}",
         )
         inputs = {"x": x} | inputs
         fields["layer"] |= {"anyOf": [ref("Layer"), {"type": "null"}]}
@@ -119,13 +122,13 @@ def _body(variant: Variant, fields: dict[str, Schema], more: Mapping[str, Schema
             "else": {"properties": {"inputs": {"required": needed, "properties": {"x": False}}}},
         }
     else:
-        fields["layer"] = {"type": "null", "description": "This variant takes none."}
+        fields["layer"] = {"type": "null", "description": "This variant takes no layer."}
     body = closed({"inputs": closed(inputs, ()), **fields, "encoding": _ENCODING}, ["inputs"])
     return body | {"allOf": [rules]}
 
 
-def answer(variant: Variant) -> Schema:
-    """The JSON body that a run of this variant is answered with."""
+def response(variant: Variant) -> Schema:
+    """Returns the schema of the JSON response of a run."""
     outputs = {
         o.name: _tensor(
             ("float64", "float32") if o.is_exact else FLOATING, f"({', '.join(o.letters)})"
@@ -133,18 +136,21 @@ def answer(variant: Variant) -> Schema:
         for o in variant.outputs.values()
     }
     if (weights := variant.outputs.get("weights")) is not None:
-        outputs |= _digests(weights)
+        outputs |= _form_tensors(weights)
     fields = {
         "variant": {"const": variant.name},
         "outputs": closed(outputs, ()) | {"minProperties": 1},
         "timing": ref("Timing"),
     }
-    marks = {"weights_are": _KINDS | {"description": "What the weights are, where they came."}}
+    marks = {
+        "weights_are": _KINDS
+        | {"description": "The kind of the weights, if the response has them."}
+    }
     return closed(fields | marks, fields)
 
 
-def _digests(weights: Output) -> dict[str, Schema]:
-    """What stands beside the weights, or in their place, in the forms that are not the whole."""
+def _form_tensors(weights: Output) -> dict[str, Schema]:
+    """Returns the tensors of all forms of the weights, including the full weights."""
     shapes: dict[str, list[str]] = {"weights": [f"({', '.join(weights.letters)})"]}
     dtypes: dict[str, tuple[str, ...]] = {}
     for kind in weight_forms.KINDS:
@@ -156,16 +162,18 @@ def _digests(weights: Output) -> dict[str, Schema]:
     return {name: _tensor(dtypes[name], "; ".join(shapes[name])) for name in shapes}
 
 
-def gradients_answer(variant: Variant) -> Schema:
-    """The JSON body that a request for gradients is answered with."""
+def gradients_response(variant: Variant) -> Schema:
+    """Returns the schema of the JSON response with gradients."""
     inputs = [i.name for i in variant.inputs.values() if set(i.dtypes) & set(FLOATING)]
-    gradients = {n: _tensor(FLOATING, f"As {n} came") for n in inputs}
+    gradients = {n: _tensor(FLOATING, f"Shape and dtype of {n}") for n in inputs}
     if any(role in variant.inputs for role in ROLES):
-        gradients["x"] = _tensor(FLOATING, "As x came")
+        gradients["x"] = _tensor(FLOATING, "Shape and dtype of x")
         for layout in LAYOUTS.values():
             spelled = [s for role in ROLES for s in SPELLINGS[role]]
             names = [s + suffix for s in spelled for suffix in layout.SUFFIXES]
-            gradients |= {n: _tensor(FLOATING, "As the layer has it") for n in names}
+            gradients |= {
+                n: _tensor(FLOATING, "Shape and dtype of the layer's tensor") for n in names
+            }
     return closed(
         {
             "variant": {"const": variant.name},
@@ -175,8 +183,8 @@ def gradients_answer(variant: Variant) -> Schema:
     )
 
 
-def conversion() -> Schema:
-    """The JSON body of a conversion."""
+def convert_request() -> Schema:
+    """Returns the schema of the JSON body of a conversion."""
     fields = _fields(ConvertFields)
     fields["from"] |= _LAYOUT
     fields["to"] |= _LAYOUT
@@ -185,8 +193,8 @@ def conversion() -> Schema:
     return body | {"oneOf": _per_layout("from")}
 
 
-def converted() -> Schema:
-    """The JSON body that a conversion is answered with."""
+def convert_response() -> Schema:
+    """Returns the schema of the JSON response of a conversion."""
     size = {"anyOf": [{"type": "number", "minimum": 0}, _TEXT | {"enum": ["NaN", "Infinity"]}]}
     check = {
         "largest_absolute_difference": size,
@@ -201,7 +209,7 @@ def converted() -> Schema:
 
 
 def _catalogue_entry() -> Schema:
-    """What the catalogue says of a variant."""
+    """Returns the schema of a variant in the catalogue."""
     letters = {"type": "array", "items": _TEXT, "description": "One letter per axis."}
     flag = {"type": "boolean"}
     dtypes = {"type": "array", "items": _TEXT | {"enum": list(DTYPES)}}
@@ -216,24 +224,24 @@ def _catalogue_entry() -> Schema:
             "refuses": {
                 "type": "object",
                 "additionalProperties": _TEXT,
-                "description": "Parameters that have no meaning here, with the reason.",
+                "description": "Parameters that this variant rejects, with the reason.",
             },
             "outputs": {"type": "object", "additionalProperties": given},
             "gradients": {
                 "type": "array",
                 "items": _TEXT,
-                "description": "Inputs that have gradients; none where the variant has none.",
+                "description": "Inputs that have gradients; empty if the variant has none.",
             },
             "picture": {
                 "type": ["string", "null"],
-                "description": "Path of a picture of its weights; null: there is none.",
+                "description": "Path of a picture of its weights; null: no picture.",
             },
         }
     )
 
 
 def closed(properties: Mapping[str, Any], required: Iterable[str] | None = None) -> Schema:
-    """An object with these properties, all of them required if nothing is said, and no other."""
+    """Returns the schema of an object with these properties only; by default all are required."""
     needed = list(properties if required is None else required)
     return {
         "type": "object",
@@ -243,7 +251,7 @@ def closed(properties: Mapping[str, Any], required: Iterable[str] | None = None)
 
 
 def _tensor(dtypes: Iterable[str], description: str) -> Schema:
-    """A tensor of one of these dtypes, in both forms."""
+    """Returns the schema of a tensor of one of these dtypes, as lists or base64."""
     known = list(dtypes)
     lists = [ref("Numbers")] if set(known) & set(FLOATING) else [ref("WholeNumbers")]
     if "bool" in known:
@@ -258,7 +266,7 @@ def _lists(of: str, description: str, *leaves: Schema) -> dict[str, Schema]:
 
 
 def _fields(model: type[pydantic.BaseModel]) -> dict[str, Schema]:
-    """A model's properties, without the titles that only repeat their names."""
+    """Returns the properties of a model without titles, which only repeat the names."""
     schema = model.model_json_schema()
     assert "$defs" not in schema, "they are plain values"
     properties: dict[str, Schema] = schema.get("properties", {})
@@ -268,21 +276,21 @@ def _fields(model: type[pydantic.BaseModel]) -> dict[str, Schema]:
 
 
 def _parameters(variant: Variant) -> Schema:
-    refused = "".join(f" {name} is refused: {why}." for name, why in variant.refuses.items())
+    refused = "".join(f" {name} is rejected: {why}." for name, why in variant.refuses.items())
     properties = _fields(variant.parameters)
     needed = [n for n, f in variant.parameters.model_fields.items() if f.is_required()]
-    return closed(properties, needed) | {"description": f"What {variant.name} takes.{refused}"}
+    return closed(properties, needed) | {"description": f"Parameters of {variant.name}.{refused}"}
 
 
 def _layered(roles: list[str], needed: list[str]) -> Schema:
-    """What must stand in `inputs` beside a layer: x, or what it stands for."""
+    """Returns the rule for `inputs` with a layer: x, or the inputs that it replaces."""
     rest = [n for n in needed if n not in roles]
     alone = {"required": rest, "properties": dict.fromkeys(roles, False)}
     return {"if": {"required": ["x"]}, "then": alone, "else": {"required": needed}}
 
 
 def _per_layout(field: str) -> list[Schema]:
-    """The tensors of the layout that a field names."""
+    """Returns the schemas of tensors for each layout in a field."""
     return [
         {"properties": {field: {"const": name}, "tensors": ref(f"Weights{name.upper()}")}}
         for name in LAYOUTS
@@ -290,7 +298,7 @@ def _per_layout(field: str) -> list[Schema]:
 
 
 def _weights(layout: Layout) -> Schema:
-    """A layer's tensors in a layout: each role once, in one of its spellings."""
+    """Returns the schema of a layer's tensors: each role once, in one of its spellings."""
     first, *others = layout.SUFFIXES
     spelled = [s + suffix for role in ROLES for s in SPELLINGS[role] for suffix in layout.SUFFIXES]
     body = closed({name: _tensor(FLOATING, "") for name in spelled}, ())
@@ -300,7 +308,7 @@ def _weights(layout: Layout) -> Schema:
 
 
 def _layer() -> Schema:
-    """A layer that stands in a request."""
+    """Returns the schema of a layer in a request."""
     heads = _fields(LayerFields)["heads"]
     return {
         "description": "A layer that projects the inputs.",
@@ -315,24 +323,23 @@ def _layer() -> Schema:
 
 
 _TIMES: Final = {
-    "queue_ms": "Waiting for the device.",
-    "transfer_ms": "Tensors to the device and back.",
-    "compute_ms": "The variant itself, and its layer.",
-    "total_ms": "From the body's last byte to the answer.",
+    "queue_ms": "In the queue.",
+    "transfer_ms": "Copying tensors to the device and back.",
+    "compute_ms": "Computing the variant and its layer.",
+    "total_ms": "From the last byte of the request to the response.",
 }
 
 COMPONENTS: Final[dict[str, Schema]] = {
     **_lists(
         "Numbers",
-        'Nested lists of numbers, none ragged; "NaN", "Infinity" and "-Infinity" stand for what '
-        "JSON lacks.",
+        'Nested lists of numbers, not ragged. "NaN", "Infinity" and "-Infinity" are numbers.',
         {"type": "number"},
         _TEXT | {"enum": _NON_FINITE},
     ),
-    **_lists("WholeNumbers", "Nested lists of whole numbers, none ragged.", {"type": "integer"}),
-    **_lists("Booleans", "Nested lists of booleans, none ragged.", {"type": "boolean"}),
+    **_lists("WholeNumbers", "Nested lists of integers, not ragged.", {"type": "integer"}),
+    **_lists("Booleans", "Nested lists of booleans, not ragged.", {"type": "boolean"}),
     "Base64": {
-        "description": "Little-endian, row-major bytes in base64, as many as dtype and shape say.",
+        "description": "Little-endian, row-major bytes in base64, to match dtype and shape.",
         **closed(
             {
                 "dtype": _TEXT | {"enum": list(DTYPES)},
@@ -344,7 +351,7 @@ COMPONENTS: Final[dict[str, Schema]] = {
     "Layer": _layer(),
     **{f"Weights{name.upper()}": _weights(layout) for name, layout in LAYOUTS.items()},
     "Timing": {
-        "description": "Times are measured, in milliseconds; flops and bytes are counted.",
+        "description": "Measured times in milliseconds; computed counts of flops and bytes.",
         **closed(
             {
                 **{
@@ -354,12 +361,12 @@ COMPONENTS: Final[dict[str, Schema]] = {
                 "batch_size": {
                     "type": "integer",
                     "minimum": 1,
-                    "description": "Requests that ran together, this one among them.",
+                    "description": "Requests in the batch, including this one.",
                 },
-                "device": {"type": "string", "description": "Where it ran."},
-                "backend": {"type": "string", "description": "Which of the variant's paths ran."},
+                "device": {"type": "string", "description": "The device of the run."},
+                "backend": {"type": "string", "description": "The code path of the variant."},
                 "flops": _COUNT | {"description": "Of the matrix products."},
-                "bytes": _COUNT | {"description": "Of all tensors in and out."},
+                "bytes": _COUNT | {"description": "Of all input and output tensors."},
             }
         ),
     },
@@ -367,25 +374,28 @@ COMPONENTS: Final[dict[str, Schema]] = {
         "description": "A problem document (RFC 9457).",
         **closed(
             {
-                "type": {"type": "string", "description": "Says which problem; stable."},
+                "type": {"type": "string", "description": "The kind of problem; stable."},
                 "title": _TEXT,
                 "status": {"type": "integer"},
-                "detail": {"type": "string", "description": "What came, what was expected."},
-                "pointer": {"type": "string", "description": "JSON pointer to what is at fault."},
-                "limit": _COUNT | {"description": "The limit that was passed, with 413."},
+                "detail": {"type": "string", "description": "The received and the expected value."},
+                "pointer": {
+                    "type": "string",
+                    "description": "JSON pointer to the invalid part of the request.",
+                },
+                "limit": _COUNT | {"description": "The exceeded limit, with 413."},
             },
             ("type", "title", "status", "detail"),
         ),
     },
     "Variant": _catalogue_entry(),
 }
-"""What the schemas refer to, by name."""
+"""The referenced schemas, by name."""
 
 TIMEOUT: Final = {
     "name": TIMEOUT_HEADER,
     "in": "header",
     "required": False,
-    "description": "Seconds that it may wait for its turn; past them it never runs.",
+    "description": "Seconds that the request may be queued. After them it does not run.",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000},
 }
-"""The parameter of whatever is run."""
+"""The header parameter of every operation that runs jobs."""

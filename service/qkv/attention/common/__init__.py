@@ -1,1 +1,1 @@
-"""Functions that several variants share: score blocks, feature sums, masks, gradients."""
+"""Functions that variants share: score blocks, feature sums, masks, gradients, dropout."""

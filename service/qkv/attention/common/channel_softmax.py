@@ -1,5 +1,8 @@
-"""Averages of values by a softmax of keys over positions, a channel each, and of these by a softmax
-of queries over channels: in float32, by e^k as it is."""
+"""Efficient attention in float32, with e^k not shifted by a maximum.
+
+`average_by_channels` averages values by a softmax of each key channel over positions, and these
+averages by a softmax of queries over channels.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from qkv.attention.common.score_blocks import largest_size
 
 __all__ = ["average_by_channels"]
 
-_LEAST = -16.0  # of keys: S over a channel's sum of e^k is below 2**24
-_MOST = 2.0**24  # of such a sum: no key is above 17
-_SIZES = (2.0**-60, 1e15)  # of averages: between them nothing has overflowed
+_LEAST = -16.0  # smallest key: S over a channel's sum of e^k is below 2**24
+_MOST = 2.0**24  # largest sum of e^k: no key is above 17
+_SIZES = (2.0**-60, 1e15)  # sizes of averages between which nothing has overflowed
 
 
 def average_by_channels(
     query_BGKLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, padding_BS: Tensor | None
 ) -> tuple[Tensor | None, list[bool]]:
-    """softmax_D(Q) softmax_S(K)^T V, (B, G, K, L, E), and for which items that is right; None where
-    it is for none.
+    """Returns softmax_D(Q) softmax_S(K)^T V, (B, G, K, L, E), and True for each item that is right.
 
-    Only the few averages are divided and judged, not keys and values, each item's by themselves.
-    What has underflowed in an item that is right amounts to less than the smallest normal number.
+    The first is None if no item is right. Each item is judged by itself, by its few averages
+    instead of its keys and values. The underflow in a right item amounts to less than the smallest
+    normal number.
     """
     key, value = mask_padding(padding_BS, key_BGSD), mask_padding(padding_BS, value_BGSE)
     fits = [least >= _LEAST for least in key.amin((1, 2, 3)).tolist()]
@@ -42,8 +45,8 @@ def average_by_channels(
     if not any(fits):
         return None, fits
     (output,) = apply_state(query_BGKLD, (average_BGED,), partial(torch.softmax, dim=-1))
-    # an average is no larger than what it averages, however it is rounded: which can only matter
-    # where those of channels are not far smaller than some value is
+    # an average is no larger than the values it averages, also after rounding. Rounding can exceed
+    # that only where the averages of channels are not far smaller than the values
     for b, some in enumerate(value[:, 0, 0].abs().amax(-1).tolist()):
         if not 2 * sizes[b] <= some:
             bound = largest_size(value[b])
@@ -52,5 +55,5 @@ def average_by_channels(
 
 
 def _power(x: Tensor) -> Tensor:
-    """e^x, off by |x| eps more than torch's, in half its time."""
+    """Returns e^x, in place. The error exceeds torch's by |x| eps, the time is half of torch's."""
     return x.mul(math.log2(math.e)).exp2_()

@@ -11,16 +11,19 @@ from torch.nn.functional import pad
 __all__ = ["average_by_cosines"]
 
 _CHUNK = 64  # rows of a triangle of cosines
-_SEGMENT = 4 * _CHUNK  # rows whose numbers stay in the cache
-_NORMS = (1e-3, 1e6)  # between them nothing that a norm is multiplied into loses a digit
+_SEGMENT = 4 * _CHUNK  # rows whose numbers fit into the cache
+_NORMS = (1e-3, 1e6)  # norms between which a product with a norm loses no digit
 
 
 class _Rows(NamedTuple):
-    """Rows, each over a power of two that makes it of ordinary size, and their norms; x_D / norm_1
-    is a direction. A row's bits are its own, whatever the others are.
+    """Rows and their norms; x_D / norm_1 is a direction.
+
+    Each row is divided by a power of two that gives it ordinary size. The bits of a row do not
+    depend on other rows.
 
     Attributes:
-        norm_1: 1 for rows of zeros.
+        x_D: the rows.
+        norm_1: their norms; 1 for rows of zeros.
     """
 
     x_D: Tensor
@@ -41,11 +44,11 @@ class _Rows(NamedTuple):
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return cls(x, norm.masked_fill(norm == 0, 1.0))
 
-    def items(self, own: slice) -> _Rows:
-        return _Rows(self.x_D[own], self.norm_1[own])
+    def items(self, items: slice) -> _Rows:
+        return _Rows(self.x_D[items], self.norm_1[items])
 
-    def rows(self, own: slice) -> _Rows:
-        return _Rows(self.x_D[..., own, :], self.norm_1[..., own, :])
+    def rows(self, rows: slice) -> _Rows:
+        return _Rows(self.x_D[..., rows, :], self.norm_1[..., rows, :])
 
     def directions(self) -> Tensor:
         return self.x_D / self.norm_1
@@ -58,15 +61,18 @@ def average_by_cosines(
     counts_BL: Tensor,
     offsets: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """sum_j (1 + q'_i . k'_j) v_j over n_i + sum_j q'_i . k'_j, (B, G, K, L, E), and the latter,
-    (B, G, K, L, 1), over the keys j that each query i sees; 0 for what sees none.
+    """Averages values by 1 + cosine over the keys j that each query i sees.
 
     Args:
         query_BGKLD: queries; the K heads that read one key head side by side.
         key_BGSD: keys, zero for padding.
         value_BGSE: values, zero for padding.
-        counts_BL: how many keys each query sees, in float32 too.
+        counts_BL: n_i, the number of keys that each query sees, in float32.
         offsets: as in `feature_sums.feature_sums`.
+
+    Returns:
+        The averages sum_j (1 + q'_i . k'_j) v_j / (n_i + sum_j q'_i . k'_j), (B, G, K, L, E), and
+        their divisors, (B, G, K, L, 1). Both are 0 for a query that sees no key.
     """
     counts = counts_BL[:, None, None, :, None]
     query, key = _Rows.of(query_BGKLD), _Rows.of(key_BGSD)
@@ -76,14 +82,16 @@ def average_by_cosines(
     output, total = (value_BGSE.new_empty(B, G, K, L, width) for width in (E, 1))
     alike = len(set(offsets)) == 1
     for b in range(1 if alike else B):
-        own = slice(None) if alike else slice(b, b + 1)
-        into = output[own], total[own]
-        _causal(query.items(own), key.items(own), value_BGSE[own], counts[own], offsets[b], into)
+        items = slice(None) if alike else slice(b, b + 1)
+        out = output[items], total[items]
+        _causal(
+            query.items(items), key.items(items), value_BGSE[items], counts[items], offsets[b], out
+        )
     return output, total
 
 
 class _State(NamedTuple):
-    """What all queries share of some keys: sum_j k'_j v_j, sum_j k'_j and sum_j v_j."""
+    """Sums over some keys that all queries share: sum_j k'_j v_j, sum_j k'_j and sum_j v_j."""
 
     products_BGDE: Tensor
     keys_BG1D: Tensor
@@ -91,22 +99,26 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> _State:
-        products = (value.mT @ key).mT  # the faster way round
+        products = (value.mT @ key).mT  # faster than key.mT @ value
         return cls(products, key.sum(-2, keepdim=True), value.sum(-2, keepdim=True))
 
 
 def _all(query: _Rows, counts_B11L1: Tensor, state: _State) -> tuple[Tensor, Tensor]:
-    """The averages over the keys of a state, of (B, G, K, L) queries; and their divisors."""
+    """Returns the averages of (B, G, K, L) queries over the keys of a state, and their divisors."""
     products, keys, values = (part.unsqueeze(2) for part in state)
     total = (query.x_D @ keys.mT).div_(query.norm_1).add_(counts_B11L1)
     share = _divisor(total).reciprocal_()
-    # the products are divided by the norms last: once, in place
+    # the products are divided by the norms at the end: once, in place
     output = (query.x_D @ products).mul_(share / query.norm_1).addcmul_(values, share)
     return output, total
 
 
 def _divisor(total: Tensor) -> Tensor:
-    """What sees nothing is 0 over this; nobody keeps what is divided by 0 or less otherwise."""
+    """Returns the totals, at least 1e-30.
+
+    A query that sees no key gets 0 / 1e-30 = 0. Other queries with a total of 0 or less are
+    recomputed, so their quotients are not used.
+    """
     return total.clamp(min=1e-30)
 
 
@@ -118,26 +130,26 @@ def _causal(
     offset: int,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """Fills in the averages where all items have one offset, and what they are divided by."""
+    """Writes the averages and their divisors for items that all have the same offset."""
     L, S = into[0].shape[3], value_BGSE.shape[2]
-    first = min(L, max(0, -offset))  # those before it see nothing
-    last = min(L, max(first, S - offset))  # from here on they see all
+    first = min(L, max(0, -offset))  # queries before it see nothing
+    last = min(L, max(first, S - offset))  # queries from here on see all keys
     state, seen = None, slice(0, max(0, min(S, first + offset)))
     if seen.stop:
         state = _State.of(key.rows(seen).directions(), value_BGSE[:, :, seen])
-    for made in into:
-        made[:, :, :, :first] = 0.0
+    for out in into:
+        out[:, :, :, :first] = 0.0
     for start in range(first, last, _SEGMENT):
         rows = slice(start, min(last, start + _SEGMENT))
         keys = slice(rows.start + offset, rows.stop + offset)
-        output, total = (made[:, :, :, rows] for made in into)
+        output, total = (out[:, :, :, rows] for out in into)
         total.copy_(counts_B11L1[:, :, :, rows])
         query_BGKLD, key_BGLD = query.rows(rows).directions(), key.rows(keys).directions()
         parts = _segment(query_BGKLD, key_BGLD, value_BGSE[:, :, keys], state, (output, total))
         if rows.stop < L:
             state = _after(state, parts)
     if last < L:
-        assert state is not None  # it has all keys now: they are seen, or went through the segments
+        assert state is not None  # it now holds all keys
         rows = slice(last, L)
         state = _State(*(part.float() for part in state))
         rest = _all(query.rows(rows), counts_B11L1[:, :, :, rows], state)
@@ -152,11 +164,19 @@ def _segment(
     state: _State | None,
     into: tuple[Tensor, Tensor],
 ) -> _State:
-    """Query i sees the keys up to i, and what is in the state already: fills in the averages and,
-    where the counts are, what they were divided by. The state of each chunk alone.
+    """Writes the averages of a segment, where query i sees the keys up to i and those of the state.
 
-    Within a chunk the cosines are a small triangle, and what came before it is a sum that all its
-    queries share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
+    Within a chunk the cosines are a small triangle. The earlier keys are a sum that all queries of
+    the chunk share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
+
+    Args:
+        query_BGKLD, key_BGLD: directions of the segment.
+        value_BGLE: values of the segment.
+        state: the sums over all keys before the segment; None: there are none.
+        into: receives the averages; its second tensor holds the counts and receives the divisors.
+
+    Returns:
+        The state of each chunk alone.
     """
     L = query_BGKLD.shape[3]
     chunk = min(L, _CHUNK)
@@ -177,18 +197,20 @@ def _segment(
 
 
 def _before(state: _State | None, parts: _State) -> list[Tensor]:
-    """The sums before each chunk."""
+    """Returns the sums before each chunk."""
     befores = [torch.empty_like(part) for part in parts]
-    for at, (before, part) in enumerate(zip(befores, parts, strict=True)):
-        before[:, :, 0] = 0.0 if state is None else state[at]
+    for index, (before, part) in enumerate(zip(befores, parts, strict=True)):
+        before[:, :, 0] = 0.0 if state is None else state[index]
         for i in range(1, part.shape[2]):
             torch.add(before[:, :, i - 1], part[:, :, i - 1], out=before[:, :, i])
     return befores
 
 
 def _after(state: _State | None, parts: _State) -> _State:
-    """The sums after the last chunk; in float64, because a running sum of all segments in float32
-    would lose a digit."""
+    """Returns the sums after the last chunk.
+
+    They are in float64, because a running sum of all segments in float32 would lose a digit.
+    """
     wholes = [part.sum(2).double() for part in parts]
     if state is None:
         return _State(*wholes)
@@ -196,7 +218,7 @@ def _after(state: _State | None, parts: _State) -> _State:
 
 
 def _chunked(x: Tensor, chunk: int) -> Tensor:
-    """(..., L, D) as (..., n, chunk, D); zeros, which add nothing, fill the last chunk."""
+    """Reshapes (..., L, D) to (..., n, chunk, D). Zeros, which add nothing, fill the last chunk."""
     missing = -x.shape[-2] % chunk
     if missing:
         x = pad(x, (0, 0, 0, missing))

@@ -1,10 +1,10 @@
-"""Dropout as a function of (seed, place, row, key): the same bits alone, in a batch, anywhere.
+"""Dropout as a hash of (seed, plane, row, key): the same bits alone, in any batch, on any device.
 
-A generator's mask depends on where in the stack a request lies; a hash does not. The definition,
-in unsigned 32-bit arithmetic, with `mix` the hash "lowbias32" of C. Wellons (Prospecting for Hash
-Functions, 2018)::
+The mask of a random generator would depend on the position of a request in its batch. The
+definition, in unsigned 32-bit arithmetic, with `mix` the hash "lowbias32" of C. Wellons
+(Prospecting for Hash Functions, 2018)::
 
-    r = mix(mix(mix(low32(seed)) ^ high32(seed)) ^ place)    place = b * H + h within the request
+    r = mix(mix(mix(low32(seed)) ^ high32(seed)) ^ plane)    plane = b * H + h within the request
     u = mix(mix(r ^ i) ^ mix(~j))                            i query row, j key
     kept where u >= floor(dropout * 2**32)
 """
@@ -20,13 +20,13 @@ _SIGN = -(1 << 31)
 
 
 def keep_mask(dropout: float, seed: int, plane_BH: Tensor, rows: slice, keys: slice) -> Tensor:
-    """Which weights survive: bool (B, H, R, S) for a block of rows and a range of keys.
+    """Returns True for each weight that dropout keeps: (B, H, R, S), for some rows and keys.
 
     Args:
         dropout: probability of dropping, 0 <= dropout < 1.
         seed: 0 <= seed < 2**64.
         plane_BH: int64, b * H + h of each plane within its own request.
-        rows, keys: ranges of the whole matrix.
+        rows, keys: ranges within the whole matrix.
     """
     device = plane_BH.device
     seeded = _mix(_mix(_word(seed, device)) ^ _word(seed >> 32, device))
@@ -35,7 +35,7 @@ def keep_mask(dropout: float, seed: int, plane_BH: Tensor, rows: slice, keys: sl
     key_S = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device)
     hash_BHRS = _mix(_mix(plane_BH11 ^ row_R1) ^ _mix(~key_S))
     threshold = int(dropout * 2**32)
-    # int32 compares as signed: flipping the sign bit of both sides makes that unsigned
+    # int32 compares as signed; with the sign bit of both sides flipped it compares as unsigned
     return (hash_BHRS ^ _SIGN) >= threshold + _SIGN
 
 
@@ -45,7 +45,7 @@ def _word(value: int, device: torch.device) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """lowbias32 on int32, whose products wrap; `>>` is arithmetic, so the sign is masked off."""
+    """Computes lowbias32 on int32. Products wrap; `>>` is arithmetic, so the sign is masked off."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1)):
         high = x >> shift
         high &= (1 << (32 - shift)) - 1

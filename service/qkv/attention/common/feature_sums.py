@@ -1,5 +1,8 @@
-"""Attention by features: A_ij = f_i . g_j for features of queries and of keys, without an (L, S)
-matrix, causal or not."""
+"""Attention by features, A_ij = f_i . g_j, without an (L, S) matrix, causal or not.
+
+f are features of queries, g features of keys. The entry points are `feature_sums`,
+`feature_products` and `transposed_feature_sums`.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,26 @@ __all__ = [
     "transposed_feature_sums",
 ]
 
-_CHUNK = 64  # queries whose scores are made, where they see no key past their own
-_ROWS = 1024  # keys that are summed in the dtype they come in, and no more
-_ELEMENTS = 1 << 18  # of what is made at a time: small enough to stay in a cache
-_SHARED = 1 << 19  # the same where all queries see all keys
+_CHUNK = 64  # queries of a chunk, whose scores are computed, in causal attention
+_ROWS = 1024  # the most keys that are summed in the dtype of the input
+_ELEMENTS = 1 << 18  # of a block: small enough for the cache
+_SHARED = 1 << 19  # of a block where all queries see all keys
 
 Phi = Callable[[Tensor], Tensor]
 
 
 class State(NamedTuple):
-    """What queries share of some keys: sum_j v_j g_j, the faster way round, and sum_j g_j."""
+    """Sums over some keys that queries share: sum_j v_j g_j, in the faster layout; sum_j g_j."""
 
     values_BGEF: Tensor
     ones_BG1F: Tensor
 
     @classmethod
     def of(cls, key_BGSF: Tensor, value_BGSE: Tensor, phi: Phi | None) -> State:
-        """Of all these keys, which phi makes features of; a few heads and rows at a time."""
+        """Returns the state of all these keys, a few heads and rows at a time.
+
+        `phi` maps keys to features; None: the keys are features.
+        """
         (B, G, S, F), E = key_BGSF.shape, value_BGSE.shape[3]
         at_once = _at_once(_SHARED, min(_ROWS, S), F, E)
         heads = _cut(0, at_once, key_BGSF.flatten(0, 1), value_BGSE.flatten(0, 1))
@@ -51,16 +57,17 @@ def feature_sums(
     offsets: list[int] | None,
     phi: Phi | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """sum_j (f_i . g_j) v_j, (B, G, K, L, E), and sum_j f_i . g_j, (B, G, K, L, 1), over the keys
-    that each query sees.
+    """Returns sum_j (f_i . g_j) v_j, (B, G, K, L, E), and sum_j f_i . g_j, (B, G, K, L, 1).
+
+    The sums are over the keys that each query sees.
 
     Args:
         query_BGKLF: features of the queries; the K heads that read one key head side by side.
         key_BGSF: features of the keys, zero for padding.
         value_BGSE: values.
-        offsets: each item's position of the first query on the key axis, where a query sees no
-            key past its own; None: it sees all.
-        phi: makes the features of what came in their place, row by row.
+        offsets: for causal attention, per item the position of the first query on the key axis;
+            None: every query sees every key.
+        phi: maps queries and keys to features, row by row; None: they are features.
     """
     if offsets is None:
         output, total = apply_state(query_BGKLF, State.of(key_BGSF, value_BGSE, phi), phi)
@@ -76,7 +83,7 @@ def feature_products(
     offsets: list[int] | None,
     query_phi: Phi | None = None,
 ) -> Tensor:
-    """The first of the `feature_sums` alone; query_phi makes features of queries only."""
+    """Returns the first of the `feature_sums` alone; `query_phi` maps only queries to features."""
     if offsets is None:
         state = State.of(key_BGSF, value_BGSE, None)
         return apply_state(query_BGKLF, (state.values_BGEF,), query_phi)[0]
@@ -86,33 +93,34 @@ def feature_products(
 def apply_state(
     query_BGKLF: Tensor, states_BGXF: tuple[Tensor, ...], phi: Phi | None
 ) -> list[Tensor]:
-    """Queries times each of what all of them share, (B, G, K, L, X); a few heads and rows
-    at a time.
+    """Multiplies queries by each shared sum, (B, G, K, L, X), a few heads and rows at a time.
 
     Args:
-        query_BGKLF: as in `feature_sums`; phi makes features of them.
-        states_BGXF: of a `State`, or made of it.
+        query_BGKLF: as in `feature_sums`.
+        states_BGXF: tensors of a `State`, or tensors computed from it.
+        phi: maps queries to features; None: they are features.
     """
     B, G, K, L, F = query_BGKLF.shape
     query = query_BGKLF.flatten(2, 3).flatten(0, 1)
     states = [x.flatten(0, 1).mT.to(query.dtype) for x in states_BGXF]
-    made = [query.new_empty(B * G, K * L, x.shape[2]) for x in states]
-    at_once = _at_once(_SHARED, min(_ROWS, K * L), F, made[0].shape[2])
-    for heads in _cut(0, at_once, query, *made, *states):
-        for rows, *into in _cut(1, _ROWS, *heads[: 1 + len(made)]):
+    products = [query.new_empty(B * G, K * L, x.shape[2]) for x in states]
+    at_once = _at_once(_SHARED, min(_ROWS, K * L), F, products[0].shape[2])
+    for heads in _cut(0, at_once, query, *products, *states):
+        for rows, *outs in _cut(1, _ROWS, *heads[: 1 + len(products)]):
             features = rows if phi is None else phi(rows)
-            for out, state in zip(into, heads[1 + len(made) :], strict=True):
+            for out, state in zip(outs, heads[1 + len(products) :], strict=True):
                 torch.bmm(features, state, out=out)
-    return [x.view(B, G, K, L, -1) for x in made]
+    return [x.view(B, G, K, L, -1) for x in products]
 
 
 def transposed_feature_sums(
     key_BGSF: Tensor, query_BGKLF: Tensor, value_BGKLE: Tensor, offsets: list[int] | None
 ) -> Tensor:
-    """sum_i (g_j . f_i) v_i, (B, G, S, E), over the queries i of all heads that see each key j.
+    """Returns sum_i (g_j . f_i) v_i, (B, G, S, E), over the queries i that see each key j.
 
-    Queries and keys change places, both from the last to the first: as i sees j where
-    j <= i + offset, S - 1 - j is to see L - 1 - i where that is at most
+    The sum runs over the queries of all heads that read the key head. Queries and keys exchange
+    roles, both in reverse order. Query i sees key j where j <= i + offset. The exchanged "query"
+    S - 1 - j therefore sees the "key" L - 1 - i where the latter is at most
     (S - 1 - j) + (L - S + offset).
     """
     if offsets is None:
@@ -121,8 +129,8 @@ def transposed_feature_sums(
     key_BHSF = key_BGSF.flip(2).unsqueeze(2).expand(-1, -1, K, -1, -1).flatten(1, 2)
     query_BHLF, value_BHLE = (x.flip(3).flatten(1, 2) for x in (query_BGKLF, value_BGKLE))
     backwards = [L - S + offset for offset in offsets]
-    made = feature_products(key_BHSF.unsqueeze(2), query_BHLF, value_BHLE, backwards)
-    return made.view(B, G, K, S, -1).sum(2).flip(2)
+    sums = feature_products(key_BHSF.unsqueeze(2), query_BHLF, value_BHLE, backwards)
+    return sums.view(B, G, K, S, -1).sum(2).flip(2)
 
 
 def _filled(
@@ -134,9 +142,9 @@ def _filled(
     query_phi: Phi | None,
     key_phi: Phi | None,
 ) -> Tensor:
-    """Returns the first of the `feature_sums` and fills in the other.
+    """Returns the first of the `feature_sums` and writes the second to `total_BGKL1`.
 
-    A few heads and rows at a time; no bit depends on how many.
+    It handles a few heads and rows at a time; no bit depends on how many.
     """
     (B, G, K, L, F), (S, E) = query_BGKLF.shape, value_BGSE.shape[2:]
     output = query_BGKLF.new_empty(B, G, K, L, E)
@@ -156,12 +164,12 @@ def _filled(
 
 
 def _at_once(elements: int, rows: int, F: int, E: int) -> int:
-    """How many heads, of so many rows each, are so many elements."""
+    """Returns how many heads of `rows` rows fit into `elements` elements, at least 1."""
     return max(1, elements // max(1, rows * max(F, E)))
 
 
 def _runs(B: int, offsets: list[int]) -> Iterator[tuple[slice, int]]:
-    """Items that have one offset."""
+    """Yields ranges of items that have the same offset."""
     if len(set(offsets)) == 1:
         yield slice(0, B), offsets[0]
     else:
@@ -169,7 +177,7 @@ def _runs(B: int, offsets: list[int]) -> Iterator[tuple[slice, int]]:
 
 
 def _cut(axis: int, size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same parts of all, of this size at most."""
+    """Yields the same parts of all tensors, of at most `size` along the axis."""
     if tensors[0].shape[axis] <= size:
         yield tensors
     else:
@@ -182,8 +190,10 @@ def _blocks(rows: slice, at_once: int) -> Iterator[slice]:
 
 
 def _state(key_nSF: Tensor, value_nSE: Tensor, phi: Phi | None) -> tuple[Tensor, Tensor]:
-    """The `State` of n heads: beyond the first _ROWS keys in float64, because a long sum in float32
-    would lose a digit or two."""
+    """Returns the `State` of n heads.
+
+    Sums of more than _ROWS keys are in float64: a long sum in float32 would lose a digit or two.
+    """
     state: tuple[Tensor, Tensor] | None = None
     for key, value in _cut(1, _ROWS, key_nSF, value_nSE):
         key = key if phi is None else phi(key)
@@ -196,7 +206,7 @@ def _state(key_nSF: Tensor, value_nSE: Tensor, phi: Phi | None) -> tuple[Tensor,
 
 
 class _Heads(NamedTuple):
-    """n heads: the arguments and outputs of `feature_sums`, and the feature functions."""
+    """The arguments and outputs of `feature_sums` for n heads, and the feature functions."""
 
     query_nKLF: Tensor
     key_nSF: Tensor
@@ -215,7 +225,7 @@ class _Heads(NamedTuple):
         return key if self.key_phi is None else self.key_phi(key)
 
     def _share(self, state: tuple[Tensor, Tensor], rows: slice) -> None:
-        """The sums of queries that see what is in the state, and no more."""
+        """Writes the sums of queries that see exactly the keys of the state."""
         values, ones = (x.to(self.output_nKLE.dtype) for x in state)
         for block, k in product(_blocks(rows, _ROWS), range(self.output_nKLE.shape[1])):
             query = self.query(k, block)
@@ -224,10 +234,10 @@ class _Heads(NamedTuple):
                 torch.bmm(query, ones.mT, out=self.total_nKL1[:, k, block])
 
     def fill(self, offset: int) -> None:
-        """The sums where query i sees the keys up to i + offset."""
+        """Writes the sums where query i sees the keys up to i + offset."""
         (n, _, L, E), (S, F) = self.output_nKLE.shape, self.key_nSF.shape[1:]
-        first = min(L, max(0, -offset))  # those before it see nothing
-        every = min(L, max(first, S - offset))  # those from here on see all
+        first = min(L, max(0, -offset))  # queries before it see nothing
+        every = min(L, max(first, S - offset))  # queries from here on see all keys
         if first > 0:
             self.output_nKLE[:, :, :first] = 0.0
             if self.total_nKL1 is not None:
@@ -246,10 +256,10 @@ class _Heads(NamedTuple):
     def _fill_chunks(
         self, state: tuple[Tensor, Tensor], rows: slice, offset: int, chunk: int
     ) -> None:
-        """The sums of a run of chunks; the state becomes that after it.
+        """Writes the sums of consecutive chunks and advances the state to their end.
 
-        Within a chunk the scores are a small triangle, and what came before it is a sum that all
-        its queries share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
+        Within a chunk the scores are a small triangle. The earlier keys are a sum that all queries
+        of the chunk share (Katharopoulos et al., arXiv:2006.16236, section 3.3, by blocks).
         """
         keys = slice(rows.start + offset, rows.stop + offset)
         key, value = _chunked(self.key(keys), chunk), _chunked(self.value_nSE[:, keys], chunk)
@@ -267,23 +277,26 @@ class _Heads(NamedTuple):
 
 
 def _before(state_nXY: Tensor, parts_cXY: Tensor) -> Tensor:
-    """The sum before each head's chunks, c of all; the state, in float64, adds them all."""
+    """Returns the sum before each chunk and adds all chunks to the state, which is float64.
+
+    There are c chunks of all n heads together.
+    """
     parts = parts_cXY.unflatten(0, (len(state_nXY), -1))
     before = torch.empty_like(parts)
-    for into, part in zip(before.unbind(1), parts.unbind(1), strict=True):
-        into.copy_(state_nXY)
+    for out, part in zip(before.unbind(1), parts.unbind(1), strict=True):
+        out.copy_(state_nXY)
         state_nXY += part
     return before.flatten(0, 1)
 
 
 def _put(out_nLX: Tensor, chunks_cCX: Tensor) -> None:
-    """What `_chunked` has cut, together again."""
+    """Writes chunks of `_chunked` to one tensor, without the zeros at the end."""
     n, L, X = out_nLX.shape
     out_nLX.copy_(chunks_cCX.view(n, -1, X)[:, :L])
 
 
 def _chunked(x_nLF: Tensor, chunk: int) -> Tensor:
-    """(n chunks, chunk, F); zeros, which add nothing, fill each head's last chunk."""
+    """Reshapes to (n chunks, chunk, F). Zeros, which add nothing, fill each head's last chunk."""
     missing = -x_nLF.shape[1] % chunk
     if missing:
         x_nLF = torch.nn.functional.pad(x_nLF, (0, 0, 0, missing))

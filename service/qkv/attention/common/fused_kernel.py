@@ -1,4 +1,4 @@
-"""torch's fused kernel for exact attention: whatever it does not take by itself is made to fit."""
+"""A wrapper of torch's fused kernel for exact attention; adapts inputs that the kernel rejects."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from qkv.attention.common.score_blocks import is_safe
 from qkv.attention.common.visibility import Visibility, row_blocks
 
 BIAS_ELEMENTS = 1 << 22
-"""Of a block's bias: 4 MiB bool, 16 MiB float32."""
+"""The most elements of a block's bias: 4 MiB in bool, 16 MiB in float32."""
 
 
 def is_supported(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> bool:
-    """Whether torch's kernel adds this mask in float32 and multiplies by this scale.
+    """Returns True if torch's kernel adds this mask in float32 and handles this scale.
 
-    On a GPU it wants floating masks in the query's dtype; and a scale that vanishes in float32
-    makes NaN of what it has masked by then.
+    On a GPU the kernel needs floating masks in the dtype of the query. The kernel masks before it
+    scales, and a scale that is 0 in float32 turns masked scores into NaN.
     """
     if scale and abs(scale) < 1e-30:
         return False
@@ -31,10 +31,10 @@ def is_supported(query_BHLD: Tensor, mask_BHLS: Tensor | None, scale: float) -> 
 def attend(
     query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, visible: Visibility, scale: float
 ) -> Tensor | None:
-    """torch's fused kernel; None where anything overflowed or came that is not finite.
+    """Runs torch's fused kernel; returns None if anything overflowed or is not finite.
 
-    Scores are looked at first, since one that is -inf on its way leaves no trace. What a sum of
-    values comes to is seen in the output: what is inf or NaN once, stays so.
+    The scores are checked first, because a score that overflows to -inf leaves no trace in the
+    output. An overflow of a sum of values is visible in the output: inf and NaN persist.
     """
     if not is_safe(query_BHLD, key_BGSD, None, scale):
         return None
@@ -46,7 +46,7 @@ def attend(
 def _in_blocks(
     query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, visible: Visibility, scale: float
 ) -> Tensor:
-    """In one call where no bias or a small one is needed."""
+    """Runs the kernel in blocks of rows, in one call if it needs no bias or a small one."""
     B, H, L, D = query_BHLD.shape
     G, E = key_BGSD.shape[1], value_BGSE.shape[-1]
     if D == E and scale > 0 and (visible.is_all or visible.is_causal_only):
@@ -54,10 +54,10 @@ def _in_blocks(
             query_BHLD, key_BGSD, value_BGSE,
             is_causal=visible.causal, scale=scale, enable_gqa=H != G,
         )  # fmt: skip
-    if scale <= 0:  # the kernel scales after it has masked: -inf would turn to inf, or to NaN
+    if scale <= 0:  # the kernel masks before it scales: -inf would become inf or NaN
         query_BHLD, scale = query_BHLD * (-1 if scale < 0 else 0), abs(scale) or 1.0
-    # the kernel wants D = E; zeros change neither scores nor output, torch's own fallback for
-    # D != E is quadratic in memory
+    # the kernel needs D = E, and torch's fallback for D != E is quadratic in memory. Zeros change
+    # neither scores nor output
     query = pad(query_BHLD, (0, E - D)) if E > D else query_BHLD
     key = pad(key_BGSD, (0, E - D)) if E > D else key_BGSD
     value = pad(value_BGSE, (0, D - E)) if D > E else value_BGSE

@@ -1,4 +1,4 @@
-"""Gradients: what the variants' `backward` share."""
+"""Backward passes that variants share: by score blocks, by key heads, and by features."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ __all__ = [
     "scale_back",
 ]
 
-_SCORE_ELEMENTS = 1 << 21  # of a block of scores, of which there are five: 8 MiB each in float32
-_WORTH_IT = 1 << 16  # elements, below which the calls take longer than the numbers
-_SAFE = 1e30  # sizes, in float32, that products and sums may grow to
-_ORDINARY = 1e20  # a few factors up to it, and their sums, stay far inside float64's range
-_MOST_EXPONENT = 2000  # past it all but 0 over- or underflows
+_SCORE_ELEMENTS = 1 << 21  # of a block; five blocks are held at once, 8 MiB each in float32
+_WORTH_IT = 1 << 16  # elements below which the calls take longer than the arithmetic
+_SAFE = 1e30  # the largest safe size of products and sums in float32
+_ORDINARY = (
+    1e20  # products of a few factors up to it, and their sums, are far inside float64's range
+)
+_MOST_EXPONENT = 2000  # beyond it every number but 0 overflows or underflows
 
 
 def normalize_size(x: Tensor) -> tuple[Tensor, int]:
-    """x / 2**e and e: 0, unless x, in float64, is so large or small that products may leave the
-    range; then what makes its largest about 1."""
+    """Returns x / 2**e and e.
+
+    e is 0, except where x, in float64, is so large or small that products may leave the range. Then
+    e makes the largest element about 1.
+    """
     size = largest_size(x)
     if not (size > _ORDINARY or 0 < size < 1 / _ORDINARY):
         return x, 0
@@ -40,7 +45,7 @@ def normalize_size(x: Tensor) -> tuple[Tensor, int]:
 
 
 def scale_back(x: Tensor, exponents: Tensor | int) -> Tensor:
-    """x * 2**exponents."""
+    """Returns x * 2**exponents."""
     if isinstance(exponents, int):
         if exponents == 0:
             return x
@@ -51,8 +56,10 @@ def scale_back(x: Tensor, exponents: Tensor | int) -> Tensor:
 def is_ordinary(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, dropout: float
 ) -> bool:
-    """Whether the gradients by scores of (grad_output, query, key, value) overflow nowhere in
-    float32, nor vanish on the way for being small."""
+    """Returns True if `gradients_by_scores` neither overflows nor underflows in float32.
+
+    The tensors are (grad_output, query, key, value).
+    """
     grad, query, key, value = map(largest_size, tensors)
     H, L, E = tensors[0].shape[1:]
     if 0 < grad * value < 1 / _SAFE:
@@ -64,37 +71,37 @@ def is_ordinary(
 def gradients_by_scores(
     scores: Scores, grad_BHLE: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor
 ) -> dict[str, Tensor]:
-    """Gradients of exact attention, a block of rows of some heads at a time, all in the scores'
-    dtype.
+    """Returns the gradients of exact attention, a block of rows of some heads at a time.
 
-    query and key are what the scores are made of, but for powers of two.
+    All tensors are in the scores' dtype. `query` and `key` are those of the scores, apart from
+    powers of two.
     """
     (B, H, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
     query_BGKLD, grad_BGKLE = (x.unflatten(1, (G, -1)) for x in (query_BHLD, grad_BHLE))
     query, key, value = (torch.zeros_like(x) for x in (query_BGKLD, key_BGSD, value_BGSE))
-    made = {"query": query, "key": key, "value": value}
+    gradients = {"query": query, "key": key, "value": value}
     visible, mask = scores.visible, scores.visible.mask_BHLS
     if mask is not None and mask.is_floating_point():
-        made["mask"] = torch.zeros_like(mask, dtype=grad_BHLE.dtype)
+        gradients["mask"] = torch.zeros_like(mask, dtype=grad_BHLE.dtype)
     banded = visible.causal or visible.left is not None or visible.right is not None
-    # of a low block most keys are hidden from all its rows, but each takes a dozen calls; how many
-    # there are does not depend on B, so that an item's bits do not
+    # the fewer rows a block has, the more keys it can skip, but each block takes a dozen calls. The
+    # number of rows does not depend on B, so that an item's bits do not either
     tall = min(L, max(-(-L // 8), _WORTH_IT // max(1, H * S))) if banded else L
     for groups in row_blocks(G, B * H // G * tall * S, _SCORE_ELEMENTS):
         heads = slice(groups.start * H // G, groups.stop * H // G)
-        part = {n: x[:, heads if n == "mask" else groups] for n, x in made.items()}
-        if "mask" in made and made["mask"].shape[1] == 1:
-            part["mask"] = made["mask"]
-        own = scores.of_heads(groups)
+        part = {n: x[:, heads if n == "mask" else groups] for n, x in gradients.items()}
+        if "mask" in gradients and gradients["mask"].shape[1] == 1:
+            part["mask"] = gradients["mask"]
+        part_scores = scores.of_heads(groups)
         tensors = [x[:, groups] for x in (grad_BGKLE, query_BGKLD, key_BGSD, value_BGSE)]
         row_elements = B * (heads.stop - heads.start) * S
         for rows in row_blocks(L, row_elements, min(tall * row_elements, _SCORE_ELEMENTS)):
-            _add_block(part, own, rows, *tensors)
-    return made | {"query": query.flatten(1, 2)}
+            _add_block(part, part_scores, rows, *tensors)
+    return gradients | {"query": query.flatten(1, 2)}
 
 
 def _add_block(
-    made: dict[str, Tensor],
+    gradients: dict[str, Tensor],
     scores: Scores,
     rows: slice,
     grad_BGKLE: Tensor,
@@ -102,26 +109,27 @@ def _add_block(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
 ) -> None:
-    """Adds what a block of rows gives."""
+    """Adds the contribution of a block of rows to the gradients."""
     block, heads = scores.block(rows), query_BGKLD.shape[1:3]
     keys, grad, query = block.keys, grad_BGKLE[:, :, :, rows], query_BGKLD[:, :, :, rows]
     weights_BGKRS = block.weights.unflatten(1, heads)
-    made["value"][:, :, keys] += torch.einsum("bgkls,bgkle->bgse", weights_BGKRS, grad)
+    gradients["value"][:, :, keys] += torch.einsum("bgkls,bgkle->bgse", weights_BGKRS, grad)
     slope = torch.einsum("bgkle,bgse->bgkls", grad, value_BGSE[:, :, keys]).flatten(1, 2)
     if block.kept is not None:
         slope.mul_(block.kept).div_(1.0 - scores.dropout)
     slope.sub_((slope * block.shares).sum(-1, keepdim=True)).mul_(block.shares)
-    if "mask" in made:
-        mask = made["mask"][:, :, rows] if made["mask"].shape[2] > 1 else made["mask"]
+    if "mask" in gradients:
+        mask = gradients["mask"]
+        mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
         mask = mask[..., keys] if mask.shape[3] > 1 else mask
         mask += slope.sum_to_size(mask.shape)
     if (capped := scores.slopes(rows)) is not None:
         slope *= capped
     slope_BGKRS = slope.mul_(scores.scale).unflatten(1, heads)
-    made["query"][:, :, :, rows] = torch.einsum(
+    gradients["query"][:, :, :, rows] = torch.einsum(
         "bgkls,bgsd->bgkld", slope_BGKRS, key_BGSD[:, :, keys]
     )
-    made["key"][:, :, keys] += torch.einsum("bgkls,bgkld->bgsd", slope_BGKRS, query)
+    gradients["key"][:, :, keys] += torch.einsum("bgkls,bgkld->bgsd", slope_BGKRS, query)
 
 
 def gradients_by_heads(
@@ -131,21 +139,22 @@ def gradients_by_heads(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
 ) -> dict[str, Tensor]:
-    """Gradients in the scores' dtype, one key head at a time: of all, what is held in float64 on
-    the way would be many times what came.
+    """Returns gradients in the scores' dtype, computed one key head at a time.
+
+    The float64 intermediates of all heads together would need many times the memory of the inputs.
 
     Args:
-        backward: gradients of query, key and value in float64, of one key head and the K query
-            heads that read it.
+        backward: returns the gradients of query, key and value in float64, for one key head and the
+            K query heads that read it.
     """
     (H, G), dtype = (query_BHLD.shape[1], key_BGSD.shape[1]), score_dtype(query_BHLD.dtype)
     query, key, value = (
         torch.empty_like(x, dtype=dtype) for x in (query_BHLD, key_BGSD, value_BGSE)
     )
     for g in range(G):
-        own, heads = slice(g, g + 1), slice(g * H // G, (g + 1) * H // G)
-        query[:, heads], key[:, own], value[:, own] = backward(
-            grad_BHLE[:, heads], query_BHLD[:, heads], key_BGSD[:, own], value_BGSE[:, own]
+        group, heads = slice(g, g + 1), slice(g * H // G, (g + 1) * H // G)
+        query[:, heads], key[:, group], value[:, group] = backward(
+            grad_BHLE[:, heads], query_BHLD[:, heads], key_BGSD[:, group], value_BGSE[:, group]
         )
     return {"query": query, "key": key, "value": value}
 
@@ -158,15 +167,15 @@ def gradients_by_features(
     divided: tuple[Tensor, Tensor] | None,
     offsets: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the features of queries and of keys, and of the values.
+    """Returns the gradients of the features of queries and of keys, and of the values.
 
     With Y_i = sum_j (f_i . g_j) v_j / n_i and G_i = dY_i / n_i, the gradient of f_i . g_j is
-    G_i . v_j + b_i, b_i = -G_i . Y_i: sums of products again, in which G and b are features.
+    G_i . v_j + b_i, b_i = -G_i . Y_i. These are sums of products again, with G and b as features.
 
     Args:
         grad_BGKLE: dY.
-        divided: Y n and n, (B, G, K, L, 1), inf in n for rows to leave out; None: nothing is
-            divided, n is 1 and b is 0.
+        divided: Y n and n, (B, G, K, L, 1), with inf in n for rows to omit; None: no division, so
+            n is 1 and b is 0.
     """
     if divided is None:
         gradient = transposed_feature_sums(key_BGSF, query_BGKLF, grad_BGKLE, offsets)

@@ -1,5 +1,7 @@
-"""Mixtures of keys and of values, scores against them, and their averages, without overflow for any
-finite input."""
+"""Linformer's mixtures of keys and values, their scores and averages, without overflow.
+
+No finite input overflows. The entry points are `Path` and `average_mixtures`.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from qkv.attention.common.visibility import Visibility, row_blocks
 __all__ = ["Path", "average_mixtures"]
 
 _ELEMENTS = 1 << 22  # of a block of rows of a projection
-_SIZE = 480  # exponent of what is shrunk: a product of two has 2**960, and room for sums
+_SIZE = 480  # exponent of scaled rows: a product of two has 2**960, which leaves room for sums
 
 
 class Path(NamedTuple):
-    """How a request is computed so that nothing overflows on the way.
+    """The dtype and scaling with which a request is computed, so that nothing overflows.
 
     Attributes:
-        dtype: of scores and sums: float32 or float64, and float64 where float32 could overflow.
-        shrinks: float64 could overflow too: powers of two are kept apart.
+        dtype: the dtype of scores and sums; float64 where float32 could overflow.
+        shrinks: float64 could overflow too, so powers of two are kept separately.
     """
 
     dtype: torch.dtype
@@ -48,27 +50,29 @@ class Path(NamedTuple):
         return cls(exact if safe else torch.float64, exact == torch.float64 and not safe)
 
     def mixed(self, projection_RS: Tensor, x_BGSX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """projection @ x, (B, G, R, X), and as exponents the powers of two that each of its rows
-        has been divided by, (B, G, R, 1); None: by none."""
+        """Returns projection @ x, (B, G, R, X), and the exponents of its rows, (B, G, R, 1).
+
+        Each row is divided by 2 to its exponent; None: no row is divided.
+        """
         projection, x = projection_RS.to(self.dtype), x_BGSX.to(self.dtype)
         if not self.shrinks:
             return projection @ x, None
         x, x_exponents = split_exponents(x)
         (B, G, S, X), R = x.shape, len(projection)
-        made = x.new_empty(B, G, R, X)
+        mixed = x.new_empty(B, G, R, X)
         exponents = x_exponents.new_empty(B, G, R, 1)
-        own = torch.frexp(projection).exponent
+        projection_exponents = torch.frexp(projection).exponent
         for b, g in np.ndindex(B, G):
             nothing_S = (x[b, g] == 0).all(-1)
             for rows in row_blocks(R, S, _ELEMENTS):
                 part, shift = projection[rows].masked_fill(nothing_S, 0.0), x_exponents[b, g].mT
-                sizes = (own[rows] + shift).masked_fill(part == 0, -5000)
+                sizes = (projection_exponents[rows] + shift).masked_fill(part == 0, -5000)
                 exponents[b, g, rows] = sizes.amax(-1, keepdim=True) - _SIZE
-                made[b, g, rows] = times_power_of_2(part, shift - exponents[b, g, rows]) @ x[b, g]
-        return made, exponents
+                mixed[b, g, rows] = times_power_of_2(part, shift - exponents[b, g, rows]) @ x[b, g]
+        return mixed, exponents
 
     def scores(self, query_BHLD: Tensor, key_BGSD: Tensor, E_RS: Tensor, scale: float) -> Scores:
-        """Of the queries against E K."""
+        """Returns the scores of the queries against E K."""
         key, exponents = self.mixed(E_RS, key_BGSD)
         L, R = query_BHLD.shape[2], len(E_RS)
         visible = Visibility.of(L, R, None, None, False, 0, None, self.dtype)
@@ -83,18 +87,20 @@ class Path(NamedTuple):
         )
 
     def weights(self, map_BHLR: Tensor, F_RS: Tensor, padding_BS: Tensor | None) -> Tensor:
-        """P F, with zeros for padding."""
+        """Returns P F, with zeros for padding."""
         F = F_RS.to(self.dtype)
-        if self.shrinks:  # a sum that rounds up at the end of the range is no larger than F
+        if self.shrinks:  # an average of F is no larger than F, also if the sum rounds up
             most = largest_size(F) / 4
-            made = (map_BHLR @ (F / 4)).clamp_(-most, most).mul_(4)
+            weights = (map_BHLR @ (F / 4)).clamp_(-most, most).mul_(4)
         else:
-            made = map_BHLR @ F
-        return made if padding_BS is None else made.masked_fill_(padding_BS[:, None, None], 0.0)
+            weights = map_BHLR @ F
+        if padding_BS is None:
+            return weights
+        return weights.masked_fill_(padding_BS[:, None, None], 0.0)
 
 
 def average_mixtures(map_BHLR: Tensor, value_BGRE: Tensor, exponents_BGR1: Tensor | None) -> Tensor:
-    """P (F V), (B, H, L, E)."""
+    """Returns P (F V), (B, H, L, E)."""
     map_BGKLR = map_BHLR.unflatten(1, (value_BGRE.shape[1], -1))
     if exponents_BGR1 is None:
         return torch.einsum("bgklr,bgre->bgkle", map_BGKLR, value_BGRE).flatten(1, 2)
@@ -102,5 +108,5 @@ def average_mixtures(map_BHLR: Tensor, value_BGRE: Tensor, exponents_BGR1: Tenso
     sizes = torch.frexp(map_BGKLR).exponent + exponents
     top = sizes.masked_fill(map_BGKLR == 0, -10000).amax(-1, keepdim=True)
     map_BGKLR = times_power_of_2(map_BGKLR, exponents - top)
-    made = torch.einsum("bgklr,bgre->bgkle", map_BGKLR, value_BGRE)
-    return times_power_of_2(made, top).flatten(1, 2)
+    average = torch.einsum("bgklr,bgre->bgkle", map_BGKLR, value_BGRE)
+    return times_power_of_2(average, top).flatten(1, 2)

@@ -1,5 +1,4 @@
-"""Rows of A where all keys share their sums: which keys are padding, which a row sees, and which
-rows are to be made once more."""
+"""Padding and causal masks for variants that sum over keys, and the rows to recompute."""
 
 from __future__ import annotations
 
@@ -23,26 +22,28 @@ __all__ = [
     "zero_hidden",
 ]
 
-Causal = Annotated[bool, Field(description="A query sees no key past its position.")]
+Causal = Annotated[bool, Field(description="A query sees only the keys up to its own position.")]
 QueryOffset = Annotated[
     Annotated[int, Field(ge=-(2**31), lt=2**31)] | Literal["end"],
     Field(
-        description='Position of the first query on the key axis; "end" puts the last query '
-        "on the last valid key."
+        description='Position of the first query on the key axis. "end" aligns the last query '
+        "with the last valid key."
     ),
 ]
 
 
 def padding_mask(S: int, key_lengths_B: Tensor | None) -> Tensor | None:
-    """Which keys are padding, (B, S); None: none is."""
+    """Returns True for each key that is padding, (B, S); None if there is no padding."""
     if key_lengths_B is None:
         return None
     return torch.arange(S, device=key_lengths_B.device) >= key_lengths_B[:, None]
 
 
 def mask_padding(padding_BS: Tensor | None, tensor_BGSX: Tensor, instead: float = 0.0) -> Tensor:
-    """Keys or values with zeros for padding, whose NaN or inf would spread through sums; or -inf
-    instead, of which e^x is 0."""
+    """Returns keys or values with zeros for padding, whose NaN or inf would spread through sums.
+
+    `instead` replaces zero; -inf is for keys of which e^x is summed.
+    """
     if padding_BS is None:
         return tensor_BGSX
     return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], instead)
@@ -56,7 +57,7 @@ def item_offsets(
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> list[int] | None:
-    """Each item's position of the first query; None where every query sees every key."""
+    """Returns each item's position of the first query; None if every query sees every key."""
     if not causal:
         return None
     if query_offset != "end":
@@ -66,14 +67,14 @@ def item_offsets(
 
 
 def visible_keys(rows_R: Tensor, S: int, offset: int | None) -> Tensor | None:
-    """Which keys the queries at these rows see, (R, S); None: all."""
+    """Returns True for each key that the queries at these rows see, (R, S); None: all keys."""
     if offset is None:
         return None
     return torch.arange(S, device=rows_R.device) <= rows_R[:, None] + offset
 
 
 def zero_hidden(block_BGKRS: Tensor, rows: slice, offsets: list[int] | None) -> None:
-    """Zeros, in place, for what these rows of A do not see."""
+    """Sets the weights of keys that these rows of A do not see to zero, in place."""
     if offsets is None:
         return
     row_R = torch.arange(rows.start, rows.stop, device=block_BGKRS.device)
@@ -91,7 +92,7 @@ def visible_counts(
     offsets: list[int] | None,
     device: torch.device,
 ) -> Tensor:
-    """How many keys each query sees, (B, L)."""
+    """Returns the number of keys that each query sees, (B, L)."""
     if key_lengths_B is None:
         key_lengths_B = torch.full((B,), S, device=device)
     counts_BL = key_lengths_B[:, None].expand(B, L)
@@ -102,7 +103,7 @@ def visible_counts(
 
 
 def rows_to_redo(bad_BGKL: Tensor, at_once: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The rows that are bad: head by head, at most `at_once` at a time."""
+    """Yields the bad rows with their head (b, g, k), at most `at_once` rows at a time."""
     if not bad_BGKL.any():
         return
     for head in np.ndindex(*bad_BGKL.shape[:3]):

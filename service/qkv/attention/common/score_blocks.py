@@ -1,4 +1,4 @@
-"""Scores and their softmax, a block of rows at a time, without overflow for any finite input."""
+"""Softmax scores and weights in blocks of rows, without overflow for any finite input."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = [
 ]
 
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
-_SIZE = 480  # a row's largest becomes 2**480: products do not overflow, what is tiny stays
-_ROOM = 900  # scores up to 2**900 have room for any mask of float32's range, and for sums
+_SIZE = 480  # a row's largest becomes 2**480: products do not overflow, and tiny numbers survive
+_ROOM = 900  # scores up to 2**900 leave room for any mask of float32's range, and for sums
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What scores and sums are held in: float32 at least."""
+    """Returns the dtype of scores and sums: float32 at least."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> bool:
-    """Whether nothing can overflow in the scores' dtype, and all is finite."""
+    """Returns True if nothing can overflow in the scores' dtype and all numbers are finite."""
     most = _SAFE[score_dtype(query.dtype)]
     if not _scores_fit(query, key, scale, most):
         return False
@@ -40,10 +40,10 @@ def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> b
 
 
 def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> bool:
-    """Whether no score, nor a sum on the way to it, can pass `most`; two passes over the inputs.
+    """Returns True if no score and no partial sum of a score can exceed `most`.
 
-    By Cauchy's inequality none is larger than the norms of all queries and of all keys multiplied,
-    which are had in two thirds of the time that their largest numbers take.
+    By Cauchy's inequality no score exceeds the norm of all queries times the norm of all keys. The
+    norms take two thirds of the time of the largest elements. Either way the inputs are read once.
     """
     products = _norm(query) * _norm(key)
     if products < most and products * abs(scale) < most:
@@ -53,7 +53,7 @@ def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> bool:
 
 
 def _norm(x: Tensor) -> float:
-    """The root of the sum of squares; inf where it is not had at once, NaN where there is one."""
+    """Returns the root of the sum of squares; inf where that is not cheap; NaN if x has NaN."""
     if x.dtype not in _SAFE or not x.is_contiguous():
         return math.inf
     row = x.view(-1)
@@ -61,12 +61,14 @@ def _norm(x: Tensor) -> float:
 
 
 class ScoreBlock(NamedTuple):
-    """Scores and weights of a block of rows over the keys it can see; (B, H, R, keys) all.
+    """Scores and weights of a block of rows over the keys that it can see, all (B, H, R, keys).
 
     Attributes:
-        weights: after dropout.
-        shares: before it: rows that sum to 1, or to 0.
-        kept: which of them dropout keeps; None without dropout.
+        keys: the range of these keys.
+        scores: the scores.
+        weights: the weights after dropout.
+        shares: the weights before dropout; each row sums to 1, or to 0.
+        kept: True for each weight that dropout keeps; None without dropout.
     """
 
     keys: slice
@@ -77,13 +79,13 @@ class ScoreBlock(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """All that makes a block of scores.
+    """The tensors and parameters from which blocks of scores are computed.
 
     Attributes:
-        query_BGKLD: queries, the K heads that read one key head side by side; scores' dtype.
-        key_BGSD: keys, in the scores' dtype.
-        exponents: where float64 could overflow, the powers of two that each query row (B,G,K,L,1)
-            and each key row (B,G,1,1,S) have been divided by; else None.
+        query_BGKLD: queries in the scores' dtype, the K heads that read one key head side by side.
+        key_BGSD: keys in the scores' dtype.
+        exponents: where float64 could overflow, the exponents of two by which each query row
+            (B,G,K,L,1) and each key row (B,G,1,1,S) is divided; otherwise None.
         visible, scale, softcap, dropout, seed, plane_BH: as in `softmax.attend`.
     """
 
@@ -110,13 +112,13 @@ class Scores(NamedTuple):
         plane_BH: Tensor | None,
         safe: bool,
     ) -> Scores:
-        """Brings query and key to the visibility's dtype and, where unsafe, to a safe size."""
+        """Converts query and key to the visibility's dtype and, where unsafe, to a safe size."""
         B, H = query_BHLD.shape[:2]
         query = query_BHLD.to(visible.dtype).unflatten(1, (key_BGSD.shape[1], -1))
         key, exponents = key_BGSD.to(visible.dtype), None
         if not safe:
             key = visible.without_padding(key)
-            if query_BHLD.dtype == torch.float64:  # what was narrower cannot overflow it
+            if query_BHLD.dtype == torch.float64:  # narrower dtypes cannot overflow float64
                 query, query_exponents = split_exponents(query)
                 key, key_exponents = split_exponents(key)
                 exponents = (query_exponents, key_exponents[:, :, None].mT)
@@ -125,23 +127,23 @@ class Scores(NamedTuple):
         return cls(query, key, exponents, visible, scale, softcap, dropout, seed, plane_BH)
 
     def block(self, rows: slice) -> ScoreBlock:
-        """Scores and weights of the query rows from `rows.start` to `rows.stop`."""
+        """Returns the scores and weights of the query rows `rows.start` to `rows.stop`."""
         keys, bias = self.visible.block(rows, self.key_BGSD.device)
         scores, grown = self._products(rows, keys, bias)
         if self.softcap is not None:
-            # capped scores are of ordinary size, so the exponents are spent here
+            # capped scores are of ordinary size, so the exponents are applied here
             scores = times_power_of_2(scores, grown).div_(self.softcap).tanh_().mul_(self.softcap)
             grown = None
         if bias is not None:
             if bias.dtype == torch.bool:
                 scores.masked_fill_(~bias, -torch.inf)
             else:
-                if self.exponents is not None:  # what is hidden may be inf, and inf - inf is NaN
+                if self.exponents is not None:  # hidden scores may be inf, and inf - inf is NaN
                     scores.masked_fill_(bias == -torch.inf, 0.0)
                 scores += bias if grown is None else times_power_of_2(bias, -grown)
         logits = scores
         if grown is not None:
-            # shifted first, so that growing cannot give inf - inf: the largest is 0
+            # the shift comes first: the largest logit is 0, and scaling cannot give inf - inf
             logits = times_power_of_2(scores - scores.amax(dim=-1, keepdim=True), grown)
         weights = torch.softmax(logits, dim=-1)
         if bias is not None and keys.start < keys.stop:
@@ -154,7 +156,7 @@ class Scores(NamedTuple):
         return ScoreBlock(keys, times_power_of_2(scores, grown), weights, shares, kept)
 
     def of_heads(self, groups: slice) -> Scores:
-        """Those of some key heads, and the query heads that read them."""
+        """Returns the scores of some key heads and of the query heads that read them."""
         K, visible, exponents = self.query_BGKLD.shape[2], self.visible, self.exponents
         heads = slice(groups.start * K, groups.stop * K)
         if visible.mask_BHLS is not None and visible.mask_BHLS.shape[1] > 1:
@@ -170,10 +172,10 @@ class Scores(NamedTuple):
         )
 
     def slopes(self, rows: slice) -> Tensor | None:
-        """The derivative of a block's capped scores by the scores as they came; None: they are not
-        capped.
+        """Returns the derivative of a block's capped scores by its uncapped scores.
 
-        1 / cosh(x)^2, because of 1 - tanh(x)^2 nothing is left where x is large.
+        None if scores are not capped. The formula is 1 / cosh(x)^2, because 1 - tanh(x)^2 cancels
+        to 0 where x is large.
         """
         if self.softcap is None:
             return None
@@ -185,7 +187,7 @@ class Scores(NamedTuple):
     def _products(
         self, rows: slice, keys: slice, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """scale Q K^T of a block, and what its rows are to be multiplied by, as exponents."""
+        """Returns scale Q K^T of a block, and the exponents of two to multiply its rows by."""
         scores = torch.einsum(
             "bgkld,bgsd->bgkls", self.query_BGKLD[:, :, :, rows], self.key_BGSD[:, :, keys]
         ).flatten(1, 2)
@@ -198,20 +200,23 @@ class Scores(NamedTuple):
 
 
 def largest_size(x: Tensor) -> float:
-    """Largest absolute value; NaN where there is one."""
+    """Returns the largest absolute value; NaN if x has NaN."""
     low, high = torch.aminmax(x)
     return max(-low.item(), high.item())
 
 
 def split_exponents(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / 2**e and e, exactly, with an e for each row that makes its largest about 2**_SIZE."""
+    """Returns x / 2**e and e, exactly. The e of each row makes its largest about 2**_SIZE."""
     exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - _SIZE
     return times_power_of_2(x, -exponents), exponents
 
 
 def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """scores * 2**exponents, but for a power of two per row that keeps what it can see finite;
-    that power, 0 where nothing overflows, is what a row is to be grown by in the end."""
+    """Returns scores * 2**(exponents - g) and g, an exponent per row.
+
+    g keeps the visible scores of the row finite. It is 0 where nothing overflows. The row must be
+    multiplied by 2**g at the end.
+    """
     sizes = torch.frexp(scores).exponent + exponents
     unseen = scores == 0
     if bias is not None:
@@ -222,10 +227,13 @@ def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Ten
 
 
 def times_power_of_2(x: Tensor, exponents: Tensor | None) -> Tensor:
-    """x * 2**exponents, in two steps because 2.0**1024 is no float; x itself for None."""
+    """Returns x * 2**exponents, or x itself for None.
+
+    It multiplies twice, because 2.0**1024 is not a float.
+    """
     if exponents is None:
         return x
-    # past these a normal number is inf or 0 anyway, and 0 stays 0
+    # beyond these bounds a normal number becomes inf or 0 anyway, and 0 stays 0
     x, exponents = torch.broadcast_tensors(x, exponents.clamp(-2100, 2046))
     half = exponents // 2
     return torch.ldexp(torch.ldexp(x, half), exponents - half)

@@ -1,4 +1,4 @@
-"""Which keys a query may attend to, and what is added to its scores, a block of rows at a time."""
+"""Masks, windows and padding as key ranges and biases, a block of query rows at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Block(NamedTuple):
     """The keys that a block of query rows can see.
 
     Attributes:
-        keys: the range of keys outside which no row of the block sees anything; may be empty.
-        bias_BHRS: for the keys in that range, bool (true: may attend) or floating (added to the
-            scores, -inf where a row may not attend), broadcastable; None where all is allowed.
+        keys: the range that contains all keys that a row of the block sees; may be empty.
+        bias_BHRS: for the keys in that range, broadcastable: bool (true: may attend) or floating
+            (added to the scores, -inf where a row may not attend); None if all is allowed.
     """
 
     keys: slice
@@ -24,17 +24,17 @@ class Block(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """All that restricts or biases the scores (B, H, L, S), without holding an (L, S) matrix.
+    """The restrictions and biases of the scores (B, H, L, S), without an (L, S) matrix.
 
     Attributes:
         L, S: query and key length.
         mask_BHLS: bool or floating, four axes, each of full size or 1.
-        key_lengths_B: int64; keys at and past it are padding.
-        causal: a query sees no key past its own position.
-        offset: position of the first query on the key axis, or (B, 1, 1, 1) of them.
-        offsets: the lowest and the highest of them, where they are known without asking a device.
-        left, right: how many keys before and after its position a query sees; None: all.
-        dtype: what floating masks are added in, the dtype of the scores.
+        key_lengths_B: int64; keys at and after this position are padding.
+        causal: a query sees only the keys up to its own position.
+        offset: the position of the first query on the key axis, or (B, 1, 1, 1) positions.
+        offsets: the lowest and highest offset, if known without a device synchronisation.
+        left, right: the number of keys before and after its position that a query sees; None: all.
+        dtype: the dtype of the scores, in which floating masks are added.
     """
 
     L: int
@@ -60,7 +60,7 @@ class Visibility(NamedTuple):
         window: tuple[int | None, int | None] | None,
         dtype: torch.dtype,
     ) -> Visibility:
-        """Puts the parameters, as a request names them, together."""
+        """Returns the visibility for the parameters of a request."""
         left, right = window or (None, None)
         if query_offset != "end":
             offset: int | Tensor = query_offset
@@ -69,25 +69,25 @@ class Visibility(NamedTuple):
             offset, offsets = S - L, (S - L, S - L)
         else:
             offset = (key_lengths_B - L).view(-1, 1, 1, 1)
-            # reading them from a GPU would wait for it, and what a row reads would depend on
-            # the requests stacked with it
+            # reading offsets from a GPU would wait for it, and the key ranges of a row would
+            # depend on the requests in the same batch
             on_cpu = offset.device.type == "cpu"
             offsets = (int(offset.min()), int(offset.max())) if on_cpu else None
         return cls(L, S, mask_BHLS, key_lengths_B, causal, offset, offsets, left, right, dtype)
 
     @property
     def is_causal_only(self) -> bool:
-        """Nothing but what torch's `is_causal` means: aligned at the first query and key."""
+        """True if torch's `is_causal`, aligned at the first query and key, restricts alone."""
         return self.causal and self.offsets == (0, 0) and self._is_bare
 
     @property
     def is_all(self) -> bool:
-        """Nothing is restricted or biased."""
+        """True if nothing is restricted or biased."""
         return not self.causal and self._is_bare
 
     @property
     def _is_bare(self) -> bool:
-        """No masks, no padding, no window."""
+        """True without mask, padding and window."""
         return (
             self.mask_BHLS is None
             and self.key_lengths_B is None
@@ -96,7 +96,7 @@ class Visibility(NamedTuple):
         )
 
     def without_padding(self, tensor_BGSX: Tensor) -> Tensor:
-        """Keys or values with zeros for padding, whose NaN or inf would spread through sums."""
+        """Returns keys or values with zeros for padding, whose NaN or inf would spread in sums."""
         if self.key_lengths_B is None:
             return tensor_BGSX
         padding_BS = torch.arange(self.S, device=tensor_BGSX.device) >= self.key_lengths_B[:, None]
@@ -104,18 +104,18 @@ class Visibility(NamedTuple):
 
     @property
     def bias_planes(self) -> int:
-        """How many (b, h) planes of (rows, S) a block's bias has, at most."""
+        """The largest number of (b, h) planes of (rows, S) in a block's bias."""
         B, H = (1, 1) if self.mask_BHLS is None else self.mask_BHLS.shape[:2]
         return H * (B if self.key_lengths_B is None else len(self.key_lengths_B))
 
     @property
     def varies_by_row(self) -> bool:
-        """Whether a bias over all rows would be an (L, S) matrix."""
+        """True if a bias over all rows would be an (L, S) matrix."""
         rows = self.mask_BHLS is not None and self.mask_BHLS.shape[2] > 1
         return rows or self.causal or self.left is not None or self.right is not None
 
     def _keys(self, rows: slice) -> slice:
-        """The keys that any of the rows can see, as far as the offsets are known."""
+        """Returns the keys that any of the rows can see, as far as the offsets are known."""
         first, last = 0, self.S
         if self.offsets is not None:
             lowest, highest = self.offsets
@@ -128,7 +128,7 @@ class Visibility(NamedTuple):
         return slice(first, last) if first < last else slice(0, 0)
 
     def block(self, rows: slice, device: torch.device) -> Block:
-        """What the query rows `rows.start` to `rows.stop` see."""
+        """Returns the keys and biases of the query rows `rows.start` to `rows.stop`."""
         keys = self._keys(rows)
         if self.is_all:
             return Block(keys, None)
@@ -159,10 +159,10 @@ class Visibility(NamedTuple):
 
 
 def row_blocks(L: int, row_elements: int, budget: int) -> list[slice]:
-    """Cuts L rows into blocks of at most `budget` elements, a row having `row_elements`."""
+    """Cuts L rows of `row_elements` elements into blocks of at most `budget` elements."""
     rows = max(1, budget // max(1, row_elements))
     if 32 < rows < L:
-        rows -= rows % 32  # whole tiles for the kernels
+        rows -= rows % 32  # kernels work in tiles of 32 rows
     return [slice(start, min(L, start + rows)) for start in range(0, L, rows)]
 
 
@@ -171,7 +171,7 @@ def _both(one: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in the scores' dtype; what is finite stays finite (-1e300 is not -inf)."""
+    """Returns the mask in the scores' dtype. Finite numbers stay finite: -1e300 is not -inf."""
     if mask.dtype != torch.float64 or dtype == torch.float64:
         return mask.to(dtype)
     most = torch.finfo(dtype).max

@@ -1,5 +1,5 @@
-"""Layers: projections around a variant, the weight layouts they come in, and their conversion.
+"""Layers: projections around a variant, their weight layouts, and the conversion of layouts.
 
-A module here named in `LAYOUTS` is a layout: `read` takes its tensors to `Projections`, `write`
-takes them back.
+A module named in `LAYOUTS` is a layout: `read` converts its tensors to `Projections`, `write`
+converts them back.
 """

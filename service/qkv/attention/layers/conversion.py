@@ -1,4 +1,4 @@
-"""Weights of one layout into another, checked by running both layers."""
+"""Converts weights from one layout to another and checks the result by running both layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qkv.errors import InvalidContent
 
 __all__ = ["Converted", "convert"]
 
-_TOKENS: Final = 8  # of the random input that both layers run on
+_TOKENS: Final = 8  # length of the random input on which both layers run
 
 
 class Converted(NamedTuple):
-    """Tensors in the target layout, and what running both layers showed."""
+    """Tensors in the target layout, and the result of the check."""
 
     tensors: dict[str, Array]
     check: dict[str, Any]
@@ -34,90 +34,90 @@ def convert(
     heads: int | None = None,
     bias: Literal["refuse", "augment"] = "refuse",
 ) -> Converted:
-    """Takes a layer's weights from one layout to another. No number changes.
+    """Converts a layer's weights from one layout to another. No number changes.
 
     Args:
         source, target: names of layouts.
-        tensors: in the source layout.
-        heads: query heads, for the check; None: one.
-        bias: "augment" folds biases into v1's weights as a last row, for x with a column of
-            ones, or takes such a row back out.
+        tensors: the tensors in the source layout.
+        heads: the number of query heads, for the check; None: one.
+        bias: "augment" appends each bias to its v1 weight as a last row, for x with a column of
+            ones. In the other direction it turns the last row into a bias.
 
     Raises:
-        InvalidContent: a layout or tensor is unknown or does not fit, or the target has no place
-            for something.
+        InvalidContent: a layout or tensor is unknown or does not fit, or the target layout cannot
+            hold a tensor.
     """
     reader, writer = layouts.find(source, "/from"), layouts.find(target, "/to")
-    given = reader.read(tensors)
-    projections = given
+    source_projections = reader.read(tensors)
+    projections = source_projections
     if bias == "augment":
         if {source, target} != {"v1", "v2"}:
             raise InvalidContent(
-                f'"bias": "augment" has a meaning between v1 and v2, not from {source} to {target}',
+                f'bias is "augment": got {source} to {target}, expected v1 to v2 or v2 to v1',
                 pointer="/bias",
             )
-        projections = (
-            layout_v1.fold_biases(given) if target == "v1" else layout_v1.separate_biases(given)
-        )
-    written = writer.write(projections)
-    _refuse_unsplittable(Layer(given, heads, reader))
+        change = layout_v1.fold_biases if target == "v1" else layout_v1.separate_biases
+        projections = change(source_projections)
+    converted = writer.write(projections)
+    _refuse_unsplittable(Layer(source_projections, heads, reader))
     return Converted(
-        written,
-        _check(reader, given, writer, writer.read(written), heads or 1),
+        converted,
+        _check(reader, source_projections, writer, writer.read(converted), heads or 1),
     )
 
 
 def _check(
     reader: layouts.Layout,
-    given: Projections,
+    source: Projections,
     writer: layouts.Layout,
-    written: Projections,
+    target: Projections,
     heads: int,
 ) -> dict[str, Any]:
-    """Runs both layers, each in its layout's own way, in float64 on the same random input."""
+    """Runs both layers in float64 on the same random input, each by its layout's `forward`."""
     generator = torch.Generator().manual_seed(0)
-    # an augmented side is one wider, and takes a column of ones there
-    widths = [min(len(g.weight), len(w.weight)) for g, w in zip(given, written, strict=True)]
-    fresh = {
+    # an augmented weight is one wider and takes a column of ones there
+    widths = [min(len(s.weight), len(t.weight)) for s, t in zip(source, target, strict=True)]
+    embeddings = {
         m: torch.randn(_TOKENS, m, generator=generator, dtype=torch.float64) for m in set(widths)
     }
     outputs = []
-    for layout, projections in ((reader, given), (writer, written)):
+    for layout, projections in ((reader, source), (writer, target)):
         query, key, value = (
-            _with_ones(fresh[m], len(p.weight)) for m, p in zip(widths, projections, strict=True)
+            _with_ones(embeddings[m], len(p.weight))
+            for m, p in zip(widths, projections, strict=True)
         )
         outputs.append(layout.forward(_double(projections), (query, key, value), heads))
     before, after = outputs
     return {
-        "largest_absolute_difference": _written((before - after).abs().max().item()),
-        "largest_absolute_output": _written(before.abs().max().item()),
+        "largest_absolute_difference": _as_json((before - after).abs().max().item()),
+        "largest_absolute_output": _as_json(before.abs().max().item()),
         "elements": before.numel(),
         "dtype": "float64",
     }
 
 
-def _written(number: float) -> float | str:
-    """A number as JSON can hold it: weights may be NaN or infinite, and so is then their check."""
+def _as_json(number: float) -> float | str:
+    """Returns a number as JSON; weights that are NaN or infinite give a check that is so too."""
     return number if math.isfinite(number) else {"nan": "NaN"}.get(str(number), "Infinity")
 
 
 def _with_ones(x_LM: torch.Tensor, width: int) -> torch.Tensor:
-    """x, with a column of ones where the layer is wider than it."""
+    """Returns x, with a column of ones if the layer is wider than x."""
     if width == x_LM.shape[1]:
         return x_LM
     return torch.cat([x_LM, x_LM.new_ones(len(x_LM), 1)], dim=1)
 
 
 def _refuse_unsplittable(layer: Layer) -> None:
-    """Raises where the widths do not split into heads, pointing where /v1/convert has them."""
+    """Rejects widths that do not split into heads, with pointers into the body of /v1/convert."""
     embeddings = {r: (1, 1, len(p.weight)) for r, p in zip(ROLES, layer.projections, strict=True)}
     try:
         layer.projected_shapes(embeddings, {role: role for role in ROLES})
         heads, groups = layer.head_count("query"), layer.head_count("key")
         if heads % groups:
             raise InvalidContent(
-                f"{heads} query heads are not a multiple of the {groups} key heads that "
-                f"{layer.projections.key.name} holds",
+                f"heads is invalid: got {heads} query heads, expected a multiple of the {groups} "
+                f"key heads of {layer.projections.key.name}",
                 pointer="/layer/heads",
             )
     except InvalidContent as error:
@@ -127,7 +127,7 @@ def _refuse_unsplittable(layer: Layer) -> None:
 
 def _double(projections: Projections) -> Projections:
     def double(array: Array) -> Array:
-        with np.errstate(invalid="ignore"):  # a signalling NaN among the weights
+        with np.errstate(invalid="ignore"):  # a signalling NaN warns
             return np.ascontiguousarray(array, np.float64)
 
     return Projections(

@@ -19,10 +19,10 @@ SUFFIXES: Final[tuple[str, ...]] = ("",)
 
 
 def read(tensors: Mapping[str, Array], pointer: str = "/tensors") -> Projections:
-    """Takes the layout's tensors.
+    """Reads the layout's tensors.
 
     Raises:
-        InvalidContent: one is missing, unknown, or not a floating (in, out).
+        InvalidContent: a tensor is missing, unknown, or not a floating (in, out).
     """
     return Projections(
         *(
@@ -34,29 +34,29 @@ def read(tensors: Mapping[str, Array], pointer: str = "/tensors") -> Projections
 
 
 def write(projections: Projections) -> dict[str, Array]:
-    """Gives the layout's tensors.
+    """Returns the layout's tensors.
 
     Raises:
-        InvalidContent: a projection has a bias, which has no place here.
+        InvalidContent: a projection has a bias, which this layout cannot hold.
     """
     for p in projections:
         if p.bias is not None:
             raise InvalidContent(
                 f"{p.name}.bias has no place in v1, whose layer is x @ {p.name}; "
-                'ask for "bias": "augment" to get (in + 1, out) weights for x with a column of '
-                "ones, which is the same layer exactly",
+                'set "bias" to "augment" for (in + 1, out) weights, which give exactly the same '
+                "layer for x with a column of ones",
                 pointer=f"/tensors/{p.name}.bias",
             )
     return {p.name: np.ascontiguousarray(p.weight) for p in projections}
 
 
 def forward(projections: Projections, x_LM: tuple[Tensor, Tensor, Tensor], heads: int) -> Tensor:
-    """The layer as listing 3.1 writes it, head by head: (L, heads * E). Only for checks.
+    """Runs the layer as in listing 3.1, head by head: (L, heads * E). Only for checks.
 
     Args:
-        projections: as `read` gives them, without biases.
+        projections: a result of `read`, without biases.
         x_LM: embeddings of query, key and value.
-        heads: query heads; key heads follow from the key's width.
+        heads: query heads; the key's width determines the number of key heads.
     """
     query, key, value = (
         x @ torch.from_numpy(p.weight) for x, p in zip(x_LM, projections, strict=True)
@@ -73,7 +73,7 @@ def forward(projections: Projections, x_LM: tuple[Tensor, Tensor, Tensor], heads
 
 
 def fold_biases(projections: Projections) -> Projections:
-    """Folds each bias into a last row of the weight, exactly, for x with a column of ones."""
+    """Appends each bias to its weight as a last row, exactly, for x with a column of ones."""
     return Projections(
         *(
             Projection(
@@ -86,11 +86,12 @@ def fold_biases(projections: Projections) -> Projections:
 
 
 def separate_biases(projections: Projections) -> Projections:
-    """The inverse of `fold_biases`: the last row of each weight becomes a bias."""
+    """Inverts `fold_biases`: the last row of each weight becomes a bias."""
     for p in projections:
         if len(p.weight) < 2:
             raise InvalidContent(
-                f"{p.name} of shape {list(p.weight.shape)} has no row to spare for a bias",
+                f"{p.name} has no row for a bias: got shape {list(p.weight.shape)}, expected at "
+                "least 2 rows",
                 pointer=f"/tensors/{p.name}",
             )
     return Projections(*(Projection(p.name, p.weight[:-1], p.weight[-1]) for p in projections))

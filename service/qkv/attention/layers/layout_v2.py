@@ -1,4 +1,4 @@
-"""Layout v2: W_query, W_key, W_value as nn.Linear keeps them, weight (out, in) and maybe a bias.
+"""Layout v2: W_query, W_key, W_value as in nn.Linear: weight (out, in), and optionally a bias.
 
 Source: S. Raschka, Build a Large Language Model (From Scratch), listing 3.2; torch.nn.Linear.
 """
@@ -20,16 +20,16 @@ SUFFIXES: Final[tuple[str, ...]] = (".weight", ".bias")
 
 
 def read(tensors: Mapping[str, Array], pointer: str = "/tensors") -> Projections:
-    """Takes the layout's tensors.
+    """Reads the layout's tensors.
 
     Raises:
-        InvalidContent: one is missing, unknown, or not a floating (out, in) or (out).
+        InvalidContent: a tensor is missing, unknown, or not a floating (out, in) or (out).
     """
     return Projections(*_read(tensors, pointer))
 
 
 def write(projections: Projections) -> dict[str, Array]:
-    """Gives the layout's tensors."""
+    """Returns the layout's tensors."""
     tensors = {}
     for p in projections:
         tensors[f"{p.name}.weight"] = np.ascontiguousarray(p.weight.T)
@@ -39,12 +39,12 @@ def write(projections: Projections) -> dict[str, Array]:
 
 
 def forward(projections: Projections, x_LM: tuple[Tensor, Tensor, Tensor], heads: int) -> Tensor:
-    """The layer as torch's own functions run it: (L, heads * E). Only for checks.
+    """Runs the layer with torch's own functions: (L, heads * E). Only for checks.
 
     Args:
-        projections: as `read` gives them.
+        projections: a result of `read`.
         x_LM: embeddings of query, key and value.
-        heads: query heads; key heads follow from the key's width.
+        heads: query heads; the key's width determines the number of key heads.
     """
     query, key, value = (
         linear(
@@ -71,12 +71,14 @@ def _read(tensors: Mapping[str, Array], pointer: str) -> Iterator[Projection]:
             checked(f"{name}.bias", bias, 1, pointer)
             if bias.dtype != weight.dtype:
                 raise InvalidContent(
-                    f"{name}.bias is {bias.dtype.name} where {name}.weight is {weight.dtype.name}",
+                    f"{name}.bias has the wrong dtype: got {bias.dtype.name}, expected "
+                    f"{weight.dtype.name} as {name}.weight has",
                     pointer=f"{pointer}/{name}.bias",
                 )
             if len(bias) != len(weight):
                 raise InvalidContent(
-                    f"{name}.bias has out={len(bias)} where {name}.weight has out={len(weight)}",
+                    f"{name}.bias has the wrong size: got out={len(bias)}, expected "
+                    f"out={len(weight)} as {name}.weight has",
                     pointer=f"{pointer}/{name}.bias",
                 )
         yield Projection(name, weight.T, bias)

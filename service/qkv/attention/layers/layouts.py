@@ -17,7 +17,7 @@ __all__ = ["LAYOUTS", "Layout", "find"]
 class Layout(Protocol):
     """The functions of a layout's module."""
 
-    SUFFIXES: tuple[str, ...]  # of a projection's tensors, the weight's first
+    SUFFIXES: tuple[str, ...]  # of a projection's tensor names, the weight's first
 
     def read(self, tensors: Mapping[str, Array], pointer: str = ...) -> Projections:
         """Reads the layout's tensors."""
@@ -28,7 +28,7 @@ class Layout(Protocol):
     def forward(
         self, projections: Projections, x_LM: tuple[Tensor, Tensor, Tensor], heads: int
     ) -> Tensor:
-        """Runs the layer as this layout's source does, for checks."""
+        """Runs the layer as the source of this layout does, for checks."""
 
 
 LAYOUTS: Final[Mapping[str, Layout]] = {"v1": layout_v1, "v2": layout_v2}
@@ -43,5 +43,6 @@ def find(name: object, pointer: str) -> Layout:
     if isinstance(name, str) and name in LAYOUTS:
         return LAYOUTS[name]
     raise InvalidContent(
-        f"no layout {format_value(name)}; there are {', '.join(LAYOUTS)}", pointer=pointer
+        f"layout is unknown: got {format_value(name)}, expected {' or '.join(LAYOUTS)}",
+        pointer=pointer,
     )

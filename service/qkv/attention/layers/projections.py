@@ -1,4 +1,4 @@
-"""The three projections of an attention layer, whatever layout they came in."""
+"""The three projections of an attention layer, in a form that does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Projection:
     """One projection, x @ weight + bias.
 
     Attributes:
-        name: as it was spelled, for instance W_keys.
+        name: the name in the request, for instance W_keys.
         weight: (in, out), possibly a transposed view.
         bias: (out), or None.
     """
@@ -40,7 +40,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Query, key and value projection."""
+    """The query, key and value projections."""
 
     query: Projection
     key: Projection
@@ -56,37 +56,39 @@ def take(
     """Finds each role's tensors under either spelling; the first suffix is required.
 
     Yields:
-        Per role, the name as spelled and the tensors of each suffix, None where absent.
+        Per role, the spelling in the request and the tensor of each suffix, None where absent.
 
     Raises:
-        InvalidContent: a tensor is missing, unknown, spelled twice, or of the wrong rank.
+        InvalidContent: a tensor is missing or unknown, or the request has both spellings.
     """
-    left = dict(tensors)
+    rest = dict(tensors)
     for role in ROLES:
-        spelled = [n for n in SPELLINGS[role] if n + suffixes[0] in tensors]
-        if len(spelled) != 1:
-            wanted = " or ".join(n + suffixes[0] for n in SPELLINGS[role])
-            came = ", ".join(map(repr, tensors)) or "nothing"
+        spellings = [n for n in SPELLINGS[role] if n + suffixes[0] in tensors]
+        if len(spellings) != 1:
+            expected = " or ".join(n + suffixes[0] for n in SPELLINGS[role])
+            names = ", ".join(map(repr, tensors)) or "nothing"
             raise InvalidContent(
-                f"the {role} projection must come once, as {wanted}; {came} came", pointer=pointer
+                f"the {role} projection is missing or there twice: got {names}, expected one "
+                f"{expected}",
+                pointer=pointer,
             )
-        yield spelled[0], [left.pop(spelled[0] + suffix, None) for suffix in suffixes]
-    if left:
+        yield spellings[0], [rest.pop(spellings[0] + suffix, None) for suffix in suffixes]
+    if rest:
         raise InvalidContent(
-            f"{', '.join(sorted(map(repr, left)))} do not belong to this layout", pointer=pointer
+            f"{', '.join(sorted(map(repr, rest)))} do not belong to this layout", pointer=pointer
         )
 
 
 def checked(name: str, array: Array, rank: int, pointer: str) -> Array:
-    """The array, if it is floating and of that rank.
+    """Returns the array if it is floating, has `rank` axes and is not empty.
 
     Raises:
-        InvalidContent: it is not.
+        InvalidContent: otherwise.
     """
     if array.ndim != rank or 0 in array.shape or array.dtype.kind in "bi":
         raise InvalidContent(
-            f"{name} must be a floating tensor with {rank} axes, none empty; {array.dtype} of "
-            f"shape {list(array.shape)} came",
+            f"{name} is invalid: got {array.dtype} of shape {list(array.shape)}, expected a "
+            f"floating tensor with {rank} axes, none empty",
             pointer=f"{pointer}/{name}",
         )
     return array

@@ -1,5 +1,5 @@
 """The attention variants, one file each: tensors in, tensors out.
 
 A module here whose name has no leading underscore is a variant; its name is the variant's name.
-CONVENTIONS.md lists the parts of a variant file. `qkv.attention.catalogue` reads them.
+README.md here lists the parts of a variant file. `qkv.attention.catalogue` reads them.
 """

@@ -1,8 +1,8 @@
-"""Efficient attention: queries are a softmax over channels, keys over positions; sums are shared.
+"""Efficient attention: queries are a softmax over channels, keys a softmax over positions.
 
-Formula: A = softmax_D(Q) softmax_S(K)^T, output = A V.
-Paper: Shen et al., Efficient Attention (arXiv:1812.01243), section 3.2.
-Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked for.
+Formula: A = softmax_D(Q) softmax_S(K)^T; causal: a query's softmax_S is over what it sees.
+Paper: Shen et al., Efficient Attention, arXiv:1812.01243, section 3.2.
+Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for.
 """
 
 from __future__ import annotations
@@ -37,28 +37,25 @@ from qkv.attention.common.running_softmax import Steep
 from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-FORMULA: Final = "A = softmax_D(Q) softmax_S(K)^T; causal: a query's softmax_S is over what it sees"
-PAPER: Final = "Shen et al., Efficient Attention, arXiv:1812.01243, section 3.2"
-COST: Final = "O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for"
 WEIGHTS: Final = "stochastic"
 REFUSES: Final[Mapping[str, str]] = {
-    "scale": "there are no scores: queries and keys have a softmax each, so scale what you send",
-    "softcap": "there are no scores that could be capped",
-    "window": "what all keys share is one sum: a window has no such sum",
-    "dropout": "no single weight is ever made that could be dropped",
-    "seed": "no single weight is ever made that could be dropped",
+    "scale": "there are no scores, only softmaxes; scale the queries or keys instead",
+    "softcap": "there are no scores to cap",
+    "window": "queries share one sum over all keys, and a window has no such sum",
+    "dropout": "the single weights that dropout needs are never computed",
+    "seed": "the single weights that dropout needs are never computed",
     "normalize": "the two softmaxes are the normalisation: rows sum to 1 without a division",
 }
 
 STACKABLE_BELOW: Final = 20.0  # half of _SPAN: no key below it puts a whole call on another path
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
-_SPAN = 40.0  # of a channel's keys, up to which e^(k - m) times a value is safe in float32
-_RISE = 300.0  # of a channel's largest key over its first, up to which one shift does in float64
+_SPAN = 40.0  # range of a channel's keys up to which e^(k - m) times a value is safe in float32
+_RISE = 300.0  # rise of a channel's keys over its first up to which float64 needs one shift only
 
 
 class Efficient(NamedTuple):
-    """What efficient attention answers; None where it was not asked for."""
+    """The outputs of efficient attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
@@ -68,12 +65,14 @@ class Efficient(NamedTuple):
 class _Features(NamedTuple):
     """Features of queries and of keys, whose products are A.
 
-    Not causal: both softmaxes. Causal: e^(k - m) for keys, m a channel's largest, and for queries
-    their softmax over the sum Z of e^(k - m) over the keys that each sees.
+    Without causal they are both softmaxes. With causal, those of keys are e^(k - m), m the largest
+    key of the channel. Those of queries are their softmax, divided by the sum Z of e^(k - m) over
+    the keys that each query sees.
 
     Attributes:
-        query_BGKLD, key_BGSD: zero for padding; not causal: queries still without their softmax.
-        offsets: each item's position of the first query; None where all is seen.
+        query_BGKLD, key_BGSD: the features, zero for padding; without causal, the softmax of
+            queries is still to be applied.
+        offsets: each item's position of the first query; None if every query sees every key.
     """
 
     query_BGKLD: Tensor
@@ -82,17 +81,17 @@ class _Features(NamedTuple):
 
     @property
     def phi(self) -> Phi | None:
-        """What makes features of queries; None: they are."""
+        """The function that maps queries to features; None: they are features."""
         return partial(torch.softmax, dim=-1) if self.offsets is None else None
 
     def output(self, value_BGSE: Tensor) -> Tensor:
-        """A @ value, (B, G, K, L, E)."""
+        """Returns A @ value, (B, G, K, L, E)."""
         dtype = value_BGSE.dtype
         query, key = self.query_BGKLD.to(dtype), self.key_BGSD.to(dtype)
         return feature_products(query, key, value_BGSE, self.offsets, self.phi)
 
     def block(self, rows: slice) -> Tensor:
-        """Rows of A, (B, G, K, R, S)."""
+        """Returns rows of A, (B, G, K, R, S)."""
         query = self.query_BGKLD[:, :, :, rows]
         query = query if self.phi is None else self.phi(query)
         block = torch.einsum("bgkld,bgsd->bgkls", query, self.key_BGSD)
@@ -100,14 +99,14 @@ class _Features(NamedTuple):
         return block
 
     def gradients(self, value_BGSE: Tensor, grad_BGKLE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of softmax_D(Q), of K and of the values, grad being that of A @ value."""
+        """Returns the gradients of softmax_D(Q), K and the values, from that of A @ value."""
         query, key, offsets = self.query_BGKLD, self.key_BGSD, self.offsets
         query = query if self.phi is None else self.phi(query)
         slope, _ = feature_sums(grad_BGKLE, value_BGSE, key, offsets)
         if offsets is not None:
             total = _totals(key, offsets, query.shape[3])
             slope /= total.masked_fill_(total == 0, 1.0)[:, :, None]
-        # what a row takes off is the same for all keys that it sees
+        # a row subtracts the same number for all keys that it sees
         row_BGKL1, key_BGS1 = torch.ones_like(query[..., :1]), torch.ones_like(key[..., :1])
         key_gradient = transposed_feature_sums(value_BGSE, grad_BGKLE, query, offsets)
         key_gradient -= transposed_feature_sums(key_BGS1, row_BGKL1, query * slope, offsets)
@@ -119,7 +118,7 @@ class _Features(NamedTuple):
 
 
 class _Steep(NamedTuple):
-    """The same where one shift would leave nothing of the early keys, item by item."""
+    """The same where early keys would underflow with one shift, item by item."""
 
     items: list[Steep]
 
@@ -138,7 +137,7 @@ class _Steep(NamedTuple):
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """The products that are not causal: keys with values, queries with their sum."""
+    """Returns the operations of the non-causal products: keys and values, queries and sums."""
     B, H, G, L, S, D, E = (sizes[letter] for letter in "BHGLSDE")
     return 2 * B * D * E * (G * S + H * L)
 
@@ -153,24 +152,24 @@ def attend(
     query_offset: QueryOffset = 0,
     outputs: frozenset[str],
 ) -> Efficient:
-    """Attends by two softmaxes.
+    """Computes efficient attention.
 
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
-        key_lengths_B: keys at and past this index are padding, and in no softmax.
+        key_lengths_B: keys at and after this position are padding, and in no softmax.
         causal, query_offset: see their descriptions.
-        outputs: which of "output" and "weights" to return.
+        outputs: the names of the outputs to return: "output", "weights".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
     output = weights = None
     if "output" in outputs:
-        make = _carefully if causal or dtype == torch.float64 else _quickly
-        output = make(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
+        compute = _exact_output if causal or dtype == torch.float64 else _fast_output
+        output = compute(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
     if "weights" in outputs:
-        made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+        matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
         weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
-            weights[:, :, rows] = made.block(rows).flatten(1, 2)
+            weights[:, :, rows] = matrix.block(rows).flatten(1, 2)
     return Efficient(output, weights)
 
 
@@ -182,18 +181,20 @@ def weights(
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A: from a slice of L to (B, H, R, S), in memory O(R S). The
-    arguments are `attend`'s."""
-    made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
+
+    The arguments are those of `attend`.
+    """
+    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     exact = score_dtype(query_BHLD.dtype)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        return made.block(rows).flatten(1, 2).to(exact)
+        return matrix.block(rows).flatten(1, 2).to(exact)
 
     return row_block
 
 
-def _quickly(
+def _fast_output(
     query_BHLD: Tensor,
     key_BGSD: Tensor,
     value_BGSE: Tensor,
@@ -201,24 +202,27 @@ def _quickly(
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> Tensor:
-    """The output in float32 where every query sees every key, but `_carefully` for the items that
-    this is too narrow for. Each is judged by itself: its bits do not depend on its neighbours."""
+    """Returns the output in float32 where every query sees every key.
+
+    Items for which float32 is too narrow take `_exact_output`. Each item is judged by itself, so
+    its bits do not depend on the other items.
+    """
     padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
     query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).float()
-    made, fits = average_by_channels(query, key_BGSD.float(), value_BGSE.float(), padding)
-    if made is None:
-        return _carefully(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
-    output = made.flatten(1, 2).to(query_BHLD.dtype)
+    average, fits = average_by_channels(query, key_BGSD.float(), value_BGSE.float(), padding)
+    if average is None:
+        return _exact_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
+    output = average.flatten(1, 2).to(query_BHLD.dtype)
     for b, fit in enumerate(fits):
         if not fit:
-            own = slice(b, b + 1)
-            lengths = None if key_lengths_B is None else key_lengths_B[own]
-            items = (query_BHLD[own], key_BGSD[own], value_BGSE[own], lengths)
-            output[own] = _carefully(*items, causal, query_offset)
+            item = slice(b, b + 1)
+            lengths = None if key_lengths_B is None else key_lengths_B[item]
+            tensors = (query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths)
+            output[item] = _exact_output(*tensors, causal, query_offset)
     return output
 
 
-def _carefully(
+def _exact_output(
     query_BHLD: Tensor,
     key_BGSD: Tensor,
     value_BGSE: Tensor,
@@ -226,20 +230,20 @@ def _carefully(
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> Tensor:
-    """The output, whatever came."""
-    made = _made(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    """Returns the output for finite inputs of any size."""
+    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     value = mask_padding(padding_mask(key_BGSD.shape[2], key_lengths_B), value_BGSE)
-    return _output(made, value).to(query_BHLD.dtype)
+    return _output(matrix, value).to(query_BHLD.dtype)
 
 
-def _made(
+def _matrix(
     query_BHLD: Tensor,
     key_BGSD: Tensor,
     key_lengths_B: Tensor | None,
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> _Features | _Steep:
-    """What makes A: in float32 or float64 where keys are of like size, else in float64."""
+    """Returns A as factors, in float32 or float64 if keys are of similar size, else in float64."""
     (B, _, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     padding = padding_mask(S, key_lengths_B)
@@ -251,7 +255,7 @@ def _made(
     if unseen is not None:
         key = key.masked_fill(unseen, -torch.inf)
     if offsets is None:
-        key = key.softmax(2)  # sums one after the other; a sum by parts is good to the last digit
+        key = key.softmax(2)  # it sums one by one; the sum below, by parts, loses no digit
         key.div_(key.sum(2, keepdim=True))
         return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
     query, most_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
@@ -261,17 +265,17 @@ def _made(
         most_BG1D = most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)
     key = (key - most_BG1D).exp_()
     total = _totals(key, offsets, L)
-    if unseen is not None:  # all of an item's keys may be
+    if unseen is not None:  # an item may have padding alone
         total.masked_fill_(total == 0, 1.0)
     query.div_(total[:, :, None])
     return _Features(query, key, offsets)
 
 
 def _is_narrow(key_BGSD: Tensor, unseen_B1S1: Tensor | None) -> bool:
-    """Whether the keys of no channel are further apart than _SPAN."""
+    """Returns True if the keys of every channel lie within _SPAN."""
     if unseen_B1S1 is None:
         low, high = torch.aminmax(key_BGSD)
-        if high.item() - low.item() <= _SPAN:  # of all channels together: the faster question
+        if high.item() - low.item() <= _SPAN:  # all channels together: faster to check
             return True
         return bool((key_BGSD.amax(2) - key_BGSD.amin(2) <= _SPAN).all())
     most = key_BGSD.masked_fill(unseen_B1S1, -torch.inf).amax(2)
@@ -280,23 +284,26 @@ def _is_narrow(key_BGSD: Tensor, unseen_B1S1: Tensor | None) -> bool:
 
 
 def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
-    """(B, G, L, D): the sum of the keys that each query sees; any for none."""
+    """Returns the sum of the keys that each query sees, (B, G, L, D).
+
+    It has no meaning for a query that sees no key.
+    """
     S, total = key_BGSD.shape[2], key_BGSD.cumsum(2)
     if L != S or any(offsets):
         row_L = torch.arange(L, device=key_BGSD.device)
-        at = (total[b][:, (row_L + o).clamp_(0, S - 1)] for b, o in enumerate(offsets))
-        total = torch.stack(list(at))
+        totals = (total[b][:, (row_L + o).clamp_(0, S - 1)] for b, o in enumerate(offsets))
+        total = torch.stack(list(totals))
     return total
 
 
-def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
-    """A @ value, (B, H, L, E); the value's padding is zeros."""
+def _output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
+    """Returns A @ value, (B, H, L, E). The padding of `value_BGSE` is zero."""
     value, dtype = value_BGSE, torch.float64
     most = [largest_size(item) for item in value] if value.numel() else [0.0] * len(value)
-    if isinstance(made, _Features) and made.query_BGKLD.dtype == torch.float32:
-        # past 1e15 what e^-_SPAN leaves of a small value beside it may underflow
+    if isinstance(matrix, _Features) and matrix.query_BGKLD.dtype == torch.float32:
+        # above 1e15, a small value times e^-_SPAN may underflow
         dtype = torch.float32 if all(m <= 1e15 for m in most) else dtype
-    # powers of two, exact: neither do sums overflow, nor do small values underflow
+    # exact powers of two, with which sums do not overflow and small values do not underflow
     exponents = [math.frexp(m)[1] for m in most]
     factors = [2.0 ** (min(max(e, -60), 900) - e) for e in exponents]
     value = value.to(dtype)
@@ -304,8 +311,8 @@ def _output(made: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     if scaled:
         factor_B111 = value.new_tensor(factors, dtype=torch.float64)[:, None, None, None]
         value = value * factor_B111.to(dtype)
-    # an average is no larger than what it averages, however it is rounded
-    output = made.output(value).flatten(1, 2)
+    # also a rounded average is no larger than the values
+    output = matrix.output(value).flatten(1, 2)
     for item, m, factor in zip(output, most, factors, strict=True):
         item.clamp_(-m * factor, m * factor)
     if scaled:
@@ -322,12 +329,12 @@ def reference(
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
 ) -> Efficient:
-    """The same in plain float64 numpy, row by row, as a textbook writes it."""
+    """Computes the same in plain float64 numpy, row by row, as in a textbook."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
     (B, H, L, _), (_, G, S, _) = query.shape, key.shape
 
     def softmax(x: np.ndarray, axis: int) -> np.ndarray:
-        with np.errstate(over="ignore"):  # as far below the largest is 0
+        with np.errstate(over="ignore"):  # a difference of -inf gives 0
             x = np.exp(x - x.max(axis, keepdims=True))
         x /= x.sum(axis, keepdims=True)
         return x
@@ -354,13 +361,14 @@ def backward(
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
 ) -> dict[str, Tensor]:
-    """Gradients of sum(grad_output * output), by sums over keys that all queries share and over
-    queries that all keys share, through both softmaxes. In float64; the arguments are `attend`'s.
+    """Returns the gradients of sum(grad_output * output), in float64.
 
-    With rq = softmax_D(Q) and p_ijc what key j is of channel c's softmax for query i, and slopes
-    u_ic = sum_j p_ijc (dY_i . v_j): dq_ic = rq_ic (u_ic - sum_d rq_id u_id),
-    dk_jc = sum_i rq_ic p_ijc (dY_i . v_j - u_ic), dv_j = sum_i sum_c rq_ic p_ijc dY_i.
-    Source: Shen et al., arXiv:1812.01243, section 3.2, differentiated.
+    They are sums over keys that all queries share, and sums over queries that all keys share,
+    through both softmaxes. rq = softmax_D(Q), and p_ijc is the weight of key j in channel c's
+    softmax for query i. With slopes u_ic = sum_j p_ijc (dY_i . v_j),
+    dq_ic = rq_ic (u_ic - sum_d rq_id u_id), dk_jc = sum_i rq_ic p_ijc (dY_i . v_j - u_ic),
+    dv_j = sum_i sum_c rq_ic p_ijc dY_i. The arguments are those of `attend`. Source: Shen et al.,
+    arXiv:1812.01243, section 3.2, differentiated.
     """
     backward = partial(
         _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
@@ -378,14 +386,14 @@ def _gradients(
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value."""
+    """Returns the gradients of query, key and value."""
     query, key = query_BHLD.double(), key_BGSD.double()
     value, v = normalize_size(
         mask_padding(padding_mask(key.shape[2], key_lengths_B), value_BGSE.double())
     )
     grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    made = _made(query, key, key_lengths_B, causal, query_offset)
-    slope_BGKLD, key_gradient, value_gradient = made.gradients(value, grad)
+    matrix = _matrix(query, key, key_lengths_B, causal, query_offset)
+    slope_BGKLD, key_gradient, value_gradient = matrix.gradients(value, grad)
     query, slope = query.softmax(-1), slope_BGKLD.flatten(1, 2)
     query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)
     return (

@@ -1,8 +1,8 @@
-"""Linear attention: weights are products of positive features, so that sums over keys are shared.
+"""Linear attention: weights are products of positive features, so queries share sums over keys.
 
-Formula: A_ij = phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l), phi(x) = elu(x) + 1, output = A V.
-Paper: Katharopoulos et al., Transformers are RNNs (arXiv:2006.16236), section 3.2.
-Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked for.
+Formula: A_ij = phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l), phi(x) = elu(x) + 1.
+Paper: Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236, section 3.2.
+Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for.
 """
 
 from __future__ import annotations
@@ -38,30 +38,25 @@ from qkv.attention.common.row_masks import (
 from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-FORMULA: Final = "A_ij = phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l), phi(x) = elu(x) + 1"
-PAPER: Final = "Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236, section 3.2"
-COST: Final = "O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for"
 WEIGHTS: Final = "stochastic; unnormalised where normalize is false"
 REFUSES: Final[Mapping[str, str]] = {
-    "scale": "a factor inside phi is another feature map: scale the queries instead",
-    "softcap": "there are no scores that could be capped",
-    "window": "what all keys share is one sum: a window has no such sum",
-    "dropout": "no single weight is ever made that could be dropped",
-    "seed": "no single weight is ever made that could be dropped",
+    "scale": "a factor inside phi would be another feature map; scale the queries instead",
+    "softcap": "there are no scores to cap",
+    "window": "queries share one sum over all keys, and a window has no such sum",
+    "dropout": "the single weights that dropout needs are never computed",
+    "seed": "the single weights that dropout needs are never computed",
 }
 
-STACKABLE_BELOW: Final = (
-    8.0  # from there on a whole call may take another path: see _FAINT and logs
-)
+STACKABLE_BELOW: Final = 8.0  # above it, a whole call may take another path: see _FAINT and logs
 
-_ELEMENTS = 1 << 22  # of a block of rows of A, and of the features' sums behind it
-_NORMAL = 1e-31  # products above it are rounded as all are, and so are their sums
-_FAINT = 1e-7  # above it, what float32 rounds of values of 2**-110 and more is as for any others
+_ELEMENTS = 1 << 22  # of a block of rows of A, and of the sums of features for it
+_NORMAL = 1e-31  # products above it, and their sums, have the usual relative rounding error
+_FAINT = 1e-7  # above it, float32 has its usual rounding error for values of 2**-110 and more
 _TINY = 1e-250  # a row sum below it may have lost its smaller terms
 
 
 class Linear(NamedTuple):
-    """What linear attention answers; None where it was not asked for."""
+    """The outputs of linear attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
@@ -69,15 +64,15 @@ class Linear(NamedTuple):
 
 
 class _Features(NamedTuple):
-    """phi of queries and keys, or what it is still to be made of.
+    """Features phi of queries and keys, or queries and keys and the function phi.
 
     Attributes:
-        query_BGKLD: of the queries, each row over e^its shift.
-        key_BGSD: of the keys, all of a head over e^its shift; zero for padding.
-        phi: what makes features of the two; None: they are.
-        shift_BGKL1: the shifts of row and head together; None where there are none.
-        logs: log phi of both, where sums of products may underflow; else None.
-        least: no product of the two is less, but for padding; None where there are logs.
+        query_BGKLD: those of the queries, each row divided by e^shift of the row.
+        key_BGSD: those of the keys, divided by e^shift of their head; zero for padding.
+        phi: the function to apply to both; None: they are features.
+        shift_BGKL1: the sum of the shifts of row and head; None: no shifts.
+        logs: log phi of both where sums of products may underflow; otherwise None.
+        least: a lower bound of the products of both, except padding; None if there are logs.
     """
 
     query_BGKLD: Tensor
@@ -89,9 +84,10 @@ class _Features(NamedTuple):
 
     @classmethod
     def of(cls, query_BHLD: Tensor, key_BGSD: Tensor, padding_BS: Tensor | None) -> _Features:
-        """In float32 or float64 where phi is of ordinary size; else in float64, from its logarithm.
+        """Returns the features in float32 or float64 if phi is of ordinary size.
 
-        Never elu(x) + 1, which is exactly 0 from x = -30 on in float32.
+        Otherwise they are in float64, from the logarithm of phi. elu(x) + 1 is never computed: in
+        float32 it is exactly 0 below x = -30.
         """
         compute = score_dtype(query_BHLD.dtype)
         query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
@@ -104,12 +100,12 @@ class _Features(NamedTuple):
         )
         query_shift = logs[0].amax(-1, keepdim=True)
         key_shift = logs[1].amax((-1, -2), keepdim=True)
-        key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # all are padding
+        key_shift = key_shift.masked_fill(key_shift == -torch.inf, 0.0)  # a head of padding alone
         query, key = (logs[0] - query_shift).exp(), (logs[1] - key_shift).exp()
         return cls(query, key, None, query_shift + key_shift[:, :, None], logs, None)
 
-    def made(self) -> _Features:
-        """The same with nothing left to be made."""
+    def with_phi_applied(self) -> _Features:
+        """Returns the same with phi applied."""
         if self.phi is None:
             return self
         return self._replace(
@@ -118,12 +114,12 @@ class _Features(NamedTuple):
 
 
 def weights_are(parameters: Any) -> str:
-    """What the weights are with these parameters."""
+    """Returns the kind of the weights for these parameters."""
     return "stochastic" if parameters.normalize else "unnormalised"
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """The products that are not causal: keys with values, queries with their sum."""
+    """Returns the operations of the non-causal products: keys and values, queries and sums."""
     B, H, G, L, S, D, E = (sizes[letter] for letter in "BHGLSDE")
     return 2 * B * D * (E + 1) * (G * S + H * L)
 
@@ -137,17 +133,17 @@ def attend(
     causal: Causal = False,
     query_offset: QueryOffset = 0,
     normalize: Annotated[
-        bool, Field(description="Rows are divided by their sum; false: they are not.")
+        bool, Field(description="Each row is divided by its sum. false: it is not.")
     ] = True,
     outputs: frozenset[str],
 ) -> Linear:
-    """Attends by features.
+    """Computes linear attention.
 
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
-        key_lengths_B: keys at and past this index are padding.
+        key_lengths_B: keys at and after this position are padding.
         causal, query_offset, normalize: see their descriptions.
-        outputs: which of "output" and "weights" to return.
+        outputs: the names of the outputs to return: "output", "weights".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
     padding = padding_mask(S, key_lengths_B)
@@ -159,7 +155,7 @@ def attend(
     if "weights" in outputs:
         weights, features = (
             query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype)),
-            features.made(),
+            features.with_phi_applied(),
         )
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = _block(features, rows, offsets, normalize)
@@ -175,10 +171,13 @@ def weights(
     query_offset: int | Literal["end"] = 0,
     normalize: bool = True,
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A: from a slice of L to (B, H, R, S), in memory O(R S). The
-    arguments are `attend`'s."""
+    """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
+
+    The arguments are those of `attend`.
+    """
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    features = _Features.of(query_BHLD, key_BGSD, padding_mask(S, key_lengths_B)).made()
+    features = _Features.of(query_BHLD, key_BGSD, padding_mask(S, key_lengths_B))
+    features = features.with_phi_applied()
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     exact = score_dtype(query_BHLD.dtype)
 
@@ -189,7 +188,7 @@ def weights(
 
 
 def _least_product(query: Tensor, key: Tensor) -> float | None:
-    """What products of phi are at least; None where their sums may overflow or underflow."""
+    """Returns a lower bound of products of phi; None if their sums may overflow or underflow."""
     lowest, most = (-30.0, 1e6) if query.dtype == torch.float32 else (-250.0, 1e60)
     product = 1.0
     for x in (query, key):
@@ -201,7 +200,7 @@ def _least_product(query: Tensor, key: Tensor) -> float | None:
 
 
 def _is_faint(features: _Features, value: Tensor) -> bool:
-    """Whether float32 may be too narrow for products of features and values."""
+    """Returns True if float32 may be too narrow for products of features and values."""
     if value.dtype != torch.float32 or features.least is None or features.least >= _FAINT:
         return False
     size = value.abs()
@@ -210,10 +209,10 @@ def _is_faint(features: _Features, value: Tensor) -> bool:
 
 
 def _phi(x: Tensor) -> Tensor:
-    """1 + max(0, x) times elu's slope, e^x where x <= 0: the fewest passes over x."""
-    made: Tensor = x.relu().add_(1)
-    torch.ops.aten.elu_backward.grad_input(made, 1, 1, 1, False, x, grad_input=made)
-    return made
+    """Returns 1 + max(0, x) times elu's slope, e^x where x <= 0, with the fewest passes over x."""
+    phi: Tensor = x.relu().add_(1)
+    torch.ops.aten.elu_backward.grad_input(phi, 1, 1, 1, False, x, grad_input=phi)
+    return phi
 
 
 def _log_phi(x: Tensor) -> Tensor:
@@ -227,7 +226,7 @@ def _output(
     offsets: list[int] | None,
     normalize: bool,
 ) -> Tensor:
-    """A @ value, (B, H, L, E), by sums that queries share."""
+    """Returns A @ value, (B, H, L, E), by sums that queries share."""
     value = mask_padding(padding_BS, value_BGSE.to(features.key_BGSD.dtype))
     query, key, phi = features.query_BGKLD, features.key_BGSD, features.phi
     if _is_faint(features, value):
@@ -238,22 +237,21 @@ def _output(
         state is None or not largest_size(state.values_BGEF) <= 1e25
     ):  # queries of up to 1e6 have room
         state, most = None, largest_size(value)
-    if most > 1e15 and narrow:  # its sums may pass float32's range
+    if most > 1e15 and narrow:  # sums of values may exceed float32's range
         query, key, value = query.double(), key.double(), value.double()
     elif most > 1e150:
         room = 2.0 ** (np.frexp(most)[1] - 500)
         value = value / room
-    made = (
+    output, total = (
         feature_sums(query, key, value, offsets, phi)
         if state is None
         else apply_state(query, state, phi)
     )
-    output, total = made
     if normalize:
-        output.div_(total.clamp(min=torch.finfo(total.dtype).tiny))  # 0 where nothing is seen
+        output.div_(total.clamp(min=torch.finfo(total.dtype).tiny))  # 0 for rows without keys
         if features.logs is not None:
             _redo(output, total, features.logs, value, offsets)
-        if room != 1.0:  # an average is no larger than what it averages, however it is rounded
+        if room != 1.0:  # also a rounded average is no larger than the values
             output = output.clamp(-most / room, most / room)
     elif features.shift_BGKL1 is not None:
         output = output * features.shift_BGKL1.exp()
@@ -267,25 +265,28 @@ def _redo(
     value_BGSE: Tensor,
     offsets: list[int] | None,
 ) -> None:
-    """Rows whose sum has underflowed, once more from the logarithms of their weights."""
+    """Recomputes rows whose sum has underflowed, from the logarithms of their weights."""
     query, key = logs
     for (b, g, k), rows in rows_to_redo(
         total_BGKL1[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()
     ):
-        own = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
-        made = _from_logs(query[b, g, k, rows], key[b, g], own)
-        output_BGKLE[b, g, k, rows] = made @ value_BGSE[b, g]
+        seen = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
+        weights_RS = _from_logs(query[b, g, k, rows], key[b, g], seen)
+        output_BGKLE[b, g, k, rows] = weights_RS @ value_BGSE[b, g]
 
 
 def _from_logs(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
-    """Rows of A, (R, S), normalised; a row that sees nothing is zeros."""
-    made_RS = _terms(query_RD, key_SD, seen_RS).sum(-1)
-    total_R1 = made_RS.sum(-1, keepdim=True)
-    return made_RS / total_R1.masked_fill(total_R1 == 0, 1.0)
+    """Returns normalised rows of A, (R, S); a row that sees nothing is zero."""
+    sums_RS = _terms(query_RD, key_SD, seen_RS).sum(-1)
+    total_R1 = sums_RS.sum(-1, keepdim=True)
+    return sums_RS / total_R1.masked_fill(total_R1 == 0, 1.0)
 
 
 def _terms(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
-    """What rows of A sum up, (R, S, D), each row over its largest; zeros for what is not seen."""
+    """Returns the terms of rows of A, (R, S, D), each row divided by its largest.
+
+    Terms of keys that a row does not see are zero.
+    """
     logs_RSD = query_RD[:, None] + key_SD
     if seen_RS is not None:
         logs_RSD = logs_RSD.masked_fill(~seen_RS[..., None], -torch.inf)
@@ -295,7 +296,7 @@ def _terms(query_RD: Tensor, key_SD: Tensor, seen_RS: Tensor | None) -> Tensor:
 
 
 def _block(features: _Features, rows: slice, offsets: list[int] | None, normalize: bool) -> Tensor:
-    """Rows of A, (B, H, R, S)."""
+    """Returns rows of A, (B, H, R, S)."""
     query = features.query_BGKLD[:, :, :, rows]
     block = torch.einsum("bgkld,bgsd->bgkls", query, features.key_BGSD)
     S, row_R = block.shape[-1], torch.arange(rows.start, rows.stop, device=block.device)
@@ -308,9 +309,9 @@ def _block(features: _Features, rows: slice, offsets: list[int] | None, normaliz
     block = block / total.masked_fill(total == 0, 1.0)
     if features.logs is not None:
         query, key = features.logs
-        for (b, g, k), at in rows_to_redo(total[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
-            own = visible_keys(row_R[at], S, None if offsets is None else offsets[b])
-            block[b, g, k, at] = _from_logs(query[b, g, k, row_R[at]], key[b, g], own)
+        for (b, g, k), some in rows_to_redo(total[..., 0] < _TINY, _ELEMENTS // key[0, 0].numel()):
+            seen = visible_keys(row_R[some], S, None if offsets is None else offsets[b])
+            block[b, g, k, some] = _from_logs(query[b, g, k, row_R[some]], key[b, g], seen)
     return block.flatten(1, 2)
 
 
@@ -324,7 +325,7 @@ def reference(
     query_offset: int | Literal["end"] = 0,
     normalize: bool = True,
 ) -> Linear:
-    """The same in plain float64 numpy, one head at a time, as a textbook writes it."""
+    """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
     (B, H, L, _), (_, G, S, _) = query.shape, key.shape
 
@@ -357,9 +358,11 @@ def backward(
     query_offset: int | Literal["end"] = 0,
     normalize: bool = True,
 ) -> dict[str, Tensor]:
-    """Gradients of sum(grad_output * output), by sums over keys that all queries share and over
-    queries that all keys share (Katharopoulos et al., arXiv:2006.16236, section 3.3.1, with the
-    division that it leaves out). In float64; the arguments are `attend`'s.
+    """Returns the gradients of sum(grad_output * output), in float64.
+
+    They are sums over keys that all queries share, and sums over queries that all keys share
+    (Katharopoulos et al., arXiv:2006.16236, section 3.3.1, with the division that it omits). The
+    arguments are those of `attend`.
     """
     (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
     backward = partial(
@@ -379,25 +382,28 @@ def _gradients(
     padding_BS: Tensor | None,
     offsets: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value, through the gradients of log phi: what phi has been divided by
-    cancels in them."""
+    """Returns the gradients of query, key and value, through those of log phi.
+
+    The divisors of phi cancel in the gradients of log phi.
+    """
     query, key = query_BHLD.double(), mask_padding(padding_BS, key_BGSD.double())
     value, v = normalize_size(mask_padding(padding_BS, value_BGSE.double()))
     grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    features = _Features.of(query, key, padding_BS).made()
+    features = _Features.of(query, key, padding_BS).with_phi_applied()
     output, total = feature_sums(features.query_BGKLD, features.key_BGSD, value, offsets)
     lost = total == 0 if features.logs is None else total < _TINY
     divided = (output, total.masked_fill(lost, torch.inf))
-    made = gradients_by_features(
+    gradients = gradients_by_features(
         features.query_BGKLD, features.key_BGSD, value, grad, divided, offsets
     )
-    made[0].mul_(features.query_BGKLD)
-    made[1].mul_(features.key_BGSD)
+    query_grad, key_grad, value_grad = gradients
+    query_grad.mul_(features.query_BGKLD)
+    key_grad.mul_(features.key_BGSD)
     if features.logs is not None:
-        _add_lost(made, lost[..., 0], features.logs, value, grad, offsets)
-    made[1].div_(key.clamp(min=0).add_(1.0))
-    query_gradient = made[0].flatten(1, 2).div_(query.clamp(min=0).add_(1.0))
-    return scale_back(query_gradient, g + v), scale_back(made[1], g + v), scale_back(made[2], g)
+        _add_lost(gradients, lost[..., 0], features.logs, value, grad, offsets)
+    key_grad.div_(key.clamp(min=0).add_(1.0))
+    query_grad = query_grad.flatten(1, 2).div_(query.clamp(min=0).add_(1.0))
+    return scale_back(query_grad, g + v), scale_back(key_grad, g + v), scale_back(value_grad, g)
 
 
 def _add_lost(
@@ -408,12 +414,14 @@ def _add_lost(
     grad_BGKLE: Tensor,
     offsets: list[int] | None,
 ) -> None:
-    """Adds what rows whose sum has underflowed give: A is a softmax over all pairs of a key and a
-    feature, by the logarithms."""
+    """Adds the gradients of rows whose sum has underflowed.
+
+    From the logarithms, A is a softmax over all pairs of a key and a feature.
+    """
     query, key = logs
     for (b, g, k), rows in rows_to_redo(lost_BGKL, _ELEMENTS // key[0, 0].numel()):
-        own = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
-        share_RSD = _terms(query[b, g, k, rows], key[b, g], own)
+        seen = visible_keys(rows, key.shape[2], None if offsets is None else offsets[b])
+        share_RSD = _terms(query[b, g, k, rows], key[b, g], seen)
         total_R11 = share_RSD.sum((1, 2), keepdim=True)
         share_RSD /= total_R11.masked_fill_(total_R11 == 0, 1.0)
         share_RS, grad_RE = share_RSD.sum(-1), grad_BGKLE[b, g, k, rows]
@@ -434,17 +442,19 @@ def _gradients_of_sums(
     padding_BS: Tensor | None,
     offsets: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value where rows are not divided by their sum."""
+    """Returns the gradients of query, key and value if rows are not divided by their sum."""
     query, key = query_BHLD.double(), mask_padding(padding_BS, key_BGSD.double())
     value, v = normalize_size(mask_padding(padding_BS, value_BGSE.double()))
     grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
     query_phi, q = normalize_size(_phi(query).unflatten(1, (key.shape[1], -1)))
     key_phi, k = normalize_size(mask_padding(padding_BS, _phi(key)))
-    made = gradients_by_features(query_phi, key_phi, value, grad, None, offsets)
-    query_gradient = made[0].flatten(1, 2).mul_(query.clamp(max=0).exp_())
-    key_gradient = mask_padding(padding_BS, made[1]).mul(key.clamp(max=0).exp_())
+    query_gradient, key_gradient, value_gradient = gradients_by_features(
+        query_phi, key_phi, value, grad, None, offsets
+    )
+    query_gradient = query_gradient.flatten(1, 2).mul_(query.clamp(max=0).exp_())
+    key_gradient = mask_padding(padding_BS, key_gradient).mul(key.clamp(max=0).exp_())
     return (
         scale_back(query_gradient, g + v + k),
         scale_back(key_gradient, g + v + q),
-        scale_back(made[2], g + q + k),
+        scale_back(value_gradient, g + q + k),
     )

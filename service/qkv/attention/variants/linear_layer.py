@@ -1,8 +1,8 @@
 """A linear layer as attention: its input gives the weights, its weight matrix the values.
 
-Formula: A_j = |x_j| / s, s = sum_l |x_l|, V_j = s sign(x_j) W[:, j], output = A V = x W^T.
+Formula: A_j = |x_j| / s, s = sum_l |x_l|, V_j = s sign(x_j) W[:, j]; output = A V = x W^T.
 Paper: none; it is algebra.
-Cost: O(B I O) time; memory O(B O), and O(B I O) where the values are asked for.
+Cost: O(B I O) time; O(B O) memory, and O(B I O) where the values are asked for.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from torch import Tensor
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-FORMULA: Final = "A_j = |x_j| / s, s = sum_l |x_l|, V_j = s sign(x_j) W[:, j]; output = A V = x W^T"
-PAPER: Final = "none; it is algebra"
-COST: Final = "O(B I O) time; O(B O) memory, and O(B I O) where the values are asked for"
 WEIGHTS: Final = "stochastic; a row of zeros where x is all zeros"
-_SCORES: Final = "the scores are recovered from the weights: nothing is computed from them"
+_SCORES: Final = "the scores are computed from the weights, and nothing is computed from the scores"
 _POSITIONS: Final = "the keys are the features of one input, which has no positions"
 REFUSES: Final[Mapping[str, str]] = {
     "causal": _POSITIONS,
@@ -31,16 +28,18 @@ REFUSES: Final[Mapping[str, str]] = {
     "window": _POSITIONS,
     "scale": _SCORES,
     "softcap": _SCORES,
-    "dropout": "the output is the linear layer's, which drops nothing",
-    "seed": "the output is the linear layer's, which drops nothing",
-    "normalize": "what the weights are divided by, the values are multiplied with",
+    "dropout": "the output is that of the linear layer, which has no dropout",
+    "seed": "the output is that of the linear layer, which has no dropout",
+    "normalize": "the values are multiplied by the divisor of the weights",
 }
 
-_ELEMENTS = 1 << 22  # of a block of values, or of products one by one
+STACKABLE_BELOW: Final = 1e9
+
+_ELEMENTS = 1 << 22  # of a block of values or of single products
 
 
 class LinearLayer(NamedTuple):
-    """What a linear layer answers as attention; None where it was not asked for."""
+    """The outputs of a linear layer as attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B O"] | None = None
     weights: Float32[Tensor, "B I"] | Float64[Tensor, "B I"] | None = None
@@ -52,7 +51,7 @@ class LinearLayer(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """|x| in float64, taken apart so that neither it nor its sum overflows.
+    """|x| in float64 as factors, so that neither |x| nor its sum overflows.
 
     Attributes:
         size_BI: |x|.
@@ -76,12 +75,12 @@ class _Shares(NamedTuple):
         return cls(size, most, share, total.masked_fill(total == 0, 1.0))
 
     def weights(self) -> Tensor:
-        """|x| / sum |x|."""
+        """Returns |x| / sum |x|."""
         return self.share_BI / self.total_B1
 
     def scores(self) -> Tensor:
-        """Logarithms of the weights, also of those that no float holds."""
-        tiny = torch.finfo(torch.float64).smallest_normal  # a share below it has lost digits
+        """Returns the logarithms of the weights, also of weights too small for a float."""
+        tiny = torch.finfo(torch.float64).smallest_normal  # shares below it have lost digits
         logs = torch.where(
             self.share_BI < tiny, self.size_BI.log() - self.most_B1.log(), self.share_BI.log()
         )
@@ -89,7 +88,7 @@ class _Shares(NamedTuple):
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """The layer's own product."""
+    """Returns the operations of the layer's product."""
     return 2 * sizes["B"] * sizes["I"] * sizes["O"]
 
 
@@ -99,14 +98,15 @@ def attend(
     *,
     outputs: frozenset[str],
 ) -> LinearLayer:
-    """Applies the layer, and says what attention it is.
+    """Applies the layer and returns the terms of its attention.
 
     Args:
-        x_BI: inputs; I input features are the keys.
-        weight_OI: the layer's weight as nn.Linear has it, O output features by I; one for all.
-        outputs: which of "output", "weights", "value", "scores", "query" and "key" to return.
-            query is 1 and key is log |x|, both of width 1, so that softmax(query key^T) is the
-            weights; scores is log weights. Where x is 0, key and scores are -inf.
+        x_BI: inputs; the I input features are the keys.
+        weight_OI: the layer's weight as in nn.Linear, O output features by I, for all items.
+        outputs: the names of the outputs to return: "output", "weights", "value", "scores",
+            "query", "key". query is 1 and key is log |x|, both of width 1, so that
+            softmax(query key^T) is the weights. scores is log weights. Where x is 0, key and scores
+            are -inf.
     """
     exact = score_dtype(x_BI.dtype)
     output = weights = value = scores = query = key = None
@@ -130,8 +130,10 @@ def attend(
 def weights(
     x_BI: Float[Tensor, "B I"],
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A, from a slice of B to (R, I): an item of the batch is one row,
-    and shares nothing with others."""
+    """Returns a function that computes rows of A from a slice of B: (R, I).
+
+    Each item of the batch is one row.
+    """
     exact = score_dtype(x_BI.dtype)
 
     def row_block(rows: slice) -> Float32[Tensor, "R I"] | Float64[Tensor, "R I"]:
@@ -141,50 +143,50 @@ def weights(
 
 
 def _product(x_BI: Tensor, weight_OI: Tensor, exact: torch.dtype) -> Tensor:
-    """x W^T; what overflows on its way is made anew, wider."""
+    """Returns x W^T; rows that overflow are recomputed in a wider form."""
     x, weight = x_BI.to(exact), weight_OI.to(exact)
-    made = x @ weight.mT
-    # a finite sum has finite terms; asking each row would take a sixth of the product's time
-    if isfinite(made.sum().item()):
-        return made
-    (rows,) = torch.where(~made.isfinite().all(-1))
+    product = x @ weight.mT
+    # a finite sum has finite terms; a check of each row would take a sixth of the product's time
+    if isfinite(product.sum().item()):
+        return product
+    (rows,) = torch.where(~product.isfinite().all(-1))
     if len(rows):
-        again = made[rows]
-        if exact == torch.float32:  # no product or sum of these overflows float64
+        narrow = product[rows]
+        if exact == torch.float32:  # products and sums of float32 numbers do not overflow float64
             wider = (x[rows].double() @ weight.double().mT).to(exact)
         else:
             wider = _by_exponents(x[rows], weight)
-        made[rows] = torch.where(again.isfinite(), again, wider)
-    return made
+        product[rows] = torch.where(narrow.isfinite(), narrow, wider)
+    return product
 
 
 def _by_exponents(x_BI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T in float64, the exponents of products apart, so that only the answer can overflow."""
+    """Returns x W^T in float64; with separate exponents, only the result can overflow."""
     x, x_exponents = torch.frexp(x_BI)
     weight, weight_exponents = torch.frexp(weight_OI)
     (B, I), O = x.shape, len(weight)  # noqa: E741
-    made = x_BI.new_empty(B, O)
+    output = x_BI.new_empty(B, O)
     for b in range(B):
         for rows in row_blocks(O, I, _ELEMENTS):
             products = x[b] * weight[rows]
             exponents = x_exponents[b] + weight_exponents[rows]
             most = exponents.masked_fill(products == 0, -5000).amax(-1, keepdim=True)
-            below = (exponents - most).clamp(max=0)  # past 0 are only zeros
+            below = (exponents - most).clamp(max=0)  # only zeros have more than 0
             total = torch.ldexp(products, below).sum(-1)
-            # past 2000 all but 0 overflows; in two steps because 2.0**1024 is no float
+            # beyond 2000 all but 0 overflows; two steps, because 2.0**1024 is not a float
             most_R = most[:, 0].clamp(-2000, 2000)
             half_R = most_R // 2
-            made[b, rows] = torch.ldexp(torch.ldexp(total, half_R), most_R - half_R)
-    return made
+            output[b, rows] = torch.ldexp(torch.ldexp(total, half_R), most_R - half_R)
+    return output
 
 
 def _value(x_BI: Tensor, weight_OI: Tensor, shares: _Shares, exact: torch.dtype) -> Tensor:
-    """sum |x| * sign(x_j) * W[:, j], (B, I, O), rounded once or twice."""
+    """Returns sum |x| * sign(x_j) * W[:, j], (B, I, O), rounded once or twice."""
     (B, I), O = x_BI.shape, len(weight_OI)  # noqa: E741
     weight_IO, sign_BI = weight_OI.double().mT, x_BI.double().sign()
     total_B1 = shares.size_BI.sum(-1, keepdim=True)
-    # where the sum overflows, the largest comes first: times W it is no denormal, and if that
-    # overflows then so does the value
+    # where the sum overflows, W is multiplied by the largest element first: the product is not a
+    # denormal, and if it overflows, the value overflows too
     fits_B1 = total_B1.isfinite()
     first_BI = sign_BI * torch.where(fits_B1, total_B1, shares.most_B1)
     then_B1 = shares.total_B1.masked_fill(fits_B1, 1.0)
@@ -195,7 +197,7 @@ def _value(x_BI: Tensor, weight_OI: Tensor, shares: _Shares, exact: torch.dtype)
 
 
 def reference(x_BI: Tensor, weight_OI: Tensor) -> LinearLayer:
-    """The same in plain float64 numpy, one item at a time, as the seed writes it."""
+    """Computes the same in plain float64 numpy, one item at a time."""
     x, weight = x_BI.double().numpy(), weight_OI.double().numpy()
     (B, width), out = x.shape, len(weight)
     weights, value, output = np.zeros((B, width)), np.zeros((B, width, out)), np.zeros((B, out))
@@ -223,7 +225,10 @@ def backward(
     x_BI: Float[Tensor, "B I"],
     weight_OI: Float[Tensor, "O I"],
 ) -> dict[str, Tensor]:
-    """Gradients of sum(grad_output * output): dx = dY W and dW = dY^T x, in the scores' dtype."""
+    """Returns the gradients of sum(grad_output * output), in the scores' dtype.
+
+    dx = dY W and dW = dY^T x.
+    """
     exact = score_dtype(x_BI.dtype)
     return {
         "x": _product(grad_output_BO, weight_OI.mT, exact),

@@ -1,8 +1,8 @@
-"""Linformer: exact attention to few mixtures of the keys, which two projections make.
+"""Linformer: exact attention to a few mixtures of the keys, computed by two projections.
 
-Formula: P = softmax(scale Q (E K)^T), output = P (F V) = A V with A = P F; E and F are (R, S).
-Paper: Wang et al., Linformer (arXiv:2006.04768), section 4.
-Cost: O((L + S) R (D + E)) time; memory O(R (S + D + E)) beside the inputs, O(L R) where the map is
+Formula: P = softmax(scale Q (E K)^T); output = P (F V) = A V, A = P F.
+Paper: Wang et al., Linformer, arXiv:2006.04768, section 4.
+Cost: O((L + S) R (D + E)) time; O(R (S + D + E)) memory beside the inputs, O(L R) where the map is
 asked for, O(L S) where the weights are.
 """
 
@@ -25,33 +25,27 @@ from qkv.attention.common.visibility import row_blocks
 from qkv.attention.variants import softmax
 from qkv.errors import InvalidContent, PayloadTooLarge
 
-FORMULA: Final = "P = softmax(scale Q (E K)^T); output = P (F V) = A V, A = P F"
-PAPER: Final = "Wang et al., Linformer, arXiv:2006.04768, section 4"
-COST: Final = (
-    "O((L + S) R (D + E)) time; O(R (S + D + E)) memory beside the inputs, O(L R) where the map is "
-    "asked for, O(L S) where the weights are"
-)
 WEIGHTS: Final = "signed; rows do not sum to 1"
 _MIXED: Final = "the projections mix positions: "
 REFUSES: Final[Mapping[str, str]] = {
-    "causal": _MIXED + "a mixture of all keys has none that a query could be kept from seeing",
-    "query_offset": _MIXED + "what a query sees does not depend on its own",
-    "window": _MIXED + "a mixture of all keys lies neither inside a window nor outside",
+    "causal": _MIXED + "a mixture of all keys cannot hide a single key from a query",
+    "query_offset": _MIXED + "the keys that a query sees do not depend on its position",
+    "window": _MIXED + "a mixture of all keys is neither inside nor outside a window",
     "softcap": "the paper's scores are not capped",
-    "dropout": "no weight of one query and one key is ever made alone, that could be dropped",
+    "dropout": "the single weights that dropout needs are never computed",
     "normalize": "the map is a softmax; A = P F is signed, and its row sums may be 0",
 }
 
-STACKABLE_BELOW: Final = 1e4  # three such numbers times scale, D and S are within float32's range
+STACKABLE_BELOW: Final = 1e4  # a product of three with scale, D and S is in float32's range
 
-_RANK = 256  # at most, where neither a projection nor a parameter says
-_DRAWN = 32  # pairs that a drawn number takes as long as, or longer
+_MAX_DEFAULT_RANK = 256  # of a request without projections and rank
+_PAIRS_PER_DRAW = 32  # a random number takes at least as long as so many pairs
 _ELEMENTS = 1 << 22  # of a block of rows of the map, or of A
-_HELD = 1 << 26  # numbers held beside inputs and answer; drawing them takes about a second
+_MAX_NUMBERS = 1 << 26  # held beside inputs and outputs; drawing them takes about a second
 
 
 class Linformer(NamedTuple):
-    """What Linformer answers; None where it was not asked for."""
+    """The outputs of Linformer; None for an output that was not requested."""
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
@@ -60,40 +54,48 @@ class Linformer(NamedTuple):
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """Both projections, and attention to what they make."""
+    """Returns the operations of both projections and of attention to the mixtures."""
     B, H, G, L, S, D, E, R = (sizes[letter] for letter in "BHGLSDER")
     return 2 * B * R * (D + E) * (G * S + H * L)
 
 
 def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
-    """Each query meets each of the R mixtures, however many keys there are. To draw a number of a
-    projection takes as long as many a pair; with N one came, and maybe both."""
+    """Returns the number of scores, one per query and mixture, and the cost of random projections.
+
+    A random number takes as long as _PAIRS_PER_DRAW scores. If the sizes have N, the request has at
+    least one projection.
+    """
     B, H, L, S, R = (sizes[letter] for letter in "BHLSR")
-    return B * H * L * R + _DRAWN * R * S * (1 if "N" in sizes else 2)
+    return B * H * L * R + _PAIRS_PER_DRAW * R * S * (1 if "N" in sizes else 2)
 
 
 def infer_sizes(sizes: Mapping[str, int], parameters: Any) -> Mapping[str, int]:
-    """R where no projection came; projections that do not fit are found here."""
+    """Returns R, and checks the sizes of the projections.
+
+    Raises:
+        InvalidContent: a projection is for fewer keys, or has another rank than the parameter.
+        PayloadTooLarge: the projections and mixtures would have too many numbers.
+    """
     B, H, G, S, D, E = (sizes[letter] for letter in "BHGSDE")
     if sizes.get("N", S) < S:
         raise InvalidContent(
-            f"the projections are made for at most N={sizes['N']} keys; S={S} came",
+            f"the projections are for fewer keys: got S={S} keys, expected at most N={sizes['N']}",
             pointer="/inputs",
         )
-    R = sizes.get("R") or parameters.rank or min(S, _RANK)
+    R = sizes.get("R") or parameters.rank or min(S, _MAX_DEFAULT_RANK)
     if parameters.rank not in (None, R):
         raise InvalidContent(
-            f"parameter 'rank' is {parameters.rank} where a projection has R={R}; leave it out, "
-            "or both projections",
+            f"parameter 'rank' does not fit the projections: got {parameters.rank}, expected "
+            f"R={R}; omit rank, or both projections",
             pointer="/parameters/rank",
         )
-    # the projections, what they make of keys and values, and one row of the map of all heads
-    held = R * (2 * S + B * G * (D + E) + B * H)
-    if held > _HELD:
+    # the projections, the mixtures of keys and values, and one row of the map of all heads
+    count = R * (2 * S + B * G * (D + E) + B * H)
+    if count > _MAX_NUMBERS:
         raise PayloadTooLarge(
-            f"rank R={R} over S={S} keys would hold {held} numbers beside the inputs; at most "
-            f"{_HELD} are held",
-            limit=_HELD,
+            f"rank R={R} over S={S} keys is too large: got {count} numbers beside the inputs, "
+            f"expected at most {_MAX_NUMBERS}",
+            limit=_MAX_NUMBERS,
         )
     return {"R": R}
 
@@ -106,7 +108,7 @@ def random_inputs(
     rank: int | None = None,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Both projections as `attend` has them: those that came, or else those that are drawn."""
+    """Returns both projections of `attend`: those of the request, or random ones."""
     E_RS, F_RS = _projections(key_BGSD, key_projection_RN, value_projection_RN, rank, seed)
     return {"key_projection_RN": E_RS, "value_projection_RN": F_RS}
 
@@ -121,31 +123,33 @@ def attend(
     *,
     scale: Annotated[
         Annotated[float, Field(ge=-1e9, le=1e9)] | None,
-        Field(description="Factor of the scores; null: 1/sqrt(D)."),
+        Field(description="Factor of the scores. null: 1/sqrt(D)."),
     ] = None,
     rank: Annotated[
         Annotated[int, Field(ge=1, le=65536)] | None,
         Field(
-            description="How many mixtures of keys a drawn projection makes; null: as many as the "
-            "projection that came has, or else S, at most 256."
+            description="The number of key mixtures of a random projection. null: the rank of the "
+            "other projection; without one, S but at most 256."
         ),
     ] = None,
     seed: Annotated[
-        int, Field(ge=0, lt=2**64, description="What a projection that did not come is drawn from.")
+        int, Field(ge=0, lt=2**64, description="Seed of projections that the request omits.")
     ] = 0,
     outputs: frozenset[str],
 ) -> Linformer:
-    """Attends to mixtures of keys.
+    """Computes Linformer attention.
 
-    A projection that does not come is drawn: normal with variance 1/R, rounded to the request's
-    dtype. With the same rank and seed, a shorter sequence's is the first columns of a longer one's.
+    A projection that the request omits is random: normal with variance 1/R, rounded to the dtype of
+    the request. For equal rank and seed, the projection of a shorter sequence is the first columns
+    of that of a longer one.
 
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
-        key_projection_RN, value_projection_RN: E and F, made for N keys at most, of which a shorter
-            sequence takes the first S columns.
-        key_lengths_B: keys at and past it are padding, and enter no mixture.
-        outputs: which of "output", "weights" and "map" (P) to return.
+        key_projection_RN, value_projection_RN: E and F for at most N keys; a shorter sequence takes
+            the first S columns.
+        key_lengths_B: keys at and after this position are padding, and enter no mixture.
+        scale, rank, seed: see their descriptions.
+        outputs: the names of the outputs to return: "output", "weights", "map" (P).
     """
     (B, H, L, D), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
     exact, padding = score_dtype(dtype), padding_mask(S, key_lengths_B)
@@ -153,17 +157,17 @@ def attend(
     E_RS, F_RS = _projections(key, key_projection_RN, value_projection_RN, rank, seed)
     scale = D**-0.5 if scale is None else scale
     if outputs == {"output"}:
-        # what overflows here is inf or NaN in a mixture, of which the kernel takes neither
-        found = softmax.attend(
+        # an overflow here is inf or NaN in a mixture, for which the fused kernel does not run
+        fused = softmax.attend(
             query_BHLD.to(exact),
             E_RS.to(exact) @ key.to(exact),
             F_RS.to(exact) @ value.to(exact),
             scale=scale,
             outputs=outputs,
         )
-        if found.backend == "sdpa":
-            assert found.output is not None
-            return Linformer(found.output.to(dtype), backend=found.backend)
+        if fused.backend == "sdpa":
+            assert fused.output is not None
+            return Linformer(fused.output.to(dtype), backend=fused.backend)
     path = Path.of(query_BHLD, key, value, E_RS, F_RS, scale)
     scores = path.scores(query_BHLD, key, E_RS, scale)
     mixed_value, exponents = path.mixed(F_RS, value) if "output" in outputs else (value, None)
@@ -193,8 +197,10 @@ def weights(
     rank: int | None = None,
     seed: int = 0,
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A: from a slice of L to (B, H, rows, S), in memory O(rows S)
-    beside the projections. The arguments are `attend`'s."""
+    """Returns a function that computes rows of A from a slice of L: (B, H, rows, S).
+
+    It takes memory O(rows S) beside the projections. The arguments are those of `attend`.
+    """
     padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
     key, exact = mask_padding(padding, key_BGSD), score_dtype(query_BHLD.dtype)
     E_RS, F_RS = _projections(key, key_projection_RN, value_projection_RN, rank, seed)
@@ -215,25 +221,25 @@ def _projections(
     rank: int | None,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """E and F, (R, S) both, in the dtype they came in or else in the keys'."""
-    S, came = key_BGSD.shape[2], (key_projection_RN, value_projection_RN)
-    R = next((len(p) for p in came if p is not None), rank or min(S, _RANK))
+    """Returns E and F, both (R, S); random ones have the dtype of the keys."""
+    S, sent = key_BGSD.shape[2], (key_projection_RN, value_projection_RN)
+    R = next((len(p) for p in sent if p is not None), rank or min(S, _MAX_DEFAULT_RANK))
     E_RS, F_RS = (
-        _drawn(stream, R, seed, key_BGSD) if p is None else p[:, :S].contiguous()
-        for stream, p in enumerate(came)
+        _random_projection(stream, R, seed, key_BGSD) if p is None else p[:, :S].contiguous()
+        for stream, p in enumerate(sent)
     )
     return E_RS, F_RS
 
 
-def _drawn(stream: int, R: int, seed: int, key_BGSD: Tensor) -> Tensor:
-    """(R, S), filled key by key, so that fewer keys have the first columns."""
+def _random_projection(stream: int, R: int, seed: int, key_BGSD: Tensor) -> Tensor:
+    """Draws (R, S) key by key, so that fewer keys get the first columns."""
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], np.uint64)))
     S = key_BGSD.shape[2]
-    drawn_RS = torch.empty(R, S, dtype=key_BGSD.dtype)
+    projection_RS = torch.empty(R, S, dtype=key_BGSD.dtype)
     for keys in row_blocks(S, R, _ELEMENTS):
         part_SR = generator.standard_normal((keys.stop - keys.start, R)) / math.sqrt(R)
-        drawn_RS[:, keys] = torch.from_numpy(part_SR).mT.to(drawn_RS.dtype)
-    return drawn_RS.to(key_BGSD.device)
+        projection_RS[:, keys] = torch.from_numpy(part_SR).mT.to(projection_RS.dtype)
+    return projection_RS.to(key_BGSD.device)
 
 
 def reference(
@@ -248,18 +254,18 @@ def reference(
     rank: int | None = None,
     seed: int = 0,
 ) -> Linformer:
-    """The same in plain float64 numpy, one head at a time, as the paper writes it."""
+    """Computes the same in plain float64 numpy, one head at a time, as in the paper."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
     (B, H, L, D), (_, G, S, _) = query.shape, key.shape
-    given = [p for p in (key_projection_RN, value_projection_RN) if p is not None]
-    r = len(given[0]) if given else rank or min(S, 256)
+    sent = [p for p in (key_projection_RN, value_projection_RN) if p is not None]
+    r = len(sent[0]) if sent else rank or min(S, 256)
 
-    def projection(came: Tensor | None, stream: int) -> np.ndarray:
-        if came is not None:
-            return came.double().numpy()[:, :S]
+    def projection(tensor: Tensor | None, stream: int) -> np.ndarray:
+        if tensor is not None:
+            return tensor.double().numpy()[:, :S]
         bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64))
-        drawn = np.random.Generator(bits).normal(0, 1, (S, r)).T / np.sqrt(r)
-        return np.asarray(torch.from_numpy(drawn).to(query_BHLD.dtype).double())
+        normal = np.random.Generator(bits).normal(0, 1, (S, r)).T / np.sqrt(r)
+        return np.asarray(torch.from_numpy(normal).to(query_BHLD.dtype).double())
 
     E, F = projection(key_projection_RN, 0), projection(value_projection_RN, 1)
     output = np.zeros((B, H, L, value.shape[-1]))
@@ -289,11 +295,11 @@ def backward(
     rank: int | None = None,
     seed: int = 0,
 ) -> dict[str, Float64[Tensor, "..."]]:
-    """Gradients of sum(grad_output * output), in float64, by the names that tensors come by.
+    """Returns the gradients of sum(grad_output * output), in float64, by the names of the inputs.
 
-    For query, key, value and each projection that came, in the shapes they came in; padding, and
-    columns past S, get zeros. Products are plain: float64 inputs near the end of the range may
-    pass it. The other arguments are `attend`'s.
+    There is one for query, key, value and each projection of the request, in its shape. Padding and
+    columns beyond S get zeros. Products are plain: float64 inputs near the end of the range may
+    overflow. The arguments are those of `attend`.
     """
     (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
     padding = padding_mask(S, key_lengths_B)
@@ -325,11 +331,11 @@ def backward(
         "key": mask_padding(padding, E_RS.mT @ key_grad),
         "value": mask_padding(padding, F_RS.mT @ value_grad),
     }
-    for name, came, mixed_grad, tensor in (
+    for name, projection, mixed_grad, tensor in (
         ("key_projection", key_projection_RN, key_grad, key),
         ("value_projection", value_projection_RN, value_grad, value),
     ):
-        if came is not None:
-            grads[name] = torch.zeros_like(came, dtype=torch.float64)
+        if projection is not None:
+            grads[name] = torch.zeros_like(projection, dtype=torch.float64)
             grads[name][:, :S] = torch.einsum("bgrx,bgsx->rs", mixed_grad, tensor)
     return grads

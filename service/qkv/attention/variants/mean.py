@@ -1,6 +1,6 @@
 """Mean attention: each output row is the plain average of the values up to it.
 
-Formula: A_ij = 1/(i+1) for j <= i, output = A V.
+Formula: A_ij = 1/(i+1) for j <= i; output = A V.
 Paper: none; it is what causal attention is when all scores are equal.
 Cost: O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all.
 """
@@ -23,32 +23,31 @@ from qkv.attention.common.row_masks import mask_padding, padding_mask
 from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-FORMULA: Final = "A_ij = 1/(i+1) for j <= i; output = A V"
-PAPER: Final = "none; it is what causal attention is when all scores are equal"
-COST: Final = "O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all"
 WEIGHTS: Final = "stochastic; unnormalised where normalize is false"
 _NO_SCORES: Final = "all scores are equal: there is no query and no key"
 REFUSES: Final[Mapping[str, str]] = {
     "scale": _NO_SCORES,
     "softcap": _NO_SCORES,
-    "query_offset": "the rows are the values' own positions",
-    "window": "a row averages all that came before it",
-    "dropout": "the mean is the baseline that has no randomness",
-    "seed": "the mean is the baseline that has no randomness",
+    "query_offset": "each row is at the position of its value",
+    "window": "a row averages all values before it",
+    "dropout": "the mean is the baseline without randomness",
+    "seed": "the mean is the baseline without randomness",
 }
 
+STACKABLE_BELOW: Final = 1e9
+
 _BLOCK_ELEMENTS = 1 << 22  # of a block of rows of A
-_BLOCK = 4096  # rows whose sum may be float32's
-_CHUNK = 32  # rows that are added up one after the other
-_SEGMENT = 512  # rows of as many chunks as are at work at a time
-_SHORT = 128  # up to so many rows one cumsum is as fast
-_CACHED = 1 << 18  # numbers: what stays in the cache
+_BLOCK = 4096  # the most rows that are summed in float32
+_CHUNK = 32  # rows that are summed one after another
+_SEGMENT = 512  # rows of the chunks that are processed together
+_SHORT = 128  # up to so many rows, one cumsum is as fast
+_CACHED = 1 << 18  # numbers that fit into the cache
 
 _Method = Literal["cumsum", "loop", "matmul", "softmax"]
 
 
 class Mean(NamedTuple):
-    """What the mean answers; None where it was not asked for."""
+    """The outputs of mean attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B H S E"] | None = None
     weights: Float32[Tensor, "B H S S"] | Float64[Tensor, "B H S S"] | None = None
@@ -56,18 +55,20 @@ class Mean(NamedTuple):
 
 
 def weights_are(parameters: Any) -> str:
-    """What the weights are with these parameters."""
+    """Returns the kind of the weights for these parameters."""
     return "stochastic" if parameters.normalize else "unnormalised"
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """An add and a multiply for each value, as cumsum does it."""
+    """Returns the operations of the method cumsum: an add and a multiply for each value."""
     return 2 * sizes["B"] * sizes["H"] * sizes["S"] * sizes["E"]
 
 
 def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
-    """How many pairs of a row and a value are looked at, one by one; the loop reads each value
-    again, number by number."""
+    """Returns the number of pairs of a row and a value that the method visits.
+
+    The method loop reads every element of a value again for each row.
+    """
     if parameters.method == "cumsum":
         return 0
     rows = sizes["B"] * sizes["H"] * sizes["S"] ** 2
@@ -79,27 +80,28 @@ def attend(
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
     causal: Annotated[
-        bool, Field(description="A row averages no value past it; false: all of them.")
+        bool, Field(description="A row averages the values up to it. false: all values.")
     ] = True,
     normalize: Annotated[
-        bool, Field(description="Sums are divided by how many there are; false: sums.")
+        bool, Field(description="Sums are divided by the number of values. false: plain sums.")
     ] = True,
     method: Annotated[
         _Method,
         Field(
-            description="Four ways to one answer: a running sum, a loop over the rows, a product "
-            "with a triangle of ones, or one with the softmax of zeros that are masked."
+            description="The method of computation; all four give the same mean. cumsum: a running "
+            "sum. loop: a loop over rows. matmul: a product with a triangle of ones. softmax: a "
+            "product with the softmax of masked zeros."
         ),
     ] = "cumsum",
     outputs: frozenset[str],
 ) -> Mean:
-    """Averages values that came so far, or all of them.
+    """Averages the values up to each row, or all of them.
 
     Args:
-        value_BHSE: what is averaged.
-        key_lengths_B: values at and past this index are padding, and in no average.
+        value_BHSE: the values.
+        key_lengths_B: values at and after this position are padding, and in no average.
         causal, normalize, method: see their descriptions.
-        outputs: which of "output" and "weights" to return.
+        outputs: the names of the outputs to return: "output", "weights".
     """
     weights = None
     if "weights" in outputs:
@@ -115,10 +117,10 @@ def attend(
     if normalize and value_BHSE.dtype == torch.float64:
         S, most = value_BHSE.shape[2], largest_size(value_BHSE)
         if most > 1e300 / S:
-            # a sum on the way to an average must not overflow, nor an average that is rounded up
+            # neither a partial sum nor an average that rounds up may overflow
             room = 2.0 ** (S.bit_length() + 1)
-            made = make(value_BHSE / room, key_lengths_B, causal, normalize)
-            return Mean(made.clamp(-most / room, most / room) * room, weights, method)
+            mean = make(value_BHSE / room, key_lengths_B, causal, normalize)
+            return Mean(mean.clamp(-most / room, most / room) * room, weights, method)
     return Mean(make(value_BHSE, key_lengths_B, causal, normalize), weights, method)
 
 
@@ -130,8 +132,10 @@ def weights(
     normalize: bool = True,
     method: str = "cumsum",
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A, whatever method makes the output: from a slice of S to
-    (B, H, R, S), in memory O(R S). The arguments are `attend`'s."""
+    """Returns a function that computes rows of A from a slice of S: (B, H, R, S), in memory O(R S).
+
+    A does not depend on the method. The arguments are those of `attend`.
+    """
     B, H, S, _ = value_BHSE.shape
     lengths_B = _lengths(value_BHSE, key_lengths_B)
     exact = score_dtype(value_BHSE.dtype)
@@ -144,7 +148,7 @@ def weights(
 
 
 def _lengths(value_BHSE: Tensor, key_lengths_B: Tensor | None) -> Tensor:
-    """How many values of each item are no padding, (B,)."""
+    """Returns the number of values of each item that are not padding, (B,)."""
     if key_lengths_B is not None:
         return key_lengths_B
     B, _, S, _ = value_BHSE.shape
@@ -152,7 +156,7 @@ def _lengths(value_BHSE: Tensor, key_lengths_B: Tensor | None) -> Tensor:
 
 
 def _counts(lengths_B: Tensor, rows: slice, causal: bool) -> Tensor:
-    """How many values a row averages: (B, 1, R, 1)."""
+    """Returns the number of values that each row averages: (B, 1, R, 1)."""
     if not causal:
         return lengths_B.view(-1, 1, 1, 1).expand(-1, 1, rows.stop - rows.start, 1)
     row_R = torch.arange(rows.start, rows.stop, device=lengths_B.device)
@@ -162,8 +166,10 @@ def _counts(lengths_B: Tensor, rows: slice, causal: bool) -> Tensor:
 def _weights(
     lengths_B: Tensor, rows: slice, S: int, causal: bool, normalize: bool, method: str
 ) -> Tensor:
-    """Rows of A in float64, (B, 1, R, S): a triangle of ones and its row sums, or the softmax of
-    masked zeros."""
+    """Returns rows of A in float64, (B, 1, R, S).
+
+    They are a triangle of ones over its row sums, or the softmax of masked zeros.
+    """
     key_S = torch.arange(S, device=lengths_B.device)
     counts_B1R1 = _counts(lengths_B, rows, causal)
     seen_B1RS = key_S < counts_B1R1
@@ -171,16 +177,16 @@ def _weights(
         ones = seen_B1RS.double()
         return ones / ones.sum(-1, keepdim=True).clamp(min=1) if normalize else ones
     zeros = torch.zeros(seen_B1RS.shape, dtype=torch.float64, device=lengths_B.device)
-    made = torch.softmax(zeros.masked_fill(~seen_B1RS, -torch.inf), -1)
-    made = made.masked_fill(counts_B1R1 == 0, 0.0)
-    return made if normalize else made * counts_B1R1
+    weights = torch.softmax(zeros.masked_fill(~seen_B1RS, -torch.inf), -1)
+    weights = weights.masked_fill(counts_B1R1 == 0, 0.0)
+    return weights if normalize else weights * counts_B1R1
 
 
 def _cumsum(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normalize: bool) -> Tensor:
-    """Sums of few values in the scores' dtype, and sums of those in float64; what overflowed is
-    made anew, all in float64.
+    """Sums few values in the scores' dtype, and these sums in float64.
 
-    What a float32 is off by is a few roundings of the sum of |v|: see `_total` and `_running`.
+    Results that overflow are recomputed in float64. The error of a float32 result is a few
+    roundings of the sum of |v|: see `_total` and `_running`.
     """
     S, dtype = value_BHSE.shape[2], value_BHSE.dtype
     exact = score_dtype(dtype)
@@ -192,31 +198,32 @@ def _cumsum(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normaliz
     elif normalize:
         counts = S
     if value_BHSE.device.type != "cpu":
-        made = (_exactly(value_BHSE, causal) / counts).to(exact)
+        output = (_exactly(value_BHSE, causal) / counts).to(exact)
     else:
-        made = _running(value_BHSE, exact) if causal else _total(value_BHSE, exact)
+        output = _running(value_BHSE, exact) if causal else _total(value_BHSE, exact)
         if normalize:
-            made /= counts
-        # what is inf or NaN once, stays so; each is asked alone only where one of them is
-        if exact == torch.float32 and not math.isfinite(made.sum().item()):
-            again = (_exactly(value_BHSE, causal) / counts).to(exact)
-            made = torch.where(made.isfinite(), made, again)
+            output /= counts
+        # inf and NaN persist in a sum, so one sum checks all elements
+        if exact == torch.float32 and not math.isfinite(output.sum().item()):
+            recomputed = (_exactly(value_BHSE, causal) / counts).to(exact)
+            output = torch.where(output.isfinite(), output, recomputed)
     if dtype != exact:
-        made = made.to(dtype)
-    return made if causal else made.expand_as(value_BHSE).contiguous()
+        output = output.to(dtype)
+    return output if causal else output.expand_as(value_BHSE).contiguous()
 
 
 def _exactly(value_BHSE: Tensor, causal: bool) -> Tensor:
-    """All sums in float64, which nothing narrower overflows."""
+    """Returns all sums in float64, which sums of narrower numbers cannot overflow."""
     if causal:
         return value_BHSE.cumsum(2, dtype=torch.float64)
     return value_BHSE.sum(2, keepdim=True, dtype=torch.float64)
 
 
 def _total(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
-    """The sum of all rows, (B, H, 1, E).
+    """Returns the sum of all rows, (B, H, 1, E).
 
-    torch adds up 16 rows, then 16 such sums, and so on: few roundings, but more with more rows.
+    torch adds 16 rows, then 16 such sums, and so on. The number of roundings is small but grows
+    with the number of rows.
     """
     S = value_BHSE.shape[2]
     if S <= _BLOCK:
@@ -230,31 +237,31 @@ def _total(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
 
 
 def _running(value_BHSE: Tensor, exact: torch.dtype) -> Tensor:
-    """The sum up to each row.
+    """Returns the sum up to each row.
 
-    torch's cumsum of a chunk rounds each of its sums once (within, it is float64's), and what comes
-    before a chunk is a sum of such in float64. It is rounded and added, which is 3 roundings in
-    all. Faster than one cumsum over all rows, because it stays in the cache. Where it is cut does
-    not depend on B and H, so that neither do the bits.
+    torch's cumsum of a chunk accumulates in float64 and rounds each sum once. The total before a
+    chunk is a sum of such sums in float64. It is rounded and added, which makes 3 roundings in
+    total. This is faster than one cumsum over all rows, because it stays in the cache. The chunks
+    do not depend on B and H, so the bits do not either.
     """
     B, H, S, E = value_BHSE.shape
     if S <= _SHORT:
         return value_BHSE.cumsum(2, dtype=exact)
     cut = S - S % _CHUNK
-    made_BHSE = torch.empty_like(value_BHSE, dtype=exact, memory_format=torch.contiguous_format)
-    value, made = value_BHSE.flatten(0, 1), made_BHSE.flatten(0, 1)
-    for own in row_blocks(B * H, min(S, _SEGMENT) * E, _CACHED):
-        before = made.new_zeros(own.stop - own.start, 1, E, dtype=torch.float64)
+    sums_BHSE = torch.empty_like(value_BHSE, dtype=exact, memory_format=torch.contiguous_format)
+    value, sums = value_BHSE.flatten(0, 1), sums_BHSE.flatten(0, 1)
+    for heads in row_blocks(B * H, min(S, _SEGMENT) * E, _CACHED):
+        before = sums.new_zeros(heads.stop - heads.start, 1, E, dtype=torch.float64)
         for rows in [*row_blocks(cut, 1, _SEGMENT), slice(cut, S)]:
             if rows.start == rows.stop:
                 continue
-            chunks = made[own, rows].unflatten(1, (-1, min(_CHUNK, rows.stop - rows.start)))
-            part = value[own, rows].unflatten(1, chunks.shape[1:3])
+            chunks = sums[heads, rows].unflatten(1, (-1, min(_CHUNK, rows.stop - rows.start)))
+            part = value[heads, rows].unflatten(1, chunks.shape[1:3])
             torch.cumsum(part, 2, dtype=exact, out=chunks)
             totals = torch.cat([before, chunks[:, :, -1]], 1).cumsum(1)
             chunks += totals[:, :-1, None].to(exact)
             before = totals[:, -1:]
-    return made_BHSE
+    return sums_BHSE
 
 
 def _loop(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normalize: bool) -> Tensor:
@@ -294,7 +301,7 @@ def reference(
     normalize: bool = True,
     method: str = "cumsum",
 ) -> Mean:
-    """The same in plain float64 numpy, one head at a time, as a textbook writes it."""
+    """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
     value = value_BHSE.double().numpy()
     B, H, S, E = value.shape
     output, weights = np.zeros((B, H, S, E)), np.zeros((B, H, S, S))
@@ -318,10 +325,11 @@ def backward(
     normalize: bool = True,
     method: str = "cumsum",
 ) -> dict[str, Tensor]:
-    """Gradients of sum(grad_output * output): dV_j is the sum of dY_i / n_i over the rows i that
-    average n_i values, v_j among them; in float64. The arguments are `attend`'s.
+    """Returns the gradients of sum(grad_output * output), in float64.
 
-    Whatever the method, it is one function: a sum that runs from the last row to the first.
+    dV_j is the sum of dY_i / n_i over the rows i that average n_i values, v_j among them. This sum
+    runs from the last row to the first and does not depend on the method. The arguments are those
+    of `attend`.
     """
     S, lengths_B = value_BHSE.shape[2], _lengths(value_BHSE, key_lengths_B)
     grad, exponent = normalize_size(grad_output_BHSE.double())

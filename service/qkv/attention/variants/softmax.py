@@ -1,8 +1,8 @@
 """Exact attention: each output row is the average of the values, weighted by a softmax of scores.
 
-Formula: A = softmax(scale Q K^T + mask), output = A V.
-Paper: Vaswani et al., Attention Is All You Need (arXiv:1706.03762), section 3.2.1.
-Cost: O(L S (D + E)) time; memory O(L + S) unless weights or scores are asked for.
+Formula: A = softmax(scale Q K^T + mask); output = A V.
+Paper: Vaswani et al., Attention Is All You Need, arXiv:1706.03762, section 3.2.1.
+Cost: O(L S (D + E)) time; O(L + S) memory unless weights or scores are asked for.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from qkv.attention.common.gradients import (
 from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, largest_size, score_dtype
 from qkv.attention.common.visibility import Visibility, row_blocks
 
-FORMULA: Final = "A = softmax(scale Q K^T + mask); output = A V"
-PAPER: Final = "Vaswani et al., Attention Is All You Need, arXiv:1706.03762, section 3.2.1"
-COST: Final = "O(L S (D + E)) time; O(L + S) memory unless weights or scores are asked for"
 WEIGHTS: Final = "stochastic; unnormalised after dropout"
 REFUSES: Final[Mapping[str, str]] = {}
 
+STACKABLE_BELOW: Final = 1e9
+
 _SCORE_ELEMENTS = 1 << 23  # of a block's scores on the explicit path: 32 MiB in float32
 
-_DROPPED = 32  # pairs without dropout that one with it takes as long as
+_DROPPED = 32  # one pair with dropout takes as long as so many without
 
-_FEWEST_QUERIES = 64  # of whose attention the bits do not depend on the number of threads
+_FEWEST_QUERIES = 64  # with fewer queries, bits may depend on the number of threads
 
 _Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -47,7 +46,7 @@ _Cap = Annotated[float, Field(ge=1e-30, le=1e9)]  # 1 / cap is a float32
 
 
 class Softmax(NamedTuple):
-    """What exact attention answers; None where it was not asked for."""
+    """The outputs of exact attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
@@ -56,26 +55,29 @@ class Softmax(NamedTuple):
 
 
 def uses_sdpa(sizes: Mapping[str, int], parameters: Any, outputs: frozenset[str]) -> bool:
-    """Whether torch's kernel runs, but for numbers of unusual size, and has the same bits on any
-    number of threads: with few queries it cuts the keys instead, into as many as there are threads
-    (measured: no difference in 386 shapes with L >= 32, 21 of 147 with less)."""
+    """Returns True if torch's kernel runs and has the same bits on any number of threads.
+
+    Numbers of unusual size are excepted. With few queries the kernel splits the keys by the number
+    of threads. Measured: no difference in 386 shapes with L >= 32; a difference in 21 of 147 shapes
+    with less.
+    """
     plain = outputs <= {"output"} and parameters.softcap is None and not parameters.dropout
     return plain and sizes["L"] >= _FEWEST_QUERIES
 
 
 def weights_are(parameters: Any) -> str:
-    """What the weights are with these parameters."""
+    """Returns the kind of the weights for these parameters."""
     return "unnormalised" if parameters.dropout else "stochastic"
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """The two matrix products, a multiply and an add counted as two."""
+    """Returns the operations of both matrix products; a multiply and an add count as two."""
     B, H, L, S, D, E = (sizes[letter] for letter in "BHLSDE")
     return 2 * B * H * L * S * (D + E)
 
 
 def score_count(sizes: Mapping[str, int], parameters: Any) -> int:
-    """As many as there are scores; a drop is drawn for each in the time of many."""
+    """Returns the number of scores, times 32 with dropout, which draws a number for each."""
     scores = sizes["B"] * sizes["H"] * sizes["L"] * sizes["S"]
     return scores * _DROPPED if parameters.dropout else scores
 
@@ -87,16 +89,18 @@ def attend(
     mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
-    causal: Annotated[bool, Field(description="A query sees no key past its position.")] = False,
+    causal: Annotated[
+        bool, Field(description="A query sees only the keys up to its own position.")
+    ] = False,
     query_offset: Annotated[
         _Position | Literal["end"],
         Field(
-            description="Position of the first query on the key axis, as torch's is_causal means "
-            'it; "end" puts the last query on the last valid key.'
+            description="Position of the first query on the key axis. 0 is the alignment of "
+            'torch\'s is_causal. "end" aligns the last query with the last valid key.'
         ),
     ] = 0,
     scale: Annotated[
-        _Factor | None, Field(description="Factor of the scores; null: 1/sqrt(D).")
+        _Factor | None, Field(description="Factor of the scores. null: 1/sqrt(D).")
     ] = None,
     softcap: Annotated[
         _Cap | None,
@@ -105,33 +109,33 @@ def attend(
     window: Annotated[
         tuple[_Count | None, _Count | None] | None,
         Field(
-            description="[left, right]: how many keys before and after its position a query sees, "
-            "both inclusive; null: unbounded."
+            description="[left, right]: the number of keys before and after its position that a "
+            "query sees, both inclusive. null: no limit."
         ),
     ] = None,
     dropout: Annotated[
         float, Field(ge=0, lt=1, description="Probability that a weight is dropped.")
     ] = 0.0,
-    seed: Annotated[int, Field(ge=0, lt=2**64, description="What dropout is drawn from.")] = 0,
+    seed: Annotated[int, Field(ge=0, lt=2**64, description="Seed of the dropout.")] = 0,
     outputs: frozenset[str] = frozenset({"output"}),
     plane_BH: Int64[Tensor, "B H"] | None = None,
 ) -> Softmax:
-    """Attends exactly.
+    """Computes exact attention.
 
-    Scores and sums are float32, or float64 for float64 inputs. The weights are those the values
-    were averaged with: after dropout. A row that sees no key is zeros. Where only the output is
-    asked for, torch's fused kernel runs (backend "sdpa"); softcap, dropout and inputs that could
-    overflow take plain products, a block of rows at a time (backend "explicit").
+    Scores and sums are float32, or float64 for float64 inputs. The weights are those that average
+    the values: after dropout. A row that sees no key is zero. If only the output is requested,
+    torch's fused kernel runs (backend "sdpa"). With softcap, dropout, or inputs that could
+    overflow, plain products run in blocks of rows (backend "explicit").
 
     Args:
         query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
         key_BGSD: keys.
         value_BGSE: values; E may differ from D.
         mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
-        key_lengths_B: keys at and past it are padding.
-        outputs: which of `output`, `weights`, `scores` to return.
-        plane_BH: b * H + h of each plane within its own request, where planes of several requests
-            are stacked; None: all are one request's. Only dropout looks at it.
+        key_lengths_B: keys at and after this position are padding.
+        outputs: the names of the outputs to return: `output`, `weights`, `scores`.
+        plane_BH: b * H + h of each plane within its own request, for a batch of several requests;
+            None: all planes belong to one request. Only dropout uses it.
     """
     (B, H, L, D), S = query_BHLD.shape, key_BGSD.shape[2]
     scale = D**-0.5 if scale is None else scale
@@ -163,8 +167,11 @@ def attend(
 def decided(
     shapes: Mapping[str, tuple[int, ...]], parameters: Any, outputs: frozenset[str]
 ) -> Callable[..., Softmax] | None:
-    """What `attend` comes to for inputs of these shapes and numbers below 1e9: the bare kernel, or
-    where weights are asked for, the bare products; None where it may be more than that."""
+    """Returns the kernel that `attend` selects for inputs of these shapes, with numbers below 1e9.
+
+    It is the bare fused kernel, or the bare products if weights are requested. None if `attend` may
+    do more than that.
+    """
     if set(shapes) != {"query", "key", "value"}:
         return None
     (B, H, L, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
@@ -177,18 +184,18 @@ def decided(
     causal, grouped = parameters.causal, H != G
 
     def run_fused(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
-        made = scaled_dot_product_attention(
+        output = scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-        return Softmax(made, backend="sdpa")
+        return Softmax(output, backend="sdpa")
 
     def explicit(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
         query = query.unflatten(1, (G, -1))
         scores = torch.einsum("bgkld,bgsd->bgkls", query, key).mul_(scale)
-        weights, made = torch.softmax(scores, dim=-1), None
+        weights, output = torch.softmax(scores, dim=-1), None
         if "output" in outputs:
-            made = torch.einsum("bgkls,bgse->bgkle", weights, value).flatten(1, 2)
-        return Softmax(made, weights.flatten(1, 2), scores.flatten(1, 2))
+            output = torch.einsum("bgkls,bgse->bgkle", weights, value).flatten(1, 2)
+        return Softmax(output, weights.flatten(1, 2), scores.flatten(1, 2))
 
     if outputs == {"output"}:
         return run_fused if D == E else None
@@ -211,8 +218,10 @@ def weights(
     seed: int = 0,
     plane_BH: Int64[Tensor, "B H"] | None = None,
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A, after dropout: from a slice of L to (B, H, R, S), in memory
-    O(R S). The arguments are `attend`'s."""
+    """Returns a function that computes rows of A, after dropout, from a slice of L: (B, H, R, S).
+
+    It takes memory O(R S). The arguments are those of `attend`.
+    """
     L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
     scale = D**-0.5 if scale is None else scale
     safe = is_safe(query_BHLD, key_BGSD, None, scale)
@@ -240,8 +249,7 @@ def _halved(
     plane_BH: Tensor | None,
     **parameters: Any,
 ) -> Softmax:
-    """Attends to half of the items, else half of the key heads, else half of the query heads that
-    read one, and then to the other half."""
+    """Runs `attend` on two halves: of the items, else of the key heads, else of the query heads."""
     query, key, value, mask, lengths = tensors
     (B, H), G = query.shape[:2], key.shape[1]
     if plane_BH is None:
@@ -252,13 +260,13 @@ def _halved(
     for half in (slice(0, middle), slice(middle, size)):
         items, heads = (half, slice(0, H)) if axis == 0 else (slice(0, 1), half)
         groups = slice(heads.start * G // H, -(-heads.stop * G // H))
-        if mask is not None:  # what is 1 is for all
-            own = mask[items if mask.shape[0] > 1 else slice(1)]
-            own = own[:, heads if mask.shape[1] > 1 else slice(1)]
+        if mask is not None:  # an axis of size 1 is for all items or heads
+            part_mask = mask[items if mask.shape[0] > 1 else slice(1)]
+            part_mask = part_mask[:, heads if mask.shape[1] > 1 else slice(1)]
         parts.append(
             attend(
                 query[items, heads], key[items, groups], value[items, groups],
-                None if mask is None else own, None if lengths is None else lengths[items],
+                None if mask is None else part_mask, None if lengths is None else lengths[items],
                 plane_BH=plane_BH[items, heads], **parameters,
             )
         )  # fmt: skip
@@ -272,7 +280,7 @@ def _halved(
 def _explicit(
     scores: Scores, value_BGSE: Tensor, outputs: frozenset[str], dtype: torch.dtype
 ) -> Softmax:
-    """Plain products, a block of rows at a time; whole matrices only where they are asked for."""
+    """Computes plain products in blocks of rows; holds whole matrices only if requested."""
     B, G, K, L, _ = scores.query_BGKLD.shape
     H, S, E = G * K, scores.visible.S, value_BGSE.shape[-1]
     exact, blocks = score_dtype(dtype), row_blocks(L, B * H * S, _SCORE_ELEMENTS)
@@ -301,7 +309,7 @@ def _explicit(
 
 
 def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
-    """A @ value for a block of rows: (B, H, R, E)."""
+    """Returns A @ value for a block of rows: (B, H, R, E)."""
     heads = scores.query_BGKLD.shape[1:3]
     weights_BGKRS, value = block.weights.unflatten(1, heads), value_BGSE[:, :, block.keys]
     if scores.exponents is None:
@@ -331,7 +339,7 @@ def reference(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> Softmax:
-    """The same in plain float64 numpy, one head at a time, as a textbook writes it."""
+    """Computes the same in plain float64 numpy, one head at a time, as in a textbook."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
     (B, H, L, D), (_, G, S, _) = query.shape, key.shape
     weights, scores = np.zeros((B, H, L, S)), np.full((B, H, L, S), -np.inf)
@@ -366,15 +374,18 @@ def reference(
     return Softmax(output_BHLE, weights_BHLS, scores_BHLS, backend="reference")
 
 
-def _kept(dropout: float, seed: int, place: int, L: int, S: int) -> Any:
-    """The definition of `common/dropout.py` in unsigned numpy, written apart from it."""
+def _kept(dropout: float, seed: int, plane_index: int, L: int, S: int) -> Any:
+    """Returns the dropout mask by the definition of `common/dropout.py`, in unsigned numpy.
+
+    It does not share code with `common/dropout.py`.
+    """
 
     def mix(x: Any) -> Any:
         x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
         x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
         return x ^ (x >> 16)
 
-    low, high, plane = (np.array([w], np.uint32) for w in (seed % 2**32, seed >> 32, place))
+    low, high, plane = (np.array([w], np.uint32) for w in (seed % 2**32, seed >> 32, plane_index))
     i, j = np.arange(L, dtype=np.uint32)[:, None], np.arange(S, dtype=np.uint32)
     u = mix(mix(mix(mix(mix(low) ^ high) ^ plane) ^ i) ^ mix(~j))
     return u >= np.floor(dropout * 2.0**32)
@@ -397,10 +408,10 @@ def backward(
     seed: int = 0,
     plane_BH: Int64[Tensor, "B H"] | None = None,
 ) -> dict[str, Tensor]:
-    """Gradients of sum(grad_output * output), a block of rows at a time; the arguments are
-    `attend`'s.
+    """Returns the gradients of sum(grad_output * output), computed in blocks of rows.
 
-    With P the weights before dropout and M what dropout multiplies them with: dV = (P M)^T dY,
+    The arguments are those of `attend`. P are the weights before dropout, M the factors of dropout.
+    Then dV = (P M)^T dY,
     dP = (dY V^T) M, ds = P (dP - rowsum(dP P)), dQ = scale ds K, dK = scale ds^T Q (Dao et al.,
     FlashAttention, arXiv:2205.14135, appendix B.2). In float32, or in float64 for float64 inputs
     and where float32 could overflow.
@@ -421,5 +432,5 @@ def backward(
         return gradients_by_scores(scores, grad, query, key, value)
     (grad, g), (query, q), (key, k), (value, v) = map(normalize_size, (grad, query, key, value))
     exponents = {"query": g + v + k, "key": g + v + q, "value": g, "mask": g + v}
-    made = gradients_by_scores(scores, grad, query, key, value)
-    return {name: scale_back(gradient, exponents[name]) for name, gradient in made.items()}
+    scaled = gradients_by_scores(scores, grad, query, key, value)
+    return {name: scale_back(gradient, exponents[name]) for name, gradient in scaled.items()}

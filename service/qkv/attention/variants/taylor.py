@@ -1,9 +1,9 @@
-"""Taylor attention: weights are 1 plus a cosine, so that sums over keys are shared.
+"""Taylor attention: weights are 1 plus a cosine, so queries share sums over keys.
 
-Formula: A_ij = (1 + q'_i . k'_j) / (n + q'_i . sum_l k'_l), x' = x / |x|, n keys; output = A V.
-Paper: Li et al., Linear Attention Mechanism (arXiv:2007.14902), section 3.
-Cost: O((L + S) D E) time, causal too; memory O(L + S) unless weights are asked for. Rows whose
-keys all but oppose the query are O(S D) each.
+Formula: A_ij = (1 + q'_i . k'_j) / (n + q'_i . sum_l k'_l), x' = x / |x|.
+Paper: Li et al., Linear Attention Mechanism, arXiv:2007.14902, section 3.
+Cost: O((L + S) D E) time, causal too, but O(S D) for each row whose keys all but oppose the query;
+O(L + S) memory unless weights are asked for.
 """
 
 from __future__ import annotations
@@ -41,29 +41,25 @@ from qkv.attention.common.row_masks import (
 from qkv.attention.common.score_blocks import score_dtype, split_exponents
 from qkv.attention.common.visibility import row_blocks
 
-FORMULA: Final = "A_ij = (1 + q'_i . k'_j) / (n + q'_i . sum_l k'_l), x' = x / |x|"
-PAPER: Final = "Li et al., Linear Attention Mechanism, arXiv:2007.14902, section 3"
-COST: Final = (
-    "O((L + S) D E) time, causal too, but O(S D) for each row whose keys all but oppose the query; "
-    "O(L + S) memory unless weights are asked for"
-)
 WEIGHTS: Final = "stochastic"
 REFUSES: Final[Mapping[str, str]] = {
-    "scale": "only the directions of queries and keys count, and a factor changes none",
+    "scale": "only the directions of queries and keys matter, and a factor changes no direction",
     "softcap": "a cosine is capped already",
-    "window": "what all keys share is one sum: a window has no such sum",
-    "dropout": "no single weight is ever made that could be dropped",
-    "seed": "no single weight is ever made that could be dropped",
-    "normalize": "the division is the formula's own: without it a row only grows with its keys",
+    "window": "queries share one sum over all keys, and a window has no such sum",
+    "dropout": "the single weights that dropout needs are never computed",
+    "seed": "the single weights that dropout needs are never computed",
+    "normalize": "the division is part of the formula; without it a row grows with its keys",
 }
 
+STACKABLE_BELOW: Final = 1e9
+
 _ELEMENTS = 1 << 22  # of a block of rows of A
-_NARROW = 1 / 8  # a denominator below this many n has lost three bits: float32 is too narrow
-_CANCELLED = 1e-3  # a denominator below this many n has lost digits: its terms are made one by one
+_NARROW = 1 / 8  # a denominator below n times this has lost three bits: float32 is too narrow
+_CANCELLED = 1e-3  # a denominator below n times this has lost digits: its row is recomputed
 
 
 class Taylor(NamedTuple):
-    """What Taylor attention answers; None where it was not asked for."""
+    """The outputs of Taylor attention; None for an output that was not requested."""
 
     output: Float[Tensor, "B H L E"] | None = None
     weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
@@ -71,14 +67,14 @@ class Taylor(NamedTuple):
 
 
 class _Features(NamedTuple):
-    """(1, x') of queries and keys, whose products are 1 + q' . k'; float64 whatever came.
+    """(1, x') of queries and keys, whose products are 1 + q' . k', in float64 for every dtype.
 
-    In float32 a denominator of 1e-3 n would have four digits left.
+    In float32 a denominator of 1e-3 n would have only four correct digits.
 
     Attributes:
-        query_BGKLF, key_BGSF: F is D + 1; x' of what has no direction is 0, all of padding is.
-        offsets: each item's position of the first query; None where all is seen.
-        counts_BL: how many keys each query sees.
+        query_BGKLF, key_BGSF: F is D + 1. x' is 0 for a vector without direction; padding is zero.
+        offsets: each item's position of the first query; None if every query sees every key.
+        counts_BL: the number of keys that each query sees.
     """
 
     query_BGKLF: Tensor
@@ -104,34 +100,39 @@ class _Features(NamedTuple):
         return cls(query, mask_padding(padding, key), offsets, counts)
 
     def cancelled(self, total_BGKR: Tensor, rows: slice) -> Tensor:
-        """The rows whose sum has cancelled."""
+        """Returns True for each row whose sum has cancelled."""
         return total_BGKR < _CANCELLED * self.counts_BL[:, None, None, rows]
 
     def exactly(self, head: tuple[int, ...], rows_R: Tensor) -> Tensor:
-        """Rows of A, (R, S); zeros for what sees nothing, or only keys that oppose it: 0/0."""
-        made_RS = self.similar(head, rows_R)
-        total_R1 = made_RS.sum(-1, keepdim=True)
-        return made_RS.div_(total_R1.masked_fill(total_R1 == 0, 1.0))
+        """Returns rows of A, (R, S).
+
+        A row that sees no key, or only keys opposed to its query (0/0), is zero.
+        """
+        similarity_RS = self.similar(head, rows_R)
+        total_R1 = similarity_RS.sum(-1, keepdim=True)
+        return similarity_RS.div_(total_R1.masked_fill(total_R1 == 0, 1.0))
 
     def similar(self, head: tuple[int, ...], rows_R: Tensor) -> Tensor:
-        """1 + q' . k' = |q' + k'|^2 / 2, (R, S), which nothing cancels in; zeros for what is not
-        seen."""
+        """Returns 1 + q' . k' = |q' + k'|^2 / 2, (R, S), in which nothing cancels.
+
+        Keys that a row does not see have 0.
+        """
         b, g, k = head
         query_RD, key_SF = self.query_BGKLF[b, g, k, rows_R, 1:], self.key_BGSF[b, g]
         key_SD = key_SF[:, 1:]
-        made_RS = torch.cdist(query_RD, -key_SD, compute_mode="donot_use_mm_for_euclid_dist")
-        # as near as the roundings of two directions is opposed
+        size_RS = torch.cdist(query_RD, -key_SD, compute_mode="donot_use_mm_for_euclid_dist")
+        # a sum within the rounding errors of two directions counts as opposed
         opposed = (key_SD.shape[1] + 4) * torch.finfo(torch.float64).eps
-        made_RS = made_RS.masked_fill_(made_RS <= opposed, 0.0).square_().div_(2)
-        made_RS = made_RS.masked_fill_((key_SD == 0).all(-1), 1.0).mul_(key_SF[:, 0])
-        own = visible_keys(rows_R, len(key_SF), None if self.offsets is None else self.offsets[b])
-        if own is not None:
-            made_RS.masked_fill_(~own, 0.0)
-        return made_RS
+        similarity_RS = size_RS.masked_fill_(size_RS <= opposed, 0.0).square_().div_(2)
+        similarity_RS.masked_fill_((key_SD == 0).all(-1), 1.0).mul_(key_SF[:, 0])
+        seen = visible_keys(rows_R, len(key_SF), None if self.offsets is None else self.offsets[b])
+        if seen is not None:
+            similarity_RS.masked_fill_(~seen, 0.0)
+        return similarity_RS
 
 
 def flops(sizes: Mapping[str, int]) -> int:
-    """The products that are not causal: keys with values, queries with their sum."""
+    """Returns the operations of the non-causal products: keys and values, queries and sums."""
     B, H, G, L, S, D, E = (sizes[letter] for letter in "BHGLSDE")
     return 2 * B * (D + 1) * (E + 1) * (G * S + H * L)
 
@@ -146,24 +147,24 @@ def attend(
     query_offset: QueryOffset = 0,
     outputs: frozenset[str],
 ) -> Taylor:
-    """Attends by directions.
+    """Computes Taylor attention.
 
     A query or key of norm 0 has no direction, and similarity 1 to all. The output of float64
-    inputs is summed in float64; that of narrower ones in float32, but for those items of the batch
-    whose sums overflow it, or in which a row's keys so far oppose its query that the denominator is
-    below n / 8: these are made in float64 too. Weights always are.
+    inputs is summed in float64. The output of narrower inputs is summed in float32, except for
+    items whose sums overflow and items with a row whose keys nearly oppose its query (a denominator
+    below n / 8). These items, and all weights, are computed in float64.
 
     Args:
         query_BHLD, key_BGSD, value_BGSE: query head h reads key head h // (H / G).
-        key_lengths_B: keys at and past this index are padding, and not counted in n.
+        key_lengths_B: keys at and after this position are padding, and not counted in n.
         causal, query_offset: see their descriptions.
-        outputs: which of "output" and "weights" to return.
+        outputs: the names of the outputs to return: "output", "weights".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
     output = weights = None
     if "output" in outputs:
-        make = _exactly if dtype == torch.float64 else _quickly
-        output = make(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
+        compute = _exact_output if dtype == torch.float64 else _fast_output
+        output = compute(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
     if "weights" in outputs:
         features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
         weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
@@ -180,8 +181,10 @@ def weights(
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
 ) -> Callable[[slice], Tensor]:
-    """What makes blocks of rows of A: from a slice of L to (B, H, R, S), in memory O(R S). The
-    arguments are `attend`'s."""
+    """Returns a function that computes rows of A from a slice of L: (B, H, R, S), in memory O(R S).
+
+    The arguments are those of `attend`.
+    """
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     exact = score_dtype(query_BHLD.dtype)
 
@@ -191,7 +194,7 @@ def weights(
     return row_block
 
 
-def _quickly(
+def _fast_output(
     query_BHLD: Tensor,
     key_BGSD: Tensor,
     value_BGSE: Tensor,
@@ -199,11 +202,11 @@ def _quickly(
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> Tensor:
-    """The output in float32, but for the items that this is too narrow for: `_exactly`.
+    """Returns the output in float32, except for items that need `_exact_output`.
 
-    Those are where a row's denominator d is below n / 8, as a sum of n terms rounded by eps is off
-    by eps n / d, and where a sum overflowed. Each item is judged by itself: its bits do not depend
-    on its neighbours.
+    These are items with a row whose denominator d is below n / 8, because a sum of n terms rounded
+    by eps has a relative error of eps n / d, and items with a sum that overflowed. Each item is
+    judged by itself, so its bits do not depend on the other items.
     """
     (B, _, L, _), (_, G, S, _), dtype = query_BHLD.shape, key_BGSD.shape, query_BHLD.dtype
     padding = padding_mask(S, key_lengths_B)
@@ -217,20 +220,20 @@ def _quickly(
         offsets,
     )
     spare = torch.sub(total.squeeze(-1), counts_BL[:, None, None], alpha=_NARROW)
-    if spare.amin().item() >= 0 and isfinite(output.sum().item()):  # then all its terms are
+    if spare.amin().item() >= 0 and isfinite(output.sum().item()):  # then all terms are finite
         return output.flatten(1, 2).to(dtype)
     fits_B = (spare >= 0).flatten(1).all(1) & output.isfinite().flatten(1).all(1)
     output = output.flatten(1, 2).to(dtype)
     for b in torch.where(~fits_B)[0].tolist():
-        own = slice(b, b + 1)
-        lengths = None if key_lengths_B is None else key_lengths_B[own]
-        output[own] = _exactly(
-            query_BHLD[own], key_BGSD[own], value_BGSE[own], lengths, causal, query_offset
+        item = slice(b, b + 1)
+        lengths = None if key_lengths_B is None else key_lengths_B[item]
+        output[item] = _exact_output(
+            query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths, causal, query_offset
         )
     return output
 
 
-def _exactly(
+def _exact_output(
     query_BHLD: Tensor,
     key_BGSD: Tensor,
     value_BGSE: Tensor,
@@ -238,27 +241,27 @@ def _exactly(
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> Tensor:
-    """The output in float64, whatever came; rounded to the dtype."""
+    """Returns the output, computed in float64 and rounded to the dtype of the inputs."""
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
     padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
     return _output(features, mask_padding(padding, value_BGSE)).to(query_BHLD.dtype)
 
 
 def _direction(x: Tensor) -> Tensor:
-    """x / |x| in float64; 0 where x is."""
+    """Returns x / |x| in float64; 0 for a vector of norm 0."""
     x, norm, _ = _with_norm(x)
     return x / norm.masked_fill(norm == 0, 1.0)
 
 
 def _with_norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
-    """x and |x| in float64, both over 2**e, and e of each row."""
-    # squares of what was narrower neither overflow nor underflow
+    """Returns x and |x| in float64, both divided by 2**e, and e of each row."""
+    # squares of numbers of narrower dtypes neither overflow nor underflow
     x, exponents = split_exponents(x) if x.dtype == torch.float64 else (x.double(), 0)
     return x, torch.linalg.vector_norm(x, dim=-1, keepdim=True), exponents
 
 
 def _output(features: _Features, value_BGSE: Tensor) -> Tensor:
-    """A @ value, (B, H, L, E), by sums that queries share; the value's padding is zeros."""
+    """Returns A @ value, (B, H, L, E), by shared sums. The padding of `value_BGSE` is zero."""
     value, room_B111, most_B111 = _with_room(value_BGSE)
     output, total = feature_sums(features.query_BGKLF, features.key_BGSF, value, features.offsets)
     total = total[..., 0]
@@ -266,12 +269,15 @@ def _output(features: _Features, value_BGSE: Tensor) -> Tensor:
     output /= total.masked_fill(cancelled | (total == 0), 1.0)[..., None]
     for (b, g, k), rows in rows_to_redo(cancelled, _ELEMENTS // value.shape[2]):
         output[b, g, k, rows] = features.exactly((b, g, k), rows) @ value[b, g]
-    # an average is no larger than what it averages, however it is rounded
+    # also a rounded average is no larger than the values
     return output.flatten(1, 2).clamp_(-most_B111, most_B111).mul_(room_B111)
 
 
 def _with_room(value_BGSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values in float64 over what leaves room for their sums, that, and what bounds an average."""
+    """Returns values in float64, divided so that their sums fit, the divisors and the bounds.
+
+    The bounds are those of an average of the divided values.
+    """
     value, S = value_BGSE.double(), value_BGSE.shape[2]
     most_B111 = value.abs().amax((1, 2, 3), keepdim=True)
     huge = most_B111 > 1e300 / S
@@ -281,15 +287,15 @@ def _with_room(value_BGSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _block(features: _Features, rows: slice) -> Tensor:
-    """Rows of A, (B, H, R, S)."""
+    """Returns rows of A, (B, H, R, S)."""
     query = features.query_BGKLF[:, :, :, rows]
     block = torch.einsum("bgklf,bgsf->bgkls", query, features.key_BGSF).clamp_(min=0.0)
     zero_hidden(block, rows, features.offsets)
     total = block.sum(-1)
     cancelled = features.cancelled(total, rows)
     block /= total.masked_fill(cancelled | (total == 0), 1.0)[..., None]
-    for (b, g, k), at in rows_to_redo(cancelled, _ELEMENTS // block.shape[-1]):
-        block[b, g, k, at] = features.exactly((b, g, k), at + rows.start)
+    for (b, g, k), some in rows_to_redo(cancelled, _ELEMENTS // block.shape[-1]):
+        block[b, g, k, some] = features.exactly((b, g, k), some + rows.start)
     return block.flatten(1, 2)
 
 
@@ -302,7 +308,7 @@ def reference(
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
 ) -> Taylor:
-    """The same in plain float64 numpy, row by row, with 1 + q' . k' = |q' + k'|^2 / 2."""
+    """Computes the same in plain float64 numpy, row by row, with 1 + q' . k' = |q' + k'|^2 / 2."""
     query, key, value = (x.double().numpy() for x in (query_BHLD, key_BGSD, value_BGSE))
     (B, H, L, D), (_, G, S, _) = query.shape, key.shape
 
@@ -318,7 +324,7 @@ def reference(
         keys = direction(key[b, h * G // H, :valid])
         for i, row in enumerate(direction(query[b, h])):
             apart = np.sqrt(((row + keys) ** 2).sum(-1))
-            apart[apart <= (D + 4) * np.finfo(float).eps] = 0  # opposed, but for the roundings
+            apart[apart <= (D + 4) * np.finfo(float).eps] = 0  # opposed, apart from rounding
             a = apart**2 / 2
             a[(keys == 0).all(-1) | (row == 0).all()] = 1
             if causal:
@@ -338,12 +344,12 @@ def backward(
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
 ) -> dict[str, Tensor]:
-    """Gradients of sum(grad_output * output), by sums over keys that all queries share and over
-    queries that all keys share, then through x / |x|: (g - x' (x' . g)) / |x|. In float64; the
-    arguments are `attend`'s.
+    """Returns the gradients of sum(grad_output * output), in float64.
 
-    Rows and keys without a direction, and rows of zeros, get zeros. Source: Li et al.,
-    arXiv:2007.14902, section 3, differentiated.
+    They are sums over keys that all queries share, and sums over queries that all keys share, then
+    passed through x / |x|: (g - x' (x' . g)) / |x|. Queries and keys without a direction, and rows
+    of zeros, get zeros. The arguments are those of `attend`. Source: Li et al., arXiv:2007.14902,
+    section 3, differentiated.
     """
     backward = partial(
         _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
@@ -361,7 +367,7 @@ def _gradients(
     causal: bool,
     query_offset: int | Literal["end"],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value."""
+    """Returns the gradients of query, key and value."""
     padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
     key_BGSD = mask_padding(padding, key_BGSD)
     features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
@@ -371,12 +377,13 @@ def _gradients(
     output, total = feature_sums(query, key, value, features.offsets)
     cancelled = features.cancelled(total[..., 0], slice(None))
     divided = (output, total.masked_fill_(cancelled[..., None] | (total == 0), torch.inf))
-    made = gradients_by_features(query, key, value, grad, divided, features.offsets)
-    _add_cancelled(made, cancelled, features, value, grad)
+    gradients = gradients_by_features(query, key, value, grad, divided, features.offsets)
+    _add_cancelled(gradients, cancelled, features, value, grad)
+    query_grad, key_grad, value_grad = gradients
     return (
-        _through_direction(made[0].flatten(1, 2)[..., 1:], query_BHLD, g + v),
-        _through_direction(mask_padding(padding, made[1])[..., 1:], key_BGSD, g + v),
-        scale_back(made[2], g),
+        _through_direction(query_grad.flatten(1, 2)[..., 1:], query_BHLD, g + v),
+        _through_direction(mask_padding(padding, key_grad)[..., 1:], key_BGSD, g + v),
+        scale_back(value_grad, g),
     )
 
 
@@ -387,8 +394,10 @@ def _add_cancelled(
     value_BGSE: Tensor,
     grad_BGKLE: Tensor,
 ) -> None:
-    """Adds what rows whose sum has cancelled give: the gradient of |q' + k'|^2 / 2 is q' + k', in
-    which nothing cancels."""
+    """Adds the gradients of rows whose sum has cancelled.
+
+    The gradient of |q' + k'|^2 / 2 is q' + k', in which nothing cancels.
+    """
     for (b, g, k), rows in rows_to_redo(
         cancelled_BGKL, _ELEMENTS // features.key_BGSF[0, 0].numel()
     ):
@@ -407,7 +416,7 @@ def _add_cancelled(
 
 
 def _through_direction(gradient: Tensor, x: Tensor, exponent: int) -> Tensor:
-    """The gradient of x, of 2**exponent times that of x / |x|; 0 where x is."""
+    """Returns the gradient of x from 2**exponent times that of x / |x|; 0 where |x| is 0."""
     x, norm, exponents = _with_norm(x)
     direction = x / norm.masked_fill(norm == 0, 1.0)
     gradient = gradient - direction * (direction * gradient).sum(-1, keepdim=True)

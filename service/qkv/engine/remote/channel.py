@@ -1,10 +1,9 @@
 """Channels between workers and the device process: message frames on a socket pair.
 
-A frame is a header (bytes that follow, type, request id) and its payload; no tensor is in it. The
-parent process makes a socket pair for each worker and hands an end to either side, whenever one of
-the two has started. The ends go through control sockets, one for each process and made before its
-fork, so that there is no address that another process could connect to, and only the two hold a
-pair open: each sees the other's end close as soon as it does.
+A frame is a header (payload bytes, type, request id) and a payload without tensors. The supervisor
+creates a socket pair for each worker, and sends one end to each side when either process starts.
+It sends them through control sockets, which it creates before each fork. So there is no address
+that another process could connect to, and each side sees at once that the other end closes.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ _NO_DEADLINE: Final = -1.0
 class MessageType(IntEnum):
     """The type of a frame."""
 
-    RUN = 1  # worker: a job is to run; a `JobRequest` follows
-    CANCEL = 2  # worker: its client has disconnected
-    READY = 3  # device process: jobs are taken
-    RESULT = 4  # device process: timing and outputs' names; the outputs are in shared memory
-    ERROR = 5  # device process: the job failed, and why
-    RELEASED = 6  # device process: a cancelled job has run, or never will
+    RUN = 1  # from the worker: run a job; the payload is a `JobRequest`
+    CANCEL = 2  # from the worker: cancel the job
+    READY = 3  # from the device process: it accepts jobs
+    RESULT = 4  # from the device process: names and timing; outputs are in shared memory
+    ERROR = 5  # from the device process: the job failed; the payload is the problem
+    RELEASED = 6  # from the device process: it no longer reads a cancelled job's inputs
 
 
 class JobRequest(NamedTuple):
-    """A job that is to run.
+    """A request to run a job.
 
     Attributes:
-        inputs_offset: where in the worker's region its tensors are.
-        inputs_bytes: their size.
-        outputs_offset: where its outputs go.
-        outputs_bytes: their size.
+        inputs_offset: offset of its tensors in the worker's region.
+        inputs_bytes: size of its tensors.
+        outputs_offset: offset of the memory for its outputs.
+        outputs_bytes: size of that memory.
         priority: as `Engine.submit` takes it.
-        enqueued_at: when it was submitted, by `time.perf_counter`, one clock for every process.
+        enqueued_at: time of submission, by `time.perf_counter`, one clock for all processes.
         wait_s: as `Engine.submit` takes it.
-        header: as `job_codec.encode_header` makes it.
+        header: as `job_codec.encode_header` returns it.
     """
 
     inputs_offset: int
@@ -59,23 +58,23 @@ class JobRequest(NamedTuple):
     header: bytes
 
     def pack(self) -> bytes:
-        """Returns it as bytes."""
+        """Returns the request as bytes."""
         *numbers, wait_s, header = self
         return _JOB_REQUEST.pack(*numbers, _NO_DEADLINE if wait_s is None else wait_s) + header
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Returns what was packed."""
+        """Returns the request that `pack` encoded."""
         request = cls._make((*_JOB_REQUEST.unpack_from(data), data[_JOB_REQUEST.size :]))
         return request._replace(wait_s=None) if request.wait_s == _NO_DEADLINE else request
 
 
 class Channel(asyncio.Protocol):
-    """One end of a socket pair.
+    """Sends and receives frames on one end of a socket pair.
 
     Args:
-        on_message: called with each frame: type, request id, and payload.
-        on_lost: called once when the other end or this one is closed.
+        on_message: called with the type, request id and payload of each frame.
+        on_lost: called once when either end is closed.
     """
 
     def __init__(
@@ -89,16 +88,16 @@ class Channel(asyncio.Protocol):
         self.closed = asyncio.Event()
 
     async def open(self, end: socket.socket) -> Self:
-        """Sends and receives on one end of a socket pair from now on."""
+        """Starts to send and receive on one end of a socket pair."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
         return self
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
+        """Keeps the transport; asyncio calls it."""
         self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio, with any number of bytes."""
+        """Handles complete frames and keeps the rest; asyncio calls it with any number of bytes."""
         data = self._rest + data
         first = 0
         while len(data) - first >= _FRAME_HEADER.size:
@@ -112,7 +111,7 @@ class Channel(asyncio.Protocol):
         self._rest = data[first:]
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Called by asyncio."""
+        """Sets `closed`; asyncio calls it."""
         self.closed.set()
         self._on_lost()
 
@@ -123,17 +122,17 @@ class Channel(asyncio.Protocol):
             self._transport.write(header + payload)
 
     def close(self) -> None:
-        """Closes it once all is sent, and receives nothing more."""
+        """Closes the channel once all frames are sent; receives no more frames."""
         self._on_message = lambda kind, request_id, payload: None
         if self._transport is not None:
             self._transport.close()
 
 
 class SocketBroker:
-    """The control sockets of all processes, in their parent.
+    """Connects workers and device process through their control sockets; for the supervisor.
 
     Args:
-        device_process: its index; smaller ones are the workers'.
+        device_process: its index; the workers have the indices below.
     """
 
     def __init__(self, device_process: int) -> None:
@@ -141,11 +140,11 @@ class SocketBroker:
         self._control_sockets: dict[int, socket.socket] = {}
 
     def create_control_socket(self, index: int) -> socket.socket:
-        """Creates the control socket of a process that is about to be forked; returns its end."""
+        """Creates the control socket of the next process to fork; returns the process's end."""
         if index in self._control_sockets:
             self._control_sockets[index].close()
-        self._control_sockets[index], theirs = socket.socketpair()
-        return theirs
+        self._control_sockets[index], child_end = socket.socketpair()
+        return child_end
 
     def connect(self, index: int) -> None:
         """Connects a forked worker to the device process, or the device process to all workers."""
@@ -155,14 +154,14 @@ class SocketBroker:
                 self._send_pair(worker)
 
     def close(self) -> None:
-        """Closes the parent's ends."""
+        """Closes the supervisor's ends."""
         for control_socket in self._control_sockets.values():
             control_socket.close()
 
     def _send_pair(self, worker: int) -> None:
         name = worker.to_bytes(2)
         one, other = socket.socketpair()
-        with one, other, suppress(OSError):  # a process that has just ended is started again
+        with one, other, suppress(OSError):  # the process has just ended: connected at its restart
             socket.send_fds(self._control_sockets[self._device_process], [name], [one.fileno()])
             socket.send_fds(self._control_sockets[worker], [name], [other.fileno()])
 
@@ -171,7 +170,7 @@ def receive_connection(control_socket: socket.socket) -> tuple[int, socket.socke
     """Receives a connection from a control socket that has something to read.
 
     Returns:
-        The worker's index, and one end of a socket pair; None once the parent has ended.
+        The worker's index, and one end of a socket pair; None once the supervisor has exited.
     """
     name, ends, _, _ = socket.recv_fds(control_socket, 2, 1)
     return (int.from_bytes(name), socket.socket(fileno=ends[0])) if ends else None

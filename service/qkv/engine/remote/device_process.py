@@ -1,4 +1,7 @@
-"""The process that owns the device: runs the jobs that workers write into shared memory."""
+"""The process that owns the device: runs the jobs that workers write into shared memory.
+
+The supervisor forks it and calls `DeviceProcess.run`.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,20 @@ __all__ = ["DeviceProcess"]
 
 _log = logging.getLogger("qkv.device")
 
-_LARGE_BYTES: Final = 1 << 20  # more is not copied on the event loop
+_LARGE_BYTES: Final = 1 << 20  # larger outputs are copied in a thread, not on the event loop
 _POLL_S: Final = 0.01
 
 
 class DeviceProcess:
-    """Takes jobs from every worker, so that their jobs form batches together.
+    """Runs the jobs of all workers, so that jobs of different workers form batches.
 
     Args:
-        engine: what runs them.
+        engine: runs the jobs.
         worker: this process's row of the shared state.
-        shared_memory: where tensors are.
-        limits: what each job may ask for.
-        control_socket: brings a worker's index and one end of a socket pair when one starts.
-        parent_alive_fd: reads as closed once the parent has ended.
+        shared_memory: holds the tensors.
+        limits: limits of each job.
+        control_socket: receives a worker's index and one end of a socket pair when it starts.
+        parent_alive_fd: reads end of file once the supervisor has exited.
     """
 
     def __init__(
@@ -67,10 +70,10 @@ class DeviceProcess:
         self._is_orphan = False
 
     async def run(self) -> bool:
-        """Runs jobs until SIGTERM, or until parent and workers have ended; sends all results.
+        """Runs jobs until SIGTERM, or until supervisor and workers have exited; sends all results.
 
         Returns:
-            True if the device works. If it failed for good, this ends without SIGTERM.
+            True if the device works. A permanent failure of the device ends the run too.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_ending.set)
@@ -107,13 +110,13 @@ class DeviceProcess:
         task.add_done_callback(self._tasks.discard)
 
     def _on_parent_exit(self) -> None:
-        """Ends once all workers have; each ends by itself after its last response."""
+        """Ends the run once all workers have exited; each exits after its last response."""
         asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
         self._is_orphan = True
         self._end_if_orphaned()
 
     def _end_if_orphaned(self) -> None:
-        """Ends this process if the parent and all workers have ended."""
+        """Ends the run if the supervisor and all workers have exited."""
         if self._is_orphan and not any(link.is_connected for link in self._links):
             self._is_ending.set()
 
@@ -122,9 +125,9 @@ class PendingJob(NamedTuple):
     """A worker's job whose result is not sent yet.
 
     Attributes:
-        request: as it was received.
-        inputs: its tensors' bytes; the job refers to them as long as the device may read them.
-        future: its result.
+        request: the received request.
+        inputs: bytes of its tensors; the job refers to them as long as the device may read them.
+        future: future of its result.
     """
 
     request: JobRequest
@@ -135,15 +138,15 @@ class PendingJob(NamedTuple):
 class WorkerLink:
     """The connection to one worker, and its pending jobs.
 
-    A restarted worker takes over the region of the one before. It is sent READY once nothing here
-    reads what that one had written, or writes for it.
+    A restarted worker takes over the memory region of the previous one. READY is sent once this
+    process no longer reads or writes that region for the previous worker.
 
     Args:
-        index: the worker's.
-        engine: what runs its jobs.
-        shared_memory: where its tensors are.
+        index: index of the worker.
+        engine: runs its jobs.
+        shared_memory: holds its tensors.
         decoder: decodes its jobs.
-        on_lost: called when the worker has ended.
+        on_lost: called when the worker has exited.
     """
 
     def __init__(
@@ -164,12 +167,12 @@ class WorkerLink:
 
     @property
     def is_connected(self) -> bool:
-        """True while the worker may send something."""
+        """True while the worker may send frames."""
         return self._channel is not None and not self._channel.closed.is_set()
 
     async def open(self, end: socket.socket) -> None:
-        """Takes the worker's jobs from now on."""
-        if self._channel is not None:  # the end of the worker before it may not have been seen
+        """Starts to accept the worker's jobs."""
+        if self._channel is not None:  # the loss of the previous worker may not be seen yet
             self._channel.close()
             self._on_connection_lost(self._channel)
         channel = self._channel = Channel(
@@ -182,8 +185,8 @@ class WorkerLink:
         channel.send(MessageType.READY)
 
     async def close(self) -> None:
-        """Returns once its results are sent and its end is closed."""
-        await asyncio.sleep(0)  # for what the engine has just handed over
+        """Sends all results, and waits until the channel is closed."""
+        await asyncio.sleep(0)  # for results that the engine has just resolved
         await asyncio.gather(*self._reply_tasks)
         if self._channel is not None and self.is_connected:
             self._channel.close()
@@ -225,12 +228,12 @@ class WorkerLink:
 
     async def _reply_large(self, request_id: int, job: PendingJob) -> None:
         reply = await asyncio.to_thread(self._build_reply, job)
-        if self._pending.get(request_id) is job:  # else its worker has ended meanwhile
+        if self._pending.get(request_id) is job:  # else the worker has exited
             del self._pending[request_id]
             self._send(request_id, *reply)
 
     def _build_reply(self, job: PendingJob) -> tuple[MessageType, bytes]:
-        """Copies the outputs to where the worker expects them; returns the reply to it."""
+        """Copies the outputs into shared memory; returns the type and payload of the reply."""
         try:
             result, request = job.future.result(), job.request
             tensors = result.outputs.values()
@@ -256,7 +259,7 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
 
         def on_finalized() -> None:
-            with suppress(RuntimeError):  # the loop is closed, and this process ends
+            with suppress(RuntimeError):  # the loop is closed: this process ends
                 loop.call_soon_threadsafe(on_released)
 
         weakref.finalize(inputs, on_finalized).atexit = False
@@ -267,7 +270,7 @@ class WorkerLink:
             channel.send(MessageType.RELEASED, request_id)
 
     def _on_connection_lost(self, channel: Channel) -> None:
-        """Cancels the jobs of a worker that has ended."""
+        """Cancels the jobs of a worker that has exited."""
         if channel is self._channel:
             for request_id, job in list(self._pending.items()):
                 job.future.cancel()
@@ -276,9 +279,9 @@ class WorkerLink:
 
 
 def _encode_error(error: Exception) -> tuple[MessageType, bytes]:
-    """Encodes a failure for the worker, and logs it if it is ours to fix."""
+    """Encodes an error for the worker; logs it if it is a bug."""
     if not isinstance(error, QkvError):
-        _log.error("a job could not be taken, or not be answered", exc_info=error)
+        _log.error("a job could not be decoded, or its result could not be sent", exc_info=error)
         error = Internal("the computation failed")
     retry_after = error.retry_after if isinstance(error, ServiceUnavailable) else 1
     return MessageType.ERROR, orjson.dumps([error.status, error.problem(), retry_after])

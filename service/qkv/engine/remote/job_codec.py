@@ -1,8 +1,7 @@
-"""A job as bytes, for another process: a header in JSON, and the tensors' own bytes.
+"""Encodes a job as bytes for the device process: a header in JSON, and the bytes of its tensors.
 
-The header is the request that the job was made of, without its numbers. The other process makes the
-job from it with the same checks, and keeps the jobs of recent headers. `RemoteEngine` encodes,
-`WorkerLink` decodes.
+The header is the job's request without its numbers. The device process validates it again, and
+caches the jobs of recent headers. `RemoteEngine` encodes, `WorkerLink` decodes.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ __all__ = [
     "write_tensors",
 ]
 
-_MAX_KEPT: Final = 256  # headers whose jobs are kept, the most recent ones
-_MAX_HEADER_BYTES: Final = 4096  # of a header whose job is kept
+_MAX_CACHED: Final = 256  # headers, the most recent ones
+_MAX_HEADER_BYTES: Final = 4096  # of a header whose job is cached
 
 _Tensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
@@ -49,7 +48,7 @@ _JOB_TYPES: Final[dict[str, type[Job]]] = {
 
 
 def aligned_slices(sizes: Iterable[int]) -> Iterator[slice]:
-    """Returns where tensors of these bytes lie, one after the other, each aligned."""
+    """Yields the slice of each tensor of these sizes, one after the other, each aligned."""
     first = 0
     for size in sizes:
         yield slice(first, first + size)
@@ -57,7 +56,7 @@ def aligned_slices(sizes: Iterable[int]) -> Iterator[slice]:
 
 
 def aligned_bytes(sizes: Iterable[int]) -> int:
-    """Returns the bytes that `aligned_slices` takes, in any order."""
+    """Returns the bytes that `aligned_slices` needs; the order of the sizes changes nothing."""
     return sum(map(_padded, sizes))
 
 
@@ -66,7 +65,7 @@ def _padded(size: int) -> int:
 
 
 def encode_header(job: Job) -> bytes:
-    """Encodes all of a job but its numbers; jobs that differ in nothing else have equal headers."""
+    """Encodes a job without its numbers; jobs that differ only in numbers have equal headers."""
     fields: dict[str, Any] = {
         "parameters": job.parameters.model_dump(mode="json", exclude_unset=True)
     }
@@ -87,20 +86,20 @@ def encode_header(job: Job) -> bytes:
 
 
 def input_sizes(job: Job) -> list[int]:
-    """Returns the bytes of each input tensor, the layer's last."""
+    """Returns the bytes of each input tensor; those of the layer last."""
     layer = job.inputs.layer
     weights = () if layer is None else layer.tensors.values()
     return [t.nbytes for t in (*job.inputs.tensors.values(), *weights)]
 
 
 def output_sizes(job: Job, names: Iterable[str] | None = None) -> list[int]:
-    """Returns the bytes of each output, in the order of `names`; None: in any."""
+    """Returns the bytes of each output, in the order of `names`; None: in any order."""
     names = job.output_specs if names is None else names
     return [nbytes(*job.output_specs[name]) for name in names]
 
 
 def write_tensors(job: Job, into: np.ndarray) -> None:
-    """Copies its input tensors, the layer's last."""
+    """Copies the job's input tensors; those of the layer last."""
     sources = [np.frombuffer(t.data, np.uint8) for t in job.inputs.tensors.values()]
     if job.inputs.layer is not None:
         arrays = job.inputs.layer.tensors.values()
@@ -110,10 +109,10 @@ def write_tensors(job: Job, into: np.ndarray) -> None:
 
 
 class JobDecoder:
-    """Decodes jobs.
+    """Decodes jobs; caches the jobs of recent headers.
 
     Args:
-        limits: what each may ask for; the worker that checked it before has the same.
+        limits: limits of each job, the same as in the worker, which validated it first.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -121,10 +120,10 @@ class JobDecoder:
         self._known: OrderedDict[bytes, tuple[Job, list[_Tensor]]] = OrderedDict()
 
     def decode(self, header: bytes, data: np.ndarray) -> Job:
-        """Returns the job; its tensors are views of the data.
+        """Returns the job, whose tensors are views of `data`.
 
         Raises:
-            QkvError: as `Job.from_message`; but the worker has checked it before.
+            QkvError: as `Job.from_message`; unexpected, because the worker has validated the job.
         """
         if (known := self._known.get(header)) is not None:
             self._known.move_to_end(header)
@@ -133,13 +132,13 @@ class JobDecoder:
         views = _views([*tensors, *weights], data)
         layer = {name: views.pop(name) for name, *_ in weights}
         job = _JOB_TYPES[kind].from_message(variant, Message(fields, views, layer), self._limits)
-        # rows that are compared do not come again
-        is_kept = job.inputs.layer is None and not isinstance(job, RowDivergenceJob)
-        if is_kept and len(header) <= _MAX_HEADER_BYTES:
+        # the headers of row comparisons do not repeat
+        is_cached = job.inputs.layer is None and not isinstance(job, RowDivergenceJob)
+        if is_cached and len(header) <= _MAX_HEADER_BYTES:
             _ = job.is_small, job.bytes_out, job.arguments  # computed from the shapes, once
             specs = [(n, t.dtype, t.shape) for n, t in job.inputs.tensors.items()]
             self._known[header] = job.with_tensors({}), specs
-            if len(self._known) > _MAX_KEPT:
+            if len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         return job
 

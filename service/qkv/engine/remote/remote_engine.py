@@ -1,7 +1,7 @@
 """The engine of a worker without a device: the device process runs its jobs.
 
-To endpoints it is an `Engine`. Input tensors are written once, into memory that both share; the
-outputs are read from there.
+It has the interface of `Engine`. It writes input tensors once, into memory shared with the device
+process, and reads the outputs there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from qkv.tensors import RawTensor
 
 __all__ = ["RemoteEngine"]
 
-_LARGE_BYTES: Final = 1 << 20  # more is not copied on the event loop
+_LARGE_BYTES: Final = 1 << 20  # larger inputs are copied in a thread, not on the event loop
 _POLL_S: Final = 0.05
 
 
@@ -51,23 +51,23 @@ class _SubmittedJob:
 
     @property
     def load(self) -> Load:
-        """The work that it asks for."""
+        """The work of the job."""
         return Load(1, self.inputs.bytes.nbytes + self.outputs.bytes.nbytes, self.job.flops)
 
 
 class RemoteEngine:
-    """Has jobs run by the device process.
+    """Sends jobs to the device process.
 
-    A job that was taken gets its result, or fails with ServiceUnavailable if the device process
-    ends. Cancelling its future before it runs removes it from the device process's queue. Its
-    memory is free again once the device process says that it does not read it any more.
+    A submitted job gets its result, or fails with ServiceUnavailable if the device process ends.
+    Cancelling its future before it runs removes it from the device process's queue. Its memory is
+    free again once the device process sends that it no longer reads it.
 
     Args:
-        device: the one that runs the jobs; not used in this process.
-        region: where tensors go.
-        control_socket: brings one end of a socket pair whenever the device process starts.
-        shared_state: says when the service drains.
-        limit: what may be submitted and not done.
+        device: device of the device process; not used in this process.
+        region: memory for tensors.
+        control_socket: receives one end of a socket pair whenever the device process starts.
+        shared_state: has the flag that the service drains.
+        limit: the most load of unfinished jobs.
 
     Attributes:
         admission: admits requests before their bodies are read.
@@ -102,18 +102,18 @@ class RemoteEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Waits for the device process; to be called on the event loop that will submit jobs."""
+        """Waits for the device process; call it on the event loop that will submit jobs."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._control_socket, self._on_new_connection)
 
     async def wait_until_ready(self) -> None:
-        """Returns once jobs are taken, or the service drains."""
+        """Waits until the device process accepts jobs, or the service drains."""
         while not self._is_connected.is_set() and not self._shared_state.is_draining:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_connected.wait(), _POLL_S)
 
     async def stop(self) -> None:
-        """Takes no more jobs, and awaits the results of those that were taken."""
+        """Rejects new jobs, and awaits the results of submitted jobs."""
         self._closing = True
         while futures := [s.future for s in self._submitted.values() if not s.future.done()]:
             await asyncio.wait(futures)
@@ -129,11 +129,11 @@ class RemoteEngine:
 
     @property
     def is_ready(self) -> bool:
-        """True while jobs are taken."""
+        """True while the device process accepts jobs and this engine is not stopping."""
         return self._is_connected.is_set() and not self._closing
 
     def usage(self) -> Usage:
-        """Returns zeros: the device process counts what is queued."""
+        """Returns zeros: the device process counts its queue."""
         return Usage()
 
     def can_run_inline(self, _job: Job) -> bool:
@@ -154,14 +154,14 @@ class RemoteEngine:
         """Submits a job, as `Engine.submit` does.
 
         Raises:
-            ServiceUnavailable: there is no room for it, the device process starts again, or this
-                one stops.
+            ServiceUnavailable: the shared memory is full, the device process is restarting, or
+                this process is stopping.
         """
         assert self._loop is not None
         if self._closing:
             raise ServiceUnavailable("the service is stopping", retry_after=5)
         if not self._is_connected.is_set():
-            raise ServiceUnavailable("the process that runs attention starts again")
+            raise ServiceUnavailable("the device process is restarting")
         try:
             inputs = self._region.allocate(job_codec.aligned_bytes(job_codec.input_sizes(job)))
             outputs = self._region.allocate(job_codec.aligned_bytes(job_codec.output_sizes(job)))
@@ -187,10 +187,10 @@ class RemoteEngine:
     async def _send_large(self, request_id: int, submitted: _SubmittedJob) -> None:
         try:
             await asyncio.to_thread(job_codec.write_tensors, submitted.job, submitted.inputs.bytes)
-        except Exception as error:  # ours to fix; its client must not wait for ever
+        except Exception as error:  # a bug; its client must not wait for ever
             if not submitted.future.done():
                 submitted.future.set_exception(error)
-        if submitted.future.done():  # or it was cancelled, or the device process has ended
+        if submitted.future.done():  # failed, cancelled, or the device process has ended
             self._submitted.pop(request_id, None)
         else:
             self._send(request_id, submitted)
@@ -212,8 +212,8 @@ class RemoteEngine:
         self._channel.send(MessageType.RUN, request_id, request.pack())
 
     def _on_done(self, request_id: int, load: Load, future: asyncio.Future[JobResult]) -> None:
-        """Counts a job no more; sends CANCEL if it was cancelled. Only the device process knows
-        when it does not read the inputs any more."""
+        """Stops counting a job; sends CANCEL if it was cancelled. Its memory stays allocated: only
+        the device process knows when it no longer reads the inputs."""
         self._load = self._load.minus(load)
         submitted = self._submitted.get(request_id)
         if submitted is not None and future.cancelled() and submitted.is_sent:
@@ -243,17 +243,16 @@ class RemoteEngine:
         """Connects a device process that has started."""
         assert self._loop is not None
         if (connection := receive_connection(self._control_socket)) is None:
-            self._loop.remove_reader(
-                self._control_socket
-            )  # that the parent ended is seen elsewhere
+            # the supervisor has exited: `parent_alive_fd` ends this worker
+            self._loop.remove_reader(self._control_socket)
             return
-        if self._channel is not None:  # that the one before has ended may not have been seen yet
+        if self._channel is not None:  # the loss of the previous one may not be seen yet
             self._channel.close()
             self._on_connection_lost(self._channel)
         channel = self._channel = Channel(
             self._on_message, lambda: self._on_connection_lost(channel)
         )
-        # kept, for a task that nothing refers to may vanish
+        # keep a reference: a task without one may be collected
         self._opening = self._loop.create_task(channel.open(connection[1]))
 
     def _on_connection_lost(self, channel: Channel) -> None:
@@ -266,13 +265,11 @@ class RemoteEngine:
         self._submitted.clear()
         for submitted in submitted_jobs:
             if not submitted.future.done():
-                submitted.future.set_exception(
-                    ServiceUnavailable("the process that runs attention has ended")
-                )
+                submitted.future.set_exception(ServiceUnavailable("the device process has ended"))
 
 
 def _read_outputs(submitted: _SubmittedJob, names: list[str]) -> dict[str, RawTensor]:
-    """Returns the outputs, as views of where the device process has written them."""
+    """Returns the outputs, as views of the memory that the device process has written."""
     specs, data = submitted.job.output_specs, submitted.outputs.bytes.data
     slices = job_codec.aligned_slices(job_codec.output_sizes(submitted.job, names))
     return {

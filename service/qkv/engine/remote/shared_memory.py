@@ -20,24 +20,24 @@ from qkv.errors import ServiceUnavailable
 __all__ = ["ALIGNMENT", "RETAINED_BYTES", "Block", "SharedMemory", "WorkerRegion"]
 
 ALIGNMENT: Final = 64
-"""Bytes at whose multiples every block begins."""
+"""Alignment of every block, in bytes."""
 
 RETAINED_BYTES: Final = 64 << 20
-"""Bytes at the start of each region that stay with the service once they were used; what lies
-beyond goes back to the system with each block."""
+"""Bytes at the start of each region whose memory the service keeps once used. Memory beyond them
+returns to the system with each released block."""
 
-_PADDING_BYTES: Final = 1 << 20  # for what lies between tensors
+_PADDING_BYTES: Final = 1 << 20  # for the padding between tensors
 _PAGE_BYTES: Final = mmap.PAGESIZE
-_NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # mman.h; Python names it from 3.13
+_NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # mman.h; Python names it since 3.13
 
 
 class Block(NamedTuple):
     """Bytes of a region.
 
     Attributes:
-        offset: where in the region they begin.
-        bytes: themselves. The block is free again once nothing refers to these, or to views of
-            their `data`.
+        offset: offset in the region.
+        bytes: view of the bytes. The block is free again once nothing refers to this array, or to
+            views of its `data`.
     """
 
     offset: int
@@ -45,11 +45,11 @@ class Block(NamedTuple):
 
 
 class SharedMemory:
-    """The regions, made before any process is forked; memory only where something was written.
+    """The regions of all workers, created before the fork; takes memory only for written pages.
 
     Args:
-        regions: how many.
-        size: bytes that the blocks of each hold together, at least.
+        regions: number of regions.
+        size: bytes that the blocks of one region can hold together, at least.
     """
 
     def __init__(self, regions: int, size: int) -> None:
@@ -62,7 +62,7 @@ class SharedMemory:
         return WorkerRegion(self, index, self._size)
 
     def view(self, index: int, offset: int, size: int) -> np.ndarray:
-        """Returns bytes of a region, as a view that the worker and the device process share."""
+        """Returns a view of bytes of a region, which the worker and the device process share."""
         assert 0 <= offset <= offset + size <= self._size
         start = index * self._size + offset
         return np.frombuffer(memoryview(self._memory)[start : start + size], np.uint8)
@@ -76,30 +76,28 @@ class SharedMemory:
 
 
 class WorkerRegion:
-    """Allocates blocks, first fit: few requests at a time stay where memory is warm.
+    """Allocates blocks, first fit: so few requests at a time reuse the same cached memory.
 
-    `allocate` is for one thread. Blocks may be released in any.
+    Only one thread may call `allocate`. Any thread may release a block.
     """
 
     def __init__(self, shared_memory: SharedMemory, index: int, size: int) -> None:
         self._shared_memory, self._index = shared_memory, index
-        self._holes = [(0, size)]  # offset and bytes; in order, none beside another
+        self._holes = [(0, size)]  # offset and bytes; in order, no two adjacent
         self._released: deque[tuple[int, int]] = deque()
 
     def allocate(self, size: int) -> Block:
-        """Allocates a block of so many bytes.
+        """Allocates a block of `size` bytes.
 
         Raises:
-            ServiceUnavailable: there is no room, until other blocks are released.
+            ServiceUnavailable: no hole is large enough until other blocks are released.
         """
         while self._released:
             self._add_hole(*self._released.popleft())
         padded = max(-(-size // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         position = next((p for p, (_, room) in enumerate(self._holes) if room >= padded), None)
         if position is None:
-            raise ServiceUnavailable(
-                "requests and answers on their way fill the memory that is for them"
-            )
+            raise ServiceUnavailable("the memory for requests and responses is full")
         offset, room = self._holes[position]
         if room == padded:
             del self._holes[position]

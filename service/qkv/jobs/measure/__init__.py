@@ -1,1 +1,1 @@
-"""The jobs behind compare and sweep."""
+"""The jobs of compare and sweep requests."""

@@ -21,8 +21,9 @@ from qkv.wire.message import Message
 __all__ = ["CompareEntry", "CompareFields", "CompareRequest"]
 
 _MEANING: Final = ("mask", "key_lengths")
-"""Inputs that every variant must take: without them it would compute something else."""
-_JOB_SCORES: Final = 1 << 22  # that one job compares: about a second of one thread
+"""Inputs that every variant of a request must take: a variant without them computes something else.
+"""
+_JOB_SCORES: Final = 1 << 22  # compared by one job, in about a second of one thread
 _NEIGHBOURS: Final = 16  # adjacent rows in a range, if not all rows are compared
 
 
@@ -34,25 +35,29 @@ class CompareFields(pydantic.BaseModel):
     variants: Annotated[
         list[Any],
         pydantic.Field(
-            min_length=1, max_length=MAX_VARIANTS, description="What to compare, in order."
+            min_length=1, max_length=MAX_VARIANTS, description="The variants to compare, in order."
         ),
     ]
-    anchor: Annotated[Any, pydantic.Field(description="What each is held against.")] = "softmax"
+    anchor: Annotated[
+        Any, pydantic.Field(description="The variant that the others are compared with.")
+    ] = "softmax"
     repeats: Annotated[
         int,
-        pydantic.Field(ge=1, le=100, description="Runs of each that are timed, in turns."),
+        pydantic.Field(ge=1, le=100, description="The timed runs of each variant. They alternate."),
         INTEGER,
     ] = 5
     rows: Annotated[
         Annotated[int, pydantic.Field(ge=0), INTEGER] | None,
         pydantic.Field(
-            description="Rows of each head whose weights are compared, at most, evenly spread; "
-            "null: all; 0: none."
+            description="The largest number of rows of each head whose weights are compared, "
+            "evenly spread. null: all rows. 0: none."
         ),
     ] = 1024
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"] | None,
-        pydantic.Field(description="What numbers in lists become; null: float32."),
+        pydantic.Field(
+            description="The dtype of tensors that are sent as lists of numbers. null: float32."
+        ),
     ] = None
     layer: LayerField = None
 
@@ -77,12 +82,12 @@ class CompareRequest:
         limits: the limits of each job.
 
     Attributes:
-        baseline: what the variants are compared with, the field `anchor` of the request.
+        baseline: the variant that the others are compared with, the field `anchor` of the request.
         variants: the variants to compare.
-        repeats: timed runs of each.
+        repeats: timed runs of each variant.
 
     Raises:
-        QkvError: as `Job.from_message`, or the variants cannot be compared.
+        QkvError: an error of `Job.from_message`, or the variants cannot be compared.
     """
 
     def __init__(self, message: Message, limits: Limits) -> None:
@@ -112,16 +117,17 @@ class CompareRequest:
 
     def _entry(self, choice: VariantChoice, message: Message) -> CompareEntry:
         fields = self._fields | {"parameters": choice.parameters, "outputs": ["output"]}
-        own = select_inputs(choice.variant, replace(message, fields=fields))
+        selected = select_inputs(choice.variant, replace(message, fields=fields))
         try:
-            timing = TimingJob.from_job(Job.from_message(choice.variant.name, own, self._limits))
+            job = Job.from_message(choice.variant.name, selected, self._limits)
+            timing = TimingJob.from_job(job)
         except QkvError as error:
             choice.reraise(error)
         return CompareEntry(choice, timing, PeakMemoryJob.from_job(timing))
 
     @property
     def has_float64_job(self) -> bool:
-        """True if the baseline is also run in float64, because its inputs are not."""
+        """True if the baseline runs in float64 too, because its inputs have another dtype."""
         return self.baseline.timing.inputs.dtype != "float64"
 
     @property
@@ -146,7 +152,7 @@ class CompareRequest:
         """Yields short jobs that compare a variant's weights with the baseline's."""
         if not self.rows:
             return
-        own, other = entry.timing, self.baseline.timing
+        job, baseline = entry.timing, self.baseline.timing
         *planes, _, S = self._weights_shape
         limit = max(1, _JOB_SCORES // (math.prod(planes) * S))
         cut = [
@@ -161,11 +167,11 @@ class CompareRequest:
                 count += 1
             part, cut = cut[:count], cut[count:]
             yield RowDivergenceJob.from_inputs(
-                own.variant,
-                own.parameters,
-                own.inputs,
-                Baseline(other.variant, other.parameters),
-                other.inputs,
+                job.variant,
+                job.parameters,
+                job.inputs,
+                Baseline(baseline.variant, baseline.parameters),
+                baseline.inputs,
                 part,
             )
 
@@ -179,12 +185,12 @@ class CompareRequest:
         return _full_shape(self.baseline.timing, "weights")
 
     def _check_size(self) -> None:
-        """Checks the limits that no single run has."""
+        """Checks the limits that apply to the comparison and not to a single run."""
         limits, wide = self._limits, self.float64_job
         if (size := wide.bytes_in + wide.bytes_out) > limits.job_bytes:
             raise PayloadTooLarge(
-                f"the anchor's own error is found by its output in float64, {size} bytes with its "
-                f"inputs; at most {limits.job_bytes} may wait",
+                "the float64 run of the anchor, which measures its error, is too large: got "
+                f"{size} bytes of tensors, expected at most {limits.job_bytes}",
                 limit=limits.job_bytes,
             )
         if not self.rows:
@@ -193,15 +199,15 @@ class CompareRequest:
         pairs = math.prod(planes) * S * sum(map(_length, self.rows))
         if pairs > limits.score_count:
             raise PayloadTooLarge(
-                f"{pairs} weights of each variant would be compared; at most "
-                f"{limits.score_count} are: `rows` says how many rows",
+                f"too many weights to compare: got {pairs} of each variant, expected at most "
+                f"{limits.score_count}; send a smaller `rows`",
                 pointer="/rows",
                 limit=limits.score_count,
             )
 
 
 def _check_names(choices: Sequence[VariantChoice], message: Message) -> None:
-    """Checks that every input is taken by a variant, and those of `_MEANING` by each."""
+    """Checks that a variant takes every input, and that all variants take those in `_MEANING`."""
     for name in message.tensors:
         takers = [c for c in choices if name in select_inputs(c.variant, message).tensors]
         pointer = pointer_to("inputs", name)
@@ -211,24 +217,30 @@ def _check_names(choices: Sequence[VariantChoice], message: Message) -> None:
         if name in _MEANING:
             for choice in choices:
                 if choice not in takers:
+                    cure = (
+                        "; to hide padding from all of them, give key_lengths"
+                        if name == "mask" and "key_lengths" in choice.variant.inputs
+                        else ""
+                    )
                     raise InvalidContent(
-                        f"{choice.variant.name} takes no {name}, without which it answers another "
-                        "question than those that do",
+                        f"{choice.variant.name} takes no {name}: without it, the variant computes "
+                        f"something else than the others{cure}",
                         pointer=pointer,
                     )
 
 
 def _check_shapes(entry: CompareEntry, baseline: CompareEntry) -> None:
-    """Checks that output and weights have the shapes of the baseline's."""
+    """Checks that output and weights have the same shapes as the baseline's."""
     for name in ("output", "weights"):
         if not all(name in e.timing.variant.outputs for e in (entry, baseline)):
-            continue  # a variant may have no weights to show
-        own, other = _full_shape(entry.timing, name), _full_shape(baseline.timing, name)
-        if own != other:
+            continue  # a variant may have no weights
+        shape = _full_shape(entry.timing, name)
+        baseline_shape = _full_shape(baseline.timing, name)
+        if shape != baseline_shape:
             raise InvalidContent(
-                f"{entry.choice.variant.name} has {name} of shape {list(own)} where the "
-                f"anchor, {baseline.choice.variant.name}, has {list(other)}: they cannot be "
-                "compared",
+                f"{entry.choice.variant.name} cannot be compared: its {name} has shape "
+                f"{list(shape)}, expected {list(baseline_shape)} as the anchor "
+                f"({baseline.choice.variant.name}) has",
                 pointer=entry.choice.pointer,
             )
 

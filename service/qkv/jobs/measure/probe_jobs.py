@@ -1,4 +1,4 @@
-"""Jobs that measure a run: its time, its peak memory, and its output in float64."""
+"""Jobs that measure a run: time, peak memory, and the output in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEAK_BYTES: Final = "peak_bytes"
 
 @dataclass(frozen=True, eq=False)
 class TimingJob(Job):
-    """A job that runs in a batch of its own, so that the batch's time is its time."""
+    """A job that runs alone in its batch, so that the batch's time is its own."""
 
     is_inference: ClassVar[bool] = False
 
@@ -42,28 +42,28 @@ class TimingJob(Job):
 
     @cached_property
     def batch_key(self) -> Hashable:
-        """A key of its own: it is never stacked."""
+        """A unique key: the job is never stacked."""
         return id(self)
 
     @property
     def uses_sdpa(self) -> bool:
-        """Always false: idle threads are lent to SDPA only, which would skew the times."""
+        """Always false: the engine lends idle threads to SDPA only, which would skew the times."""
         return False
 
 
 @dataclass(frozen=True, eq=False)
 class PeakMemoryJob(TimingJob):
-    """A job that returns its peak memory beyond its inputs, instead of its outputs."""
+    """A job that returns its peak memory without the inputs, instead of its outputs."""
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """One integer, in bytes."""
+        """One integer, a number of bytes."""
         return {PEAK_BYTES: ("int64", (1,))}
 
 
 @dataclass(frozen=True, eq=False)
 class Float64Job(TimingJob):
-    """A job that runs in float64, whatever the dtype of its inputs."""
+    """A job that runs in float64 for inputs of any dtype."""
 
     def dtype_of(self, output: str) -> str:
         """Returns float64."""
@@ -75,7 +75,7 @@ def float64_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments of a variant's functions in float64.
 
-    Tensors that the variant draws at random have the values drawn for the inputs' own dtype.
+    Random tensors of the variant have the values drawn for the dtype of the request.
 
     Args:
         variant: the variant.
@@ -86,8 +86,8 @@ def float64_arguments(
     wide = {
         spec.argument: tensors[name] for name, spec in variant.inputs.items() if name in tensors
     }
-    given = getattr(torch, dtype)
-    narrow = {n: t.to(given) if t.is_floating_point() else t for n, t in wide.items()}
+    request_dtype = getattr(torch, dtype)
+    narrow = {n: t.to(request_dtype) if t.is_floating_point() else t for n, t in wide.items()}
     complete = variant.random_inputs({**narrow, **parameters})
     random = {
         n: to_float64(v) if isinstance(v, Tensor) else v
@@ -98,17 +98,17 @@ def float64_arguments(
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Converts a floating tensor to float64; returns any other as it is."""
+    """Converts a floating tensor to float64; returns any other tensor unchanged."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def measure_peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Runs `work` and returns the most bytes that torch allocated for it at once.
+    """Runs `work` and returns the peak of the bytes that torch allocated for it.
 
-    The returned tensors of `work` are included. On a CUDA device the allocator counts; on a CPU
-    every allocation and release of this thread does. Resident memory would also count other
-    threads and what malloc keeps. Memory that kernels allocate without torch is not counted, such
-    as MKL's packed matrices.
+    The tensors that `work` returns are included. On a CUDA device the allocator counts. On a CPU
+    the count is the sum of this thread's allocations and releases: resident memory would include
+    other threads and memory that malloc retains. Memory that kernels allocate without torch is not
+    counted, such as MKL's packed matrices.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -118,7 +118,7 @@ def measure_peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         del result
         return int(torch.cuda.max_memory_allocated(device) - before)
-    # not torch.profiler: it writes lines of its own to standard error
+    # torch.profiler writes lines of its own to standard error
     _enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
     try:
         result = work()

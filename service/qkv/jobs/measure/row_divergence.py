@@ -42,7 +42,7 @@ class _RowDivergenceFields(JobFields):
 
 
 class Baseline(NamedTuple):
-    """The variant that others are compared with."""
+    """The variant that other variants are compared with."""
 
     variant: Variant
     parameters: pydantic.BaseModel
@@ -71,10 +71,10 @@ class RowDivergenceJob(Job):
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> RowDivergenceJob:
-        """Does as `Job.from_message`, with `baseline` and `rows` among the fields.
+        """Validates a message like `Job.from_message`, with the fields `baseline` and `rows`.
 
         Raises:
-            QkvError: as `Job.from_message`.
+            QkvError: an error of `Job.from_message`.
         """
         fields = parse_fields(message, _RowDivergenceFields)
         variant, other = catalogue.find(variant_name), catalogue.find(fields.baseline.variant)
@@ -108,7 +108,7 @@ class RowDivergenceJob(Job):
 
     @cached_property
     def batch_key(self) -> Hashable:
-        """A key of its own: it is never stacked."""
+        """A unique key: the job is never stacked."""
         return id(self)
 
     @cached_property
@@ -118,7 +118,7 @@ class RowDivergenceJob(Job):
 
     @cached_property
     def flops(self) -> int:
-        """An estimate: sorting the rows costs far more than the matrix products."""
+        """An estimate, because sorting the rows costs far more than the matrix products."""
         return _PAIR_FLOPS * self.score_count
 
     @cached_property
@@ -141,19 +141,19 @@ class RowDivergenceJob(Job):
 
     @property
     def uses_sdpa(self) -> bool:
-        """Always false: weights are computed."""
+        """Always false: the job computes weights."""
         return False
 
     @property
     def own_fields(self) -> dict[str, Any]:
-        """The fields that `from_message` takes beyond those of `Job.from_message`."""
+        """The fields of `from_message` that `Job.from_message` does not have."""
         parameters = self.baseline.parameters.model_dump(mode="json", exclude_unset=True)
         baseline = {"variant": self.baseline.variant.name, "parameters": parameters}
         return {"baseline": baseline, "rows": [list(each) for each in self.rows]}
 
 
 def select_inputs(variant: Variant, message: Message) -> Message:
-    """Returns the message with only the tensors that a variant, or its layer, takes."""
+    """Returns the message with only the tensors that the variant or its layer takes."""
     names = set(variant.inputs)
     if message.fields.get("layer") is not None and names & set(ROLES):
         names.add("x")
@@ -164,7 +164,7 @@ def compare_rows(job: RowDivergenceJob, projected: Mapping[str, Tensor]) -> dict
     """Compares the rows block by block in float64, so that rounding does not matter.
 
     Args:
-        job: what to compare.
+        job: the job.
         projected: tensors by name with every axis, in float64, projected by the layer.
     """
     baseline = job.baseline
@@ -184,10 +184,10 @@ def compare_rows(job: RowDivergenceJob, projected: Mapping[str, Tensor]) -> dict
         for start in range(first, last, limit):
             rows = slice(start, min(last, start + limit))
             variant_NS, baseline_NS = (block(rows).flatten(0, -2) for block in blocks)
-            # a single row of all heads may be long
+            # one row of all heads may be longer than _PART
             for part in range(0, len(variant_NS), step := max(1, _PART // S)):
-                own = slice(part, part + step)
-                values = row_metrics(variant_NS[own], baseline_NS[own], (kinds[0], kinds[1]))
+                some = slice(part, part + step)
+                values = row_metrics(variant_NS[some], baseline_NS[some], (kinds[0], kinds[1]))
                 total = {n: s.merge(RunningStats.from_values(values[n])) for n, s in total.items()}
     return {name: torch.tensor(stats, dtype=torch.float64) for name, stats in total.items()}
 

@@ -23,7 +23,7 @@ class RunningStats(NamedTuple):
     Attributes:
         rows: the number of rows that have the metric.
         total: the sum over these rows.
-        least, most: the extremes; infinite if there are no rows.
+        least, most: the smallest and largest value; infinite if there are no rows.
     """
 
     rows: float = 0.0
@@ -33,14 +33,14 @@ class RunningStats(NamedTuple):
 
     @classmethod
     def from_values(cls, values_N: Tensor) -> Self:
-        """Returns the statistics of a metric of some rows."""
+        """Returns the statistics of the values of a metric, one per row."""
         if not len(values_N):
             return cls()
         least, most = values_N.aminmax()
         return cls(len(values_N), values_N.sum().item(), least.item(), most.item())
 
     def merge(self, other: RunningStats) -> RunningStats:
-        """Returns the statistics of the rows of both."""
+        """Returns the statistics over the rows of both."""
         return RunningStats(
             self.rows + other.rows,
             self.total + other.total,
@@ -57,21 +57,22 @@ class RunningStats(NamedTuple):
 def row_metrics(
     variant_NS: Tensor, baseline_NS: Tensor, are_distributions: tuple[bool, bool]
 ) -> dict[str, Tensor]:
-    """Computes every metric of N rows; the values of a metric are of those rows that have it.
+    """Computes every metric of N rows. A metric has values only for the rows that have the metric.
 
-    A row without weights in both matrices has no metric. A key counts as seen if either matrix
-    gives it weight. Logarithms are natural.
+    A row that is zero in both matrices has no metric. A key is visible if either matrix gives it
+    weight. Logarithms are natural.
 
     Args:
         variant_NS, baseline_NS: the rows, float64.
         are_distributions: True per matrix if no weight is negative and each row's sum is 1.
 
     Returns:
-        By the names in `ROW_METRICS`: total variation, half the sum of |a - b|; KL divergence of
-        the variant from the baseline, sum a log(a / b), infinite where b is 0 and a is not;
-        Jensen-Shannon, the mean of both divergences from their middle; Spearman's rank
-        correlation, where neither has all seen keys alike; entropies; and by how much an entropy
-        falls short of the logarithm of how many keys have weight, for rows with several.
+        The values by the names in `ROW_METRICS`. Total variation is half the sum of |a - b|. The KL
+        divergence of the variant from the baseline is the sum of a log(a / b), infinite where b is
+        0 and a is not. The Jensen-Shannon divergence is the mean of the KL divergences of a and b
+        from (a + b) / 2. Spearman's rank correlation is for rows in which neither matrix gives all
+        visible keys the same weight. Unevenness is the logarithm of the number of keys with weight,
+        less the entropy, for rows with at least two such keys.
     """
     b, a = variant_NS, baseline_NS
     seen_NS = (b != 0) | (a != 0)
@@ -91,10 +92,10 @@ def row_metrics(
             metrics[f"{prefix}unevenness"] = (count.to(entropy).log() - entropy)[count > 1]
             entropies.append(entropy)
     if all(are_distributions):
-        crossed = -torch.xlogy(a, b).sum(-1)
-        metrics["kl_divergence"] = (crossed - entropies[1]).clamp_(min=0.0)
-        apart = _entropy((a + b) / 2) - (entropies[0] + entropies[1]) / 2
-        metrics["js_divergence"] = apart.clamp_(min=0.0)
+        cross_entropy = -torch.xlogy(a, b).sum(-1)
+        metrics["kl_divergence"] = (cross_entropy - entropies[1]).clamp_(min=0.0)
+        gap = _entropy((a + b) / 2) - (entropies[0] + entropies[1]) / 2
+        metrics["js_divergence"] = gap.clamp_(min=0.0)
     return metrics
 
 
@@ -120,7 +121,7 @@ def _rank_correlation(b_NS: Tensor, a_NS: Tensor, seen_NS: Tensor) -> Tensor:
 
 
 def _ranks(x_NS: Tensor) -> Tensor:
-    """Returns ranks from 0 on; ties share the mean of their ranks."""
+    """Returns ranks from 0 on. Equal values share the mean of their ranks."""
     value, order = x_NS.sort(-1)
     S = x_NS.shape[-1]
     rank = torch.arange(S, dtype=x_NS.dtype, device=x_NS.device).expand_as(x_NS)

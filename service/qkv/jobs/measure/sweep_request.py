@@ -1,4 +1,4 @@
-"""A validated request to time variants over lengths, and the crossovers of its curves."""
+"""A validated request to time variants over lengths, and the crossovers of the measured curves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["Crossover", "SweepFields", "SweepRequest", "crossovers", "has_length"]
+__all__ = ["Crossover", "SweepFields", "SweepRequest", "Times", "crossovers", "has_length"]
 
-_AXES: Final = frozenset("BHGLSDE")  # the axes that a sweep has sizes for
+_AXES: Final = frozenset("BHGLSDE")  # the axes that a sweep knows sizes for
 
 _Length = Annotated[int, pydantic.Field(ge=1, le=1 << 20), INTEGER]
 
@@ -33,34 +33,40 @@ class SweepFields(pydantic.BaseModel):
     variants: Annotated[
         list[Any],
         pydantic.Field(
-            min_length=1, max_length=MAX_VARIANTS, description="What to time, in order."
+            min_length=1, max_length=MAX_VARIANTS, description="The variants to time, in order."
         ),
     ]
     lengths: Annotated[
         list[_Length],
         pydantic.Field(
-            min_length=1, max_length=64, description="Of queries and keys alike; none twice."
+            min_length=1,
+            max_length=64,
+            description="The lengths of queries and keys. Each length once.",
         ),
     ]
-    batch: Annotated[int, pydantic.Field(ge=1, le=4096, description="Items."), INTEGER] = 1
+    batch: Annotated[
+        int, pydantic.Field(ge=1, le=4096, description="The number of batch items."), INTEGER
+    ] = 1
     heads: Annotated[
-        int, pydantic.Field(ge=1, le=4096, description="Of queries and keys alike."), INTEGER
+        int,
+        pydantic.Field(ge=1, le=4096, description="The number of query heads and of key heads."),
+        INTEGER,
     ] = 8
     width: Annotated[
         int,
-        pydantic.Field(ge=1, le=65536, description="Of queries, keys and values alike."),
+        pydantic.Field(ge=1, le=65536, description="The width of queries, keys and values."),
         INTEGER,
     ] = 64
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"],
-        pydantic.Field(description="Of all inputs."),
+        pydantic.Field(description="The dtype of all inputs."),
     ] = "float32"
     repeats: Annotated[
-        int, pydantic.Field(ge=1, le=100, description="Runs of each cell that are timed."), INTEGER
+        int, pydantic.Field(ge=1, le=100, description="The timed runs of each cell."), INTEGER
     ] = 5
     seed: Annotated[
         int,
-        pydantic.Field(ge=0, lt=1 << 63, description="What the inputs are drawn from."),
+        pydantic.Field(ge=0, lt=1 << 63, description="The seed of the random inputs."),
         INTEGER,
     ] = 0
 
@@ -79,7 +85,7 @@ class SweepRequest:
 
     Raises:
         NotFound: a variant does not exist.
-        InvalidContent: a field is wrong, or a variant has no length.
+        InvalidContent: a field is invalid, or a variant has no length axis.
     """
 
     def __init__(self, fields: Mapping[str, Any], limits: Limits) -> None:
@@ -89,7 +95,9 @@ class SweepRequest:
             raise field_error(error, list(SweepFields.model_fields)) from None
         for i, length in enumerate(parsed.lengths):
             if length in parsed.lengths[:i]:
-                raise InvalidContent(f"{length} is there twice", pointer=pointer_to("lengths", i))
+                raise InvalidContent(
+                    f"lengths names {length} twice", pointer=pointer_to("lengths", i)
+                )
         self.choices = [
             VariantChoice.parse(value, "variants", i) for i, value in enumerate(parsed.variants)
         ]
@@ -99,17 +107,17 @@ class SweepRequest:
         self._fields, self._limits = parsed, limits
 
     def job(self, choice: VariantChoice, length: int) -> TimingJob:
-        """Returns a run of a variant at a length, with zeros as inputs.
+        """Returns the timed run of a variant at a length, with zeros as inputs.
 
         Raises:
-            PayloadTooLarge, InvalidContent: as `Job.from_message`.
+            PayloadTooLarge, InvalidContent: an error of `Job.from_message`.
         """
         shapes = self._shapes(choice.variant, length)
         size = sum(nbytes(self._fields.dtype, shape) for shape in shapes.values())
-        if size > self._limits.job_bytes:  # before anything so large is allocated
+        if size > self._limits.job_bytes:  # checked before the allocation
             raise PayloadTooLarge(
-                f"{choice.variant.name} would have {size} bytes of inputs; at most "
-                f"{self._limits.job_bytes} may wait",
+                f"the inputs of {choice.variant.name} would be too large: got {size} bytes, "
+                f"expected at most {self._limits.job_bytes}",
                 limit=self._limits.job_bytes,
             )
         dtype = DTYPES[self._fields.dtype]
@@ -120,7 +128,7 @@ class SweepRequest:
         )
 
     def with_random_inputs(self, job: TimingJob, length: int) -> TimingJob:
-        """Returns the same job with random inputs, which are the same for every variant."""
+        """Returns the same job with random inputs. Every variant gets the same numbers."""
         tensors = {n: self._random(n, t.shape, length) for n, t in job.inputs.tensors.items()}
         return job.with_tensors(tensors)
 
@@ -140,57 +148,96 @@ class SweepRequest:
         }
 
 
+class Times(NamedTuple):
+    """The compute times of a cell over its repeats, in milliseconds, above zero."""
+
+    least_ms: float
+    median_ms: float
+    most_ms: float
+
+
 class Crossover(NamedTuple):
-    """A length from which on another curve is the lower one.
+    """A pair of curves and the lengths between which the other one becomes the faster one.
 
     Attributes:
-        from_, to: the index of the lower curve before and after.
-        length: the length.
+        from_, to: the index of the faster curve before and after.
+        length: the length at which the medians cross.
+        between: the two measured lengths.
     """
 
     from_: int
     to: int
     length: float
+    between: tuple[int, int]
 
 
-def crossovers(curves: Sequence[Mapping[int, float]]) -> list[Crossover]:
-    """Where curves cross: on straight lines between points, both axes logarithmic.
+def crossovers(curves: Sequence[Mapping[int, Times]]) -> list[Crossover]:
+    """Returns the crossovers of each pair of curves.
+
+    A curve is faster at a length if its slowest repeat is below the fastest repeat of the other
+    one. A crossover has a faster curve on both sides, and not the same one; medians that cross
+    inside the range of the repeats are noise. Medians cross on straight lines between the measured
+    lengths, with both axes logarithmic.
 
     Args:
-        curves: times, above zero, by length. Two are compared at the lengths that both have.
+        curves: times by length. Two curves are compared at the lengths that both have.
 
     Returns:
-        In order of the curves, and then of length. Where two are equal at a length, they cross
-        there if one is lower before and the other after.
+        Crossovers in order of the curves, and then of length.
     """
     found = []
     for j in range(len(curves)):
         for i in range(j):
-            found += _crossings(i, j, curves[i], curves[j])
+            found += _crossovers_of_pair(i, j, curves[i], curves[j])
     return found
 
 
-def _crossings(
-    i: int, j: int, one: Mapping[int, float], other: Mapping[int, float]
+def _crossovers_of_pair(
+    i: int, j: int, one: Mapping[int, Times], other: Mapping[int, Times]
 ) -> list[Crossover]:
     found: list[Crossover] = []
-    before: tuple[float, float] | None = None  # the last point where they differ
-    equal: float | None = None  # the first since then where they do not
-    for length in sorted(one.keys() & other.keys()):
-        at, above = math.log(length), math.log(one[length] / other[length])
+    lengths = sorted(one.keys() & other.keys())
+    before: tuple[int, int] | None = None  # the last index with a faster curve, and that curve
+    for place, length in enumerate(lengths):
+        if one[length].most_ms < other[length].least_ms:
+            faster, slower = i, j
+        elif other[length].most_ms < one[length].least_ms:
+            faster, slower = j, i
+        else:
+            continue
+        if before is not None and before[1] == slower:
+            section = lengths[before[0] : place + 1]
+            crossing = _median_crossing({n: one[n].median_ms / other[n].median_ms for n in section})
+            found.append(Crossover(slower, faster, crossing, (section[0], length)))
+        before = place, faster
+    return found
+
+
+def _median_crossing(ratios: Mapping[int, float]) -> float:
+    """Returns the first length at which a ratio of medians crosses 1.
+
+    If two medians are equal at a length, they cross there if the ratio is on opposite sides of 1
+    before and after it.
+
+    Args:
+        ratios: by length, in order; the first and the last are on opposite sides of 1.
+    """
+    last: tuple[float, float] | None = None  # logarithms of a length and of a ratio other than 1
+    equal: float | None = None  # the first length since then with the ratio 1
+    for length, ratio in ratios.items():
+        at, above = math.log(length), math.log(ratio)
         if above == 0:
             equal = at if equal is None else equal
             continue
-        if before is not None and (before[1] > 0) != (above > 0):
-            share = before[1] / (before[1] - above)
-            crossing = before[0] + share * (at - before[0]) if equal is None else equal
-            found.append(Crossover(*((i, j) if above > 0 else (j, i)), math.exp(crossing)))
-        before, equal = (at, above), None
-    return found
+        if last is not None and (last[1] > 0) != (above > 0):
+            share = last[1] / (last[1] - above)
+            return math.exp(last[0] + share * (at - last[0]) if equal is None else equal)
+        last, equal = (at, above), None
+    raise AssertionError
 
 
 def has_length(variant: Variant) -> bool:
-    """Returns True if random inputs of a length can be made for a variant."""
+    """Returns True if a sweep can draw inputs of a length for the variant."""
     axes = _axes(variant)
     return axes <= _AXES and "S" in axes
 
@@ -204,7 +251,8 @@ def _axes(variant: Variant) -> set[str]:
 def _check_axes(choice: VariantChoice) -> None:
     if not has_length(choice.variant):
         raise InvalidContent(
-            f"{choice.variant.name} has inputs of axes {', '.join(sorted(_axes(choice.variant)))}: "
-            f"a sweep draws what has a length S, and no axis but {', '.join(sorted(_AXES))}",
+            f"a sweep cannot draw the inputs of {choice.variant.name}: got axes "
+            f"{', '.join(sorted(_axes(choice.variant)))}, expected a length S and no others than "
+            f"{', '.join(sorted(_AXES))}",
             pointer=choice.pointer,
         )

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import summarize_times
 from qkv.jobs.measure.probe_jobs import PEAK_BYTES, PeakMemoryJob
-from qkv.jobs.measure.sweep_request import SweepRequest, crossovers
+from qkv.jobs.measure.sweep_request import SweepRequest, Times, crossovers
 from qkv.jobs.measure.variant_choice import VariantChoice
 from qkv.tensors import RawTensor
+from qkv.wire.responses import Cell, Crossover, Done, Progress
 
 __all__ = ["Runner", "SweepEvent", "SweepRun"]
 
 _T = TypeVar("_T")
 
-SweepEvent = tuple[str, Any]
-"""The name of an event and its data, plain JSON."""
+SweepEvent = tuple[str, Progress | Cell | Done]
+"""The name of an event and its data."""
 
 
 class Runner(Protocol):
@@ -30,7 +32,7 @@ class Runner(Protocol):
         """Reserves `size` bytes for inputs.
 
         Raises:
-            QkvError: there is no room for them.
+            QkvError: the service cannot hold that many bytes now.
         """
 
     async def measure(self, job: Job) -> tuple[Mapping[str, RawTensor], float]:
@@ -42,11 +44,11 @@ class Runner(Protocol):
 
 
 class SweepRun:
-    """Measures the cells of a sweep, one after the other.
+    """Measures the cells of a sweep, one after another.
 
     Args:
-        request: the cells.
-        runner: runs the jobs. Any exception of it that is no `QkvError` ends the sweep.
+        request: the validated sweep request.
+        runner: runs the jobs. An exception other than `QkvError` ends the sweep.
     """
 
     def __init__(self, request: SweepRequest, runner: Runner) -> None:
@@ -59,42 +61,47 @@ class SweepRun:
         """
         request, done = self._request, 0
         total = len(request.choices) * len(request.lengths)
-        curves: list[dict[int, float]] = [{} for _ in request.choices]
+        curves: list[dict[int, Times]] = [{} for _ in request.choices]
         for length in request.lengths:
             for index, choice in enumerate(request.choices):
-                named = {"variant": choice.variant.name, "length": length}
-                yield "progress", {"done": done, "total": total, **named}
-                cell: dict[str, Any] = {"index": index, "parameters": choice.parameters, **named}
+                yield "progress", Progress(done, total, choice.variant.name, length)
+                cell = Cell(index, choice.parameters, choice.variant.name, length)
                 try:
-                    cell |= await self._cell(choice, length)
-                    curves[index][length] = cell["median_ms"]
+                    times, cell = await self._measure(cell, choice)
+                    curves[index][length] = times
                 except QkvError as error:
-                    cell["problem"] = error.problem()
-                except MemoryError:  # from its inputs; the engine reports that of a run itself
-                    cell["problem"] = PayloadTooLarge("there is no memory for its inputs").problem()
+                    cell = replace(cell, problem=error.problem())
+                except MemoryError:  # from the inputs; the engine reports its own
+                    problem = PayloadTooLarge("there is no memory for its inputs").problem()
+                    cell = replace(cell, problem=problem)
                 done += 1
                 yield "cell", cell
-        found = [{"from": c.from_, "to": c.to, "length": c.length} for c in crossovers(curves)]
-        yield "done", {"cells": done, "crossovers": found}
+        yield "done", Done(done, tuple(Crossover(*c) for c in crossovers(curves)))
 
-    async def _cell(self, choice: VariantChoice, length: int) -> dict[str, Any]:
-        """Measures a variant at a length.
+    async def _measure(self, cell: Cell, choice: VariantChoice) -> tuple[Times, Cell]:
+        """Returns the times of a cell, and the cell with its measurements.
 
         Raises:
             QkvError: the variant cannot run.
         """
-        zeros = self._request.job(choice, length)
+        zeros = self._request.job(choice, cell.length)
         with self._runner.reserve(zeros.bytes_in):
             job = await _finish_despite_cancel(
-                asyncio.to_thread(self._request.with_random_inputs, zeros, length)
+                asyncio.to_thread(self._request.with_random_inputs, zeros, cell.length)
             )
             peak, _ = await self._runner.measure(PeakMemoryJob.from_job(job))
             times_ms = [(await self._runner.measure(job))[1] for _ in range(self._request.repeats)]
-        return summarize_times(times_ms) | {
-            "flops": job.flops,
-            "bytes": job.bytes_in + job.bytes_out,
-            PEAK_BYTES: int(peak[PEAK_BYTES].numpy()[0]),
-        }
+        times = summarize_times(times_ms)
+        return Times(times.least_ms, times.median_ms, times.most_ms), replace(
+            cell,
+            median_ms=times.median_ms,
+            least_ms=times.least_ms,
+            most_ms=times.most_ms,
+            repeats=times.repeats,
+            flops=job.flops,
+            bytes=job.bytes_in + job.bytes_out,
+            peak_bytes=int(peak[PEAK_BYTES].numpy()[0]),
+        )
 
 
 async def _finish_despite_cancel(work: Coroutine[Any, Any, _T]) -> _T:

@@ -1,4 +1,4 @@
-"""A variant with its parameters, as compare and sweep requests name it."""
+"""A variant with its parameters, as an item of a compare or sweep request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qkv.jobs.fields import field_error
 __all__ = ["MAX_VARIANTS", "VariantChoice"]
 
 MAX_VARIANTS = 16
-"""The number of variants that one request may name."""
+"""The largest number of variants in one request."""
 
 
 class _ChoiceFields(pydantic.BaseModel):
@@ -28,9 +28,9 @@ class VariantChoice(NamedTuple):
     """A variant with validated parameters.
 
     Attributes:
-        parameters: the parameters in the request.
+        parameters: the parameters as sent in the request.
         pointer: JSON pointer to the choice in the body.
-        is_object: the choice is an object, so that pointers may go into it.
+        is_object: the choice is an object, so that a pointer can name a part of it.
     """
 
     variant: Variant
@@ -40,15 +40,15 @@ class VariantChoice(NamedTuple):
 
     @classmethod
     def parse(cls, value: Any, *within: str | int) -> VariantChoice:
-        """Parses a variant's name, or an object of `variant` and `parameters`.
+        """Parses a variant's name, or an object with `variant` and `parameters`.
 
         Args:
             value: a part of the body.
-            within: the path of that part.
+            within: the path of that part in the body.
 
         Raises:
             NotFound: the variant does not exist.
-            InvalidContent: the value is neither, or a parameter is wrong.
+            InvalidContent: the value is neither, or a parameter is invalid.
         """
         pointer = pointer_to(*within)
         if isinstance(value, str):
@@ -63,7 +63,7 @@ class VariantChoice(NamedTuple):
             name, parameters = fields.variant, fields.parameters
         else:
             raise InvalidContent(
-                f"{'.'.join(map(str, within))} came as {format_value(value)}; it must be a "
+                f"{'.'.join(map(str, within))} is invalid: got {format_value(value)}, expected a "
                 'variant\'s name, or {"variant": ..., "parameters": {...}}',
                 pointer=pointer,
             )
@@ -80,7 +80,7 @@ class VariantChoice(NamedTuple):
         return choice
 
     def reraise(self, error: QkvError) -> NoReturn:
-        """Raises an error of this variant's job with a pointer into the body that named it."""
+        """Raises an error of this variant's job with a pointer to its place in the body."""
         if error.pointer is not None and error.pointer.startswith("/parameters"):
             error.pointer = self.pointer + (error.pointer if self.is_object else "")
         raise error

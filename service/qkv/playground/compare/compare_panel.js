@@ -1,13 +1,14 @@
-// Variants side by side: how far each is from an anchor, and what it costs.
+// Compares variants with a baseline: differences of outputs and weights, and cost.
 
 import { post } from "../api.js";
 import { formatCount, formatNumber, formatTime, h, setText } from "../dom.js";
+import { createTerm } from "../glossary.js";
 import { buildChoice } from "../inputs/parameter_form.js";
 import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
 import { comparableVariants, runnableVariants } from "../weights/weights_request.js";
 
-const AUTO_RUN_SCORES = 65536; // scores; up to here it runs by itself
-const DEFAULT_ROWS = 1024; // rows; of more the service compares so many, unless it is asked for all
+const AUTO_RUN_SCORES = 65536; // larger comparisons wait for the button
+const DEFAULT_ROWS = 1024; // the service samples this many rows, unless the request asks for all
 
 const COLUMNS = [
   ["Output", "Relative error", ({ output }) => formatNumber(output?.relative_error, 3)],
@@ -24,11 +25,11 @@ const COLUMNS = [
 ];
 
 /**
- * The panel of the comparison.
+ * Creates the panel.
  *
  * @param {HTMLElement} root
  * @param {Object} state of the page
- * @param {(body: Object) => void} onRequest told of each request
+ * @param {(body: Object) => void} onRequest called with each request
  */
 export function createComparePanel(root, state, onRequest) {
   const anchor = h("select", { id: "anchor", change: () => updateChoices() });
@@ -51,11 +52,11 @@ export function createComparePanel(root, state, onRequest) {
     "aria-label": "Comparison",
   });
   root.append(
-    h("h3", {}, "Side by side"),
+    h("h3", {}, "Metrics"),
     h(
       "div",
       { class: "row" },
-      h("div", { class: "field inline" }, h("label", { for: "anchor" }, "Against"), anchor),
+      h("div", { class: "field inline" }, h("label", { for: "anchor" }, "Baseline"), anchor),
       boxes,
       allRows,
       button,
@@ -109,6 +110,7 @@ export function createComparePanel(root, state, onRequest) {
       anchor: buildChoice(anchorVariant, state.parameters),
       variants: chosen.map((variant) => buildChoice(variant, state.parameters)),
     };
+    if (state.dtype) body.dtype = state.dtype;
     if (allRowsInput.checked && !allRows.hidden) body.rows = null;
     if (state.layer && inputs.x) body.layer = state.layer;
     onRequest(body);
@@ -120,7 +122,8 @@ export function createComparePanel(root, state, onRequest) {
       area.replaceChildren(createTable(result));
       notes.replaceChildren(...(result.notes ?? []).map((note) => h("li", {}, note)));
       status.textContent =
-        "Each with the parameters set above that it takes. The anchor's own error is its distance from float64. Of two numbers the first is the mean over rows, the second the worst row.";
+        "Each variant uses those parameters above that it has. The error of the baseline is its distance from float64. " +
+        "Of two numbers, the first is the mean over rows, the second the worst row.";
     } catch (problem) {
       if (problem.name === "AbortError") return;
       setText(error, problem.detail ?? problem.message);
@@ -132,15 +135,15 @@ export function createComparePanel(root, state, onRequest) {
     update: (request) => {
       running?.abort();
       const canCompare = updateChoices();
-      // the service compares so few by itself
+      // the service compares all of so few rows anyway
       allRows.hidden = !canCompare || request.rows <= DEFAULT_ROWS;
       if (canCompare && request.rows * request.cols <= AUTO_RUN_SCORES) return run();
       setText(error, null);
       area.replaceChildren();
       notes.replaceChildren();
       status.textContent = canCompare
-        ? `${request.rows} × ${request.cols} weights take a moment to compare: say when.`
-        : `No other variant answers the same: none takes all that ${anchor.value} takes of this.`;
+        ? `Comparing ${request.rows} × ${request.cols} weights takes a moment. Press Compare to start.`
+        : `No other variant accepts the same inputs as ${anchor.value}.`;
     },
   };
 }
@@ -166,14 +169,14 @@ function createTable({ anchor, variants }) {
         "th",
         { scope: "row" },
         entry.variant,
-        isAnchor ? h("span", { class: "hint" }, " anchor") : "",
+        isAnchor ? h("span", { class: "hint" }, " baseline") : "",
       ),
       ...COLUMNS.map(([, , format]) => h("td", {}, format(entry))),
     );
   return h(
     "table",
     { class: "numbers sides" },
-    h("caption", { class: "unseen" }, `Variants against ${anchor.variant}`),
+    h("caption", { class: "unseen" }, `Variants compared with ${anchor.variant}`),
     h(
       "thead",
       {},
@@ -187,14 +190,14 @@ function createTable({ anchor, variants }) {
         "tr",
         {},
         h("th", { scope: "col" }, "Variant"),
-        ...COLUMNS.map(([, name]) => h("th", { scope: "col" }, name)),
+        ...COLUMNS.map(([, name]) => h("th", { scope: "col" }, createTerm(name))),
       ),
     ),
     h("tbody", {}, line(anchor, true), ...variants.map((entry) => line(entry, false))),
   );
 }
 
-/** The mean over rows, and the worst of them below it. */
+/** Formats the mean over rows, with the worst row below it. */
 function formatPair(pair) {
   if (!pair) return "–";
   const fragment = document.createDocumentFragment();

@@ -1,7 +1,7 @@
-// A sweep as a line chart: time against length, both in logarithms, redrawn as its cells come.
+// Draws a sweep as a line chart: time by length, both axes logarithmic.
 //
-// Colours are CSS variables, each with a value of its own where a page sets none: --chart-ink,
-// --chart-grid, and --chart-1 to --chart-8 for the variants. No two variants share a marker either.
+// Colours are CSS variables with defaults: --chart-ink, --chart-grid, and --chart-1 to --chart-8 for
+// the variants. Each variant also has a marker of its own.
 
 import {
   describeCrossover,
@@ -34,19 +34,19 @@ const MARKERS = [
   "M0-5 4.8-1.5 3 4h-6L-4.8-1.5z",
   "M-2-5h4v10h-4z",
 ];
-const LINE_HEIGHT = 15; // pixels that a label needs
-const MIN_LABEL_DISTANCE = 40; // pixels between crossovers that are both named; its ring says what each is
+const LINE_HEIGHT = 15; // of a label, pixels
+const MIN_LABEL_DISTANCE = 40; // between labelled crossovers, pixels; every ring has a title
 
 /**
- * Draws the cells that there are; called again with more, it draws them anew.
+ * Draws the measured cells; replaces an earlier drawing.
  *
- * @param {SVGSVGElement} svg as wide as it is laid out
+ * @param {SVGSVGElement} svg its layout decides the width
  * @param {Object} sweep
- * @param {Object[]} sweep.cells as the events have them: index, length, and median_ms, least_ms,
+ * @param {Object[]} sweep.cells from the events: index, length, and median_ms, least_ms,
  *     most_ms or a problem
- * @param {string[]} sweep.variants what to call each; cells name them by index
+ * @param {string[]} sweep.variants labels; `index` of a cell refers to them
  * @param {{from: number, to: number, length: number}[]} sweep.crossovers where medians are equal
- * @param {number[]} sweep.lengths all that will come, so that the axis holds still meanwhile
+ * @param {number[]} sweep.lengths of the whole sweep: the axis does not change while cells arrive
  */
 export function drawSweep(svg, { cells, variants, crossovers = [], lengths = [] }) {
   const measured = cells.filter((cell) => !cell.problem);
@@ -58,7 +58,7 @@ export function drawSweep(svg, { cells, variants, crossovers = [], lengths = [] 
   );
   svg.setAttribute("viewBox", `0 0 ${scales.width} ${scales.height}`);
   svg.setAttribute("role", "img");
-  const title = addElement(null, "title", {}, "Time of a call by length");
+  const title = addElement(null, "title", {}, "Time per call by length");
   const desc = addElement(null, "desc", {}, describeSweep(measured, variants, crossovers));
   title.id = `${svg.id || "sweep"}-title`;
   desc.id = `${svg.id || "sweep"}-desc`;
@@ -73,13 +73,13 @@ export function drawSweep(svg, { cells, variants, crossovers = [], lengths = [] 
   }));
   for (const line of lines) if (line.points.length) drawSeries(svg, scales, line);
   for (const cell of cells.filter((c) => c.problem)) drawMissing(svg, scales, cell, variants);
-  const labelled = []; // where
+  const labelled = []; // positions of labels
   for (const crossover of crossovers)
     drawCrossover(svg, scales, crossover, lines, variants, labelled);
   drawLabels(svg, scales, lines);
 }
 
-/** Where lengths and times lie, for the width that there is and the labels that must fit. */
+/** Computes the scales of lengths and times for the width and the labels. */
 function computeScales(svg, cells, variants, lengths) {
   const width = Math.max(svg.clientWidth || 640, 280);
   const height = Math.max(Math.min(Math.round(width * 0.6), 420), 260);
@@ -99,7 +99,7 @@ function computeScales(svg, cells, variants, lengths) {
 function logScale(low, high, from, to) {
   if (low === high) return () => (from + to) / 2;
   const part = (value) => Math.log(Math.max(value, low) / low) / Math.log(high / low);
-  return (value) => from + (to - from) * part(value); // no time is 0 but by a coarse clock
+  return (value) => from + (to - from) * part(value); // a coarse clock can measure 0
 }
 
 function drawAxes(svg, { left, right, top, bottom, height, x, y, low, high, lengths }) {
@@ -137,11 +137,11 @@ function drawAxes(svg, { left, right, top, bottom, height, x, y, low, high, leng
     svg,
     "text",
     { transform: rotation, "text-anchor": "middle", ...fontAttributes() },
-    "ms a call",
+    "ms per call",
   );
 }
 
-/** 1, 2 and 5 of each power of ten between two times; fewer where they are far apart. */
+/** Returns 1, 2 and 5 of each power of ten between two times; only 1 for a wide range. */
 function timeTicks(low, high) {
   const steps = Math.log10(high / low) > 3 ? [1] : [1, 2, 5];
   const all = [];
@@ -184,7 +184,7 @@ function drawSeries(svg, { x, y }, { label, index, points }) {
   }
 }
 
-/** A cross on the axis, where a cell could not run. */
+/** Draws a cross on the axis for a cell that could not run. */
 function drawMissing(svg, { x, bottom }, cell, variants) {
   const position = { transform: `translate(${x(cell.length)} ${bottom - 8 - 10 * cell.index})` };
   const cross = addElement(svg, "path", {
@@ -230,7 +230,7 @@ function drawCrossover(svg, scales, crossover, lines, variants, labelled) {
   );
 }
 
-/** Names at the lines' ends, pushed apart until none covers another. */
+/** Draws the names at the ends of the lines, moved apart so that none overlap. */
 function drawLabels(svg, { y, right, top, bottom, width }, lines) {
   const labelled = lines.filter((line) => line.points.length);
   const positions = labelled

@@ -1,4 +1,4 @@
-// A sweep over sequence lengths, drawn while it runs.
+// Runs a sweep over sequence lengths and draws its cells as they arrive.
 
 import { streamEvents } from "../api.js";
 import { h, setText } from "../dom.js";
@@ -15,13 +15,13 @@ const FIELDS = [
 const DEFAULT_VARIANTS = ["softmax", "linear", "efficient", "taylor"];
 
 /**
- * The panel of the sweep.
+ * Creates the panel.
  *
  * @param {HTMLElement} root
  * @param {Object} state of the page
  * @param {Object} callbacks
  * @param {(text: string) => void} callbacks.announce
- * @param {(body: Object) => void} callbacks.onRequest told of each request
+ * @param {(body: Object) => void} callbacks.onRequest called with each request
  */
 export function createSweepPanel(root, state, { announce, onRequest }) {
   const boxes = h("div", { class: "boxes", role: "group", "aria-label": "Variants to measure" });
@@ -47,7 +47,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
   const details = h(
     "details",
     { hidden: true },
-    h("summary", {}, "The times as a table"),
+    h("summary", {}, "Times as a table"),
     h(
       "div",
       { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of the times" },
@@ -115,8 +115,8 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
       sweep.cells.push(data);
     } else if (event === "done") {
       sweep.crossovers = data.crossovers;
-      status.textContent = `${sweep.cells.length} measured. ${describeFastest(sweep)}`;
-      announce("The sweep is done");
+      status.textContent = `${sweep.cells.length} measurements. ${describeFastest(sweep)}`;
+      announce("The sweep is complete");
     } else if (event === "problem" || event === "error") {
       setText(error, data.detail ?? "The sweep failed.");
     }
@@ -131,7 +131,7 @@ export function createSweepPanel(root, state, { announce, onRequest }) {
       if (knownNames === names.join()) return;
       knownNames = names.join();
       boxes.replaceChildren(...names.map((name) => createCheckbox(name, selected)));
-      status.textContent = "Each length is measured a few times, between other callers' requests.";
+      status.textContent = "Requests of other clients run in between and can change the times.";
     },
   };
 }

@@ -1,9 +1,10 @@
-// A sweep in words and as a table, for who cannot see the chart, or would rather read.
+// Describes a sweep in sentences and as a table, for users who do not see the chart.
 
+const NO_CROSSOVER = "No two lines cross outside the range of their repeats.";
 const MAX_CROSSOVERS = 3; // crossovers in a sentence
 
 /**
- * A sweep as a table: a row for each length, a column for each variant.
+ * Fills the table: a row for each length, a column for each variant.
  *
  * @param {HTMLTableElement} table
  * @param {{cells: Object[], variants: string[]}} sweep
@@ -22,7 +23,7 @@ export function fillSweepTable(table, { cells, variants }) {
   };
   const lengths = [...new Set(cells.map((cell) => cell.length))].sort((a, b) => a - b);
   const caption = document.createElement("caption");
-  caption.textContent = "Median time of a call in milliseconds, and from the least to the most";
+  caption.textContent = "Median time per call in milliseconds (minimum to maximum)";
   const rows = lengths.map((length) => {
     const found = variants.map((_, index) =>
       cells.find((c) => c.index === index && c.length === length),
@@ -38,12 +39,12 @@ export function fillSweepTable(table, { cells, variants }) {
   );
 }
 
-/** A number of milliseconds in three digits. */
+/** Formats milliseconds with three digits. */
 export function formatMilliseconds(ms) {
   return ms.toLocaleString("en", { maximumSignificantDigits: 3 });
 }
 
-/** What a cell says: its milliseconds, or why there are none. */
+/** Formats a cell: its milliseconds, or its problem. */
 export function formatCell(cell) {
   if (!cell) return "";
   if (cell.problem) return cell.problem.detail ?? cell.problem.title;
@@ -53,12 +54,12 @@ export function formatCell(cell) {
   return `${median} (${least} to ${most})`;
 }
 
-/** A whole number, with commas. */
+/** Formats a whole number with commas. */
 export function formatInteger(number) {
   return Math.round(number).toLocaleString("en");
 }
 
-/** A sweep in a few sentences. */
+/** Describes a sweep in a few sentences. */
 export function describeSweep(cells, variants, crossovers) {
   const parts = variants.flatMap((label, index) => {
     const points = cells.filter((c) => c.index === index).sort((a, b) => a.length - b.length);
@@ -72,13 +73,14 @@ export function describeSweep(cells, variants, crossovers) {
   return [...parts, ...crossings].join(" ") || "Nothing has been measured yet.";
 }
 
-/** What a crossover says: before it the one was faster. */
-export function describeCrossover({ from, to, length }, variants) {
-  return `${variants[to]} is faster than ${variants[from]} from about ${formatInteger(length)} on`;
+/** Describes a crossover: the measured lengths between which `to` becomes faster than `from`. */
+export function describeCrossover({ from, to, between }, variants) {
+  const [first, second] = between.map(formatInteger);
+  return `${variants[to]} becomes faster than ${variants[from]} between ${first} and ${second}`;
 }
 
 /**
- * Who is faster, in a sentence or two: at every length, or from where on.
+ * Describes the fastest variant: at every length, or from which length on.
  *
  * @param {{cells: Object[], variants: string[], crossovers: Object[], lengths: number[]}} sweep
  */
@@ -93,7 +95,7 @@ export function describeFastest({ cells, variants, crossovers, lengths }) {
   const first = variants.findIndex((_, index) =>
     lengths.every((length) => isFastest(cells, index, length)),
   );
-  if (first < 0 || variants.length < 2) return crossings || "No two lines cross.";
+  if (first < 0 || variants.length < 2) return crossings || NO_CROSSOVER;
   const comparison = variants.length > 2 ? "the fastest" : `faster than ${variants[1 - first]}`;
   return `${variants[first]} is ${comparison} at every length measured. ${crossings}`.trim();
 }

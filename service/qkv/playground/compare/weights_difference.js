@@ -1,4 +1,4 @@
-// Where the weights of two variants differ: one map minus the other.
+// Draws the difference of the weights of two variants.
 
 import { post } from "../api.js";
 import { fromWire, toNumbers } from "../data/tensors.js";
@@ -14,11 +14,11 @@ import {
 } from "../weights/weights_request.js";
 
 /**
- * The panel of the difference.
+ * Creates the panel.
  *
  * @param {HTMLElement} root
  * @param {Object} state of the page
- * @param {{onCall: Function, onPoint: Function}} callbacks told of calls, and of cells that are pointed at
+ * @param {{onCall: Function, onPoint: Function}} callbacks called for requests, and for the cursor
  */
 export function createDifferencePanel(root, state, callbacks) {
   const select = h("select", { id: "other", change: () => run() });
@@ -67,7 +67,7 @@ export function createDifferencePanel(root, state, callbacks) {
       const { result, elapsedMs } = await post(request.path, body, signal);
       callbacks.onCall({
         variant: variant.variant,
-        what: "weights, to compare",
+        what: "weights for the difference",
         timing: result.timing,
         elapsedMs,
       });
@@ -108,8 +108,8 @@ export function createDifferencePanel(root, state, callbacks) {
 }
 
 /**
- * How far the rows lie apart, in words. What differs within a pooled cell cancels there, so that
- * the rows themselves lie at least as far apart as their bins.
+ * Describes the total variation of the rows. Differences within a pooled cell cancel: the pooled
+ * figures are lower bounds.
  */
 function describeDifference(
   { rows, cols, numbers, rowName },
@@ -127,11 +127,11 @@ function describeDifference(
   const colours = `Blue where ${first} has more weight, orange where ${second} has.`;
   const [mean, max] = [formatFixed(sum / length, 3), formatFixed(worst, 3)];
   if (!isPooled) {
-    return `${colours} The total variation of a row${head} is ${mean} on average, at most ${max}: ${rowName(at)}.`;
+    return `${colours} Total variation of a row${head}: ${mean} on average, at most ${max} (${rowName(at)}).`;
   }
   return (
-    `${colours} Between these pooled cells${head}, total variation is ${mean} on average, at most ` +
-    `${max}: ${rowName(at)}. These are lower bounds: row by row it is as much or more, for what ` +
-    "differs within a cell cancels. Side by side, below, compares the rows themselves."
+    `${colours} Total variation between the pooled cells${head}: ${mean} on average, at most ` +
+    `${max} (${rowName(at)}). These are lower bounds: differences within a cell cancel. ` +
+    "The metrics below compare single rows."
   );
 }

@@ -1,17 +1,17 @@
-// The request that the page sends, to copy: as a curl command for bash, and as a Python program.
+// Writes a request as a curl command for bash and as a Python program.
 //
-// A request is {path: "/v1/attention/softmax", body}, with the body as it goes over the wire. A key
-// is never written down: both read the environment variable QKV_API_KEY. What is too large to paste
-// is read from files: arrays from those that they came in, all else from the body, saved as BODY_FILE.
+// A request is {path: "/v1/attention/softmax", body}. Both forms read the API key from the
+// environment variable QKV_API_KEY. Large arrays are read from files: from the uploaded .npy files,
+// or from the body, saved as BODY_FILE.
 
-/** Where a large body is, once it is saved. */
+/** The file name of a saved body. */
 export const BODY_FILE = "request.json";
 
 const MAX_INLINE_LENGTH = 2 ** 14; // characters
 const PYTHON_CONSTANTS = { NaN: "np.nan", Infinity: "np.inf", "-Infinity": "-np.inf" };
 
 /**
- * The body as JSON, and whether it is too large to paste.
+ * Returns the body as JSON, and whether it is too large to paste.
  *
  * @param {Object} body
  */
@@ -21,30 +21,30 @@ export function serializeBody(body) {
 }
 
 /**
- * A command that asks the same in bash.
+ * Returns a command for bash that sends a request.
  *
  * @param {{path: string, body: Object}} request
  * @param {string} url of the service
- * @param {boolean} needsKey whether the service asks for a key
+ * @param {boolean} needsKey the service requires an API key
  */
 export function curlCommand({ path, body }, url, needsKey = false) {
   const { json, isLarge } = serializeBody(body);
   const args = ["curl", "-sS"];
-  // events as they come; --json alone would take no answer but JSON
+  // -N prints events at once; --json alone sets Accept to JSON
   if (path.endsWith("/sweep")) args.push("-N", "-H 'Accept: text/event-stream'");
   args.push(quoteForBash(url.replace(/\/$/, "") + path));
-  if (needsKey) args.push('-H "Authorization: Bearer ${QKV_API_KEY:?holds no key}"');
+  if (needsKey) args.push('-H "Authorization: Bearer ${QKV_API_KEY:?is not set}"');
   return `${args.join(" ")} --json ${isLarge ? `@${BODY_FILE}` : quoteForBash(json)}`;
 }
 
 /**
- * A program that asks the same by `qkv.Client`.
+ * Returns a Python program that sends a request with `qkv.Client`.
  *
  * @param {Object} request
  *   path: /v1/attention/{variant}, compare or sweep; body
- *   files: .npy of inputs, by name, where they came in such
+ *   files: names of the uploaded .npy files, by input
  * @param {string} url of the service
- * @param {boolean} needsKey whether the service asks for a key
+ * @param {boolean} needsKey the service requires an API key
  */
 export function pythonProgram({ path, body, files = {} }, url, needsKey = false) {
   const [, , kind, variant] = path.split("/");
@@ -58,12 +58,12 @@ export function pythonProgram({ path, body, files = {} }, url, needsKey = false)
   if (lines.some((line) => line.includes("body["))) {
     lines.unshift(`body = json.loads(Path(${toStringLiteral(BODY_FILE)}).read_text())`);
   }
-  const header = `with Client(${toStringLiteral(url.replace(/\/$/, ""))}${key}) as qkv:`;
+  const header = `with Client(${toStringLiteral(url.replace(/\/$/, ""))}${key}) as client:`;
   const code = [header, ...lines.map((line) => `    ${line}`)].join("\n");
   return `${addImports(code)}\n\n${code}\n`;
 }
 
-/** What the code uses, in the order that Python's own style asks for. */
+/** Adds the imports that the code needs, in the order of PEP 8. */
 function addImports(code) {
   const standard = ["base64", "json", "os"]
     .filter((name) => code.includes(`${name}.`))
@@ -88,7 +88,7 @@ function attendCall(variant, { inputs, parameters, layer, outputs, weights, dtyp
     ...keywordArguments({ outputs, weights }),
   ];
   return [
-    ...formatCall("run = qkv.attend", args),
+    ...formatCall("run = client.attend", args),
     "for name, array in run.outputs.items():",
     '    print(name, array.shape, array, sep="\\n")',
   ];
@@ -100,14 +100,14 @@ function compareCall({ inputs, layer, variants, anchor, repeats, rows, dtype }, 
     ...arrayArguments(inputs, dtype, files),
     ...layerArgument(layer, dtype),
     ...keywordArguments({ anchor, repeats }),
-    ...(rows === undefined ? [] : [`rows=${toPythonLiteral(rows)}`]), // null: all of them
+    ...(rows === undefined ? [] : [`rows=${toPythonLiteral(rows)}`]), // null: all rows
   ];
-  return [...formatCall("comparison = qkv.compare", args), "print(comparison.table())"];
+  return [...formatCall("comparison = client.compare", args), "print(comparison.table())"];
 }
 
 function sweepCall({ variants, lengths, ...options }) {
   const args = [toPythonLiteral(variants), toPythonLiteral(lengths), ...keywordArguments(options)];
-  const [first, ...rest] = formatCall("with qkv.sweep", args);
+  const [first, ...rest] = formatCall("with client.sweep", args);
   return [
     first,
     ...rest.slice(0, -1),
@@ -149,8 +149,8 @@ function layerArgument(layer, dtype) {
 }
 
 /**
- * A tensor as an array: lists get the dtype that the service would give them. A long one is read
- * from its place in the body.
+ * Returns an expression for a tensor as an array. Lists get the dtype that the service gives them; a
+ * long tensor is read from the saved body.
  */
 function arrayExpression(tensor, name, dtype, bodyPath) {
   const isLarge = isLong(tensor);
@@ -168,11 +168,11 @@ function arrayExpression(tensor, name, dtype, bodyPath) {
 }
 
 function numpyDtype(dtype) {
-  if (dtype === "bool") return "bool"; // numpy 1 has no np.bool
+  if (dtype === "bool") return "bool"; // numpy 1.x lacks np.bool
   return dtype === "bfloat16" ? "ml_dtypes.bfloat16" : `np.${dtype}`;
 }
 
-/** A value of JSON as Python writes it. */
+/** Returns a JSON value as a Python literal. */
 function toPythonLiteral(value) {
   if (value === null) return "None";
   if (value === true) return "True";
@@ -186,17 +186,17 @@ function toPythonLiteral(value) {
     .join(", ")}}`;
 }
 
-/** A string as both JSON and Python write it: Python reads every escape that JSON has but `\/`. */
+/** Quotes a string for Python, which has every escape of JSON except `\/`. */
 function toStringLiteral(string) {
   return JSON.stringify(string);
 }
 
-/** One word for bash, whatever is in it. */
+/** Quotes a string as one word for bash. */
 function quoteForBash(string) {
   return `'${string.replaceAll("'", "'\\''")}'`;
 }
 
-/** JSON with a line for every field, and for every field of `inputs`. */
+/** Formats a body with one line for each field, and for each field of `inputs`. */
 function formatBody(body) {
   const lines = Object.entries(body).map(([name, value]) => {
     const fields = name === "inputs" ? Object.entries(value).map(formatField) : null;

@@ -1,24 +1,28 @@
-// The requests that the page made, as others would make them.
+// Shows the page's last requests as code to copy.
 
 import { getKey } from "../api_key.js";
 import { formatCount, h, setText } from "../dom.js";
 import { BODY_FILE, curlCommand, pythonProgram, serializeBody } from "./code_snippets.js";
 
-const MAX_SHOWN_LENGTH = 4000; // characters; numbers in base64 go on for millions
+const MAX_SHOWN_LENGTH = 4000; // characters; base64 can have millions
 const FORMATS = { curl: curlCommand, Python: pythonProgram };
 
 /**
- * The panel with the request.
+ * Creates the panel.
  *
  * @param {HTMLElement} root
- * @param {(text: string) => void} announce told that it was copied
- * @returns {(purpose: string, request: {path, body}) => void} told of the last one of each kind
+ * @param {(text: string) => void} announce called after a copy
+ * @returns {(purpose: string, request: {path, body}) => void} sets the last request of a kind
  */
 export function createRequestPanel(root, announce) {
   const requests = new Map();
   let format = "curl";
   const code = h("code");
-  const area = h("pre", { tabindex: "0", role: "region", "aria-label": "The request" }, code);
+  const area = h(
+    "pre",
+    { tabindex: "0", role: "region", "aria-label": "Code of the request" },
+    code,
+  );
   const copyButton = h("button", { type: "button", click: () => copyCode() }, "Copy");
   const saveBody = () => saveFile(serializeBody(requests.get(requestSelect.value).body).json);
   const saveButton = h(
@@ -34,7 +38,7 @@ export function createRequestPanel(root, announce) {
   const field = h(
     "div",
     { class: "field inline" },
-    h("label", { for: "request-of" }, "What for"),
+    h("label", { for: "request-of" }, "Code for"),
     requestSelect,
   );
   root.append(
@@ -42,7 +46,7 @@ export function createRequestPanel(root, announce) {
       "div",
       { class: "row" },
       field,
-      h("div", { class: "tabs", role: "group", "aria-label": "Written for" }, ...tabs),
+      h("div", { class: "tabs", role: "group", "aria-label": "Language" }, ...tabs),
       saveButton,
       copyButton,
     ),
@@ -59,7 +63,7 @@ export function createRequestPanel(root, announce) {
     saveButton.hidden = !source.includes(BODY_FILE);
     const files = [...source.matchAll(/np\.load\("(.*)"\)/g)].map(([, file]) => file);
     const neededFiles = [...(saveButton.hidden ? [] : [BODY_FILE]), ...new Set(files)];
-    setText(about, neededFiles.length && `Run it in a folder that has ${neededFiles.join(", ")}.`);
+    setText(about, neededFiles.length && `Run this in a folder with ${neededFiles.join(", ")}.`);
     const hiddenLength = source.length - MAX_SHOWN_LENGTH;
     code.textContent =
       hiddenLength > 0
@@ -75,7 +79,7 @@ export function createRequestPanel(root, announce) {
       await navigator.clipboard.writeText(createSource());
       copyButton.textContent = "Copied";
     } catch {
-      getSelection().selectAllChildren(code); // a page without https has no clipboard
+      getSelection().selectAllChildren(code); // the clipboard needs https or localhost
       copyButton.textContent = "Selected";
     }
     announce(`${copyButton.textContent} as ${format}`);

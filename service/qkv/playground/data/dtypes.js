@@ -1,28 +1,28 @@
-// The dtypes that travel, and their bytes as numbers and back.
+// Converts tensors to numbers and back, for the dtypes of the service.
 //
-// A tensor, everywhere on this page, is what the service's tensor is:
+// A tensor is an object as the service has it:
 //   {dtype: "float32", shape: [2, 3], data: Uint8Array}    little-endian, row-major, dense
 
-/** Bytes of one number, by the dtype's name. */
+/** Bytes of one element by dtype. */
 export const DTYPE_BYTES = { float64: 8, float32: 4, float16: 2, bfloat16: 2, int64: 8, bool: 1 };
 
-// bits of the fraction, exponent of the smallest normal number
+// fraction bits, exponent of the smallest normal number
 const HALF_FORMATS = { float16: [10, -14], bfloat16: [7, -126] };
 
-/** How many numbers a tensor of this shape holds. */
+/** Returns the number of elements of a shape. */
 export function countElements(shape) {
   return shape.reduce((product, size) => product * size, 1);
 }
 
-/** Bytes of a dense tensor. */
+/** Returns the bytes of a dense tensor. */
 export function byteLength(dtype, shape) {
   return DTYPE_BYTES[dtype] * countElements(shape);
 }
 
 /**
- * The numbers of a tensor, row by row.
+ * Returns the numbers of a tensor in row-major order.
  *
- * @returns {Float64Array} booleans as 0 and 1; whole numbers past 2^53 rounded
+ * @returns {Float64Array} booleans as 0 and 1; integers above 2^53 rounded
  */
 export function toNumbers({ dtype, shape, data }) {
   const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
@@ -41,9 +41,9 @@ export function toNumbers({ dtype, shape, data }) {
 }
 
 /**
- * A tensor of these numbers, each rounded to the nearest that the dtype has, ties to even.
+ * Makes a tensor; each number is rounded to the nearest of the dtype, ties to even.
  *
- * @throws {Error} a number that is not whole, for int64; one that is not 0 or 1, for bool
+ * @throws {Error} for int64 if a number is not whole, for bool if it is not 0 or 1
  */
 export function fromNumbers(numbers, shape, dtype = "float32") {
   if (!Object.hasOwn(DTYPE_BYTES, dtype)) throw new Error(unknownDtypeMessage(dtype));
@@ -55,7 +55,7 @@ export function fromNumbers(numbers, shape, dtype = "float32") {
     float16: (at, number) => view.setUint16(at, toHalf(number, ...HALF_FORMATS.float16), true),
     bfloat16: (at, number) => view.setUint16(at, toHalf(number, ...HALF_FORMATS.bfloat16), true),
     int64: (at, number) => {
-      if (!Number.isSafeInteger(number)) throw new Error(`${number} is no whole number`);
+      if (!Number.isSafeInteger(number)) throw new Error(`${number} is not a whole number`);
       view.setBigInt64(at, BigInt(number), true);
     },
     bool: (at, number) => {
@@ -69,10 +69,10 @@ export function fromNumbers(numbers, shape, dtype = "float32") {
 }
 
 /**
- * Whole numbers of any width as those of 64 bits.
+ * Converts integers of any width to int64.
  *
- * @param {string} code numpy's: i or u, and bytes
- * @throws {Error} one is too large
+ * @param {string} code numpy's code: i or u, and the bytes
+ * @throws {Error} if an integer exceeds int64
  */
 export function toInt64(data, code) {
   const size = Number(code[1]);
@@ -90,16 +90,16 @@ export function toInt64(data, code) {
   }[code];
   for (let at = 0; at < data.length; at += size) {
     const number = read(at);
-    if (number >= 1n << 63n) throw new Error(`${number} is more than 64 bits with a sign hold`);
+    if (number >= 1n << 63n) throw new Error(`${number} is too large for int64`);
     wideView.setBigInt64((at / size) * DTYPE_BYTES.int64, number, true);
   }
   return out;
 }
 
-/** What to say of a dtype that does not travel. */
+/** Returns the message for a dtype that the service does not support. */
 export function unknownDtypeMessage(dtype) {
   const known = Object.keys(DTYPE_BYTES).join(", ");
-  return `dtype ${JSON.stringify(dtype)} does not travel; known are ${known}`;
+  return `dtype ${JSON.stringify(dtype)} is not supported: expected ${known}`;
 }
 
 function fromHalf(bits, fractionBits, minExponent) {
@@ -124,6 +124,6 @@ function toHalf(number, fractionBits, minExponent) {
   let whole = Math.floor(scaled);
   const remainder = scaled - whole;
   if (remainder > 0.5 || (remainder === 0.5 && whole % 2 === 1)) whole += 1;
-  // a carry out of the fraction raises the exponent by itself, past the largest number to infinity
+  // a carry from the fraction increments the exponent, from the largest number to infinity
   return sign | Math.min((exponent - minExponent) * 2 ** fractionBits + whole, infinity);
 }

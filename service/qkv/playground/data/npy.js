@@ -1,22 +1,22 @@
-// numpy's .npy, versions 1 to 3: one array, its bytes behind a header that is a Python dict.
+// Parses numpy's .npy, versions 1 to 3: a header with a Python dict, then the bytes of one array.
 
 import { countElements, toInt64 } from "./dtypes.js";
 
 const MAGIC = [0x93, 0x4e, 0x55, 0x4d, 0x50, 0x59]; // \x93NUMPY
 const DTYPES = { f8: "float64", f4: "float32", f2: "float16", i8: "int64", b1: "bool" };
-const INTEGER_CODES = ["i1", "i2", "i4", "u1", "u2", "u4", "u8"]; // these travel as int64
+const INTEGER_CODES = ["i1", "i2", "i4", "u1", "u2", "u4", "u8"]; // converted to int64
 
-/** Whether bytes begin as a .npy does. */
+/** True if the bytes begin with the magic of .npy. */
 export function isNpy(bytes) {
   return MAGIC.every((byte, index) => bytes[index] === byte);
 }
 
 /**
- * The array of a .npy; in Fortran order, or of big-endian numbers, it is put in order.
+ * Parses a .npy; converts Fortran order and big-endian numbers.
  *
  * @param {Uint8Array} bytes of the whole file
  * @returns {{dtype: string, shape: number[], data: Uint8Array}}
- * @throws {Error} it is no whole .npy, or its dtype does not travel
+ * @throws {Error} if the file is incomplete or its dtype is not supported
  */
 export function parseNpy(bytes) {
   const { header, dataStart } = splitHeader(bytes);
@@ -26,7 +26,7 @@ export function parseNpy(bytes) {
   const data = bytes.subarray(dataStart);
   if (data.length !== expectedBytes) {
     throw new Error(
-      `this .npy holds ${data.length} bytes of data where its shape (${shape.join(", ")}) ` +
+      `this .npy has ${data.length} bytes of data, but shape (${shape.join(", ")}) ` +
         `of '${order}${code}' takes ${expectedBytes}`,
     );
   }
@@ -41,12 +41,13 @@ function splitHeader(bytes) {
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const version = bytes[6];
   const prefixBytes = version === 1 ? 10 : 12;
-  if (bytes.length < prefixBytes) throw new Error("this .npy ends inside its header");
+  if (bytes.length < prefixBytes) throw new Error("this .npy is cut off inside its header");
   if (version < 1 || version > 3) {
-    throw new Error(`this .npy is of version ${version}; 1, 2 and 3 are read`);
+    throw new Error(`version ${version} of .npy is not supported: expected 1, 2 or 3`);
   }
   const length = version === 1 ? view.getUint16(8, true) : view.getUint32(8, true);
-  if (prefixBytes + length > bytes.length) throw new Error("this .npy ends inside its header");
+  if (prefixBytes + length > bytes.length)
+    throw new Error("this .npy is cut off inside its header");
   const header = new TextDecoder(version === 3 ? "utf-8" : "latin1").decode(
     bytes.subarray(prefixBytes, prefixBytes + length),
   );
@@ -59,14 +60,14 @@ function parseHeader(header) {
   const order = /'fortran_order'\s*:\s*(True|False)/.exec(header)?.[1];
   const sizes = /'shape'\s*:\s*\(([\d\s,L]*)\)/.exec(header)?.[1];
   if (descr === undefined && /'descr'\s*:\s*\[/.test(header)) {
-    throw new Error("this .npy holds records; save each of their fields as an array of its own");
+    throw new Error("structured arrays are not supported: save each field as an array");
   }
   if (descr === undefined || order === undefined || sizes === undefined) {
-    throw new Error(`this .npy's header is not what numpy writes: ${shown}`);
+    throw new Error(`the header of this .npy is invalid: ${shown}`);
   }
   const shape = (sizes.match(/\d+/g) ?? []).map(Number);
   if (shape.length > 32 || !Number.isSafeInteger(countElements(shape.map((n) => n || 1)) * 8)) {
-    throw new Error(`shape (${shape.join(", ")}) is past what can be counted`);
+    throw new Error(`shape (${shape.join(", ")}) is too large`);
   }
   return { order: descr[0], code: checkDtype(descr), isFortran: order === "True", shape };
 }
@@ -77,12 +78,12 @@ function checkDtype(descr) {
     return code;
   if (code === "V2") {
     throw new Error(
-      "this .npy holds numbers of 2 bytes without a name, as numpy writes bfloat16; " +
-        "a .safetensors keeps its name",
+      "this .npy has no dtype name for its 2-byte elements, as numpy writes bfloat16: " +
+        "save .safetensors instead",
     );
   }
   throw new Error(
-    `dtype '${descr}' does not travel; save real numbers of 16, 32 or 64 bits, whole numbers, ` +
+    `dtype '${descr}' is not supported: expected floats of 16, 32 or 64 bits, integers ` +
       "or booleans",
   );
 }
@@ -94,7 +95,7 @@ function swapBytes(data, size) {
   return out;
 }
 
-/** Bytes in Fortran order, the first index fastest, as row-major ones. */
+/** Reorders bytes from Fortran order (first index fastest) to row-major order. */
 function rowMajor(data, shape, size) {
   const out = new Uint8Array(data.length);
   const strides = shape.map((_, axis) => size * countElements(shape.slice(0, axis)));

@@ -1,4 +1,4 @@
-// .safetensors: any number of tensors by name, behind a header in JSON.
+// Parses .safetensors: a header in JSON, then the bytes of any number of named tensors.
 
 import { countElements, DTYPE_BYTES, toInt64 } from "./dtypes.js";
 
@@ -11,19 +11,19 @@ const DTYPES = {
   BOOL: "bool",
 };
 const INTEGER_CODES = { I8: "i1", I16: "i2", I32: "i4", U8: "u1", U16: "u2", U32: "u4", U64: "u8" };
-const MAX_HEADER_BYTES = 100_000_000; // bytes; the format's own bound
+const MAX_HEADER_BYTES = 100_000_000; // the limit of the format
 
-/** Whether bytes begin as a .safetensors does: a header's length, and `{`. */
+/** True if the bytes begin as .safetensors does: the header's length, then `{`. */
 export function isSafetensors(bytes) {
   return bytes.length > 8 && bytes[8] === 0x7b && bytes[7] === 0 && bytes[6] === 0;
 }
 
 /**
- * The tensors of a .safetensors, in its order.
+ * Parses a .safetensors; tensors keep their order.
  *
  * @param {Uint8Array} bytes of the whole file
  * @returns {Object<string, {dtype: string, shape: number[], data: Uint8Array}>}
- * @throws {Error} it is no whole .safetensors, or one of its dtypes does not travel
+ * @throws {Error} if the file is incomplete or a dtype is not supported
  */
 export function parseSafetensors(bytes) {
   const { header, data } = splitHeader(bytes);
@@ -35,19 +35,21 @@ export function parseSafetensors(bytes) {
   }
   if (end !== data.length) {
     throw new Error(
-      `this .safetensors holds ${data.length} bytes of data; its header names ${end}`,
+      `this .safetensors has ${data.length} bytes of data, but its header describes ${end}`,
     );
   }
-  if (!entries.length) throw new Error("this .safetensors holds no tensors");
+  if (!entries.length) throw new Error("this .safetensors has no tensors");
   return Object.fromEntries(entries.map(([name, entry]) => [name, readTensor(entry, data)]));
 }
 
 function splitHeader(bytes) {
-  if (bytes.length < 8) throw new Error("this .safetensors ends inside its header");
+  if (bytes.length < 8) throw new Error("this .safetensors is cut off inside its header");
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const length = Number(view.getBigUint64(0, true));
   if (length > MAX_HEADER_BYTES || length > bytes.length - 8) {
-    throw new Error("this .safetensors ends inside its header, or is none");
+    throw new Error(
+      "this .safetensors is cut off inside its header, or its header length is wrong",
+    );
   }
   let header;
   try {
@@ -67,28 +69,30 @@ function startOf(entry) {
   return entry?.data_offsets?.[0] ?? 0;
 }
 
-/** Tensors lie one behind the other, each as long as its shape says. */
+/** Checks that a tensor begins where the one before ends, and that its bytes fit its shape. */
 function checkEntry(name, entry, expectedStart) {
   const label = `tensor ${JSON.stringify(name)} of this .safetensors`;
   const { dtype, shape, data_offsets: offsets } = entry ?? {};
   if (!Object.hasOwn(DTYPES, dtype) && !Object.hasOwn(INTEGER_CODES, dtype)) {
     const known = [...Object.keys(DTYPES), ...Object.keys(INTEGER_CODES)].join(", ");
-    throw new Error(`${label} is of dtype ${JSON.stringify(dtype ?? null)}; ${known} are read`);
+    throw new Error(
+      `${label} has the unsupported dtype ${JSON.stringify(dtype ?? null)}: expected ${known}`,
+    );
   }
   const areSizes = (list) =>
     Array.isArray(list) && list.every((n) => Number.isSafeInteger(n) && n >= 0);
   if (!areSizes(shape) || !areSizes(offsets) || offsets.length !== 2) {
-    throw new Error(`${label} has no shape and offsets of whole numbers`);
+    throw new Error(`${label} has an invalid shape or invalid offsets: expected whole numbers`);
   }
   if (shape.length > 32 || !Number.isSafeInteger(countElements(shape.map((n) => n || 1)) * 8)) {
-    throw new Error(`${label} has shape [${shape}], past what can be counted`);
+    throw new Error(`${label} has shape [${shape}], which is too large`);
   }
   const size = INTEGER_CODES[dtype] ? Number(INTEGER_CODES[dtype][1]) : DTYPE_BYTES[DTYPES[dtype]];
   const expectedBytes = size * countElements(shape);
   if (offsets[0] !== expectedStart || offsets[1] - offsets[0] !== expectedBytes) {
     throw new Error(
-      `${label} lies at bytes ${offsets[0]} to ${offsets[1]} where ${dtype} of shape [${shape}] ` +
-        `lies at ${expectedStart} to ${expectedStart + expectedBytes}`,
+      `${label} has offsets ${offsets[0]} to ${offsets[1]}, but ${dtype} of shape [${shape}] ` +
+        `takes ${expectedStart} to ${expectedStart + expectedBytes}`,
     );
   }
 }

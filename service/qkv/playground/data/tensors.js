@@ -1,8 +1,8 @@
-// Tensors as people bring them (.npy, .safetensors, JSON) and as the service takes them.
+// Converts tensors between JSON and bytes: nested lists, or {"dtype", "shape", "data": base64}.
 //
-// A tensor is {dtype, shape, data}; dtypes.js says how, and makes numbers of one and back. One that
-// came as numbers in lists has `literal: true` beside them, and travels as lists again: what its
-// numbers become depends on what they are for, which the service knows.
+// dtypes.js describes a tensor {dtype, shape, data} and converts it to numbers. A tensor from lists
+// also has `literal: true` and is sent as lists again: the service chooses the dtype of such numbers
+// by the input that they are for.
 
 import {
   byteLength,
@@ -12,90 +12,49 @@ import {
   toNumbers,
   unknownDtypeMessage,
 } from "./dtypes.js";
-import { isNpy, parseNpy } from "./npy.js";
-import { isSafetensors, parseSafetensors } from "./safetensors.js";
 
 export { byteLength, countElements, fromNumbers, toNumbers } from "./dtypes.js";
 
-/** A file larger than this is refused unread: no service with default settings would take it. */
-export const MAX_FILE_BYTES = 256 * 2 ** 20;
-/** A text larger than this is refused: numbers in lists take several times their length. */
+/** Longer texts are rejected: numbers in lists take several times their length in memory. */
 export const MAX_TEXT_LENGTH = 64 * 2 ** 20;
 
 const MAX_RANK = 32;
-const SPECIAL_NUMBERS = { NaN, Infinity: Infinity, "-Infinity": -Infinity }; // strings for what JSON lacks
+const SPECIAL_NUMBERS = { NaN, Infinity: Infinity, "-Infinity": -Infinity }; // JSON has none of these
 
 /**
- * The tensors of a file, by name: .npy (named after the file), .safetensors or JSON. What a file is
- * shows in its first bytes, whatever its name.
- *
- * @param {File} file
- * @param {{maxBytes?: number}} options
- * @returns {Promise<Object<string, {dtype: string, shape: number[], data: Uint8Array}>>}
- * @throws {Error} in words for whoever chose the file
- */
-export async function parseFile(file, { maxBytes = MAX_FILE_BYTES } = {}) {
-  try {
-    if (file.size > maxBytes) {
-      throw new Error(`this file has ${file.size} bytes; at most ${maxBytes} are read`);
-    }
-    return parseBytes(new Uint8Array(await file.arrayBuffer()), file.name);
-  } catch (error) {
-    throw new Error(`${file.name}: ${error.message}`);
-  }
-}
-
-function parseBytes(bytes, fileName) {
-  const [, stem, suffix] = /^(.+?)(\.[^.]*)?$/.exec(fileName);
-  if (!bytes.length) throw new Error("this file is empty");
-  if (isNpy(bytes)) return Object.fromEntries([[stem, parseNpy(bytes)]]);
-  if (isSafetensors(bytes)) return parseSafetensors(bytes);
-  if (suffix === ".npy" || suffix === ".safetensors") {
-    throw new Error(`it does not begin as a ${suffix} does`);
-  }
-  if (bytes[0] === 0x50 && bytes[1] === 0x4b) {
-    throw new Error("this is an archive (.npz, .pt or .zip); save arrays as .npy or .safetensors");
-  }
-  let text;
-  try {
-    text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
-  } catch {
-    throw new Error("this is no .npy, .safetensors or JSON");
-  }
-  return parseText(text, { name: stem });
-}
-
-/**
- * The tensors of JSON, by name. It may be nested lists of numbers or booleans, one
- * {"dtype", "shape", "data"}, an object of such by name, or a request with its "inputs".
+ * Parses JSON.
  *
  * @param {string} text
- * @param {{name?: string}} options `name`: of a tensor that has none
- * @returns {Object<string, {dtype: string, shape: number[], data: Uint8Array, literal?: true}>}
- * @throws {Error} in words for whoever wrote the text
+ * @throws {Error} a message for the user
  */
-export function parseText(text, { name = "tensor" } = {}) {
+export function parseJson(text) {
   if (text.length > MAX_TEXT_LENGTH) {
-    throw new Error(`this text has ${text.length} characters; at most ${MAX_TEXT_LENGTH} are read`);
+    throw new Error(`text too long: ${text.length} characters, the limit is ${MAX_TEXT_LENGTH}`);
   }
-  if (!text.trim()) throw new Error("there is nothing here");
-  let value;
+  if (!text.trim()) throw new Error("the text is empty");
   try {
-    value = JSON.parse(text);
+    return JSON.parse(text);
   } catch (error) {
     throw new Error(`this is not JSON: ${error.message}`);
   }
+}
+
+/**
+ * Parses tensors from a JSON value: nested lists of numbers or booleans, one
+ * {"dtype", "shape", "data"}, or an object with one of these for each name.
+ *
+ * @param {*} value
+ * @param {string} name for a tensor without one
+ * @returns {Object<string, {dtype: string, shape: number[], data: Uint8Array, literal?: true}>}
+ * @throws {Error} a message for the user
+ */
+export function parseTensors(value, name = "tensor") {
   if (Array.isArray(value) || isTensor(value)) {
     return Object.fromEntries([[name, fromWire(value)]]);
   }
-  const tensors = isObject(value) && isObject(value.inputs) ? value.inputs : value;
-  if (!isObject(tensors) || !Object.keys(tensors).length) {
-    throw new Error(
-      `a tensor is lists of numbers or {"dtype", "shape", "data"}; ${abbreviate(value)} came`,
-    );
-  }
+  if (!isObject(value) || !Object.keys(value).length) throw new Error(notATensorMessage(value));
   return Object.fromEntries(
-    Object.entries(tensors).map(([key, tensor]) => {
+    Object.entries(value).map(([key, tensor]) => {
       try {
         return [key, fromWire(tensor)];
       } catch (error) {
@@ -105,13 +64,13 @@ export function parseText(text, { name = "tensor" } = {}) {
   );
 }
 
-/** A tensor as the service takes it in JSON: {"dtype", "shape", "data": base64}, or lists. */
+/** Returns a tensor in the JSON form of the service: {"dtype", "shape", "data": base64}, or lists. */
 export function toWire(tensor) {
   if (tensor.literal) return toLists(tensor);
   return { dtype: tensor.dtype, shape: tensor.shape, data: encodeBase64(tensor.data) };
 }
 
-/** The numbers, or booleans, of a tensor as nested lists. */
+/** Returns the numbers or booleans of a tensor as nested lists. */
 export function toLists(tensor) {
   const numbers = toNumbers(tensor);
   let at = 0;
@@ -126,39 +85,37 @@ export function toLists(tensor) {
 }
 
 /**
- * A tensor of what stands for one in JSON, in a request or an answer.
+ * Parses one tensor of a request or a response.
  *
  * @param {Array|Object} value nested lists, or {"dtype", "shape", "data": base64}
- * @throws {Error} it is none
+ * @throws {Error} a message for the user
  */
 export function fromWire(value) {
   if (Array.isArray(value)) return fromLists(value);
   if (!isTensor(value)) {
-    throw new Error(
-      `a tensor is lists of numbers or {"dtype", "shape", "data"}; ${abbreviate(value)} came`,
-    );
+    throw new Error(notATensorMessage(value));
   }
   if (!Object.hasOwn(DTYPE_BYTES, value.dtype)) throw new Error(unknownDtypeMessage(value.dtype));
   const { shape } = value;
   const isSizeList = Array.isArray(shape) && shape.every((n) => Number.isSafeInteger(n) && n >= 0);
   if (!isSizeList || shape.length > MAX_RANK) {
     throw new Error(
-      `shape ${abbreviate(shape)} is not a list of at most ${MAX_RANK} whole numbers`,
+      `shape ${abbreviate(shape)} is invalid: expected a list of at most ${MAX_RANK} whole numbers`,
     );
   }
   const data = decodeBase64(value.data);
   if (data.length !== byteLength(value.dtype, shape)) {
     throw new Error(
-      `${value.dtype} of shape [${shape}] takes ${byteLength(value.dtype, shape)} bytes; ` +
-        `data has ${data.length}`,
+      `${value.dtype} of shape [${shape}] takes ${byteLength(value.dtype, shape)} bytes, ` +
+        `but data has ${data.length}`,
     );
   }
   return { dtype: value.dtype, shape: [...shape], data };
 }
 
-/** Bytes as base64. */
+/** Encodes bytes as base64. */
 export function encodeBase64(bytes) {
-  const step = 3 * 2 ** 13; // a multiple of 3: no padding inside; few enough to be arguments
+  const step = 3 * 2 ** 13; // a multiple of 3 avoids padding; spread as arguments
   let text = "";
   for (let at = 0; at < bytes.length; at += step) {
     text += btoa(String.fromCharCode(...bytes.subarray(at, at + step)));
@@ -166,7 +123,7 @@ export function encodeBase64(bytes) {
   return text;
 }
 
-/** The bytes of base64. */
+/** Decodes base64. */
 export function decodeBase64(text) {
   let characters;
   try {
@@ -183,7 +140,8 @@ function fromLists(lists) {
   const shape = [];
   for (let list = lists; Array.isArray(list); list = list[0]) {
     shape.push(list.length);
-    if (shape.length > MAX_RANK) throw new Error(`lists are nested more than ${MAX_RANK} deep`);
+    if (shape.length > MAX_RANK)
+      throw new Error(`lists are nested too deep: the limit is ${MAX_RANK} levels`);
   }
   const numbers = new Float64Array(countElements(shape));
   const output = { numbers, length: 0, kind: null };
@@ -192,19 +150,21 @@ function fromLists(lists) {
   return { ...fromNumbers(numbers, shape, dtype), literal: true };
 }
 
-/** Puts the numbers of lists in a row; `path` is where in them this list is. */
+/** Appends the numbers of nested lists to `output`; `path` holds the indices of this list. */
 function fillNumbers(list, shape, path, output) {
   const depth = path.length;
   if (list.length !== shape[depth]) {
     throw new Error(
-      `${formatPath(path)} has ${list.length} entries where the first has ${shape[depth]}`,
+      `${formatPath(path)} has ${list.length} entries, but the first list has ${shape[depth]}`,
     );
   }
   for (let index = 0; index < list.length; index += 1) {
     const entry = list[index];
     path.push(index);
     if (Array.isArray(entry) !== depth + 1 < shape.length) {
-      throw new Error(`${formatPath(path)} is ${abbreviate(entry)}; lists must be even`);
+      throw new Error(
+        `${formatPath(path)} is ${abbreviate(entry)}: all lists of one level need the same depth`,
+      );
     }
     if (Array.isArray(entry)) fillNumbers(entry, shape, path, output);
     else output.numbers[output.length++] = parseNumber(entry, path, output);
@@ -220,24 +180,25 @@ function parseNumber(entry, path, output) {
   const type = typeof known;
   if (type !== "number" && type !== "boolean") {
     throw new Error(
-      `${formatPath(path)} is ${abbreviate(entry)}; numbers are read, "NaN", "Infinity", "-Infinity", ` +
-        "or true and false",
+      `${formatPath(path)} is ${abbreviate(entry)}: expected a number, "NaN", "Infinity", ` +
+        '"-Infinity", true or false',
     );
   }
-  // JSON.parse makes Infinity of what is too large, such as 1e999
+  // JSON.parse returns Infinity for numbers such as 1e999
   if (Math.abs(entry) === Infinity && typeof entry === "number") {
-    throw new Error(`${formatPath(path)} is a number past the largest`);
+    throw new Error(`${formatPath(path)} is too large for float64`);
   }
   output.kind ??= type;
   if (output.kind !== type) {
     throw new Error(
-      `${formatPath(path)} is ${abbreviate(entry)} among ${output.kind}s; all are of one kind`,
+      `${formatPath(path)} is ${abbreviate(entry)}, but the entries before are ${output.kind}s`,
     );
   }
   return Number(known);
 }
 
-function isObject(value) {
+/** True for a JSON object: not for a list or null. */
+export function isObject(value) {
   return value !== null && typeof value === "object" && !Array.isArray(value);
 }
 
@@ -249,7 +210,11 @@ function formatPath(path) {
   return path.length ? path.map((index) => `[${index}]`).join("") : "the list";
 }
 
-/** A value as a message shows it. */
+function notATensorMessage(value) {
+  return `expected a tensor: nested lists or {"dtype", "shape", "data"}; got ${abbreviate(value)}`;
+}
+
+/** Shortens a value for a message. */
 function abbreviate(value) {
   if (Array.isArray(value) && (value.length > 8 || value.some(Array.isArray))) {
     return `a list of ${value.length}`;

@@ -1,4 +1,4 @@
-// Inputs that mean something. Each is made here, of a few lines, and the same every time.
+// Example inputs. The page computes each one; they are the same every time.
 
 import { fromNumbers } from "../data/tensors.js";
 
@@ -9,7 +9,7 @@ const WORD_VECTORS = [
 ];
 const WORD_LABELS = ["Your", "journey", "starts", "with", "one", "step"];
 
-// what torch.rand draws after torch.manual_seed(1234), as the layer of the book's exercise has it
+// torch.rand after torch.manual_seed(1234), as in the exercise of the book
 const PROJECTIONS = {
   W_query: [
     [0.02897924, 0.40189856],
@@ -29,16 +29,16 @@ const PROJECTIONS = {
 };
 
 /**
- * The examples. `create()` gives what a request needs:
- *   tensors: [{name, role, tensor}], labels: words or none, variant, parameters; maybe a layer, and
- *   selectedRow: a row to look at first
+ * The examples. `create()` returns the parts of a request:
+ *   tensors: [{name, role, tensor}], labels, variant, parameters; optional: layer, and selectedRow,
+ *   the row that is pinned first
  */
 export const EXAMPLES = [
   {
     id: "words",
     title: "Six words",
     about:
-      "“Your journey starts with one step”: each word is three numbers, and is query, key and value at once. Words that mean alike attend to one another.",
+      "“Your journey starts with one step”: each word is a vector of three numbers, used as query, key and value. Words with similar vectors attend to each other.",
     create: () => ({
       tensors: [createWords("query, key, value")],
       labels: WORD_LABELS,
@@ -50,7 +50,7 @@ export const EXAMPLES = [
     id: "layer",
     title: "Six words through a layer",
     about:
-      "The same words, projected to query, key and value by a layer that has learnt nothing: its weights are random, and attention is nearly even.",
+      "The same words, projected to query, key and value by an untrained layer. Its weights are random, so attention is nearly uniform.",
     create: () => ({
       tensors: [createWords("x")],
       labels: WORD_LABELS,
@@ -63,28 +63,28 @@ export const EXAMPLES = [
     id: "induction",
     title: "Induction",
     about:
-      "Four heads over a sentence that repeats itself: what followed this word the last time, the word before, the same word, and the first word.",
+      "Four heads over a sentence with repeated words. They attend to the word after the last occurrence, the previous word, the same word and the first word.",
     create: createInduction,
   },
   {
     id: "local",
     title: "Local pattern",
     about:
-      "64 positions and four heads: near neighbours, a wider neighbourhood, four steps back, and every eighth position.",
+      "64 positions and four heads. They attend to near neighbours, to a wider neighbourhood, four positions back, and to every eighth position.",
     create: createLocal,
   },
   {
     id: "document",
     title: "Long document",
     about:
-      "4096 positions in sections that come back to their subjects. The service pools the map to 256 × 256; a row that you hold is fetched in full.",
+      "4096 positions in sections with recurring topics. The service pools the map to 256 × 256. The page fetches a pinned row in full.",
     create: createDocument,
   },
   {
     id: "linear-layer",
     title: "A linear layer",
     about:
-      "The six words through a linear layer, seen as attention over the three numbers of each.",
+      "The six words through a linear layer, written as attention over the three features of each word.",
     create: () => ({
       tensors: [
         createWords("x"),
@@ -97,7 +97,7 @@ export const EXAMPLES = [
   },
 ];
 
-/** A tensor; one of few numbers travels as lists, as a person would write it. */
+/** Creates a tensor; a short one is sent as lists, as a user would write it. */
 function createTensor(name, shape, numbers, role = name) {
   const isShort = numbers.length <= 64;
   const tensor = fromNumbers(numbers, shape, isShort ? "float64" : "float32");
@@ -153,7 +153,7 @@ function createLocal() {
     { sharp: 8, step: -4, slowest: 16 },
     { sharp: 5, step: 0, every: 8 },
   ];
-  // sum over frequencies of cos(f (i + step - j)): high where j is i + step
+  // the sum over frequencies of cos(f (i + step - j)) is large where j is i + step
   const features = (at, { slowest, every }) =>
     Array.from({ length: waves }, (_, w) => {
       const frequency = every
@@ -226,7 +226,7 @@ function createDocument() {
   };
 }
 
-/** Numbers of a normal distribution, the same for the same seed (mulberry32, Box and Muller). */
+/** Returns a generator of normally distributed numbers (mulberry32, Box-Muller). */
 function createNormal(seed) {
   let state = seed;
   const uniform = () => {

@@ -1,13 +1,14 @@
-// Controls for a variant's parameters, made of the JSON schema in the catalogue.
+// Creates the controls for a variant's parameters from their JSON schema in the catalogue.
 
-import { h, setText } from "../dom.js";
+import { findById, h, setText } from "../dom.js";
+import { withSymbols } from "../glossary.js";
 
 /**
- * Controls for every parameter of a schema.
+ * Creates a control for each parameter.
  *
  * @param {Object} properties JSON schemas by name
- * @param {Object} values what has been set, by name; changed in place
- * @param {() => void} onChange called when a value has become another
+ * @param {Object} values the values that are set, by name; changed in place
+ * @param {() => void} onChange called when a value changed
  * @returns {DocumentFragment}
  */
 export function createControls(properties, values, onChange) {
@@ -24,7 +25,7 @@ export function createControls(properties, values, onChange) {
 }
 
 /**
- * What of the values a schema has, without those that are as by default.
+ * Returns the values of parameters that a schema has, without default values.
  *
  * @param {Object} properties JSON schemas by name
  * @param {Object} values by name
@@ -37,7 +38,7 @@ export function pickParameters(properties, values) {
   return Object.fromEntries(picked);
 }
 
-/** A variant with what it takes of the values, as a comparison or a sweep names it. */
+/** Returns a variant with its parameters, in the form of a comparison or a sweep. */
 export function buildChoice({ variant, parameters: { properties } }, values) {
   const parameters = pickParameters(properties, values);
   return Object.keys(parameters).length ? { variant, parameters } : variant;
@@ -45,7 +46,7 @@ export function buildChoice({ variant, parameters: { properties } }, values) {
 
 function createControl(name, schema, value, set) {
   const id = `parameter-${name}`;
-  const about = h("p", { class: "hint", id: `${id}-about` }, schema.description ?? "");
+  const about = h("p", { class: "hint", id: `${id}-about` }, ...describe(schema));
   const error = h("p", { class: "error", id: `${id}-error`, hidden: true });
   const common = { id, name, "aria-describedby": `${id}-about ${id}-error` };
   const kinds = valueSchemas(schema);
@@ -55,11 +56,14 @@ function createControl(name, schema, value, set) {
   if (kinds.every((kind) => kind.type === "boolean")) {
     const input = h("input", {
       ...common,
+      "aria-describedby": `${id}-about ${name}-note ${id}-error`,
       type: "checkbox",
       change: (event) => set(event.target.checked),
     });
     input.checked = Boolean(current);
-    return h("div", pointer, h("div", { class: "check" }, input, label), about, error);
+    const note = h("p", { class: "note", id: `${name}-note`, role: "status", hidden: true });
+    const parts = [h("div", { class: "check" }, input, label), about, note, error];
+    return h("div", pointer, ...parts);
   }
   const input = kinds.some((kind) => kind.enum)
     ? createSelect(common, kinds, current, set)
@@ -69,7 +73,34 @@ function createControl(name, schema, value, set) {
   return h("div", pointer, label, input, about, error);
 }
 
-/** The schemas that a value may have, but for null. */
+/**
+ * Shows a note beside `causal` if the number of queries differs from the number of keys: the
+ * default alignment is then seldom the one that the user wants.
+ *
+ * @param {{rows: number, cols: number}} sizes queries and keys
+ * @param {Object} values of the parameters, by name
+ */
+export function showCausalNote({ rows, cols }, values) {
+  const note = findById("causal-note");
+  if (!note) return;
+  const isTopLeft = rows !== cols && !values.query_offset && findById("parameter-query_offset");
+  const queries = rows === 1 ? "1 query" : `${rows} queries`;
+  const keys = cols === 1 ? "1 key" : `${cols} keys`;
+  setText(
+    note,
+    isTopLeft
+      ? `${queries}, ${keys}: causal aligns query 0 with key 0. ` +
+          "To align the last query with the last key, set query_offset to “end”."
+      : null,
+  );
+}
+
+/** Returns the description of a parameter; the page says “empty” where JSON has null. */
+function describe({ description = "" }) {
+  return withSymbols(description.replace(/\bnull: /g, "empty: "));
+}
+
+/** Returns the schemas of a value, without the one of null. */
 function valueSchemas(schema) {
   return (schema.anyOf ?? [schema]).filter((kind) => kind.type !== "null");
 }
@@ -85,7 +116,7 @@ function createSelect(common, kinds, current, set) {
   return select;
 }
 
-/** A control that is written into: numbers, and whatever else as JSON. */
+/** Creates a text field: for numbers, words, and all else as JSON. */
 function createTextInput(common, schema, kinds, current, set, error) {
   const isNumber = kinds.every((kind) => kind.type === "number" || kind.type === "integer");
   const [kind] = kinds;
@@ -98,9 +129,7 @@ function createTextInput(common, schema, kinds, current, set, error) {
     min: isNumber && (kind.minimum ?? kind.exclusiveMinimum),
     max: isNumber && (kind.maximum ?? kind.exclusiveMaximum),
     placeholder:
-      schema.default === null || schema.default === undefined
-        ? "as by default"
-        : toText(schema.default),
+      schema.default === null || schema.default === undefined ? "default" : toText(schema.default),
     input: () => {
       const { value, problem } = parseValue(input.value, kinds, input.validity.badInput);
       setText(error, problem);
@@ -114,9 +143,9 @@ function createTextInput(common, schema, kinds, current, set, error) {
 
 const toText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
-/** What a text stands for: nothing for the default, words as they are, all else JSON. */
+/** Parses the text of a field: empty is the default, known words are strings, all else is JSON. */
 function parseValue(text, kinds, isBadInput) {
-  if (isBadInput) return { problem: "This is not a number." };
+  if (isBadInput) return { problem: "Expected a number." };
   const trimmed = text.trim();
   if (!trimmed) return { value: undefined };
   if (kinds.some((kind) => kind.const === trimmed || (kind.type === "string" && !kind.const))) {
@@ -125,7 +154,7 @@ function parseValue(text, kinds, isBadInput) {
   try {
     return { value: JSON.parse(trimmed) };
   } catch {
-    return { problem: `This is not ${kinds.map(describeKind).join(" or ")}.` };
+    return { problem: `Expected ${kinds.map(describeKind).join(" or ")}.` };
   }
 }
 
@@ -137,7 +166,7 @@ function describeKind(kind) {
   );
 }
 
-/** The bounds of numbers, where they say more than that numbers have some size. */
+/** Describes the bounds of a number; bounds of a million and more are left out. */
 function describeBounds(kind) {
   if (kind.const !== undefined) return `“${kind.const}”`;
   if (kind.type !== "number" && kind.type !== "integer") return "";

@@ -1,19 +1,23 @@
-// The tensors of the request: what each is for, and how more come in.
+// The list of the request's tensors with the role of each; adds uploaded and pasted tensors.
 
-import { parseFile, parseText, toWire } from "../data/tensors.js";
+import { toWire } from "../data/tensors.js";
+import { readFile } from "../data/uploads.js";
 import { findById, h, setText } from "../dom.js";
+import { toSentence } from "../error_messages.js";
+import { createPasteDialog } from "./paste_dialog.js";
+import { requestTarget } from "./pasted_request.js";
 
 const ALL = "query, key, value";
 const UNUSED = "unused";
 
 /**
- * The tensors that a variant is sent, by the names of its inputs.
+ * Returns the tensors to send to a variant, by the names of its inputs.
  *
- * What other variants know and this one does not is left out, and shown so in the list.
+ * Tensors for inputs of other variants are left out; the list marks them.
  *
  * @param {Array<{name, role, tensor}>} tensors
- * @param {Object} variant of the catalogue
- * @param {Object|null} layer that projects x
+ * @param {Object} variant an entry of the catalogue
+ * @param {Object|null} layer projects x
  */
 export function inputsFor(tensors, variant, layer) {
   const inputs = {};
@@ -25,7 +29,7 @@ export function inputsFor(tensors, variant, layer) {
   return inputs;
 }
 
-/** Tensors as JSON has them; each is written once, however often it is sent. */
+/** Encodes tensors for JSON. Each tensor is encoded once, also if several requests send it. */
 export function encodeInputs(inputs) {
   const entries = Object.entries(inputs).map(([name, tensor]) => [name, encodeTensor(tensor)]);
   return Object.fromEntries(entries);
@@ -38,20 +42,20 @@ function encodeTensor(tensor) {
   return encodedTensors.get(tensor);
 }
 
-/** Whether a variant takes an input of this name. */
+/** True if a variant has an input of this name. */
 export function acceptsInput(name, variant, layer) {
   return name in variant.inputs || (name === "x" && layer !== null && "query" in variant.inputs);
 }
 
-/** The .npy files of inputs, by name, where they came in such. */
+/** Returns the names of the .npy files of inputs, for inputs that were uploaded as such. */
 export function inputFiles(tensors) {
   const every = tensors.flatMap(({ role, file }) => role.split(", ").map((name) => [name, file]));
   return Object.fromEntries(every.filter(([, file]) => file));
 }
 
-/** The inputs that a variant needs and that are not there. */
+/** Returns the inputs that a variant requires and the page lacks. */
 export function missingInputs({ tensors, variant, layer }) {
-  if (layer) return []; // which of them it makes, the service knows
+  if (layer) return []; // the service knows which inputs the layer projects
   const present = inputsFor(tensors, variant, layer);
   return Object.entries(variant.inputs)
     .filter(([name, { optional }]) => !optional && !(name in present))
@@ -59,33 +63,37 @@ export function missingInputs({ tensors, variant, layer }) {
 }
 
 /**
- * The list of tensors and the ways to bring others.
+ * Creates the list and its upload and paste controls.
  *
- * @param {Object} state its tensors, layer and variants
- * @param {(tensors: Array, isAdded: boolean) => void} onAdd called with all that there are now;
- *   `isAdded` where they stand beside some that were brought before
- * @param {() => void} onChange called when one is for something else, or gone
+ * @param {Object} state of the page
+ * @param {(tensors: Array, options: {isAdded, request}) => void} onAdd called with all tensors;
+ *   `isAdded`: earlier uploads are among them; `request`: the uploaded request, or null
+ * @param {() => void} onChange called when a role changed or a tensor was removed
+ * @returns {{show: () => void, openPaste: (onCancel: () => void) => void}}
  */
 export function createTensorList(state, onAdd, onChange) {
   const list = findById("tensors");
-  const showError = (text) => setText(findById("inputs-error"), text);
-  const addTensors = (fileTensors, files = []) => {
-    const tensors = mergeTensors(fileTensors, state);
+  const showError = (text) => setText(findById("inputs-error"), text && toSentence(text));
+  const addUploads = (uploads, files = []) => {
+    if (!state.variant) throw new Error("the list of variants is not loaded yet");
+    const request = uploads.map((upload) => upload.request).find(Boolean) ?? null;
+    const target = request ? { ...state, ...requestTarget(request, state), tensors: [] } : state;
+    const tensors = mergeTensors(
+      uploads.map((upload) => upload.tensors),
+      target,
+    );
     for (const entry of tensors) {
       const file = `${entry.name}.npy`;
       if (files.includes(file)) entry.file = file;
     }
-    onAdd(
-      tensors,
-      tensors.some((entry) => state.tensors.includes(entry)),
-    );
+    onAdd(tensors, { isAdded: tensors.some((entry) => state.tensors.includes(entry)), request });
   };
 
   const addFiles = async (files) => {
     showError(null);
     try {
-      addTensors(
-        await Promise.all([...files].map((file) => parseFile(file))),
+      addUploads(
+        await Promise.all([...files].map((file) => readFile(file))),
         [...files].map(({ name }) => name).filter((name) => name.endsWith(".npy")),
       );
     } catch (error) {
@@ -94,7 +102,7 @@ export function createTensorList(state, onAdd, onChange) {
   };
   findById("upload").addEventListener("change", async (event) => {
     await addFiles(event.target.files);
-    event.target.value = ""; // so that the same file may come again
+    event.target.value = ""; // lets the user select the same file again
   });
   const form = findById("request-form");
   form.addEventListener("dragover", (event) => {
@@ -108,9 +116,13 @@ export function createTensorList(state, onAdd, onChange) {
     event.preventDefault();
     if (event.dataTransfer.files.length) addFiles(event.dataTransfer.files);
   });
-  listenToPaste((tensors) => addTensors([tensors]));
+  const openPaste = createPasteDialog(
+    (upload) => addUploads([upload]),
+    () => findById("upload").click(),
+  );
+  findById("paste-open").addEventListener("click", () => openPaste());
 
-  return () => {
+  const show = () => {
     showError(null);
     list.replaceChildren(
       ...state.tensors.map((entry) => createRow(entry, state, onChange)),
@@ -118,31 +130,12 @@ export function createTensorList(state, onAdd, onChange) {
       ...missingInputs(state).map(createMissingRow),
     );
   };
-}
-
-function listenToPaste(onPaste) {
-  const ids = ["paste-open", "paste", "paste-text", "paste-error"];
-  const [open, panel, text, error] = ids.map(findById);
-  open.addEventListener("click", () => {
-    panel.hidden = !panel.hidden;
-    open.setAttribute("aria-expanded", String(!panel.hidden));
-    if (!panel.hidden) text.focus();
-  });
-  findById("paste-use").addEventListener("click", () => {
-    try {
-      const tensors = parseText(text.value);
-      setText(error, null);
-      onPaste(tensors);
-    } catch (problem) {
-      setText(error, problem.message);
-      text.focus();
-    }
-  });
+  return { show, openPaste };
 }
 
 /**
- * The tensors that were brought before and those that come now: a file that holds one, as .npy
- * does, adds to those; a file that holds several is all that there is.
+ * Merges new tensors with earlier uploads: a file with one tensor, such as .npy, adds to them, and
+ * a file with several replaces them.
  *
  * @param {Object[]} fileTensors the tensors of each file, by name
  * @param {Object} state of the page
@@ -154,7 +147,7 @@ function mergeTensors(fileTensors, state) {
   const markUploaded = (entries) => entries.map((entry) => ({ ...entry, isUploaded: true }));
   if (!kept.length) return markUploaded(assignRoles(parsed, state));
   for (const entry of kept) {
-    // alone it stood for all three, whatever its name
+    // a single tensor had all three roles, whatever its name
     if (entry.role === ALL && !entry.isChosen) entry.role = guessRole(entry.name) ?? ALL;
   }
   const missing = missingInputs({ ...state, tensors: kept });
@@ -164,24 +157,24 @@ function mergeTensors(fileTensors, state) {
     const role = known.includes(name) ? name : (guessRole(name) ?? missing.shift());
     return { name, role: role ?? UNUSED, tensor: parsed[name] };
   });
-  // nothing lacks it, and nothing says what for: it begins anew
+  // no input is missing and no name tells a role: the new tensors replace the old ones
   if (entries.every(({ role }) => role === UNUSED)) return markUploaded(assignRoles(parsed, state));
   const roles = entries.map(({ role }) => role);
   const others = kept.filter(({ role }) => role === UNUSED || !roles.includes(role));
   return [...others, ...markUploaded(entries)];
 }
 
-/** What a tensor of this name is likely for, among others. */
+/** Guesses the role of one of several tensors from its first letter. */
 function guessRole(name) {
   return ["query", "key", "value"].find((role) => name.toLowerCase().startsWith(role[0]));
 }
 
-/** Tensors with what each is most likely for. */
+/** Assigns a role to each tensor. */
 function assignRoles(tensors, state) {
   const known = listRoles(state);
   const entries = Object.entries(tensors);
   return entries.map(([name, tensor]) => {
-    const isAlone = entries.length === 1 && state.variant.inputs.query;
+    const isAlone = entries.length === 1 && state.variant.inputs.query && !state.layer;
     const isKnown = isAlone ? name in state.variant.inputs : known.includes(name);
     if (isKnown) return { name, role: name, tensor };
     const role = isAlone ? ALL : (entries.length > 1 && guessRole(name)) || UNUSED;
@@ -198,7 +191,7 @@ function createRow(entry, state, onChange) {
   const { name, role, tensor } = entry;
   const isUsed = role.split(", ").some((one) => acceptsInput(one, state.variant, state.layer));
   const select = h("select", {
-    "aria-label": `What ${name} is for`,
+    "aria-label": `Role of ${name}`,
     change: (event) => {
       Object.assign(entry, { role: event.target.value, isChosen: true });
       onChange();
@@ -225,11 +218,11 @@ function createRow(entry, state, onChange) {
     select,
   );
   if (!isUsed) {
-    item.append(h("span", { class: "hint" }, `${state.variant.variant} takes no such input`));
+    item.append(h("span", { class: "hint" }, `${state.variant.variant} has no such input`));
   }
   if (isSwapped(role, tensor.shape)) {
     const [heads, length] = tensor.shape.slice(-3);
-    const words = `${heads} heads of ${length} positions: the last three axes are heads, positions, channels. Are they swapped?`;
+    const words = `${heads} heads of ${length} positions: expected axes (heads, positions, channels). Check their order.`;
     item.append(h("span", { class: "hint swapped" }, words));
   }
   item.dataset.pointers = role
@@ -239,7 +232,7 @@ function createRow(entry, state, onChange) {
   return item;
 }
 
-/** Whether heads and positions may be the wrong way round; one position has any number of heads. */
+/** True if heads and positions may be swapped; a single position can have any number of heads. */
 function isSwapped(role, shape) {
   const isSequence = role.split(", ").some((one) => ["query", "key", "value"].includes(one));
   return isSequence && shape.length > 2 && shape.at(-2) > 1 && shape.at(-3) > shape.at(-2);
@@ -250,19 +243,25 @@ function createMissingRow(name) {
     "li",
     { class: "needed", "data-pointers": `/inputs/${name}` },
     h("span", { class: "name" }, name),
-    h("span", { class: "hint" }, "still needed"),
+    h("span", { class: "hint" }, "required"),
   );
 }
 
 function createLayerRow(layer) {
   const shapes = Object.entries(layer.tensors).map(
-    ([name, rows]) => `${name} ${rows.length} × ${rows[0].length}`,
+    ([name, tensor]) => `${name} ${wireShape(tensor).join(" × ")}`,
   );
   return h(
     "li",
     { "data-pointers": "/layer" },
     h("span", { class: "name" }, "layer"),
-    h("span", { class: "shape" }, layer.layout),
+    h("span", { class: "shape" }, layer.layout ?? ""),
     h("span", { class: "hint" }, shapes.join(", ")),
   );
+}
+
+/** Returns the shape of a tensor as JSON has it: nested lists, or {"shape"}. */
+function wireShape(tensor) {
+  if (!Array.isArray(tensor)) return tensor?.shape ?? [];
+  return [tensor.length, ...(Array.isArray(tensor[0]) ? wireShape(tensor[0]) : [])];
 }

@@ -1,13 +1,13 @@
-// Colours of numbers: blue from 0 up, orange below it. In OKLCH, so that lightness goes evenly for
-// the eye, as in the pictures of the variants.
+// Maps numbers to colours: blue above 0, orange below. OKLCH gives even steps of perceived lightness;
+// the pictures of the variants use the same colours.
 
 const SHADE_COUNT = 256;
 
 /**
- * The colours of a theme.
+ * Creates the colours of a theme.
  *
  * @param {boolean} isDark
- * @returns {{up: Uint8ClampedArray, down: Uint8ClampedArray}} RGB for each of 256 shares of the most
+ * @returns {{up: Uint8ClampedArray, down: Uint8ClampedArray}} RGB of 256 shares of the largest number
  */
 export function createPalette(isDark) {
   const createRamp = (sign) => {
@@ -20,14 +20,14 @@ export function createPalette(isDark) {
   return { up: createRamp(1), down: createRamp(-1), isDark };
 }
 
-/** RGB of a share of the largest number, -1 to 1, out of a palette. */
+/** Returns the RGB of a share of the largest number, -1 to 1. */
 export function pickColour({ up, down }, share) {
   const ramp = share < 0 ? down : up;
   const at = 3 * Math.min(SHADE_COUNT - 1, Math.round(Math.abs(share) * (SHADE_COUNT - 1)));
   return [ramp[at], ramp[at + 1], ramp[at + 2]];
 }
 
-/** Whether dark text stands out more from a colour than white does (WCAG 2, relative luminance). */
+/** True if dark text has more contrast on a colour than white text (WCAG 2, relative luminance). */
 export function isLight(rgb) {
   const linear = rgb.map((u) => (u <= 10 ? u / 3294.6 : ((u / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.185;

@@ -1,4 +1,4 @@
-// Heads side by side; a click on one shows it large.
+// Shows thumbnails of all heads; a click on one selects it for the heat map.
 
 import { h } from "../dom.js";
 import { drawThumbnail } from "./heatmap.js";
@@ -6,7 +6,7 @@ import { drawThumbnail } from "./heatmap.js";
 const MAX_HEADS = 64;
 
 /**
- * The grid of heads.
+ * Creates the grid.
  *
  * @param {HTMLElement} root
  * @param {(head: number) => void} onSelect
@@ -48,7 +48,7 @@ export function createHeadGrid(root, onSelect) {
   };
 }
 
-/** What a head is called, with its place in the batch where there are several. */
+/** Returns the name of a head, with its item if the batch has several. */
 export function headName(index, { shape, stack }) {
   const heads = shape.length > 3 ? shape.at(-3) : 1;
   if (shape.length === 3) return `item ${index}`;
@@ -57,7 +57,7 @@ export function headName(index, { shape, stack }) {
     : `head ${index}`;
 }
 
-/** How many maps there are, by what they are: items of a batch, heads, or both. */
+/** Describes the number of maps: items of the batch, heads, or both. */
 export function describeStack({ shape, stack }) {
   const heads = shape.length > 3 ? shape.at(-3) : 1;
   const items = stack > heads ? `${stack / heads} items` : "";

@@ -1,4 +1,4 @@
-// A matrix as a heat map on a canvas, which a pointer or the arrow keys go about on.
+// Draws a matrix as a heat map on a canvas, with a cursor for pointer and keyboard.
 
 import { formatFixed, formatNumber, h, setText } from "../dom.js";
 import { isDark } from "../theme.js";
@@ -6,13 +6,13 @@ import { createPalette, isLight, pickColour } from "./colors.js";
 import { computeLayout, drawAxes } from "./heatmap_axes.js";
 import { listenToPointer } from "./heatmap_pointer.js";
 
-/** The heat map in a figure. */
+/** A heat map in a figure. */
 export class Heatmap {
   /**
    * @param {HTMLElement} figure
    * @param {Object} options
-   * @param {number} options.maxHeight pixels that the cells may take from top to bottom
-   * @param {boolean} options.hasRoot whether shades may go by the root, so that small numbers show
+   * @param {number} options.maxHeight pixels of all cells together
+   * @param {boolean} options.hasRoot adds a control for square-root shades, which show small numbers
    * @param {(cell: {row, col}|null, byKey: boolean) => void} options.onPoint
    * @param {(row: number|null) => void} options.onSelect
    */
@@ -23,8 +23,8 @@ export class Heatmap {
     this.maxHeight = maxHeight;
     this.usesRoot = false;
     this.hint = onSelect
-      ? "Point at a cell, or use the arrow keys; a click or Enter holds its row."
-      : "Point at a cell, or use the arrow keys.";
+      ? "Move the pointer or use the arrow keys. Click or press Enter to pin a row."
+      : "Move the pointer or use the arrow keys.";
     this.canvas = h("canvas", { "aria-hidden": "true" });
     this.surface = h(
       "div",
@@ -41,7 +41,7 @@ export class Heatmap {
         this.repaint();
       },
     });
-    const rootLabel = h("label", { class: "small" }, rootCheckbox, "Bring out small weights");
+    const rootLabel = h("label", { class: "small" }, rootCheckbox, "Emphasise small weights");
     const rootToggle = hasRoot ? [rootLabel] : [];
     figure.append(
       this.surface,
@@ -71,12 +71,12 @@ export class Heatmap {
    * Shows a matrix.
    *
    * @param {Object} matrix
-   *   rows, cols, numbers: row by row
-   *   label: what it is, for who hears it; about: what a cell is, where that needs saying
-   *   rowLabels, colLabels: words, or null; rowTick, colTick: (index) => text where there are none
-   *   rowName, colName: (index) => what a row or column is called in a sentence
-   *   rowAxis, colAxis: what rows and columns are, or null
-   *   rowBars, colBars: {values, label, most}, or null
+   *   rows, cols, numbers: in row-major order
+   *   label: for screen readers; about: the meaning of a cell, or null
+   *   rowLabels, colLabels: texts, or null; rowTick, colTick: (index) => text if there are no labels
+   *   rowName, colName: (index) => name of a row or column in a sentence
+   *   rowAxis, colAxis: axis titles, or null
+   *   rowBars, colBars: {values, label, max}, or null
    */
   show(matrix) {
     this.matrix = matrix;
@@ -93,7 +93,7 @@ export class Heatmap {
     this.repaint();
   }
 
-  /** Draws anew what changes with the theme. */
+  /** Redraws with the colours of the theme. */
   repaint() {
     if (!this.matrix) return;
     this.colours = createPalette(isDark());
@@ -102,19 +102,19 @@ export class Heatmap {
     this.draw();
   }
 
-  /** The share of the largest number that a number is drawn as. */
+  /** Returns the share of the largest number that chooses the shade of a number. */
   share(value) {
     const share = this.largest ? value / this.largest : 0;
     return this.usesRoot ? Math.sign(share) * Math.sqrt(Math.abs(share)) : share;
   }
 
-  /** Says what is pointed at, or how to. */
+  /** Shows the cell at the cursor, or the hint if `text` is null. */
   showReadout(text, value = "") {
     this.readout.classList.toggle("idle", text === null);
     this.readout.replaceChildren(text ?? this.hint, " ", h("strong", {}, value));
   }
 
-  /** Marks a row as held. */
+  /** Marks a row as pinned. */
   markRow(row) {
     this.selectedRow = row;
     this.draw();
@@ -149,7 +149,7 @@ export class Heatmap {
     this.drawCursor(layout, colours);
   }
 
-  /** Lines between cells that are large enough, and numbers in those that have room. */
+  /** Draws lines between large cells, and numbers in cells with enough room. */
   drawGrid({ left, top, width, height, cellWidth, cellHeight }, { card, line }) {
     const { context, matrix } = this;
     if (Math.min(cellWidth, cellHeight) >= 9) {
@@ -178,7 +178,7 @@ export class Heatmap {
     });
   }
 
-  /** The held row, and the cross of what is pointed at. */
+  /** Draws the outline of the pinned row and the cross of the cursor. */
   drawCursor({ left, top, width, height, cellWidth, cellHeight }, { ink, accent }) {
     const { context, cursor, selectedRow } = this;
     if (selectedRow !== null && selectedRow < this.matrix.rows) {
@@ -205,7 +205,7 @@ export class Heatmap {
     context.lineWidth = 1;
   }
 
-  /** The scale of shades, with numbers at its ends. */
+  /** Draws the colour scale with the smallest and the largest number. */
   drawLegend() {
     const steps = 64;
     const strip = h("canvas", { width: steps, height: 1, "aria-hidden": "true" });
@@ -222,7 +222,7 @@ export class Heatmap {
   }
 }
 
-/** The cells, one pixel each; what is exactly 0 is left empty. */
+/** Renders the cells, one pixel each; a weight of exactly 0 stays empty. */
 function renderCells({ rows, cols, numbers }, share, colours) {
   const canvas = h("canvas", { width: cols, height: rows });
   const context = canvas.getContext("2d");
@@ -238,7 +238,7 @@ function renderCells({ rows, cols, numbers }, share, colours) {
   return canvas;
 }
 
-/** A thumbnail of a matrix: its cells alone. */
+/** Draws a thumbnail: the cells alone. */
 export function drawThumbnail(matrix) {
   const largest = matrix.numbers.reduce((max, value) => Math.max(max, Math.abs(value)), 0) || 1;
   return renderCells(matrix, (value) => value / largest, createPalette(isDark()));

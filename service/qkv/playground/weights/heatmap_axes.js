@@ -1,19 +1,19 @@
-// What stands around a matrix: where the cells lie, the names of rows and columns, and bars.
+// Lays out a heat map; draws its row and column names, axis titles and bars.
 
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
-const MIN_NAME_PX = 11; // pixels that a name needs across its line
-const MAX_CELL_PX = 110; // pixels that a cell may have
-const THIN_CELL_PX = 4; // pixels of a cell; bars that thin touch, and show an outline
-const TIP_PX = 3; // pixels of it
-const MAX_BAR_PX = 12; // pixels that a bar may have
+const MIN_NAME_PX = 11; // height of a name, pixels
+const MAX_CELL_PX = 110; // pixels
+const THIN_CELL_PX = 4; // pixels; bars of thinner cells touch and show an outline
+const TIP_PX = 3; // thickness of the outline, pixels
+const MAX_BAR_PX = 12; // pixels
 
 /**
- * Where everything lies, in pixels.
+ * Computes the layout, in pixels.
  *
- * @param {CanvasRenderingContext2D} context to measure words with
- * @param {Object} matrix what `Heatmap.show` was given
- * @param {number} width that there is
- * @param {number} maxHeight how high the cells may get in all
+ * @param {CanvasRenderingContext2D} context measures text
+ * @param {Object} matrix as for `Heatmap.show`
+ * @param {number} width of the canvas
+ * @param {number} maxHeight of all cells together
  */
 export function computeLayout(context, matrix, width, maxHeight) {
   context.font = FONT;
@@ -24,9 +24,9 @@ export function computeLayout(context, matrix, width, maxHeight) {
   const rowNamesWidth = matrix.rowLabels ? Math.min(widest(matrix.rowLabels), maxNameWidth) : 28;
   const left = rowNamesWidth + 12 + (matrix.rowAxis ? 20 : 0);
   const end = matrix.colLabels ? 0.72 * context.measureText(matrix.colLabels.at(-1)).width : 0;
-  const right = Math.max(matrix.rowBars ? bars + 12 : 4, end); // the last name may be turned
+  const right = Math.max(matrix.rowBars ? bars + 12 : 4, end); // room for the last name if it is rotated
   const ratio = matrix.rows / matrix.cols;
-  // square cells, unless that made a matrix a strip
+  // cells are square unless the matrix would become a strip
   const fitting = ratio > 0.4 && ratio < 2.5 ? maxHeight / ratio : Infinity;
   const cellsWide = Math.max(
     Math.min(width - left - right, matrix.cols * MAX_CELL_PX, fitting),
@@ -51,13 +51,13 @@ export function computeLayout(context, matrix, width, maxHeight) {
   };
 }
 
-/** How far columns' names are turned: as little as has them stand clear of one another. */
+/** Returns the smallest rotation at which column names do not overlap. */
 function nameAngle(cellWidth, widest) {
   if (cellWidth >= widest + 8) return 0;
   return cellWidth < 17 ? Math.PI / 2 : Math.PI / 4;
 }
 
-/** Draws names, axes and bars; `cursor` is the row and column that are pointed at. */
+/** Draws names, axis titles and bars; `cursor` has the row and column at the pointer. */
 export function drawAxes(context, matrix, layout, colours, cursor, selectedRow) {
   context.font = FONT;
   drawAxisTitles(context, matrix, layout, colours);
@@ -112,7 +112,7 @@ function drawColumnNames(context, matrix, { left, top, cellWidth, angle }, colou
   }
 }
 
-/** Which rows or columns are named: all where words fit, or else some that are round numbers. */
+/** Returns the indices and names to draw: all if they fit, otherwise every 2nd, 4th, 8th ... */
 function visibleNames(labels, name, count, size, minGap) {
   const step = labels && size >= MIN_NAME_PX ? 1 : tickStep(minGap / size);
   const visible = [];
@@ -120,7 +120,7 @@ function visibleNames(labels, name, count, size, minGap) {
   return visible;
 }
 
-/** The next of 1, 2, 5, 10, 20 ..., or of powers of two past those. */
+/** Returns the next power of two. */
 function tickStep(least) {
   if (least <= 1) return 1;
   for (let step = 2; ; step *= 2) if (step >= least) return step;
@@ -169,7 +169,7 @@ function drawColumnBars(context, { values, label, max }, layout, colours, at) {
   drawCaption(context, colours, label, left, y + bars + 13, "left");
 }
 
-/** How thick the bar of a cell is; bars that touch lie over one another, or seams would show. */
+/** Returns the thickness of a bar; bars that touch overlap, so that no seams show. */
 const barThickness = (cell) =>
   cell < THIN_CELL_PX ? cell + 0.7 : Math.min(cell * 0.7, MAX_BAR_PX);
 

@@ -1,38 +1,42 @@
-// What the heat maps are given: a view's matrices, with names and bars.
+// Prepares the matrices of a view for the heat maps, with labels and bars.
 
+import { matchLabels } from "../inputs/labels.js";
 import { headName } from "./head_grid.js";
 import { binValues, firstOfBin } from "./weights_request.js";
 
-/** What rows and columns of a view's weights are called, in the map and in full. */
+/** Returns the names of rows and columns of a view's weights: in the map, and in full. */
 export function axisNames(view, labels) {
   const { request, weights } = view;
-  const axis = (length, bins, one, many) => {
-    const tokens = labels.length === length ? labels : null;
-    const repeated = new Set(tokens?.filter((word, i) => tokens.indexOf(word) !== i));
+  const matched = matchLabels(labels, request.rows, request.cols);
+  const axis = (tokens, length, bins, one, many) => {
+    const repeated = new Set(tokens.filter((word, i) => tokens.indexOf(word) !== i));
     const fullName = (i) => {
-      if (!tokens) return `${one} ${i}`;
+      if (i >= tokens.length) return `${one} ${i}`;
       return repeated.has(tokens[i]) ? `${tokens[i]} (${i})` : tokens[i];
     };
     const isPooled = bins < length;
     const rangeName = (bin) =>
       `${many} ${firstOfBin(bin, bins, length)} to ${firstOfBin(bin + 1, bins, length) - 1}`;
     return {
-      labels: isPooled ? null : tokens,
+      labels: isPooled || !tokens.length ? null : fillLabels(tokens, length),
       tick: (i) => String(firstOfBin(i, bins, length)),
       name: isPooled ? rangeName : fullName,
       fullName,
     };
   };
   return {
-    row: axis(request.rows, weights.rows, "query", "queries"),
-    col: axis(request.cols, weights.cols, "key", "keys"),
+    row: axis(matched.row, request.rows, weights.rows, "query", "queries"),
+    col: axis(matched.col, request.cols, weights.cols, "key", "keys"),
   };
 }
 
-/** One head's weights, with each query's entropy and each key's mass. */
+/** Returns a label for each position: its index if there are fewer labels. */
+const fillLabels = (tokens, length) => Array.from({ length }, (_, i) => tokens[i] ?? String(i));
+
+/** Returns the weights of one head, with the entropy of each query and the mass of each key. */
 export function weightsMatrix(view, head, labels) {
   const { request, weights, stats } = view;
-  const zeros = (length) => new Float64Array(weights.stack * length); // they are on their way
+  const zeros = (length) => new Float64Array(weights.stack * length); // until the statistics arrive
   const binHead = (numbers, length, bins, isSum) =>
     binValues(numbers.subarray(head * length, (head + 1) * length), bins, isSum);
   const entropy = binHead(stats.entropy ?? zeros(request.rows), request.rows, weights.rows, false);
@@ -48,7 +52,7 @@ export function weightsMatrix(view, head, labels) {
     ...headMatrix(view, head, labels, weights.numbers),
     label:
       `Weights of ${request.variant.variant}${headNote}: ${request.rows} queries by ${request.cols} keys${poolingNote}. ` +
-      "Arrow keys move, Enter holds a row.",
+      "Arrow keys move, Enter pins a row.",
     rowBars: {
       values: entropy,
       label: "entropy",
@@ -58,7 +62,7 @@ export function weightsMatrix(view, head, labels) {
   };
 }
 
-/** One head of a matrix that is as a view's weights are, without bars. */
+/** Returns one head of numbers in the shape of a view's weights, without bars. */
 export function headMatrix(view, head, labels, numbers) {
   const { rows, cols } = view.weights;
   const { row, col } = axisNames(view, labels);
@@ -81,7 +85,7 @@ export function headMatrix(view, head, labels, numbers) {
   };
 }
 
-/** What a cell of a pooled map stands for. */
+/** Describes a cell of a pooled map. */
 function describePooling(request, rows, cols) {
   const describeSize = (length, bins, one, many) => {
     const [least, most] = [Math.floor(length / bins), Math.ceil(length / bins)];
@@ -90,23 +94,24 @@ function describePooling(request, rows, cols) {
   };
   return (
     `Pooled: a cell is the mean over ${describeSize(request.rows, rows, "query", "queries")} of the mass on ` +
-    `${describeSize(request.cols, cols, "key", "keys")}, so that it may be more than any one weight.`
+    `${describeSize(request.cols, cols, "key", "keys")}. It can exceed each single weight.`
   );
 }
 
-/** One head's output. */
+/** Returns the output of one head. */
 export function outputMatrix(view, head, labels) {
   const { rows, cols, stack, numbers } = view.output;
   const at = Math.min(head, stack - 1);
+  const tokens = rows === view.request.rows ? matchLabels(labels, rows, view.request.cols).row : [];
   return {
     rows,
     cols,
     numbers: numbers.subarray(at * rows * cols, (at + 1) * rows * cols),
-    rowLabels: labels.length === rows && rows <= 64 ? labels : null,
+    rowLabels: tokens.length && rows <= 64 ? fillLabels(tokens, rows) : null,
     colLabels: null,
     rowTick: String,
     colTick: String,
-    rowName: (i) => (labels.length === rows ? labels[i] : `row ${i}`),
+    rowName: (i) => tokens[i] ?? `row ${i}`,
     colName: (i) => `channel ${i}`,
     rowAxis: null,
     colAxis: "channel",
@@ -116,7 +121,7 @@ export function outputMatrix(view, head, labels) {
   };
 }
 
-/** What keys receive, over all rows where each row's items are keys of its own. */
+/** Sums what each key receives over all rows, if each row has keys of its own. */
 function sumByKey(received, count) {
   if (received.length === count) return received;
   const sums = new Float64Array(count);

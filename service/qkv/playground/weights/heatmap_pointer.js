@@ -1,7 +1,7 @@
-// A pointer and the arrow keys on a matrix.
+// Moves the cursor of a heat map by pointer and by arrow keys.
 
 /**
- * Has a matrix say which cell is pointed at, and which row somebody wants held.
+ * Calls `onPoint` with the cell at the cursor, and `onSelect` with the row to pin or null.
  *
  * @param {Object} heatmap its surface, layout, matrix, cursor and selectedRow
  * @param {{onPoint: Function, onSelect: Function}} callbacks

@@ -1,14 +1,15 @@
-// One query's weights: which keys have most of them, and how much together.
+// Shows the weights of one query: the keys with the largest weights and their cumulative share.
 
 import { formatFixed, formatNumber, h } from "../dom.js";
+import { createTerm } from "../glossary.js";
 
 const SHOWN_COUNT = 8;
 
 /**
- * The panel of a row.
+ * Creates the panel.
  *
  * @param {HTMLElement} root
- * @param {(row: number) => void} onSelect told of a row that was typed, or released: null
+ * @param {(row: number|null) => void} onSelect called with a row to pin, or null to unpin
  */
 export function createRowPanel(root, onSelect) {
   const title = h("h3", {});
@@ -26,7 +27,7 @@ export function createRowPanel(root, onSelect) {
   const table = h(
     "table",
     { class: "most" },
-    h("caption", { class: "unseen" }, "The keys with most weight"),
+    h("caption", { class: "unseen" }, "The keys with the largest weights"),
     h(
       "thead",
       {},
@@ -35,7 +36,7 @@ export function createRowPanel(root, onSelect) {
         {},
         h("th", { scope: "col" }, "Key"),
         h("th", { scope: "col", class: "end" }, "Weight"),
-        h("th", { scope: "col", class: "end" }, "Together"),
+        h("th", { scope: "col", class: "end" }, createTerm("Cumulative")),
       ),
     ),
     body,
@@ -52,21 +53,21 @@ export function createRowPanel(root, onSelect) {
    * Shows a row.
    *
    * @param {Object} values
-   *   row, rows: which, of how many; isSelected
-   *   weights: of every key; names: (index) => text of rows and columns
-   *   entropy, effectiveKeys: of the row, or undefined; isSigned
+   *   row: index; rows: their number; isSelected: the row is pinned
+   *   weights: one for each key; rowName, colName: (index) => text
+   *   entropy, effectiveKeys: of the row, or undefined; isSigned: weights can be negative
    */
   return (values) => {
     const { row, rows, isSelected, weights, rowName, colName, entropy, effectiveKeys } = values;
     title.textContent = rowName(row);
-    selectButton.textContent = isSelected ? "Let go" : "Hold";
+    selectButton.textContent = isSelected ? "Unpin" : "Pin";
     selectButton.onclick = () => onSelect(isSelected ? null : row);
-    selectButton.setAttribute("aria-label", isSelected ? "Let go of this row" : "Hold this row");
+    selectButton.setAttribute("aria-label", isSelected ? "Unpin this row" : "Pin this row");
     input.max = rows - 1;
     if (document.activeElement !== input) input.value = row;
     facts.replaceChildren(
-      ...createFact("Entropy", entropy === undefined ? "–" : `${formatNumber(entropy, 3)} nats`),
-      ...createFact(
+      createFact("Entropy", entropy === undefined ? "–" : `${formatNumber(entropy, 3)} nats`),
+      createFact(
         "Effective keys",
         effectiveKeys === undefined ? "–" : formatNumber(effectiveKeys, 3),
       ),
@@ -96,25 +97,25 @@ export function createRowPanel(root, onSelect) {
 
 const formatPercent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
-const createFact = (name, value) => [h("div", {}, h("dt", {}, name), h("dd", {}, value))];
+const createFact = (name, value) => h("div", {}, h("dt", {}, createTerm(name)), h("dd", {}, value));
 
 const clamp = (value, max) => Math.min(Math.max(Math.round(value) || 0, 0), max);
 
-/** Every key by the size of its weight. */
+/** Sorts the keys by the size of their weights. */
 function sortByWeight(weights) {
   const list = Array.from(weights, (weight, col) => ({ col, weight, size: Math.abs(weight) }));
   return list.sort((a, b) => b.size - a.size || a.col - b.col);
 }
 
-/** Over how many keys half of the mass is spread, and nearly all of it. */
+/** Describes how many keys have half of the mass, and how many have 90 %. */
 function describeSpread(sorted, total, isSigned) {
-  if (!total) return "This query sees nothing.";
+  if (!total) return "This query sees no key.";
   const keysFor = (share) => {
     let [sum, keys] = [0, 0];
     for (; keys < sorted.length && sum < share * total * (1 - 1e-9); keys += 1)
       sum += sorted[keys].size;
     return `${keys} ${keys === 1 ? "key" : "keys"}`;
   };
-  const mass = isSigned ? "mass, whatever its sign," : "mass";
+  const mass = isSigned ? "absolute mass" : "mass";
   return `Half of the ${mass} is on ${keysFor(0.5)}, 90 % on ${keysFor(0.9)} of ${sorted.length}.`;
 }

@@ -1,4 +1,4 @@
-// Which row the panel shows: the one that is held, or pointed at, or was last.
+// Chooses the row of the row panel: the pinned row, the row at the cursor, or the last one.
 
 import { debounce } from "../dom.js";
 import { axisNames } from "./heatmap_data.js";
@@ -6,26 +6,26 @@ import { createRowPanel } from "./row_panel.js";
 import { binOfPosition, createRowReader, firstOfBin } from "./weights_request.js";
 
 /**
- * Keeps the panel at its row.
+ * Creates the row panel and updates it.
  *
  * @param {HTMLElement} root of the panel
- * @param {Object} state of the page: its head, its labels, and the row that is held or null
+ * @param {Object} state of the page: its head, its labels, and the pinned row or null
  * @param {Object} callbacks
- * @param {(bin: number|null) => void} callbacks.onMark told which row of the map is held
- * @param {(call: Object) => void} callbacks.onCall told of every call
+ * @param {(bin: number|null) => void} callbacks.onMark called with the pinned row of the map
+ * @param {(call: Object) => void} callbacks.onCall called for each request
  * @param {(error: Error) => void} callbacks.onError
  * @param {(text: string) => void} callbacks.announce
  */
 export function createRowSelection(root, state, callbacks) {
   const showRow = createRowPanel(root, (row) => select(row));
   let view = null;
-  let readRow = null; // gets rows of the view
+  let readRow = null; // reads rows of the view
   let lastRow = 0;
-  let pending = null; // the row that is on its way
+  let pending = null; // the row that is being fetched
 
   const draw = async (wantedRow = state.selectedRow ?? lastRow) => {
     const { request, weights } = view;
-    const row = Math.min(wantedRow, request.rows - 1); // it may be one of a longer view before
+    const row = Math.min(wantedRow, request.rows - 1); // the view before may have had more rows
     const { head } = state;
     const { selectedRow } = state;
     callbacks.onMark(
@@ -66,13 +66,13 @@ export function createRowSelection(root, state, callbacks) {
     state.selectedRow = row;
     draw();
     if (row === null) return;
-    callbacks.announce(`Holding ${axisNames(view, state.labels).row.fullName(row)}`);
+    callbacks.announce(`Pinned: ${axisNames(view, state.labels).row.fullName(row)}`);
   };
   const drawDebounced = debounce(draw, 80);
   const firstRow = (bin) => firstOfBin(bin, view.weights.rows, view.request.rows);
 
   return {
-    /** Draws the row of a view that has weights. */
+    /** Draws a row of a view with weights. */
     draw: (newView) => {
       if (newView !== view) {
         pending?.controller.abort();
@@ -80,9 +80,9 @@ export function createRowSelection(root, state, callbacks) {
       }
       draw();
     },
-    /** A row of the map is to be held, or none. */
+    /** Pins a row of the map; null unpins. */
     select: (bin) => select(bin === null ? null : firstRow(bin)),
-    /** A row of the map is pointed at. */
+    /** Shows the row at the cursor, unless a row is pinned. */
     point: (bin) => {
       if (state.selectedRow !== null) return;
       (view.request.bins === null ? draw : drawDebounced)(firstRow(bin));

@@ -1,32 +1,34 @@
-// What the service answers of a request, as the page draws it: weights in full, or pooled where
-// they are too many to send, with what each row and each key comes to.
+// Builds the page's requests and fetches what it draws: weights in full, or pooled if they are too
+// many to send, with statistics of each row and each key.
 
 import { post } from "../api.js";
 import { countElements, fromWire, toNumbers } from "../data/tensors.js";
 import { pickParameters } from "../inputs/parameter_form.js";
 import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
 
-const MAX_FULL_SIZE = 512; // rows or columns that come one by one
+const MAX_FULL_SIZE = 512; // rows or columns of full weights
 const MAX_FULL_SCORES = 2 ** 22; // of all heads together
 const POOL_BINS = 256;
 
 /**
- * A request for a variant, of what stands on the page.
+ * Builds the request of the page for a variant.
  *
  * @param {Object} state of the page
- * @param {Object} variant of the catalogue
+ * @param {Object} variant an entry of the catalogue
  */
 export function buildRequest(state, variant = state.variant) {
   const inputs = inputsFor(state.tensors, variant, state.layer);
-  const layer = state.layer && "query" in variant.inputs && inputs.x ? { layer: state.layer } : {};
+  const isProjected = state.layer && "query" in variant.inputs && (inputs.x || inputs.query);
+  const layer = isProjected ? { layer: state.layer } : {};
   const parameters = pickParameters(variant.parameters.properties, state.parameters);
   const [rows, cols, stack] = weightSizes(variant, inputs);
   const body = { inputs: encodeInputs(inputs), ...layer };
   if (Object.keys(parameters).length) body.parameters = parameters;
-  // rows that are a batch's items are few numbers each, and have no bins
+  if (state.dtype) body.dtype = state.dtype;
+  // rows that are the items of a batch are short and cannot be pooled
   const isBatch = ["B", "H", "G"].includes(variant.outputs.weights?.shape.at(-2));
   const isSmall = Math.max(rows, cols) <= MAX_FULL_SIZE && rows * cols * stack <= MAX_FULL_SCORES;
-  const isFull = isBatch || isSmall;
+  const isFull = isBatch || (isSmall && !state.pool);
   return {
     variant,
     path: `/v1/attention/${variant.variant}`,
@@ -34,11 +36,11 @@ export function buildRequest(state, variant = state.variant) {
     rows,
     cols,
     stack,
-    bins: isFull ? null : stack > 16 ? POOL_BINS / 2 : POOL_BINS,
+    bins: isFull ? null : (state.pool ?? (stack > 16 ? POOL_BINS / 2 : POOL_BINS)),
   };
 }
 
-/** The variants that can take what stands on the page, and have weights. */
+/** Returns the variants with weights that accept the tensors of the page. */
 export function runnableVariants(state) {
   const hasInput = (name, inputs) =>
     name in inputs || (state.layer && inputs.x && ["query", "key", "value"].includes(name));
@@ -50,8 +52,8 @@ export function runnableVariants(state) {
 }
 
 /**
- * Those among them whose weights have the shape of another's, but for itself, and that answer the
- * same question: one that takes no mask sees keys that the other does not.
+ * Returns the other variants whose weights have the same shape and which use the same mask and
+ * key lengths: a variant without a mask sees other keys.
  */
 export function comparableVariants(state, variant) {
   const outputKey = ({ rows, cols, stack, body: { inputs } }) =>
@@ -62,18 +64,18 @@ export function comparableVariants(state, variant) {
   );
 }
 
-/** The body of the request that answers what is drawn. */
+/** Returns the body of the request for the heat map. */
 export function heatmapBody({ body, bins }) {
   return bins === null ? body : { ...body, weights: { pool: bins } };
 }
 
 /**
- * Runs a request. Its map can be drawn before its statistics are there, where those take long:
- * `fetchStats`, if there is such, gets them.
+ * Runs a request. Statistics of large maps take long: then the result has `fetchStats`, and the page
+ * draws the map first.
  *
  * @param {Object} request from `buildRequest`
  * @param {AbortSignal} signal
- * @param {(call: Object) => void} onCall told of every call
+ * @param {(call: Object) => void} onCall called for each request
  */
 export async function fetchView(request, signal, onCall) {
   const hasWeights = "weights" in request.variant.outputs;
@@ -108,7 +110,7 @@ export async function fetchView(request, signal, onCall) {
   };
 }
 
-/** One row of every head in full, fetched where the map is pooled. */
+/** Returns a function that reads a full row; it fetches the row if the map is pooled. */
 export function createRowReader(view) {
   const cachedRows = new Map();
   const { request, weights } = view;
@@ -128,7 +130,7 @@ export function createRowReader(view) {
   };
 }
 
-/** Matrices one behind the other, whatever the axes before the last two were. */
+/** Flattens all axes before the last two into one. */
 function toStack(value) {
   const tensor = fromWire(value);
   const shape = tensor.shape.length > 1 ? tensor.shape : [1, ...tensor.shape];
@@ -137,7 +139,7 @@ function toStack(value) {
   return { rows, cols, stack, shape, numbers: toNumbers(tensor) };
 }
 
-/** Rows and columns of the weights, and how many such maps there are. */
+/** Returns rows and columns of the weights, and the number of such matrices. */
 function weightSizes(variant, inputs) {
   const axes = variant.outputs.weights?.shape.slice(-2) ?? ["L", "S"];
   const size = (axis) => {
@@ -146,7 +148,7 @@ function weightSizes(variant, inputs) {
       const length = inputs[name]?.shape.at(at);
       if (shape.includes(axis) && length !== undefined) return length;
     }
-    return inputs.x?.shape.at(-2) ?? 1; // through a layer
+    return inputs.x?.shape.at(-2) ?? 1; // projected by a layer
   };
   const [first] = Object.entries(variant.inputs)
     .filter(([name]) => name in inputs)
@@ -154,7 +156,7 @@ function weightSizes(variant, inputs) {
   return [...axes.map(size), countElements(first?.slice(0, -2) ?? [])];
 }
 
-/** Numbers of positions as those of bins: the bin of i of n is floor(i bins / n). */
+/** Sums or averages the values of each bin; the bin of position i of n is floor(i bins / n). */
 export function binValues(numbers, bins, isSum) {
   if (bins >= numbers.length) return numbers;
   const sums = new Float64Array(bins);
@@ -167,10 +169,10 @@ export function binValues(numbers, bins, isSum) {
   return isSum ? sums : sums.map((sum, bin) => sum / counts[bin]);
 }
 
-/** The first position of a bin. */
+/** Returns the first position of a bin. */
 export const firstOfBin = (bin, bins, length) =>
   bins >= length ? bin : Math.ceil((bin * length) / bins);
 
-/** The bin of a position. */
+/** Returns the bin of a position. */
 export const binOfPosition = (position, bins, length) =>
   bins >= length ? position : Math.floor((position * bins) / length);

@@ -1,4 +1,4 @@
-// The weights as a table, for who hears the page, or wants the numbers.
+// Shows the weights as a table, for screen readers and for exact numbers.
 
 import { formatFixed, formatNumber, h } from "../dom.js";
 
@@ -6,10 +6,10 @@ const MAX_COLUMNS = 24;
 const MAX_ROWS = 256;
 
 /**
- * A table of a matrix: every weight where there are few columns, or else the largest of each row.
+ * Fills the table: all weights if there are few columns, otherwise the largest of each row.
  *
  * @param {HTMLElement} root
- * @param {Object} matrix what the heat map shows, with its bars
+ * @param {Object} matrix of the heat map, with its bars
  */
 export function fillWeightsTable(root, matrix) {
   const { rows, cols, numbers, rowName, colName, rowBars } = matrix;

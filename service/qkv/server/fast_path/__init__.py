@@ -1,1 +1,1 @@
-"""The fast path's half at the socket: answers repeated small requests in the protocol."""
+"""Fast path of the server: responds to repeated small requests in the HTTP protocol."""

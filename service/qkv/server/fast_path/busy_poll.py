@@ -1,4 +1,4 @@
-"""A loop that stays awake for a moment after an answer, as Linux's busy polling has it of sockets.
+"""Busy polling: the event loop polls for a moment after a response instead of sleeping.
 
 A process that sleeps between two requests of one caller is woken late, and finds that its code and
 data have left the CPU's caches: a small attention takes half as long again.
@@ -15,8 +15,7 @@ __all__ = ["BusyPoll"]
 
 
 class BusyPoll:
-    """Keeps one worker's loop awake where the CPU is nobody else's: its caller is the only one of
-    the whole service.
+    """Keeps one worker's event loop awake while its client is the only one of the service.
 
     Args:
         worker: says so.
@@ -29,7 +28,7 @@ class BusyPoll:
         self._is_on = False
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """An answer is given, on the only connection of this worker."""
+        """Begins to poll after a response on the only connection of this worker."""
         if self._seconds and self._worker.is_only_active:
             self._until = time.perf_counter() + self._seconds
             if not self._is_on:
@@ -37,7 +36,7 @@ class BusyPoll:
                 loop.call_soon(self._turn, loop)
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """As long as something is to be called, a loop looks at its sockets and does not wait."""
+        """Schedules itself again: with a due callback, the event loop polls without waiting."""
         if time.perf_counter() < self._until:
             loop.call_soon(self._turn, loop)
         else:

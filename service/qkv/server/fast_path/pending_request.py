@@ -1,4 +1,4 @@
-"""What takes the shortest way: a request that is told by its first bytes, until it is answered."""
+"""State of one request on the fast path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CACHED: Final = 1 << 18  # bytes of answers, beside what they are made of and w
 
 
 class PendingRequest:
-    """A request whose head the shortcuts know, until it is answered or goes the long way.
+    """A request whose head the run cache knows, until its response or the ordinary path.
 
     Attributes:
         asked: what it says before its body.
@@ -52,7 +52,7 @@ class PendingRequest:
 
 
 class RequestHead(NamedTuple):
-    """What came before a body, byte for byte, and what a parser found in it.
+    """The bytes of a request's head, and the parsed fields.
 
     Attributes:
         text: its bytes.
@@ -69,7 +69,7 @@ class RequestHead(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes, short: PendingRequest, headers: list[Header]) -> RequestHead | None:
-        """What a request's first piece began with; None where it is no such piece, or long."""
+        """Returns the head of a request's first piece; None if it is incomplete or too long."""
         length = data.find(b"\r\n\r\n", 0, _LONGEST) + 4
         if length < 4 or length + sum(map(len, short.chunks)) != len(data):
             return None
@@ -78,22 +78,24 @@ class RequestHead(NamedTuple):
 
 
 class Answering(Protocol):
-    """A connection whose request is whole."""
+    """A connection whose request is complete."""
 
     def run(self) -> int:
-        """Runs what came, if it has not been; the bytes of tensors that wait to be answered."""
+        """Runs the request once; returns the bytes of the tensors of its response."""
 
     def answer(self) -> None:
-        """Answers it, if it has not been."""
+        """Sends the response once."""
 
     def abort(self) -> None:
-        """Ends it as it is."""
+        """Aborts the connection."""
 
 
 class ReadyBatch:
-    """Requests that the event loop read in one look at the network: all are run, and then all are
-    answered, since torch's code, the network's and ours drive one another out of the CPU's caches;
-    but no more than such a cache holds the answers of."""
+    """Requests read in one poll of the network: runs all, then sends all responses.
+
+    torch's code and the network's code evict each other from the CPU's caches. A batch has no more
+    responses than such a cache holds.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[Answering] = []
@@ -101,8 +103,7 @@ class ReadyBatch:
         self._first = b""
 
     def first_lines(self, headers: Sequence[Header]) -> bytes:
-        """What answers begin with; `headers` are the same object until others hold, which is once
-        a second."""
+        """Returns the first lines of a response; `headers` is a new object once a second."""
         if headers is not self._headers:
             self._headers = headers
             lines = [b"%b: %b\r\n" % header for header in headers]
@@ -110,7 +111,7 @@ class ReadyBatch:
         return self._first
 
     def add(self, connection: Answering, loop: asyncio.AbstractEventLoop) -> None:
-        """One more, whose request is whole."""
+        """Adds a connection whose request is complete."""
         if not self._waiting:
             loop.call_soon(self._go)
         self._waiting.append(connection)

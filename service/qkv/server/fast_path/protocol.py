@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with a shorter way for what can be answered at once."""
+"""uvicorn's HTTP/1.1 protocol, with a fast path for repeated small requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _JOINED: Final = 1 << 16  # bytes; less is copied sooner than it is written in p
 
 
 class FastPathProtocol(LimitedHttpProtocol):
-    """One connection.
+    """The HTTP/1.1 protocol of one connection, with the fast path.
 
     A request that the run cache knows is kept from uvicorn until its last byte is there. It
     is answered then, or uvicorn goes on with all of it as if it had just come: a task, an ASGI
@@ -92,7 +92,7 @@ class FastPathProtocol(LimitedHttpProtocol):
         self._is_behind = False  # a body has gone past the parser
 
     def data_received(self, data: bytes) -> None:
-        """A request that begins with the very bytes of the last one's head needs no parser."""
+        """Skips the parser for a request that begins with the bytes of the last head."""
         if (
             self._is_idle
             and (head := self._head) is not None
@@ -114,7 +114,7 @@ class FastPathProtocol(LimitedHttpProtocol):
         self._piece_of = None
 
     def _take_again(self, head: RequestHead, data: bytes) -> None:
-        """A request behind a head that came before, and nothing is in its way."""
+        """Takes a request with the same head as the last one, if the connection is free."""
         self._is_idle = False
         self.url, self.headers = head.asked.url, head.headers
         self._short = short = PendingRequest(head.asked, head.known, head.id, data)
@@ -129,7 +129,7 @@ class FastPathProtocol(LimitedHttpProtocol):
             self._await(short)
 
     def _keep_head(self, short: PendingRequest) -> None:
-        """What began with its first piece may begin with the same bytes again."""
+        """Keeps the head of a request, since the next request may have the same bytes."""
         if self._piece_of is not None:
             self._head = RequestHead.of(self._piece_of, short, self.headers) or self._head
 
@@ -213,7 +213,7 @@ class FastPathProtocol(LimitedHttpProtocol):
         return 0 if short.done is None else short.done.inline_run.job.bytes_out
 
     def answer(self) -> None:
-        """Answers what came in short and whole, if it has not been."""
+        """Sends the response of a complete fast-path request once."""
         self.run()
         short = self._short
         if short is None or not short.has_run:
@@ -238,13 +238,13 @@ class FastPathProtocol(LimitedHttpProtocol):
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """What came in short goes with it."""
+        """Forgets the pending request, then aborts the connection."""
         if self._short is not None:
             self._forget(self._short)
         super().abort()
 
     def close_with_error(self, error: QkvError) -> None:
-        """What came in short is due as well, or what is rejected."""
+        """Responds to the pending request first, then closes with the error."""
         self.answer()
         self._take_long_way()
         self._stop_receiver()
@@ -252,7 +252,7 @@ class FastPathProtocol(LimitedHttpProtocol):
         super().close_with_error(error)
 
     def _encode_error(self, error: QkvError, *more: Header) -> bytes:
-        """Where the application never sees the request, it is seen here; else it is told."""
+        """Records the error here if the application never sees the request, else in its state."""
         headers: Iterable[Header] = ()
         url = b""
         if self._reading != NOTHING:  # else they are those of the request before
@@ -273,18 +273,17 @@ class FastPathProtocol(LimitedHttpProtocol):
         return written
 
     def shutdown(self) -> None:
-        """uvicorn would close a connection whose request it does not know."""
+        """Keeps a connection with a pending request, which uvicorn would close."""
         self._take_long_way()
         super().shutdown()
 
     def _is_free(self) -> bool:
-        """Whether nothing on this connection is being answered, or waits to be read by its caller,
-        and the service goes on."""
+        """True if no response is pending or unread on this connection, and no drain has begun."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle and not self.flow.write_paused and not self._worker.shared_state.is_draining
 
     def _start(self) -> None:
-        """uvicorn's own way, with a shorter one for the body."""
+        """Starts the ordinary path of uvicorn, with a faster one for the body."""
         super().on_headers_complete()
         self.scope["state"][BODY_READER_STATE] = partial(self._rest, self.cycle)
         self.scope["state"][REQUEST_ID_STATE] = (
@@ -294,7 +293,7 @@ class FastPathProtocol(LimitedHttpProtocol):
             self.scope["state"][ACCEPTED_STATE] = True
 
     def _rest(self, cycle: RequestResponseCycle, buffer: memoryview) -> asyncio.Future[bool]:
-        """A `BodyReader` of the request that a cycle answers."""
+        """Returns a `BodyReader` of the request of a cycle."""
         came, cycle.body = cycle.body, bytearray()
         buffer[: len(came)] = came
         done = self.loop.create_future()
@@ -310,26 +309,25 @@ class FastPathProtocol(LimitedHttpProtocol):
         self.transport.set_protocol(self._body_receiver)
 
     def on_bytes(self, count: int) -> None:
-        """So many bytes of a body came that is being filled."""
+        """Counts received bytes of a body."""
         self._received_bytes += count
         self._observer.received(count)
 
     def on_complete(self) -> None:
-        """All of a body came, and no parser has seen it."""
+        """Completes a body that no parser has seen."""
         self._body_receiver, self._is_behind = None, True
         self.transport.set_protocol(self)
         self.on_message_complete()
 
     def _parse(self, data: bytes) -> None:
-        """Where the last body went past the parser, that waits for it still, and is asked for what
-        it knows of its request; until the next."""
+        """Parses data; first resets a parser that has not seen the last body."""
         if self._is_behind:
             self._is_behind = False
             self._reset_parser()
         super().data_received(data)
 
     def _stop_receiver(self) -> bytes:
-        """What has come of what is filled, and no parser has seen."""
+        """Stops the body receiver; returns the received bytes that no parser has seen."""
         filling, self._body_receiver = self._body_receiver, None
         if filling is None:
             return b""
@@ -338,7 +336,7 @@ class FastPathProtocol(LimitedHttpProtocol):
         return bytes(filling.received)
 
     def _take_long_way(self) -> None:
-        """Gives what came in short, if anything did, to uvicorn."""
+        """Gives the pending request, if any, to uvicorn."""
         if (short := self._short) is None:
             return
         self._forget(short)
@@ -367,8 +365,7 @@ class FastPathProtocol(LimitedHttpProtocol):
         self._worker.add_in_flight(-1)
 
     def _write(self, short: PendingRequest, reply: Reply) -> None:
-        """Answers, and counts it before: who has its answer finds it counted, whichever worker it
-        asks."""
+        """Sends a response; updates metrics first, so that a client finds its response counted."""
         size, id = sum(map(len, reply.body)), short.id or self._observer.new_id()
         last = b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (id, size)
         first = self._ready_batch.first_lines(self.server_state.default_headers)

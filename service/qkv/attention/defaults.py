@@ -1,0 +1,307 @@
+"""Default parts of a variant that its file leaves out: outputs, weights, gradients and flops.
+
+`catalogue.Variant` uses them. Each calls only the file's `attend`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.common.visibility import row_blocks
+from qkv.attention.variant_file import Input, Output, fixed_size
+
+__all__ = [
+    "CompleteAttend",
+    "backward_by_autograd",
+    "flop_counter",
+    "weights_by_identity",
+    "weights_letters",
+]
+
+_ELEMENTS: Final = 1 << 24  # of weights that are computed at once, and of the identity's columns
+_TOLERANCE: Final = 64  # roundings of a row's sum between two ways to compute it
+
+RowBlock = Callable[[slice], Tensor]
+
+
+class CompleteAttend:
+    """A file's `attend`, called as the engine calls each variant.
+
+    It takes the set `outputs`, and returns an object with the variant's outputs as attributes. An
+    output that is not requested is None.
+
+    Args:
+        name: of the variant.
+        attend: the file's function.
+        inputs: of the variant.
+        outputs: of the variant; `weights` is computed by `weights` if `attend` does not return it.
+        returned: the outputs that `attend` returns; None: it returns the output itself.
+        takes_outputs: `attend` has the argument `outputs`.
+        weights: returns the function that computes a block of rows of the weights.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        attend: Callable[..., Any],
+        inputs: Mapping[str, Input],
+        outputs: Mapping[str, Output],
+        returned: frozenset[str] | None,
+        takes_outputs: bool,
+        weights: Callable[[Mapping[str, Any]], RowBlock],
+    ) -> None:
+        self._name, self._attend, self._weights = name, attend, weights
+        self._inputs, self._outputs = inputs, outputs
+        self._returned = returned
+        self._takes_outputs = takes_outputs
+
+    def __call__(
+        self, *, outputs: frozenset[str] = frozenset({"output"}), **arguments: Any
+    ) -> SimpleNamespace:
+        """Computes the outputs. The arguments are those of the file's `attend`.
+
+        Raises:
+            ValueError: a tensor's shape is not that of its annotation.
+        """
+        own = outputs & ({"output"} if self._returned is None else self._returned)
+        made: dict[str, Any] = {**dict.fromkeys(self._outputs), "backend": "explicit"}
+        if own:
+            selected = {"outputs": own} if self._takes_outputs else {}
+            result = self._attend(**arguments, **selected)
+            if self._returned is None:
+                made["output"] = result
+            else:
+                made |= {name: getattr(result, name) for name in own}
+                made["backend"] = getattr(result, "backend", "explicit")
+        sizes = self._sizes(arguments)
+        if "weights" in outputs - own:
+            rows = sizes[self._outputs["weights"].letters[-2]]
+            made["weights"] = self._weights(arguments)(slice(0, rows))
+        for name in outputs:
+            self._check_shape(name, made[name], sizes)
+        return SimpleNamespace(**made)
+
+    def _sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for spec in self._inputs.values():
+            if not spec.broadcasts and (tensor := arguments.get(spec.argument)) is not None:
+                sizes.update(zip(spec.letters, tensor.shape, strict=True))
+        return sizes
+
+    def _check_shape(self, name: str, tensor: Any, sizes: Mapping[str, int]) -> None:
+        letters = self._outputs[name].letters
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{self._name}: attend's {name} is a {type(tensor).__name__}")
+        expected = [fixed_size(x) or sizes.get(x) for x in letters]
+        if len(expected) != tensor.ndim or any(
+            size not in (None, found) for size, found in zip(expected, tensor.shape, strict=True)
+        ):
+            raise ValueError(
+                f"{self._name}: attend's {name} has shape {list(tensor.shape)}: expected "
+                f"({', '.join(letters)}), {expected}"
+            )
+
+
+def weights_letters(inputs: Mapping[str, Input], output: Output) -> tuple[str, ...] | None:
+    """Returns the axes of the weights that `weights_by_identity` computes.
+
+    None without a required input `value` (..., S, E) whose E is the output's (..., L, E).
+    """
+    value = inputs.get("value")
+    if value is None or value.is_optional or len(output.letters) != 4:
+        return None
+    if value.letters[-1] != output.letters[-1] or "float32" not in value.dtypes:
+        return None
+    return (*output.letters[:-1], value.letters[-2])
+
+
+def weights_by_identity(
+    attend: Callable[..., Tensor],
+    inputs: Mapping[str, Input],
+    output: Output,
+    arguments: Mapping[str, Any],
+    elements: int = _ELEMENTS,
+) -> RowBlock:
+    """Returns the function that computes a block of rows of A, as output = A @ value.
+
+    A is the output with the identity as values. Large matrices are computed in blocks of query
+    rows, if the rows do not depend on one another: each block is checked on random values.
+    Otherwise the whole matrix is computed once.
+
+    Args:
+        attend: returns the output; takes the arguments.
+        inputs: of the variant, with `weights_letters`.
+        output: of the variant.
+        arguments: of `attend`; floating tensors are computed in float32 at least.
+        elements: numbers of the weights that are computed at once, if blocks of rows are right.
+    """
+    value_spec = inputs["value"]
+    given: Tensor = arguments[value_spec.argument]
+    dtype, (S, E) = score_dtype(given.dtype), given.shape[-2:]
+    wide = {
+        n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in arguments.items()
+    }
+    others = [i for i in inputs.values() if i is not value_spec]
+    has_fixed_width = any(value_spec.letters[-1] in i.letters for i in others)
+
+    def attend_to(values: Tensor, own: Mapping[str, Any]) -> Tensor:
+        return attend(**{**own, value_spec.argument: values})
+
+    def all_columns(own: Mapping[str, Any]) -> Tensor:
+        planes = given.shape[:-2].numel()
+        step = E if has_fixed_width else max(1, min(S, elements // (planes * S)))
+        parts = []
+        for start in range(0, S, step):
+            count = min(step, S - start)
+            columns = given.new_zeros((*given.shape[:-1], step if has_fixed_width else count),
+                                      dtype=dtype)  # fmt: skip
+            columns[..., start : start + count, :count] = torch.eye(
+                count, dtype=dtype, device=given.device
+            )
+            parts.append(attend_to(columns, own)[..., :count])
+        return torch.cat(parts, -1)
+
+    rows_axis = output.letters[-2]
+    sliced = [i for i in others if rows_axis in i.letters and wide.get(i.argument) is not None]
+
+    def slice_rows(rows: slice) -> dict[str, Any]:
+        own = dict(wide)
+        for spec in sliced:
+            axis, tensor = spec.letters.index(rows_axis), wide[spec.argument]
+            if tensor.shape[axis] > 1:
+                own[spec.argument] = tensor.narrow(axis, rows.start, rows.stop - rows.start)
+        return own
+
+    random = torch.Generator().manual_seed(0)
+
+    @functools.cache
+    def probe() -> Tensor:
+        return torch.randn(given.shape, generator=random, dtype=dtype).to(given.device)
+
+    @functools.cache
+    def probed_output() -> Tensor:
+        return attend_to(probe(), wide)
+
+    @functools.cache
+    def whole() -> Tensor:
+        return all_columns(wide)
+
+    can_slice = rows_axis not in value_spec.letters and bool(sliced)
+
+    def row_block(rows: slice) -> Tensor:
+        nonlocal can_slice
+        if can_slice:
+            full = probed_output()
+            planes, L = full.shape[:-2].numel(), full.shape[-2]
+            if planes * L * S > elements:
+                parts = []
+                for block in row_blocks(rows.stop - rows.start, planes * S, elements):
+                    own_rows = slice(rows.start + block.start, rows.start + block.stop)
+                    own = slice_rows(own_rows)
+                    part, found = all_columns(own), attend_to(probe(), own)
+                    size = part.abs().sum(-1, keepdim=True) * probe().abs().max()
+                    bound = _TOLERANCE * torch.finfo(dtype).eps * size
+                    if not bool(((found - full[..., own_rows, :]).abs() <= bound).all()):
+                        break  # a row depends on its position, or on other rows
+                    parts.append(part)
+                else:
+                    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+            can_slice = False
+        return whole()[..., rows, :]
+
+    return row_block
+
+
+def backward_by_autograd(
+    attend: Callable[..., Tensor],
+    inputs: Mapping[str, Input],
+    grad_output: Tensor,
+    **arguments: Any,
+) -> dict[str, Tensor]:
+    """Returns the gradients of sum(grad_output * output), by autograd of `attend` in float64.
+
+    Args:
+        attend: returns the output; takes the arguments.
+        inputs: of the variant.
+        grad_output: the gradient of the output.
+        arguments: of `attend`.
+
+    Returns:
+        By wire name, for each floating input among the arguments, in its shape.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        own = dict(arguments)
+        leaves = {}
+        for name, value in arguments.items():  # copies: autograd cannot save inference tensors
+            if isinstance(value, Tensor):
+                own[name] = value.to(torch.float64, copy=True) if value.is_floating_point() else (
+                    value.clone()
+                )  # fmt: skip
+        for spec in inputs.values():
+            tensor = own.get(spec.argument)
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                leaves[spec.name] = tensor.requires_grad_()
+        output = attend(**own)
+        if not output.requires_grad:  # it depends on no input in a differentiable way
+            return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        gradients = torch.autograd.grad(
+            output, list(leaves.values()), grad_output.to(output.dtype, copy=True),
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+    return dict(zip(leaves, gradients, strict=True))
+
+
+def flop_counter(
+    attend: Callable[..., Any], inputs: Mapping[str, Input], weights: Output | None
+) -> Callable[[Mapping[str, int]], int]:
+    """Returns a function from axis sizes to the floating-point operations of matrix products.
+
+    torch counts them on tensors without data, once for each combination of sizes. If `attend`
+    cannot run on such tensors, the count is that of the products Q K^T and A V.
+
+    Args:
+        attend: takes the required inputs.
+        inputs: of the variant.
+        weights: the output with that name, if there is one.
+    """
+    required = [i for i in inputs.values() if not i.is_optional]
+
+    @functools.lru_cache(4096)
+    def count(shapes: tuple[tuple[int, ...], ...], pairs: int, widths: int) -> int:
+        from torch.utils.flop_counter import FlopCounterMode  # its import takes a second
+
+        tensors = {
+            i.argument: torch.empty(shape, dtype=_meta_dtype(i), device="meta")
+            for i, shape in zip(required, shapes, strict=True)
+        }
+        elements = sum(t.numel() for t in tensors.values())
+        try:
+            with torch.inference_mode(False), torch.no_grad(), FlopCounterMode(display=False) as c:
+                attend(**tensors)
+            counted = int(c.get_total_flops())
+        except Exception:  # such as a branch on numbers
+            counted = 2 * pairs * widths
+        return counted or elements  # without a product: each element is read at least once
+
+    def flops(sizes: Mapping[str, int]) -> int:
+        shapes = tuple(tuple(fixed_size(x) or int(sizes[x]) for x in i.letters) for i in required)
+        pairs = 0
+        if weights is not None:
+            pairs = torch.Size(fixed_size(x) or int(sizes[x]) for x in weights.letters).numel()
+        return count(shapes, pairs, int(sizes.get("D", 1)) + int(sizes.get("E", 1)))
+
+    return flops
+
+
+def _meta_dtype(spec: Input) -> torch.dtype:
+    known = spec.dtypes
+    dtype: torch.dtype = getattr(torch, "float32" if "float32" in known else known[0])
+    return dtype

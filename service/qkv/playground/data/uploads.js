@@ -1,0 +1,107 @@
+// Reads what a user uploads or pastes: files, JSON, requests and curl commands.
+//
+// An upload is {tensors, request}: tensors by name, and {variant, fields} where the text is a
+// request, or null. `fields` are the fields of the body beside `inputs`.
+
+import { isNpy, parseNpy } from "./npy.js";
+import { isSafetensors, parseSafetensors } from "./safetensors.js";
+import { isObject, parseJson, parseTensors } from "./tensors.js";
+
+/** Larger files are rejected unread: a service with default settings rejects them too. */
+export const MAX_FILE_BYTES = 256 * 2 ** 20;
+
+const BODY_OPTIONS = ["--json", "-d", "--data", "--data-raw", "--data-binary", "--data-ascii"];
+const OWN_PATH = /\/v1\/(?:attention|gradients)\/([^/?#]+)/;
+
+/**
+ * Reads a file: .npy (its tensor is named after the file), .safetensors or JSON. The first bytes
+ * decide which, not the name.
+ *
+ * @param {File} file
+ * @param {{maxBytes?: number}} options
+ * @returns {Promise<{tensors: Object, request: Object|null}>}
+ * @throws {Error} a message for the user
+ */
+export async function readFile(file, { maxBytes = MAX_FILE_BYTES } = {}) {
+  try {
+    if (file.size > maxBytes) {
+      throw new Error(`file too large: ${file.size} bytes, the limit is ${maxBytes}`);
+    }
+    return parseBytes(new Uint8Array(await file.arrayBuffer()), file.name);
+  } catch (error) {
+    throw new Error(`${file.name}: ${error.message}`);
+  }
+}
+
+function parseBytes(bytes, fileName) {
+  const [, stem, suffix] = /^(.+?)(\.[^.]*)?$/.exec(fileName);
+  if (!bytes.length) throw new Error("the file is empty");
+  if (isNpy(bytes))
+    return { tensors: Object.fromEntries([[stem, parseNpy(bytes)]]), request: null };
+  if (isSafetensors(bytes)) return { tensors: parseSafetensors(bytes), request: null };
+  if (suffix === ".npy" || suffix === ".safetensors") {
+    throw new Error(`the content is not ${suffix}: its first bytes are different`);
+  }
+  if (bytes[0] === 0x50 && bytes[1] === 0x4b) {
+    throw new Error("archives (.npz, .pt, .zip) are not supported: save .npy or .safetensors");
+  }
+  let text;
+  try {
+    text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+  } catch {
+    throw new Error("unknown format: expected .npy, .safetensors or JSON");
+  }
+  return readText(text, { name: stem });
+}
+
+/**
+ * Reads a text: nested lists, tensors by name, the JSON body of a request, or a curl command.
+ *
+ * @param {string} text
+ * @param {{name?: string}} options `name`: for a tensor without one
+ * @returns {{tensors: Object, request: {variant: string|null, fields: Object}|null}}
+ * @throws {Error} a message for the user
+ */
+export function readText(text, { name = "tensor" } = {}) {
+  const isCommand = /^\s*\$?\s*curl\s/.test(text);
+  const { variant, body } = isCommand ? parseCommand(text) : { variant: null, body: text };
+  const value = parseJson(body);
+  if (!isObject(value) || !("inputs" in value)) {
+    if (isObject(value) && "lengths" in value) {
+      throw new Error("this request has no inputs: a sweep draws its tensors at random");
+    }
+    return { tensors: parseTensors(value, name), request: null };
+  }
+  const { inputs, ...fields } = value;
+  if (Array.isArray(inputs) && inputs.every((one) => isObject(one) && "datatype" in one)) {
+    throw new Error(
+      "Open Inference Protocol requests are not supported: paste one of /v1/attention",
+    );
+  }
+  return { tensors: parseTensors(inputs, name), request: { variant, fields } };
+}
+
+/** Returns variant and body of a curl command as bash reads it. */
+function parseCommand(text) {
+  const words = splitCommand(text);
+  const address = words.find((word) => word.includes("/v1/")) ?? "";
+  const isBody = (word, at) => BODY_OPTIONS.includes(words[at - 1]);
+  const body = words.find(isBody);
+  if (body === undefined) throw new Error("this curl command has no body: expected --json '{...}'");
+  if (body.startsWith("@")) {
+    throw new Error(`the body of this curl command is in ${body.slice(1)}: upload that file`);
+  }
+  return { variant: OWN_PATH.exec(address)?.[1] ?? null, body };
+}
+
+/** Splits a command into words, without its quotes and escapes. */
+function splitCommand(text) {
+  const parts = /'([^']*)'|"((?:[^"\\]|\\[^])*)"|\\([^])|(\s+)|([^\s'"\\]+)/g;
+  const words = [""];
+  for (const [, single, double, escaped, space, plain] of text.matchAll(parts)) {
+    if (space) words.push("");
+    else if (escaped) words[words.length - 1] += escaped === "\n" ? "" : escaped;
+    else words[words.length - 1] += single ?? double?.replace(/\\(["\\$`])/g, "$1") ?? plain ?? "";
+  }
+  return words.filter(Boolean);
+}

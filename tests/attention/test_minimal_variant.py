@@ -1,0 +1,275 @@
+"""The 14 lines of `variants/README.md`, and broken files, in a copy of the package."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from qkv.attention import variant_file
+from qkv.client.client import Client
+from support.package_copies import CopiedService, copy_package, environment, serving
+from support.paths import ROOT
+
+COSINE: Final = variant_file.example()
+
+HEAD: Final = '''\
+"""A sentence."""
+from jaxtyping import Float
+from torch import Tensor
+'''
+QUERY: Final = 'query: Float[Tensor, "B H L D"]'
+RETURNS: Final = 'Float[Tensor, "B H L D"]'
+
+BROKEN: Final = {
+    "b_syntax": ("def attend(:\n", "line 1 is no Python"),
+    "b_raises": ('"""A."""\nraise ValueError("no\\nkernel")\n', "line 2 raises ValueError"),
+    "b_exits": ('"""A."""\nimport sys\nsys.exit(3)\n', "SystemExit"),
+    "b_import": ('"""A."""\nimport no_such_module\n', "No module named 'no_such_module'"),
+    "b_empty": ("", "no docstring"),
+    "b_attend": (HEAD, "no function `attend`"),
+    "b_constant": (HEAD + "attend = 3\n", "no function `attend`"),
+    "b_return": (HEAD + f"def attend({QUERY}):\n    return query\n", "no return annotation"),
+    "b_result": (
+        HEAD + f"def attend({QUERY}) -> int:\n    return 3\n",
+        "returns no array: got int",
+    ),
+    "b_unnamed": (
+        HEAD + f"def attend({QUERY}) -> tuple[{RETURNS}, {RETURNS}]:\n    return query, query\n",
+        "returns no array",
+    ),
+    "b_argument": (
+        HEAD + f"def attend({QUERY}, key) -> {RETURNS}:\n    return query\n",
+        "key has no",
+    ),
+    "b_tensor": (
+        HEAD + f"def attend(query: Tensor) -> {RETURNS}:\n    return query\n",
+        "is no array",
+    ),
+    "b_star": (
+        HEAD + f"def attend({QUERY}, causal: bool = False) -> {RETURNS}:\n    return query\n",
+        "after a `*`",
+    ),
+    "b_default": (
+        HEAD + f"def attend({QUERY}, *, causal: bool) -> {RETURNS}:\n    return query\n",
+        "causal has no default",
+    ),
+    "b_axes": (
+        HEAD
+        + f'def attend(query: Float[Tensor, "batch heads L D"]) -> {RETURNS}:\n    return query\n',
+        "got 'batch'",
+    ),
+    "b_three": (
+        HEAD + f'def attend(query: Float[Tensor, "B L D"]) -> {RETURNS}:\n    return query\n',
+        "expected four",
+    ),
+    "b_unbound": (
+        HEAD + f'def attend({QUERY}) -> Float[Tensor, "B H L E"]:\n    return query\n',
+        "size of axis E",
+    ),
+    "b_kind": (
+        HEAD + f'WEIGHTS = "odd"\ndef attend({QUERY}) -> {RETURNS}:\n    return query\n',
+        "'odd'",
+    ),
+    "b_names": (HEAD + 'def attend(query: "Flot") -> "Float":\n    return query\n', "'Flot'"),
+}
+
+
+def arrays(seed: int = 0, batch: int = 2) -> dict[str, Any]:
+    """Returns random inputs of cosine attention: 3 queries and 4 keys, in two heads."""
+    random = np.random.default_rng(seed)
+    shapes = {"query": (batch, 2, 3, 5), "key": (batch, 2, 4, 5), "value": (batch, 2, 4, 6)}
+    return {n: random.normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
+
+
+def true_weights(query: np.ndarray, key: np.ndarray, **_: Any) -> np.ndarray:
+    """Computes the weights of cosine attention in float64."""
+    query, key = (x.astype(np.float64) for x in (query, key))
+    query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    exponentials = np.exp(query @ key.swapaxes(-1, -2))
+    weights: np.ndarray = exponentials / exponentials.sum(-1, keepdims=True)
+    return weights
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with cosine attention and every broken file."""
+    files = {f"{name}.py": text for name, (text, _) in BROKEN.items()}
+    return copy_package(tmp_path_factory.mktemp("minimal"), {"cosine.py": COSINE, **files})
+
+
+@pytest.fixture(scope="module")
+def process(copy: Path) -> Iterator[CopiedService]:
+    with serving(copy) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(process: CopiedService) -> Iterator[Client]:
+    with Client(str(process.http.base_url)) as client:
+        yield client
+
+
+def test_template_has_at_most_14_lines() -> None:
+    assert 0 < len(COSINE.splitlines()) <= 14
+
+
+@pytest.mark.representative
+def test_minimal_variant_has_output_and_full_weights(client: Client) -> None:
+    inputs = arrays()
+    run, A = client.attend("cosine", **inputs), true_weights(**inputs)
+    np.testing.assert_allclose(run.weights, A, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(run.output, A @ inputs["value"], rtol=0, atol=1e-5)
+    assert run.weights_are == "unnormalised"
+    assert run.timing["flops"] == 2 * 2 * 2 * 3 * 4 * (5 + 6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_minimal_variant_has_each_dtype(client: Client, dtype: str) -> None:
+    inputs = {n: x.astype(dtype) for n, x in arrays().items()}
+    run = client.attend("cosine", **inputs)
+    assert run.output.dtype == dtype
+    assert run.weights.dtype == ("float64" if dtype == "float64" else "float32")
+    np.testing.assert_allclose(run.weights, true_weights(**inputs), rtol=0, atol=1e-6)
+
+
+def test_minimal_variant_has_weights_in_every_form(client: Client) -> None:
+    inputs = arrays()
+    A = true_weights(**inputs)
+    close: Any = {"rtol": 0, "atol": 1e-6}
+    rows = client.attend("cosine", **inputs, weights={"rows": [2, 0]})
+    np.testing.assert_allclose(rows.weights, A[:, :, [2, 0]], **close)
+    top = client.attend("cosine", **inputs, weights={"top_k": 2})
+    np.testing.assert_allclose(top.weights, np.sort(A)[..., :1:-1], **close)
+    assert np.array_equal(top.outputs["indices"], np.argsort(A)[..., :1:-1])
+    stats = client.attend("cosine", **inputs, weights="stats").outputs
+    np.testing.assert_allclose(stats["entropy"], -(A * np.log(A)).sum(-1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(stats["received"], A.sum(-2), rtol=0, atol=1e-5)
+    pool = client.attend("cosine", **inputs, weights={"pool": 2})
+    keys = A.reshape(2, 2, 3, 2, 2).sum(-1)
+    np.testing.assert_allclose(pool.weights[:, :, 0], keys[:, :, :2].mean(2), **close)
+    none = client.attend("cosine", **inputs, weights="none")
+    assert list(none.outputs) == ["output"]
+
+
+def test_minimal_variant_has_gradients(client: Client) -> None:
+    inputs = {n: x.astype(np.float64) for n, x in arrays().items()}
+    grad = np.random.default_rng(3).normal(size=(2, 2, 3, 6))
+    found = client.gradients("cosine", grad_output=grad, **inputs)
+    assert found.timing["backend"] == "autograd"
+    for name, x in inputs.items():
+        assert found[name].shape == x.shape
+        direction, h = np.random.default_rng(4).normal(size=x.shape), 1e-5
+        ahead, behind = (
+            (grad * (true_weights(**moved) @ moved["value"])).sum()
+            for moved in (inputs | {name: x + s * direction} for s in (h, -h))
+        )
+        slope = (found[name] * direction).sum()
+        assert math.isclose(slope, (ahead - behind) / (2 * h), rel_tol=1e-7, abs_tol=1e-7), name
+
+
+def test_minimal_variant_is_compared_with_softmax(client: Client) -> None:
+    comparison = client.compare(["cosine"], **arrays(), repeats=1)
+    (entry,) = comparison.variants
+    assert entry.variant == "cosine"
+    assert entry.output is not None
+    assert entry.weights is not None
+    assert 0 < (entry.output.relative_error or 0) < 2
+    assert entry.weights.total_variation is not None
+    assert entry.weights.total_variation.mean > 0
+
+
+def test_minimal_variant_is_in_catalogue_openapi_and_pictures(process: CopiedService) -> None:
+    http = process.http
+    entry = http.get("/v1/variants/cosine").json()
+    assert entry["summary"] == "Cosine attention: a softmax of cosines."
+    assert entry["formula"] == "A = softmax(Q' K'^T), x' = x / |x|; output = A V"
+    assert (entry["paper"], entry["cost"]) == ("none", "not given")
+    assert entry["weights"] == "unnormalised"
+    assert entry["inputs"]["value"]["shape"] == ["B", "H", "S", "E"]
+    assert entry["outputs"]["weights"]["shape"] == ["B", "H", "L", "S"]
+    assert entry["gradients"] == ["query", "key", "value"]
+    paths = http.get("/openapi.json").json()["paths"]
+    body = paths["/v1/attention/cosine"]["post"]["requestBody"]["content"]["application/json"]
+    assert {"query", "key", "value"} <= body["schema"]["properties"]["inputs"]["properties"].keys()
+    assert set(body["examples"]) >= {"lists", "layer", "top_k", "stats"}
+    assert "/v1/gradients/cosine" in paths
+    picture = http.get(entry["picture"])
+    assert picture.headers["content-type"] == "image/svg+xml"
+    assert "<path" in picture.text
+
+
+def test_minimal_variant_rejects_parameters_and_wrong_shapes(process: CopiedService) -> None:
+    inputs = {n: x.tolist() for n, x in arrays().items()}
+    for body, pointer in (
+        ({"parameters": {"causal": True}}, "/parameters/causal"),
+        ({"inputs": inputs | {"value": inputs["query"]}}, "/inputs/value"),
+    ):
+        response = process.http.post("/v1/attention/cosine", json={"inputs": inputs} | body)
+        assert response.status_code == 422, response.text
+        assert response.json()["pointer"] == pointer
+
+
+@pytest.mark.process
+def test_minimal_variant_has_the_same_bits_alone_and_in_a_batch(copy: Path) -> None:
+    """The tests of every variant run on the copy; they stack requests as a GPU does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "cosine",
+         "tests/attention/test_same_bits.py", "tests/attention/test_variant_contract.py"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_serve_says_what_is_wrong_with_each_broken_file(process: CopiedService, copy: Path) -> None:
+    for name, (_, problem) in BROKEN.items():
+        path = copy / "attention" / "variants" / f"{name}.py"
+        (line,) = [
+            x for x in process.messages.splitlines() if x.startswith(f"{path} is no variant")
+        ]
+        assert problem in line
+    assert process.messages.count("def attend(\n        query: Float") == len(BROKEN)
+
+
+def test_the_other_variants_are_served_beside_broken_ones(process: CopiedService) -> None:
+    listed = [v["variant"] for v in process.http.get("/v1/variants").json()["variants"]]
+    assert "cosine" in listed
+    assert "softmax" in listed
+    assert not set(listed) & BROKEN.keys()
+    response = process.http.post("/v1/attention/b_return", json={"inputs": {}})
+    assert response.status_code == 404
+    assert "its file is broken" in response.json()["detail"]
+    assert "/" not in response.json()["detail"].partition("there are")[0]  # no path of the machine
+
+
+@pytest.mark.process
+def test_local_command_skips_broken_files(copy: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "qkv", "variants", "--local"], cwd=copy.parent,
+        env=environment(copy), capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert "cosine" in names
+    assert not set(names) & BROKEN.keys()
+    assert done.stderr.count("is no variant and is not served") == len(BROKEN)
+
+
+@pytest.mark.process
+def test_contract_tests_fail_on_a_broken_file(copy: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "broken",
+         "tests/attention/test_variant_contract.py"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "b_return" in done.stdout

@@ -1,0 +1,92 @@
+"""Tests the playground's token labels in Chromium: parsing, and a number that does not fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from playwright.sync_api import Page, expect
+
+from support.browser import Open, read_weights, wait_until_drawn
+from support.examples import examples
+from support.service import Server
+
+SIX: Final = ["New York", "is", "a", "big", "old", "city"]
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("a b  c", ["a", "b", "c"]),
+        ('"New York" is big', ["New York", "is", "big"]),
+        ('["New York", "is", 7]', ["New York", "is", "7"]),
+        ("New York\nis\r\nbig\n", ["New York", "is", "big"]),
+        ("[CLS] the cat [SEP]", ["[CLS]", "the", "cat", "[SEP]"]),
+        ('he said " hi "', ["he", "said", '"', "hi", '"']),
+        (r'"a \"b\" c" d', ['a "b" c', "d"]),
+        ('" "', ['"', '"']),
+        ("", []),
+    ],
+)
+def test_labels_are_parsed(modules: Page, text: str, labels: list[str]) -> None:
+    assert modules.evaluate("text => labels.parseLabels(text)", text) == labels
+
+
+@examples(60)
+@given(st.lists(st.text(max_size=8), max_size=5))
+def test_formatted_labels_parse_to_themselves(modules: Page, labels: list[str]) -> None:
+    round_trip = "list => labels.parseLabels(labels.formatLabels(list))"
+    assert modules.evaluate(round_trip, labels) == labels
+
+
+@pytest.mark.parametrize("text", [json.dumps(SIX), "\n".join(SIX), '"New York" is a big old city'])
+def test_labels_with_spaces_name_queries_and_keys(
+    open_page: Open, server: Server, text: str
+) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    page.get_by_label("Token labels").fill(text)
+    expect(page.locator("#row").get_by_role("heading")).to_have_text("is")
+    assert list(read_weights(page)) == SIX
+    expect(page.locator("#labels-note")).to_be_hidden()
+
+
+def test_wrong_number_of_labels_is_reported_and_the_given_ones_are_shown(
+    open_page: Open, server: Server
+) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    field = page.get_by_label("Token labels")
+    field.fill("Your journey starts")
+    note = page.locator("#labels-note")
+    expect(note).to_have_text("3 labels for 6 positions: the other positions show their index.")
+    assert list(read_weights(page)) == [
+        "Your", "journey", "starts", "query 3", "query 4", "query 5",
+    ]  # fmt: skip
+    headings = page.locator("#table thead th").all_inner_texts()
+    assert headings[1:7] == ["Your", "journey", "starts", "key 3", "key 4", "key 5"]
+    field.fill("a b c d e f g h")
+    expect(note).to_have_text("8 labels for 6 positions: the last 2 are not shown.")
+    assert list(read_weights(page)) == list("abcdef")
+    expect(field).to_have_accessible_description("One word for each position. For labels with "
+        "spaces: double quotes, one label a line, or a JSON list. "
+        "8 labels for 6 positions: the last 2 are not shown.")  # fmt: skip
+    field.fill("a b c d e f")
+    expect(note).to_be_hidden()
+
+
+def test_labels_that_fit_the_keys_alone_name_the_keys(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    page.get_by_role("button", name="Paste").click()
+    rows = [[1, 0], [0, 1], [1, 1]]
+    page.get_by_label("Tensors or request").fill(
+        json.dumps({"query": rows[:2], "key": rows, "value": rows})
+    )
+    page.get_by_role("button", name="Use these").click()
+    page.get_by_label("Token labels").fill("a b c")
+    assert list(read_weights(page)) == ["query 0", "query 1"]
+    expect(page.locator("#table thead th").nth(1)).to_have_text("a")
+    expect(page.locator("#labels-note")).to_be_hidden()
+    page.get_by_label("Token labels").fill("a b c d")
+    expect(page.locator("#labels-note")).to_contain_text("4 labels for 2 queries and 3 keys")

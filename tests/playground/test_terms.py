@@ -1,0 +1,107 @@
+"""Tests the playground's words in Chromium: tooltips of terms, plain labels, the causal note."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from support.browser import Open, choose_example, wait_until_drawn
+from support.service import Server
+
+TERMS: Final = {
+    "stochastic": "each row of weights sums to 1",
+    "Symbols": "D channels of a query and a key",
+    "D": "the number of channels of a query",
+    "KL": "Kullback–Leibler divergence",
+    "Jensen–Shannon": "symmetric",
+    "Total variation": "Half the sum of absolute differences",
+    "Effective keys": "exp(entropy)",
+    "Cumulative": "the keys above it",
+}
+
+
+def term(page: Page, name: str) -> Locator:
+    return page.locator(f"button.term[data-term='{name}']").first
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("name", TERMS)
+def test_term_has_a_tooltip_on_focus_and_on_hover(
+    open_page: Open, server: Server, name: str, width: int
+) -> None:
+    page = wait_until_drawn(open_page(server.url, width=width))
+    page.locator("#comparison table").wait_for()
+    page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    button, tooltip = term(page, name), page.get_by_role("tooltip")
+    expect(button).to_have_accessible_description(re.compile(re.escape(TERMS[name])))
+    expect(tooltip).to_be_hidden()
+    button.focus()
+    expect(tooltip).to_contain_text(TERMS[name])
+    expect(tooltip).to_be_in_viewport(ratio=1)
+    page.keyboard.press("Escape")
+    expect(tooltip).to_be_hidden()
+    button.blur()
+    button.hover()
+    expect(tooltip).to_contain_text(TERMS[name])
+    tooltip.hover()  # the pointer can move onto the tooltip
+    page.wait_for_timeout(300)
+    expect(tooltip).to_be_visible()
+    page.mouse.move(1, 1)
+    expect(tooltip).to_be_hidden()
+
+
+def test_each_column_of_the_metrics_has_a_tooltip(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    headers = page.locator("#comparison thead tr").last.locator("th").filter(has_not_text="Variant")
+    expect(headers.first).to_be_visible()
+    assert headers.count() == headers.locator("button.term").count() > 8
+
+
+def test_page_uses_plain_words(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    page.locator("#comparison table").wait_for()
+    page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    text = page.locator("body").inner_text()
+    for words in ("null", "Let go", "Bring out", "as by default", "say when", "Not now"):
+        assert words not in text, words
+    placeholders = page.eval_on_selector_all("input", "all => all.map((one) => one.placeholder)")
+    assert "default" in placeholders
+    assert "as by default" not in placeholders
+    expect(page.get_by_label("Emphasise small weights")).to_be_visible()
+    expect(page.get_by_role("button", name="Unpin this row")).to_have_text("Unpin")
+    expect(page.get_by_label("scale", exact=True)).to_have_accessible_description(
+        re.compile(r"empty: 1/sqrt\( ?D ?\)")
+    )
+
+
+def test_top_left_causal_is_noted_if_queries_and_keys_differ_in_number(
+    open_page: Open, server: Server
+) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    note = page.locator("#causal-note")
+    expect(note).to_be_hidden()  # 6 queries, 6 keys
+    rows = [[1, 0], [0, 1], [1, 1]]
+    page.get_by_role("button", name="Paste").click()
+    page.get_by_label("Tensors or request").fill(
+        json.dumps({"query": rows[:1], "key": rows, "value": rows})
+    )
+    page.get_by_role("button", name="Use these").click()
+    expect(note).to_have_text(
+        "1 query, 3 keys: causal aligns query 0 with key 0. "
+        "To align the last query with the last key, set query_offset to “end”."
+    )
+    expect(page.get_by_label("causal", exact=True)).to_have_accessible_description(
+        re.compile("causal aligns query 0 with key 0")
+    )
+    page.get_by_label("query_offset", exact=True).fill("end")
+    expect(note).to_be_hidden()
+    page.get_by_label("query_offset", exact=True).fill("")
+    expect(note).to_be_visible()
+    choose_example(opened, "words")
+    expect(note).to_be_hidden()
