@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
@@ -25,6 +26,27 @@ class _SweepBase(SweepResults):
         super().__init__()
         self._bar = ProgressBar() if progress else None
         self._closed = False
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the times against the lengths, and writes the picture to a file.
+
+        Args:
+            path: the file; its suffix chooses the format: .svg, .png, .pdf or another format of
+                matplotlib.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: matplotlib does not know the format.
+            OSError: the file cannot be written.
+        """
+        try:
+            from qkv.client.sweep_plot import draw_sweep
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "a plot needs matplotlib: run `pip install '.[plot]'` in a clone of qkv",
+                name=error.name,
+            ) from None
+        draw_sweep(self).savefig(path)
 
     def _handle_event(self, event: ServerSentEvent) -> Cell | None:
         result = self.add_event(event)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Mapping
 from io import StringIO
 from typing import Any, Final
@@ -112,27 +111,6 @@ class SweepResults:
             texts = {"parameters": json.dumps(dict(cell.parameters)), "problem": cell.why_not}
             writer.writerow([texts.get(name, getattr(cell, name)) for name in _COLUMNS])
         return buffer.getvalue()
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the times against the lengths, and writes the picture to a file.
-
-        Args:
-            path: the file; its suffix chooses the format: .svg, .png, .pdf or another format of
-                matplotlib.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-            ValueError: matplotlib does not know the format.
-            OSError: the file cannot be written.
-        """
-        try:
-            from qkv.client.sweep_plot import draw_sweep
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "a plot needs matplotlib: run `pip install '.[plot]'` in a clone of qkv",
-                name=error.name,
-            ) from None
-        draw_sweep(self).savefig(path)
 
     def __repr__(self) -> str:
         names = ", ".join(name.replace("\n", " ") for name in self.names.values()) or "no variant"

@@ -1,6 +1,6 @@
 """Draws a sweep with matplotlib: times against lengths, and the crossovers.
 
-`SweepResults.plot` and `qkv sweep --plot` use `draw_sweep`.
+`Sweep.plot`, `AsyncSweep.plot` and `qkv sweep --plot` use `draw_sweep`.
 """
 
 from __future__ import annotations
