@@ -21,6 +21,7 @@ import pydantic
 from torch import Tensor
 
 from qkv.attention import defaults, variant_file
+from qkv.attention.json_integers import takes_integers, to_integer
 from qkv.attention.variant_file import BrokenVariant, Input, Output, fixed_size
 from qkv.errors import InvalidContent, NotFound, format_value, pointer_to
 
@@ -299,9 +300,15 @@ class Variant:
         if not parameters:
             return self._defaults
         try:
-            return self.parameters.model_validate_json(orjson.dumps(parameters))
+            plain = {n: to_integer(v) if n in self._integers else v for n, v in parameters.items()}
+            return self.parameters.model_validate_json(orjson.dumps(plain))
         except (pydantic.ValidationError, TypeError) as error:
             raise _parameter_error(error) from None
+
+    @cached_property
+    def _integers(self) -> frozenset[str]:
+        fields = self.parameters.model_fields
+        return frozenset(n for n, f in fields.items() if takes_integers(f.annotation))
 
     @cached_property
     def _defaults(self) -> pydantic.BaseModel:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
+from qkv.attention.json_integers import to_integer
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.wire.message import Message
 
@@ -16,12 +17,7 @@ __all__ = ["INTEGER", "JobFields", "LayerField", "LayerFields", "field_error", "
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def _to_integer(value: Any) -> Any:
-    """Converts 1.0 to 1: to JSON Schema both are integers."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-INTEGER: Final = pydantic.BeforeValidator(_to_integer)
+INTEGER: Final = pydantic.BeforeValidator(to_integer)
 """Annotates an integer field. It stands after the field's bounds, which its schema would lose
 otherwise."""
 

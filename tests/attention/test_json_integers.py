@@ -1,0 +1,37 @@
+"""Integer parameters that JSON writes as floats are integers, as JSON Schema says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qkv.attention import catalogue
+from qkv.errors import InvalidContent
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name", "wanted"),
+    [
+        ({"query_offset": 3.0}, "query_offset", 3),
+        ({"query_offset": 2147483647.0}, "query_offset", 2**31 - 1),
+        ({"query_offset": "end"}, "query_offset", "end"),
+        ({"window": [2.0, None]}, "window", (2, None)),
+        ({"seed": float(2**63)}, "seed", 2**63),
+        ({"scale": 2.0}, "scale", 2.0),
+    ],
+)
+def test_whole_float_is_an_integer(parameters: dict[str, Any], name: str, wanted: Any) -> None:
+    value = getattr(catalogue.find("softmax").parse(parameters), name)
+    assert value == wanted
+    assert type(value) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"query_offset": 3.5}, {"query_offset": True}, {"window": [1.5, 2]}, {"seed": 1e300}],
+    ids=str,
+)
+def test_other_number_is_rejected(parameters: dict[str, Any]) -> None:
+    with pytest.raises(InvalidContent, match="valid integer"):
+        catalogue.find("softmax").parse(parameters)
