@@ -9,10 +9,11 @@ from typing import Any, Final
 import pytest
 
 from qkv.wire import json, responses
+from qkv.wire.oip_responses import BinarySize, InferResponse, InferTensor
+from qkv.wire.response_fields import from_json
 from qkv.wire.responses import (
     BaselineComparison,
     BaselineWeights,
-    BinarySize,
     Cell,
     ComparedVariant,
     CompareResponse,
@@ -21,13 +22,10 @@ from qkv.wire.responses import (
     Divergence,
     Done,
     Entropy,
-    InferResponse,
-    InferTensor,
     OutputError,
     Progress,
     VariantTiming,
     WeightsComparison,
-    from_json,
 )
 
 ENTROPY: Final = Entropy(1.5, 0.0, 2.0)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Self
 
 from qkv.client.tables import Table, format_number, format_scaled, variant_labels
-from qkv.wire.responses import CompareResponse, VariantComparison, from_json
+from qkv.wire.response_fields import from_json
+from qkv.wire.responses import CompareResponse, VariantComparison
 
 __all__ = ["Comparison", "VariantComparison"]
 

@@ -15,7 +15,8 @@ from qkv.client.event_source import ServerSentEvent
 from qkv.client.tables import Table, format_number, variant_labels
 from qkv.errors import MalformedRequest, from_problem
 from qkv.wire import responses
-from qkv.wire.responses import Crossover, Done, Progress, from_json
+from qkv.wire.response_fields import from_json
+from qkv.wire.responses import Crossover, Done, Progress
 
 __all__ = ["Cell", "Crossover", "Progress", "SweepResults"]
 

@@ -16,7 +16,7 @@ from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json_arrays
 from qkv.wire.json_arrays import MAX_AXES, Document, NestedLists, format_node, items
 from qkv.wire.message import Message
-from qkv.wire.responses import json_fields
+from qkv.wire.response_fields import json_fields
 
 __all__ = [
     "MEDIA_TYPE",
@@ -136,7 +136,7 @@ def pop_encoding(fields: dict[str, Any]) -> str | None:
 
 
 def dump(document: Any) -> bytes:
-    """Encodes plain JSON, such as a problem document, and dataclasses of `wire.responses`."""
+    """Encodes plain JSON, such as a problem document, and response dataclasses."""
     return orjson.dumps(document, json_fields, orjson.OPT_PASSTHROUGH_DATACLASS)
 
 

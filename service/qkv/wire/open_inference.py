@@ -23,7 +23,7 @@ from qkv.wire import json, json_arrays
 from qkv.wire.casting import cast_untyped
 from qkv.wire.json_arrays import MAX_AXES, Document, NestedLists, format_node, items
 from qkv.wire.message import Message
-from qkv.wire.responses import DATATYPES, BinarySize, InferTensor
+from qkv.wire.oip_responses import DATATYPES, BinarySize, InferTensor
 
 __all__ = ["DATATYPES", "LENGTH_HEADER", "decode", "encode", "encode_tensors", "json_length"]
 

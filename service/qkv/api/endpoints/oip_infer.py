@@ -25,7 +25,7 @@ from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
 from qkv.wire.message import Message
-from qkv.wire.responses import InferResponse
+from qkv.wire.oip_responses import InferResponse
 
 __all__ = ["InferHandler", "router"]
 

@@ -21,8 +21,35 @@ from qkv.errors import InvalidContent, NotFound, QkvError, ServiceUnavailable
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
-from qkv.wire import json, responses
+from qkv.wire import json
+from qkv.wire.oip_responses import (
+    InputConfig,
+    InputMetadata,
+    InputParameters,
+    Loaded,
+    ModelConfig,
+    ModelError,
+    ModelInstances,
+    ModelList,
+    ModelMetadata,
+    ModelNotReady,
+    ModelReady,
+    ModelStatistics,
+    OutputConfig,
+    OutputMetadata,
+    OutputParameters,
+    RepositoryModel,
+    ServerLive,
+    ServerMetadata,
+    ServerReady,
+    StatisticsResponse,
+    StringValue,
+    TransactionPolicy,
+    Unloaded,
+    VersionPolicy,
+)
 from qkv.wire.open_inference import DATATYPES
+from qkv.wire.response_fields import from_json
 
 __all__ = [
     "HEALTH_PATHS",
@@ -71,7 +98,7 @@ def oip_error_response(error: QkvError) -> Response:
     Those are 400 for any invalid request, and 503 also for an exceeded deadline.
     """
     status = {406: 400, 415: 400, 422: 400, 504: 503}.get(error.status, error.status)
-    body = responses.ModelError(error.problem()["detail"])  # `problem` truncates it
+    body = ModelError(error.problem()["detail"])  # `problem` truncates it
     return Response(json.dump(body), status, error.headers(), media_type=json.MEDIA_TYPE)
 
 
@@ -101,7 +128,7 @@ def _add_server(
     @routes.get("/v2", summary="Returns the server's name, version and extensions.")
     @routes.get("/v2/", include_in_schema=False)
     async def server() -> Response:
-        return _respond(responses.ServerMetadata("qkv", __version__, _EXTENSIONS))
+        return _respond(ServerMetadata("qkv", __version__, _EXTENSIONS))
 
     @routes.get(
         "/v2/health/live",
@@ -110,12 +137,12 @@ def _add_server(
     )
     async def live() -> Response:
         is_good = engine.is_alive and not shared_state.stuck_processes
-        return _respond(responses.ServerLive(is_good), 200 if is_good else 503)
+        return _respond(ServerLive(is_good), 200 if is_good else 503)
 
     @routes.get("/v2/health/ready", summary="Readiness: every worker accepts requests.")
     async def ready() -> Response:
         is_good = engine.is_ready and shared_state.is_ready
-        return _respond(responses.ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
+        return _respond(ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
 
 
 def _add_models(
@@ -126,7 +153,7 @@ def _add_models(
     @routes.get("/v2/models", summary="Lists the loaded models.")
     async def models_listed() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
-        return _respond(responses.ModelList(names))
+        return _respond(ModelList(names))
 
     @routes.get(
         "/v2/models/stats",
@@ -153,8 +180,8 @@ def _add_models(
         if not (engine.is_ready and shared_state.is_ready):
             raise ServiceUnavailable("the service is not ready")
         if models.is_loaded(model):
-            return _respond(responses.ModelReady(model, True))
-        unloaded = responses.ModelNotReady(f"{model} is not loaded", model, False)
+            return _respond(ModelReady(model, True))
+        unloaded = ModelNotReady(f"{model} is not loaded", model, False)
         return _respond(unloaded, 400)  # Triton's status
 
     @routes.get(
@@ -187,7 +214,7 @@ def _add_repository(routes: APIRouter, models: ModelStats) -> None:
         loaded = {name: models.is_loaded(name) for name in models.names}
         return _respond(
             [
-                responses.RepositoryModel(
+                RepositoryModel(
                     name,
                     VERSION,
                     "READY" if loaded[name] else "UNAVAILABLE",
@@ -207,7 +234,7 @@ def _add_repository(routes: APIRouter, models: ModelStats) -> None:
         _find(models, model, VERSION)
         await _reject_parameters(request)
         models.load(model)
-        return _respond(responses.Loaded(model))
+        return _respond(Loaded(model))
 
     @routes.post(
         "/v2/repository/models/{model}/unload",
@@ -219,7 +246,7 @@ def _add_repository(routes: APIRouter, models: ModelStats) -> None:
         _find(models, model, VERSION)
         await _reject_parameters(request, "unload_dependents")  # no model has dependents
         models.load(model, loaded=False)
-        return _respond(responses.Unloaded(model))
+        return _respond(Unloaded(model))
 
 
 def _find(models: ModelStats, name: str, version: str) -> Variant:
@@ -260,30 +287,28 @@ async def _reject_parameters(request: Request, *known: str) -> None:
             raise InvalidContent(f"parameter {name!r} must be true or false")
 
 
-def _metadata(variant: Variant) -> responses.ModelMetadata:
-    return responses.ModelMetadata(
+def _metadata(variant: Variant) -> ModelMetadata:
+    return ModelMetadata(
         name=variant.name,
         versions=[VERSION],
         platform="qkv",
         inputs=tuple(
-            responses.InputMetadata(
+            InputMetadata(
                 spec.name,
                 _datatype(spec.dtypes),
                 _sizes(spec),
-                responses.InputParameters(
+                InputParameters(
                     [DATATYPES[d] for d in spec.dtypes], list(spec.letters), spec.is_optional
                 ),
             )
             for spec in variant.inputs.values()
         ),
         outputs=tuple(
-            responses.OutputMetadata(
+            OutputMetadata(
                 spec.name,
                 "FP32",
                 _sizes(spec),
-                responses.OutputParameters(
-                    list(spec.letters), spec.name != default_output(variant)
-                ),
+                OutputParameters(list(spec.letters), spec.name != default_output(variant)),
             )
             for spec in variant.outputs.values()
         ),
@@ -295,40 +320,38 @@ def default_output(variant: Variant) -> str:
     return "output" if "output" in variant.outputs else next(iter(variant.outputs))
 
 
-def _config(
-    variant: Variant, engine: Engine | RemoteEngine, instances: int
-) -> responses.ModelConfig:
+def _config(variant: Variant, engine: Engine | RemoteEngine, instances: int) -> ModelConfig:
     schema = variant.parameters.model_json_schema()["properties"]
-    return responses.ModelConfig(
+    return ModelConfig(
         name=variant.name,
         platform="",
         backend="qkv",
-        version_policy=responses.VersionPolicy({"num_versions": 1}),
+        version_policy=VersionPolicy({"num_versions": 1}),
         max_batch_size=0,
         input=tuple(
-            responses.InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i), i.is_optional)
+            InputConfig(i.name, f"TYPE_{_datatype(i.dtypes)}", _sizes(i), i.is_optional)
             for i in variant.inputs.values()
         ),
         output=tuple(
-            responses.OutputConfig(o.name, "TYPE_FP32", _sizes(o)) for o in variant.outputs.values()
+            OutputConfig(o.name, "TYPE_FP32", _sizes(o)) for o in variant.outputs.values()
         ),
         instance_group=(
-            responses.ModelInstances(
+            ModelInstances(
                 variant.name, "KIND_CPU" if engine.device.type == "cpu" else "KIND_GPU", instances
             ),
         ),
         parameters={  # pydantic's encoder: a bound may exceed 64 bits
-            name: responses.StringValue(to_json(about).decode()) for name, about in schema.items()
+            name: StringValue(to_json(about).decode()) for name, about in schema.items()
         },
-        model_transaction_policy=responses.TransactionPolicy(False),
+        model_transaction_policy=TransactionPolicy(False),
     )
 
 
-def _statistics(models: ModelStats, *names: str) -> responses.StatisticsResponse:
-    return responses.StatisticsResponse(
+def _statistics(models: ModelStats, *names: str) -> StatisticsResponse:
+    return StatisticsResponse(
         tuple(
-            responses.from_json(
-                responses.ModelStatistics,
+            from_json(
+                ModelStatistics,
                 {"name": name, "version": VERSION} | models.statistics(name),
             )
             for name in names

@@ -8,7 +8,7 @@ from qkv.api.openapi import examples
 from qkv.api.openapi.response_schemas import response_components
 from qkv.api.openapi.schemas import TIMEOUT, closed, ref
 from qkv.attention import catalogue
-from qkv.wire import json, responses
+from qkv.wire import json, oip_responses
 from qkv.wire.open_inference import LENGTH_HEADER
 
 __all__ = ["components", "error_responses", "operations", "unauthorized"]
@@ -20,19 +20,19 @@ _FLAG: Final = {"type": "boolean"}
 _BINARY: Final = "application/octet-stream"
 _NUMBERS: Final = {"anyOf": [ref("Numbers"), ref("Booleans")]}
 _RESPONSES: Final[dict[str, type]] = {
-    "/v2": responses.ServerMetadata,
-    "/v2/health/live": responses.ServerLive,
-    "/v2/health/ready": responses.ServerReady,
-    "/v2/models": responses.ModelList,
-    "/v2/models/stats": responses.StatisticsResponse,
-    "/v2/models/{model}": responses.ModelMetadata,
-    "/v2/models/{model}/ready": responses.ModelReady,
-    "/v2/models/{model}/config": responses.ModelConfig,
-    "/v2/models/{model}/stats": responses.StatisticsResponse,
-    "/v2/models/{model}/infer": responses.InferResponse,
-    "/v2/repository/index": responses.RepositoryModel,
-    "/v2/repository/models/{model}/load": responses.Loaded,
-    "/v2/repository/models/{model}/unload": responses.Unloaded,
+    "/v2": oip_responses.ServerMetadata,
+    "/v2/health/live": oip_responses.ServerLive,
+    "/v2/health/ready": oip_responses.ServerReady,
+    "/v2/models": oip_responses.ModelList,
+    "/v2/models/stats": oip_responses.StatisticsResponse,
+    "/v2/models/{model}": oip_responses.ModelMetadata,
+    "/v2/models/{model}/ready": oip_responses.ModelReady,
+    "/v2/models/{model}/config": oip_responses.ModelConfig,
+    "/v2/models/{model}/stats": oip_responses.StatisticsResponse,
+    "/v2/models/{model}/infer": oip_responses.InferResponse,
+    "/v2/repository/index": oip_responses.RepositoryModel,
+    "/v2/repository/models/{model}/load": oip_responses.Loaded,
+    "/v2/repository/models/{model}/unload": oip_responses.Unloaded,
 }
 """The response of each operation, or an item of its list."""
 _ERROR_DESCRIPTIONS: Final = {
@@ -49,7 +49,7 @@ _ERROR_DESCRIPTIONS: Final = {
 def components() -> dict[str, Schema]:
     """Returns the schemas of responses and of the inference request, by name."""
     kinds = dict.fromkeys(_RESPONSES.values())
-    found = response_components(*kinds, responses.ModelNotReady, responses.ModelError)
+    found = response_components(*kinds, oip_responses.ModelNotReady, oip_responses.ModelError)
     tensor = found["InferTensor"]
     tensor["properties"]["data"] |= _NUMBERS
     tensor["oneOf"] = [{"required": ["data"]}, {"required": ["parameters"]}]

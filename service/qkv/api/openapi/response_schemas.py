@@ -1,4 +1,4 @@
-"""JSON schemas of the dataclasses in `wire/responses.py`, as components of the OpenAPI document.
+"""JSON schemas of the response dataclasses of `wire`, as components of the OpenAPI document.
 
 `response_components` is the entry point.
 """
@@ -13,7 +13,7 @@ import pydantic
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from qkv.wire.responses import is_left_out, json_name
+from qkv.wire.response_fields import is_left_out, json_name
 
 __all__ = ["response_components"]
 
@@ -23,7 +23,7 @@ _NULL: Final = {"type": "null"}
 
 
 class _Generator(GenerateJsonSchema):
-    """Writes schemas as `wire.responses.json_fields` writes the dataclasses."""
+    """Writes schemas as `wire.response_fields.json_fields` writes the dataclasses."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         """Sets no titles: they only repeat the names."""
