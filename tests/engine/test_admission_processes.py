@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
@@ -26,6 +25,7 @@ from support.service_processes import (
     device_process_pid,
     slow_request_body,
     status_of,
+    wait_until_computing,
 )
 from support.small_requests import HEAD, SAFETENSORS, body, outputs, post
 
@@ -94,17 +94,11 @@ def test_device_process_drops_jobs_of_200_disconnected_clients(
         page = httpx.get(f"{service_process.url}/metrics", timeout=TIMEOUT_S).text
         return sum(float(n) for n in re.findall(rf"^{name}(?:{{.*}})? (.*)$", page, re.MULTILINE))
 
-    def ticks() -> int:
-        return sum(
-            map(int, Path(f"/proc/{device}/stat").read_text().rsplit(")")[-1].split()[11:13])
-        )
-
     before = count()
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(post, service_process.url, large)
         wait_until(lambda: metric("qkv_request_body_bytes_total") >= len(large))
-        begun = ticks()
-        wait_until(lambda: ticks() > begun + 50)  # only the large request computes for so long
+        wait_until_computing(device)
         with ExitStack() as stack:
             for _ in range(200):
                 leaving = stack.enter_context(

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from qkv.client.request_builders import build_attend
-from support.processes import TIMEOUT_S, Process
+from support.processes import TIMEOUT_S, Process, wait_until
 
 PATH: Final = "/v1/attention/softmax"
 TINY_BODY: Final = json.dumps(
@@ -145,3 +145,14 @@ def device_process_pid(service_process: Process) -> int:
         if f"socket:[{inode}]" not in {os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
     )
     return found
+
+
+def wait_until_computing(pid: int) -> None:
+    """Waits until a process has computed for half a second, as only a large job does."""
+    stat, ticks_per_s = Path(f"/proc/{pid}/stat"), os.sysconf("SC_CLK_TCK")
+
+    def ticks() -> int:
+        return sum(map(int, stat.read_text().rsplit(")")[-1].split()[11:13]))
+
+    begun = ticks()
+    wait_until(lambda: ticks() > begun + ticks_per_s // 2)

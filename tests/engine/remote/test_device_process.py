@@ -33,6 +33,7 @@ from support.service_processes import (
     repeat_in_threads,
     slow_request_body,
     status_of,
+    wait_until_computing,
 )
 
 WORKERS: Final = 3
@@ -279,7 +280,7 @@ def test_jobs_of_disconnected_clients_do_not_run(service_process: Process) -> No
         busy = pool.submit(
             client.post, service_process.url + PATH, content=slow, headers=SAFETENSORS
         )
-        time.sleep(0.5)
+        wait_until_computing(device_process_pid(service_process))
         for _ in range(6):
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(
