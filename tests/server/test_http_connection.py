@@ -241,6 +241,7 @@ def test_connect_gets_400(server: Server) -> None:
         assert only(connection, 400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [b"", b"\r\n", b"G", LIVE[:-2], RUN, RUN + BODY[:10], CHUNKED + b"5\r\n1", LIVE + b"\r\n"],
@@ -308,6 +309,7 @@ def test_pauses_below_the_read_timeout_are_allowed(short_read_timeout: Server) -
             caller.read_response()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 8, 128, 64), (1, 4, 256, 128)])
 def test_slow_upload_with_progress_gets_its_response(
     short_read_timeout: Server, shape: tuple[int, ...]
@@ -404,6 +406,7 @@ def test_disconnect_cancels_pipelined_requests(short_read_timeout: Server) -> No
         short_read_timeout.wait_until_queued(0)
 
 
+@pytest.mark.slow
 def test_slow_reader_gets_its_response(server_with_write_timeout: Server) -> None:
     """Reads for several times the write timeout."""
     with short_write_timeout(server_with_write_timeout) as connection:
@@ -457,6 +460,7 @@ def test_bytes_after_the_response_are_limited(
         assert [status for status, *_ in read_responses(connection)] == [413, 200, 400]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("connection_header", ["close", "keep-alive"])
 @pytest.mark.parametrize(
     ("start", "status"), [("POST /nowhere", 404), ("POST /v1/variants", 405), ("GET /livez", 200)]

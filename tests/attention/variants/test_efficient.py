@@ -128,6 +128,7 @@ def test_agrees_with_reference(request: Any, causal: bool, offset: Any) -> None:
     assert_right(tensors, lengths, causal=causal, query_offset=offset)
 
 
+@pytest.mark.slow
 @every_dtype
 @causal_or_not
 @pytest.mark.parametrize("length", [16, 17, 64, 65, 1000])

@@ -64,6 +64,7 @@ def assert_agrees_with_reference(request: Request) -> None:
     assert_within(part, truth.weights[:, :, rows], bound.weights[:, :, rows])
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize(
     "parameters",
