@@ -161,6 +161,7 @@ def run_script(command: str, url: str, folder: Path) -> tuple[str, str]:
     return done.stdout, documented
 
 
+@pytest.mark.slow
 def test_command_line_example_prints_the_documented_output(url: str, tmp_path: Path) -> None:
     printed, documented = run_script("qkv attend", url, tmp_path)
     assert re.sub(r"[0-9.]+ ms", "ms", printed) == re.sub(r"[0-9.]+ ms", "ms", documented)

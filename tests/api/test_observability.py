@@ -163,7 +163,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.representative
 @pytest.mark.process
 def test_request_log_has_a_line_for_each_request(tmp_path: Path) -> None:
     path = tmp_path / "log"

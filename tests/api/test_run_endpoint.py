@@ -256,6 +256,7 @@ def test_random_requests_match_the_reference(server: Server, kind: int) -> None:
     case.check(run_request(server, case.document)["outputs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
 def test_large_bodies_are_handled_in_threads(server: Server, encoding: str) -> None:
     """Bodies and responses above 256 KiB are parsed and encoded in a thread."""

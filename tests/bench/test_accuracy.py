@@ -50,6 +50,7 @@ def excess(found: accuracy.Found, seed: int, name: str) -> Tensor:
     return past
 
 
+@pytest.mark.slow
 @every_dtype
 @every_variant
 def test_errors_are_within_their_bounds(variant: Variant, dtype: torch.dtype) -> None:

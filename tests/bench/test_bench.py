@@ -29,6 +29,7 @@ TINY: Final = (1, 2, 3, 4)
 PAGE: Final = run_page.PAGE.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
 def test_load_checks_every_response(server: Server, form: str, weights: bool) -> None:

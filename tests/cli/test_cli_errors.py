@@ -193,6 +193,7 @@ def test_unknown_variant_is_an_error(
     assert error_of(tmp_path, *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "address",
     [

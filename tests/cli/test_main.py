@@ -48,7 +48,7 @@ def test_serve_prints_its_address_and_a_working_curl_command(process: Process) -
     assert rounded(response.json()) == EXPECTED
 
 
-@pytest.mark.representative
+@pytest.mark.slow
 def test_flags_override_the_environment_and_sigterm_exits_with_0(command: Command) -> None:
     port, other = str(free_port()), str(free_port())
     arguments = ("serve", "--port", port, "--host", "127.0.0.2")

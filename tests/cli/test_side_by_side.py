@@ -132,6 +132,7 @@ def test_parameters_in_a_file_must_be_an_object(url: str, tmp_path: Path, place:
     assert "parameters is not an object: got 3" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("compare", "linear", "{source}"), ("sweep", "linear")])
 def test_missing_service_is_an_error_with_a_cure(
     source: Path, tmp_path: Path, words: tuple[str, ...]

@@ -87,6 +87,7 @@ def test_invalid_arrays_are_errors_without_a_request(
         client.attend("softmax", **arguments)
 
 
+@pytest.mark.slow
 def test_limits_of_the_service_raise_their_errors(serve: Callable[..., Server]) -> None:
     inputs = numbers()
     small = serve(max_body_bytes=1000)
@@ -132,6 +133,7 @@ def test_timeout_is_an_error_of_httpx(serve: Callable[..., Server]) -> None:
         server.wait_until_queued(0)  # the service drops the request of the closed connection
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "headers", "content"),
     [

@@ -179,6 +179,7 @@ def test_service_that_starts_later_is_reached(send: Any) -> None:
             assert len(script.bodies) == 1
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(
     "retry_after",

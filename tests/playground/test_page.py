@@ -34,7 +34,7 @@ def select_variant(page: Page, variant: str) -> None:
     expect(page.locator("#status")).to_have_text(re.compile(f"^{variant}: .* in the service"))
 
 
-@pytest.mark.representative
+@pytest.mark.slow
 def test_each_variant_is_drawn(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     for variant in server.http.get("/v1/variants").json()["variants"]:

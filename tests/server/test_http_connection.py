@@ -256,6 +256,7 @@ def test_silent_client_gets_408(short_read_timeout: Server, sent: bytes) -> None
     assert statuses == expected.get(sent, [408])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head", [LIVE[:-2] + b"X: ", RUN.replace(b"Length: ", b"Length: 9"), CHUNKED]
 )
@@ -298,6 +299,7 @@ def test_incomplete_directly_received_body_gets_408(
     wait_until(lambda: worker.shared_state.in_flight == 0)
 
 
+@pytest.mark.slow
 def test_pauses_below_the_read_timeout_are_allowed(short_read_timeout: Server) -> None:
     body, length = encode_body(random_inputs(0))
     request = encode_request(body, length)
@@ -381,6 +383,7 @@ def test_connection_with_an_unread_large_response_is_closed(
     assert len(received) < size_of(received)
 
 
+@pytest.mark.slow
 def test_connection_with_unread_small_responses_is_closed(
     server_with_write_timeout: Server,
 ) -> None:

@@ -51,7 +51,7 @@ def service_process(command: Command) -> Process:
     return started
 
 
-@pytest.mark.representative
+@pytest.mark.slow
 def test_service_is_ready_when_all_workers_are(service_process: Process) -> None:
     assert any(f"{WORKERS} workers" in line for line in service_process.lines)
     assert len(child_pids(service_process.popen.pid)) == WORKERS

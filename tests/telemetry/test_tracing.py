@@ -145,6 +145,7 @@ def test_fast_path_requests_are_traced(
         assert span.status.code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lines",
     [
@@ -241,6 +242,7 @@ def test_internal_error_sets_the_status_of_the_span(
     assert attributes_of(span)["error.type"] == "internal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "flags", "is_sampled"),
     [("", "01", True), ("", "00", False), ("always_off", "01", False), ("always_on", "00", True)],

@@ -64,6 +64,7 @@ def test_drain_reaches_every_process_and_ends_readiness() -> None:
     assert (shared_state.is_ready, shared_state.is_draining) == (False, True)
 
 
+@pytest.mark.slow
 def test_process_that_has_not_started_is_not_stuck() -> None:
     shared_state = SharedState(2, stuck_s=1e-9, stuck_device_s=1e-9)
     time.sleep(0.001)

@@ -129,6 +129,7 @@ def test_agrees_with_reference(request: Any, causal: bool, offset: Any) -> None:
     assert_right(tensors, lengths, causal=causal, query_offset=offset)
 
 
+@pytest.mark.slow
 @every_dtype
 @causal_or_not
 @pytest.mark.parametrize("length", [64, 65, 129, 1000])
@@ -164,6 +165,7 @@ def test_keys_that_oppose_the_query(dtype: torch.dtype, causal: bool, angle: flo
             assert abs(float(output[0, 0, i]) - float(truth @ value[:, 0].double())) <= close * mass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @causal_or_not
 def test_items_are_recomputed_in_float64_independently(dtype: torch.dtype, causal: bool) -> None:
@@ -230,6 +232,7 @@ def test_vectors_without_direction_have_similarity_1(dtype: torch.dtype) -> None
     assert torch.equal(output[0, 0], truth)
 
 
+@pytest.mark.slow
 @every_dtype
 @causal_or_not
 def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:

@@ -284,6 +284,7 @@ def test_restarted_worker_waits_for_running_jobs_of_the_previous_one(
     run(test)
 
 
+@pytest.mark.slow
 def test_full_region_raises_503_until_blocks_are_released() -> None:
     async def test(fixture: Service) -> None:
         job = plain(0, 4096)
@@ -364,6 +365,7 @@ def test_device_process_records_statistics() -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_pending_jobs_fail_when_the_device_process_ends() -> None:
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
