@@ -1,4 +1,4 @@
-"""Requests for exact attention in every format, with the bytes of the correct response."""
+"""Requests for exact attention in every format, with the expected bytes of the response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from load import Asked
+from load import BenchRequest
 from torch import Tensor
 
 from qkv.attention.catalogue import find
@@ -26,9 +26,9 @@ FORMATS: Final = {
 }
 """Encoding of tensors by format; the keys are the names in tables."""
 
-_PATIENCE_S: Final = 300
-_V2: Final = "/v2/models/softmax/infer"
-_NATIVE: Final = "/v1/attention/softmax"
+_TIMEOUT_S: Final = 300
+_V2_PATH: Final = "/v2/models/softmax/infer"
+_NATIVE_PATH: Final = "/v1/attention/softmax"
 _BINARY: Final = "application/octet-stream"
 
 
@@ -43,82 +43,86 @@ def tensors_of(shape: tuple[int, ...], keys: int | None = None) -> dict[str, Ten
     }
 
 
-def asked(
+def build_request(
     address: tuple[str, int],
-    form: str,
+    wire_format: str,
     tensors: Mapping[str, Tensor],
     weights: bool = False,
-    size: int = 0,
-) -> Asked:
-    """Returns a request and its correct response, after one request that checks it.
+    body_bytes: int = 0,
+) -> BenchRequest:
+    """Returns a request and its expected response, after one request that checks it.
 
     Args:
         address: host and port of the service that receives this request.
-        form: a key of `FORMATS`.
+        wire_format: a key of `FORMATS`.
         tensors: query, key and value.
         weights: True to request the weights beside the output.
-        size: bytes of the body, padded with spaces; V2 only. 0: without padding.
+        body_bytes: size of the body, padded with spaces; V2 only. 0: without padding.
 
     Raises:
         AssertionError: the error of the response exceeds the roundings of float32.
     """
-    outputs = ["output", "weights"] if weights else ["output"]
-    made = _v2(tensors, outputs, size) if form == "V2 binary" else _native(form, tensors, weights)
-    connection = http.client.HTTPConnection(*address, timeout=_PATIENCE_S)
+    names = ["output", "weights"] if weights else ["output"]
+    if wire_format == "V2 binary":
+        request = _build_v2(tensors, names, body_bytes)
+    else:
+        request = _build_native(wire_format, tensors, weights)
+    connection = http.client.HTTPConnection(*address, timeout=_TIMEOUT_S)
     try:
-        connection.request("POST", made.path, made.body, dict(made.headers))
-        answer = connection.getresponse()
-        body = answer.read()
+        connection.request("POST", request.path, request.body, dict(request.headers))
+        response = connection.getresponse()
+        body = response.read()
     finally:
         connection.close()
-    assert answer.status == 200, body[:600]
-    length = answer.headers.get(open_inference.LENGTH_HEADER)
-    found = _decode(form, body, int(length) if length else None)
-    assert list(found) == outputs
-    _check(tensors, found)
-    if FORMATS[form] == "bytes":
-        end = sum(tensor.nbytes for tensor in found.values())
-        return dataclasses.replace(made, right=body[-end:], at_end=True)
-    return dataclasses.replace(made, right=body[: body.index(b'"timing"')])
+    assert response.status == 200, body[:600]
+    length = response.headers.get(open_inference.LENGTH_HEADER)
+    outputs = _decode(wire_format, body, int(length) if length else None)
+    assert list(outputs) == names
+    _check_outputs(tensors, outputs)
+    if FORMATS[wire_format] == "bytes":
+        size = sum(tensor.nbytes for tensor in outputs.values())
+        return dataclasses.replace(request, expected_bytes=body[-size:], is_at_end=True)
+    return dataclasses.replace(request, expected_bytes=body[: body.index(b'"timing"')])
 
 
-def _v2(tensors: Mapping[str, Tensor], outputs: list[str], size: int) -> Asked:
-    wanted = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
-    message = Message({"outputs": wanted}, _raw(tensors))
-    (head, *data), _ = open_inference.encode(message, "inputs", message.tensors)
-    if size:
-        head = bytes(head).ljust(size - sum(map(len, data)))  # JSON may end in spaces
-    body = b"".join((head, *data))
-    assert size in (0, len(body))
-    return Asked(_V2, {"Content-Type": _BINARY, open_inference.LENGTH_HEADER: str(len(head))}, body)
+def _build_v2(tensors: Mapping[str, Tensor], names: list[str], body_bytes: int) -> BenchRequest:
+    outputs = [{"name": name, "parameters": {"binary_data": True}} for name in names]
+    message = Message({"outputs": outputs}, _to_raw(tensors))
+    (head, *chunks), _ = open_inference.encode(message, "inputs", message.tensors)
+    if body_bytes:
+        head = bytes(head).ljust(body_bytes - sum(map(len, chunks)))  # JSON may end in spaces
+    body = b"".join((head, *chunks))
+    assert body_bytes in (0, len(body))
+    headers = {"Content-Type": _BINARY, open_inference.LENGTH_HEADER: str(len(head))}
+    return BenchRequest(_V2_PATH, headers, body)
 
 
-def _native(form: str, tensors: Mapping[str, Tensor], weights: bool) -> Asked:
-    codec: Any = safetensors if form == "safetensors" else json
+def _build_native(wire_format: str, tensors: Mapping[str, Tensor], weights: bool) -> BenchRequest:
+    codec: Any = safetensors if wire_format == "safetensors" else json
     fields = {"weights": "full" if weights else "none"}
-    encoding = None if codec is safetensors else FORMATS[form]
-    body = b"".join(codec.encode(Message(fields, _raw(tensors), encoding=encoding), "inputs"))
-    return Asked(_NATIVE, {"Content-Type": codec.MEDIA_TYPE}, body)
+    encoding = None if codec is safetensors else FORMATS[wire_format]
+    body = b"".join(codec.encode(Message(fields, _to_raw(tensors), encoding=encoding), "inputs"))
+    return BenchRequest(_NATIVE_PATH, {"Content-Type": codec.MEDIA_TYPE}, body)
 
 
-def _raw(tensors: Mapping[str, Tensor]) -> dict[str, RawTensor]:
+def _to_raw(tensors: Mapping[str, Tensor]) -> dict[str, RawTensor]:
     return {name: RawTensor.from_numpy(tensor.numpy()) for name, tensor in tensors.items()}
 
 
-def _decode(form: str, body: bytes, length: int | None) -> dict[str, RawTensor]:
-    if form == "V2 binary":
+def _decode(wire_format: str, body: bytes, length: int | None) -> dict[str, RawTensor]:
+    if wire_format == "V2 binary":
         return open_inference.decode(body, "outputs", length).tensors
-    codec: Any = safetensors if form == "safetensors" else json
-    found: dict[str, RawTensor] = codec.decode(body, "outputs").tensors
-    return found
+    codec: Any = safetensors if wire_format == "safetensors" else json
+    outputs: dict[str, RawTensor] = codec.decode(body, "outputs").tensors
+    return outputs
 
 
-def _check(tensors: Mapping[str, Tensor], found: Mapping[str, RawTensor]) -> None:
+def _check_outputs(tensors: Mapping[str, Tensor], outputs: Mapping[str, RawTensor]) -> None:
     """Asserts that every output equals the reference, up to the roundings of float32."""
-    right = find("softmax").module.reference(*tensors.values())
+    reference = find("softmax").module.reference(*tensors.values())
     *_, S, D = tensors["key"].shape
-    for name, tensor in found.items():
-        truth = getattr(right, name).numpy()
-        bound = (8 + 2 * D + S) * np.finfo(np.float32).eps * np.abs(truth).max()
-        off = np.abs(tensor.numpy() - truth).max()
-        assert off <= bound, f"{name} is off by {off:.3g}"
+    for name, tensor in outputs.items():
+        expected = getattr(reference, name).numpy()
+        bound = (8 + 2 * D + S) * np.finfo(np.float32).eps * np.abs(expected).max()
+        error = np.abs(tensor.numpy() - expected).max()
+        assert error <= bound, f"{name} is wrong: got error {error:.3g}, expected <= {bound:.3g}"

@@ -1,7 +1,7 @@
-"""Load generator: repeats one request over open connections, from processes of its own.
+"""Load generator: repeats one request over open connections, from separate client processes.
 
-It compares every response with the correct one and reads the timing in it. Common load generators
-only count bytes.
+It compares every response with the expected bytes and reads the timing in it. Common load
+generators only count bytes.
 """
 
 from __future__ import annotations
@@ -21,119 +21,127 @@ from typing import Any, Final, NamedTuple
 import uvloop
 
 PROCESSES: Final = 2  # client processes; a small request takes one of them about 50 us of CPU
-WARM_UP: Final = 5
-LEAST: Final = 3  # responses, regardless of the time
+WARM_UP: Final = 5  # requests
+MIN_RESPONSES: Final = 3  # regardless of the duration
 
 STAGES: Final = (b"queue", b"transfer", b"compute", b"total")
 _STAGE: Final = re.compile(rb'(queue|transfer|compute|total)_ms\\?":([0-9.e+-]+)')
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
-_GOOD: Final = b"HTTP/1.1 200 "
+_STATUS_OK: Final = b"HTTP/1.1 200 "
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchRequest:
     """A request, and the bytes that every response to it has.
 
     Attributes:
         path: path of the POST request.
         headers: the headers without Content-Length.
         body: the body.
-        right: the tensors, as the first or last bytes of the response body.
-        at_end: True if they are the last bytes.
+        expected_bytes: the tensors, as the first or last bytes of the response body.
+        is_at_end: True if they are the last bytes.
     """
 
     path: str
     headers: Mapping[str, str]
     body: bytes
-    right: bytes = b""
-    at_end: bool = False
+    expected_bytes: bytes = b""
+    is_at_end: bool = False
 
 
-class Asking(NamedTuple):
+class LoadInstructions(NamedTuple):
     """Instructions for a client process.
 
     Attributes:
         host, port: address of the service.
-        asked: the request.
+        request: the request.
         connections: number of open connections.
-        at_once: number of them with a request in flight; the others are idle.
-        seconds: duration of the measurement.
+        in_flight: number of them with a request in flight; the others are idle.
+        duration_s: duration of the measurement.
     """
 
     host: str
     port: int
-    asked: Asked
+    request: BenchRequest
     connections: int
-    at_once: int
-    seconds: float
+    in_flight: int
+    duration_s: float
 
 
-class Answer(NamedTuple):
-    """Milliseconds of a response: measured by the client, and of the stages in the response."""
+class ResponseTiming(NamedTuple):
+    """Times of a response: measured by the client, and of the stages in the response."""
 
-    ms: float
-    queue: float
-    transfer: float
-    compute: float
-    total: float
+    latency_ms: float
+    queue_ms: float
+    transfer_ms: float
+    compute_ms: float
+    total_ms: float
 
     @property
-    def added(self) -> float:
+    def added_ms(self) -> float:
         """Milliseconds without the attention itself."""
-        return self.ms - self.compute
+        return self.latency_ms - self.compute_ms
 
 
-class Load(NamedTuple):
-    """Responses of a measurement; `rate` is in responses per second."""
+class LoadResult(NamedTuple):
+    """Timings of all responses of a measurement; `rate` is in responses per second."""
 
-    answers: list[Answer]
+    timings: list[ResponseTiming]
     rate: float
 
 
 def load(
-    address: tuple[str, int], asked: Asked, seconds: float, connections: int = 1, at_once: int = 0
-) -> Load:
+    address: tuple[str, int],
+    request: BenchRequest,
+    duration_s: float,
+    connections: int = 1,
+    in_flight: int = 0,
+) -> LoadResult:
     """Sends a request repeatedly, after a warm-up that uses every connection.
 
     Args:
         address: host and port of the service.
-        asked: the request.
-        seconds: duration; responses to requests in flight at its end are received too.
+        request: the request.
+        duration_s: duration; responses to requests in flight at its end are received too.
         connections: number of open connections.
-        at_once: number of them with a request in flight; 0: all.
+        in_flight: number of them with a request in flight; 0: all.
 
     Raises:
         RuntimeError: a response was wrong.
     """
-    at_once = at_once or connections
-    count = min(PROCESSES, at_once)
+    in_flight = in_flight or connections
+    count = min(PROCESSES, in_flight)
     # Not as __main__, because it pickles classes of this module.
     command = [sys.executable, "-c", "import load; load.main()"]
     here, pipe = Path(__file__).parent, subprocess.PIPE
-    started = [subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe) for _ in range(count)]
+    processes = [subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe) for _ in range(count)]
     try:
-        for i, process in enumerate(started):
-            own = [len(range(i, total, count)) for total in (connections, at_once)]
-            _tell(process, Asking(*address, asked, own[0], own[1], seconds))
-        for process in started:
-            _hear(process)
-        for process in started:
-            _tell(process, "go")
-        heard = [_hear(process) for process in started]
+        for i, process in enumerate(processes):
+            shares = [len(range(i, total, count)) for total in (connections, in_flight)]
+            _send(process, LoadInstructions(*address, request, shares[0], shares[1], duration_s))
+        for process in processes:
+            _receive(process)
+        for process in processes:
+            _send(process, "go")
+        results = [_receive(process) for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
             process.communicate()
-    return Load([answer for came, _ in heard for answer in came], sum(rate for _, rate in heard))
+    return LoadResult(
+        [timing for timings, _ in results for timing in timings], sum(rate for _, rate in results)
+    )
 
 
-def _tell(process: subprocess.Popen[bytes], what: Any) -> None:
+def _send(process: subprocess.Popen[bytes], message: Any) -> None:
+    """Sends a message to a client process."""
     assert process.stdin is not None
-    pickle.dump(what, process.stdin)
+    pickle.dump(message, process.stdin)
     process.stdin.flush()
 
 
-def _hear(process: subprocess.Popen[bytes]) -> Any:
+def _receive(process: subprocess.Popen[bytes]) -> Any:
+    """Receives a message from a client process."""
     assert process.stdout is not None
     try:
         return pickle.load(process.stdout)
@@ -144,99 +152,113 @@ def _hear(process: subprocess.Popen[bytes]) -> Any:
 class _Connection(asyncio.Protocol):
     """One connection, and the response that it receives."""
 
-    def __init__(self, caller: _Caller) -> None:
-        self._caller = caller
-        self._came = bytearray()
-        self._size: int | None = None
+    def __init__(self, client: LoadClient) -> None:
+        self._client = client
+        self._buffer = bytearray()
+        self._response_bytes: int | None = None
 
     def connection_made(self, transport: Any) -> None:  # uvloop has its own class
         self._transport = transport
 
-    def ask(self) -> None:
-        self._since = time.perf_counter()
-        self._transport.write(self._caller.request)
+    def send_request(self) -> None:
+        self._sent_at = time.perf_counter()
+        self._transport.write(self._client.request_bytes)
 
     def data_received(self, data: bytes) -> None:
-        self._came += data
-        if self._size is None:
-            if (end := self._came.find(b"\r\n\r\n")) < 0:
+        self._buffer += data
+        if self._response_bytes is None:
+            if (end := self._buffer.find(b"\r\n\r\n")) < 0:
                 return
-            length = _LENGTH.search(self._came, 0, end)
-            self._head = end + 4
-            self._size = self._head + (int(length[1]) if length else 0)
-        if len(self._came) >= self._size:
-            now, answer = time.perf_counter(), self._came
-            self._came, self._size = bytearray(), None
-            self._caller.answered(self, (now - self._since) * 1e3, answer, self._head)
+            length = _LENGTH.search(self._buffer, 0, end)
+            self._head_bytes = end + 4
+            self._response_bytes = self._head_bytes + (int(length[1]) if length else 0)
+        if len(self._buffer) >= self._response_bytes:
+            now, response = time.perf_counter(), self._buffer
+            self._buffer, self._response_bytes = bytearray(), None
+            latency_ms = (now - self._sent_at) * 1e3
+            self._client.on_response(self, latency_ms, response, self._head_bytes)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._caller.give_up(f"connection lost: {error}")
+        self._client.fail(f"connection lost: {error}")
 
 
-class _Caller:
+class LoadClient:
     """The connections of a client process."""
 
-    def __init__(self, asking: Asking) -> None:
-        asked = asking.asked
-        headers = {"Host": asking.host, "Content-Length": len(asked.body), **asked.headers}
-        lines = [f"POST {asked.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-        self.request = "\r\n".join([*lines, "", ""]).encode() + asked.body
-        self._asking, self._right, self._at_end = asking, asked.right, asked.at_end
+    def __init__(self, instructions: LoadInstructions) -> None:
+        request = instructions.request
+        headers = {
+            "Host": instructions.host,
+            "Content-Length": len(request.body),
+            **request.headers,
+        }
+        lines = [f"POST {request.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+        self.request_bytes = "\r\n".join([*lines, "", ""]).encode() + request.body
+        self._instructions = instructions
+        self._expected_bytes, self._is_at_end = request.expected_bytes, request.is_at_end
 
     async def run(self) -> None:
         """Warms up, reports that it is ready, waits for the start, and reports the responses."""
-        asking, loop = self._asking, asyncio.get_running_loop()
+        instructions, loop = self._instructions, asyncio.get_running_loop()
         self._idle: deque[_Connection] = deque()
-        for _ in range(asking.connections):
-            made = await loop.create_connection(lambda: _Connection(self), asking.host, asking.port)
-            self._idle.append(made[1])
-        await self._ask(0.0, max(WARM_UP, asking.connections))
-        _say("ready")
+        for _ in range(instructions.connections):
+            _, connection = await loop.create_connection(
+                lambda: _Connection(self), instructions.host, instructions.port
+            )
+            self._idle.append(connection)
+        await self._send_requests(0.0, max(WARM_UP, instructions.connections))
+        _report("ready")
         pickle.load(sys.stdin.buffer)
-        _say(await self._ask(asking.seconds, LEAST))
+        _report(await self._send_requests(instructions.duration_s, MIN_RESPONSES))
 
-    async def _ask(self, seconds: float, least: int) -> tuple[list[Answer], float]:
-        """Returns the responses and their rate per second; at the end waits for those in flight."""
-        self._answers: list[Answer] = []
-        self._done = asyncio.get_running_loop().create_future()
-        self._busy, self._least = self._asking.at_once, least
-        started = time.perf_counter()
-        self._until = started + seconds
-        for _ in range(self._busy):
-            self._idle.popleft().ask()
-        await self._done
-        return self._answers, len(self._answers) / (time.perf_counter() - started)
+    async def _send_requests(
+        self, duration_s: float, min_responses: int
+    ) -> tuple[list[ResponseTiming], float]:
+        """Returns the timings and the rate per second; at the end waits for those in flight."""
+        self._timings: list[ResponseTiming] = []
+        self._completion = asyncio.get_running_loop().create_future()
+        self._in_flight, self._min_responses = self._instructions.in_flight, min_responses
+        start = time.perf_counter()
+        self._end = start + duration_s
+        for _ in range(self._in_flight):
+            self._idle.popleft().send_request()
+        await self._completion
+        return self._timings, len(self._timings) / (time.perf_counter() - start)
 
-    def answered(self, connection: _Connection, ms: float, answer: bytearray, head: int) -> None:
+    def on_response(
+        self, connection: _Connection, latency_ms: float, response: bytearray, head_bytes: int
+    ) -> None:
         """Checks and records a response; the longest idle connection sends the next request."""
-        size = len(self._right)
-        tensors = len(answer) - size if self._at_end else head
-        rest = (head, tensors) if self._at_end else (head + size, len(answer))
-        if not (answer.startswith(_GOOD) and answer[tensors : tensors + size] == self._right):
-            self.give_up(f"wrong response: {bytes(answer[:600])!r}")
+        size = len(self._expected_bytes)
+        tensors = len(response) - size if self._is_at_end else head_bytes
+        rest = (head_bytes, tensors) if self._is_at_end else (head_bytes + size, len(response))
+        has_tensors = response[tensors : tensors + size] == self._expected_bytes
+        if not (response.startswith(_STATUS_OK) and has_tensors):
+            self.fail(f"wrong response: {bytes(response[:600])!r}")
             return
-        said = {name: float(value) for name, value in _STAGE.findall(answer, *rest)}
-        self._answers.append(Answer(ms, *(said[stage] for stage in STAGES)))
+        stages = {name: float(value) for name, value in _STAGE.findall(response, *rest)}
+        self._timings.append(ResponseTiming(latency_ms, *(stages[stage] for stage in STAGES)))
         self._idle.append(connection)
-        if time.perf_counter() < self._until or len(self._answers) < self._least:
-            self._idle.popleft().ask()
+        if time.perf_counter() < self._end or len(self._timings) < self._min_responses:
+            self._idle.popleft().send_request()
             return
-        self._busy -= 1
-        if not self._busy:
-            self._done.set_result(None)
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._completion.set_result(None)
 
-    def give_up(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Ends the measurement with an error."""
-        if not self._done.done():
-            self._done.set_exception(RuntimeError(why))
+        if not self._completion.done():
+            self._completion.set_exception(RuntimeError(reason))
 
 
-def _say(what: Any) -> None:
-    pickle.dump(what, sys.stdout.buffer)
+def _report(message: Any) -> None:
+    """Sends a message from a client process to the process that started it."""
+    pickle.dump(message, sys.stdout.buffer)
     sys.stdout.flush()
 
 
 def main() -> None:
     """Runs a client process: reads instructions from stdin and writes responses to stdout."""
-    told = pickle.load(sys.stdin.buffer)
-    uvloop.run(_Caller(told).run())
+    instructions = pickle.load(sys.stdin.buffer)
+    uvloop.run(LoadClient(instructions).run())

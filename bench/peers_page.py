@@ -11,20 +11,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from run_page import digits, table, write
+from run_page import format_number, format_table, write_page
 
 MARK: Final = "made by `bench/peers_page.py`"
-BYTES: Final = {"qkv": "oip-bin", "triton": "oip-bin", "bare-uvicorn": "raw-4w"}
+COMPARED_ENCODINGS: Final = {"qkv": "oip-bin", "triton": "oip-bin", "bare-uvicorn": "raw-4w"}
 """Encodings of the peers that are compared cell by cell; qkv is first."""
-DISTURBED: Final = 0.25  # CPUs used by other processes or the host; threshold of the harness
+MAX_FOREIGN_CPUS: Final = 0.25  # used by other processes or the host; threshold of the harness
 
-Key = tuple[str, str, str, int]
+CellKey = tuple[str, str, str, int]
 Cell = dict[str, Any]
 
 
-def read(results: str) -> dict[Key, Cell]:
+def parse_results(results: str) -> dict[CellKey, Cell]:
     """Returns the latest measured cell of each peer, encoding, shape and number of clients."""
-    cells: dict[Key, Cell] = {}
+    cells: dict[CellKey, Cell] = {}
     for line in results.splitlines():
         cell = json.loads(line)
         if "skip" not in cell:
@@ -32,64 +32,73 @@ def read(results: str) -> dict[Key, Cell]:
     return cells
 
 
-def tables(cells: dict[Key, Cell], floor: dict[str, Any] | None) -> str:
+def build_tables(cells: dict[CellKey, Cell], floor: dict[str, Any] | None) -> str:
     """Returns both tables, and the rate of the same work without HTTP."""
     times = sorted(cell["t"] for cell in cells.values())
     days = dict.fromkeys(datetime.fromtimestamp(t, UTC).date().isoformat() for t in times)
     legend = (
-        f"Measured {' and '.join(days)}. `!`: other processes used more than {DISTURBED} CPUs "
-        "meanwhile. `errors`: some requests failed."
+        f"Measured {' and '.join(days)}. `!`: other processes used more than {MAX_FOREIGN_CPUS} "
+        "CPUs meanwhile. `errors`: some requests failed."
     )
-    every = sorted({key[2:] for key in cells}, key=lambda k: ("SML".index(k[0]), k[1]))
-    parts = [legend, _side_by_side(cells, every), _all(cells, every)]
+    loads = sorted({key[2:] for key in cells}, key=lambda k: ("SML".index(k[0]), k[1]))
+    parts = [legend, _build_comparison(cells, loads), _build_all_rates(cells, loads)]
     if floor:
-        best = [
-            f"{digits(floor[shape]['best_bytes'])} ({shape})" for shape in "SML" if shape in floor
+        rates = [
+            f"{format_number(floor[shape]['best_bytes'])} ({shape})"
+            for shape in "SML"
+            if shape in floor
         ]
         parts.append(
             "The same work in processes without HTTP, from bytes to bytes: at best "
-            f"{', '.join(best)} per second."
+            f"{', '.join(rates)} per second."
         )
     return "\n\n".join(parts)
 
 
-def _side_by_side(cells: dict[Key, Cell], every: list[tuple[str, int]]) -> str:
-    ours, *others = [(p, e) for p, e in BYTES.items() if any(k[:2] == (p, e) for k in cells)]
-    head = ["", "clients", f"{ours[0]}, requests/s"]
+def _build_comparison(cells: dict[CellKey, Cell], loads: list[tuple[str, int]]) -> str:
+    measured = {key[:2] for key in cells}
+    first, *others = [peer for peer in COMPARED_ENCODINGS.items() if peer in measured]
+    header = ["", "clients", f"{first[0]}, requests/s"]
     for name, _ in others:
-        head += [f"{name}, requests/s", f"{ours[0]} / {name}"]
-    head += [f"{name} p50 / p99, ms" for name, _ in (ours, *others)]
+        header += [f"{name}, requests/s", f"{first[0]} / {name}"]
+    header += [f"{name} p50 / p99, ms" for name, _ in (first, *others)]
     rows = []
-    for shape, clients in every:
-        own = cells.get((*ours, shape, clients))
-        row = [shape, str(clients), _rate(own)]
+    for shape, clients in loads:
+        first_cell = cells.get((*first, shape, clients))
+        row = [shape, str(clients), _format_rate(first_cell)]
         for other in others:
-            its = cells.get((*other, shape, clients))
-            both = own and its and not (own["errors"] or its["errors"])
-            row += [_rate(its), f"{own['rps'] / its['rps']:.2g}" if own and its and both else ""]
-        for peer in (ours, *others):
-            found = cells.get((*peer, shape, clients))
-            row.append(f"{digits(found['p50'])} / {digits(found['p99'])}" if found else "")
+            cell = cells.get((*other, shape, clients))
+            ratio = ""
+            if first_cell and cell and not (first_cell["errors"] or cell["errors"]):
+                ratio = f"{first_cell['rps'] / cell['rps']:.2g}"
+            row += [_format_rate(cell), ratio]
+        for peer in (first, *others):
+            cell = cells.get((*peer, shape, clients))
+            row.append(_format_latencies(cell))
         rows.append(row)
-    return table(head, rows)
+    return format_table(header, rows)
 
 
-def _all(cells: dict[Key, Cell], every: list[tuple[str, int]]) -> str:
-    head = ["requests/s", "", *(f"{shape}, {clients}" for shape, clients in every)]
+def _build_all_rates(cells: dict[CellKey, Cell], loads: list[tuple[str, int]]) -> str:
+    header = ["requests/s", "", *(f"{shape}, {clients}" for shape, clients in loads)]
     rows = [
-        [peer, f"`{form}`", *(_rate(cells.get((peer, form, *which))) for which in every)]
-        for peer, form in dict.fromkeys(key[:2] for key in cells)
+        [peer, f"`{encoding}`", *(_format_rate(cells.get((peer, encoding, *x))) for x in loads)]
+        for peer, encoding in dict.fromkeys(key[:2] for key in cells)
     ]
-    return table(head, rows, labels=2)
+    return format_table(header, rows, labels=2)
 
 
-def _rate(cell: Cell | None) -> str:
+def _format_latencies(cell: Cell | None) -> str:
+    return f"{format_number(cell['p50'])} / {format_number(cell['p99'])}" if cell else ""
+
+
+def _format_rate(cell: Cell | None) -> str:
     if cell is None:
         return ""
     if cell["errors"] or cell["short"]:
         return "errors"
-    taken = max(cell["foreign"], cell.get("steal", 0.0))
-    return f"{digits(cell['rps'])}{'!' if taken >= DISTURBED else ''}"
+    foreign_cpus = max(cell["foreign"], cell.get("steal", 0.0))
+    return f"{format_number(cell['rps'])}{'!' if foreign_cpus >= MAX_FOREIGN_CPUS else ''}"
 
 
 def main() -> None:
@@ -98,12 +107,12 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="results of the harness, one JSON object a line")
     parser.add_argument("--floor", type=Path, help="floor.json of the harness")
     parser.add_argument("--write", action="store_true", help="write docs/performance.md")
-    given = parser.parse_args()
-    floor = json.loads(given.floor.read_text()) if given.floor else None
-    text = tables(read(given.results.read_text()), floor)
+    arguments = parser.parse_args()
+    floor = json.loads(arguments.floor.read_text()) if arguments.floor else None
+    text = build_tables(parse_results(arguments.results.read_text()), floor)
     print(text)
-    if given.write:
-        write({MARK: text})
+    if arguments.write:
+        write_page({MARK: text})
 
 
 if __name__ == "__main__":

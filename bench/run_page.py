@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md from the figures of bench/run.py."""
+"""Tables of docs/performance.md from the results of bench/run.py."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from load import Answer, Load
-from service import Memory
+from load import LoadResult, ResponseTiming
+from service import ResidentMemory
 
 PAGE: Final = Path(__file__).parent.parent / "docs/performance.md"
 BEGIN: Final = "<!-- {} -->\n"
 END: Final = "<!-- end -->\n"
-_RESIDENT: Final = ["resident, MiB: before", "at most", "after"]
+_MEMORY_HEADER: Final = ["resident, MiB: before", "peak", "after"]
 BARE: Final = "bare torch"
-LEAST: Final = 0.6  # target, as a fraction of the rate of explicit attention
+TARGET_RATIO: Final = 0.6  # of the rate of explicit attention
 
 
-class Bare(NamedTuple):
+class OneClientResult(NamedTuple):
     """Milliseconds of the requests of one client in one format, or of the bare call."""
 
     shape: str
-    who: str
+    row: str
     ms: list[float]
 
 
-class Clients(NamedTuple):
+class ClientsResult(NamedTuple):
     """Requests in one format from several clients, and resident bytes of the service afterwards."""
 
     shape: str
-    form: str
-    callers: int
-    load: Load
-    resident: int
+    wire_format: str
+    clients: int
+    load: LoadResult
+    resident_bytes: int
 
 
-class Explicit(NamedTuple):
+class ExplicitResult(NamedTuple):
     """Calls per second of explicit attention, without a service."""
 
     processes: int
@@ -44,210 +44,217 @@ class Explicit(NamedTuple):
     rate: float
 
 
-class Weights(NamedTuple):
+class WeightsResult(NamedTuple):
     """Requests for output and weights in one format from several clients."""
 
-    form: str
-    callers: int
-    load: Load
+    wire_format: str
+    clients: int
+    load: LoadResult
 
 
-class Connections(NamedTuple):
+class ConnectionsResult(NamedTuple):
     """Requests over open connections: one at a time, and all at once."""
 
-    opened: int
-    in_turn: Load
-    at_once: Load
-    memory: Memory
+    connections: int
+    sequential: LoadResult
+    concurrent: LoadResult
+    memory: ResidentMemory
 
 
-class Size(NamedTuple):
-    """Requests with a body of `size` bytes."""
+class BodySizeResult(NamedTuple):
+    """Requests with a body of one size."""
 
-    size: int
-    load: Load
-    memory: Memory
-
-
-class Figures(NamedTuple):
-    """All figures of one run."""
-
-    bare: list[Bare]
-    clients: list[Clients]
-    weights: list[Weights | Explicit]
-    connections: list[Connections]
-    sizes: list[Size]
+    body_bytes: int
+    load: LoadResult
+    memory: ResidentMemory
 
 
-def write(made: Mapping[str, str]) -> None:
+class BenchResults(NamedTuple):
+    """All results of one run."""
+
+    one_client: list[OneClientResult]
+    clients: list[ClientsResult]
+    weights: list[WeightsResult | ExplicitResult]
+    connections: list[ConnectionsResult]
+    body_sizes: list[BodySizeResult]
+
+
+def write_page(texts: Mapping[str, str]) -> None:
     """Writes each text between its marks; the hand-written text around them stays."""
     page = PAGE.read_text()
-    for name, text in made.items():
+    for name, text in texts.items():
         begin = BEGIN.format(name)
         before, rest = page.split(begin)
         page = before + begin + text.rstrip("\n") + "\n" + END + rest.split(END, 1)[1]
     PAGE.write_text(page)
 
 
-def tables(about: str, figures: Figures) -> dict[str, str]:
+def build_tables(about: str, results: BenchResults) -> dict[str, str]:
     """Returns the texts by the names of their marks."""
-    made = {
+    texts = {
         "about": about,
-        "bare": _bare(figures.bare),
-        "clients": _clients(figures.clients),
-        "weights": _weights(figures.weights),
-        "connections": _connections(figures.connections),
-        "sizes": _sizes(figures.sizes),
+        "bare": _build_one_client(results.one_client),
+        "clients": _build_clients(results.clients),
+        "weights": _build_weights(results.weights),
+        "connections": _build_connections(results.connections),
+        "sizes": _build_body_sizes(results.body_sizes),
     }
-    return {f"made by `make bench`: {name}": text for name, text in made.items()}
+    return {f"made by `make bench`: {name}": text for name, text in texts.items()}
 
 
-def _bare(rows: list[Bare]) -> str:
-    times = {(row.shape, row.who): statistics.median(row.ms) for row in rows}
-    spread = {(row.shape, row.who): quartiles(row.ms) for row in rows}
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    cells = []
-    for who in dict.fromkeys(row.who for row in rows):
-        cells.append([who])
+def _build_one_client(results: list[OneClientResult]) -> str:
+    medians = {(r.shape, r.row): statistics.median(r.ms) for r in results}
+    quartiles = {(r.shape, r.row): format_quartiles(r.ms) for r in results}
+    shapes = list(dict.fromkeys(r.shape for r in results))
+    rows = []
+    for row in dict.fromkeys(r.row for r in results):
+        rows.append([row])
         for shape in shapes:
-            bare = min(ms for key, ms in times.items() if key[0] == shape and BARE in key[1])
-            cells[-1] += [spread[shape, who], digits(times[shape, who] / bare)]
+            bare = min(ms for key, ms in medians.items() if key[0] == shape and BARE in key[1])
+            rows[-1] += [quartiles[shape, row], format_number(medians[shape, row] / bare)]
     columns = [column for s in shapes for column in (f"{s}, ms (quartiles)", "× bare")]
-    return table(["one client", *columns], cells)
+    return format_table(["one client", *columns], rows)
 
 
-def _clients(rows: list[Clients]) -> str:
-    counts = sorted({row.callers for row in rows})
-    head = ["", ""]
+def _build_clients(results: list[ClientsResult]) -> str:
+    counts = sorted({result.clients for result in results})
+    header = ["", ""]
     for count in counts:
-        each = f"{count} client{'s' * (count > 1)}"
-        head += [f"{each}, requests/s", "p50 / p99, ms"]
-    cells, over = [], []
-    for shape, form in dict.fromkeys((row.shape, row.form) for row in rows):
-        own = {row.callers: row for row in rows if (row.shape, row.form) == (shape, form)}
-        cells.append([shape, form])
+        header += [f"{count} client{'s' * (count > 1)}, requests/s", "p50 / p99, ms"]
+    rows, exceptions = [], []
+    for shape, wire_format in dict.fromkeys((r.shape, r.wire_format) for r in results):
+        by_count = {
+            r.clients: r for r in results if (r.shape, r.wire_format) == (shape, wire_format)
+        }
+        rows.append([shape, wire_format])
         for count in counts:
-            came = own[count].load if count in own else None
-            cells[-1] += [digits(came.rate), _percentiles(came.answers)] if came else ["", ""]
-        cells[-1].append(_mebibytes(list(own.values())[-1].resident))
-        p50, p99 = _p(own[1].load.answers)
+            load = by_count[count].load if count in by_count else None
+            rows[-1] += (
+                [format_number(load.rate), _format_percentiles(load.timings)] if load else ["", ""]
+            )
+        rows[-1].append(_format_mebibytes(list(by_count.values())[-1].resident_bytes))
+        p50, p99 = _compute_p50_p99(by_count[1].load.timings)
         if p99 > 2 * p50 + 1:
-            over.append(f"{shape} in {form}")
-    rows_below = f"All rows but {'; '.join(over)}" if over else "All rows"
-    made = table([*head, "resident after, MiB"], cells, labels=2)
+            exceptions.append(f"{shape} in {wire_format}")
+    subject = f"All rows but {'; '.join(exceptions)}" if exceptions else "All rows"
+    table = format_table([*header, "resident after, MiB"], rows, labels=2)
     target = "Target for one client: p99 is at most twice p50 plus 1 ms."
-    return f"{made}\n\n{target} {rows_below} meet it."
+    return f"{table}\n\n{target} {subject} meet it."
 
 
-def _weights(rows: list[Weights | Explicit]) -> str:
-    plain = [row for row in rows if isinstance(row, Explicit)]
-    best = max(row.rate for row in plain)
-    one = next(row.rate for row in plain if row.processes == row.threads == 1)
-    head = ["", "clients", "requests/s", "of explicit", "ms: median", "attention"]
-    head += ["queue and transfer", "rest in the service", "outside it"]
-    cells, reached = [], []
-    for row in rows:
-        if isinstance(row, Explicit):
-            who = f"explicit, {row.processes} × {row.threads} thread{'s' * (row.threads > 1)}"
-            cells.append([who, "", digits(row.rate), f"{row.rate / best:.2f}", *[""] * 5])
+def _build_weights(results: list[WeightsResult | ExplicitResult]) -> str:
+    explicit = [result for result in results if isinstance(result, ExplicitResult)]
+    best = max(result.rate for result in explicit)
+    single = next(result.rate for result in explicit if result.processes == result.threads == 1)
+    header = ["", "clients", "requests/s", "of explicit", "ms: median", "attention"]
+    header += ["queue and transfer", "rest in the service", "outside the service"]
+    rows, ratios = [], []
+    for result in results:
+        if isinstance(result, ExplicitResult):
+            threads = f"{result.threads} thread{'s' * (result.threads > 1)}"
+            label = f"explicit, {result.processes} × {threads}"
+            ratio = f"{result.rate / best:.2f}"
+            rows.append([label, "", format_number(result.rate), ratio, *[""] * 5])
             continue
-        answers, ratio = row.load.answers, row.load.rate / best
-        reached.append(ratio)
-        stages = [
-            [a.ms for a in answers],
-            [a.compute for a in answers],
-            [a.queue + a.transfer for a in answers],
-            [a.total - a.compute - a.queue - a.transfer for a in answers],
-            [a.ms - a.total for a in answers],
+        timings, rate = result.load.timings, result.load.rate
+        ratios.append(rate / best)
+        stages_ms = [
+            [t.latency_ms for t in timings],
+            [t.compute_ms for t in timings],
+            [t.queue_ms + t.transfer_ms for t in timings],
+            [t.total_ms - t.compute_ms - t.queue_ms - t.transfer_ms for t in timings],
+            [t.latency_ms - t.total_ms for t in timings],
         ]
-        times = [digits(statistics.median(stage)) for stage in stages]
-        cells.append([row.form, str(row.callers), digits(row.load.rate), f"{ratio:.2f}", *times])
-    most = (
-        f"The best row reaches {max(reached):.2f} of explicit attention's rate on all CPUs, and "
-        f"{max(reached) * best / one:.2f} of the rate of one process with one thread. The target "
-        f"is {LEAST}."
+        medians = [format_number(statistics.median(ms)) for ms in stages_ms]
+        label, clients = result.wire_format, str(result.clients)
+        rows.append([label, clients, format_number(rate), f"{ratios[-1]:.2f}", *medians])
+    summary = (
+        f"The best row reaches {max(ratios):.2f} of explicit attention's rate on all CPUs, and "
+        f"{max(ratios) * best / single:.2f} of the rate of one process with one thread. The target "
+        f"is {TARGET_RATIO}."
     )
-    return f"{table(head, cells)}\n\n{most}"
+    return f"{format_table(header, rows)}\n\n{summary}"
 
 
-def _connections(rows: list[Connections]) -> str:
-    head = ["connections", "in turn, ms added (quartiles)", "p99", "all at once, requests/s"]
-    head += ["p50 / p99, ms", *_RESIDENT]
-    cells = []
-    for row in rows:
-        added = [a.added for a in row.in_turn.answers]
-        cells.append([
-            str(row.opened),
-            quartiles(added),
-            digits(percentile(added, 99)),
-            digits(row.at_once.rate),
-            _percentiles(row.at_once.answers),
-            *_resident(row.memory),
+def _build_connections(results: list[ConnectionsResult]) -> str:
+    header = ["connections", "in turn, ms added (quartiles)", "p99", "all at once, requests/s"]
+    header += ["p50 / p99, ms", *_MEMORY_HEADER]
+    rows = []
+    for result in results:
+        added_ms = [timing.added_ms for timing in result.sequential.timings]
+        rows.append([
+            str(result.connections),
+            format_quartiles(added_ms),
+            format_number(compute_percentile(added_ms, 99)),
+            format_number(result.concurrent.rate),
+            _format_percentiles(result.concurrent.timings),
+            *_format_memory(result.memory),
         ])  # fmt: skip
-    return table(head, cells)
+    return format_table(header, rows)
 
 
-def _sizes(rows: list[Size]) -> str:
-    head = ["body", "requests", "ms: median", "attention", "added (quartiles)", "added for a MiB"]
-    head += _RESIDENT
-    cells, seen = [], set()
-    for row in rows:
-        answers = row.load.answers
-        added = [a.added for a in answers]
-        cells.append([
-            _size(row.size) + (", again" if row.size in seen else ""),
-            f"{len(answers):,}",
-            digits(statistics.median(a.ms for a in answers)),
-            digits(statistics.median(a.compute for a in answers)),
-            quartiles(added),
-            digits(statistics.median(added) * 2**20 / row.size) if row.size >= 2**20 else "",
-            *_resident(row.memory),
+def _build_body_sizes(results: list[BodySizeResult]) -> str:
+    header = ["body", "requests", "ms: median", "attention", "added (quartiles)", "added per MiB"]
+    header += _MEMORY_HEADER
+    rows, previous_sizes = [], set()
+    for result in results:
+        timings, size = result.load.timings, result.body_bytes
+        added_ms = [timing.added_ms for timing in timings]
+        per_mib = format_number(statistics.median(added_ms) * 2**20 / size)
+        rows.append([
+            _format_bytes(size) + (", again" if size in previous_sizes else ""),
+            f"{len(timings):,}",
+            format_number(statistics.median(timing.latency_ms for timing in timings)),
+            format_number(statistics.median(timing.compute_ms for timing in timings)),
+            format_quartiles(added_ms),
+            per_mib if size >= 2**20 else "",
+            *_format_memory(result.memory),
         ])  # fmt: skip
-        seen.add(row.size)
-    return table(head, cells)
+        previous_sizes.add(size)
+    return format_table(header, rows)
 
 
-def table(head: list[str], rows: Iterable[list[str]], labels: int = 1) -> str:
+def format_table(header: list[str], rows: Iterable[list[str]], labels: int = 1) -> str:
     """Returns a table in Markdown; all columns after the first `labels` are right-aligned."""
-    ruler = ["---"] * labels + ["---:"] * (len(head) - labels)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ruler, *rows))
+    separator = ["---"] * labels + ["---:"] * (len(header) - labels)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, separator, *rows))
 
 
-def digits(x: float) -> str:
+def format_number(x: float) -> str:
     """Formats a number with three digits."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:#.3g}"
 
 
-def quartiles(values: list[float]) -> str:
+def format_quartiles(values: list[float]) -> str:
     """Formats the median, and the quartiles in brackets."""
     low, median, high = statistics.quantiles(values, n=4)
-    return f"{digits(median)} ({digits(low)}–{digits(high)})"
+    return f"{format_number(median)} ({format_number(low)}–{format_number(high)})"
 
 
-def percentile(values: list[float], per_cent: int) -> float:
+def compute_percentile(values: list[float], per_cent: int) -> float:
     """Returns a percentile of the values."""
     return statistics.quantiles(values, n=100, method="inclusive")[per_cent - 1]
 
 
-def _p(answers: list[Answer]) -> tuple[float, float]:
-    values = [a.ms for a in answers]
-    return percentile(values, 50), percentile(values, 99)
+def _compute_p50_p99(timings: list[ResponseTiming]) -> tuple[float, float]:
+    latencies_ms = [timing.latency_ms for timing in timings]
+    return compute_percentile(latencies_ms, 50), compute_percentile(latencies_ms, 99)
 
 
-def _percentiles(answers: list[Answer]) -> str:
-    return " / ".join(map(digits, _p(answers)))
+def _format_percentiles(timings: list[ResponseTiming]) -> str:
+    return " / ".join(map(format_number, _compute_p50_p99(timings)))
 
 
-def _resident(memory: Memory) -> list[str]:
-    return [_mebibytes(held) for held in (memory.before, memory.most, memory.after)]
+def _format_memory(memory: ResidentMemory) -> list[str]:
+    return [_format_mebibytes(size) for size in (memory.before, memory.peak, memory.after)]
 
 
-def _mebibytes(held: int) -> str:
-    return f"{held / 2**20:,.0f}"
+def _format_mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.0f}"
 
 
-def _size(size: int) -> str:
-    for unit, one in (("MiB", 2**20), ("KiB", 2**10)):
-        if size >= one:
-            return f"{size // one} {unit}"
+def _format_bytes(size: int) -> str:
+    for unit, unit_bytes in (("MiB", 2**20), ("KiB", 2**10)):
+        if size >= unit_bytes:
+            return f"{size // unit_bytes} {unit}"
     return f"{size} bytes"

@@ -1,4 +1,4 @@
-"""A service in processes of its own, and their memory."""
+"""Starts a service for benchmarks and samples the memory of its processes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-_EVERY_S: Final = 0.25  # each sample takes a few milliseconds of CPU per process
-_SETTLED_S: Final = 0.5  # after the last response, until buffers are freed
-_LINES: Final = 20
+_SAMPLE_PERIOD_S: Final = 0.25  # each sample takes a few milliseconds of CPU per process
+_SETTLE_S: Final = 0.5  # after the last response, until buffers are freed
+_MAX_STDERR_LINES: Final = 20
 
 
 @dataclass
-class Memory:
-    """Resident bytes of a service: before requests, samples meanwhile, and afterwards."""
+class ResidentMemory:
+    """Resident bytes of a service: before requests, samples during requests, and after them."""
 
     before: int
     after: int = 0
-    seen: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
 
     @property
-    def most(self) -> int:
+    def peak(self) -> int:
         """The largest sample; short peaks can fall between samples."""
-        return max(self.before, self.after, *self.seen)
+        return max(self.before, self.after, *self.samples)
 
 
 @dataclass(frozen=True)
@@ -42,41 +42,41 @@ class Service:
         address: host and port.
         pid: process id of the supervisor.
         workers: number of workers.
-        said: last lines of stderr.
+        stderr_lines: last lines of stderr.
     """
 
     address: tuple[str, int]
     pid: int
     workers: int
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
+    stderr_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_STDERR_LINES))
 
     @property
-    def resident(self) -> int:
-        """Resident bytes of all its processes; shared pages count once."""
-        return sum(map(_share, _family(self.pid)))
+    def resident_bytes(self) -> int:
+        """Resident bytes of all processes of the service; shared pages count once."""
+        return sum(map(_proportional_bytes, _process_tree(self.pid)))
 
     @contextmanager
-    def watched(self) -> Iterator[Memory]:
+    def sample_memory(self) -> Iterator[ResidentMemory]:
         """Samples the memory while the block runs, and once after it."""
-        memory, over = Memory(self.resident), threading.Event()
+        memory, stop = ResidentMemory(self.resident_bytes), threading.Event()
 
-        def watch() -> None:
-            while not over.wait(_EVERY_S):
-                memory.seen.append(self.resident)
+        def sample() -> None:
+            while not stop.wait(_SAMPLE_PERIOD_S):
+                memory.samples.append(self.resident_bytes)
 
-        thread = threading.Thread(target=watch)
+        thread = threading.Thread(target=sample)
         thread.start()
         try:
             yield memory
         finally:
-            over.set()
+            stop.set()
             thread.join()
-        time.sleep(_SETTLED_S)
-        memory.after = self.resident
+        time.sleep(_SETTLE_S)
+        memory.after = self.resident_bytes
 
 
 @contextmanager
-def serving(**settings: str) -> Iterator[Service]:
+def running_service(**settings: str) -> Iterator[Service]:
     """Runs a service on a free port, on the CPU; `settings` are further QKV_ variables."""
     process = subprocess.Popen(
         [sys.executable, "-m", "qkv", "serve", "--port", "0"],
@@ -87,36 +87,36 @@ def serving(**settings: str) -> Iterator[Service]:
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
-        found = re.search(r"http://(\S+):(\d+) \(\w+, (\d+) worker", line)
-        assert found is not None, line + process.stderr.read()
-        service = Service((found[1], int(found[2])), process.pid, int(found[3]))
+        match = re.search(r"http://(\S+):(\d+) \(\w+, (\d+) worker", line)
+        assert match is not None, line + process.stderr.read()
+        service = Service((match[1], int(match[2])), process.pid, int(match[3]))
         # An unread pipe would fill and block the service.
-        reading = threading.Thread(target=service.said.extend, args=(process.stderr,))
-        reading.start()
+        reader = threading.Thread(target=service.stderr_lines.extend, args=(process.stderr,))
+        reader.start()
         try:
             yield service
         finally:
             process.terminate()
-            reading.join()
+            reader.join()
     finally:
         process.terminate()
         process.wait()
         process.stderr.close()
 
 
-def _family(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     """Returns the ids of a process and all its descendants."""
     children: list[str] = []
     with suppress(FileNotFoundError):  # the process has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             children += (task / "children").read_text().split()
-    return [pid, *(found for child in children for found in _family(int(child)))]
+    return [pid, *(each for child in children for each in _process_tree(int(child)))]
 
 
-def _share(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
     """Returns the proportional set size: pages that n processes share count as an n-th in each."""
     with suppress(FileNotFoundError, ProcessLookupError):
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        if found := re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE):
-            return int(found[1]) * 1024
+        if match := re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE):
+            return int(match[1]) * 1024
     return 0

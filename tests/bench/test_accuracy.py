@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import accuracy
-import families
+import accuracy_cases
 import pytest
 import torch
 from torch import Tensor
@@ -21,79 +21,82 @@ from qkv.attention.catalogue import Variant, variants
 LENGTHS: Final = (1, 2, 7, 17, 65)  # 1, and both sides of a vector's width and of a chunk
 PAGE: Final = accuracy.PAGE.read_text()
 
-every_variant = pytest.mark.parametrize("variant", variants().values(), ids=lambda v: v.name)
-every_dtype = pytest.mark.parametrize("dtype", families.DTYPES, ids=str)
+each_variant = pytest.mark.parametrize("variant", variants().values(), ids=lambda v: v.name)
+each_dtype = pytest.mark.parametrize("dtype", accuracy_cases.DTYPES, ids=str)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small tensors are slower on more threads
+    torch.set_num_threads(1)  # tensors this small are slower on more threads
     yield
     torch.set_num_threads(before)
 
 
-def excess(found: accuracy.Found, seed: int, name: str) -> Tensor:
+def compute_excess(result: accuracy.CaseErrors, seed: int, name: str) -> Tensor:
     """Returns the error of each entry minus its bound; docs/accuracy.md defines the bound."""
-    case, unit = found.case, found.units[name]
-    scale = unit / torch.finfo(case.dtype if name == "output" else accuracy.exact(case.dtype)).eps
-    tensors = families.inputs(case, seed).values()
+    case, unit = result.case, result.units[name]
+    weights_dtype = accuracy.weights_dtype_of(case.dtype)
+    scale = unit / torch.finfo(case.dtype if name == "output" else weights_dtype).eps
+    tensors = accuracy_cases.make_inputs(case, seed).values()
     numbers = [x.double().nan_to_num(0.0).abs().max() for x in tensors if x.is_floating_point()]
     logarithm = math.log(max(1.0, *map(float, numbers)))
-    roundings = 8 + 2 * families.SIZES["D"] + case.N + logarithm
-    held = torch.finfo(accuracy.exact(case.dtype)).eps * scale
+    roundings = 8 + 2 * accuracy_cases.SIZES["D"] + case.N + logarithm
+    weights_rounding = torch.finfo(weights_dtype).eps * scale
     cancelled = getattr(case.variant.module, "_CANCELLED", 1.0)
     sums = torch.finfo(torch.float64).eps / cancelled * scale
-    past = found.errors[name] - unit - roundings * (held + sums)
-    if (past > 0).any():  # ill-conditioned inputs; computed only here, because it is slow
-        past -= roundings * accuracy.moved(case, seed)[name]
-    return past
+    excess = result.errors[name] - unit - roundings * (weights_rounding + sums)
+    if (excess > 0).any():  # ill-conditioned inputs; computed only here, because it is slow
+        excess -= roundings * accuracy.measure_sensitivity(case, seed)[name]
+    return excess
 
 
 @pytest.mark.slow
-@every_dtype
-@every_variant
+@each_dtype
+@each_variant
 def test_errors_are_within_their_bounds(variant: Variant, dtype: torch.dtype) -> None:
-    every = [c for c in families.cases([dtype], LENGTHS) if c.variant is variant]
-    assert {c.N for c in every} == set(LENGTHS)
-    judged = False
-    for case in every:
-        found = accuracy.measure(case, seed=1)
-        assert all(e.isfinite().all() for e in found.errors.values()), case
-        judged |= bool(found.errors["output"].any())
-        for name in found.errors:
-            assert (excess(found, 1, name) <= 0).all(), f"{case}: {name}, {found.figure}"
-    assert judged  # at least one error is not 0, so something was compared
+    cases = [c for c in accuracy_cases.generate_cases([dtype], LENGTHS) if c.variant is variant]
+    assert {c.N for c in cases} == set(LENGTHS)
+    has_errors = False
+    for case in cases:
+        result = accuracy.measure(case, seed=1)
+        assert all(e.isfinite().all() for e in result.errors.values()), case
+        has_errors |= bool(result.errors["output"].any())
+        for name in result.errors:
+            assert (compute_excess(result, 1, name) <= 0).all(), f"{case}: {name}, {result.largest}"
+    assert has_errors  # at least one error is not 0, so something was compared
 
 
-@every_dtype
-def test_harness_measures_wrong_results(dtype: torch.dtype) -> None:
+@each_dtype
+def test_harness_measures_errors_of_wrong_results(dtype: torch.dtype) -> None:
     """An error of 1000 eps measures as 1000 eps, and NaN as infinite."""
-    right = next(iter(variants().values()))
+    correct = next(iter(variants().values()))
 
-    def wrong(factor: float) -> families.Case:
-        def attend(**given: Any) -> Any:
-            answer = right.attend(**given)
-            return answer._replace(
-                output=answer.output.double() * factor, weights=answer.weights.double() * factor
+    def build_wrong_case(factor: float) -> accuracy_cases.Case:
+        def attend(**arguments: Any) -> Any:
+            result = correct.attend(**arguments)
+            return result._replace(
+                output=result.output.double() * factor, weights=result.weights.double() * factor
             )
 
-        module = SimpleNamespace(**{**vars(right.module), "attend": attend})
-        variant = dataclasses.replace(right, module=typing.cast("ModuleType", module))
-        return families.Case(variant, dtype, "constant", 7, None)
+        module = SimpleNamespace(**{**vars(correct.module), "attend": attend})
+        variant = dataclasses.replace(correct, module=typing.cast("ModuleType", module))
+        return accuracy_cases.Case(variant, dtype, "constant", 7, None)
 
-    off = accuracy.measure(wrong(1 + 1000 * torch.finfo(torch.float64).eps), 1)
+    result = accuracy.measure(build_wrong_case(1 + 1000 * torch.finfo(torch.float64).eps), 1)
     if dtype == torch.float64:
-        assert off.figure.output == pytest.approx(1000, abs=30)
-        assert off.figure.weights == pytest.approx(1000, abs=30)
-        assert (excess(off, 1, "output") > 0).any()
-    assert accuracy.measure(wrong(math.nan), 1).figure[:2] == (math.inf, math.inf)
+        assert result.largest.output == pytest.approx(1000, abs=30)
+        assert result.largest.weights == pytest.approx(1000, abs=30)
+        assert (compute_excess(result, 1, "output") > 0).any()
+    assert accuracy.measure(build_wrong_case(math.nan), 1).largest[:2] == (math.inf, math.inf)
 
 
-def test_page_has_every_variant_and_dtype() -> None:
+def test_page_has_each_variant_and_dtype() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ((?:b?float)\d+) \| (.*) \|$", PAGE, re.MULTILINE)
-    there = {(name, dtype) for name, dtype, _ in rows}
-    assert there == {(name, str(dtype)[6:]) for name in variants() for dtype in families.DTYPES}
+    listed = {(name, dtype) for name, dtype, _ in rows}
+    assert listed == {
+        (name, str(dtype)[6:]) for name in variants() for dtype in accuracy_cases.DTYPES
+    }
     assert not [row for row in rows if re.search(r"\b(nan|inf)\b", row[2])]
-    for N in families.LENGTHS:
+    for N in accuracy_cases.LENGTHS:
         assert f"{N:,}" in PAGE.partition(accuracy.MARK)[0], N

@@ -294,8 +294,8 @@ def _post(
         headers = {"Content-Type": safetensors.MEDIA_TYPE}
         response = server.http.post(PATH, content=content, headers=headers)
         assert response.status_code == 200, response.text
-        answer = safetensors.decode(response.content, "outputs")
-        return {n: t.numpy() for n, t in answer.tensors.items()}, answer.fields
+        reply = safetensors.decode(response.content, "outputs")
+        return {n: t.numpy() for n, t in reply.tensors.items()}, reply.fields
     inputs = {name: as_json(array, encoding) for name, array in INPUTS.items()}
     response = server.http.post(PATH, json={"inputs": inputs} | fields)
     assert response.status_code == 200, response.text
@@ -419,8 +419,8 @@ def test_python_client_requests_forms(server: Server) -> None:
 def test_response_in_lists_can_be_decoded(server: Server) -> None:
     body = {"inputs": {n: a.tolist() for n, a in INPUTS.items()}, "weights": {"top_k": 3}}
     response: httpx.Response = server.http.post(PATH, json=body)
-    answer = json.decode(response.content, "outputs")
-    assert answer.tensors["indices"].dtype == "int64"
+    reply = json.decode(response.content, "outputs")
+    assert reply.tensors["indices"].dtype == "int64"
 
 
 # ---------------------------------------------------------------- memory
@@ -466,7 +466,7 @@ def test_no_form_holds_the_matrix(name: str) -> None:
 def test_32768_tokens_take_less_than_2_gib(name: str, most: int) -> None:
     """H = 8, D = 64.
 
-    The test covers rows, and the pooled map where that takes less than a minute; bench/forms.py
-    measures all forms.
+    The test covers rows, and the pooled map where that takes less than a minute.
+    bench/weight_form_cost.py measures all forms.
     """
     assert peaks(_MEASURE, name, 32768, 0, most)[-1].above < 2 << 30

@@ -1,9 +1,10 @@
 """Measures time and memory of each weight form beside one call of attention.
 
-    python bench/forms.py [--length 8192] [--threads 2] [--device cpu] [--causal] [variant ...]
+    python bench/weight_form_cost.py [--length 8192] [--threads 2] [--device cpu] [--causal]
+        [variant ...]
 
 Prints a table with a row per variant. After a warm-up at length 512, each call runs once. Calls of
-less than a second run three times, and the median counts.
+less than a second run three times; the table has their median.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from speed import OUTPUT, SIZES, tensors_of
+from speed import OUTPUT_ONLY, SIZES, make_variant_tensors
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
@@ -26,11 +27,11 @@ from qkv.attention.catalogue import Variant, variants
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
 
-QUICK_S: Final = 1.0
-STATUS: Final = Path("/proc/self/status")
+SHORT_CALL_S: Final = 1.0
+STATUS_FILE: Final = Path("/proc/self/status")
 
 
-def forms_of(N: int) -> dict[str, WeightForm]:
+def build_weight_forms(N: int) -> dict[str, WeightForm]:
     """Returns the weight forms; the 16 rows are spread over the length."""
     rows = tuple(range(0, N, max(1, N // 16)))
     return {
@@ -41,73 +42,75 @@ def forms_of(N: int) -> dict[str, WeightForm]:
     }
 
 
-def status(field: str) -> int:
+def read_status(field: str) -> int:
     """Returns bytes from /proc/self/status: the resident size (VmRSS) or its peak (VmHWM)."""
-    lines = STATUS.read_text().splitlines()
+    lines = STATUS_FILE.read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a call, and the MiB by which the process grows at most."""
+def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Returns the seconds of a call, and the peak growth of the process in MiB."""
     if device.type == "cpu":
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS:")
+    before = read_status("VmRSS:")
     times: list[float] = []
-    while len(times) < 3 and sum(times) < QUICK_S:
-        started = time.perf_counter()
+    while len(times) < 3 and sum(times) < SHORT_CALL_S:
+        start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times), (status("VmHWM:") - before) / 2**20
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), (read_status("VmHWM:") - before) / 2**20
 
 
-def measured(variant: Variant, N: int, causal: bool, device: torch.device) -> list[str]:
+def measure_row(variant: Variant, N: int, causal: bool, device: torch.device) -> list[str]:
     """Returns the cells of a row: the variant's call, then time, ratios and memory of each form."""
-    tensors = tensors_of(variant, N, device)
+    tensors = make_variant_tensors(variant, N, device)
     parameters = variant.parse({"causal": causal} if "causal" not in variant.refuses else {})
     names = type(parameters).model_fields
     arguments = tensors | {name: getattr(parameters, name) for name in names}
     sizes = SIZES | {"L": N, "S": N, "N": N}
     query, key, value = torch.randn(3, 1, SIZES["H"], N, SIZES["D"], device=device)
-    sdpa, _ = timed(
+    sdpa_s, _ = measure_call(
         lambda: scaled_dot_product_attention(query, key, value, is_causal=causal), device
     )
     del query, key, value
-    own, _ = timed(lambda: variant.attend(**arguments, outputs=OUTPUT), device)
-    cells = [f"{sdpa:.3g}", f"{own:.3g}"]
-    for form in forms_of(N).values():
+    variant_s, _ = measure_call(lambda: variant.attend(**arguments, outputs=OUTPUT_ONLY), device)
+    cells = [f"{sdpa_s:.3g}", f"{variant_s:.3g}"]
+    for form in build_weight_forms(N).values():
         compute = partial(
             weight_blocks.compute_weight_form, variant, form, arguments, parameters, sizes
         )
-        took, mib = timed(compute, device)
-        cells.append(f"{took:.3g}: {took / sdpa:.2g} / {took / own:.2g}; {mib:.0f} MiB")
+        form_s, peak_mib = measure_call(compute, device)
+        ratios = f"{form_s / sdpa_s:.2g} / {form_s / variant_s:.2g}"
+        cells.append(f"{form_s:.3g}: {ratios}; {peak_mib:.0f} MiB")
     return cells
 
 
 def main() -> None:
     """Measures and prints the table."""
-    squares = [name for name, v in variants().items() if "S" in v.outputs["weights"].letters]
+    with_map = [name for name, v in variants().items() if "S" in v.outputs["weights"].letters]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("variant", nargs="*", default=squares)
+    parser.add_argument("variant", nargs="*", default=with_map)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--causal", action="store_true")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    device = torch.device(given.device)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
     print(
         f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}; "
-        f"{device} ({platform.machine()}), {given.threads} threads; float32, B=1, H={SIZES['H']}, "
-        f"D={SIZES['D']}, N={given.length}, causal={given.causal}; warm-up at 512"
+        f"{device} ({platform.machine()}), {arguments.threads} threads; float32, B=1, "
+        f"H={SIZES['H']}, D={SIZES['D']}, N={arguments.length}, causal={arguments.causal}; "
+        "warm-up at 512"
     )
-    heads = ["variant", "SDPA, s", "own call, s", *forms_of(16)]
-    print(f"| {' | '.join(heads)} |\n| --- |{' ---: |' * (len(heads) - 1)}")
+    headers = ["variant", "SDPA, s", "own call, s", *build_weight_forms(16)]
+    print(f"| {' | '.join(headers)} |\n| --- |{' ---: |' * (len(headers) - 1)}")
     with torch.inference_mode():
-        for name in given.variant:
-            measured(variants()[name], 512, given.causal, device)
-            cells = measured(variants()[name], given.length, given.causal, device)
+        for name in arguments.variant:
+            measure_row(variants()[name], 512, arguments.causal, device)
+            cells = measure_row(variants()[name], arguments.length, arguments.causal, device)
             print(f"| `{name}` | {' | '.join(cells)} |", flush=True)
 
 

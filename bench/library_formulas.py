@@ -1,8 +1,8 @@
-"""The same mathematics as in libraries: one einsum per product, as in the code of the papers.
+"""The mathematics of the variants as in libraries: one einsum per product, as in the papers' code.
 
 The formulas are those of fast-transformers (linear), of the repositories of Efficient Attention and
-of MAResU-Net (taylor), and of linformer-pytorch. They guard no more than a denominator. The forms
-of `mean` and `softmax` are functions of torch, in plain.py.
+of MAResU-Net (taylor), and of linformer-pytorch. Only the denominator has a guard. `mean` and
+`softmax` are functions of torch, in plain_torch.py.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _EPS = 1e-6  # the libraries add it to a denominator
 def _linear(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k = elu(query) + 1, elu(key) + 1
     state = torch.einsum("bhsd,bhse->bhde", k, value)
-    share = 1 / (torch.einsum("bhld,bhd->bhl", q, k.sum(2)) + _EPS)
-    return torch.einsum("bhld,bhde,bhl->bhle", q, state, share)
+    inverse_sum = 1 / (torch.einsum("bhld,bhd->bhl", q, k.sum(2)) + _EPS)
+    return torch.einsum("bhld,bhde,bhl->bhle", q, state, inverse_sum)
 
 
 def _taylor(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k = normalize(query, dim=-1), normalize(key, dim=-1)
-    share = 1 / (k.shape[2] + torch.einsum("bhld,bhd->bhl", q, k.sum(2) + _EPS))
+    inverse_sum = 1 / (k.shape[2] + torch.einsum("bhld,bhd->bhl", q, k.sum(2) + _EPS))
     state = torch.einsum("bhsd,bhse->bhde", k, value)
     total = value.sum(2, keepdim=True) + torch.einsum("bhld,bhde->bhle", q, state)
-    return torch.einsum("bhle,bhl->bhle", total, share)
+    return torch.einsum("bhle,bhl->bhle", total, inverse_sum)
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -42,11 +42,11 @@ def _linformer(
 ) -> Tensor:
     k = torch.einsum("bhsd,rs->bhrd", key, key_projection)
     v = torch.einsum("bhse,rs->bhre", value, value_projection)
-    map_ = (torch.einsum("bhld,bhrd->bhlr", query, k) * query.shape[-1] ** -0.5).softmax(-1)
-    return torch.einsum("bhlr,bhre->bhle", map_, v)
+    weights = (torch.einsum("bhld,bhrd->bhlr", query, k) * query.shape[-1] ** -0.5).softmax(-1)
+    return torch.einsum("bhlr,bhre->bhle", weights, v)
 
 
-LIBRARY: Final[Mapping[str, Callable[..., Tensor]]] = {
+LIBRARY_FORMULAS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "efficient": _efficient,
     "linear": _linear,
     "linformer": _linformer,

@@ -6,17 +6,17 @@ import ctypes
 import platform
 from typing import Final
 
-__all__ = ["keep_freed"]
+__all__ = ["keep_freed_memory"]
 
 # malloc.h
-_TRIM_THRESHOLD: Final = -1
-_MMAP_THRESHOLD: Final = -3
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
 
-_LARGEST_KEPT: Final = 32 << 20  # the maximum: malloc always returns larger blocks at once
-_KEPT: Final = 64 << 20  # of free memory at the end of each heap
+_MMAP_THRESHOLD_BYTES: Final = 32 << 20  # the maximum: malloc always returns larger blocks at once
+_TRIM_THRESHOLD_BYTES: Final = 64 << 20  # of free memory at the end of each heap
 
 
-def keep_freed() -> bool:
+def keep_freed_memory() -> bool:
     """Keeps freed blocks of up to 32 MiB, and up to 64 MiB at the end of each heap.
 
     By default malloc returns the last block of a heap to the kernel. The next block then needs new
@@ -29,4 +29,7 @@ def keep_freed() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _KEPT))
+    return bool(
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        and mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    )

@@ -10,7 +10,7 @@ import torch
 from bodies import tensors_of
 from torch import Tensor
 
-WARM_UP: Final = 5
+WARM_UP: Final = 5  # calls
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,37 +19,40 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return weights @ value, weights
 
 
-def rate(shape: tuple[int, ...], seconds: float, processes: int, threads: int) -> float:
+def measure_rate(shape: tuple[int, ...], duration_s: float, processes: int, threads: int) -> float:
     """Returns the calls per second of parallel processes.
 
     Args:
         shape: (B, H, L, D).
-        seconds: duration of the measurement.
+        duration_s: duration of the measurement.
         processes: number of processes.
         threads: threads of each process.
     """
     # The fork server has imported torch but has no threads, which a fork does not copy.
-    forked = multiprocessing.get_context("forkserver")
-    start, counts = forked.Barrier(processes), forked.Queue()
-    given = (shape, seconds, threads, start, counts)
-    started = [forked.Process(target=_call, args=given) for _ in range(processes)]
-    for process in started:
-        process.start()
-    rates: list[float] = [counts.get() for _ in started]
-    for process in started:
-        process.join()
-    return sum(rates)
+    context = multiprocessing.get_context("forkserver")
+    barrier, rates = context.Barrier(processes), context.Queue()
+    arguments = (shape, duration_s, threads, barrier, rates)
+    workers = [context.Process(target=_run_calls, args=arguments) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    total: float = sum([rates.get() for _ in workers])
+    for worker in workers:
+        worker.join()
+    return total
 
 
-def _call(shape: tuple[int, ...], seconds: float, threads: int, start: Any, counts: Any) -> None:
+def _run_calls(
+    shape: tuple[int, ...], duration_s: float, threads: int, barrier: Any, rates: Any
+) -> None:
+    """Puts the calls per second of this process into a queue."""
     torch.set_num_threads(threads)
     tensors, count = tensors_of(shape).values(), 0
     with torch.inference_mode():
         for _ in range(WARM_UP):
             attend(*tensors)
-        start.wait()
-        began = time.perf_counter()
-        while (passed := time.perf_counter() - began) < seconds or not count:
+        barrier.wait()
+        start = time.perf_counter()
+        while (elapsed_s := time.perf_counter() - start) < duration_s or not count:
             attend(*tensors)
             count += 1
-    counts.put(count / passed)
+    rates.put(count / elapsed_s)

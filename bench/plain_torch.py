@@ -1,7 +1,7 @@
 """The mathematics of each variant in few fast lines of plain torch: the baseline of bench/speed.py.
 
-Nothing is guarded: no padding, no underflow of features, no overflow or cancellation of sums. All
-is float32. CHUNK and SEGMENT were the fastest of 32 to 256 and of 512 to 4,096: the data of a
+There are no guards against padding, underflow of features, or overflow and cancellation of sums.
+All is float32. CHUNK and SEGMENT were the fastest of 32 to 256 and of 512 to 4,096: the data of a
 segment stays in the cache.
 """
 
@@ -21,15 +21,15 @@ SEGMENT = 512
 def _linear(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     q, k = (x.clamp(max=0).exp_().add_(x.relu()) for x in (query, key))  # elu(x) + 1
     if causal:
-        return _chunked(q, k, value)
-    return (q @ (k.mT @ value)).div_(_dot(q, k.sum(-2, keepdim=True)))
+        return _attend_in_chunks(q, k, value)
+    return (q @ (k.mT @ value)).div_(_dot_with_row(q, k.sum(-2, keepdim=True)))
 
 
 def _taylor(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     q, k = normalize(query, dim=-1), normalize(key, dim=-1)
     if causal:
-        return _chunked(q, k, value, one=True)
-    total = _dot(q, k.sum(-2, keepdim=True)).add_(k.shape[-2])
+        return _attend_in_chunks(q, k, value, adds_one=True)
+    total = _dot_with_row(q, k.sum(-2, keepdim=True)).add_(k.shape[-2])
     return (q @ (k.mT @ value)).add_(value.sum(-2, keepdim=True)).div_(total)
 
 
@@ -38,7 +38,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tenso
     if not causal:
         return q @ (key.softmax(-2).mT @ value)
     k = (key - key.amax(-2, keepdim=True)).exp_()
-    return _chunked(q / k.cumsum(-2), k, value, normalized=True)
+    return _attend_in_chunks(q / k.cumsum(-2), k, value, is_normalized=True)
 
 
 def _linformer(
@@ -57,47 +57,50 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     return scaled_dot_product_attention(query, key, value, is_causal=causal)
 
 
-def _dot(x: Tensor, row: Tensor) -> Tensor:
+def _dot_with_row(x: Tensor, row: Tensor) -> Tensor:
     """Returns dot products of rows with one row; four times as fast as a product with a column."""
     return (x * row).sum(-1, keepdim=True)
 
 
-def _chunked(
-    query: Tensor, key: Tensor, value: Tensor, one: bool = False, normalized: bool = False
+def _attend_in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, adds_one: bool = False, is_normalized: bool = False
 ) -> Tensor:
-    """Returns the rows of tril(q k^T + one) v, divided by their sums unless `normalized`.
+    """Returns the rows of tril(q k^T) v, divided by their sums unless `is_normalized`.
+
+    With `adds_one`, the scores are q k^T + 1.
 
     Each chunk is a small triangle plus the running sum of the chunks before it. Lengths are
     multiples of CHUNK.
     """
-    outputs, seen = [], 0
+    outputs, row_count = [], 0
     values, keys, ones = (value.new_zeros(1) for _ in range(3))
     for segment in zip(*(x.split(SEGMENT, -2) for x in (query, key, value)), strict=True):
         q, k, v = (x.unflatten(-2, (-1, CHUNK)) for x in segment)
-        scores = ((q @ k.mT).add_(1) if one else q @ k.mT).tril_()
-        before, values = _running(values, k.mT @ v)
-        output = (scores @ v).add_(q @ before)
-        if one:
-            before, ones = _running(ones, v.sum(-2, keepdim=True))
-            output += before
-        if not normalized:
-            before, keys = _running(keys, k.sum(-2, keepdim=True))
-            total = _dot(q, before).add_(scores.sum(-1, keepdim=True))
-            if one:
-                total += seen + CHUNK * torch.arange(q.shape[-3], device=q.device)[:, None, None]
+        scores = ((q @ k.mT).add_(1) if adds_one else q @ k.mT).tril_()
+        sum_before, values = _running_sums(values, k.mT @ v)
+        output = (scores @ v).add_(q @ sum_before)
+        if adds_one:
+            sum_before, ones = _running_sums(ones, v.sum(-2, keepdim=True))
+            output += sum_before
+        if not is_normalized:
+            sum_before, keys = _running_sums(keys, k.sum(-2, keepdim=True))
+            total = _dot_with_row(q, sum_before).add_(scores.sum(-1, keepdim=True))
+            if adds_one:
+                chunks = torch.arange(q.shape[-3], device=q.device)[:, None, None]
+                total += row_count + CHUNK * chunks
             output /= total
         outputs.append(output.flatten(-3, -2))
-        seen += SEGMENT
+        row_count += SEGMENT
     return torch.cat(outputs, -2)
 
 
-def _running(state: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+def _running_sums(state: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sum before each chunk, and after the last one."""
     sums = parts.cumsum(-3).add_(state)
     return sums - parts, sums[..., -1:, :, :]
 
 
-PLAIN: Final[Mapping[str, Callable[..., Tensor]]] = {
+PLAIN_TORCH: Final[Mapping[str, Callable[..., Tensor]]] = {
     "efficient": _efficient,
     "linear": _linear,
     "linear_layer": lambda x, weight: linear(x, weight),
