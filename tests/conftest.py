@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _clean_environment() -> Iterator[None]:
-    """Removes settings that belong to a service of the person who runs the tests."""
+    """Removes settings of the user's own environment."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.upper().startswith(("QKV_", "OTEL_"))]:
             patch.delenv(name)

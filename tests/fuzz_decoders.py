@@ -1,8 +1,7 @@
-"""Feeds changed bodies to every decoder, for as long as is wanted.
+"""Feeds changed bodies to every decoder for a number of minutes.
 
-With atheris (a fuzzer that sees which lines were reached; it is no dependency, and installed by
-hand) where it is there, else by random changes. The first fault ends it: it is shown, and what
-made it is kept.
+Uses atheris if it is installed: a fuzzer that measures line coverage, and no dependency. Otherwise
+the changes are random. The run ends at the first fault, prints it, and saves the body.
 
     python tests/fuzz_decoders.py [--minutes 10] [--random] [name ...]
 """
@@ -51,29 +50,28 @@ _GUIDED: Final = (
     "api.request_body",
 )
 _WRITERS: Final[dict[str, Callable[[Message], bytes]]] = {
-    "json": lambda m: b"".join(json.encode(_faithful(m), "inputs")),
+    "json": lambda m: b"".join(json.encode(_without_loss(m), "inputs")),
     "safetensors": lambda m: b"".join(safetensors.encode(m, "inputs")),
     "v2 in JSON": lambda m: b"".join(open_inference.encode(m, "inputs", ())[0]),
 }
 
 
-def _faithful(message: Message) -> Message:
-    """The message, not to be written as lists where these would not say all: what came in base64
-    has a dtype, which they have not."""
+def _without_loss(message: Message) -> Message:
+    """Returns the message in an encoding that keeps its dtypes: lists have none, base64 has."""
     tensors = (*message.tensors.values(), *message.layer.values())
     is_literal = all(tensor.is_untyped for tensor in tensors)
     return message if is_literal else replace(message, encoding="base64")
 
 
-def same(one: Message, other: Message) -> None:
-    """Fields and numbers are equal; NaN is one number here."""
+def assert_same(one: Message, other: Message) -> None:
+    """Asserts equal fields and numbers; all NaN count as equal."""
     assert one.fields == other.fields
     for first, second in ((one.tensors, other.tensors), (one.layer, other.layer)):
         assert first.keys() == second.keys()
         for name, tensor in first.items():
             assert tensor.shape == second[name].shape
             assert tensor.dtype == second[name].dtype or tensor.is_untyped
-            # numpy does not see that bfloat16's NaN is one; whole numbers stay whole
+            # numpy does not treat the NaN of bfloat16 as NaN; integers are not converted
             wide, again = (
                 x.numpy().astype("f8") if x.dtype == "bfloat16" else x.numpy()
                 for x in (tensor, second[name])
@@ -81,17 +79,17 @@ def same(one: Message, other: Message) -> None:
             np.testing.assert_array_equal(wide, again)
 
 
-def decoded(name: str, data: bytes) -> None:
+def check_decoder(name: str, data: bytes) -> None:
     """Checks a decoded message: valid, of bounded memory, and equal after a round trip."""
     decode = DECODERS[name][0]
     assert_decodes_or_refuses(decode, data)
     message = result_or_refusal(lambda: decode(data))
     if message is not None and name in _WRITERS:
         again = DECODERS[name][0](_WRITERS[name](message))
-        same(message, again)
+        assert_same(message, again)
 
 
-def unpacked(data: bytes) -> None:
+def check_decompression(data: bytes) -> None:
     """Checks that the output of gzip and zlib is bounded."""
     whole = result_or_refusal(
         lambda: assert_allocates_below(PIECE + LIMIT, lambda: decompress(data))
@@ -99,12 +97,12 @@ def unpacked(data: bytes) -> None:
     assert whole is None or len(whole) <= LIMIT
 
 
-def received(data: bytes) -> None:
-    """Checks that a body is the same in any pieces; its first bytes seed the pieces."""
+def check_pieces(data: bytes) -> None:
+    """Checks that a body is the same in any pieces. The first bytes of `data` seed the pieces."""
     draw, payload = random.Random(data[:4]), data[4:]
     coding = draw.choice(["identity", "gzip", "deflate", "GZIP ", "br"])
     at = draw.choice([None, 0, 8, 13])
-    pieces = list(cut(payload, draw))
+    pieces = list(split(payload, draw))
     headers = [(b"content-encoding", coding.encode())]
     if draw.random() < 0.5:
         headers.append((b"content-length", str(len(payload)).encode()))
@@ -125,8 +123,8 @@ def received(data: bytes) -> None:
         assert coding != "identity" or whole == payload
 
 
-def cut(whole: bytes, draw: random.Random) -> Iterator[bytes]:
-    """In pieces, some of them empty; none where the caller has left."""
+def split(whole: bytes, draw: random.Random) -> Iterator[bytes]:
+    """Yields pieces of random sizes, some of them empty; none if the client disconnects."""
     if draw.random() < 0.5:
         yield b""
     while whole:
@@ -137,46 +135,46 @@ def cut(whole: bytes, draw: random.Random) -> Iterator[bytes]:
 
 TARGETS: Final[dict[str, tuple[Callable[[bytes], None], list[str]]]] = {
     **{
-        name: (lambda data, name=name: decoded(name, data), valid)  # type: ignore[misc]
+        name: (lambda data, name=name: check_decoder(name, data), valid)  # type: ignore[misc]
         for name, (_, valid) in DECODERS.items()
     },
-    "packed": (unpacked, ["gzip", "deflate"]),
-    "body": (received, ["lists", "gzip", "deflate"]),
+    "packed": (check_decompression, ["gzip", "deflate"]),
+    "body": (check_pieces, ["lists", "gzip", "deflate"]),
 }
 
 
-def changed(valid: bytes, draw: random.Random) -> bytes:
-    """With some things flipped, cut, doubled or put in."""
-    made = bytearray(valid)
+def mutate(valid: bytes, draw: random.Random) -> bytes:
+    """Returns the body with one to five changes: flipped bits, cuts, repetitions, insertions."""
+    body = bytearray(valid)
     for _ in range(draw.randint(1, 5)):
-        at = draw.randrange(len(made) + 1)
+        at = draw.randrange(len(body) + 1)
         match draw.randrange(5):
-            case 0 if at < len(made):
-                made[at] ^= 1 << draw.randrange(8)
+            case 0 if at < len(body):
+                body[at] ^= 1 << draw.randrange(8)
             case 1:
-                del made[at : at + draw.randint(1, 20)]
+                del body[at : at + draw.randint(1, 20)]
             case 2:
-                made[at:at] = made[at : at + draw.randint(1, 40)] * draw.randint(1, 4)
+                body[at:at] = body[at : at + draw.randint(1, 40)] * draw.randint(1, 4)
             case 3:
-                made[at : at + draw.choice([0, 0, 1, 8])] = draw.choice(SNIPPETS)
+                body[at : at + draw.choice([0, 0, 1, 8])] = draw.choice(SNIPPETS)
             case 4:
-                made[at : at + 8] = draw.randrange(1 << 64).to_bytes(8, "little")
-    return bytes(made[:_LONGEST])
+                body[at : at + 8] = draw.randrange(1 << 64).to_bytes(8, "little")
+    return bytes(body[:_LONGEST])
 
 
 def run_random(name: str, seconds: float, seed: int = 0) -> int:
-    """Random changes, and changes of those; how many were tried."""
+    """Decodes randomly changed bodies, and changes of these; returns their number."""
     target, valid = TARGETS[name]
-    draw, until, count = random.Random(seed), time.monotonic() + seconds, 0
+    draw, deadline, count = random.Random(seed), time.monotonic() + seconds, 0
     corpus = [b"seed" * (name == "body") + VALID_BODIES[v] for v in valid]
-    while time.monotonic() < until:
-        data = changed(draw.choice(corpus), draw)
+    while time.monotonic() < deadline:
+        data = mutate(draw.choice(corpus), draw)
         try:
             target(data)
         except BaseException:
-            kept = Path(tempfile.gettempdir()) / f"fuzz-{name.replace(' ', '-')}"
-            kept.write_bytes(data)
-            print(f"{name}: a fault after {count:,}; what made it is in {kept}", flush=True)
+            file = Path(tempfile.gettempdir()) / f"fuzz-{name.replace(' ', '-')}"
+            file.write_bytes(data)
+            print(f"{name}: a fault after {count:,} bodies; the last one is in {file}", flush=True)
             raise
         count += 1
         if draw.random() < 0.001 and len(corpus) < 1000:
@@ -185,10 +183,10 @@ def run_random(name: str, seconds: float, seed: int = 0) -> int:
 
 
 def run_guided(name: str, seconds: float, atheris: Any) -> None:
-    """By atheris, which ends the process."""
+    """Runs atheris, which ends the process."""
     target, valid = TARGETS[name]
     with atheris.instrument_imports(include=["qkv"]):
-        for module in _GUIDED:  # in the order in which they import each other
+        for module in _GUIDED:  # a module after those that it imports
             importlib.reload(sys.modules[f"qkv.{module}"])
     with tempfile.TemporaryDirectory() as corpus:
         for v in valid:
@@ -202,21 +200,23 @@ def run_guided(name: str, seconds: float, atheris: Any) -> None:
 
 
 def main() -> None:
-    """Fuzzes each decoder in a process of its own."""
+    """Runs the command line; fuzzes each decoder in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0, help="in all")
-    parser.add_argument("--random", action="store_true", help="even where atheris is there")
-    parser.add_argument("names", nargs="*", choices=[*TARGETS, []], help="decoders; else all")
-    given = parser.parse_args()
-    names = given.names or list(TARGETS)
-    seconds = given.minutes * 60 / len(names)
+    parser.add_argument("--minutes", type=float, default=10.0, help="in total")
+    parser.add_argument(
+        "--random", action="store_true", help="random changes even if atheris is installed"
+    )
+    parser.add_argument("names", nargs="*", choices=[*TARGETS, []], help="decoders; default: all")
+    options = parser.parse_args()
+    names = options.names or list(TARGETS)
+    seconds = options.minutes * 60 / len(names)
     if len(names) == 1:
-        _fuzz(names[0], seconds, given.random)
+        _fuzz(names[0], seconds, options.random)
         return
     failed = 0
     for name in names:
         words = [sys.executable, __file__, "--minutes", str(seconds / 60), name]
-        words += ["--random"] * given.random
+        words += ["--random"] * options.random
         failed += subprocess.run(words, env=os.environ, check=False).returncode != 0
     sys.exit(failed)
 

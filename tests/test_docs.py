@@ -170,9 +170,9 @@ def test_command_line_example_prints_the_documented_output(url: str, tmp_path: P
 def test_compare_and_sweep_example_prints_the_documented_output(url: str, tmp_path: Path) -> None:
     """Times, figures that depend on them, and the last digits of the processor are not compared."""
     printed, documented = run_script("qkv compare", url, tmp_path)
-    kept = ("total variation", "KL", "Jensen", "rank", "entropy", "floating", "bytes")
+    labels = ("total variation", "KL", "Jensen", "rank", "entropy", "floating", "bytes")
     exact = [
-        [line.split() for line in text.splitlines() if line.strip().startswith(kept)]
+        [line.split() for line in text.splitlines() if line.strip().startswith(labels)]
         for text in (printed, documented)
     ]
     assert exact[0] == exact[1]

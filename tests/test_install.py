@@ -74,9 +74,9 @@ def clean_environment() -> dict[str, str]:
     The package indexes of pip stay.
     """
     own = re.compile(r"PYTHON|MYPY|QKV_|OTEL_|VIRTUAL_ENV|MAKE|PIP_(TARGET|PREFIX|USER|REQUIRE)")
-    kept = {name: value for name, value in os.environ.items() if not own.match(name)}
+    variables = {name: value for name, value in os.environ.items() if not own.match(name)}
     pins = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), f"{ROOT}/constraints.txt")
-    return kept | pins
+    return variables | pins
 
 
 def outside(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`python -m qkv` is `qkv`."""
+"""Runs the command `qkv` for `python -m qkv`."""
 
 from qkv.cli.main import main
 

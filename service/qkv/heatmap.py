@@ -164,8 +164,10 @@ def _scale(matrix: np.ndarray, side: int) -> Iterator[str]:
 
 
 def _text(kind: str, x: float, y: float, text: str, transform: str = "") -> str:
-    turned = f' transform="{transform}"' if transform else ""
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}"{turned}>{escape(text)}</text>' if text else ""
+    attribute = f' transform="{transform}"' if transform else ""
+    return (
+        f'<text class="{kind}" x="{x:g}" y="{y:g}"{attribute}>{escape(text)}</text>' if text else ""
+    )
 
 
 def _class(shade: int) -> str:

@@ -46,34 +46,36 @@ class Settings(BaseSettings):
         Field(
             description="Comma-separated API keys. Requests without one (`Authorization: Bearer "
             "<key>`) get 401, except on /livez, /readyz, /v2/health/* and the playground's own "
-            "files. None: no authentication."
+            "files. By default there is no authentication."
         ),
     ] = None
     cors_origins: Annotated[
         str | None,
         Field(
             description="Comma-separated origins whose pages may send requests from a browser, or "
-            "`*`. None: no origin may."
+            "`*`. By default no origin may."
         ),
     ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Field(description="Device for attention: cpu, cuda, or auto: CUDA if available."),
+        Field(
+            description="Device for attention: cpu, cuda, or auto. auto takes CUDA if available."
+        ),
     ] = "auto"
     workers: Annotated[
         int,
         Field(
             ge=0,
             le=1024,
-            description="Number of worker processes. 0: on a CPU one per CPU that affinity and "
-            "cgroup quota allow, on a GPU 1.",
+            description="Number of worker processes. 0 means one per CPU that affinity and cgroup "
+            "quota allow, or 1 on a GPU.",
         ),
     ] = 0
     device_process: Annotated[
         Literal["auto", "each", "one"],
         Field(
             description="each: every worker uses the device itself. one: one additional process "
-            "uses it for all workers. auto: one for several workers on a GPU, otherwise each."
+            "uses it for all workers. auto means one for several workers on a GPU, otherwise each."
         ),
     ] = "auto"
     threads: Annotated[
@@ -82,8 +84,8 @@ class Settings(BaseSettings):
             ge=1,
             le=1024,
             description="CPU threads of one call in each worker. The last bits of some variants "
-            "depend on it. If the bits do not, a large request that is alone uses as many threads "
-            "as there are workers.",
+            "depend on this number. A large request whose bits do not depend on it uses as many "
+            "threads as there are workers, if no other request runs.",
         ),
     ] = 1
     max_batch: Annotated[
@@ -91,8 +93,8 @@ class Settings(BaseSettings):
         Field(
             ge=0,
             le=4096,
-            description="Largest number of requests in a batch. 1: no batching. 0: 1 on a CPU, 64 "
-            "on a GPU.",
+            description="Largest number of requests in a batch. 1 turns batching off. 0 means 1 on "
+            "a CPU and 64 on a GPU.",
         ),
     ] = 0
     max_body_bytes: Annotated[
@@ -126,7 +128,7 @@ class Settings(BaseSettings):
             gt=0,
             allow_inf_nan=False,
             description="Seconds to receive the head of a request, and each 64 KiB of its body; "
-            "then 408.",
+            "then it gets 408.",
         ),
     ] = 30.0
     write_timeout_s: Annotated[
@@ -144,12 +146,12 @@ class Settings(BaseSettings):
             ge=0,
             le=100_000,
             description="Microseconds that a worker polls after a response if it has the only "
-            "client, to lower latency. 0: no polling. There is none on a single CPU.",
+            "client, to lower latency. 0 turns it off. It is always off on a single CPU.",
         ),
     ] = 200
     request_log: Annotated[
         Literal["off", "json"],
-        Field(description="json: one line of JSON per request on standard output."),
+        Field(description="json writes one line of JSON per request to standard output."),
     ] = "off"
     max_queue_flops: Annotated[
         int,
@@ -161,8 +163,8 @@ class Settings(BaseSettings):
         float,
         Field(
             ge=0,
-            description="Seconds that a request may wait in the queue; then 504, and it is not "
-            "run. 0: no limit.",
+            description="Seconds that a request may wait in the queue; then it gets 504 and is not "
+            "run. 0 means no limit.",
         ),
     ] = 0.0
     drain_s: Annotated[

@@ -103,8 +103,8 @@ def test_each_key_gives_access_to_every_path(guarded: Server, key: str) -> None:
     for headers in (bearer(key), {"Authorization": f"bearer  {key}"}):
         for path in ("/", "/docs", "/openapi.json", "/v1/variants", "/v2", "/v2/models/softmax"):
             assert guarded.http.get(path, headers=headers).status_code == 200
-        answer = guarded.http.post("/v1/attention/softmax", json=RUN, headers=headers)
-        assert answer.status_code == 200
+        response = guarded.http.post("/v1/attention/softmax", json=RUN, headers=headers)
+        assert response.status_code == 200
     assert guarded.http.get("/nowhere", headers=bearer(key)).status_code == 404
 
 
@@ -132,12 +132,12 @@ def test_fast_path_checks_the_key_of_every_request(
 
     def status(connection: socket.socket, *lines: str) -> bytes:
         connection.sendall(encode_request(body, length, PATH, *lines))
-        came = connection.recv(1 << 20)
-        head, _, rest = came.partition(b"\r\n\r\n")
+        received = connection.recv(1 << 20)
+        head, _, rest = received.partition(b"\r\n\r\n")
         size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         while len(rest) < size:
             rest += connection.recv(1 << 20)
-        return came[9:12]
+        return received[9:12]
 
     with socket.create_connection(guarded.address, TIMEOUT_S) as connection:
         for key in KEYS:
@@ -191,8 +191,8 @@ def test_clients_send_the_key(guarded: Server) -> None:
 
 @pytest.mark.representative
 def test_commands_send_the_key(guarded: Server, command: Callable[..., Process]) -> None:
-    asked = command("variants", "--url", guarded.url, QKV_API_KEY=KEYS[0])
-    assert asked.wait() == 0, asked.lines
+    process = command("variants", "--url", guarded.url, QKV_API_KEY=KEYS[0])
+    assert process.wait() == 0, process.lines
     refused = command("variants", "--url", guarded.url, QKV_API_KEY="a-wrong-one")
     assert refused.wait() == 1
     assert len(refused.lines) == 1
@@ -260,14 +260,14 @@ def test_pages_of_an_allowed_origin_may_send_requests(guarded: Server, path: str
     assert "authorization" in may.headers["access-control-allow-headers"].lower()
     refused = guarded.http.post(path, headers=origin)
     assert refused.status_code == 401
-    for answer in (refused, guarded.http.post(path, headers=origin | bearer(KEYS[0]))):
-        assert answer.headers.get_list("access-control-allow-origin") == ["https://pages.example"]
-        assert "Origin" in answer.headers["vary"]
-        assert "access-control-allow-credentials" not in answer.headers
+    for response in (refused, guarded.http.post(path, headers=origin | bearer(KEYS[0]))):
+        assert response.headers.get_list("access-control-allow-origin") == ["https://pages.example"]
+        assert "Origin" in response.headers["vary"]
+        assert "access-control-allow-credentials" not in response.headers
     other = {"Origin": "https://other.example"}
     assert guarded.http.options(path, headers=ASKS | other).status_code == 400
-    answer = guarded.http.post(path, headers=other | bearer(KEYS[0]))
-    assert "access-control-allow-origin" not in answer.headers
+    response = guarded.http.post(path, headers=other | bearer(KEYS[0]))
+    assert "access-control-allow-origin" not in response.headers
 
 
 def test_page_of_an_allowed_origin_can_read_the_headers(guarded: Server) -> None:
@@ -276,22 +276,22 @@ def test_page_of_an_allowed_origin_can_read_the_headers(guarded: Server) -> None
     plain = {"Inference-Header-Content-Length": str(length)} | bearer(KEYS[0])
     for _ in range(3):
         assert guarded.http.post(PATH, content=body, headers=plain).status_code == 200
-        answer = guarded.http.post(
+        response = guarded.http.post(
             PATH, content=body, headers=plain | {"Origin": "https://pages.example"}
         )
-        assert answer.status_code == 200
-        assert answer.headers["access-control-allow-origin"] == "https://pages.example"
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://pages.example"
         shown = {"Inference-Header-Content-Length", "Retry-After", "X-Request-ID"}
-        assert shown <= set(answer.headers["access-control-expose-headers"].split(", "))
+        assert shown <= set(response.headers["access-control-expose-headers"].split(", "))
 
 
 def test_pages_are_rejected_without_allowed_origins(server: Server) -> None:
     for path in ("/", "/v1/convert", PATH):
-        may = server.http.options(path, headers=ASKS)
-        assert may.status_code == 405
-        asked = server.http.post(path, headers={"Origin": "https://pages.example"})
-        for answer in (may, asked):
-            assert not [name for name in answer.headers if name.startswith("access-control")]
+        preflight = server.http.options(path, headers=ASKS)
+        assert preflight.status_code == 405
+        post_response = server.http.post(path, headers={"Origin": "https://pages.example"})
+        for response in (preflight, post_response):
+            assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 def test_every_worker_checks_keys(command: Callable[..., Process]) -> None:
@@ -299,7 +299,9 @@ def test_every_worker_checks_keys(command: Callable[..., Process]) -> None:
     for _ in range(8):  # each on a new connection
         unauthorized(httpx.get(f"{served.url}/v1/variants", timeout=TIMEOUT_S))
         assert httpx.get(f"{served.url}/readyz", timeout=TIMEOUT_S).status_code == 200
-        answer = httpx.get(f"{served.url}/v1/variants", headers=bearer(KEYS[1]), timeout=TIMEOUT_S)
-        assert answer.status_code == 200
+        response = httpx.get(
+            f"{served.url}/v1/variants", headers=bearer(KEYS[1]), timeout=TIMEOUT_S
+        )
+        assert response.status_code == 200
     assert served.end() == 0
     assert not any(key in line for line in served.lines for key in KEYS)

@@ -139,14 +139,14 @@ def ask(
     is_known, before = forget(), resident(most=False)
     tracemalloc.start()
     try:
-        ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
+        process = subprocess.run(command, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
         seen.traced = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     after = resident(most=True)
     if is_known and before is not None and after is not None:
         seen.resident = after - before
-    status, named = stdlib.loads(ran.stdout)
+    status, named = stdlib.loads(process.stdout)
     assert status == 200
     return {n.lower(): v for n, v in named.items()}, (folder / "answer").read_bytes()
 
@@ -178,9 +178,9 @@ def over_v2(
         "Content-Type": "application/octet-stream",
     }
     path = "/v2/models/softmax/infer"
-    named, answer = ask(server, seen, folder, path, chunks, headers, chunked)
+    named, response = ask(server, seen, folder, path, chunks, headers, chunked)
     length = open_inference.json_length(named[open_inference.LENGTH_HEADER.lower()])
-    check(open_inference.decode(answer, "outputs", length).tensors["output"].numpy())
+    check(open_inference.decode(response, "outputs", length).tensors["output"].numpy())
 
 
 def over_safetensors(
@@ -189,8 +189,8 @@ def over_safetensors(
     chunks = safetensors.encode(Message({"outputs": ["output"]}, tensors), "inputs")
     headers = {"Content-Type": TENSORS}
     path = "/v1/attention/softmax"
-    _, answer = ask(server, seen, folder, path, chunks, headers, chunked)
-    check(safetensors.decode(answer, "outputs").tensors["output"].numpy())
+    _, response = ask(server, seen, folder, path, chunks, headers, chunked)
+    check(safetensors.decode(response, "outputs").tensors["output"].numpy())
 
 
 PROTOCOLS: Final[dict[str, Callable[..., None]]] = {"v2": over_v2, "safetensors": over_safetensors}

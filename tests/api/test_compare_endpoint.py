@@ -62,9 +62,9 @@ def test_device_process_compares(command: Callable[..., Process]) -> None:
     inputs = random_inputs() | {"key_lengths": np.array([9, 4])}
     fields = {"variants": ["linear", "taylor"], "repeats": 2}
     body = {"inputs": {n: as_json(a, "base64") for n, a in inputs.items()}, **fields}
-    answer = httpx.post(f"{process.url}{COMPARE}", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    assert_same_report(answer.json(), compare(inputs, **fields))
+    response = httpx.post(f"{process.url}{COMPARE}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    assert_same_report(response.json(), compare(inputs, **fields))
     assert process.end() == 0, process.lines
 
 
@@ -108,11 +108,11 @@ def counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 
 def test_client_disconnect_ends_the_comparison(server: Server, counted: list[Job]) -> None:
-    with socket.create_connection(server.address) as leaver:
-        leaver.sendall(slow(server))
+    with socket.create_connection(server.address) as client:
+        client.sendall(slow(server))
         with server.hold():
             wait_until(lambda: server.queued_count == 1)
-            leaver.close()
+            client.close()
             wait_until(lambda: server.queued_count == 0)
         seen = len(counted)
         assert post(server, {"inputs": INPUTS, "variants": ["mean"], "repeats": 1}).is_success
@@ -122,8 +122,8 @@ def test_client_disconnect_ends_the_comparison(server: Server, counted: list[Job
 
 def test_other_requests_run_in_between(server: Server, counted: list[Job]) -> None:
     """Each run is queued by itself, so that other requests run in between."""
-    with socket.create_connection(server.address) as asking:
-        asking.sendall(slow(server))
+    with socket.create_connection(server.address) as client:
+        client.sendall(slow(server))
         wait_until(lambda: len(counted) > 5)
         before = len(counted)
         for _ in range(5):
@@ -154,14 +154,14 @@ def test_engine_failure_is_an_error_response(
 
 def test_many_comparisons_at_once_succeed(server: Server) -> None:
     body = {"inputs": INPUTS, "variants": ["linear", "mean"], "repeats": 3}
-    answers: list[int] = []
+    responses: list[int] = []
 
     def ask() -> None:
-        answers.append(httpx.post(f"{server.url}{COMPARE}", json=body, timeout=60).status_code)
+        responses.append(httpx.post(f"{server.url}{COMPARE}", json=body, timeout=60).status_code)
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers == [200] * 8
+    assert responses == [200] * 8

@@ -76,10 +76,10 @@ def assert_gradients(
 
     A key's bias cancels in a softmax; its gradient consists of rounding errors.
     """
-    made = torch.autograd.grad(output, list(of.values()), grad_output)
+    expected = torch.autograd.grad(output, list(of.values()), grad_output)
     assert found.keys() == of.keys()
-    close = 1000 * EPS["float64"] * max(float(gradient.abs().max()) for gradient in made)
-    for (name, tensor), gradient in zip(of.items(), made, strict=True):
+    close = 1000 * EPS["float64"] * max(float(gradient.abs().max()) for gradient in expected)
+    for (name, tensor), gradient in zip(of.items(), expected, strict=True):
         assert found[name].shape == tensor.shape
         torch.testing.assert_close(torch.as_tensor(found[name]), gradient, rtol=0, atol=close)
 
@@ -90,10 +90,10 @@ def test_gradients_of_every_variant_match_autograd(client: Client, variant: Vari
     found = client.gradients(variant.name, **inputs)
     grad = inputs.pop("grad_output")
     assert variant.backward is not None
-    made = variant.backward(grad, **{variant.inputs[n].argument: x for n, x in inputs.items()})
+    direct = variant.backward(grad, **{variant.inputs[n].argument: x for n, x in inputs.items()})
     assert found.variant == variant.name
-    assert found.gradients.keys() == made.keys() == inputs.keys()
-    assert all(torch.equal(found[name], made[name]) for name in made)
+    assert found.gradients.keys() == direct.keys() == inputs.keys()
+    assert all(torch.equal(found[name], direct[name]) for name in direct)
     assert found.timing["batch_size"] == 1
     assert found.timing["bytes"] == 8 * (2 * sum(x.numel() for x in inputs.values()) + grad.numel())
 
@@ -345,10 +345,10 @@ def test_stacked_requests_get_their_own_gradients() -> None:
     assert len({job.batch_key for job in jobs}) == 1
     device = torch.device("cpu")
     together = execute(jobs, device, stack=True)
-    for job, ran in zip(jobs, together, strict=True):
-        assert ran.stacked_count == 3
+    for job, output in zip(jobs, together, strict=True):
+        assert output.stacked_count == 3
         (alone,) = execute([job], device, stack=False)
-        for name, gradient in ran.outputs.items():
+        for name, gradient in output.outputs.items():
             np.testing.assert_allclose(
                 gradient.numpy(), alone.outputs[name].numpy(), rtol=0, atol=100 * EPS["float32"]
             )

@@ -39,7 +39,7 @@ BODIES: Final = [json.dumps(case.document | {"encoding": "base64"}).encode() for
 
 
 @contextmanager
-def asking(server: Server) -> Iterator[httpx.Client]:
+def open_client(server: Server) -> Iterator[httpx.Client]:
     limits = httpx.Limits(max_connections=THREADS)
     with httpx.Client(base_url=server.url, timeout=TIMEOUT_S, limits=limits) as http:
         yield http
@@ -75,27 +75,27 @@ def test_every_response_is_correct(alone: list[Any]) -> None:
 def test_concurrent_requests_have_the_bits_of_single_ones(
     server: Server, alone: list[Any], order: int
 ) -> None:
-    with asking(server) as http, ThreadPoolExecutor(THREADS) as pool:
-        for outputs, answer in zip(
+    with open_client(server) as http, ThreadPoolExecutor(THREADS) as pool:
+        for outputs, response in zip(
             alone[::order], pool.map(lambda b: ask(http, b), BODIES[::order]), strict=True
         ):
-            assert answer["outputs"] == outputs
-            assert answer["timing"]["batch_size"] == 1
+            assert response["outputs"] == outputs
+            assert response["timing"]["batch_size"] == 1
 
 
 def test_batched_requests_have_the_bits_of_single_ones(batching: Server, alone: list[Any]) -> None:
     """The device is blocked while requests arrive, so that they are batched."""
     sizes: list[int] = []
-    with asking(batching) as http, ThreadPoolExecutor(THREADS) as pool:
+    with open_client(batching) as http, ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(BODIES), THREADS):
             wave = slice(start, start + THREADS)
             with batching.hold():
                 futures = [pool.submit(ask, http, body) for body in BODIES[wave]]
                 batching.wait_until_queued(len(futures))
-            answers = [future.result() for future in futures]
-            for case, outputs, answer in zip(CASES[wave], alone[wave], answers, strict=True):
-                assert answer["outputs"] == outputs, str(case)
-            sizes += [answer["timing"]["batch_size"] for answer in answers]
+            responses = [future.result() for future in futures]
+            for case, outputs, response in zip(CASES[wave], alone[wave], responses, strict=True):
+                assert response["outputs"] == outputs, str(case)
+            sizes += [response["timing"]["batch_size"] for response in responses]
     assert len(sizes) == len(CASES)
     assert max(sizes) >= 4  # four requests in a batch
     assert batching.queued_count == 0
@@ -117,16 +117,18 @@ def test_errors_and_disconnects_do_not_affect_other_requests(
                 if number % 2:
                     assert_problem(http.post("/v1/attention/softmax", content=body[:-9]), 400)
                 else:
-                    with socket.create_connection(batching.address, TIMEOUT_S) as leaving:
-                        leaving.sendall(HEAD % len(body) + body)
+                    with socket.create_connection(batching.address, TIMEOUT_S) as connection:
+                        connection.sendall(HEAD % len(body) + body)
                 count += 1
         return count
 
-    with asking(batching) as http, ThreadPoolExecutor(THREADS) as pool:
+    with open_client(batching) as http, ThreadPoolExecutor(THREADS) as pool:
         disturbing = [pool.submit(disturb, number) for number in range(4)]
         try:
-            for i, answer in zip(some, pool.map(lambda i: ask(http, BODIES[i]), some), strict=True):
-                assert answer["outputs"] == alone[i]
+            for i, response in zip(
+                some, pool.map(lambda i: ask(http, BODIES[i]), some), strict=True
+            ):
+                assert response["outputs"] == alone[i]
         finally:
             stop.set()
         assert all(future.result() for future in disturbing)

@@ -48,10 +48,10 @@ def test_response_has_the_id_of_the_request_on_every_path(
         ("POST", PATH), ("POST", f"{PATH}?a=b"), ("GET", "/v1/variants"), ("HEAD", "/livez"),
         ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"),
     ):  # fmt: skip
-        said = {ID: f"of {path}".replace(" ", ":").replace("?", "_"), **JSON}
-        answer = server.http.request(method, path, content=TINY_BODY, headers=said)
-        assert answer.status_code == 200
-        assert answer.headers.get_list(ID) == [said[ID]]
+        headers = {ID: f"of {path}".replace(" ", ":").replace("?", "_"), **JSON}
+        response = server.http.request(method, path, content=TINY_BODY, headers=headers)
+        assert response.status_code == 200
+        assert response.headers.get_list(ID) == [headers[ID]]
 
 
 def test_request_without_an_id_gets_a_new_one(
@@ -79,11 +79,11 @@ def test_error_responses_have_an_id(
         method: str, path: str, content: bytes = TINY_BODY, type: str = "application/json"
     ) -> None:
         id = f"number-{len(statuses)}"
-        answer = server.http.request(
+        response = server.http.request(
             method, path, content=content, headers={"Content-Type": type, ID: id}
         )
-        assert answer.headers.get_list(ID) == [id]
-        statuses.append(answer.status_code)
+        assert response.headers.get_list(ID) == [id]
+        statuses.append(response.status_code)
 
     ask("POST", PATH, b"{")
     ask("POST", PATH, b"{}")
@@ -111,8 +111,8 @@ def test_invalid_ids_are_not_repeated(server: Server, bad: bytes) -> None:
             whole = encode_request(body, length, INFER)
             caller.send(whole.replace(b"\r\n\r\n", b"\r\nX-Request-ID: %b\r\n\r\n" % bad, 1))
             assert MADE.fullmatch(caller.read_response()[0]["x-request-id"])
-    answer = server.http.get("/livez", headers=[(ID.encode(), bad)])
-    assert MADE.fullmatch(answer.headers[ID])
+    response = server.http.get("/livez", headers=[(ID.encode(), bad)])
+    assert MADE.fullmatch(response.headers[ID])
 
 
 def test_pipelined_requests_keep_their_ids(server: Server) -> None:
@@ -235,15 +235,15 @@ def test_connection_errors_are_observed(
         assert url.port
         with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
             connection.sendall(sent)
-            answer = b""
-            while came := connection.recv(1 << 16):
-                answer += came
-        assert answer.startswith(b"HTTP/1.1 %d " % status)
+            response = b""
+            while chunk := connection.recv(1 << 16):
+                response += chunk
+        assert response.startswith(b"HTTP/1.1 %d " % status)
         counts = httpx.get(f"{process.url}/metrics").text
         assert process.end() == 0
     (line,) = (line for line in lines_of(log) if line["path"] != "/metrics")
     assert (line["method"], line["path"], line["outcome"]) == (method, path, outcome)
-    head, _, body = answer.partition(b"\r\n\r\n")
+    head, _, body = response.partition(b"\r\n\r\n")
     assert (line["status"], line["bytes_out"]) == (status, len(body))
     assert line["variant"] == ("softmax" if method == "POST" else None)
     ids = re.findall(rb"(?i)x-request-id: (\S+)", head)
@@ -264,8 +264,8 @@ def test_log_lines_of_workers_are_complete(tmp_path: Path) -> None:
     written: list[bytes] = []
 
     def read() -> None:
-        while came := os.read(reader, 1 << 16):
-            written.append(came)
+        while chunk := os.read(reader, 1 << 16):
+            written.append(chunk)
 
     listener = threading.Thread(target=read)
     listener.start()

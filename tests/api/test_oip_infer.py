@@ -77,14 +77,14 @@ def outputs(response: httpx.Response) -> dict[str, Array]:
 @pytest.fixture(scope="module")
 def right(server: Server) -> bytes:
     """The bits of the output from the native API."""
-    answer = server.http.post(
+    response = server.http.post(
         NATIVE,
         json={
             "inputs": {name: array.tolist() for name, array in INPUTS.items()},
             "outputs": ["output"],
         },
     )
-    rows = answer.json()["outputs"]["output"]
+    rows = response.json()["outputs"]["output"]
     return np.array(rows, np.float32).tobytes()
 
 
@@ -92,25 +92,25 @@ def test_lists_may_be_flat_or_nested(server: Server, right: bytes) -> None:
     nested = [input_entry(name, array, data=array.tolist()) for name, array in INPUTS.items()]
     mixed = [nested[2], request_with_lists()["inputs"][0], nested[1]]
     for inputs in (request_with_lists()["inputs"], nested, mixed):
-        answer = post(server, {"inputs": inputs})
-        assert outputs(answer)["output"].tobytes() == right
-        assert LENGTH_HEADER not in answer.headers
-        assert "id" not in answer.json()
+        response = post(server, {"inputs": inputs})
+        assert outputs(response)["output"].tobytes() == right
+        assert LENGTH_HEADER not in response.headers
+        assert "id" not in response.json()
     for kind in ("application/json", "application/octet-stream", "text/plain"):
-        answer = server.http.post(
+        response = server.http.post(
             INFER_PATH, content=json.dumps(request_with_lists()), headers={"Content-Type": kind}
         )
-        assert outputs(answer)["output"].tobytes() == right
+        assert outputs(response)["output"].tobytes() == right
 
 
 @pytest.mark.parametrize("datatype", DTYPES)
 def test_every_datatype_in_json(server: Server, datatype: str) -> None:
     inputs = [input_entry(name, array, datatype=datatype) for name, array in INPUTS.items()]
-    came = outputs(post(server, {"inputs": inputs}))["output"]
+    output = outputs(post(server, {"inputs": inputs}))["output"]
     as_bytes = {"parameters": {"binary_data_output": True}}
     exact = outputs(post(server, {"inputs": inputs} | as_bytes))["output"]
-    assert came.dtype == exact.dtype == DTYPES[datatype]
-    assert came.tobytes() == exact.tobytes()
+    assert output.dtype == exact.dtype == DTYPES[datatype]
+    assert output.tobytes() == exact.tobytes()
 
 
 COMBINATIONS: Final = list(itertools.product((None, True, False), repeat=3))
@@ -120,15 +120,15 @@ COMBINATIONS: Final = list(itertools.product((None, True, False), repeat=3))
 def test_requested_outputs_are_binary(
     server: Server, of_request: bool | None, of_one: bool | None, of_other: bool | None
 ) -> None:
-    asked = [
+    entries = [
         {"name": name} | ({} if chosen is None else {"parameters": {"binary_data": chosen}})
         for name, chosen in (("weights", of_one), ("output", of_other))
     ]
     fields = {} if of_request is None else {"parameters": {"binary_data_output": of_request}}
-    answer = post(server, request_with_lists(outputs=asked, **fields))
-    assert list(outputs(answer)) == ["weights", "output"]
+    response = post(server, request_with_lists(outputs=entries, **fields))
+    assert list(outputs(response)) == ["weights", "output"]
     document = json.loads(
-        answer.content[: int(answer.headers.get(LENGTH_HEADER, len(answer.content)))]
+        response.content[: int(response.headers.get(LENGTH_HEADER, len(response.content)))]
     )
     for tensor, chosen in zip(document["outputs"], (of_one, of_other), strict=True):
         assert ("data" not in tensor) == bool(of_request if chosen is None else chosen)
@@ -164,9 +164,9 @@ def test_binary_body_may_come_in_chunks(server: Server, right: bytes) -> None:
     whole = text + tail
     for size in (1, 7, len(text), len(whole)):
         pieces = (whole[i : i + size] for i in range(0, len(whole), size))
-        answer = post(server, pieces, headers)
-        assert answer.request.headers["transfer-encoding"] == "chunked"
-        assert outputs(answer)["output"].tobytes() == right
+        response = post(server, pieces, headers)
+        assert response.request.headers["transfer-encoding"] == "chunked"
+        assert outputs(response)["output"].tobytes() == right
     plain = json.dumps(request_with_lists()).encode()
     assert outputs(post(server, iter([plain[:9], plain[9:]])))["output"].tobytes() == right
     all_json = post(server, plain, {LENGTH_HEADER: str(len(plain))})
@@ -182,20 +182,20 @@ def test_invalid_length_header_is_rejected(server: Server, length: str) -> None:
 def test_wrong_lengths_are_rejected(server: Server) -> None:
     text, tail = in_binary()
 
-    def told(content: bytes, length: int | None) -> str:
+    def error_for(content: bytes, length: int | None) -> str:
         return error_of(
             post(server, content, {} if length is None else {LENGTH_HEADER: str(length)})
         )
 
-    assert "is too large: got" in told(text + tail, len(text + tail) + 1)
-    assert "is too large: got" in told(text + tail, 10**19)
-    assert "not JSON" in told(text + tail, len(text) - 1)
-    assert "not JSON" in told(text + tail, len(text) + 1)
-    assert "not JSON" in told(text + tail, 0)
-    assert "not JSON" in told(text + tail, None)
-    assert "1 bytes after the JSON belong to no tensor" in told(text + tail + b"x", len(text))
-    assert "got 95, expected binary_data_size 96" in told(text + tail[:-1], len(text))
-    assert "got 0, expected binary_data_size 96" in told(text, len(text))
+    assert "is too large: got" in error_for(text + tail, len(text + tail) + 1)
+    assert "is too large: got" in error_for(text + tail, 10**19)
+    assert "not JSON" in error_for(text + tail, len(text) - 1)
+    assert "not JSON" in error_for(text + tail, len(text) + 1)
+    assert "not JSON" in error_for(text + tail, 0)
+    assert "not JSON" in error_for(text + tail, None)
+    assert "1 bytes after the JSON belong to no tensor" in error_for(text + tail + b"x", len(text))
+    assert "got 95, expected binary_data_size 96" in error_for(text + tail[:-1], len(text))
+    assert "got 0, expected binary_data_size 96" in error_for(text, len(text))
 
 
 BAD: Final[list[tuple[dict[str, Any], str]]] = [
@@ -227,11 +227,11 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "says"), BAD)
-def test_invalid_input_is_rejected(server: Server, changed: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("changed", "message"), BAD)
+def test_invalid_input_is_rejected(server: Server, changed: dict[str, Any], message: str) -> None:
     document = request_with_lists()
     document["inputs"][0] |= changed
-    assert says in error_of(post(server, document))
+    assert message in error_of(post(server, document))
 
 
 @pytest.mark.parametrize("size", [95, 97, -96, 96.0, True, "96", 1 << 62])
@@ -239,13 +239,13 @@ def test_wrong_binary_size_is_rejected(server: Server, size: Any) -> None:
     document = json.loads((sent := in_binary())[0])
     document["inputs"][0]["parameters"]["binary_data_size"] = size
     text = json.dumps(document).encode()
-    says = error_of(post(server, text + sent[1], {LENGTH_HEADER: str(len(text))}))
-    assert "query has a wrong binary_data_size" in says
-    assert "expected 96" in says
+    message = error_of(post(server, text + sent[1], {LENGTH_HEADER: str(len(text))}))
+    assert "query has a wrong binary_data_size" in message
+    assert "expected 96" in message
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"foo": 1}, "unknown field 'foo'; known are inputs, id"),
         ({"inputs": {}}, "inputs must be a list of tensors"),
@@ -268,8 +268,8 @@ def test_wrong_binary_size_is_rejected(server: Server, size: Any) -> None:
         ({"parameters": []}, "parameters is invalid: got"),
     ],
 )
-def test_invalid_field_is_rejected(server: Server, fields: dict[str, Any], says: str) -> None:
-    assert says in error_of(post(server, request_with_lists() | fields))
+def test_invalid_field_is_rejected(server: Server, fields: dict[str, Any], message: str) -> None:
+    assert message in error_of(post(server, request_with_lists() | fields))
 
 
 def test_body_that_is_no_json_object_is_rejected(server: Server) -> None:
@@ -285,13 +285,13 @@ def test_compressed_bodies(server: Server, right: bytes, coding: str) -> None:
     lengths = {LENGTH_HEADER: str(len(text))} | headers  # of the decompressed JSON
     packed = pack(text + tail)
     for content in (packed, iter([packed[:5], packed[5:]])):
-        answer = post(server, content, lengths | {"Accept-Encoding": coding})
-        assert answer.headers["content-encoding"] == coding
-        assert outputs(answer)["output"].tobytes() == right
-    answer = post(server, pack(json.dumps(request_with_lists()).encode()), headers)
-    assert "gzip" in answer.request.headers["accept-encoding"]  # one of several encodings
-    assert "content-encoding" not in answer.headers
-    assert outputs(answer)["output"].tobytes() == right
+        response = post(server, content, lengths | {"Accept-Encoding": coding})
+        assert response.headers["content-encoding"] == coding
+        assert outputs(response)["output"].tobytes() == right
+    response = post(server, pack(json.dumps(request_with_lists()).encode()), headers)
+    assert "gzip" in response.request.headers["accept-encoding"]  # one of several encodings
+    assert "content-encoding" not in response.headers
+    assert outputs(response)["output"].tobytes() == right
     for cut in (packed[:-9], packed[:20], b""):
         assert "ends too early" in error_of(post(server, cut, lengths))
     assert "bytes follow" in error_of(post(server, packed + b"x", lengths))
@@ -329,13 +329,13 @@ def test_decompression_bomb_is_rejected(
     tracemalloc.start()
     try:
         for content in (bomb, iter([bomb])):
-            answer = server.http.post(path, content=content, headers=headers)
+            response = server.http.post(path, content=content, headers=headers)
             if path == INFER_PATH:
                 assert "the decompressed body is too large: got more than 200000 bytes" in error_of(
-                    answer, 413
+                    response, 413
                 )
             else:
-                assert_problem(answer, 413)
+                assert_problem(response, 413)
         assert tracemalloc.get_traced_memory()[1] < size / 10
     finally:
         tracemalloc.stop()
@@ -360,12 +360,12 @@ def test_decompression_bomb_is_rejected(
 def test_unknown_paths_and_models_are_rejected(
     server: Server, method: str, path: str, status: int
 ) -> None:
-    answer = server.http.request(method, path)
+    response = server.http.request(method, path)
     if method == "HEAD":
-        assert (answer.status_code, answer.content) == (status, b"")
+        assert (response.status_code, response.content) == (status, b"")
     else:
-        error_of(answer, status)
-    assert ("allow" in answer.headers) == (status == 405)
+        error_of(response, status)
+    assert ("allow" in response.headers) == (status == 405)
 
 
 def test_model_list_and_repository_index(server: Server) -> None:
@@ -376,18 +376,18 @@ def test_model_list_and_repository_index(server: Server) -> None:
         entries = server.http.post(index, content=content).json()
         assert [e["name"] for e in entries] == names
         assert {(e["version"], e["state"], e["reason"]) for e in entries} == {("1", "READY", "")}
-    for content, says in ((b'{"ready": 1}', "true or false"), (b'{"foo": 1}', "unknown field")):
-        assert says in error_of(server.http.post(index, content=content))
+    for content, message in ((b'{"ready": 1}', "true or false"), (b'{"foo": 1}', "unknown field")):
+        assert message in error_of(server.http.post(index, content=content))
     error_of(server.http.post(index, content=b" " * 70_000), 413)
 
 
 def test_server_timing_matches_the_parameters(server: Server) -> None:
     for fields in ({}, {"parameters": {"binary_data_output": True}}):
-        answer = post(server, request_with_lists(**fields))
-        length = int(answer.headers.get(LENGTH_HEADER, len(answer.content)))
-        timing = json.loads(answer.content[:length])["parameters"]
+        response = post(server, request_with_lists(**fields))
+        length = int(response.headers.get(LENGTH_HEADER, len(response.content)))
+        timing = json.loads(response.content[:length])["parameters"]
         stages = ("queue", "transfer", "compute", "total")
-        assert answer.headers["server-timing"] == ", ".join(
+        assert response.headers["server-timing"] == ", ".join(
             f"{stage};dur={timing[f'{stage}_ms']:.4f}" for stage in stages
         )
         assert {"batch_size", "device", "backend", "flops", "bytes"} < set(timing)
@@ -406,10 +406,10 @@ def test_draining_service_rejects_requests(draining: Server) -> None:
     assert draining.http.get("/v2/health/live").json() == {"live": True}
     ready = draining.http.get("/v2/health/ready")
     assert (ready.status_code, ready.json()["ready"]) == (503, False)
-    for answer in (
+    for response in (
         post(draining, request_with_lists()),
         draining.http.get("/v2/models/softmax/ready"),
     ):
-        assert "stopping" in error_of(answer, 503)
-        assert int(answer.headers["retry-after"]) > 0
-        assert answer.headers["connection"] == "close"
+        assert "stopping" in error_of(response, 503)
+        assert int(response.headers["retry-after"]) > 0
+        assert response.headers["connection"] == "close"

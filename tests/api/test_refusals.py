@@ -98,9 +98,9 @@ def test_large_declared_body_is_rejected_before_it_is_sent(
     with socket.create_connection(server.address, TIMEOUT_S) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: here\r\n{expect}Content-Length: {10**12}\r\n\r\n"
         connection.sendall(head.encode())
-        answer = connection.recv(65536).decode()
-    assert answer.startswith("HTTP/1.1 413 ")
-    assert f"got {10**12} bytes, expected at most {limit}" in answer
+        response = connection.recv(65536).decode()
+    assert response.startswith("HTTP/1.1 413 ")
+    assert f"got {10**12} bytes, expected at most {limit}" in response
 
 
 def test_body_larger_than_memory_is_rejected(serve: Callable[..., Server]) -> None:
@@ -111,9 +111,9 @@ def test_body_larger_than_memory_is_rejected(serve: Callable[..., Server]) -> No
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = f"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n{lines}\r\n"
         connection.sendall(head.encode() + bytes(8))
-        answer = connection.recv(65536).decode()
-    assert answer.startswith("HTTP/1.1 413 ")
-    assert f"out of memory for a body of {1 << 60} bytes" in answer
+        response = connection.recv(65536).decode()
+    assert response.startswith("HTTP/1.1 413 ")
+    assert f"out of memory for a body of {1 << 60} bytes" in response
 
 
 @pytest.mark.parametrize("path", ["/v1/attention/softmax", "/v1/convert"])
@@ -126,9 +126,9 @@ def test_large_chunked_body_is_rejected_while_it_is_received(
         connection.sendall(head.encode())
         for _ in range(11):
             connection.sendall(b"64\r\n" + b" " * 100 + b"\r\n")
-        answer = connection.recv(65536).decode()  # the last chunk is never sent
-    assert answer.startswith("HTTP/1.1 413 ")
-    assert "more than 1000 bytes" in answer
+        response = connection.recv(65536).decode()  # the last chunk is never sent
+    assert response.startswith("HTTP/1.1 413 ")
+    assert "more than 1000 bytes" in response
     exact = json.dumps(EXAMPLE).encode()
     assert post(server, exact.ljust(1000)).is_success
     problem = assert_problem(post(server, exact.ljust(1001)), 413)

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
 def test_example_of_the_design(server: Server) -> None:
-    answer = run_request(server, EXAMPLE | {"parameters": {"causal": True}, "weights": "full"})
-    assert list(answer) == ["variant", "outputs", "weights_are", "timing"]
-    assert answer["variant"] == "softmax"
-    outputs = {name: np.round(tensor, 4).tolist() for name, tensor in answer["outputs"].items()}
+    response = run_request(server, EXAMPLE | {"parameters": {"causal": True}, "weights": "full"})
+    assert list(response) == ["variant", "outputs", "weights_are", "timing"]
+    assert response["variant"] == "softmax"
+    outputs = {name: np.round(tensor, 4).tolist() for name, tensor in response["outputs"].items()}
     assert outputs == {
         "output": [[1.0, 2.0], [2.3395, 3.3395]],
         "weights": [[1.0, 0.0], [0.3302, 0.6698]],
     }
-    timing = answer["timing"]
+    timing = response["timing"]
     assert {n: timing[n] for n in timing if n not in TIMES} == {
         "batch_size": 1, "device": "cpu", "backend": "explicit", "flops": 32, "bytes": 80,
     }  # fmt: skip
@@ -97,21 +97,21 @@ def test_row_without_visible_keys_is_zero(server: Server) -> None:
     for extra, rows in ((hidden, [1]), ({"key_lengths": np.array([0])}, [0, 1, 2])):
         for outputs in (("output",), ("output", "weights")):
             case = Case(tensors(2) | extra, outputs=outputs)
-            answered = run_request(server, case.document)["outputs"]
-            case.check(answered)
+            found = run_request(server, case.document)["outputs"]
+            case.check(found)
             for name in outputs:
-                assert not as_array(answered[name])[rows].any()
+                assert not as_array(found[name])[rows].any()
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_dtype_is_the_dtype_of_lists(server: Server, dtype: str) -> None:
     inputs = tensors(3, dtype)
     listed = Case(inputs, dtype=dtype, encoding="lists").document | {"encoding": "base64"}
-    answer = run_request(server, listed)
-    assert answer["outputs"] == run_request(server, Case(inputs, dtype=dtype).document)["outputs"]
+    response = run_request(server, listed)
+    assert response["outputs"] == run_request(server, Case(inputs, dtype=dtype).document)["outputs"]
     exact = "float64" if dtype == "float64" else "float32"
-    came = {name: tensor["dtype"] for name, tensor in answer["outputs"].items()}
-    assert came == {"output": dtype, "weights": exact, "scores": exact}
+    dtypes = {name: tensor["dtype"] for name, tensor in response["outputs"].items()}
+    assert dtypes == {"output": dtype, "weights": exact, "scores": exact}
 
 
 def test_lists_are_float32_by_default(server: Server) -> None:
@@ -125,9 +125,9 @@ def test_response_has_the_encoding_of_the_request(server: Server) -> None:
     for name in mixed:
         inputs = mixed | {name: as_json(tensors(2)[name], "base64")}
         first = "base64" if name == "query" else "lists"
-        for asked, comes in (({}, first), ({"encoding": None}, first)):
-            output = run_request(server, {"inputs": inputs}, **asked)["outputs"]["output"]
-            assert isinstance(output, dict) == (comes == "base64")
+        for fields, expected in (({}, first), ({"encoding": None}, first)):
+            output = run_request(server, {"inputs": inputs}, **fields)["outputs"]["output"]
+            assert isinstance(output, dict) == (expected == "base64")
         for encoding in ("lists", "base64"):
             outputs = run_request(server, {"inputs": inputs}, encoding=encoding)["outputs"]
             assert all(isinstance(t, dict) == (encoding == "base64") for t in outputs.values())
@@ -152,11 +152,11 @@ def test_requested_outputs_are_returned(
     server: Server, fields: dict[str, Any], names: list[str]
 ) -> None:
     case = Case(tensors(4), {"causal": True}, outputs=tuple(names))
-    answer = run_request(
+    response = run_request(
         server, {k: v for k, v in case.document.items() if k != "outputs"}, **fields
     )
-    assert list(answer["outputs"]) == names
-    case.check(answer["outputs"])
+    assert list(response["outputs"]) == names
+    case.check(response["outputs"])
 
 
 def test_timing_is_in_the_body_and_in_a_header(server: Server) -> None:
@@ -179,9 +179,13 @@ def test_flops_and_bytes_are_the_analytic_counts(server: Server, outputs: tuple[
     case = Case(tensors(4, "float16") | {"mask": mask}, dtype="float16", outputs=outputs)
     timing = run_request(server, case.document)["timing"]
     assert timing["flops"] == 2 * B * H * L * S * (D + E)
-    came = 2 * (B * H * L * D + B * G * S * (D + E)) + S
-    gone = {"output": 2 * B * H * L * E, "weights": 4 * B * H * L * S, "scores": 4 * B * H * L * S}
-    assert timing["bytes"] == came + sum(gone[name] for name in outputs)
+    input_bytes = 2 * (B * H * L * D + B * G * S * (D + E)) + S
+    output_bytes = {
+        "output": 2 * B * H * L * E,
+        "weights": 4 * B * H * L * S,
+        "scores": 4 * B * H * L * S,
+    }
+    assert timing["bytes"] == input_bytes + sum(output_bytes[name] for name in outputs)
 
 
 def test_flops_and_bytes_include_the_layer(server: Server) -> None:
@@ -189,15 +193,15 @@ def test_flops_and_bytes_include_the_layer(server: Server) -> None:
     layer = random_layer("v2", M, out, bias=True)
     x = np.ones((B, L, M), np.float32)
     document = {"inputs": {"x": as_json(x, "base64")}, "layer": layer | {"heads": heads}}
-    answer = run_request(server, document)
+    response = run_request(server, document)
     width = out // heads
-    assert answer["timing"]["flops"] == (
+    assert response["timing"]["flops"] == (
         3 * 2 * B * L * M * out + 2 * B * heads * L * L * (width + width)
     )
-    assert answer["timing"]["bytes"] == 4 * (
+    assert response["timing"]["bytes"] == 4 * (
         B * L * M + 3 * (M * out + out) + B * L * out + B * heads * L * L
     )
-    assert as_array(answer["outputs"]["output"]).shape == (B, L, out)
+    assert as_array(response["outputs"]["output"]).shape == (B, L, out)
 
 
 @pytest.mark.parametrize("x_shape", [(3, 4), (2, 3, 4)])
@@ -233,9 +237,9 @@ def test_nan_and_infinity_are_strings_in_json(server: Server) -> None:
     outputs = run_request(server, {"inputs": words})["outputs"]["output"]
     assert outputs == [["NaN", "NaN"], ["NaN", "NaN"]]
     mask = EXAMPLE["inputs"] | {"mask": [[0.0, "-Infinity"], ["-Infinity", "-Infinity"]]}
-    answer = run_request(server, {"inputs": mask}, outputs=["output", "scores"])
-    assert answer["outputs"]["output"] == [[1.0, 2.0], [0.0, 0.0]]
-    assert answer["outputs"]["scores"][1] == ["-Infinity", "-Infinity"]
+    response = run_request(server, {"inputs": mask}, outputs=["output", "scores"])
+    assert response["outputs"]["output"] == [[1.0, 2.0], [0.0, 0.0]]
+    assert response["outputs"]["scores"][1] == ["-Infinity", "-Infinity"]
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-40, 1e-50, 1e9, -1e9])

@@ -190,19 +190,19 @@ def test_seed_001_conversion_matches_the_notebook(server: Server) -> None:
     assert printed(sav2.W_keys.weight.detach().numpy(), V2_KEYS)
     for source, target, module in (("v1", "v2", sav1), ("v2", "v1", sav2)):
         state = layer(source, module.state_dict())["tensors"]
-        answer = ask(server, {"from": source, "to": target, "tensors": state}, "convert")
-        assert list(answer["tensors"]) == [
+        response = ask(server, {"from": source, "to": target, "tensors": state}, "convert")
+        assert list(response["tensors"]) == [
             f"W_{n}.weight" if target == "v2" else f"W_{n}" for n in ("query", "keys", "values")
         ]
         for (name, tensor), weight in zip(
-            answer["tensors"].items(), module.state_dict().values(), strict=True
+            response["tensors"].items(), module.state_dict().values(), strict=True
         ):
             assert as_array(tensor).tobytes() == weight.T.numpy().tobytes(), name
         output = {
             layout: ask(
                 server, {"inputs": {"x": TOKENS}, "layer": {"layout": layout, "tensors": tensors}}
             )["outputs"]["output"]
-            for layout, tensors in ((source, state), (target, answer["tensors"]))
+            for layout, tensors in ((source, state), (target, response["tensors"]))
         }
         assert output[source] == output[target]
 

@@ -27,13 +27,13 @@ from support.sweep_requests import submitted_jobs as submitted_jobs
 
 
 def test_headers_and_bytes_on_the_wire(server: Server) -> None:
-    with open_sweep(server, variants=["mean"], lengths=[8]) as asked:
-        came = b""
-        while not came.endswith(b"0\r\n\r\n"):
-            piece = asked.recv(1 << 16)
-            assert piece, came
-            came += piece
-    head, _, body = came.partition(b"\r\n\r\n")
+    with open_sweep(server, variants=["mean"], lengths=[8]) as connection:
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            piece = connection.recv(1 << 16)
+            assert piece, received
+            received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
     lines = {line.lower() for line in head.split(b"\r\n")}
     assert b"http/1.1 200 ok" in lines
     assert b"content-type: text/event-stream" in lines
@@ -47,13 +47,13 @@ def test_headers_and_bytes_on_the_wire(server: Server) -> None:
 
 def test_events_are_sent_during_the_sweep(server: Server) -> None:
     """The first cell arrives before the second runs."""
-    with server.hold(), open_sweep(server, variants=["mean"], lengths=[8, 16]) as asked:
+    with server.hold(), open_sweep(server, variants=["mean"], lengths=[8, 16]) as connection:
         wait_until(lambda: server.queued_count == 1)
-        came = asked.recv(1 << 16)
-        if b"progress" not in came:
-            came += asked.recv(1 << 16)
-        assert came.count(b"event: progress") == 1
-        assert b"event: cell" not in came
+        received = connection.recv(1 << 16)
+        if b"progress" not in received:
+            received += connection.recv(1 << 16)
+        assert received.count(b"event: progress") == 1
+        assert b"event: cell" not in received
 
 
 def test_comments_are_sent_as_heartbeat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +62,9 @@ def test_comments_are_sent_as_heartbeat(server: Server, monkeypatch: pytest.Monk
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     with server.hold(), server.http.stream("POST", SWEEP, json=body) as response:
         lines = response.iter_lines()
-        came = [next(lines) for _ in range(12)]
-        assert came.count(": still at work") >= 3
-    assert [name for name, _ in parse_events(iter([*came, ""]))] == ["progress"]
+        received = [next(lines) for _ in range(12)]
+        assert received.count(": still at work") >= 3
+    assert [name for name, _ in parse_events(iter([*received, ""]))] == ["progress"]
 
 
 def test_client_disconnect_ends_the_sweep(
@@ -72,10 +72,10 @@ def test_client_disconnect_ends_the_sweep(
 ) -> None:
     """The remaining cells do not run."""
     lengths = list(range(8, 40))
-    with open_sweep(server, variants=["mean", "linear"], lengths=lengths) as leaver:
+    with open_sweep(server, variants=["mean", "linear"], lengths=lengths) as client:
         with server.hold():
             wait_until(lambda: server.queued_count == 1)
-            leaver.close()
+            client.close()
             wait_until(lambda: server.queued_count == 0)
         seen = len(submitted_jobs)
     assert server.http.post("/v1/attention/mean", json={"inputs": {"value": [[1]]}}).is_success
@@ -88,24 +88,24 @@ def test_disconnected_sweep_keeps_its_admission_until_its_thread_ends(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = serve()
-    begun, goes_on = threading.Event(), threading.Event()
+    has_started, may_continue = threading.Event(), threading.Event()
     drawn = SweepRequest.with_random_inputs
 
     def slowly(*arguments: Any) -> Any:
-        begun.set()
-        assert goes_on.wait(TIMEOUT_S)
+        has_started.set()
+        assert may_continue.wait(TIMEOUT_S)
         return drawn(*arguments)
 
     monkeypatch.setattr(SweepRequest, "with_random_inputs", slowly)
-    with open_sweep(own, variants=["mean"], lengths=[8]) as leaver:
-        assert begun.wait(TIMEOUT_S)
-        held = own.engine.admission.incoming
-        leaver.close()
+    with open_sweep(own, variants=["mean"], lengths=[8]) as client:
+        assert has_started.wait(TIMEOUT_S)
+        load_before = own.engine.admission.incoming
+        client.close()
         own.http.get("/livez")
         time.sleep(0.1)  # the admission is released by then
-        assert own.engine.admission.incoming == held
-        assert held.bytes
-        goes_on.set()
+        assert own.engine.admission.incoming == load_before
+        assert load_before.bytes
+        may_continue.set()
     wait_until(lambda: not own.engine.admission.incoming.bytes)
 
 
@@ -115,9 +115,9 @@ def test_client_disconnect_is_counted(serve: Callable[..., Server]) -> None:
     def left() -> bool:
         return 'qkv_other_requests_total{outcome="left"} 1\n' in own.http.get("/metrics").text
 
-    with own.hold(), open_sweep(own, variants=["mean"], lengths=[8]) as leaver:
+    with own.hold(), open_sweep(own, variants=["mean"], lengths=[8]) as client:
         wait_until(lambda: own.queued_count == 1)
-        leaver.close()
+        client.close()
         wait_until(lambda: own.queued_count == 0)
     wait_until(left)
 
@@ -127,16 +127,16 @@ def test_other_requests_run_before_the_sweep(
 ) -> None:
     """All other queued requests run first; a sweep queues one job at a time."""
     value = np.ones((600, 64)).tolist()  # too large to run inline
-    asked = open_sweep(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
+    connection = open_sweep(server, variants=["linear"], lengths=list(range(64, 128)), repeats=100)
     try:
         wait_until(lambda: len(submitted_jobs) > 3)
-        ran: list[int] = []
+        results: list[int] = []
         with server.hold():
             wait_until(lambda: server.queued_count == 1)
             sweeping = submitted_jobs[-1][0]
             threads = [
                 threading.Thread(
-                    target=lambda: ran.append(
+                    target=lambda: results.append(
                         httpx.post(
                             f"{server.url}/v1/attention/softmax",
                             json={
@@ -157,10 +157,10 @@ def test_other_requests_run_before_the_sweep(
             assert first.job is not sweeping
         for thread in threads:
             thread.join()
-        assert ran == [200] * 4
+        assert results == [200] * 4
         assert len(submitted_jobs) < 64 * 101, "it is not over yet"
     finally:
-        asked.close()
+        connection.close()
         wait_until(lambda: server.queued_count == 0)
 
 
@@ -169,9 +169,9 @@ def test_sweep_needs_a_key(serve: Callable[..., Server]) -> None:
     body = SMALL | {"variants": ["mean"], "lengths": [8]}
     assert guarded.http.post(SWEEP, json=body).status_code == 401
     headers = {"Authorization": "Bearer secret", "X-Request-ID": "mine"}
-    answer = guarded.http.post(SWEEP, json=body, headers=headers)
-    assert answer.status_code == 200
-    assert answer.headers["x-request-id"] == "mine"
+    response = guarded.http.post(SWEEP, json=body, headers=headers)
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] == "mine"
 
 
 def test_internal_error_ends_the_stream(
@@ -183,10 +183,10 @@ def test_internal_error_ends_the_stream(
         raise ZeroDivisionError
 
     monkeypatch.setattr(own.engine, "submit", broken)
-    said = run_sweep(own, variants=["mean"], lengths=[8])
-    assert [name for name, _ in said] == ["progress", "error"]
-    assert said[-1][1]["problem"]["status"] == 500
-    assert "ZeroDivision" not in str(said)
+    events = run_sweep(own, variants=["mean"], lengths=[8])
+    assert [name for name, _ in events] == ["progress", "error"]
+    assert events[-1][1]["problem"]["status"] == 500
+    assert "ZeroDivision" not in str(events)
 
 
 def test_stopping_service_sends_an_error_event() -> None:
@@ -195,10 +195,10 @@ def test_stopping_service_sends_an_error_event() -> None:
         assert isinstance(shared_state, SharedState)
         body = SMALL | {"variants": ["mean"], "lengths": [8, 16], "repeats": 100}
         with stopping.http.stream("POST", SWEEP, json=body) as response:
-            told = parse_events(response.iter_lines())
-            assert next(told)[0] == "progress"
+            events = parse_events(response.iter_lines())
+            assert next(events)[0] == "progress"
             shared_state.drain()
-            *_, (name, what) = told
+            *_, (name, what) = events
         assert name == "error"
         assert what["problem"]["type"] == "urn:qkv:problem:not-now"
 
@@ -207,11 +207,11 @@ def test_sigterm_does_not_wait_for_the_sweep(command: Callable[..., Process]) ->
     process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="30")
     body = {"variants": ["softmax"], "lengths": [256, 512], "repeats": 100}
     with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
-        told = parse_events(response.iter_lines())
-        assert next(told)[0] == "progress"
+        events = parse_events(response.iter_lines())
+        assert next(events)[0] == "progress"
         since = time.monotonic()
         process.popen.send_signal(signal.SIGTERM)
-        names = [name for name, _ in told]
+        names = [name for name, _ in events]
     assert names[-1] == "error"
     assert process.wait() == 0, process.lines
     assert time.monotonic() - since < 20
@@ -222,11 +222,11 @@ def test_long_cell_ends_with_the_drain_timeout(command: Callable[..., Process]) 
     process = command("serve", "--port", "0", "--workers", "1", QKV_DRAIN_S="0")
     body = {"variants": ["softmax"], "lengths": [12288], "repeats": 100}
     with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
-        told = parse_events(response.iter_lines())
-        assert next(told)[0] == "progress"
+        events = parse_events(response.iter_lines())
+        assert next(events)[0] == "progress"
         time.sleep(0.5)  # until its inputs are drawn, and its first run has started
         process.popen.send_signal(signal.SIGTERM)
-        *_, (name, what) = told
+        *_, (name, what) = events
     assert name == "error"
     assert what["problem"]["type"] == "urn:qkv:problem:not-now"
     process.wait()
@@ -240,9 +240,9 @@ def test_device_process_sweeps(command: Callable[..., Process]) -> None:
     )  # fmt: skip
     body = SMALL | {"variants": ["linear", "mean"], "lengths": [16, 64]}
     with httpx.stream("POST", f"{process.url}{SWEEP}", json=body, timeout=TIMEOUT_S) as response:
-        said = list(parse_events(response.iter_lines()))
-    assert [name for name, _ in said] == ["progress", "cell"] * 4 + ["done"]
-    assert all(what.keys() == CELL for name, what in said if name == "cell")
+        events = list(parse_events(response.iter_lines()))
+    assert [name for name, _ in events] == ["progress", "cell"] * 4 + ["done"]
+    assert all(what.keys() == CELL for name, what in events if name == "cell")
     assert process.end() == 0, process.lines
 
 

@@ -45,12 +45,12 @@ PARAMETERS: Final[
 ]
 
 
-def same(came: Array | None, right: Any) -> bool:
+def same(found: Array | None, right: Any) -> bool:
     """Returns True if two arrays have the same bits."""
     return (
-        came is not None
-        and (came.dtype, came.shape) == (right.dtype, right.shape)
-        and came.tobytes() == right.tobytes()
+        found is not None
+        and (found.dtype, found.shape) == (right.dtype, right.shape)
+        and found.tobytes() == right.tobytes()
     )
 
 
@@ -61,14 +61,14 @@ def service_process(shared_process: Callable[..., Process]) -> Process:
 
 @pytest.fixture
 def client(service_process: Process) -> Iterator[Any]:
-    with triton_client(service_process.url) as made:
-        yield made
+    with triton_client(service_process.url) as opened:
+        yield opened
 
 
 @pytest.fixture
 def native(service_process: Process) -> Iterator[qkv.Client]:
-    with qkv.Client(service_process.url) as made:
-        yield made
+    with qkv.Client(service_process.url) as opened:
+        yield opened
 
 
 def test_server_metadata_and_health(client: Any) -> None:
@@ -111,10 +111,10 @@ def test_every_datatype_as_binary_and_json(client: Any, native: qkv.Client, dtyp
         forms.append([])
     for binary in forms:
         for outputs in (None, True, False):  # None: the client asks for bytes
-            asked = None if outputs is None else requested_outputs(output=outputs)
-            ran = client.infer("softmax", infer_inputs(arrays, binary), outputs=asked)
-            assert same(ran.as_numpy("output"), right)
-            entry = ran.get_output("output")
+            requested = None if outputs is None else requested_outputs(output=outputs)
+            result = client.infer("softmax", infer_inputs(arrays, binary), outputs=requested)
+            assert same(result.as_numpy("output"), right)
+            entry = result.get_output("output")
             assert ("data" in entry) == (outputs is False)
             assert entry["datatype"] == np_to_triton_dtype(np.dtype(dtype))
 
@@ -127,19 +127,19 @@ def test_binary_and_json_mixed_in_any_order(client: Any, native: qkv.Client) -> 
         inputs = {name: arrays[name] for name in order}
         for binary in ([], ["key"], ["query", "value"], order):
             for chosen in ({"scores": False, "output": True}, {"output": False, "weights": True}):
-                asked = requested_outputs(**chosen)
-                ran = client.infer(
+                requested = requested_outputs(**chosen)
+                result = client.infer(
                     "softmax",
                     infer_inputs(inputs, binary),
-                    outputs=asked,
+                    outputs=requested,
                     parameters={"causal": True},
                 )
-                came = ran.get_response()["outputs"]
-                assert [o["name"] for o in came] == list(chosen)
-                assert ["data" not in o for o in came] == list(chosen.values())
+                entries = result.get_response()["outputs"]
+                assert [o["name"] for o in entries] == list(chosen)
+                assert ["data" not in o for o in entries] == list(chosen.values())
                 only = native.attend("softmax", **arrays, outputs=list(chosen), causal=True)
                 for name in chosen:
-                    assert same(ran.as_numpy(name), getattr(only, name))
+                    assert same(result.as_numpy(name), getattr(only, name))
     assert np.isneginf(right.scores).any()  # JSON has no such number
 
 
@@ -150,10 +150,12 @@ def test_parameters(
     arrays = random_inputs()
     for names in (["output"], ["output", "weights"]):
         right = native.attend("softmax", **arrays, **as_is, outputs=names)
-        asked = requested_outputs(**dict.fromkeys(names, True))
-        ran = client.infer("softmax", infer_inputs(arrays), outputs=asked, parameters=as_sent)
+        requested = requested_outputs(**dict.fromkeys(names, True))
+        result = client.infer(
+            "softmax", infer_inputs(arrays), outputs=requested, parameters=as_sent
+        )
         for name in names:
-            assert same(ran.as_numpy(name), getattr(right, name))
+            assert same(result.as_numpy(name), getattr(right, name))
     plain = native.attend("softmax", **arrays, outputs=["output", "weights"]).weights
     assert not same(plain, right.weights)  # each parameter changes the output
 
@@ -170,8 +172,10 @@ def test_masks(client: Any, native: qkv.Client, kind: str, binary: bool) -> None
     else:
         arrays["key_lengths"] = np.array([3, 7])
     right = native.attend("softmax", **arrays, outputs=["output"]).output
-    ran = client.infer("softmax", infer_inputs(arrays, None if binary else list(random_inputs())))
-    assert same(ran.as_numpy("output"), right)
+    result = client.infer(
+        "softmax", infer_inputs(arrays, None if binary else list(random_inputs()))
+    )
+    assert same(result.as_numpy("output"), right)
     del arrays[list(arrays)[-1]]
     assert not same(native.attend("softmax", **arrays, outputs=["output"]).output, right)
 
@@ -185,28 +189,30 @@ def test_compression(
     right = native.attend("softmax", **arrays, outputs=["output"]).output
     for binary in (None, ["key"], []):
         for outputs in (requested_outputs(output=True), requested_outputs(output=False)):
-            ran = client.infer(
+            result = client.infer(
                 "softmax",
                 infer_inputs(arrays, binary),
                 outputs=outputs,
                 request_compression_algorithm=request_coding,
                 response_compression_algorithm=answer_coding,
             )
-            assert same(ran.as_numpy("output"), right)
+            assert same(result.as_numpy("output"), right)
 
 
 def test_id_priority_timeout_and_timing(client: Any) -> None:
     for name in ("7", 'a "b" \\ é 日本 \0'):
-        ran = client.infer("softmax", infer_inputs(random_inputs()), request_id=name).get_response()
-        assert ran["id"] == name
+        result = client.infer(
+            "softmax", infer_inputs(random_inputs()), request_id=name
+        ).get_response()
+        assert result["id"] == name
     for chosen in ({"priority": 1}, {"priority": 9}, {"timeout": 10**12}, {"timeout": 2**63 - 1}):
-        ran = client.infer(
+        result = client.infer(
             "softmax", infer_inputs(random_inputs()), model_version="1", **chosen
         ).get_response()
-        assert (ran["model_name"], ran["model_version"]) == ("softmax", "1")
-        assert "id" not in ran
-        times = [ran["parameters"][f"{stage}_ms"] for stage in ("queue", "transfer", "compute")]
-        assert 0 < sum(times) <= ran["parameters"]["total_ms"]
+        assert (result["model_name"], result["model_version"]) == ("softmax", "1")
+        assert "id" not in result
+        times = [result["parameters"][f"{stage}_ms"] for stage in ("queue", "transfer", "compute")]
+        assert 0 < sum(times) <= result["parameters"]["total_ms"]
 
 
 def test_generated_request_body_is_accepted(service_process: Process, native: qkv.Client) -> None:
@@ -214,18 +220,18 @@ def test_generated_request_body_is_accepted(service_process: Process, native: qk
     body, length = triton.InferenceServerClient.generate_request_body(infer_inputs(arrays, ["key"]))
     headers = {"Inference-Header-Content-Length": str(length)}
     url = f"{service_process.url}/v2/models/softmax/infer"
-    answer = httpx.post(url, content=body, headers=headers, timeout=TIMEOUT_S)
-    ran = triton.InferenceServerClient.parse_response_body(
-        answer.content, header_length=int(answer.headers["Inference-Header-Content-Length"])
+    response = httpx.post(url, content=body, headers=headers, timeout=TIMEOUT_S)
+    result = triton.InferenceServerClient.parse_response_body(
+        response.content, header_length=int(response.headers["Inference-Header-Content-Length"])
     )
     right = native.attend("softmax", **arrays, outputs=["output"]).output
-    assert same(ran.as_numpy("output"), right)
+    assert same(result.as_numpy("output"), right)
 
 
 def test_eight_threads_with_a_client_each(service_process: Process) -> None:
     def loop(index: int) -> bool:
         arrays = random_inputs(FLOATS[index % 4], seed=index)
-        asked = requested_outputs(output=True, weights=bool(index % 2) or index % 4 == 2)
+        requested = requested_outputs(output=True, weights=bool(index % 2) or index % 4 == 2)
         with (
             triton_client(service_process.url) as client,
             qkv.Client(service_process.url) as native,
@@ -233,16 +239,16 @@ def test_eight_threads_with_a_client_each(service_process: Process) -> None:
             right = native.attend("softmax", **arrays, outputs=["output", "weights"], causal=True)
             inputs = infer_inputs(arrays)
             for number in range(10):
-                ran = client.infer(
+                result = client.infer(
                     "softmax",
                     inputs,
-                    outputs=asked,
+                    outputs=requested,
                     request_id=f"{index} {number}",
                     parameters={"causal": True},
                 )
-                assert ran.get_response()["id"] == f"{index} {number}"
-                assert same(ran.as_numpy("output"), right.output)
-                assert same(ran.as_numpy("weights"), right.weights)
+                assert result.get_response()["id"] == f"{index} {number}"
+                assert same(result.as_numpy("output"), right.output)
+                assert same(result.as_numpy("weights"), right.weights)
         return True
 
     with ThreadPoolExecutor(8) as pool:
@@ -253,10 +259,10 @@ def test_async_infer(service_process: Process, native: qkv.Client) -> None:
     with closing(
         triton.InferenceServerClient(service_process.url.removeprefix("http://"), concurrency=4)
     ) as client:
-        asked = [random_inputs(seed=seed) for seed in range(8)]
-        running_ = [client.async_infer("softmax", infer_inputs(arrays)) for arrays in asked]
-        wrong = client.async_infer("softmax", infer_inputs(asked[0])[:2])
-        for arrays, one in zip(asked, running_, strict=True):
+        inputs = [random_inputs(seed=seed) for seed in range(8)]
+        running_ = [client.async_infer("softmax", infer_inputs(arrays)) for arrays in inputs]
+        wrong = client.async_infer("softmax", infer_inputs(inputs[0])[:2])
+        for arrays, one in zip(inputs, running_, strict=True):
             right = native.attend("softmax", **arrays, outputs=["output"]).output
             assert same(one.get_result().as_numpy("output"), right)
         with raises_inference_error("softmax needs value"):
@@ -264,7 +270,7 @@ def test_async_infer(service_process: Process, native: qkv.Client) -> None:
 
 
 def test_asyncio_client(service_process: Process, native: qkv.Client) -> None:
-    asked = [random_inputs(seed=seed) for seed in range(8)]
+    inputs = [random_inputs(seed=seed) for seed in range(8)]
 
     async def all_of_them() -> list[Any]:
         async with aio.InferenceServerClient(service_process.url.removeprefix("http://")) as client:
@@ -278,7 +284,7 @@ def test_asyncio_client(service_process: Process, native: qkv.Client) -> None:
             assert (await client.get_inference_statistics())["model_stats"]
             await client.load_model("softmax")
             with raises_inference_error("no parameter 'windw'"):
-                await client.infer("softmax", infer_inputs(asked[0]), parameters={"windw": 1})
+                await client.infer("softmax", infer_inputs(inputs[0]), parameters={"windw": 1})
             codings: list[Any] = [None, "gzip", "deflate"]
             return await asyncio.gather(
                 *(
@@ -288,13 +294,13 @@ def test_asyncio_client(service_process: Process, native: qkv.Client) -> None:
                         request_compression_algorithm=codings[i % 3],
                         response_compression_algorithm=codings[i % 2],
                     )
-                    for i, arrays in enumerate(asked)
+                    for i, arrays in enumerate(inputs)
                 )
             )
 
-    for arrays, ran in zip(asked, asyncio.run(all_of_them()), strict=True):
+    for arrays, result in zip(inputs, asyncio.run(all_of_them()), strict=True):
         right = native.attend("softmax", **arrays, outputs=["output"]).output
-        assert same(ran.as_numpy("output"), right)
+        assert same(result.as_numpy("output"), right)
 
 
 Call = Callable[[Any], object]
@@ -348,11 +354,11 @@ REFUSED: Final[list[tuple[Call, str, int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "says", "status"), REFUSED)
+@pytest.mark.parametrize(("call", "message", "status"), REFUSED)
 def test_client_raises_the_error_of_the_service(
-    client: Any, call: Call, says: str, status: int
+    client: Any, call: Call, message: str, status: int
 ) -> None:
-    with raises_inference_error(says, status):
+    with raises_inference_error(message, status):
         call(client)
 
 

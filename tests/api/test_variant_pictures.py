@@ -59,7 +59,7 @@ def attend(
 '''
 
 
-def answered(server: Server, variant: Variant, parameters: Any) -> np.ndarray:
+def response_weights(server: Server, variant: Variant, parameters: Any) -> np.ndarray:
     """Returns the weights of a request over HTTP with the example input."""
     inputs = {n: as_json(array, "base64") for n, array in variant_pictures.inputs(variant).items()}
     body = {"inputs": inputs, "parameters": dict(parameters), "outputs": ["weights"]}
@@ -78,7 +78,7 @@ def test_every_cell_shows_the_weight_of_the_response(server: Server, name: str) 
     panels, ways = panel_cells(variant_pictures.draw(variant)), variant_pictures.ways(variant)
     assert len(panels) == len(ways) == (2 if "causal" in variant.parameters.model_fields else 1)
     for panel, way in zip(panels, ways, strict=True):
-        weights = answered(server, variant, way.parameters)
+        weights = response_weights(server, variant, way.parameters)
         assert panel.keys() == {(i, j) for i, j in np.argwhere(weights != 0).tolist()}
         most = np.abs(weights).max()
         for at, number in panel.items():
@@ -98,10 +98,10 @@ def test_picture_is_small_has_no_scripts_and_a_title(name: str) -> None:
     assert len(svg) < 30_000
     root = parse_svg(svg)
     assert root.get("role") == "img"
-    said = {e.get("id"): e.text or "" for e in root if e.get("id")}
-    assert list(said) == (root.get("aria-labelledby") or "").split()
-    assert name in said["title"]
-    assert variant.summary in said["description"]
+    texts = {e.get("id"): e.text or "" for e in root if e.get("id")}
+    assert list(texts) == (root.get("aria-labelledby") or "").split()
+    assert name in texts["title"]
+    assert variant.summary in texts["description"]
     words = {text.text: text.get("class") for text in root.iter(f"{SVG}text")}
     assert words[name] == "name"
     rows = "input i" if variant.outputs["weights"].letters == ("B", "I") else "query i"
@@ -201,16 +201,16 @@ def test_picture_over_http(server: Server) -> None:
 def odd(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Variant]:
     """Returns a variant for one test, from its output and its signature."""
 
-    def made(answers: str, body: str) -> Variant:
+    def new_variant(returns: str, body: str) -> Variant:
         module = ModuleType("qkv.attention.variants.odd")
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(ODD.format(answers=answers, body=body), module.__dict__)
+        exec(ODD.format(answers=returns, body=body), module.__dict__)
         variant = catalogue.read_module(module, Path("odd.py"))
         everything = {**catalogue.variants(), "odd": variant}
         monkeypatch.setattr(catalogue, "variants", lambda: everything)
         return variant
 
-    return made
+    return new_variant
 
 
 MATRIX: Final = 'weights: Float64[Tensor, "B H L S"] | None = None'
@@ -237,7 +237,7 @@ def test_unusual_signatures_get_a_picture(odd: Callable[[str, str], Variant]) ->
 
 
 @pytest.mark.parametrize(
-    ("answers", "body"),
+    ("returns", "body"),
     [
         ("", "return Odd()"),
         ('weights: Float64[Tensor, "S"] | None = None', "return Odd()"),
@@ -248,9 +248,9 @@ def test_unusual_signatures_get_a_picture(odd: Callable[[str, str], Variant]) ->
     ids=["no weights", "one axis", "five axes", "fails", "not finite"],
 )
 def test_variant_without_a_weights_matrix_has_no_picture(
-    server: Server, odd: Callable[[str, str], Variant], answers: str, body: str
+    server: Server, odd: Callable[[str, str], Variant], returns: str, body: str
 ) -> None:
-    variant = odd(answers, body)
+    variant = odd(returns, body)
     assert variant_pictures.draw(variant) is None
     assert server.http.get("/v1/variants/odd").json()["picture"] is None
     problem = assert_problem(server.http.get("/v1/variants/odd/picture"), 404)

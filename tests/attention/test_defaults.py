@@ -93,8 +93,8 @@ def small_blocks(variant: Variant, arguments: dict[str, Any]) -> Callable[[slice
     """Returns the default row blocks, of at most two rows at a time."""
 
     def output(**given: Any) -> torch.Tensor:
-        made: torch.Tensor = variant.attend(**given, outputs=frozenset({"output"})).output
-        return made
+        result: torch.Tensor = variant.attend(**given, outputs=frozenset({"output"})).output
+        return result
 
     elements = 2 * (2 * 4 * 8)
     return defaults.weights_by_identity(
@@ -157,15 +157,15 @@ def test_weight_forms_see_all_heads_together(
     monkeypatch.setattr(weight_blocks, "_CPU_BLOCK_ELEMENTS", 16)
     variant, inputs = load(PER_HEAD), tensors(L=9)
     sizes = {"B": 2, "H": 4, "G": 2, "L": 9, "S": 8, "D": 5, "E": 3}
-    made = weight_blocks.compute_weight_form(variant, form, inputs, variant.parse({}), sizes)
+    result = weight_blocks.compute_weight_form(variant, form, inputs, variant.parse({}), sizes)
     slopes = torch.arange(1, 5, dtype=torch.float64).view(1, -1, 1, 1)
     whole = matrix({**inputs, "query": inputs["query"] * slopes})
     if form.kind == "top_k":
-        torch.testing.assert_close(made["weights"], whole.topk(2).values)
+        torch.testing.assert_close(result["weights"], whole.topk(2).values)
     elif form.kind == "stats":
-        torch.testing.assert_close(made["largest"], whole.amax(-1))
+        torch.testing.assert_close(result["largest"], whole.amax(-1))
     else:
-        torch.testing.assert_close(made["weights"].sum(-1), torch.ones(2, 4, 3).double())
+        torch.testing.assert_close(result["weights"].sum(-1), torch.ones(2, 4, 3).double())
 
 
 def test_gradient_of_a_detached_or_unused_input_is_zero(load: Load) -> None:
@@ -179,9 +179,9 @@ def test_gradient_of_a_detached_or_unused_input_is_zero(load: Load) -> None:
     for variant, used in ((detached, {"key", "value"}), (unused, set())):
         assert variant.backward is not None
         with torch.inference_mode():
-            made = variant.backward(grad, **inputs)
-        assert {n: t.shape for n, t in made.items()} == {n: t.shape for n, t in inputs.items()}
-        assert {n for n, t in made.items() if t.any()} == used
+            gradients = variant.backward(grad, **inputs)
+        assert {n: t.shape for n, t in gradients.items()} == {n: t.shape for n, t in inputs.items()}
+        assert {n for n, t in gradients.items() if t.any()} == used
 
 
 def test_flops_are_those_of_the_products(load: Load) -> None:
@@ -246,7 +246,7 @@ WRONG: Final = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_check_finds_what_is_wrong(load: Load, name: str) -> None:
+def test_check_finds_the_fault(load: Load, name: str) -> None:
     variant = load(WRONG[name])
     with pytest.raises(Violation):
         CHECKS[name](variant)

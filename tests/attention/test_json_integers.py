@@ -11,7 +11,7 @@ from qkv.errors import InvalidContent
 
 
 @pytest.mark.parametrize(
-    ("parameters", "name", "wanted"),
+    ("parameters", "name", "expected"),
     [
         ({"query_offset": 3.0}, "query_offset", 3),
         ({"query_offset": 2147483647.0}, "query_offset", 2**31 - 1),
@@ -21,10 +21,10 @@ from qkv.errors import InvalidContent
         ({"scale": 2.0}, "scale", 2.0),
     ],
 )
-def test_whole_float_is_an_integer(parameters: dict[str, Any], name: str, wanted: Any) -> None:
+def test_whole_float_is_an_integer(parameters: dict[str, Any], name: str, expected: Any) -> None:
     value = getattr(catalogue.find("softmax").parse(parameters), name)
-    assert value == wanted
-    assert type(value) is type(wanted)
+    assert value == expected
+    assert type(value) is type(expected)
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_minimal_variant_has_the_same_bits_alone_and_in_a_batch(copy: Path) -> N
     assert " passed" in done.stdout
 
 
-def test_serve_says_what_is_wrong_with_each_broken_file(process: CopiedService, copy: Path) -> None:
+def test_serve_reports_the_problem_of_each_broken_file(process: CopiedService, copy: Path) -> None:
     for name, (_, problem) in BROKEN.items():
         path = copy / "attention" / "variants" / f"{name}.py"
         (line,) = [

@@ -173,10 +173,10 @@ def test_new_variant_is_in_the_openapi_document(http: httpx.Client) -> None:
 
 def test_new_variant_has_a_picture(http: httpx.Client) -> None:
     path = http.get("/v1/variants/uniform").json()["picture"]
-    answer = http.get(path)
-    assert answer.headers["content-type"] == "image/svg+xml"
+    response = http.get(path)
+    assert response.headers["content-type"] == "image/svg+xml"
     every_cell = "".join(f"M0 {i}h16v1h-16z" for i in range(16))
-    assert f'd="{every_cell}"><title>0.0625</title>' in answer.text
+    assert f'd="{every_cell}"><title>0.0625</title>' in response.text
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_new_variant_computes_exact_numbers(http: httpx.Client, axes: int, dtype
         "parameters": {"gain": 2.0},
         "dtype": dtype,
     }
-    answer = http.post(RUN, json=body)
-    assert answer.status_code == 200, answer.text
-    found = answer.json()
+    response = http.post(RUN, json=body)
+    assert response.status_code == 200, response.text
+    found = response.json()
     assert found["variant"] == "uniform"
     assert np.array_equal(found["outputs"]["output"], lifted([[4.0, 40.0, 2.0]] * 3))
     assert np.array_equal(found["outputs"]["weights"], lifted([[1.0, 1.0]] * 3))
@@ -245,14 +245,14 @@ def test_new_variant_runs_behind_a_layer(http: httpx.Client) -> None:
     """A layer projects query, key and value of any variant that takes them."""
     weight = {f"W_{name}": [[1.0, 0.0], [0.0, 2.0]] for name in ("query", "key", "value")}
     layer = {"layout": "v1", "heads": 2, "tensors": weight}
-    answer = http.post(RUN, json={"inputs": {"x": KEY}, "layer": layer, "outputs": ["output"]})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["outputs"] == {"output": [[2.0, 6.0], [2.0, 6.0]]}
+    response = http.post(RUN, json={"inputs": {"x": KEY}, "layer": layer, "outputs": ["output"]})
+    assert response.status_code == 200, response.text
+    assert response.json()["outputs"] == {"output": [[2.0, 6.0], [2.0, 6.0]]}
 
 
 def test_other_variants_are_still_served(http: httpx.Client) -> None:
-    answer = http.post("/v1/attention/softmax", json={"inputs": INPUTS})
-    assert answer.status_code == 200
+    response = http.post("/v1/attention/softmax", json={"inputs": INPUTS})
+    assert response.status_code == 200
     missing = http.post("/v1/attention/unifrom", json={"inputs": INPUTS})
     assert missing.status_code == 404
     assert "uniform" in missing.json()["detail"]
@@ -261,14 +261,14 @@ def test_other_variants_are_still_served(http: httpx.Client) -> None:
 @pytest.mark.process
 def test_contract_tests_include_new_variant(copy: Path) -> None:
     """The contract tests run on the copy, and include the new variant."""
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "uniform",
          "tests/attention/test_variant_contract.py"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout
-    assert " passed" in ran.stdout
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout
 
 
 def test_no_other_file_is_changed(original: Path, copy: Path, http: httpx.Client) -> None:

@@ -34,7 +34,7 @@ def request_for(variant: Variant, dtype: torch.dtype) -> tuple[dict[str, int], d
 
 
 def call_checked(variant: Variant, tensors: dict[str, Tensor], outputs: frozenset[str]) -> object:
-    """Calls the file's own `attend`, held to its annotations; returns its result."""
+    """Calls the file's own `attend` with its annotations checked; returns its result."""
     selected = {"outputs": outputs} if "outputs" in variant.from_engine else {}
     return checked(variant.module.attend)(**tensors, **selected)
 
@@ -84,7 +84,7 @@ def test_outputs_fit_their_annotations(variant: Variant, dtype: torch.dtype) -> 
     """Inputs and outputs fit the jaxtyping annotations, with one size for each letter."""
     _, tensors = request_for(variant, dtype)
     outputs = frozenset(variant.outputs)
-    answer = variant.attend(**tensors, outputs=outputs)
+    response = variant.attend(**tensors, outputs=outputs)
     call_checked(variant, tensors, outputs)
     hints = typing.get_type_hints(variant.module.attend)
     promised = {"output": hints["return"]}
@@ -94,12 +94,12 @@ def test_outputs_fit_their_annotations(variant: Variant, dtype: torch.dtype) -> 
         for name, tensor in tensors.items():
             assert isinstance(tensor, hints[name]), name
         for name in promised.keys() & outputs:
-            found = getattr(answer, name)
+            found = getattr(response, name)
             kinds = [k for k in typing.get_args(promised[name]) if k is not type(None)]
             assert any(isinstance(found, kind) for kind in kinds or [promised[name]]), name
     for name, output in variant.outputs.items():
         expected = exact_dtype(dtype) if output.is_exact else dtype
-        assert getattr(answer, name).dtype == expected, name
+        assert getattr(response, name).dtype == expected, name
         if name != "output":
             alone = variant.attend(**tensors, outputs=frozenset({name}))
             assert alone.output is None
@@ -114,10 +114,10 @@ def test_variant_agrees_with_its_reference(variant: Variant) -> None:
     truth = variant.reference(**tensors)
     alone = variant.attend(**tensors, outputs=OUTPUT)
     close = math.sqrt(torch.finfo(torch.float64).eps)
-    for answer, names in ((found, outputs), (alone, OUTPUT)):
+    for response, names in ((found, outputs), (alone, OUTPUT)):
         for name in names:
             torch.testing.assert_close(
-                getattr(answer, name), getattr(truth, name), rtol=close, atol=close
+                getattr(response, name), getattr(truth, name), rtol=close, atol=close
             )
 
 
@@ -127,28 +127,30 @@ def test_weights_by_blocks_of_rows(variant: Variant, dtype: torch.dtype) -> None
     """Row blocks are rows of the whole matrix, and the matrix times the values is the output."""
     sizes, tensors = request_for(variant, dtype)
     values = frozenset({"value"} & variant.outputs.keys())  # computed, not sent
-    answer = variant.attend(**tensors, outputs=values | {"output", "weights"})
+    response = variant.attend(**tensors, outputs=values | {"output", "weights"})
     eps, letters = torch.finfo(exact_dtype(dtype)).eps, variant.outputs["weights"].letters
     R, S, width = sizes[letters[-2]], sizes[letters[-1]], sizes["D"]
     parts = [slice(0, 1), slice(1, R - 1), slice(R - 1, R)]
     row_block = variant.row_block_function(tensors)
     blocks = [row_block(rows) for rows in parts]
-    A = answer.weights.double()
+    A = response.weights.double()
     if values:
-        value = answer.value.double()
+        value = response.value.double()
     else:
         value = tensors[variant.inputs["value"].argument].double()
         value = value.repeat_interleave(A.shape[1] // value.shape[1], 1)
     if A.ndim < value.ndim:  # each item is one row, without an axis of rows
         A = A[:, None]
     # each is within S roundings of its row's mass, beside the rounding of the scores
-    size = float(answer.weights.abs().sum(-1).max()) * S * width
-    torch.testing.assert_close(torch.cat(blocks, -2), answer.weights, rtol=0, atol=64 * eps * size)
-    product = (A @ value).view(answer.output.shape)
+    size = float(response.weights.abs().sum(-1).max()) * S * width
+    torch.testing.assert_close(
+        torch.cat(blocks, -2), response.weights, rtol=0, atol=64 * eps * size
+    )
+    product = (A @ value).view(response.output.shape)
     # a file without `weights` may have sums in the dtype of the request
     own = eps if variant.has_row_blocks else torch.finfo(dtype).eps
-    bound = (S + 2) * own * (A.abs() @ value.abs()).view(answer.output.shape)
-    assert_within(answer.output, product, bound + torch.finfo(dtype).eps * product.abs())
+    bound = (S + 2) * own * (A.abs() @ value.abs()).view(response.output.shape)
+    assert_within(response.output, product, bound + torch.finfo(dtype).eps * product.abs())
 
 
 @every_variant

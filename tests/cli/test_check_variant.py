@@ -69,7 +69,7 @@ def test_broken_file_fails_with_an_example(tmp_path: Path) -> None:
     assert result.exit_code == 1
 
 
-def test_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+def test_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     result = run(tmp_path / "none.py")
     assert result.exit_code == 2
     assert "none.py" in result.output

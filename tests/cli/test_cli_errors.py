@@ -276,11 +276,11 @@ def test_ctrl_c_prints_one_line(
 ) -> None:
     served = serve()
     with served.hold():
-        asking = command(
+        process = command(
             "attend", "softmax", str(source), "-o", str(tmp_path / "out.npz"), "--url", served.url
         )
         served.wait_until_queued(1)
-        wait_until_asleep(asking.popen.pid)
-        assert asking.end(signal.SIGINT) == 130
-    assert asking.lines == ["Error: interrupted"]
+        wait_until_asleep(process.popen.pid)
+        assert process.end(signal.SIGINT) == 130
+    assert process.lines == ["Error: interrupted"]
     assert list(tmp_path.iterdir()) == [source]

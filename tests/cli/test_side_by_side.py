@@ -57,7 +57,7 @@ def test_compare_prints_the_result_of_the_client(url: str, source: Path, place: 
         assert by_command["parameters"] == {"causal": True}
         assert by_command["timing"]["repeats"] == 5
     table = stdout_of(*chosen, *here)
-    assert columns(table) == ["softmax", "linear", "taylor"]  # the anchor once
+    assert columns(table) == ["softmax", "linear", "taylor"]  # the baseline once
 
 
 def test_compare_takes_anchor_repeats_rows_and_own_parameters(url: str, source: Path) -> None:
@@ -134,7 +134,7 @@ def test_parameters_in_a_file_must_be_an_object(url: str, tmp_path: Path, place:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("compare", "linear", "{source}"), ("sweep", "linear")])
-def test_missing_service_is_an_error_with_a_cure(
+def test_missing_service_is_an_error_with_a_hint(
     source: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     words_typed = [word.format(source=source) for word in words]
@@ -167,7 +167,7 @@ def test_sweep_prints_a_table_and_writes_both_files(url: str, tmp_path: Path, pl
     ElementTree.parse(plot)
 
 
-def test_cell_without_enough_memory_is_reported_and_the_sweep_goes_on() -> None:
+def test_cell_without_enough_memory_is_reported_and_the_sweep_continues() -> None:
     """Each input would have 4 PiB."""
     huge = ("--batch", "4096", "--heads", "4096", "--width", "64", "--lengths", "1048576")
     printed = stdout_of("sweep", "softmax", "mean", *huge, "--local")

@@ -107,7 +107,7 @@ def test_limits_of_the_service_raise_their_errors(serve: Callable[..., Server]) 
 
 
 @pytest.mark.parametrize("send", [send_sync, in_asyncio])
-def test_missing_service_is_an_error_with_address_and_cure(send: Callable[..., Any]) -> None:
+def test_missing_service_is_an_error_with_address_and_hint(send: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     calls: list[Callable[[Any], Any]] = [

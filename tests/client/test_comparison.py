@@ -219,7 +219,7 @@ cost
   bytes in and out                     4 KiB              4 KiB              4 KiB
   peak memory                          3 MiB              3 MiB                  –
 
-softmax is the anchor: its own distance is to its run in float64.
+softmax is the baseline: its own distance is to its run in float64.
 In brackets: the worst row, the range of entropies, the range of times.
 linear is near uniform <here> & there."""
 
@@ -250,7 +250,7 @@ def test_columns_that_do_not_fit_follow_below(width: int, blocks: int) -> None:
         assert max(map(len, table.splitlines())) <= width
 
 
-def test_anchor_is_shown_once_and_variants_of_one_name_have_labels() -> None:
+def test_baseline_is_shown_once_and_variants_of_one_name_have_labels() -> None:
     variants = [
         entry("softmax"),
         *(entry("taylor", parameters={"causal": c}) for c in (False, True)),
@@ -262,7 +262,7 @@ def test_anchor_is_shown_once_and_variants_of_one_name_have_labels() -> None:
 
 
 def test_missing_figures_are_dashes() -> None:
-    """In float64 the anchor has no reference; an output that is not finite has no error."""
+    """In float64 the baseline has no reference; an output that is not finite has no error."""
     nothing = {"relative_error": None, "largest_error": None, "cosine": None}
     changes = {"anchor": ANCHOR | {"output": None}, "variants": [entry("linear", output=nothing)]}
     comparison = Comparison.from_json(RESPONSE | changes)

@@ -383,10 +383,10 @@ def test_variant_that_cannot_run_is_a_cell_with_a_problem(serve: Callable[..., S
     server = serve(max_scores=300_000)
     with Client(server.url) as client:
         sweep = client.sweep(["softmax"], [256, 1024], heads=1, progress=False)
-        ran, refused = sweep
-    assert ran.problem is None
-    assert refused.problem is not None
-    assert refused.problem["status"] == 413
+        measured, failed = sweep
+    assert measured.problem is None
+    assert failed.problem is not None
+    assert failed.problem["status"] == 413
     assert "does not run" in sweep.table()
 
 

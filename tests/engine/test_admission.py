@@ -152,24 +152,24 @@ def test_conversions_count_from_their_head_to_their_response(
     layer = {name: [[1, 0], [0, 1]] for name in ("W_query", "W_key", "W_value")}
     content = json.dumps({"from": "v1", "to": "v2", "tensors": layer}).encode()
 
-    def asked() -> httpx.Response:
+    def send_request() -> httpx.Response:
         return httpx.post(f"{server.url}/v1/convert", content=content, timeout=TIMEOUT_S)
 
     with ThreadPoolExecutor(1) as pool, open_connection(server) as receiving:
-        running = pool.submit(asked)
+        running = pool.submit(send_request)
         assert converting.wait(TIMEOUT_S)
         assert server.engine.admission.incoming.requests == 1
         assert server.engine.admission.incoming.bytes > len(content)
         head = "POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n"
         receiving.sendall(head.encode())
         wait_until(lambda: server.engine.admission.incoming.requests == 2)
-        for response in (asked(), post(server.url, body())):
+        for response in (send_request(), post(server.url, body())):
             assert "2 requests are queued" in assert_problem(response, 503)["detail"]
             assert response.headers["retry-after"] == "1"
         go_on.set()
         assert running.result(TIMEOUT_S).is_success
         wait_until(lambda: server.engine.admission.incoming.requests == 1)
-        assert asked().is_success
+        assert send_request().is_success
     wait_until(lambda: server.engine.admission.incoming == Load())
 
 

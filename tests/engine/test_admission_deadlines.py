@@ -95,8 +95,8 @@ def test_jobs_of_200_disconnected_clients_do_not_run(
             executed_jobs.clear()
             with ExitStack() as stack:
                 for _ in range(200):
-                    leaving = stack.enter_context(open_connection(server))
-                    leaving.sendall(head.encode() + b"\r\n\r\n" + content)
+                    connection = stack.enter_context(open_connection(server))
+                    connection.sendall(head.encode() + b"\r\n\r\n" + content)
                 server.wait_until_queued(200)
                 staying = pool.submit(post, server.url, body(seed=1))
                 server.wait_until_queued(201)

@@ -101,10 +101,10 @@ def test_device_process_drops_jobs_of_200_disconnected_clients(
         wait_until_computing(device)
         with ExitStack() as stack:
             for _ in range(200):
-                leaving = stack.enter_context(
+                connection = stack.enter_context(
                     socket.create_connection(address(service_process), TIMEOUT_S)
                 )
-                leaving.sendall(head.encode() + b"\r\n\r\n" + content)
+                connection.sendall(head.encode() + b"\r\n\r\n" + content)
             wait_until(lambda: metric("qkv_queue_depth") == 200)
         wait_until(lambda: metric("qkv_queue_depth") == 0)
         assert not busy.done(), "the machine is too fast for this test"

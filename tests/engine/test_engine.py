@@ -94,15 +94,17 @@ def test_cancelled_jobs_do_not_run() -> None:
         return execute(jobs, *how)
 
     jobs = [plain(seed, length=4 + seed % 2) for seed in range(6)] + [plain(6, length=9)]
-    gone = {0, 3, 6}
+    cancelled = {0, 3, 6}
 
     async def test(engine: Engine) -> None:
         with hold(engine):
             futures = [engine.submit(job) for job in jobs]
-            for i in gone:
+            for i in cancelled:
                 futures[i].cancel()
         results = await asyncio.gather(*futures, return_exceptions=True)
-        assert {i for i, a in enumerate(results) if isinstance(a, asyncio.CancelledError)} == gone
+        assert {
+            i for i, a in enumerate(results) if isinstance(a, asyncio.CancelledError)
+        } == cancelled
         sizes = [a.timing["batch_size"] for a in results if isinstance(a, JobResult)]
         assert sizes == [2, 2, 2, 2]
         with hold(engine):
@@ -211,15 +213,17 @@ def test_engine_keeps_nothing_of_a_finished_job() -> None:
 
     async def test(engine: Engine) -> None:
         job = plain(1)
-        kept = weakref.ref(job)
-        answer = weakref.ref((await engine.submit(job)).outputs["output"].data.obj)
+        job_reference = weakref.ref(job)
+        result_reference = weakref.ref((await engine.submit(job)).outputs["output"].data.obj)
         del job
         deadline = time.monotonic() + 10
-        while (kept() is not None or answer() is not None) and time.monotonic() < deadline:
+        while (
+            job_reference() is not None or result_reference() is not None
+        ) and time.monotonic() < deadline:
             gc.collect()
             await asyncio.sleep(0.01)
-        assert kept() is None
-        assert answer() is None
+        assert job_reference() is None
+        assert result_reference() is None
 
     with_engine(test)
 

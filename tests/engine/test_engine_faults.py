@@ -1,4 +1,4 @@
-"""Faults in the engine: of a job, the queue or memory. It goes on, and every job gets a result."""
+"""Faults of a job, the queue or memory: the engine continues, and every job gets a result."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
         with hold(engine):
             futures = [engine.submit(job) for job in jobs]
         results = await asyncio.gather(*futures, return_exceptions=True)
-        for i, (one, answer) in enumerate(zip(alone, results, strict=True)):
+        for i, (one, response) in enumerate(zip(alone, results, strict=True)):
             if i == place:
-                assert isinstance(answer, Internal)
-                assert "marked" not in answer.detail  # no internal text
+                assert isinstance(response, Internal)
+                assert "marked" not in response.detail  # no internal text
             else:
-                assert isinstance(answer, JobResult)
-                assert bits(answer) == bits(one)
+                assert isinstance(response, JobResult)
+                assert bits(response) == bits(one)
 
     with_engine(test)
     assert runs[0] == 32

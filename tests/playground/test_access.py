@@ -165,9 +165,9 @@ def test_page_asks_for_the_api_key_and_keeps_it(
     dialogue.get_by_role("button", name="Use key").click()
     wait_until_drawn(opened)
     expect(page.locator("#kind")).to_have_text("stochastic")
-    said = page.locator("#request code").inner_text()
-    assert "QKV_API_KEY" in said
-    assert "second" not in said
+    code = page.locator("#request code").inner_text()
+    assert "QKV_API_KEY" in code
+    assert "second" not in code
     page.reload()  # the tab keeps the key
     wait_until_drawn(opened)
     expect(dialogue).to_be_hidden()

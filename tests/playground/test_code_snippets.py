@@ -93,9 +93,9 @@ def test_curl_command_gets_the_response_of_the_request(
 ) -> None:
     variant, body = REQUESTS[name]
     path = f"/v1/attention/{variant}"
-    ran = bash(written("curl", path, body))
-    assert not ran.stderr
-    response, expected = json.loads(ran.stdout), server.http.post(path, json=body).json()
+    result = bash(written("curl", path, body))
+    assert not result.stderr
+    response, expected = json.loads(result.stdout), server.http.post(path, json=body).json()
     assert response["outputs"] == expected["outputs"]
 
 
@@ -119,13 +119,15 @@ def test_large_body_is_read_from_a_file(
     )
     command, program = (written(kind, path, body) for kind in ("curl", "python"))
     assert max(len(command), len(program)) < 1000
-    ran = bash(f"cd {tmp_path}\n{command}")
-    assert not ran.stderr
-    assert json.loads(ran.stdout)["outputs"] == server.http.post(path, json=body).json()["outputs"]
-    ran = python(program, tmp_path)
-    assert not ran.stderr
+    result = bash(f"cd {tmp_path}\n{command}")
+    assert not result.stderr
+    assert (
+        json.loads(result.stdout)["outputs"] == server.http.post(path, json=body).json()["outputs"]
+    )
+    result = python(program, tmp_path)
+    assert not result.stderr
     expected = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
-    assert str(np.array(expected["output"], np.float64).astype(np.float32)) in ran.stdout
+    assert str(np.array(expected["output"], np.float64).astype(np.float32)) in result.stdout
 
 
 def test_arrays_are_loaded_from_their_uploaded_files(
@@ -139,10 +141,10 @@ def test_arrays_are_loaded_from_their_uploaded_files(
         "([request, url]) => code_snippets.pythonProgram(request, url, false)", [request, url]
     )
     assert 'value=np.load("my value.npy")' in program
-    ran = python(program, tmp_path)
-    assert not ran.stderr
+    result = python(program, tmp_path)
+    assert not result.stderr
     expected = server.http.post("/v1/attention/mean", json=body).json()["outputs"]["output"]
-    assert str(np.array(expected, np.float64).astype(np.float32)) in ran.stdout
+    assert str(np.array(expected, np.float64).astype(np.float32)) in result.stdout
 
 
 @pytest.mark.parametrize("value", ["it's", '$(exit 9) `exit 9` \\ \n ! "', "é 😀 \u2028"])
@@ -150,10 +152,10 @@ def test_quotes_in_a_body_are_preserved(
     written: Callable[..., str], server: Server, value: str
 ) -> None:
     body = {"inputs": _LISTS, "parameters": {"scale": value}, "dtype": value}
-    ran = bash(written("curl", "/v1/attention/softmax", body))
-    assert not ran.stderr
+    result = bash(written("curl", "/v1/attention/softmax", body))
+    assert not result.stderr
     expected = server.http.post("/v1/attention/softmax", json=body).json()
-    assert json.loads(ran.stdout)["detail"] == expected["detail"]
+    assert json.loads(result.stdout)["detail"] == expected["detail"]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -162,15 +164,15 @@ def test_program_prints_the_response(
 ) -> None:
     variant, body = REQUESTS[name]
     path = f"/v1/attention/{variant}"
-    ran = python(written("python", path, body), tmp_path)
-    assert not ran.stderr
+    result = python(written("python", path, body), tmp_path)
+    assert not result.stderr
     expected = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
     for output, lists in expected.items():
         numbers = np.array(lists, np.float64)
-        assert f"{output}\n{numbers.shape}\n" in ran.stdout
+        assert f"{output}\n{numbers.shape}\n" in result.stdout
         dtype = np.float64 if body.get("dtype") == "float64" else np.float32
         if "data" not in str(body):
-            assert str(numbers.astype(dtype)) in ran.stdout
+            assert str(numbers.astype(dtype)) in result.stdout
 
 
 def test_api_key_is_read_from_the_environment(
@@ -184,9 +186,9 @@ def test_api_key_is_read_from_the_environment(
     assert "sec-ret" not in command + program
     assert "outputs" in json.loads(bash(command, QKV_API_KEY="sec-ret").stdout)
     assert "QKV_API_KEY: is not set" in bash(command, QKV_API_KEY="").stderr
-    ran = python(program, tmp_path, QKV_API_KEY="sec-ret")
-    assert not ran.stderr
-    assert "output\n(2, 2)" in ran.stdout
+    result = python(program, tmp_path, QKV_API_KEY="sec-ret")
+    assert not result.stderr
+    assert "output\n(2, 2)" in result.stdout
 
 
 def test_comparison_and_sweep_can_be_copied(
@@ -200,7 +202,7 @@ def test_comparison_and_sweep_can_be_copied(
     assert [entry["variant"] for entry in response["variants"]] == ["linear", "taylor"]
     events = bash(written("curl", "/v1/sweep", swept)).stdout
     assert events.count("event: cell") == 4
-    ran = python(written("python", "/v1/compare", compared), tmp_path)
-    assert all(name in ran.stdout for name in ("softmax", "linear", "taylor")), ran.stderr
-    ran = python(written("python", "/v1/sweep", swept), tmp_path)
-    assert ran.stdout.count("median_ms=") == 4, ran.stderr
+    result = python(written("python", "/v1/compare", compared), tmp_path)
+    assert all(name in result.stdout for name in ("softmax", "linear", "taylor")), result.stderr
+    result = python(written("python", "/v1/sweep", swept), tmp_path)
+    assert result.stdout.count("median_ms=") == 4, result.stderr

@@ -23,12 +23,12 @@ def test_difference_map_subtracts_the_weights_of_two_variants(
     expect(panel.get_by_role("status")).to_contain_text("softmax has more weight")
     page.get_by_label("softmax minus", exact=True).select_option("taylor")
     expect(panel.get_by_role("status")).to_contain_text("orange where taylor has")
-    said = panel.get_by_role("status").inner_text()
+    summary = panel.get_by_role("status").inner_text()
     page.get_by_label("Variant", exact=True).select_option("taylor")
     expect(page.locator("#status")).to_have_text(re.compile("^taylor:"))
     second = np.array(list(read_weights(page).values()))
     apart = np.abs(first - second).sum(1) / 2
-    mean, worst = match_groups(r"([\d.]+) on average, at most ([\d.]+) ", said)
+    mean, worst = match_groups(r"([\d.]+) on average, at most ([\d.]+) ", summary)
     assert float(mean) == pytest.approx(apart.mean(), abs=1e-3)
     assert float(worst) == pytest.approx(apart.max(), abs=1e-3)
 
@@ -104,9 +104,9 @@ def test_stopped_sweep_stops_in_the_service(open_page: Open, server: Server) -> 
     expect(sweep.get_by_role("status")).to_have_text("Stopped.")
     expect(sweep.get_by_role("button", name="Measure")).to_be_visible()
     wait_until(lambda: server.queued_count == 0)
-    kept = page.locator("#chart [data-cell]").count()
+    count = page.locator("#chart [data-cell]").count()
     page.wait_for_timeout(500)
-    assert page.locator("#chart [data-cell]").count() == kept > 0
+    assert page.locator("#chart [data-cell]").count() == count > 0
 
 
 def test_figures_of_a_pooled_map_are_labelled_as_lower_bounds(
@@ -120,8 +120,8 @@ def test_figures_of_a_pooled_map_are_labelled_as_lower_bounds(
     page.get_by_label("Upload").set_input_files(
         {"name": "all.safetensors", "mimeType": "application/octet-stream", "buffer": data}
     )
-    said = page.locator("#difference").get_by_role("status")
-    expect(said).to_contain_text(re.compile("pooled cells of head 0: .* lower bounds"))
+    summary = page.locator("#difference").get_by_role("status")
+    expect(summary).to_contain_text(re.compile("pooled cells of head 0: .* lower bounds"))
     cell = "Pooled: a cell is the mean over 2 or 3 queries of the mass on 2 or 3 keys"
     for figure in ("#map", "#difference figure"):
         expect(page.locator(figure)).to_contain_text(cell)
@@ -140,7 +140,7 @@ def test_figures_of_a_pooled_map_are_labelled_as_lower_bounds(
     )
     sizes = np.bincount(np.arange(600) * 256 // 600)
     mean, worst = map(
-        float, match_groups(r"([\d.]+) on average, at most ([\d.]+) ", said.inner_text())
+        float, match_groups(r"([\d.]+) on average, at most ([\d.]+) ", summary.inner_text())
     )
     assert mean == pytest.approx(pooled @ sizes / 600, abs=1e-3)
     assert worst == pytest.approx(pooled.max(), abs=1e-3)

@@ -32,9 +32,9 @@ def test_copied_curl_command_returns_the_shown_weights(open_page: Open, server: 
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     command = page.evaluate("() => navigator.clipboard.readText()")
-    ran = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
-    assert not ran.stderr
-    weights = json.loads(ran.stdout)["outputs"]["weights"]
+    result = subprocess.run(["bash"], input=command, capture_output=True, text=True, check=False)
+    assert not result.stderr
+    weights = json.loads(result.stdout)["outputs"]["weights"]
     np.testing.assert_allclose(weights, list(read_weights(page).values()), rtol=0, atol=0.51e-4)
 
 
@@ -47,9 +47,9 @@ def test_copied_program_prints_the_shown_weights(
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     program = tmp_path / "copied.py"
     program.write_text(page.evaluate("() => navigator.clipboard.readText()"))
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
-    assert not ran.stderr
-    assert "weights\n(6, 6)\n[[0.209" in ran.stdout
+    result = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert not result.stderr
+    assert "weights\n(6, 6)\n[[0.209" in result.stdout
 
 
 def test_comparison_can_be_copied(open_page: Open, server: Server) -> None:

@@ -56,7 +56,7 @@ def test_uploaded_files_are_drawn(open_page: Open, server: Server, kind: str) ->
     np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
 
 
-def test_files_with_one_tensor_add_up(open_page: Open, server: Server) -> None:
+def test_files_with_one_tensor_are_combined(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     body_count, needed = len(opened.bodies), page.locator("#tensors .needed .name")
@@ -68,7 +68,7 @@ def test_files_with_one_tensor_add_up(open_page: Open, server: Server) -> None:
     page.get_by_label("causal", exact=True).check()
     upload.set_input_files(UPLOADS["npy"][1])
     expect(needed).to_have_text(["value"])
-    assert len(opened.bodies) == body_count  # no request is sent in vain
+    assert len(opened.bodies) == body_count  # no incomplete request is sent
     upload.set_input_files(UPLOADS["npy"][2])
     expect(needed).to_have_count(0)
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
@@ -83,7 +83,7 @@ def test_files_with_one_tensor_add_up(open_page: Open, server: Server) -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("Q_proj", "k1", "V")])
-def test_files_with_other_names_add_up_by_role_or_first_letter(
+def test_files_with_other_names_are_combined_by_role_or_first_letter(
     open_page: Open, server: Server, names: tuple[str, str, str]
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
@@ -151,7 +151,7 @@ def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "message"),
     [
         ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy has 77 bytes of data"),
         ("x.npz", b"PK\x03\x04", "x.npz: archives"),
@@ -159,11 +159,11 @@ def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
     ],
 )
 def test_file_error_is_shown_beside_the_upload(
-    open_page: Open, server: Server, name: str, data: bytes, said: str
+    open_page: Open, server: Server, name: str, data: bytes, message: str
 ) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files([payload(name, data)])
-    expect(page.locator("#inputs-error")).to_contain_text(said)
+    expect(page.locator("#inputs-error")).to_contain_text(message)
     expect(page.get_by_label("Example")).to_have_value("words")  # unchanged
     page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
     expect(page.locator("#inputs-error")).to_be_hidden()
@@ -285,13 +285,13 @@ def test_large_request_is_saved_or_uses_the_uploaded_files(
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [((7, 3, 4), "7 heads of 3 positions"), ((3, 7, 4), None), ((1, 8, 1, 4), None)],
 )
 def test_possibly_swapped_axes_are_reported(
-    open_page: Open, server: Server, shape: tuple[int, ...], said: str | None
+    open_page: Open, server: Server, shape: tuple[int, ...], message: str | None
 ) -> None:
     page = uploaded(open_page(server.url), **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))
-    expect(page.locator("#tensors .swapped")).to_have_count(3 if said else 0)
-    if said:
-        expect(page.locator("#tensors .swapped").first).to_contain_text(said)
+    expect(page.locator("#tensors .swapped")).to_have_count(3 if message else 0)
+    if message:
+        expect(page.locator("#tensors .swapped").first).to_contain_text(message)

@@ -82,8 +82,8 @@ def test_other_paths_get_404(server: Server, path: str) -> None:
 
 @pytest.mark.parametrize("name", ["index.html", "app.js", "weights/heatmap.js", "icon.svg"])
 def test_content_security_policy_allows_no_other_host(server: Server, name: str) -> None:
-    said = server.http.get(path_of(name)).headers["content-security-policy"]
-    policy = dict(directive.strip().split(" ", 1) for directive in said.split(";"))
+    header = server.http.get(path_of(name)).headers["content-security-policy"]
+    policy = dict(directive.strip().split(" ", 1) for directive in header.split(";"))
     assert policy["default-src"] == "'none'"
     assert {*policy.values()} == {"'none'", "'self'"}
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"

@@ -203,7 +203,7 @@ NO_CROSSOVER = "No two lines cross outside the range of their repeats."
 
 
 @pytest.mark.parametrize(
-    ("times", "crossed", "said"),
+    ("times", "crossed", "expected"),
     [
         (((1, 4), (2, 3)), [176], "linear becomes faster than softmax between 64 and 256."),
         (((3, 9), (2, 3)), [], "linear is faster than softmax at every length measured."),
@@ -216,7 +216,7 @@ NO_CROSSOVER = "No two lines cross outside the range of their repeats."
     ],
 )  # fmt: skip
 def test_fastest_variant_is_described(
-    modules: Page, times: Sequence[Sequence[float | None]], crossed: list[int], said: str
+    modules: Page, times: Sequence[Sequence[float | None]], crossed: list[int], expected: str
 ) -> None:
     cells = [
         {"index": i, "length": length} | ({} if time is None else {"median_ms": time})
@@ -231,4 +231,4 @@ def test_fastest_variant_is_described(
         ],
         "lengths": [64, 256],
     }
-    assert modules.evaluate("sweep => sweep_table.describeFastest(sweep)", sweep) == said
+    assert modules.evaluate("sweep => sweep_table.describeFastest(sweep)", sweep) == expected

@@ -210,10 +210,10 @@ MALFORMED: Final[dict[str, tuple[str, bytes, str]]] = {
 @pytest.mark.parametrize("case", MALFORMED)
 def test_message_for_a_malformed_file_names_file_and_problem(modules: Page, case: str) -> None:
     name, data, words = MALFORMED[case]
-    said = parsed(modules, name, data)
-    assert isinstance(said, str)
-    assert said.startswith(f"{name}: ")
-    assert re.search(re.escape(words).replace(r"\ \.\*\ ", " .* "), said), said
+    message = parsed(modules, name, data)
+    assert isinstance(message, str)
+    assert message.startswith(f"{name}: ")
+    assert re.search(re.escape(words).replace(r"\ \.\*\ ", " .* "), message), message
 
 
 @examples(100)
@@ -229,15 +229,15 @@ def test_damaged_file_is_parsed_or_rejected_with_a_message(
     at = data.draw(st.integers(0, len(whole) - 1))
     byte = data.draw(st.integers(0, 255))
     changed = data.draw(st.sampled_from([whole[:at], whole[:at] + bytes([byte]) + whole[at + 1 :]]))
-    said = modules.evaluate(_PARSE, ["x.bin", base64.b64encode(changed).decode()])
+    result = modules.evaluate(_PARSE, ["x.bin", base64.b64encode(changed).decode()])
     for fault in ("undefined", "RangeError", "TypeError", "not a function", "Cannot", "Invalid"):
-        assert not (isinstance(json.loads(said), str) and fault in said), said
+        assert not (isinstance(json.loads(result), str) and fault in result), result
 
 
 def test_too_large_file_is_rejected_unread(modules: Page) -> None:
-    said = modules.evaluate(
+    message = modules.evaluate(
         """() => uploads.readFile({
             name: "x.npy", size: 2 ** 40, arrayBuffer: () => { throw new Error("it was read") },
         }).catch((error) => error.message)"""
     )
-    assert said == "x.npy: file too large: 1099511627776 bytes, the limit is 268435456"
+    assert message == "x.npy: file too large: 1099511627776 bytes, the limit is 268435456"

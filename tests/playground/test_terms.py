@@ -75,7 +75,7 @@ def test_page_uses_plain_words(open_page: Open, server: Server) -> None:
     expect(page.get_by_label("Emphasise small weights")).to_be_visible()
     expect(page.get_by_role("button", name="Unpin this row")).to_have_text("Unpin")
     expect(page.get_by_label("scale", exact=True)).to_have_accessible_description(
-        re.compile(r"empty: 1/sqrt\( ?D ?\)")
+        re.compile(r"By default 1/sqrt\( ?D ?\)")
     )
 
 

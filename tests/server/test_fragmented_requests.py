@@ -48,7 +48,7 @@ def exchange(
     right: list[bool] = []
 
     def read() -> None:
-        right.extend(caller.read_response()[2] == answer for _, answer in sent)
+        right.extend(caller.read_response()[2] == response for _, response in sent)
 
     reader = threading.Thread(target=read)
     reader.start()

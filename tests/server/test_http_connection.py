@@ -442,8 +442,8 @@ def test_head_responds_as_get_without_a_body(server: Server, path: str) -> None:
 def test_repeated_content_encoding_header_gets_415(server: Server) -> None:
     for codings in (["gzip", "br"], ["identity", "gzip"], ["br", "gzip"]):
         headers = [("Content-Encoding", coding) for coding in codings]
-        answer = server.http.post("/v1/attention/softmax", content=BODY, headers=headers)
-        assert answer.status_code == 415
+        response = server.http.post("/v1/attention/softmax", content=BODY, headers=headers)
+        assert response.status_code == 415
 
 
 def test_bytes_after_the_response_are_limited(

@@ -57,8 +57,8 @@ def output(http: httpx.Client, size: str, seed: int = 0) -> bytes:
     headers, body = request_of(size, seed)
     response = http.post(PATH, content=body, headers=headers)
     assert response.status_code == 200, response.text
-    answer = safetensors.decode(response.content, "outputs")
-    return bytes(answer.tensors["output"].data)
+    reply = safetensors.decode(response.content, "outputs")
+    return bytes(reply.tensors["output"].data)
 
 
 # killed processes
@@ -173,12 +173,12 @@ def head(headers: dict[str, str], body: bytes, path: str = PATH) -> bytes:
 
 def read(connection: socket.socket, piece: int = 1 << 16, rest_s: float = 0.0) -> bytes:
     """Returns the body of one response, received in pieces."""
-    came = b""
-    while b"\r\n\r\n" not in came:
-        came += (more := connection.recv(piece))
-        assert more, came
-    top, _, body = came.partition(b"\r\n\r\n")
-    assert top.startswith(b"HTTP/1.1 200 "), came[:600]
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += (more := connection.recv(piece))
+        assert more, received
+    top, _, body = received.partition(b"\r\n\r\n")
+    assert top.startswith(b"HTTP/1.1 200 "), received[:600]
     (length,) = [x for x in top.lower().split(b"\r\n") if x.startswith(b"content-length")]
     pieces = [body]
     remaining = int(length.partition(b":")[2]) - len(body)
@@ -261,10 +261,10 @@ def test_half_closed_connection_ends_soon(server: Server) -> None:
             connection = connected(server, stack)
             connection.sendall(head(headers, body) + body)
             connection.shutdown(socket.SHUT_WR)
-            came = b""
+            received = b""
             while more := connection.recv(1 << 16):
-                came += more
-        assert came == b"" or came.startswith(b"HTTP/1.1 200 ")
+                received += more
+        assert received == b"" or received.startswith(b"HTTP/1.1 200 ")
     server.wait_until_queued(0)
 
 
@@ -294,13 +294,13 @@ def test_stalled_connections_do_not_delay_the_stop(command: Command) -> None:
         assert started.popen.wait(TIMEOUT_S) == 0
         assert time.monotonic() - stopped_at < 10
         for path, connection in zip(paths, half, strict=True):
-            came = b""
+            received = b""
             while more := connection.recv(1 << 16):
-                came += more
-            top, _, said = came.partition(b"\r\n\r\n")
-            assert top.startswith(b"HTTP/1.1 503 "), (path, came)
+                received += more
+            top, _, payload = received.partition(b"\r\n\r\n")
+            assert top.startswith(b"HTTP/1.1 503 "), (path, received)
             assert b"retry-after: 5" in top.lower()
-            assert b"the service is stopping" in json.dumps(json.loads(said)).encode()
+            assert b"the service is stopping" in json.dumps(json.loads(payload)).encode()
     assert not [line for line in started.lines if "Traceback" in line]
 
 
@@ -338,15 +338,15 @@ def test_clock_jump_changes_no_output_and_no_deadline(
     ]
     infer = "/v2/models/softmax/infer"
     for timeout, status in ((60_000_000, 200), (1, 503)):
-        told = {"inputs": tensors, "parameters": {"timeout": timeout}}
+        document = {"inputs": tensors, "parameters": {"timeout": timeout}}
         with served.hold() if status == 503 else ExitStack():
-            assert served.http.post(infer, json=told).status_code == status
+            assert served.http.post(infer, json=document).status_code == status
     (stats,) = served.http.get("/v2/models/softmax/stats").json()["model_stats"]
     assert abs(stats["last_inference"] / 1e3 - time.time()) < TIMEOUT_S
 
 
 @pytest.mark.slow
-def test_paused_service_goes_on(command: Command) -> None:
+def test_paused_service_continues(command: Command) -> None:
     """A machine that sleeps or migrates pauses all processes beyond every timeout.
 
     No process counts as stuck, and no client times out.

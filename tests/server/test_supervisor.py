@@ -154,11 +154,11 @@ def test_partially_received_requests_are_completed_after_sigterm(service_process
     wait_until(lambda: refuses_connections(host, port))
     for upload in uploads:
         upload.sendall(TINY_BODY[20:])
-        answer = b""
+        response = b""
         while more := upload.recv(4096):
-            answer += more
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"]["output"]
+            response += more
+        assert response.startswith(b"HTTP/1.1 200 ")
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["outputs"]["output"]
         upload.close()
     assert service_process.wait() == 0
 
@@ -177,8 +177,8 @@ def test_sigterm_resets_no_new_connection(service_process: Process) -> None:
             assert_problem.set()
             return None
         with connection:
-            asked = RawRequest(connection, TINY_BODY, JSON)
-        return asked.error or asked.status * asked.whole
+            request = RawRequest(connection, TINY_BODY, JSON)
+        return request.error or request.status * request.whole
 
     with repeat_in_threads(32, once) as seen:
         wait_until(lambda: len(seen) > 1000)
@@ -186,7 +186,7 @@ def test_sigterm_resets_no_new_connection(service_process: Process) -> None:
         service_process.popen.send_signal(signal.SIGTERM)
         assert assert_problem.wait(TIMEOUT_S)
     assert set(seen[:before]) == {200}
-    counts = Counter(answer for answer in seen if answer is not None)
+    counts = Counter(response for response in seen if response is not None)
     assert set(counts) == {200, 503}, counts
     assert service_process.wait() == 0
 
@@ -207,18 +207,18 @@ def test_sigterm_under_load_responds_on_all_connections(
     def keep_sending(index: int) -> None:
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
-                asked = RawRequest(connection, *bodies[index % len(bodies)])
-                seen.append(asked.error or asked.status * asked.whole)
-                if asked.error or asked.closing or not asked.status:
+                request = RawRequest(connection, *bodies[index % len(bodies)])
+                seen.append(request.error or request.status * request.whole)
+                if request.error or request.closing or not request.status:
                     return
 
     def keep_connecting(_: int) -> int | OSError:
         """Sends requests that are rejected at once; returns the last status."""
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
-                asked = RawRequest(connection, b"", JSON)
-                if asked.error or asked.closing or not asked.status:
-                    return asked.error or asked.status * asked.whole
+                request = RawRequest(connection, b"", JSON)
+                if request.error or request.closing or not request.status:
+                    return request.error or request.status * request.whole
                 time.sleep(0.01)
 
     with ThreadPoolExecutor(216) as pool:
@@ -334,7 +334,7 @@ def test_used_port_is_a_one_line_error(command: Command, server: Server) -> None
 def test_the_number_of_workers_changes_no_bits(shared_process: Callable[..., Process]) -> None:
     cases = [random_case(kind, seed) for kind in range(20) for seed in range(3)]
     bodies = [json.dumps(case.document | {"encoding": "base64"}).encode() for case in cases]
-    answers = []
+    responses = []
     for count in (1, WORKERS):
         url = shared_process("--workers", str(count)).url
 
@@ -344,8 +344,8 @@ def test_the_number_of_workers_changes_no_bits(shared_process: Callable[..., Pro
             return response.json()["outputs"]
 
         with ThreadPoolExecutor(8) as pool:
-            answers.append(list(pool.map(outputs, bodies)))
-    assert answers[0] == answers[1]
+            responses.append(list(pool.map(outputs, bodies)))
+    assert responses[0] == responses[1]
 
 
 @pytest.mark.process

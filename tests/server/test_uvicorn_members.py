@@ -76,14 +76,14 @@ def holders() -> dict[str, Any]:
             message_event=asyncio.Event(), expect_100_continue=False, keep_alive=True,
             on_response=protocol.on_response_complete,
         )  # fmt: skip
-        made = {
+        instances = {
             "HttpToolsProtocol": protocol, "RequestResponseCycle": cycle,
             "FlowControl": FlowControl(transport), "ServerState": ServerState(), "Server": server,
             "Config": config, "httptools_impl": httptools_impl,
         }  # fmt: skip
         transport.close()
         listening.close()
-        return made
+        return instances
 
     return asyncio.run(make())
 

@@ -59,7 +59,7 @@ def target_options(place: str, url: str) -> tuple[str, ...]:
 
 
 def write_tensors(path: Path, group: str, arrays: dict[str, Array], **fields: Any) -> Path:
-    """Writes a file apart from the service's own code; a layer's arrays begin with `layer.`."""
+    """Writes a file without the code of the service; a layer's arrays begin with `layer.`."""
     if path.suffix == ".npz":
         assert not fields
         np.savez(path, allow_pickle=False, **arrays)
@@ -77,7 +77,7 @@ def write_tensors(path: Path, group: str, arrays: dict[str, Array], **fields: An
 
 
 def read_tensors(path: Path, group: str = "outputs") -> dict[str, Array]:
-    """Reads a file apart from the service's own code; lists as float64."""
+    """Reads a file without the code of the service; lists as float64."""
     if path.suffix == ".npz":
         with np.load(path) as archive:
             return dict(archive)
@@ -87,7 +87,7 @@ def read_tensors(path: Path, group: str = "outputs") -> dict[str, Array]:
 
 
 def assert_same_bits(ours: dict[str, Array], theirs: Any) -> None:
-    """Bit for bit, once what had been lists has its dtype again."""
+    """Asserts equal bits, after lists are converted back to their dtype."""
     assert ours.keys() == theirs.keys()
     for name, array in theirs.items():
         assert ours[name].shape == array.shape
@@ -99,7 +99,7 @@ def normal(*shape: int, seed: int = 0) -> Array:
 
 
 def tensors() -> dict[str, Any]:
-    """Grouped heads, a mask of booleans and lengths: every dtype that a file must carry."""
+    """Returns inputs with grouped heads, a boolean mask and lengths: every dtype of a file."""
     return {
         "query": normal(2, 4, 5, 8),
         "key": normal(2, 2, 6, 8, seed=1),
@@ -111,12 +111,12 @@ def tensors() -> dict[str, Any]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file that can be run."""
+    """Writes a file with inputs of softmax, and returns its path."""
     return write_tensors(tmp_path / "in.json", "inputs", tensors())
 
 
 def run_with_rlimit(limit: str, size: int, *words: object) -> subprocess.CompletedProcess[str]:
-    """A command in a process that the system lets have no more than so much."""
+    """Runs a command in a process with a resource limit."""
     program = (
         f"import resource; resource.setrlimit(resource.{limit}, ({size}, {size}));"
         f"from qkv.cli.main import main; main({[str(word) for word in words]!r})"

@@ -188,8 +188,10 @@ class Fitting:
         return {"variants": ["softmax", "linear"], "lengths": lengths, **small, **fields}
 
     def _conversion(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {n: given[n] for n in ("from", "to", "bias", "dtype", "encoding") if n in given}
-        fields = {"from": "v1", "to": "v2"} | kept
+        given_fields = {
+            n: given[n] for n in ("from", "to", "bias", "dtype", "encoding") if n in given
+        }
+        fields = {"from": "v1", "to": "v2"} | given_fields
         if given.get("heads"):
             fields["heads"] = int(self._draw.choice([1, 2, 4, 8]))
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")

@@ -48,7 +48,7 @@ CORRUPTIONS: dict[str, tuple[tuple[str, ...], Corruption]] = {}
 
 
 def corruption(*documents: str) -> Callable[[Corruption], Corruption]:
-    """Registers a corruption of these documents; none named: of all."""
+    """Registers a corruption of these documents; of all documents if none is named."""
 
     def add(function: Corruption) -> Corruption:
         CORRUPTIONS[function.__name__] = (documents or DOCUMENTS, function)

@@ -38,7 +38,7 @@ def with_renamed_fields(value: Any) -> Iterator[Any]:
 
 def assert_matches_document(document: dict[str, Any], response: httpx.Response) -> None:
     """Asserts that a JSON response matches the document, and that changed copies of it do not."""
-    answer, schema = response.json(), response_content(document, response)["schema"]
-    assert fits(answer, schema, document), answer
-    for other in with_renamed_fields(answer):
+    reply, schema = response.json(), response_content(document, response)["schema"]
+    assert fits(reply, schema, document), reply
+    for other in with_renamed_fields(reply):
         assert not fits(other, schema, document), other

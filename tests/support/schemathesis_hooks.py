@@ -24,7 +24,7 @@ Case = schemathesis.Case[Any]
 
 
 def _fitting(case: Case) -> Fitting:
-    """Returns fitting bodies for a case, as many different ones as there are bodies."""
+    """Returns the generator of fitting bodies for a case, seeded by its body."""
     return Fitting(case.formatted_path, zlib.crc32(repr(case.body).encode()))
 
 
@@ -33,23 +33,25 @@ def _takes_tensors(path: str) -> bool:
     return path.startswith(families) or path.endswith("/infer")
 
 
-def _is_number(said: Any) -> bool:
+def _is_number(value: Any) -> bool:
     try:
-        return 0 < float(said) < math.inf
+        return 0 < float(value) < math.inf
     except (TypeError, ValueError):
         return False
 
 
 @schemathesis.hook
 def map_case(context: schemathesis.HookContext, case: Case) -> Case:
-    """A body that fits the schema becomes one whose tensors also fit each other. One that was made
-    not to fit the schema stays."""
+    """Replaces a body that fits the schema by one whose tensors also fit each other.
+
+    Bodies that are generated to violate the schema stay.
+    """
     if case.meta is None or not _takes_tensors(case.operation.path):
         return case
     if str(case.headers.get(LENGTH_HEADER, "")).isdigit():
-        # it is the JSON's length, which is known where the body is written
+        # the serializer sets the length of the JSON
         del case.headers[LENGTH_HEADER]
-    if _is_number(case.headers.get(_DEADLINE)):  # 504 is no fault where time is up
+    if _is_number(case.headers.get(_DEADLINE)):  # 504 after a short deadline is no fault
         case.headers[_DEADLINE] = "60"
     is_good = not case.meta.is_negative_at(ParameterLocation.BODY)
     if is_good and case.media_type == json.MEDIA_TYPE and isinstance(case.body, dict):
@@ -57,10 +59,10 @@ def map_case(context: schemathesis.HookContext, case: Case) -> Case:
     return case
 
 
-# not `schemathesis.serializer`, which has no place for headers
+# not `schemathesis.serializer`, which cannot set headers
 @REQUESTS_TRANSPORT.serializer(safetensors.MEDIA_TYPE, _BINARY)
 def in_bytes(context: schemathesis.SerializationContext, value: Any) -> dict[str, Any]:
-    """The document says of such a body that it is bytes: these fit."""
+    """Returns fitting bytes as the body, because the schema of such a body is only "bytes"."""
     body, length = _fitting(context.case).body()
     return {"data": body} | ({} if length is None else {"headers": {LENGTH_HEADER: str(length)}})
 
@@ -69,6 +71,6 @@ def in_bytes(context: schemathesis.SerializationContext, value: Any) -> dict[str
 def after_call(
     context: schemathesis.HookContext, case: Case, response: schemathesis.Response
 ) -> None:
-    """A model that was unloaded is loaded again: what follows is to be run, not to be 404."""
+    """Loads an unloaded model again, so that later requests run instead of getting 404."""
     if case.operation.path.endswith("/unload") and response.status_code == 200:
         httpx.post(str(response.request.url).removesuffix("unload") + "load", timeout=60)

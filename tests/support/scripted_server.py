@@ -83,10 +83,10 @@ def scripted_server(*replies: Reply) -> Iterator[ReceivedRequests]:
 def json_reply(
     content: Any, status: int = 200, kind: str = "application/json", **more: str
 ) -> Reply:
-    """A whole answer; keywords are further headers."""
+    """Returns a reply with this content; keywords are further headers."""
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
 
-    def say(handler: BaseHTTPRequestHandler) -> None:
+    def write(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         headers = {"content-type": kind, "content-length": str(len(body)), **more}
         for name, value in headers.items():
@@ -94,11 +94,11 @@ def json_reply(
         handler.end_headers()
         handler.wfile.write(body)
 
-    return say
+    return write
 
 
 def problem_reply(status: int, name: str, **headers: str) -> Reply:
-    """A problem document."""
+    """Returns a reply with a problem document."""
     problem = {"type": f"urn:qkv:problem:{name}", "status": status, "detail": "because"}
     return json_reply(problem, status, "application/problem+json", **headers)
 
@@ -108,16 +108,20 @@ def drop_connection(handler: BaseHTTPRequestHandler) -> None:
     handler.close_connection = True
 
 
-def encode_event(name: str, said: Any) -> bytes:
-    """One event."""
-    return f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
+def encode_event(name: str, data: Any) -> bytes:
+    """Returns one event as bytes."""
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 def event_reply(*chunks: bytes, end: str = "whole", kind: str = EVENTS) -> Reply:
-    """A stream of events, chunk by chunk. Its end is "whole"; or "cut", where the connection
-    closes amid the answer; or "held", where comments follow until the caller leaves."""
+    """Returns a reply that sends a stream of events, chunk by chunk.
 
-    def say(handler: BaseHTTPRequestHandler) -> None:
+    Args:
+        end: "whole" ends the response, "cut" closes the connection in the middle of it, and "held"
+            sends comments until the client disconnects.
+    """
+
+    def write(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.send_header("content-type", kind)
         handler.send_header("transfer-encoding", "chunked")
@@ -133,7 +137,7 @@ def event_reply(*chunks: bytes, end: str = "whole", kind: str = EVENTS) -> Reply
             while not pause.wait(0.01):
                 _chunk(handler, b": still here\n\n")
 
-    return say
+    return write
 
 
 def _chunk(handler: BaseHTTPRequestHandler, content: bytes) -> None:

@@ -154,5 +154,5 @@ def wait_until_computing(pid: int) -> None:
     def ticks() -> int:
         return sum(map(int, stat.read_text().rsplit(")")[-1].split()[11:13]))
 
-    begun = ticks()
-    wait_until(lambda: ticks() > begun + ticks_per_s // 2)
+    ticks_before = ticks()
+    wait_until(lambda: ticks() > ticks_before + ticks_per_s // 2)

@@ -21,7 +21,7 @@ def random_inputs(dtype: Any = np.float32, seed: int = 0, keys: int = 7) -> dict
 
 
 def infer_inputs(arrays: Mapping[str, Array], binary: Sequence[str] | None = None) -> list[Any]:
-    """Returns inputs for the client; `binary` names those sent as bytes, None: all."""
+    """Returns inputs for the client; `binary` names those sent as bytes, None means all."""
     inputs = []
     for name, array in arrays.items():
         tensor = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
@@ -36,11 +36,11 @@ def requested_outputs(**binary: bool) -> list[Any]:
 
 
 @contextmanager
-def raises_inference_error(says: str, status: int = 400) -> Iterator[None]:
+def raises_inference_error(message: str, status: int = 400) -> Iterator[None]:
     """Expects an error of the client with the service's message and status."""
     with pytest.raises(InferenceServerException) as caught:
         yield
-    assert says in caught.value.message()
+    assert message in caught.value.message()
     assert caught.value.status() == str(status)
     assert "decoding" not in caught.value.message()
 

@@ -144,8 +144,8 @@ def test_requests_on_every_path_count_once(
     assert server.http.post(versioned, content=body, headers=headers).status_code == 200
     sent += len(body)
     gradients = b'{"inputs": {"value": [[1, 2]], "grad_output": [[1, 0]]}}'
-    answer = server.http.post("/v1/gradients/mean", content=gradients, headers=JSON)
-    assert answer.status_code == 200
+    response = server.http.post("/v1/gradients/mean", content=gradients, headers=JSON)
+    assert response.status_code == 200
     sent += len(gradients)
     after = page(server.url)
     changed = rise(before, after)
@@ -230,8 +230,11 @@ def test_response_bytes_are_counted_on_every_path(serve: Callable[..., Server]) 
             client.send(encode_request(body, length))
             headers, *_ = client.read_response()
             response_bytes += int(headers["content-length"])
-    for answer in (server.http.post(PATH, content=TINY_BODY, headers=JSON), server.http.get("/no")):
-        response_bytes += len(answer.content)
+    for response in (
+        server.http.post(PATH, content=TINY_BODY, headers=JSON),
+        server.http.get("/no"),
+    ):
+        response_bytes += len(response.content)
     assert counter_and_page_size()[0] == before + itself + response_bytes
 
 

@@ -40,9 +40,9 @@ STAGES: Final = ("queue", "compute_input", "compute_infer", "compute_output")
 
 @pytest.fixture(scope="module")
 def service_process(_clean_environment: None) -> Iterator[Process]:
-    with running_command("serve", "--port", "0", "--workers", str(WORKERS)) as ran:
-        assert ran.url
-        yield ran
+    with running_command("serve", "--port", "0", "--workers", str(WORKERS)) as process:
+        assert process.url
+        yield process
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def test_statistics_are_summed_over_all_workers(command: Callable[..., Process])
         none = counted(client_of_all)  # warm-up jobs do not count
         assert (none["last_inference"], none["inference_count"], none["batch_stats"]) == (0, 0, [])
         assert all(t == {"count": 0, "ns": 0} for t in none["inference_stats"].values())
-    begun = time.time() * 1e3
+    started_at_ms = time.time() * 1e3
     for done, client in enumerate(each_worker(fresh), start=1):
         for _ in range(5):
             client.infer("softmax", infer_inputs(random_inputs()))
@@ -160,8 +160,8 @@ def test_statistics_are_summed_over_all_workers(command: Callable[..., Process])
         assert stats["inference_count"] == stats["execution_count"] == 10 * done
         assert stats["inference_stats"]["fail"] == {"count": 0, "ns": 0}
         check_sums(stats)
-        assert begun - 1 <= stats["last_inference"] <= time.time() * 1e3
-        begun = stats["last_inference"]
+        assert started_at_ms - 1 <= stats["last_inference"] <= time.time() * 1e3
+        started_at_ms = stats["last_inference"]
     with httpx.Client(base_url=fresh.url) as http:  # runs through /v1 count too
         rows = [[1.0, 0.0], [0.0, 1.0]]
         inputs = {"inputs": dict.fromkeys(("query", "key", "value"), rows)}
@@ -299,9 +299,9 @@ def test_running_request_gets_its_response_after_its_deadline(
     monkeypatch.setattr(server.engine, "_run_batch", late)
     monkeypatch.setattr(server.engine, "can_run_inline", lambda _: False)  # as if it were large
     with triton_client(server.url) as client:
-        ran = client.infer("softmax", infer_inputs(random_inputs()), timeout=10**9)
+        result = client.infer("softmax", infer_inputs(random_inputs()), timeout=10**9)
         assert passed.is_set()
-        assert ran.as_numpy("output").shape == (2, 4, 5, 6)
+        assert result.as_numpy("output").shape == (2, 4, 5, 6)
         assert counted(client)["inference_stats"]["fail"]["count"] == 0
         check_sums(counted(client))
 
@@ -311,8 +311,8 @@ def test_batch_sizes_are_counted(serve: Callable[..., Server]) -> None:
 
     def one(index: int) -> int:
         with triton_client(server.url) as client:
-            ran = client.infer("softmax", infer_inputs(random_inputs(seed=index)))
-        return int(ran.get_response()["parameters"]["batch_size"])
+            result = client.infer("softmax", infer_inputs(random_inputs(seed=index)))
+        return int(result.get_response()["parameters"]["batch_size"])
 
     def together(count: int) -> list[int]:
         with ThreadPoolExecutor(count) as pool:
@@ -336,10 +336,10 @@ def test_higher_priority_runs_first(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve(max_batch=1)
-    ran, run = list[int](), server.engine._run_batch
+    priorities, run = list[int](), server.engine._run_batch
 
     def recorded(batch: list[Any]) -> Any:
-        ran.extend(waiting.priority for waiting in batch)
+        priorities.extend(waiting.priority for waiting in batch)
         return run(batch)
 
     monkeypatch.setattr(server.engine, "_run_batch", recorded)
@@ -356,4 +356,4 @@ def test_higher_priority_runs_first(
                 pool.submit(one, priority)
                 server.wait_until_queued(count)
         pool.shutdown()
-    assert ran == [1, 2, 2, 2, 3, 3]
+    assert priorities == [1, 2, 2, 2, 3, 3]

@@ -31,7 +31,7 @@ raise SystemExit(supervisor.serve(settings.Settings(port=0, workers=1, device="c
 
 @pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="opens a file below /proc")
-def test_service_goes_on_if_stderr_is_not_read() -> None:
+def test_service_continues_if_stderr_is_not_read() -> None:
     """Errors are logged on the event loop, and exited workers by the supervisor."""
     service = subprocess.Popen([sys.executable, "-c", FAULTY], stderr=subprocess.PIPE)
     assert isinstance(service.stderr, io.BufferedReader)
@@ -107,9 +107,9 @@ def test_number_of_dropped_messages_is_logged() -> None:
     assert process.stderr is not None
     with process, ThreadPoolExecutor(1) as pool:
         assert process.stdout.readline() == b"logged\n"
-        kept = pool.submit(process.stderr.readlines)
+        future = pool.submit(process.stderr.readlines)
         process.stdin.close()
-        lines = kept.result(TIMEOUT_S)
+        lines = future.result(TIMEOUT_S)
     numbers = [int(line.split()[0]) for line in lines if not line.startswith(b"(")]
     matches = [re.match(rb"\((\d+) earlier messages were dropped\)$", line) for line in lines]
     assert numbers == sorted(numbers)

@@ -54,8 +54,8 @@ class Collector:
 
     def named(self, **attributes: Any) -> list[Any]:
         """Returns the spans with these attributes; two underscores stand for a dot."""
-        wanted = {name.replace("__", "."): value for name, value in attributes.items()}
-        return [span for span in self.spans if wanted.items() <= attributes_of(span).items()]
+        expected = {name.replace("__", "."): value for name, value in attributes.items()}
+        return [span for span in self.spans if expected.items() <= attributes_of(span).items()]
 
 
 def attributes_of(span: Any) -> dict[str, Any]:
@@ -79,12 +79,12 @@ def collector() -> Iterator[Collector]:
                 for scope in part.scope_spans:
                     assert (scope.scope.name, scope.scope.version) == ("qkv", __version__)
                     found.spans.extend(scope.spans)
-            answer = ExportTraceServiceResponse().SerializeToString()
+            response = ExportTraceServiceResponse().SerializeToString()
             self.send_response(200)
             self.send_header("Content-Type", "application/x-protobuf")
-            self.send_header("Content-Length", str(len(answer)))
+            self.send_header("Content-Length", str(len(response)))
             self.end_headers()
-            self.wfile.write(answer)
+            self.wfile.write(response)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -210,12 +210,12 @@ def test_requests_of_every_handler_are_traced(traced: Server, collector: Collect
         f"POST {PATH}", f"POST {PATH}", "GET /v1/variants/{variant}", "GET", "HTTP /livez",
         "POST /v1/attention/{variant}",
     ]  # fmt: skip
-    for span, answer in zip(spans, responses, strict=True):
+    for span, response in zip(spans, responses, strict=True):
         attributes = attributes_of(span)
-        assert attributes["http.response.status_code"] == answer.status_code
+        assert attributes["http.response.status_code"] == response.status_code
         assert attributes["server.port"] == port
         assert span.status.code == 0  # a client's error is not an error of a server span
-        assert attributes["http.response.body.size"] == len(answer.content)
+        assert attributes["http.response.body.size"] == len(response.content)
     for span in spans[:3]:
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
         assert span.trace_state == "vendor=1"
@@ -279,20 +279,20 @@ def test_every_worker_sends_remaining_spans_at_sigterm(
 
     def ask(i: int) -> None:
         headers = {"X-Request-ID": f"r-{i}"} | traceparent()
-        answer = httpx.post(
+        response = httpx.post(
             process.url + PATH, content=TINY_BODY, headers=headers, timeout=TIMEOUT_S
         )
-        answer.raise_for_status()
+        response.raise_for_status()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(100)))
     assert collector.spans == []
     assert process.end() == 0
-    asked = collector.named(url__path=PATH)
-    assert {attributes_of(span)["qkv.request_id"] for span in asked} == {
+    spans = collector.named(url__path=PATH)
+    assert {attributes_of(span)["qkv.request_id"] for span in spans} == {
         f"r-{i}" for i in range(100)
     }
-    assert all(attributes_of(span)["qkv.compute_ms"] > 0 for span in asked)
+    assert all(attributes_of(span)["qkv.compute_ms"] > 0 for span in spans)
     assert len(collector.resources) == 2  # both workers
     for resource in collector.resources:
         assert resource["service.name"] == "team-attention"
@@ -313,7 +313,7 @@ ENDPOINT: Final = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "asked"),
+    ("environment", "is_enabled"),
     [
         ({}, False), ({"OTEL_SERVICE_NAME": "a"}, False), (ENDPOINT, True),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": " "}, False), ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
@@ -322,8 +322,8 @@ ENDPOINT: Final = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
         (ENDPOINT | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
     ],
 )  # fmt: skip
-def test_environment_enables_traces(environment: dict[str, str], asked: bool) -> None:
-    assert is_tracing_enabled(environment) is asked
+def test_environment_enables_traces(environment: dict[str, str], is_enabled: bool) -> None:
+    assert is_tracing_enabled(environment) is is_enabled
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def test_base64_with_encoding_lists_passes() -> None:
     """Lists have no dtype, so that the round trip needs the encoding of the request."""
     body = VALID_BODIES["base64"]
     for encoding in (b"lists", b"base64"):
-        asked = body.replace(b'"encoding":"base64"', b'"encoding":"%b"' % encoding)
-        TARGETS["json"][0](asked)
+        data = body.replace(b'"encoding":"base64"', b'"encoding":"%b"' % encoding)
+        TARGETS["json"][0](data)
 
 
 def test_failing_body_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -43,5 +43,5 @@ def test_failing_body_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setitem(fuzz_decoders.TARGETS, "json", (target, ["lists"]))
     with pytest.raises(AssertionError, match="too many"):
         run_random("json", 30.0)
-    (kept,) = tmp_path.iterdir()
-    assert kept.read_bytes().count(b"[") >= 30
+    (file,) = tmp_path.iterdir()
+    assert file.read_bytes().count(b"[") >= 30

@@ -169,8 +169,8 @@ def test_only_integers_beyond_64_bits_become_floats() -> None:
     assert read.tensors["b"].numpy().tolist() == [1234567890123456789]
     assert read.tensors["a"].numpy().tolist() == [float(wide), 1.0]
     assert list(read.tensors) == ["a", "b", wide]
-    said = {"note": stdlib.loads(f'"{note}"'), "9" * 18: -(2**63), "seed": 2**64 - 1}
-    assert read.fields == said
+    expected = {"note": stdlib.loads(f'"{note}"'), "9" * 18: -(2**63), "seed": 2**64 - 1}
+    assert read.fields == expected
 
 
 def test_search_for_wide_integers_is_bounded() -> None:

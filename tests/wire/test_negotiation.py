@@ -73,15 +73,19 @@ def parse_fields(case: Case) -> dict[str, Any]:
     return {"parameters": case.parameters, "outputs": list(case.outputs)}
 
 
-def run(server: Server, case: Case, came: str, accept: str | None) -> httpx.Response:
-    content = body_of(came, case.inputs, parse_fields(case))
-    return post(server, content, came=came, accept=accept)
+def run(server: Server, case: Case, request_type: str, accept: str | None) -> httpx.Response:
+    content = body_of(request_type, case.inputs, parse_fields(case))
+    return post(server, content, came=request_type, accept=accept)
 
 
 @pytest.mark.parametrize("kind", range(20))
 def test_same_bits_in_every_format(server: Server, kind: int) -> None:
     case = random_case(40_000 + kind, 0)
-    seen = [bits(read(run(server, case, came, go), go)) for came in BOTH for go in BOTH]
+    seen = [
+        bits(read(run(server, case, request_type, response_type), response_type))
+        for request_type in BOTH
+        for response_type in BOTH
+    ]
     assert seen[1:] == seen[:1] * 3
     case.check(
         {n: as_json(a, "base64") for n, a in read(run(server, case, TENSORS, JSON), JSON).items()}
@@ -89,24 +93,26 @@ def test_same_bits_in_every_format(server: Server, kind: int) -> None:
 
 
 def test_fields_and_timing_are_the_same_in_both_formats(server: Server) -> None:
-    for came in BOTH:
-        as_text = run(server, CASE, came, JSON).json()
-        message = safetensors.decode(run(server, CASE, came, TENSORS).content, "outputs")
+    for request_type in BOTH:
+        as_text = run(server, CASE, request_type, JSON).json()
+        message = safetensors.decode(run(server, CASE, request_type, TENSORS).content, "outputs")
         assert message.fields.keys() == as_text.keys() - {"outputs"}
         assert message.fields["variant"] == as_text["variant"] == "softmax"
         assert list(message.fields["timing"]) == list(as_text["timing"])
 
 
-@pytest.mark.parametrize("came", BOTH)
-@pytest.mark.parametrize("go", BOTH)
-def test_both_formats_have_server_timing(server: Server, came: str, go: str) -> None:
-    stages = run(server, CASE, came, go).headers["server-timing"].split(", ")
+@pytest.mark.parametrize("request_type", BOTH)
+@pytest.mark.parametrize("response_type", BOTH)
+def test_both_formats_have_server_timing(
+    server: Server, request_type: str, response_type: str
+) -> None:
+    stages = run(server, CASE, request_type, response_type).headers["server-timing"].split(", ")
     assert [s.partition(";dur=")[0] for s in stages] == ["queue", "transfer", "compute", "total"]
     assert all(float(s.partition(";dur=")[2]) >= 0 for s in stages)
 
 
 @pytest.mark.parametrize(
-    ("accept", "goes"),
+    ("accept", "expected"),
     [
         (None, None),
         ("", None),
@@ -130,57 +136,65 @@ def test_both_formats_have_server_timing(server: Server, came: str, go: str) -> 
         (f",, {JSON},", JSON),
     ],
 )
-@pytest.mark.parametrize("came", BOTH)
+@pytest.mark.parametrize("request_type", BOTH)
 def test_response_has_the_preferred_format(
-    server: Server, came: str, accept: str | None, goes: str | None
+    server: Server, request_type: str, accept: str | None, expected: str | None
 ) -> None:
     """RFC 9110, section 12.5.1: the most specific range decides the quality of a type."""
-    read(run(server, CASE, came, accept), goes or came)
+    read(run(server, CASE, request_type, accept), expected or request_type)
 
 
 @pytest.mark.parametrize(
     "accept",
     ["text/html", "image/*", f"{JSON};q=0", "*/*;q=0", f"{JSON};q=x", "json", ";", "\xff"],
 )
-@pytest.mark.parametrize("came", BOTH)
-def test_unsupported_accept_is_406(server: Server, came: str, accept: Any) -> None:
+@pytest.mark.parametrize("request_type", BOTH)
+def test_unsupported_accept_is_406(server: Server, request_type: str, accept: Any) -> None:
     for path in (RUN, CONVERT):
         assert (
             TENSORS
-            in assert_problem(post(server, b"{}", path, came=came, accept=accept), 406)["detail"]
+            in assert_problem(post(server, b"{}", path, came=request_type, accept=accept), 406)[
+                "detail"
+            ]
         )
 
 
-@pytest.mark.parametrize("came", BOTH)
-def test_several_accept_headers_are_one_list(server: Server, came: str) -> None:
+@pytest.mark.parametrize("request_type", BOTH)
+def test_several_accept_headers_are_one_list(server: Server, request_type: str) -> None:
     """RFC 9110, section 5.3."""
-    headers = [("content-type", came), ("accept", "text/html"), ("accept", TENSORS)]
-    content = body_of(came, CASE.inputs, parse_fields(CASE))
+    headers = [("content-type", request_type), ("accept", "text/html"), ("accept", TENSORS)]
+    content = body_of(request_type, CASE.inputs, parse_fields(CASE))
     read(server.http.post(RUN, content=content, headers=headers), TENSORS)
 
 
 @pytest.mark.parametrize("accept", [JSON, TENSORS, "*/*", "text/html"])
-@pytest.mark.parametrize("came", BOTH)
+@pytest.mark.parametrize("request_type", BOTH)
 def test_errors_are_problem_documents_for_any_accept(
-    server: Server, came: str, accept: str
+    server: Server, request_type: str, accept: str
 ) -> None:
     good = accept != "text/html"
-    wrong = body_of(came, CASE.inputs, {"parameters": {"causal": "yes"}})
-    problem = assert_problem(post(server, wrong, came=came, accept=accept), 422 if good else 406)
+    wrong = body_of(request_type, CASE.inputs, {"parameters": {"causal": "yes"}})
+    problem = assert_problem(
+        post(server, wrong, came=request_type, accept=accept), 422 if good else 406
+    )
     assert not good or problem["pointer"] == "/parameters/causal"
-    assert_problem(post(server, b"\xff" * 20, came=came, accept=accept), 400 if good else 406)
+    assert_problem(
+        post(server, b"\xff" * 20, came=request_type, accept=accept), 400 if good else 406
+    )
     assert_problem(post(server, b"{}", came="text/plain", accept=accept), 415)
-    assert_problem(post(server, b"{}", "/v1/attention/sofmax", came=came, accept=accept), 404)
+    assert_problem(
+        post(server, b"{}", "/v1/attention/sofmax", came=request_type, accept=accept), 404
+    )
     assert_problem(server.http.get(RUN, headers={"accept": accept}), 405)
 
 
 def test_json_responses_to_safetensors_are_base64_by_default(server: Server) -> None:
-    for asked, comes in ((None, dict), ("base64", dict), ("lists", list)):
-        fields = parse_fields(CASE) | ({} if asked is None else {"encoding": asked})
+    for encoding, expected_type in ((None, dict), ("base64", dict), ("lists", list)):
+        fields = parse_fields(CASE) | ({} if encoding is None else {"encoding": encoding})
         content = body_of(TENSORS, CASE.inputs, fields)
-        answer = post(server, content, came=TENSORS, accept=JSON)
-        assert all(isinstance(t, comes) for t in answer.json()["outputs"].values())
-        CASE.check(answer.json()["outputs"])
+        response = post(server, content, came=TENSORS, accept=JSON)
+        assert all(isinstance(t, expected_type) for t in response.json()["outputs"].values())
+        CASE.check(response.json()["outputs"])
 
 
 def test_response_to_lists_may_be_safetensors(server: Server) -> None:
@@ -189,20 +203,26 @@ def test_response_to_lists_may_be_safetensors(server: Server) -> None:
     assert bits(named) == bits(read(run(server, CASE, TENSORS, TENSORS), TENSORS))
 
 
-@pytest.mark.parametrize("came", BOTH)
-@pytest.mark.parametrize("go", BOTH)
-def test_weights_convert_in_both_formats(server: Server, came: str, go: str) -> None:
-    content = body_of(came, STATE, {"from": "v1", "to": "v2"}, "tensors")
-    response = post(server, content, CONVERT, came=came, accept=go)
-    named = read(response, go, "tensors")
+@pytest.mark.parametrize("request_type", BOTH)
+@pytest.mark.parametrize("response_type", BOTH)
+def test_weights_convert_in_both_formats(
+    server: Server, request_type: str, response_type: str
+) -> None:
+    content = body_of(request_type, STATE, {"from": "v1", "to": "v2"}, "tensors")
+    response = post(server, content, CONVERT, came=request_type, accept=response_type)
+    named = read(response, response_type, "tensors")
     assert bits(named) == bits({f"{n}.weight": w.T for n, w in STATE.items()})
-    fields = response.json() if go == JSON else safetensors.decode(response.content, "").fields
+    fields = (
+        response.json()
+        if response_type == JSON
+        else safetensors.decode(response.content, "").fields
+    )
     assert (fields["from"], fields["to"]) == ("v1", "v2")
     assert fields["check"]["largest_absolute_difference"] < 1e-9
 
 
-@pytest.mark.parametrize("go", BOTH)
-def test_layer_in_both_formats(server: Server, go: str) -> None:
+@pytest.mark.parametrize("response_type", BOTH)
+def test_layer_in_both_formats(server: Server, response_type: str) -> None:
     x, layer = np.eye(2, dtype="f4"), {n: RawTensor.from_numpy(w) for n, w in STATE.items()}
     message = Message({"layer": {"layout": "v1"}}, {"x": RawTensor.from_numpy(x)}, layer)
     content = b"".join(safetensors.encode(message, "inputs"))
@@ -212,8 +232,11 @@ def test_layer_in_both_formats(server: Server, go: str) -> None:
             "layout": "v1", "tensors": {n: as_json(w, "base64") for n, w in STATE.items()}
         },
     }  # fmt: skip
-    one = read(post(server, content, came=TENSORS, accept=go), go)
-    other = read(post(server, stdlib.dumps(document).encode(), came=JSON, accept=go), go)
+    one = read(post(server, content, came=TENSORS, accept=response_type), response_type)
+    other = read(
+        post(server, stdlib.dumps(document).encode(), came=JSON, accept=response_type),
+        response_type,
+    )
     assert bits(one) == bits(other)
 
 

@@ -29,8 +29,8 @@ def raws(named: dict[str, Array]) -> dict[str, RawTensor]:
 
 
 def same(raw: RawTensor, array: Array) -> bool:
-    came = (raw.dtype, raw.shape, bytes(raw.data), raw.is_untyped)
-    return came == (array.dtype.name, array.shape, array.tobytes(), False)
+    found = (raw.dtype, raw.shape, bytes(raw.data), raw.is_untyped)
+    return found == (array.dtype.name, array.shape, array.tobytes(), False)
 
 
 # golden bytes

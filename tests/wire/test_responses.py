@@ -109,7 +109,7 @@ def test_a_response_has_its_fields_in_order_and_is_parsed_back(response: Any, te
         assert parsed == response
 
 
-def test_the_anchor_has_no_divergence_from_itself() -> None:
+def test_baseline_has_no_divergence_from_itself() -> None:
     weights = COMPARISON.anchor.weights
     assert weights is not None
     assert weights.total_variation is weights.kl_divergence is None
@@ -126,7 +126,7 @@ def test_unknown_fields_are_ignored_and_missing_ones_are_errors() -> None:
         from_json(Progress, 5)  # type: ignore[arg-type]
 
 
-def test_what_is_not_a_response_is_not_encoded() -> None:
+def test_other_dataclasses_and_objects_are_not_encoded() -> None:
     with pytest.raises(TypeError):
         json.dump({"a": object()})
 

@@ -50,8 +50,8 @@ def raws(named: dict[str, Array]) -> dict[str, RawTensor]:
 
 
 def same(raw: RawTensor, array: Array) -> bool:
-    came = (raw.dtype, raw.shape, bytes(raw.data), raw.is_untyped)
-    return came == (array.dtype.name, array.shape, array.tobytes(), False)
+    found = (raw.dtype, raw.shape, bytes(raw.data), raw.is_untyped)
+    return found == (array.dtype.name, array.shape, array.tobytes(), False)
 
 
 # round trips
@@ -70,9 +70,9 @@ def test_messages_survive_a_round_trip(
     layer: dict[str, Array],
     encoding: str | None,
 ) -> None:
-    asked = {} if encoding is None else {"encoding": encoding}
+    encoding_field = {} if encoding is None else {"encoding": encoding}
     fields = fields | ({"layer": {"layout": "v2"}} if layer else {})
-    body = file_of(Message(fields | asked, raws(tensors), raws(layer)))
+    body = file_of(Message(fields | encoding_field, raws(tensors), raws(layer)))
     assert aligned_offset(body[:8]) % 64 == 0
     back = decode(body, "inputs")
     assert (back.fields, back.encoding) == (fields, encoding)

@@ -106,8 +106,8 @@ def _axes(variant: Variant) -> tuple[str, ...]:
 def _weights(variant: Variant, way: Way) -> np.ndarray:
     """Returns the weights of one head, (rows, columns)."""
     tensors = {name: RawTensor.from_numpy(array) for name, array in inputs(variant).items()}
-    asked = Message({"outputs": ["weights"], "parameters": dict(way.parameters)}, tensors)
-    weights = local.attend(variant.name, asked).tensors["weights"].numpy()
+    request = Message({"outputs": ["weights"], "parameters": dict(way.parameters)}, tensors)
+    weights = local.attend(variant.name, request).tensors["weights"].numpy()
     if not np.isfinite(weights).all():
         raise ArithmeticError("its weights are not finite")
     return weights.reshape(weights.shape[-2:])

@@ -41,6 +41,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _OUTPUT: Final = frozenset({"output"})
+_PYDANTIC_PREFIX: Final = "Input should be "
 
 
 @dataclass(frozen=True, eq=False)
@@ -433,7 +434,12 @@ def _parameter_error(error: pydantic.ValidationError | TypeError) -> InvalidCont
     # below the parameter, loc names items by number and a union's branches by words
     path = [name, *(part for part in errors[0]["loc"][1:] if isinstance(part, int))]
     reasons = dict.fromkeys(e["msg"] for e in errors if e["loc"][0] == name)
+    if all(reason.startswith(_PYDANTIC_PREFIX) for reason in reasons):
+        choices = " or ".join(reason.removeprefix(_PYDANTIC_PREFIX) for reason in reasons)
+        expectation = f"expected {choices}"
+    else:
+        expectation = "; or: ".join(reasons)
     return InvalidContent(
-        f"parameter {name!r} came as {format_value(errors[0]['input'])}: {'; or: '.join(reasons)}",
+        f"parameter {name!r} is invalid: got {format_value(errors[0]['input'])}, {expectation}",
         pointer=pointer_to("parameters", *path),
     )

@@ -77,7 +77,7 @@ def check(variant: Variant) -> Iterator[CheckResult]:
 
 
 def _annotations(variant: Variant) -> str:
-    """Says the inputs, parameters and outputs that the annotations give."""
+    """Lists the inputs, outputs and parameters that the annotations describe."""
     inputs = ", ".join(
         f"{i.name} ({', '.join(i.letters)}){'?' if i.is_optional else ''}"
         for i in variant.inputs.values()

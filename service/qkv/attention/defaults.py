@@ -71,22 +71,22 @@ class CompleteAttend:
             ValueError: a tensor's shape is not that of its annotation.
         """
         own = outputs & ({"output"} if self._returned is None else self._returned)
-        made: dict[str, Any] = {**dict.fromkeys(self._outputs), "backend": "explicit"}
+        values: dict[str, Any] = {**dict.fromkeys(self._outputs), "backend": "explicit"}
         if own:
             selected = {"outputs": own} if self._takes_outputs else {}
             result = self._attend(**arguments, **selected)
             if self._returned is None:
-                made["output"] = result
+                values["output"] = result
             else:
-                made |= {name: getattr(result, name) for name in own}
-                made["backend"] = getattr(result, "backend", "explicit")
+                values |= {name: getattr(result, name) for name in own}
+                values["backend"] = getattr(result, "backend", "explicit")
         sizes = self._sizes(arguments)
         if "weights" in outputs - own:
             rows = sizes[self._outputs["weights"].letters[-2]]
-            made["weights"] = self._weights(arguments)(slice(0, rows))
+            values["weights"] = self._weights(arguments)(slice(0, rows))
         for name in outputs:
-            self._check_shape(name, made[name], sizes)
-        return SimpleNamespace(**made)
+            self._check_shape(name, values[name], sizes)
+        return SimpleNamespace(**values)
 
     def _sizes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -112,7 +112,7 @@ class CompleteAttend:
 def weights_letters(inputs: Mapping[str, Input], output: Output) -> tuple[str, ...] | None:
     """Returns the axes of the weights that `weights_by_identity` computes.
 
-    None without a required input `value` (..., S, E) whose E is the output's (..., L, E).
+    None if no required input `value` (..., S, E) has the E of the output (..., L, E).
     """
     value = inputs.get("value")
     if value is None or value.is_optional or len(output.letters) != 4:

@@ -76,11 +76,11 @@ def compare(
     api_key: str | None,
     local: bool,
 ) -> None:
-    """Runs each VARIANT on the tensors in the file SOURCE, and compares it with the anchor.
+    """Runs each VARIANT on the tensors in the file SOURCE, and compares it with the baseline.
 
-    A table has the distances of outputs and weights from the anchor's, and the costs. Notes name
-    figures without a meaning. Files are as for `qkv attend`. Parameters are for all variants; a
-    variant may be JSON with parameters of its own.
+    A table has the distances of outputs and weights from the baseline's, and the costs. Notes
+    explain figures that mean little. Files are as for `qkv attend`. Parameters are for all
+    variants; a variant may be JSON with parameters of its own.
 
     \b
     qkv compare linear taylor in.safetensors -p causal=true

@@ -31,13 +31,13 @@ __all__ = ["convert"]
 @click.option(
     "--from", "layout", metavar="NAME", required=True, help="The layout of SOURCE: v1 or v2."
 )
-@click.option("--to", "wanted", metavar="NAME", required=True, help="The layout to write.")
+@click.option("--to", "target_layout", metavar="NAME", required=True, help="The layout to write.")
 @click.option("--heads", type=int, help="The number of query heads, for the check.")
 @click.option(
     "--bias",
     type=click.Choice(["refuse", "augment"]),
-    help="For a bias without a place in the layout: refuse it, or augment the weight with it as "
-    "one more row.  [default: refuse]",
+    help="If the layout cannot hold a bias: refuse it, or augment the weight by it as one more "
+    "row.  [default: refuse]",
 )
 @URL
 @API_KEY
@@ -46,7 +46,7 @@ def convert(
     source: Path,
     target: Path,
     layout: str,
-    wanted: str,
+    target_layout: str,
     heads: int | None,
     bias: str | None,
     url: str,
@@ -61,12 +61,14 @@ def convert(
     \b
     qkv convert in.safetensors --from v2 --to v1 -o out.safetensors
     """
-    typed = typed_tensors(source) | typed_flags(from_=layout, to=wanted, heads=heads, bias=bias)
+    typed = typed_tensors(source) | typed_flags(
+        from_=layout, to=target_layout, heads=heads, bias=bias
+    )
     with one_line_errors(typed):
         tensor_files.check_target(target)
         message = tensor_files.read(source, "tensors")
         message.fields.pop("check", None)  # of the conversion that wrote this file
-        override(message.fields, heads=heads, bias=bias, **{"from": layout, "to": wanted})
+        override(message.fields, heads=heads, bias=bias, **{"from": layout, "to": target_layout})
         if local:
             from qkv.engine.local import convert_message
 

@@ -41,11 +41,14 @@ def main() -> None:
     metavar="ADDRESS",
     help="Address to listen on.  [env var: QKV_HOST; default: 127.0.0.1]",
 )
-@click.option("--port", type=int, help="Port; 0: a free one.  [env var: QKV_PORT; default: 8000]")
+@click.option(
+    "--port", type=int, help="Port; 0 takes a free one.  [env var: QKV_PORT; default: 8000]"
+)
 @click.option(
     "--workers",
     type=int,
-    help="Worker processes; 0: one per CPU, or one on a GPU.  [env var: QKV_WORKERS; default: 0]",
+    help="Worker processes; 0 starts one per CPU, or one on a GPU.  [env var: QKV_WORKERS; "
+    "default: 0]",
 )
 def serve(**flags: Any) -> None:
     """Serves over HTTP until Ctrl-C or SIGTERM.

@@ -87,7 +87,7 @@ def sweep(
     local: bool,
     **options: Any,
 ) -> None:
-    """Times each VARIANT at each length, on random inputs that the service makes.
+    """Times each VARIANT at each length, on random inputs that the service generates.
 
     A bar shows the progress. A table has the medians, and the lengths between which another
     variant becomes faster. Ctrl-C ends the sweep (with --local after the current run) and prints

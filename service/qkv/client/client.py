@@ -164,7 +164,7 @@ class Client:
         progress: bool = True,
         **parameters: Any,
     ) -> Sweep:
-        """Times variants at several lengths, on random inputs that the service makes.
+        """Times variants at several lengths, on random inputs that the service generates.
 
         The client sends the request when the first cell is read, and raises its errors there. It
         does not send the request again after the first event.

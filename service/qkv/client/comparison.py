@@ -61,7 +61,7 @@ class Comparison(CompareResponse):
             ),
             ("cost", _table_rows(_COST_MEASURES, every)),
         ]
-        own = f"{anchor} is the anchor: its own distance is to its run in float64."
+        own = f"{anchor} is the baseline: its own distance is to its run in float64."
         spread = "In brackets: the worst row, the range of entropies, the range of times."
         return Table(["", *names], sections, [own, spread, *self.notes])
 

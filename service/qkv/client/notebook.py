@@ -181,8 +181,8 @@ def _pool_indexed(
     rows = len(plane)
     total = np.zeros((math.ceil(rows / tall), math.ceil(columns / wide)))
     row = np.broadcast_to(np.arange(rows)[:, None] // tall, plane.shape)
-    there = (indices >= 0) & np.isfinite(plane)
-    np.add.at(total, (row[there], indices[there] // wide), plane[there])
+    valid = (indices >= 0) & np.isfinite(plane)
+    np.add.at(total, (row[valid], indices[valid] // wide), plane[valid])
     return _scale_edges(total, rows, columns, tall, wide)
 
 
@@ -200,10 +200,10 @@ def _axis_labels(form: Form, rows: int, columns: int) -> tuple[str, str]:
     if isinstance(form, Mapping) and "pool" in form:
         return _range_label("bin of queries", rows), _range_label("bin of keys", columns)
     if isinstance(form, Mapping) and "rows" in form:
-        rows_asked = [f"{row:,}" for row in form["rows"]]
+        row_names = [f"{row:,}" for row in form["rows"]]
         row_axis = (
-            f"query {', '.join(rows_asked)}"
-            if len(rows_asked) <= 4
+            f"query {', '.join(row_names)}"
+            if len(row_names) <= 4
             else f"{rows:,} queries, as requested"
         )
         return row_axis, _range_label("key", columns)

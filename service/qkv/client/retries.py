@@ -1,4 +1,4 @@
-"""When the clients send a request again, and the errors they raise for responses and connections.
+"""Rules for sending a request again, and the errors of responses and connections.
 
 `Client.send`, `Client.stream` and their `AsyncClient` versions use it.
 """

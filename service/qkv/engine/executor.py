@@ -120,12 +120,12 @@ class PreparedRun:
         else:
             with torch.inference_mode():
                 tensors, backend = call_variant(self.job, self._tensors, {}, None)
-        computed = time.perf_counter()
+        computed_at = time.perf_counter()
         known = self.job.output_specs
         outputs = {
             name: _to_raw(self._detach(tensor), *known[name]) for name, tensor in tensors.items()
         }
-        times = (0.0, computed - started_at, time.perf_counter() - computed)
+        times = (0.0, computed_at - started_at, time.perf_counter() - computed_at)
         return JobOutput(outputs, started_at, *times, 1, 1, backend)
 
     def _detach(self, tensor: Tensor) -> Tensor:
@@ -178,13 +178,13 @@ def _execute_stacked(jobs: Sequence[Job], device: torch.device, batch_size: int)
     job = jobs[0]
     tensors = {name: _gather(jobs, name, device) for name in job.inputs.tensors}
     weights = _layer_weights(job, device)
-    loaded = time.perf_counter()
+    loaded_at = time.perf_counter()
     clock = _Clock(device)
     output = call_variant(job, tensors, weights, _plane_indices(jobs, device))
     compute_s = clock.stop()
-    computed = time.perf_counter()
+    computed_at = time.perf_counter()
     outputs = _split(jobs, output.tensors)
-    times = (loaded - started_at, compute_s, time.perf_counter() - computed)
+    times = (loaded_at - started_at, compute_s, time.perf_counter() - computed_at)
     return [
         JobOutput(a, started_at, *times, batch_size, len(jobs), output.backend) for a in outputs
     ]
@@ -283,11 +283,11 @@ class _Clock:
             self._first = torch.cuda.Event(enable_timing=True)
             self._last = torch.cuda.Event(enable_timing=True)
             self._first.record()
-        self._started = time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def stop(self) -> float:
         if not self._cuda:
-            return time.perf_counter() - self._started
+            return time.perf_counter() - self._started_at
         self._last.record()
         self._last.synchronize()
         return float(self._first.elapsed_time(self._last)) / 1e3

@@ -28,7 +28,7 @@ class ConvertFields(pydantic.BaseModel):
     ]
     heads: Annotated[
         Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
-        pydantic.Field(description="The number of query heads, for the check. null: one."),
+        pydantic.Field(description="The number of query heads, for the check. By default one."),
     ] = None
     bias: Annotated[
         Literal["refuse", "augment"],

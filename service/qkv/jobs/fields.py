@@ -32,7 +32,7 @@ def _check_layer(value: Any) -> Any:
 LayerField = Annotated[
     dict[str, Any] | None,
     pydantic.Field(
-        description="A layer that projects embeddings to query, key and value. null: none."
+        description="A layer that projects embeddings to query, key and value. By default none."
     ),
     pydantic.BeforeValidator(_check_layer),
 ]
@@ -48,7 +48,7 @@ class LayerFields(pydantic.BaseModel):
     heads: Annotated[
         Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
         pydantic.Field(
-            description="The number of query heads. null: one head, and no head axis in the "
+            description="The number of query heads. By default one head, and no head axis in the "
             "response."
         ),
     ] = None

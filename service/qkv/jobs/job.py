@@ -36,7 +36,7 @@ class RunFields(JobFields):
     outputs: Annotated[
         list[str] | None,
         pydantic.Field(
-            description="The names of the outputs to return. null: output, and weights if the "
+            description="The names of the outputs to return. By default output, and weights if the "
             "variant has them."
         ),
     ] = None

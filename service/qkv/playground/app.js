@@ -30,7 +30,7 @@ const state = {
   layer: null,
   parameters: {},
   dtype: null, // of a pasted request
-  pool: null, // bins that a pasted request asks for
+  pool: null, // bins of a pasted request
   example: null, // id of the example, null for other tensors
   head: 0,
   selectedRow: null,

@@ -14,20 +14,26 @@ const TERMS = {
   D: "D is the number of channels of a query and a key: the last axis of query.",
   S: "S is the number of keys: the second last axis of key.",
   Entropy:
-    "How widely a row spreads its weight, in nats. 0: one key has all the weight. " +
-    "ln S: all S keys have the same weight.",
+    "How widely a row spreads its weight, in nats. It is 0 if one key has all the weight, " +
+    "and ln S if all S keys have the same weight.",
   "Effective keys": "exp(entropy): this many keys with equal weights have the same entropy.",
   Cumulative: "Share of the row's weight on this key and the keys above it.",
   "Relative error":
     "Frobenius norm of the difference of the outputs, divided by the norm of the baseline's output.",
   "Largest error": "Largest absolute difference between elements of the two outputs.",
-  Cosine: "Cosine of the angle between the two outputs; 1: same direction.",
+  Cosine: "Cosine of the angle between the two outputs. It is 1 if they have the same direction.",
   "Total variation":
-    "Half the sum of absolute differences of two rows of weights. 0: equal, 1: no key in common.",
+    "Half the sum of absolute differences of two rows of weights. It is 0 if the rows are equal, " +
+    "and 1 if they have no key in common.",
   "Jensen–Shannon":
-    "Jensen–Shannon divergence of two rows of weights, in nats: symmetric, from 0 to ln 2 = 0.693.",
-  KL: "Kullback–Leibler divergence from the baseline's row to the variant's row, in nats. 0: equal. –: infinite, because the variant gives no weight to a key that the baseline uses, or undefined for negative weights.",
-  "Rank correlation": "Spearman's correlation of the order of keys by weight. 1: same order.",
+    "Jensen–Shannon divergence of two rows of weights, in nats. It is symmetric, from 0 to " +
+    "ln 2 = 0.693.",
+  KL:
+    "Kullback–Leibler divergence from the baseline's row to the variant's row, in nats. It is 0 if " +
+    "the rows are equal. A dash means infinite or undefined. It is infinite if the variant gives " +
+    "no weight to a key that the baseline uses, and undefined for negative weights.",
+  "Rank correlation":
+    "Spearman's correlation of the order of keys by weight. It is 1 if the order is the same.",
   Time: "Median time of one call on the device.",
   Flops: "Floating-point operations of one call.",
   "Peak memory": "Largest memory that one call allocates beside its inputs.",

@@ -257,15 +257,15 @@ def _parse_error_reason(text: bytes, error: Exception) -> str:
             orjson.loads(
                 text.removeprefix(b"\xef\xbb\xbf")
             )  # a byte order mark: RFC 8259 permits to ignore it
-        except orjson.JSONDecodeError as said:
-            if "memory" not in said.msg:  # orjson says so of brackets that are not closed
-                return str(said)
+        except orjson.JSONDecodeError as decode_error:
+            if "memory" not in decode_error.msg:  # orjson's message for brackets left open
+                return str(decode_error)
     return _CODE.sub("", str(error)).removesuffix("  This is a fatal and unrecoverable error.")
 
 
-def _as_float(found: re.Match[bytes]) -> bytes:
+def _as_float(match: re.Match[bytes]) -> bytes:
     """Returns a matched integer with an exponent if it exceeds 64 bits; else the match."""
-    text = found[0]
+    text = match[0]
     if text.startswith(b'"') or (len(text) <= 20 and -(2**63) <= int(text) < 2**64):
         return text
     return text + b"e0"

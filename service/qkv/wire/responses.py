@@ -55,7 +55,7 @@ class OutputError:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The divergence of rows of weights from the anchor's rows."""
+    """The divergence of rows of weights from the baseline's rows."""
 
     mean: Annotated[float, doc("The mean over the rows.")]
     worst: Annotated[float, doc("That of the worst row.")]
@@ -72,7 +72,7 @@ class Entropy:
 
 @dataclass(frozen=True, slots=True)
 class BaselineWeights:
-    """The weights of the anchor. It has no divergence from itself."""
+    """The weights of the baseline. It has no divergence from itself."""
 
     entropy: Annotated[Entropy | None, doc("Of its rows; null if they have none.")]
 
@@ -84,7 +84,7 @@ class BaselineWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightsComparison:
-    """The weights of a variant against the anchor's, row by row; null if a measure is undefined."""
+    """The weights of a variant and the baseline, row by row; null if a measure is undefined."""
 
     total_variation: Annotated[
         Divergence | None,
@@ -92,7 +92,7 @@ class WeightsComparison:
     ]
     kl_divergence: Annotated[
         Divergence | None,
-        doc("sum a log(a / b), a the anchor's row, in nats; null if it is infinite."),
+        doc("Sum of a log(a / b), a the baseline's row, in nats; null if it is infinite."),
     ]
     js_divergence: Annotated[
         Divergence | None,
@@ -123,7 +123,7 @@ class VariantTiming:
 
 @dataclass(frozen=True, slots=True)
 class VariantComparison:
-    """The measurements of a variant; base of the anchor's and of the others'."""
+    """The measurements of a variant; base class for the baseline and the other variants."""
 
     variant: Annotated[str, doc("The variant's name.")]
     parameters: Annotated[Mapping[str, Any], doc("As in the request.")]
@@ -131,8 +131,8 @@ class VariantComparison:
     output: Annotated[
         OutputError | None,
         doc(
-            "Error against the anchor's output. For the anchor: against its own in float64, null "
-            "if it ran in float64."
+            "Error against the baseline's output. The error of the baseline is against its own run "
+            "in float64, and null if it ran in float64."
         ),
     ]
     weights: Weights | None
@@ -146,14 +146,14 @@ class VariantComparison:
 
 @dataclass(frozen=True, slots=True)
 class ComparedVariant(VariantComparison):
-    """The measurements of a variant, and its distance from the anchor."""
+    """The measurements of a variant, and its distance from the baseline."""
 
     weights: Annotated[WeightsComparison | None, doc("Null if no rows were compared.")]
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineComparison(VariantComparison):
-    """The measurements of the anchor, which the variants are compared with."""
+    """The measurements of the baseline, which the variants are compared with."""
 
     weights: Annotated[BaselineWeights | None, doc("Null if no rows were compared.")]
 

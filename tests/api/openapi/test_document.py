@@ -45,10 +45,10 @@ def document(server: Server) -> dict[str, Any]:
     return found
 
 
-def timeless(answer: Any) -> Any:
+def timeless(response: Any) -> Any:
     """A response without measured times."""
-    timing = {n: v for n, v in answer.get("timing", {}).items() if not n.endswith("_ms")}
-    return answer | {"timing": timing}
+    timing = {n: v for n, v in response.get("timing", {}).items() if not n.endswith("_ms")}
+    return response | {"timing": timing}
 
 
 def test_document_is_valid_openapi(document: dict[str, Any]) -> None:
@@ -77,22 +77,22 @@ def test_every_example_gets_the_documented_response(
 ) -> None:
     operation = document["paths"][path]["post"]
     content = operation["requestBody"]["content"]
-    answers = operation["responses"]["200"]["content"]
-    assert content.keys() == answers.keys() == CODECS.keys()
-    asked, shown = content[json.MEDIA_TYPE]["examples"], answers[json.MEDIA_TYPE]["examples"]
-    assert asked.keys() == shown.keys()
-    assert asked
-    for name, example in asked.items():
+    responses = operation["responses"]["200"]["content"]
+    assert content.keys() == responses.keys() == CODECS.keys()
+    requests, shown = content[json.MEDIA_TYPE]["examples"], responses[json.MEDIA_TYPE]["examples"]
+    assert requests.keys() == shown.keys()
+    assert requests
+    for name, example in requests.items():
         assert fits(example["value"], content[json.MEDIA_TYPE]["schema"], document), name
         response = server.http.post(path, json=example["value"])
         assert response.status_code == 200, response.text
         assert timeless(response.json()) == timeless(shown[name]["value"])
-        assert fits(shown[name]["value"], answers[json.MEDIA_TYPE]["schema"], document)
+        assert fits(shown[name]["value"], responses[json.MEDIA_TYPE]["schema"], document)
         assert_matches_document(document, response)
         file = server.http.post(
             path, json=example["value"], headers={"Accept": safetensors.MEDIA_TYPE}
         )
-        assert response_content(document, file) == answers[safetensors.MEDIA_TYPE]
+        assert response_content(document, file) == responses[safetensors.MEDIA_TYPE]
 
 
 @pytest.mark.parametrize("path", ["/v1/variants", "/livez", "/readyz"])
@@ -135,16 +135,16 @@ def test_catalogue_entry_matches_the_document(server: Server, document: dict[str
 
 def test_picture_matches_the_document(server: Server, document: dict[str, Any]) -> None:
     path = "/v1/variants/{variant}/picture"
-    answers = document["paths"][path]["get"]["responses"]
+    responses = document["paths"][path]["get"]["responses"]
     found = server.http.get(path.format(variant="softmax"))
-    assert answers["200"]["content"].keys() == {found.headers["content-type"]}
+    assert responses["200"]["content"].keys() == {found.headers["content-type"]}
     again = server.http.get(str(found.url), headers={"If-None-Match": found.headers["etag"]})
-    assert "content" not in answers[str(again.status_code)]
+    assert "content" not in responses[str(again.status_code)]
     for response in (found, again):
-        headers = answers[str(response.status_code)]["headers"]
+        headers = responses[str(response.status_code)]["headers"]
         assert all(name in response.headers for name in headers)
     missing = assert_problem(server.http.get(path.format(variant="sotfmax")), 404)
-    assert missing == answers["404"]["content"][json.PROBLEM_TYPE]["example"]
+    assert missing == responses["404"]["content"][json.PROBLEM_TYPE]["example"]
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -305,9 +305,9 @@ def test_payload_too_large_matches_the_document(document: dict[str, Any]) -> Non
             assert assert_problem(large, 413)["limit"] == 100
             assert_matches_document(document, large)
         wide = b'{"inputs":{"query":[[1]],"key":[[1]],"value":[[1,1,1]]}}'
-        answer = small.http.post(SOFTMAX, content=wide)
-        assert assert_problem(answer, 413)["limit"] == 8
-        assert_matches_document(document, answer)
+        response = small.http.post(SOFTMAX, content=wide)
+        assert assert_problem(response, 413)["limit"] == 8
+        assert_matches_document(document, response)
 
 
 def test_service_unavailable_matches_the_document(document: dict[str, Any]) -> None:
@@ -349,16 +349,18 @@ def test_internal_error_matches_the_document(
 def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            answers = operation["responses"].keys()
+            responses = operation["responses"].keys()
             of_connection = {"400", "408", "431"} | ({"413"} if method == "post" else set())
-            assert of_connection <= answers, path
+            assert of_connection <= responses, path
             if path.startswith("/v2"):
                 continue
-            asked = {"406", "415", "422"} if method == "post" else set()
+            of_body = {"406", "415", "422"} if method == "post" else set()
             named = {"404"} if path in MEASURED or "{" in path else set()
-            asked |= {"504"} if path in {*RUNS, "/v1/compare"} else set()
+            of_body |= {"504"} if path in {*RUNS, "/v1/compare"} else set()
             again = {"304"} if path == "/" or path.endswith("/picture") else set()
-            assert answers == {"200", "500", "503"} | of_connection | asked | named | again, path
+            assert responses == {"200", "500", "503"} | of_connection | of_body | named | again, (
+                path
+            )
 
 
 @pytest.mark.parametrize("name", catalogue.variants())
@@ -390,6 +392,6 @@ def test_safetensors_match_the_document(url: str) -> None:
         content=body,
         headers={"Content-Type": safetensors.MEDIA_TYPE},
     )
-    answer = safetensors.decode(response.content, "outputs")
-    assert answer.tensors.keys() == {"output", "weights"}
-    assert answer.fields["variant"] == "softmax"
+    reply = safetensors.decode(response.content, "outputs")
+    assert reply.tensors.keys() == {"output", "weights"}
+    assert reply.fields["variant"] == "softmax"

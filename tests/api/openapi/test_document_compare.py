@@ -43,14 +43,14 @@ def test_every_example_gets_the_documented_response(
     operation = document["paths"][COMPARE]["post"]
     content = operation["requestBody"]["content"]
     assert content.keys() == {"application/json", safetensors.MEDIA_TYPE}
-    answers = operation["responses"]["200"]["content"]["application/json"]
-    assert content["application/json"]["examples"].keys() == answers["examples"].keys()
+    responses = operation["responses"]["200"]["content"]["application/json"]
+    assert content["application/json"]["examples"].keys() == responses["examples"].keys()
     for name, example in content["application/json"]["examples"].items():
         assert fits(example["value"], asked_schema(document), document)
         response = post(server, example["value"])
         assert response.status_code == 200, response.text
-        assert_same_report(response.json(), answers["examples"][name]["value"])
-        assert fits(answers["examples"][name]["value"], answers["schema"], document)
+        assert_same_report(response.json(), responses["examples"][name]["value"])
+        assert fits(responses["examples"][name]["value"], responses["schema"], document)
         assert_matches_document(document, response)
 
 

@@ -40,7 +40,7 @@ def heads(document: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
             yield path, method, f"{method.upper()} {filled} HTTP/1.1\r\n".encode()
 
 
-def sent(line: bytes, status: int) -> bytes:
+def rejected_request(line: bytes, status: int) -> bytes:
     """Returns a request with that first line that is rejected with that status."""
     if status == 400:
         return line + b"\r\n"  # no Host
@@ -52,11 +52,11 @@ def sent(line: bytes, status: int) -> bytes:
     return line + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS
 
 
-def held(document: dict[str, Any], path: str, method: str, answer: Any) -> None:
+def assert_documented(document: dict[str, Any], path: str, method: str, response: Any) -> None:
     """Asserts that the document has the response for the operation."""
-    status, headers, body = answer
-    said = document["paths"][path][method]["responses"][str(status)]
-    schema = said["content"][headers["content-type"]]["schema"]
+    status, headers, body = response
+    documented = document["paths"][path][method]["responses"][str(status)]
+    schema = documented["content"][headers["content-type"]]["schema"]
     if headers["content-type"].endswith("json"):
         assert fits(json.loads(body), schema, document), body
 
@@ -66,16 +66,16 @@ def test_connection_errors_are_documented_for_every_operation(
     short_read_timeout: Server, document: dict[str, Any], status: int
 ) -> None:
     with ExitStack() as stack:
-        asked = []
+        requests = []
         for path, method, line in heads(document):
             connection = socket.create_connection(short_read_timeout.address, TIMEOUT_S)
             stack.enter_context(connection)
-            connection.sendall(sent(line, status))
-            asked.append((path, method, connection))
-        for path, method, connection in asked:
-            (answer,) = read_responses(connection)
-            assert answer[0] == status
-            held(document, path, method, answer)
+            connection.sendall(rejected_request(line, status))
+            requests.append((path, method, connection))
+        for path, method, connection in requests:
+            (response,) = read_responses(connection)
+            assert response[0] == status
+            assert_documented(document, path, method, response)
 
 
 @pytest.mark.slow
@@ -85,14 +85,14 @@ def test_framing_error_is_documented_for_operations_with_a_body(
     """Other operations have responded by then; only the connection is closed afterwards."""
     for path, method, line in heads(document):
         with socket.create_connection(short_read_timeout.address, TIMEOUT_S) as connection:
-            connection.sendall(sent(line, 413))
+            connection.sendall(rejected_request(line, 413))
             found = read_responses(connection)
-        statuses = [answer[0] for answer in found]
+        statuses = [response[0] for response in found]
         documented = "413" in document["paths"][path][method]["responses"]
         assert documented is (method == "post")
         if documented:
             assert statuses == [413], path
-            held(document, path, method, found[0])
+            assert_documented(document, path, method, found[0])
         else:
             assert len(statuses) == 1
             assert statuses != [413]
@@ -104,14 +104,14 @@ def test_response_to_an_endless_body_is_documented(
     """A body that does not end gets a documented error, on every path with a body."""
     line = b"Host: here\r\nContent-Length: 10\r\n\r\n1"
     with ExitStack() as stack:
-        asked = []
+        requests = []
         for path, method, head in heads(document):
             connection = socket.create_connection(short_read_timeout.address, TIMEOUT_S)
             stack.enter_context(connection)
             connection.sendall(head + line)
-            asked.append((path, method, connection))
-        for path, method, connection in asked:
+            requests.append((path, method, connection))
+        for path, method, connection in requests:
             found = read_responses(connection)
-            for answer in found:
-                held(document, path, method, answer)
+            for response in found:
+                assert_documented(document, path, method, response)
             assert [a[0] for a in found][-1] == 408 or method == "get", path

@@ -26,16 +26,16 @@ def document(server: Server) -> dict[str, Any]:
     return found
 
 
-def kept(document: dict[str, Any], response: httpx.Response) -> None:
+def assert_documented(document: dict[str, Any], response: httpx.Response) -> None:
     """Asserts that the document accepts a response, and rejects it with a renamed field."""
     request = response.request
     template = request.url.path.replace("/models/softmax", "/models/{model}")
     template = template.replace("/models/none", "/models/{model}")
-    said = document["paths"][template][request.method.lower()]["responses"]
-    content = said[str(response.status_code)]["content"]
-    answer, schema = response.json(), content[response.headers["content-type"]]["schema"]
-    assert fits(answer, schema, document), answer
-    for other in with_renamed_fields(answer):
+    documented = document["paths"][template][request.method.lower()]["responses"]
+    content = documented[str(response.status_code)]["content"]
+    reply, schema = response.json(), content[response.headers["content-type"]]["schema"]
+    assert fits(reply, schema, document), reply
+    for other in with_renamed_fields(reply):
         assert not fits(other, schema, document), other
 
 
@@ -44,7 +44,7 @@ def test_get_responses_match_the_document(
     server: Server, document: dict[str, Any], path: str
 ) -> None:
     server.http.post(INFER, json={"inputs": INPUTS})  # so that statistics exist
-    kept(document, server.http.get(path))
+    assert_documented(document, server.http.get(path))
 
 
 @pytest.mark.parametrize("verb", ["index", "models/softmax/unload", "models/softmax/load"])
@@ -52,8 +52,8 @@ def test_repository_matches_the_document(
     server: Server, document: dict[str, Any], verb: str
 ) -> None:
     try:
-        kept(document, server.http.post(f"/v2/repository/{verb}", json={}))
-        kept(document, server.http.get(f"{MODEL}/ready"))
+        assert_documented(document, server.http.post(f"/v2/repository/{verb}", json={}))
+        assert_documented(document, server.http.get(f"{MODEL}/ready"))
     finally:
         server.http.post("/v2/repository/models/softmax/load")
 
@@ -87,16 +87,16 @@ def test_schema_and_service_agree_on_requests(
     assert fits(body, content["application/json"]["schema"], document) == good
     response = server.http.post(INFER, json=body)
     assert response.status_code == (200 if good else 400), response.text
-    kept(document, response)
+    assert_documented(document, response)
 
 
 def test_example_gets_the_documented_response(server: Server, document: dict[str, Any]) -> None:
     operation = document["paths"]["/v2/models/{model}/infer"]["post"]
-    asked = operation["requestBody"]["content"]["application/json"]["example"]
+    request = operation["requestBody"]["content"]["application/json"]["example"]
     shown = operation["responses"]["200"]["content"]["application/json"]["example"]
-    answer = server.http.post(INFER, json=asked).json()
-    for document_ in (answer, shown):
+    response = server.http.post(INFER, json=request).json()
+    for document_ in (response, shown):
         document_["parameters"] = {
             n: v for n, v in document_["parameters"].items() if not n.endswith("_ms")
         }
-    assert answer == shown
+    assert response == shown

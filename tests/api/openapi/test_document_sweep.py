@@ -25,12 +25,12 @@ def test_requests_and_events_match_the_document(serve: Callable[..., Server]) ->
         assert not fits(
             {"variants": ["mean"], "lengths": [8]} | fields, content["schema"], document
         )
-    told = run_sweep(small, **body)
-    assert any("problem" in what for _, what in told)
-    told.append(("error", {"problem": ServiceUnavailable("the service is stopping").problem()}))
-    answer = operation["responses"]["200"]["content"]["text/event-stream"]
-    told += list(parse_events(iter(answer["example"].split("\n"))))
-    for name, what in told:
+    events = run_sweep(small, **body)
+    assert any("problem" in what for _, what in events)
+    events.append(("error", {"problem": ServiceUnavailable("the service is stopping").problem()}))
+    response = operation["responses"]["200"]["content"]["text/event-stream"]
+    events += list(parse_events(iter(response["example"].split("\n"))))
+    for name, what in events:
         component = schemas[EVENTS[name].__name__]
         assert (
             f"`{name}`, whose data is a `{EVENTS[name].__name__}`"

@@ -34,10 +34,10 @@ def converted(
 ) -> tuple[State, dict[str, Any]]:
     response = post(server, state, source, target, **fields)
     assert response.status_code == 200, response.text
-    answer = response.json()
-    assert list(answer) == ["from", "to", "tensors", "check"]
-    assert (answer["from"], answer["to"]) == (source, target)
-    return {n: as_array(t) for n, t in answer["tensors"].items()}, answer["check"]
+    reply = response.json()
+    assert list(reply) == ["from", "to", "tensors", "check"]
+    assert (reply["from"], reply["to"]) == (source, target)
+    return {n: as_array(t) for n, t in reply["tensors"].items()}, reply["check"]
 
 
 def v2(
@@ -95,12 +95,12 @@ def test_lists_have_the_requested_dtype(server: Server, dtype: str) -> None:
 
 
 def test_response_has_the_encoding_of_the_request(server: Server) -> None:
-    for form, encoding, comes in (
+    for form, encoding, expected_type in (
         ("lists", None, list), ("base64", None, dict),
         ("lists", "base64", dict), ("base64", "lists", list),
     ):  # fmt: skip
-        answer = post(server, v2(), "v2", "v1", form=form, encoding=encoding).json()
-        assert all(isinstance(t, comes) for t in answer["tensors"].values())
+        response = post(server, v2(), "v2", "v1", form=form, encoding=encoding).json()
+        assert all(isinstance(t, expected_type) for t in response["tensors"].values())
 
 
 @examples(60)

@@ -170,9 +170,9 @@ def test_weights_times_values_are_the_output(
     mass = weights @ value.double().abs()
     assert ((weights @ value.double() - output).abs() <= (close + unit) * mass).all()
     identity = torch.eye(40, dtype=dtype).expand(1, 2, 40, 40)
-    made, _ = attended(query, key, identity, causal=causal)
+    from_identity, _ = attended(query, key, identity, causal=causal)
     least = torch.finfo(dtype).smallest_normal
-    assert ((made - weights).abs() <= (close + unit) * weights + least).all()
+    assert ((from_identity - weights).abs() <= (close + unit) * weights + least).all()
     assert ((weights.sum(-1) - 1).abs() <= close).all()
 
 
@@ -335,18 +335,16 @@ def test_padding_may_hold_anything(
     query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
     key = key + (slope * torch.arange(7)[:, None]).to(dtype)
     lengths = torch.tensor([7, 3, 0])
-    spoilt_key, spoilt_value = key.clone(), value.clone()
+    dirty_key, dirty_value = key.clone(), value.clone()
     for b, length in enumerate(lengths):
-        spoilt_key[b, :, length:], spoilt_value[b, :, length:] = garbage, garbage
+        dirty_key[b, :, length:], dirty_value[b, :, length:] = garbage, garbage
     for offset in (0, "end"):
-        kept = attended(query, key, value, lengths, causal=causal, query_offset=offset)
-        spoilt = attended(
-            query, spoilt_key, spoilt_value, lengths, causal=causal, query_offset=offset
-        )
-        assert torch.equal(kept[0], spoilt[0])
-        assert torch.equal(kept[1], spoilt[1])
-        assert not spoilt[0][2].any()
-        assert not spoilt[1][2].any()
+        clean = attended(query, key, value, lengths, causal=causal, query_offset=offset)
+        dirty = attended(query, dirty_key, dirty_value, lengths, causal=causal, query_offset=offset)
+        assert torch.equal(clean[0], dirty[0])
+        assert torch.equal(clean[1], dirty[1])
+        assert not dirty[0][2].any()
+        assert not dirty[1][2].any()
 
 
 @examples(30)
@@ -398,9 +396,9 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         message = Message({"parameters": {"causal": True}}, tensors)
         return Job.from_message("efficient", message, Limits(1 << 20, 1 << 20))
 
-    ran = execute([job(19.0), job(21.0), job(2.0)], torch.device("cpu"), stack=True)
-    assert [r.stacked_count for r in ran] == [2, 1, 2]
-    for r, size in zip(ran, (19.0, 21.0, 2.0), strict=True):
+    outputs = execute([job(19.0), job(21.0), job(2.0)], torch.device("cpu"), stack=True)
+    assert [r.stacked_count for r in outputs] == [2, 1, 2]
+    for r, size in zip(outputs, (19.0, 21.0, 2.0), strict=True):
         alone = execute([job(size)], torch.device("cpu"), stack=True)[0]
         assert np.array_equal(r.outputs["output"].numpy(), alone.outputs["output"].numpy())
 

@@ -190,15 +190,15 @@ def test_small_values_with_small_features_keep_their_precision(
 def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float, causal: bool) -> None:
     query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
     lengths = torch.tensor([7, 3, 0])
-    spoilt_key, spoilt_value = key.clone(), value.clone()
+    dirty_key, dirty_value = key.clone(), value.clone()
     for b, length in enumerate(lengths):
-        spoilt_key[b, :, length:], spoilt_value[b, :, length:] = garbage, garbage
-    kept = linear.attend(query, key, value, lengths, causal=causal, outputs=BOTH)
-    spoilt = linear.attend(query, spoilt_key, spoilt_value, lengths, causal=causal, outputs=BOTH)
-    assert kept.output is not None
-    assert spoilt.output is not None
-    assert torch.equal(kept.output, spoilt.output)
-    assert not spoilt.output[2].any()
+        dirty_key[b, :, length:], dirty_value[b, :, length:] = garbage, garbage
+    clean = linear.attend(query, key, value, lengths, causal=causal, outputs=BOTH)
+    dirty = linear.attend(query, dirty_key, dirty_value, lengths, causal=causal, outputs=BOTH)
+    assert clean.output is not None
+    assert dirty.output is not None
+    assert torch.equal(clean.output, dirty.output)
+    assert not dirty.output[2].any()
 
 
 @every_dtype
@@ -236,10 +236,10 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
         return Job.from_message("linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
 
-    ran = execute([job(1.0), job(40.0), job(2.0)], torch.device("cpu"), stack=True)
-    assert [r.stacked_count for r in ran] == [2, 1, 2]
-    assert [r.batch_size for r in ran] == [3, 3, 3]
-    for r, size in zip(ran, (1.0, 40.0, 2.0), strict=True):
+    results = execute([job(1.0), job(40.0), job(2.0)], torch.device("cpu"), stack=True)
+    assert [r.stacked_count for r in results] == [2, 1, 2]
+    assert [r.batch_size for r in results] == [3, 3, 3]
+    for r, size in zip(results, (1.0, 40.0, 2.0), strict=True):
         np.testing.assert_allclose(r.outputs["output"].numpy(), size, rtol=1e-6)
 
 

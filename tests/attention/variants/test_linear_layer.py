@@ -211,8 +211,8 @@ def test_example_of_seed_000(server: Server) -> None:
         "inputs": {"x": x.tolist(), "weight": fc_weight.tolist()},
         "outputs": list(find("linear_layer").outputs),
     }
-    answer = server.http.post(PATH, json=body).json()["outputs"]
-    found = {name: torch.tensor(value) for name, value in answer.items()}
+    response = server.http.post(PATH, json=body).json()["outputs"]
+    found = {name: torch.tensor(value) for name, value in response.items()}
     x_abs = x.abs()
     x_sum = x_abs.sum(dim=-1, keepdim=True)
     attn_weights = (x_abs / x_sum)[:, None]
@@ -287,13 +287,13 @@ def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
     inline = {"layout": "v2", "tensors": eye}
     problem = assert_problem(server.http.post(PATH, json={"inputs": inputs, "layer": inline}))
     assert problem["detail"].startswith("linear_layer takes no layer")
-    for wrong, says in (
+    for wrong, message in (
         ({"weight": [[3, 4, 5]]}, "weight has I=3 where x has I=2"),
         ({"x": [[[1, 2]]]}, "expected (B, I) or (I)"),
         ({"weight": [3, 4]}, "expected (O, I)"),
     ):
         problem = assert_problem(server.http.post(PATH, json={"inputs": inputs | wrong}))
-        assert says in problem["detail"]
+        assert message in problem["detail"]
 
 
 def job(x: Tensor, weight: RawTensor) -> Job:
@@ -323,8 +323,8 @@ def test_only_requests_with_the_same_weight_object_batch(stack: bool) -> None:
 def test_concurrent_requests_with_other_weights_do_not_mix(server: Server) -> None:
     cases = [layer(2, 8, 4, torch.float32, seed) for seed in range(8)]
     inputs = [{"x": x.tolist(), "weight": weight.tolist()} for x, weight in cases]
-    answers = post_as_one_batch(server, PATH, [{"inputs": each} for each in inputs])
-    for (x, weight), answer in zip(cases, answers, strict=True):
-        assert answer["timing"]["batch_size"] == 1
-        output = torch.tensor(answer["outputs"]["output"])
+    responses = post_as_one_batch(server, PATH, [{"inputs": each} for each in inputs])
+    for (x, weight), response in zip(cases, responses, strict=True):
+        assert response["timing"]["batch_size"] == 1
+        output = torch.tensor(response["outputs"]["output"])
         assert torch.equal(output, tensor(linear_layer.attend(x, weight, outputs=ALL).output))

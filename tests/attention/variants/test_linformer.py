@@ -118,12 +118,12 @@ def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float | str) -> 
     padding = (torch.arange(7) >= lengths[:, None])[:, None, :, None]
     dirty_key, dirty_value = (x.masked_fill(padding, fill) for x in (key, value))
     for outputs in (ALL, OUTPUT):
-        kept = linformer.attend(query, key, value, None, None, lengths, outputs=outputs)
+        clean = linformer.attend(query, key, value, None, None, lengths, outputs=outputs)
         found = linformer.attend(
             query, dirty_key, dirty_value, None, None, lengths, outputs=outputs
         )
         for name in outputs:
-            assert torch.equal(getattr(found, name), getattr(kept, name))
+            assert torch.equal(getattr(found, name), getattr(clean, name))
         assert found.output is not None
         assert not found.output[2].any()
         assert found.weights is None or not found.weights[2].any()
@@ -170,8 +170,8 @@ def test_mixtures_that_overflow_and_cancel() -> None:
         assert found.output is not None
         expected = math.exp(-100.0) * 1e300 * 1e10
         assert float(found.output) == pytest.approx(expected, rel=1e-13)
-        gone = torch.tensor([[0.0, 0.0], [-1e5, 0.0]], dtype=torch.float64)
-        found = linformer.attend(query, key, value, gone, one, outputs=outputs)
+        small_E = torch.tensor([[0.0, 0.0], [-1e5, 0.0]], dtype=torch.float64)
+        found = linformer.attend(query, key, value, small_E, one, outputs=outputs)
         assert found.output is not None
         assert float(found.output) == 1.0
 

@@ -119,14 +119,14 @@ def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
 
 def test_over_http(server: Server) -> None:
     """The default outputs are output and weights; a layer without heads has no head axis."""
-    answer = server.http.post(PATH, json={"inputs": INPUTS}).json()
-    assert list(answer["outputs"]) == ["output", "weights"]
+    response = server.http.post(PATH, json={"inputs": INPUTS}).json()
+    assert list(response["outputs"]) == ["output", "weights"]
     identity = {"key_projection": [[1, 0], [0, 1]], "value_projection": [[1, 0], [0, 1]]}
     body: dict[str, Any] = {"inputs": INPUTS | identity, "outputs": ["output", "map"]}
-    answer = server.http.post(PATH, json=body).json()
+    response = server.http.post(PATH, json=body).json()
     exact = server.http.post("/v1/attention/softmax", json={"inputs": INPUTS}).json()["outputs"]
-    np.testing.assert_allclose(answer["outputs"]["map"], exact["weights"], rtol=1e-6)
-    np.testing.assert_allclose(answer["outputs"]["output"], exact["output"], rtol=1e-6)
+    np.testing.assert_allclose(response["outputs"]["map"], exact["weights"], rtol=1e-6)
+    np.testing.assert_allclose(response["outputs"]["output"], exact["output"], rtol=1e-6)
     eye = {f"W_{role}.weight": [[1, 0], [0, 1]] for role in ("query", "key", "value")}
     layer = {"layout": "v2", "tensors": eye, "heads": 2}
     x = {"x": [[1, 0], [0, 1], [2, 1]]}
@@ -169,11 +169,11 @@ def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -
     names = ("query", "key", "value", "key_projection", "value_projection")
     inputs = [{n: t.tolist() for n, t in zip(names, case, strict=True)} for case in cases]
     documents = [{"inputs": each, "outputs": sorted(ALL)} for each in inputs]
-    answers = post_as_one_batch(server, PATH, documents)
-    for case, answer in zip(cases, answers, strict=True):
-        assert answer["timing"]["batch_size"] == 1
+    responses = post_as_one_batch(server, PATH, documents)
+    for case, response in zip(cases, responses, strict=True):
+        assert response["timing"]["batch_size"] == 1
         (alone,) = execute([job(*map(raw, case))], torch.device("cpu"), stack=False)
         for name in ALL:
             np.testing.assert_array_equal(
-                np.array(answer["outputs"][name], np.float32), alone.outputs[name].numpy()
+                np.array(response["outputs"][name], np.float32), alone.outputs[name].numpy()
             )

@@ -181,13 +181,13 @@ def test_tables_of_seed_002_through_the_service(server: Server, method: Any) -> 
     torch.manual_seed(1337)
     x = torch.randn(4, 8, 2)
     body = {"inputs": {"value": x.tolist()}, "parameters": {"method": method}}
-    answer = server.http.post(PATH, json=body).json()
-    output = np.array(answer["outputs"]["output"])
+    response = server.http.post(PATH, json=body).json()
+    output = np.array(response["outputs"]["output"])
     rows = table(AVERAGES).reshape(4, 8, 2)
     np.testing.assert_allclose(output, rows, rtol=0, atol=5.1e-5)
-    weights = np.array(answer["outputs"]["weights"])
+    weights = np.array(response["outputs"]["weights"])
     np.testing.assert_allclose(weights, np.stack([table(AVERAGING)] * 4), rtol=0, atol=5.1e-5)
-    assert answer["timing"]["backend"] == method
+    assert response["timing"]["backend"] == method
 
 
 @pytest.mark.parametrize(("causal", "rows"), [(False, [[14, 16]] * 3), (True, None)])
@@ -198,8 +198,8 @@ def test_products_with_ones_of_seed_002(
         "inputs": {"value": [[2, 7], [6, 4], [6, 5]]},
         "parameters": {"causal": causal, "normalize": False},
     }
-    answer = server.http.post(PATH, json=body).json()
-    assert answer["outputs"]["output"] == (rows or [[2, 7], [8, 11], [14, 16]])
+    response = server.http.post(PATH, json=body).json()
+    assert response["outputs"]["output"] == (rows or [[2, 7], [8, 11], [14, 16]])
 
 
 @pytest.mark.slow
@@ -246,8 +246,8 @@ def test_layer_projects_the_values(server: Server) -> None:
         },
         "outputs": ["output"],
     }  # fmt: skip
-    answer = server.http.post(PATH, json=body).json()
+    response = server.http.post(PATH, json=body).json()
     values = x.double() @ weights["W_value"].double()
     truth = values.cumsum(1) / torch.arange(1, 6).view(1, 5, 1)
-    found = torch.tensor(answer["outputs"]["output"], dtype=torch.float64)
+    found = torch.tensor(response["outputs"]["output"], dtype=torch.float64)
     assert (found - truth).abs().max() <= 16 * torch.finfo(torch.float32).eps * values.abs().max()

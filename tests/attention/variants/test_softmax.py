@@ -117,14 +117,14 @@ def test_weights_times_values_are_the_output(request: Request) -> None:
     query, key, value, mask, lengths = request.tensors()
     if lengths is not None:
         value = value.nan_to_num(0.0, 0.0, 0.0)
-    answer = attend(query, key, value, mask, lengths, **request.parameters, outputs=ALL)
-    assert answer.weights is not None
+    response = attend(query, key, value, mask, lengths, **request.parameters, outputs=ALL)
+    assert response.weights is not None
     v = value.double().repeat_interleave(request.K, 1)
-    A = answer.weights.double()
+    A = response.weights.double()
     exact, narrow = torch.finfo(exact_dtype(request.dtype)), torch.finfo(request.dtype)
     # S products and sums, one rounding of weights that were computed wider, one cast
     bound = ((request.S + 2) * exact.eps + narrow.eps) * (A.abs() @ v.abs()) + narrow.eps
-    assert_within(answer.output, A @ v, bound)
+    assert_within(response.output, A @ v, bound)
 
 
 @examples(60)

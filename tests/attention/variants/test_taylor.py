@@ -317,14 +317,14 @@ def test_extreme_values(dtype: torch.dtype, causal: bool) -> None:
 def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float, causal: bool) -> None:
     query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
     lengths = torch.tensor([7, 3, 0])
-    spoilt_key, spoilt_value = key.clone(), value.clone()
+    dirty_key, dirty_value = key.clone(), value.clone()
     for b, length in enumerate(lengths):
-        spoilt_key[b, :, length:], spoilt_value[b, :, length:] = garbage, garbage
-    kept = attended(query, key, value, lengths, causal=causal)
-    spoilt = attended(query, spoilt_key, spoilt_value, lengths, causal=causal)
-    assert torch.equal(kept[0], spoilt[0])
-    assert torch.equal(kept[1], spoilt[1])
-    assert not spoilt[0][2].any()
+        dirty_key[b, :, length:], dirty_value[b, :, length:] = garbage, garbage
+    clean = attended(query, key, value, lengths, causal=causal)
+    dirty = attended(query, dirty_key, dirty_value, lengths, causal=causal)
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1])
+    assert not dirty[0][2].any()
     assert_right((query, key, value), lengths, causal=causal)
 
 

@@ -78,9 +78,9 @@ def statistics(service_process: Process) -> dict[str, Any]:
 
 def outputs(response: httpx.Response) -> Any:
     assert response.status_code == 200, response.text
-    answer = response.json()
-    assert list(answer.pop("timing"))
-    return answer
+    reply = response.json()
+    assert list(reply.pop("timing"))
+    return reply
 
 
 def test_one_additional_process_only_if_set(start: Start) -> None:
@@ -145,7 +145,7 @@ def test_batches_form_across_workers(start: Start) -> None:
     arrays = [random_arrays(seed) for seed in range(12)]
     with ExitStack() as stack:
         clients = [stack.enter_context(qkv.Client(service_process.url)) for _ in arrays]
-        wanted = [
+        expected = [
             c.attend("softmax", **a).output for c, a in zip(clients, arrays, strict=True)
         ]  # each client has a connection
         pool = stack.enter_context(ThreadPoolExecutor(len(arrays)))
@@ -163,7 +163,7 @@ def test_batches_form_across_workers(start: Start) -> None:
             assert not any(run.done() for run in runs)
             os.kill(device, signal.SIGCONT)
             found = [run.result(TIMEOUT_S) for run in runs]
-            for run, output in zip(found, wanted, strict=True):
+            for run, output in zip(found, expected, strict=True):
                 assert (run.output == output).all()
             largest = max(run.timing["batch_size"] for run in found)
             assert min(run.timing["queue_ms"] for run in found) > 100
@@ -183,7 +183,7 @@ def test_killed_device_process_is_restarted_and_no_output_is_wrong(
 ) -> None:
     arrays = random_arrays(0)
     with qkv.Client(service_process.url) as client:
-        wanted = client.attend("softmax", **arrays).output
+        expected = client.attend("softmax", **arrays).output
     clients = [qkv.Client(service_process.url, retries=0) for _ in range(8)]
 
     def once(index: int) -> str:
@@ -191,7 +191,7 @@ def test_killed_device_process_is_restarted_and_no_output_is_wrong(
             output = clients[index].attend("softmax", **arrays).output
         except qkv.QkvError as error:
             return type(error).__name__
-        return "right" if (output == wanted).all() else "wrong"
+        return "right" if (output == expected).all() else "wrong"
 
     time.sleep(1.1)
     with repeat_in_threads(8, once) as seen:
@@ -228,10 +228,10 @@ def test_readyz_fails_while_the_device_process_restarts(service_process: Process
 def test_clients_that_retry_see_no_error_during_a_restart(service_process: Process) -> None:
     arrays = random_arrays(0)
     clients = [qkv.Client(service_process.url, retries=8) for _ in range(4)]
-    wanted = clients[0].attend("softmax", **arrays).output
+    expected = clients[0].attend("softmax", **arrays).output
 
     def once(index: int) -> bool:
-        return bool((clients[index].attend("softmax", **arrays).output == wanted).all())
+        return bool((clients[index].attend("softmax", **arrays).output == expected).all())
 
     time.sleep(1.1)
     with repeat_in_threads(4, once) as seen:
@@ -251,25 +251,25 @@ def test_memory_of_a_killed_worker_is_free_again(start: Start) -> None:
     """Its region fits one such request; the worker that replaces it gets the request again."""
     content = body(32768, 1)  # 6 MiB in, 2 MiB out
     service_process = start(1, QKV_MAX_QUEUE_BYTES=str(8 << 20))
-    wanted = httpx.post(service_process.url + PATH, content=body(64), headers=SAFETENSORS).content
+    expected = httpx.post(service_process.url + PATH, content=body(64), headers=SAFETENSORS).content
     for _ in range(2):
         time.sleep(1.1)
         device = device_process_pid(service_process)
         (worker,) = set(child_pids(service_process.popen.pid)) - {device}
         with httpx.Client(timeout=TIMEOUT_S) as client, ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(
+            future = pool.submit(
                 client.post, service_process.url + PATH, content=content, headers=SAFETENSORS
             )
             time.sleep(0.3)
             os.kill(worker, signal.SIGKILL)
             with pytest.raises(httpx.TransportError):
-                asked.result(TIMEOUT_S)
+                future.result(TIMEOUT_S)
         wait_until(lambda worker=worker: worker not in child_pids(service_process.popen.pid))  # type: ignore[misc]
         wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
         assert device_process_pid(service_process) == device
     again = httpx.post(service_process.url + PATH, content=body(64), headers=SAFETENSORS).content
-    assert again.partition(b"timing")[0] == wanted.partition(b"timing")[0]
-    assert again[-4096:] == wanted[-4096:]
+    assert again.partition(b"timing")[0] == expected.partition(b"timing")[0]
+    assert again[-4096:] == expected[-4096:]
     assert service_process.end() == 0
 
 
@@ -311,7 +311,7 @@ def test_full_shared_memory_gets_503_until_blocks_are_released(start: Start) -> 
     device, content = device_process_pid(service_process), body(4096)  # 3 MiB in, 1 MiB out
     os.kill(device, signal.SIGSTOP)
     with ThreadPoolExecutor(6) as pool:
-        asked = [
+        futures = [
             pool.submit(
                 httpx.post,
                 service_process.url + PATH,
@@ -321,18 +321,18 @@ def test_full_shared_memory_gets_503_until_blocks_are_released(start: Start) -> 
             )
             for _ in range(6)
         ]
-        wait_until(lambda: sum(a.done() for a in asked) == 4)
+        wait_until(lambda: sum(a.done() for a in futures) == 4)
         assert status_of(service_process.url, "/livez") == 200
         os.kill(device, signal.SIGCONT)
-        answers = [a.result(TIMEOUT_S) for a in asked]
-    assert Counter(a.status_code for a in answers) == {200: 2, 503: 4}
-    for answer in answers:
-        if answer.status_code == 503:
-            assert "bytes of tensors are queued" in assert_problem(answer, 503)["detail"]
-            assert int(answer.headers["retry-after"]) > 0
+        responses = [a.result(TIMEOUT_S) for a in futures]
+    assert Counter(a.status_code for a in responses) == {200: 2, 503: 4}
+    for response in responses:
+        if response.status_code == 503:
+            assert "bytes of tensors are queued" in assert_problem(response, 503)["detail"]
+            assert int(response.headers["retry-after"]) > 0
     for _ in range(3):
-        answer = httpx.post(service_process.url + PATH, content=content, headers=SAFETENSORS)
-        assert answer.status_code == 200
+        response = httpx.post(service_process.url + PATH, content=content, headers=SAFETENSORS)
+        assert response.status_code == 200
 
 
 def test_after_a_thousand_requests_the_largest_still_fits(start: Start) -> None:
@@ -347,13 +347,13 @@ def test_after_a_thousand_requests_the_largest_still_fits(start: Start) -> None:
             content = contents[(i + index) % 5]
             try:
                 wait_s = 0.002 if i % 25 == 0 else TIMEOUT_S
-                answer = clients[index].post(
+                response = clients[index].post(
                     service_process.url + PATH,
                     content=content,
                     headers=SAFETENSORS,
                     timeout=wait_s,
                 )
-                found.add(answer.status_code)
+                found.add(response.status_code)
             except httpx.TimeoutException:
                 pass
         return found
@@ -404,9 +404,9 @@ def test_sigterm_under_load_resets_no_connection(service_process: Process) -> No
     def keep_sending(index: int) -> None:
         with socket.create_connection((host, port), TIMEOUT_S) as connection:
             while True:
-                asked = RawRequest(connection, bodies[index % len(bodies)], SAFETENSORS)
-                seen.append(asked.error or asked.status * asked.whole)
-                if asked.error or asked.closing or not asked.status:
+                request = RawRequest(connection, bodies[index % len(bodies)], SAFETENSORS)
+                seen.append(request.error or request.status * request.whole)
+                if request.error or request.closing or not request.status:
                     return
 
     with ThreadPoolExecutor(60) as pool:

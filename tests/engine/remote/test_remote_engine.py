@@ -206,8 +206,8 @@ def test_deadline_counts_from_submission_in_the_worker() -> None:
             future = fixture.remotes[0].submit(plain(0), wait_s=30.0)
             await until(lambda: queued_count(fixture.engine) == 1)
             await asyncio.sleep(0.05)
-        answer = await future
-        assert answer.timing["queue_ms"] > 50
+        response = await future
+        assert response.timing["queue_ms"] > 50
 
     run(test)
 
@@ -230,30 +230,30 @@ def test_cancelled_jobs_leave_the_queue() -> None:
 
 
 def block_engine(engine: Engine) -> tuple[threading.Event, threading.Event]:
-    """Returns two events: set when the engine runs a batch, and to let it go on."""
-    runs, goes = threading.Event(), threading.Event()
+    """Returns two events: set when the engine runs a batch, and to let it continue."""
+    runs, may_continue = threading.Event(), threading.Event()
 
     def waits(*arguments: Any) -> Any:
         runs.set()
-        assert goes.wait(60)
+        assert may_continue.wait(60)
         return execute(*arguments)
 
     engine.execute = waits
-    return runs, goes
+    return runs, may_continue
 
 
 def test_memory_of_a_running_cancelled_job_stays_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A running job is cancelled."""
 
     async def test(fixture: Service) -> None:
-        runs, goes = block_engine(fixture.engine)
+        runs, may_continue = block_engine(fixture.engine)
         future = fixture.remotes[0].submit(plain(0))
         await asyncio.to_thread(runs.wait)
         future.cancel()
         del future
         await asyncio.sleep(0.1)
         assert _free(fixture.remotes[0]) < fixture.shared_memory._size
-        goes.set()
+        may_continue.set()
         await wait_until_free(fixture.remotes[0], fixture.shared_memory)
 
     run(test)
@@ -263,7 +263,7 @@ def test_restarted_worker_waits_for_running_jobs_of_the_previous_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test(fixture: Service) -> None:
-        runs, goes = block_engine(fixture.engine)
+        runs, may_continue = block_engine(fixture.engine)
         old = fixture.remotes[0]
         lost = old.submit(plain(0))
         await asyncio.to_thread(runs.wait)
@@ -276,10 +276,10 @@ def test_restarted_worker_waits_for_running_jobs_of_the_previous_one(
             await asyncio.wait_for(fixture.remotes[0].wait_until_ready(), 0.3)
         with pytest.raises(ServiceUnavailable, match="restarting"):
             fixture.remotes[0].submit(plain(1))
-        goes.set()
+        may_continue.set()
         await fixture.remotes[0].wait_until_ready()
-        answer = await fixture.remotes[0].submit(plain(1))
-        assert bits(answer) == bits(await fixture.engine.submit(plain(1)))
+        response = await fixture.remotes[0].submit(plain(1))
+        assert bits(response) == bits(await fixture.engine.submit(plain(1)))
 
     run(test)
 
@@ -295,12 +295,12 @@ def test_full_region_raises_503_until_blocks_are_released() -> None:
                 fixture.remotes[0].submit(job)
             futures.append(fixture.remotes[1].submit(job))  # worker 1 has another region
             assert not futures[-1].done()
-        answers = await asyncio.gather(*futures)
-        assert len({str(bits(answer)) for answer in answers}) == 1
+        responses = await asyncio.gather(*futures)
+        assert len({str(bits(response)) for response in responses}) == 1
         futures.clear()
         with pytest.raises(ServiceUnavailable):  # a result takes memory until it is sent
             fixture.remotes[0].submit(plain(0, 20000))
-        answers.clear()
+        responses.clear()
         await wait_until_free(fixture.remotes[0], fixture.shared_memory)
         await fixture.remotes[0].submit(plain(0, 20000))
         await wait_until_free(fixture.remotes[0], fixture.shared_memory)
@@ -317,9 +317,9 @@ def test_a_thousand_jobs_leave_no_block_allocated() -> None:
             futures = [fixture.remotes[i % 2].submit(plain(i, n)) for i, n in enumerate(sizes)]
             for future in futures[::3]:
                 future.cancel()
-            answers = await asyncio.gather(*futures, return_exceptions=True)
-            assert all(isinstance(a, JobResult | asyncio.CancelledError) for a in answers)
-            del answers, futures, future
+            responses = await asyncio.gather(*futures, return_exceptions=True)
+            assert all(isinstance(a, JobResult | asyncio.CancelledError) for a in responses)
+            del responses, futures, future
         for remote in fixture.remotes:
             await wait_until_free(remote, fixture.shared_memory)
             assert not remote._submitted
@@ -401,10 +401,10 @@ def test_stopped_remote_engine_rejects_jobs() -> None:
 
 def test_outputs_are_aligned() -> None:
     async def test(fixture: Service) -> None:
-        answer = await fixture.remotes[1].submit(
+        response = await fixture.remotes[1].submit(
             plain(0, 5, outputs=["output", "weights", "scores"])
         )
-        for tensor in answer.outputs.values():
+        for tensor in response.outputs.values():
             assert torch.frombuffer(tensor.data, dtype=torch.uint8).data_ptr() % 64 == 0
 
     run(test)

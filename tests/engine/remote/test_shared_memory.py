@@ -100,11 +100,11 @@ def test_frames_survive_any_fragmentation() -> None:
         sender.send(*frame)
     stream = b"".join(written)
     for step in (1, 3, 13, 14, 1000, len(stream)):
-        came: list[Any] = []
-        receiver = Channel(lambda *frame, came=came: came.append(frame))
+        received: list[Any] = []
+        receiver = Channel(lambda *frame, received=received: received.append(frame))
         for first in range(0, len(stream), step):
             receiver.data_received(stream[first : first + step])
-        assert came == sent
+        assert received == sent
 
 
 @pytest.mark.parametrize("wait_s", [None, 0.0, 1.5])

@@ -40,7 +40,7 @@ def test_figures_without_meaning_are_null_and_noted() -> None:
     assert causal["kl_divergence"] is None
     assert causal["js_divergence"]["worst"] <= math.log(2)
     assert any("the KL divergence is infinite: mean and softmax." in note for note in notes)
-    assert any(note.startswith("Causal where the anchor is not") for note in notes)
+    assert any(note.startswith("Causal although the baseline is not") for note in notes)
     assert any("no projections for linformer" in note for note in notes)
     even = compare(inputs, variants=[variant_entry("mean", causal=False)])
     assert even["variants"][0]["weights"]["rank_correlation"] is None

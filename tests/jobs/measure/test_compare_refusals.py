@@ -46,7 +46,7 @@ def test_too_large_comparison_is_rejected_before_it_runs(serve: Callable[..., Se
     assert post(small, body | {"rows": 8}).status_code == 200
     long = {n: a.tolist() for n, a in random_inputs(B=1, H=1, G=1, N=51).items()}
     body = {"inputs": long, "variants": ["linear"], "anchor": "taylor", "rows": 0}
-    assert "the float64 run of the anchor" in assert_problem(post(small, body), 413)["detail"]
+    assert "the float64 run of the baseline" in assert_problem(post(small, body), 413)["detail"]
     assert post(small, body | {"dtype": "float64", "rows": 0}).status_code == 413
 
 

@@ -162,7 +162,7 @@ def test_grouped_padded_and_half_precision(dtype: str, lengths: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", EPS)
-def test_outputs_are_compared_with_the_anchor_and_the_anchor_with_float64(dtype: str) -> None:
+def test_outputs_are_compared_with_the_baseline_and_the_baseline_with_float64(dtype: str) -> None:
     inputs = random_inputs(dtype)
     response = compare(
         inputs, variants=["linear", "softmax"], anchor=variant_entry("softmax", causal=True)
@@ -196,7 +196,7 @@ def test_outputs_are_compared_with_the_anchor_and_the_anchor_with_float64(dtype:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_error_of_an_anchor_is_its_rounding(name: str, dtype: str) -> None:
+def test_error_of_a_baseline_is_its_rounding(name: str, dtype: str) -> None:
     """Random tensors of the variant are the same in float64."""
     numbers = np.random.default_rng(3)
     inputs = {n: numbers.normal(size=(1, 2, 16, 8)).astype(dtype) for n in INPUTS}
@@ -204,7 +204,7 @@ def test_error_of_an_anchor_is_its_rounding(name: str, dtype: str) -> None:
     assert 0 < own["relative_error"] < 4 * EPS[dtype]
 
 
-def test_anchor_with_a_mask_and_a_layer() -> None:
+def test_baseline_with_a_mask_and_a_layer() -> None:
     """Masked keys count as not visible; a layer projects for every variant."""
     numbers = np.random.default_rng(2)
     mask = numbers.random((9, 9)) < 0.6

@@ -31,7 +31,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     @routes.post(
         "/v1/compare",
         operation_id="compare",
-        summary="Compares variants on the same inputs with an anchor.",
+        summary="Compares variants with a baseline on the same inputs.",
         description="Output errors are those of the outputs in their dtype, accumulated in "
         "float64. Weights are compared row by row in float64. All logarithms are natural. Each run "
         "is queued by itself, so that other requests run in between.",

@@ -101,8 +101,8 @@ def complete_document(document: dict[str, Any], is_guarded: bool) -> None:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             operation |= operations[path]  # in place
-            refused = _connection_errors(path, reads_body=method == "post")
-            operation["responses"] = dict(sorted((refused | operation["responses"]).items()))
+            extra = _connection_errors(path, reads_body=method == "post")
+            operation["responses"] = dict(sorted((extra | operation["responses"]).items()))
     document["components"] = {
         "schemas": {
             **schemas.COMPONENTS,
@@ -131,24 +131,24 @@ def _connection_errors(path: str, reads_body: bool) -> dict[str, Any]:
 def _require_key(document: dict[str, Any]) -> None:
     """Adds the API key to every operation except those on public paths."""
     document["security"] = [{"key": []}]
-    (refused,) = _error_responses(extra=[errors.Unauthorized()]).values()
+    (unauthorized,) = _error_responses(extra=[errors.Unauthorized()]).values()
     for path, methods in document["paths"].items():
         for operation in methods.values():
             if path in PUBLIC_PATHS:
                 operation["security"] = []
                 continue
-            response = open_inference.unauthorized() if path.startswith("/v2") else refused
+            response = open_inference.unauthorized() if path.startswith("/v2") else unauthorized
             headers = {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}}
             every = operation["responses"] | {"401": response | {"headers": headers}}
             operation["responses"] = dict(sorted(every.items()))
 
 
 def _operations() -> dict[str, dict[str, Any]]:
-    every = schemas.ref("Variant")
-    listed = schemas.closed({"variants": {"type": "array", "items": every}})
+    one_variant = schemas.ref("Variant")
+    all_variants = schemas.closed({"variants": {"type": "array", "items": one_variant}})
     entries = [entry(v) for v in catalogue.variants().values()]
     names = list(catalogue.variants())
-    one = {
+    parameter = {
         "name": "variant", "in": "path", "required": True, "description": "The variant's name.",
         "schema": {"type": "string", "enum": names}, "example": names[0],
     }  # fmt: skip
@@ -163,11 +163,11 @@ def _operations() -> dict[str, dict[str, Any]]:
         **measure.operations(_error_responses),
         "/v1/convert": _convert(),
         "/v1/variants": _json_operation(
-            "Every variant, sorted by name.", listed, {"variants": entries}
+            "Every variant, sorted by name.", all_variants, {"variants": entries}
         ),
-        "/v1/variants/{variant}": {"parameters": [one]}
-        | _json_operation("The variant.", every, entries[0], unknown),
-        "/v1/variants/{variant}/picture": {"parameters": [one]} | _picture(unknown),
+        "/v1/variants/{variant}": {"parameters": [parameter]}
+        | _json_operation("The variant.", one_variant, entries[0], unknown),
+        "/v1/variants/{variant}/picture": {"parameters": [parameter]} | _picture(unknown),
         "/": _cacheable("The playground.", PAGE_TYPE),
         **dict.fromkeys(("/livez", "/readyz"), _status()),
         "/metrics": _metrics(),
@@ -275,8 +275,8 @@ def _status() -> dict[str, Any]:
 
     return {
         "responses": {
-            "200": {"description": "Yes.", "content": content("ok")},
-            "503": {"description": "No.", "content": content("down")},
+            "200": {"description": "The check passes.", "content": content("ok")},
+            "503": {"description": "The check fails.", "content": content("down")},
         }
         | _error_responses(500)
     }

@@ -46,7 +46,7 @@ def examples() -> Examples:
             {"inputs": inputs, "variants": ["linear", "mean"]},
         ),
         "parameters": (
-            "Variants with parameters, and another anchor",
+            "Variants with parameters, and another baseline",
             {
                 "inputs": inputs,
                 "variants": [{"variant": "efficient"} | causal, "mean"],

@@ -94,7 +94,7 @@ def operations() -> dict[str, dict[str, Any]]:
     }
     for path in ("/v2/health/live", "/v2/health/ready"):
         schema = ref(_RESPONSES[path].__name__)
-        by_path[path]["responses"]["503"] = _json_response("No.", schema)
+        by_path[path]["responses"]["503"] = _json_response("The check fails.", schema)
     by_path["/v2/models/{model}/ready"]["responses"]["400"] = _json_response(
         "The model is unloaded, or the request is invalid.",
         {"anyOf": [ref("ModelNotReady"), ref("ModelError")]},

@@ -46,7 +46,8 @@ _ENCODING: Final[Schema] = {
     "type": ["string", "null"],
     "enum": ["lists", "base64", None],
     "default": None,
-    "description": "Encoding of tensors in the JSON response; null: that of the request's first.",
+    "description": "Encoding of tensors in the JSON response. By default that of the first tensor "
+    "of the request.",
 }
 
 
@@ -84,7 +85,7 @@ def request(variant: Variant) -> Schema:
 
 
 def _if_weights(are: Schema, outputs: Schema) -> Schema:
-    """Returns a schema for `outputs` that holds if `weights` has the schema `are`."""
+    """Returns a schema that restricts `outputs` if `weights` has the schema `are`."""
     return {
         "if": {"required": ["weights"], "properties": {"weights": are}},
         "then": {"properties": {"outputs": outputs}},
@@ -142,11 +143,11 @@ def response(variant: Variant) -> Schema:
         "outputs": closed(outputs, ()) | {"minProperties": 1},
         "timing": ref("Timing"),
     }
-    marks = {
+    annotations = {
         "weights_are": _KINDS
         | {"description": "The kind of the weights, if the response has them."}
     }
-    return closed(fields | marks, fields)
+    return closed(fields | annotations, fields)
 
 
 def _form_tensors(weights: Output) -> dict[str, Schema]:
@@ -213,20 +214,20 @@ def _catalogue_entry() -> Schema:
     letters = {"type": "array", "items": _TEXT, "description": "One letter per axis."}
     flag = {"type": "boolean"}
     dtypes = {"type": "array", "items": _TEXT | {"enum": list(DTYPES)}}
-    taken = closed({"shape": letters, "broadcasts": flag, "dtypes": dtypes, "optional": flag})
-    given = closed({"shape": letters, "dtype": _TEXT})
+    input_entry = closed({"shape": letters, "broadcasts": flag, "dtypes": dtypes, "optional": flag})
+    output_entry = closed({"shape": letters, "dtype": _TEXT})
     words = ("variant", "summary", "formula", "paper", "cost", "weights")
     return closed(
         dict.fromkeys(words, _TEXT)
         | {
-            "inputs": {"type": "object", "additionalProperties": taken},
+            "inputs": {"type": "object", "additionalProperties": input_entry},
             "parameters": {"type": "object", "description": "A JSON schema."},
             "refuses": {
                 "type": "object",
                 "additionalProperties": _TEXT,
                 "description": "Parameters that this variant rejects, with the reason.",
             },
-            "outputs": {"type": "object", "additionalProperties": given},
+            "outputs": {"type": "object", "additionalProperties": output_entry},
             "gradients": {
                 "type": "array",
                 "items": _TEXT,
@@ -234,7 +235,7 @@ def _catalogue_entry() -> Schema:
             },
             "picture": {
                 "type": ["string", "null"],
-                "description": "Path of a picture of its weights; null: no picture.",
+                "description": "Path of a picture of its weights; null if there is none.",
             },
         }
     )

@@ -1,7 +1,7 @@
-"""Attention by features, A_ij = f_i . g_j, without an (L, S) matrix, causal or not.
+"""Attention whose weights are products of features, without an (L, S) matrix, causal or not.
 
-f are features of queries, g features of keys. The entry points are `feature_sums`,
-`feature_products` and `transposed_feature_sums`.
+A_ij = f_i . g_j; f are features of queries, g features of keys. The entry points are
+`feature_sums`, `feature_products` and `transposed_feature_sums`.
 """
 
 from __future__ import annotations

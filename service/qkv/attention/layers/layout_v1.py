@@ -42,9 +42,9 @@ def write(projections: Projections) -> dict[str, Array]:
     for p in projections:
         if p.bias is not None:
             raise InvalidContent(
-                f"{p.name}.bias has no place in v1, whose layer is x @ {p.name}; "
-                'set "bias" to "augment" for (in + 1, out) weights, which give exactly the same '
-                "layer for x with a column of ones",
+                f"{p.name}.bias has no place in v1, whose layer is x @ {p.name}. "
+                'Set "bias" to "augment" to store it as one more row of the weight, exactly, for x '
+                "with a column of ones",
                 pointer=f"/tensors/{p.name}.bias",
             )
     return {p.name: np.ascontiguousarray(p.weight) for p in projections}

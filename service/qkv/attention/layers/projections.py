@@ -68,7 +68,7 @@ def take(
             expected = " or ".join(n + suffixes[0] for n in SPELLINGS[role])
             names = ", ".join(map(repr, tensors)) or "nothing"
             raise InvalidContent(
-                f"the {role} projection is missing or there twice: got {names}, expected one "
+                f"the {role} projection is missing or appears twice: got {names}, expected one "
                 f"{expected}",
                 pointer=pointer,
             )

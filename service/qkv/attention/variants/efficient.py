@@ -1,8 +1,8 @@
 """Efficient attention: queries are a softmax over channels, keys a softmax over positions.
 
-Formula: A = softmax_D(Q) softmax_S(K)^T; causal: a query's softmax_S is over what it sees.
+Formula: A = softmax_D(Q) softmax_S(K)^T; with causal, softmax_S is over the keys that a query sees.
 Paper: Shen et al., Efficient Attention, arXiv:1812.01243, section 3.2.
-Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for.
+Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are requested.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Formula: A_ij = phi(q_i) . phi(k_j) / sum_l phi(q_i) . phi(k_l), phi(x) = elu(x) + 1.
 Paper: Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236, section 3.2.
-Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are asked for.
+Cost: O((L + S) D E) time, causal too; O(L + S) memory unless weights are requested.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from qkv.attention.common.row_masks import (
 from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-WEIGHTS: Final = "stochastic; unnormalised where normalize is false"
+WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
 REFUSES: Final[Mapping[str, str]] = {
     "scale": "a factor inside phi would be another feature map; scale the queries instead",
     "softcap": "there are no scores to cap",
@@ -133,7 +133,7 @@ def attend(
     causal: Causal = False,
     query_offset: QueryOffset = 0,
     normalize: Annotated[
-        bool, Field(description="Each row is divided by its sum. false: it is not.")
+        bool, Field(description="If true, each row is divided by its sum.")
     ] = True,
     outputs: frozenset[str],
 ) -> Linear:

@@ -2,7 +2,7 @@
 
 Formula: A_j = |x_j| / s, s = sum_l |x_l|, V_j = s sign(x_j) W[:, j]; output = A V = x W^T.
 Paper: none; it is algebra.
-Cost: O(B I O) time; O(B O) memory, and O(B I O) where the values are asked for.
+Cost: O(B I O) time; O(B O) memory, and O(B I O) if the values are requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-WEIGHTS: Final = "stochastic; a row of zeros where x is all zeros"
+WEIGHTS: Final = "stochastic; a row of zeros if x is all zeros"
 _SCORES: Final = "the scores are computed from the weights, and nothing is computed from the scores"
 _POSITIONS: Final = "the keys are the features of one input, which has no positions"
 REFUSES: Final[Mapping[str, str]] = {

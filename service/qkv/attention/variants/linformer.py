@@ -2,8 +2,8 @@
 
 Formula: P = softmax(scale Q (E K)^T); output = P (F V) = A V, A = P F.
 Paper: Wang et al., Linformer, arXiv:2006.04768, section 4.
-Cost: O((L + S) R (D + E)) time; O(R (S + D + E)) memory beside the inputs, O(L R) where the map is
-asked for, O(L S) where the weights are.
+Cost: O((L + S) R (D + E)) time; O(R (S + D + E)) memory beside the inputs, O(L R) if the map is
+requested, O(L S) if the weights are requested.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ def attend(
     *,
     scale: Annotated[
         Annotated[float, Field(ge=-1e9, le=1e9)] | None,
-        Field(description="Factor of the scores. null: 1/sqrt(D)."),
+        Field(description="Factor of the scores. By default 1/sqrt(D)."),
     ] = None,
     rank: Annotated[
         Annotated[int, Field(ge=1, le=65536)] | None,
         Field(
-            description="The number of key mixtures of a random projection. null: the rank of the "
-            "other projection; without one, S but at most 256."
+            description="The number of key mixtures of a random projection. By default the rank "
+            "of the other projection. Without one, S but at most 256."
         ),
     ] = None,
     seed: Annotated[

@@ -1,7 +1,7 @@
 """Mean attention: each output row is the plain average of the values up to it.
 
 Formula: A_ij = 1/(i+1) for j <= i; output = A V.
-Paper: none; it is what causal attention is when all scores are equal.
+Paper: none; it is causal attention with equal scores.
 Cost: O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all.
 """
 
@@ -23,7 +23,7 @@ from qkv.attention.common.row_masks import mask_padding, padding_mask
 from qkv.attention.common.score_blocks import largest_size, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
-WEIGHTS: Final = "stochastic; unnormalised where normalize is false"
+WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
 _NO_SCORES: Final = "all scores are equal: there is no query and no key"
 REFUSES: Final[Mapping[str, str]] = {
     "scale": _NO_SCORES,
@@ -80,10 +80,11 @@ def attend(
     key_lengths_B: Int64[Tensor, "B"] | None = None,
     *,
     causal: Annotated[
-        bool, Field(description="A row averages the values up to it. false: all values.")
+        bool,
+        Field(description="If true, a row averages the values up to it, otherwise all values."),
     ] = True,
     normalize: Annotated[
-        bool, Field(description="Sums are divided by the number of values. false: plain sums.")
+        bool, Field(description="If true, sums are divided by the number of values.")
     ] = True,
     method: Annotated[
         _Method,

@@ -2,7 +2,7 @@
 
 Formula: A = softmax(scale Q K^T + mask); output = A V.
 Paper: Vaswani et al., Attention Is All You Need, arXiv:1706.03762, section 3.2.1.
-Cost: O(L S (D + E)) time; O(L + S) memory unless weights or scores are asked for.
+Cost: O(L S (D + E)) time; O(L + S) memory unless weights or scores are requested.
 """
 
 from __future__ import annotations
@@ -100,17 +100,20 @@ def attend(
         ),
     ] = 0,
     scale: Annotated[
-        _Factor | None, Field(description="Factor of the scores. null: 1/sqrt(D).")
+        _Factor | None, Field(description="Factor of the scores. By default 1/sqrt(D).")
     ] = None,
     softcap: Annotated[
         _Cap | None,
-        Field(description="Scores become softcap * tanh(score / softcap), before the mask."),
+        Field(
+            description="Scores become softcap * tanh(score / softcap), before the mask. By "
+            "default there is no cap."
+        ),
     ] = None,
     window: Annotated[
         tuple[_Count | None, _Count | None] | None,
         Field(
-            description="[left, right]: the number of keys before and after its position that a "
-            "query sees, both inclusive. null: no limit."
+            description="The number of keys that a query sees before and after its position, as "
+            "[left, right]. By default there is no limit on either side."
         ),
     ] = None,
     dropout: Annotated[
@@ -314,8 +317,8 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     weights_BGKRS, value = block.weights.unflatten(1, heads), value_BGSE[:, :, block.keys]
     if scores.exponents is None:
         return torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value).flatten(1, 2)
-    # values at the end of float64's range: their sum may pass it on the way to an average that
-    # does not, and weights that round up may carry an average past what it averages
+    # the values are near the end of float64's range: their sum may overflow although their average
+    # does not, and weights that are rounded up may make an average larger than its values
     room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
     output = torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value / room).flatten(1, 2)
     if not scores.dropout:
@@ -410,11 +413,10 @@ def backward(
 ) -> dict[str, Tensor]:
     """Returns the gradients of sum(grad_output * output), computed in blocks of rows.
 
-    The arguments are those of `attend`. P are the weights before dropout, M the factors of dropout.
-    Then dV = (P M)^T dY,
-    dP = (dY V^T) M, ds = P (dP - rowsum(dP P)), dQ = scale ds K, dK = scale ds^T Q (Dao et al.,
-    FlashAttention, arXiv:2205.14135, appendix B.2). In float32, or in float64 for float64 inputs
-    and where float32 could overflow.
+    They are in float32, or in float64 for float64 inputs and where float32 could overflow. The
+    arguments are those of `attend`. P are the weights before dropout, M the factors of dropout.
+    Then dV = (P M)^T dY, dP = (dY V^T) M, ds = P (dP - rowsum(dP P)), dQ = scale ds K and
+    dK = scale ds^T Q (Dao et al., FlashAttention, arXiv:2205.14135, appendix B.2).
     """
     (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
     scale = D**-0.5 if scale is None else scale

@@ -2,8 +2,8 @@
 
 Formula: A_ij = (1 + q'_i . k'_j) / (n + q'_i . sum_l k'_l), x' = x / |x|.
 Paper: Li et al., Linear Attention Mechanism, arXiv:2007.14902, section 3.
-Cost: O((L + S) D E) time, causal too, but O(S D) for each row whose keys all but oppose the query;
-O(L + S) memory unless weights are asked for.
+Cost: O((L + S) D E) time, causal too, but O(S D) for each row whose keys are nearly opposite to the
+query; O(L + S) memory unless weights are requested.
 """
 
 from __future__ import annotations

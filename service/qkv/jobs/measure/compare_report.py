@@ -191,7 +191,7 @@ def _general_notes(
     reports = [baseline, *variants]
     if rows and all(_is_near_uniform(report) for report in reports):
         notes.append(
-            "This comparison is empty: on these inputs every variant, the anchor included, is "
+            "This comparison is empty: on these inputs every variant, the baseline included, is "
             "close to the mean of the visible values."
         )
     return notes
@@ -211,9 +211,9 @@ def _variant_notes(pairs: Sequence[tuple[CompareEntry, VariantReport]]) -> list[
         "Near uniform on these inputs: {}. The mean entropy of a row is within "
         f"{max(gaps, default=0.0):.2g} nats of the logarithm of its number of visible keys. The "
         "output is close to the mean of the visible values. On random inputs this is expected. If "
-        "the anchor distinguishes the keys, these variants do not.": uniform,
-        "Causal where the anchor is not, or the reverse: {}. Most of the difference comes from "
-        "that. Set the parameter `causal` to the same value for all.": [
+        "the baseline distinguishes the keys, these variants do not.": uniform,
+        "Causal although the baseline is not, or the reverse: {}. Most of the difference comes "
+        "from that. Set the parameter `causal` to the same value for all.": [
             c not in (None, causal[0]) for c in causal
         ],
         "The request has no projections for {}, so random ones were drawn. The figures are those "
@@ -225,10 +225,10 @@ def _variant_notes(pairs: Sequence[tuple[CompareEntry, VariantReport]]) -> list[
         "divergence, and total variation may exceed 1.": _has_kind(has_rows, kinds, "signed"),
         "The weights of {} are unnormalised: they have no entropy and no KL or Jensen-Shannon "
         "divergence, and total variation may exceed 1.": _has_kind(has_rows, kinds, "unnormalised"),
-        "Zero weight where the anchor has weight, so the KL divergence is infinite: {}.": [
+        "Zero weight where the baseline has weight, so the KL divergence is infinite: {}.": [
             report.row_stats["kl_divergence"].most == math.inf for report in reports
         ],
-        "All visible keys of each row have the same weight, in the anchor or in {}: there is no "
+        "All visible keys of each row have the same weight, in the baseline or in {}: there is no "
         "order to correlate.": [r and n for r, n in zip(has_rows, has_no_order, strict=True)],
         "The output of {}, or the output it is compared with, is not finite.": [
             r.output_error is not None and r.output_error.largest_error is None for r in reports

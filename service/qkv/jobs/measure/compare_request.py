@@ -20,9 +20,8 @@ from qkv.wire.message import Message
 
 __all__ = ["CompareEntry", "CompareFields", "CompareRequest"]
 
-_MEANING: Final = ("mask", "key_lengths")
-"""Inputs that every variant of a request must take: a variant without them computes something else.
-"""
+_TAKEN_BY_ALL: Final = ("mask", "key_lengths")
+"""Inputs that every variant must take, because a variant without them computes something else."""
 _JOB_SCORES: Final = 1 << 22  # compared by one job, in about a second of one thread
 _NEIGHBOURS: Final = 16  # adjacent rows in a range, if not all rows are compared
 
@@ -50,13 +49,14 @@ class CompareFields(pydantic.BaseModel):
         Annotated[int, pydantic.Field(ge=0), INTEGER] | None,
         pydantic.Field(
             description="The largest number of rows of each head whose weights are compared, "
-            "evenly spread. null: all rows. 0: none."
+            "evenly spread. null compares all rows, 0 compares none."
         ),
     ] = 1024
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"] | None,
         pydantic.Field(
-            description="The dtype of tensors that are sent as lists of numbers. null: float32."
+            description="The dtype of tensors that are sent as lists of numbers. By default "
+            "float32."
         ),
     ] = None
     layer: LayerField = None
@@ -189,7 +189,7 @@ class CompareRequest:
         limits, wide = self._limits, self.float64_job
         if (size := wide.bytes_in + wide.bytes_out) > limits.job_bytes:
             raise PayloadTooLarge(
-                "the float64 run of the anchor, which measures its error, is too large: got "
+                "the float64 run of the baseline, which measures its error, is too large: got "
                 f"{size} bytes of tensors, expected at most {limits.job_bytes}",
                 limit=limits.job_bytes,
             )
@@ -207,24 +207,24 @@ class CompareRequest:
 
 
 def _check_names(choices: Sequence[VariantChoice], message: Message) -> None:
-    """Checks that a variant takes every input, and that all variants take those in `_MEANING`."""
+    """Checks that a variant takes every input, and that all take those in `_TAKEN_BY_ALL`."""
     for name in message.tensors:
         takers = [c for c in choices if name in select_inputs(c.variant, message).tensors]
         pointer = pointer_to("inputs", name)
         if not takers:
             listed = ", ".join(dict.fromkeys(c.variant.name for c in choices))
             raise InvalidContent(f"none of {listed} has an input {name!r:.60}", pointer=pointer)
-        if name in _MEANING:
+        if name in _TAKEN_BY_ALL:
             for choice in choices:
                 if choice not in takers:
-                    cure = (
+                    hint = (
                         "; to hide padding from all of them, give key_lengths"
                         if name == "mask" and "key_lengths" in choice.variant.inputs
                         else ""
                     )
                     raise InvalidContent(
                         f"{choice.variant.name} takes no {name}: without it, the variant computes "
-                        f"something else than the others{cure}",
+                        f"something else than the others{hint}",
                         pointer=pointer,
                     )
 
@@ -239,7 +239,7 @@ def _check_shapes(entry: CompareEntry, baseline: CompareEntry) -> None:
         if shape != baseline_shape:
             raise InvalidContent(
                 f"{entry.choice.variant.name} cannot be compared: its {name} has shape "
-                f"{list(shape)}, expected {list(baseline_shape)} as the anchor "
+                f"{list(shape)}, expected {list(baseline_shape)} as the baseline "
                 f"({baseline.choice.variant.name}) has",
                 pointer=entry.choice.pointer,
             )

@@ -57,7 +57,7 @@ class SweepRun:
     async def events(self) -> AsyncGenerator[SweepEvent, None]:
         """Yields `progress` before each cell, `cell` after it, and `done` at the end.
 
-        A cell that cannot be measured has a `problem`; the sweep goes on.
+        A cell that cannot be measured has a `problem`; the sweep continues.
         """
         request, done = self._request, 0
         total = len(request.choices) * len(request.lengths)

@@ -8,7 +8,7 @@ import { encodeInputs, inputsFor } from "../inputs/tensor_list.js";
 import { comparableVariants, runnableVariants } from "../weights/weights_request.js";
 
 const AUTO_RUN_SCORES = 65536; // larger comparisons wait for the button
-const DEFAULT_ROWS = 1024; // the service samples this many rows, unless the request asks for all
+const DEFAULT_ROWS = 1024; // the service samples this many rows by default
 
 const COLUMNS = [
   ["Output", "Relative error", ({ output }) => formatNumber(output?.relative_error, 3)],
@@ -122,7 +122,7 @@ export function createComparePanel(root, state, onRequest) {
       area.replaceChildren(createTable(result));
       notes.replaceChildren(...(result.notes ?? []).map((note) => h("li", {}, note)));
       status.textContent =
-        "Each variant uses those parameters above that it has. The error of the baseline is its distance from float64. " +
+        "Each variant uses the parameters above that it has. The error of the baseline is its distance from float64. " +
         "Of two numbers, the first is the mean over rows, the second the worst row.";
     } catch (problem) {
       if (problem.name === "AbortError") return;

@@ -95,7 +95,7 @@ export function showCausalNote({ rows, cols }, values) {
   );
 }
 
-/** Returns the description of a parameter; the page says “empty” where JSON has null. */
+/** Returns the description of a parameter. A field is empty on the page if JSON has null. */
 function describe({ description = "" }) {
   return withSymbols(description.replace(/\bnull: /g, "empty: "));
 }

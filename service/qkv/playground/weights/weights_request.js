@@ -1,5 +1,5 @@
-// Builds the page's requests and fetches what it draws: weights in full, or pooled if they are too
-// many to send, with statistics of each row and each key.
+// Builds the page's requests and fetches the weights: in full, or pooled if they are too many to
+// send. Also fetches statistics of each row and each key.
 
 import { post } from "../api.js";
 import { countElements, fromWire, toNumbers } from "../data/tensors.js";
