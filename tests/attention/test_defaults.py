@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from qkv.attention import catalogue, defaults
-from qkv.attention.catalogue import Variant
-from qkv.attention.contract import CHECKS, Violation, check
+from qkv.attention.contract import CHECKS, Violation
+from qkv.attention.contract_results import check
+from qkv.attention.variant import Variant
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
 

@@ -1,6 +1,6 @@
 """Default parts of a variant that its file leaves out: outputs, weights, gradients and flops.
 
-`catalogue.Variant` uses them. Each calls only the file's `attend`.
+`variant.Variant` uses them. Each calls only the file's `attend`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
-from qkv.attention.variant_file import Input, Output, fixed_size
+from qkv.attention.signature import Input, Output, fixed_size
 
 __all__ = [
     "CompleteAttend",

@@ -14,7 +14,8 @@ from pydantic_core import to_json
 
 from qkv.api.request_body import read_body
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Input, Output, Variant, fixed_size
+from qkv.attention.signature import Input, Output, fixed_size
+from qkv.attention.variant import Variant
 from qkv.engine.engine import Engine
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.errors import InvalidContent, NotFound, QkvError, ServiceUnavailable

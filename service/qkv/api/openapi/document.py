@@ -18,7 +18,7 @@ from qkv.api.endpoints.variants import PICTURE_TYPE, entry
 from qkv.api.openapi import examples, measure, measure_schemas, open_inference, schemas
 from qkv.api.openapi.examples import Examples
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.wire import json, safetensors
 
 __all__ = ["DESCRIPTION", "TAGS", "complete_document", "prepare_examples"]

@@ -10,7 +10,7 @@ import pydantic
 from qkv.api.openapi.response_schemas import response_components
 from qkv.api.openapi.schemas import closed, ref, request
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.jobs.measure.compare_request import CompareFields
 from qkv.jobs.measure.sweep_request import SweepFields, has_length
 from qkv.wire import json

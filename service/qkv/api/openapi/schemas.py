@@ -11,9 +11,11 @@ from typing import Any, Final
 import pydantic
 
 from qkv.api.job_runner import TIMEOUT_HEADER
-from qkv.attention.catalogue import Output, Variant
 from qkv.attention.layers.layouts import LAYOUTS, Layout
 from qkv.attention.layers.projections import ROLES, SPELLINGS
+from qkv.attention.signature import Output
+from qkv.attention.variant import Variant
+from qkv.attention.variant_file import WEIGHT_KINDS
 from qkv.jobs import weight_forms
 from qkv.jobs.convert import ConvertFields
 from qkv.jobs.fields import JobFields, LayerFields
@@ -37,7 +39,7 @@ __all__ = [
 Schema = dict[str, Any]
 
 _TEXT: Final[Schema] = {"type": "string"}
-_KINDS: Final[Schema] = _TEXT | {"enum": ["stochastic", "signed", "unnormalised"]}
+_KINDS: Final[Schema] = _TEXT | {"enum": list(WEIGHT_KINDS)}
 _COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
 _LAYOUT: Final[Schema] = _TEXT | {"enum": list(LAYOUTS)}
 _NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
