@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qkv.attention import defaults, variant_file
+from qkv.attention import variant_file
+from qkv.attention.identity_weights import weights_letters
 from qkv.attention.signature import Input, Output, fixed_size, read_signature
 from qkv.attention.variant import Variant
 from qkv.attention.variant_file import BrokenRule, BrokenVariant
@@ -91,7 +92,7 @@ def read_module(module: ModuleType, path: Path) -> Variant:
     except BrokenRule as error:
         raise BrokenVariant(path, str(error)) from None
     outputs, output = dict(signature.outputs), signature.outputs["output"]
-    letters = defaults.weights_letters(signature.inputs, output)
+    letters = weights_letters(signature.inputs, output)
     if "weights" not in outputs and letters is not None:
         outputs["weights"] = Output("weights", letters, is_exact=True)
     return Variant(

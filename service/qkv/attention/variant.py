@@ -19,6 +19,7 @@ import pydantic
 from torch import Tensor
 
 from qkv.attention import defaults, variant_file
+from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.json_integers import takes_integers, to_integer
 from qkv.attention.signature import Input, Output
 from qkv.errors import InvalidContent, format_value, pointer_to
@@ -99,9 +100,7 @@ class Variant:
         if self.returned is not None and "weights" in self.returned:
             whole = self.attend(**arguments, outputs=frozenset({"weights"})).weights
             return lambda rows: whole[..., rows, :]
-        return defaults.weights_by_identity(
-            self._compute_output, self.inputs, self.outputs["output"], arguments
-        )
+        return IdentityWeights(self._compute_output, self.inputs, self.outputs["output"], arguments)
 
     def random_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments, completed by the tensors that the variant draws at random.
