@@ -8,7 +8,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.attention.catalogue import Variant, fixed_size, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
 
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LENGTHS: Final = (1, 2, 3, 7, 16, 17, 64, 65, 257, 1024, 4096)

@@ -25,7 +25,8 @@ from speed_page import write_page
 from torch import Tensor
 
 import qkv
-from qkv.attention.catalogue import Variant, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.variant import Variant
 
 LENGTHS: Final = tuple(2**n for n in range(8, 17))
 QUICK: Final = LENGTHS[:3]

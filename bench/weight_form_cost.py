@@ -23,7 +23,8 @@ from speed import OUTPUT_ONLY, SIZES, make_variant_tensors
 from torch.nn.functional import scaled_dot_product_attention
 
 import qkv
-from qkv.attention.catalogue import Variant, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.variant import Variant
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from qkv.api import variant_pictures
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 
 ROOT: Final = Path(__file__).parent.parent
 PICTURES: Final = "docs/variants"
@@ -47,7 +47,7 @@ def _summary(variants: list[Variant]) -> Iterator[str]:
     """Yields the README's table and the pictures below it, which a table would shrink."""
     yield "| variant | formula | paper | cost |\n| --- | --- | --- | --- |"
     for variant in variants:
-        description, link = variant.describe(), f"docs/variants.md#{variant.name}"
+        description, link = catalogue.describe(variant), f"docs/variants.md#{variant.name}"
         formula, paper = _code(description["formula"]), _cell(description["paper"])
         cost = _cell(description["cost"])
         yield f"| [{variant.name}]({link}) | {formula} | {paper} | {cost} |"
@@ -79,7 +79,7 @@ def _page(variants: list[Variant]) -> Iterator[str]:
 
 def _section(variant: Variant) -> Iterator[str]:
     """Yields the section of one variant in docs/variants.md."""
-    description = variant.describe()
+    description = catalogue.describe(variant)
     yield f"\n## {variant.name}\n\n{description['summary']}\n"
     if variant_pictures.draw(variant) is not None:
         yield f"![The weights of {variant.name}](variants/{variant.name}.svg)\n"

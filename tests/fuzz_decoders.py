@@ -44,6 +44,7 @@ from support.decoder_fuzz import (
 _LONGEST: Final = 1 << 14
 _GUIDED: Final = (
     "wire.json_arrays",
+    "wire.json_document",
     "wire.json",
     "wire.safetensors",
     "wire.open_inference",

@@ -216,7 +216,7 @@ def test_every_route_is_documented(url: str) -> None:
 
 def test_every_variant_has_a_complete_description() -> None:
     for variant in catalogue.variants().values():
-        description = variant.describe()
+        description = catalogue.describe(variant)
         parts = ("summary", "formula", "paper", "cost", "weights", "outputs")
         assert all(description[part] for part in parts)
         for name, schema in description["parameters"]["properties"].items():
@@ -234,7 +234,10 @@ def test_generated_files_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("name", catalogue.variants())
 def test_every_variant_is_in_the_readme_and_has_a_section(name: str) -> None:
-    page, description = (ROOT / "docs/variants.md").read_text(), catalogue.find(name).describe()
+    page, description = (
+        (ROOT / "docs/variants.md").read_text(),
+        catalogue.describe(catalogue.find(name)),
+    )
     section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     for text in (README, section):
         plain = html.unescape(text).replace("\\|", "|").replace("\\*", "*")

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn.functional import linear as dense
 
 from qkv import AsyncClient, Client, QkvError
-from qkv.attention.catalogue import Variant, fixed_size, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
 from qkv.cli.main import main
 from qkv.engine.executor import execute
 from qkv.jobs.gradient_job import GradientJob

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import elu
 
 from qkv import Client
-from qkv.attention.catalogue import Variant, variants
+from qkv.attention.catalogue import variants
 from qkv.attention.layers.projections import ROLES
+from qkv.attention.variant import Variant
 from support.known_requests import EPS
 from support.service import Server
 

@@ -15,7 +15,7 @@ import pytest
 from qkv import heatmap
 from qkv.api import variant_pictures
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from support.known_requests import as_json, assert_problem
 from support.pictures import SVG, panel_cells, parse_svg
 from support.service import Server

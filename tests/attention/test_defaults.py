@@ -9,9 +9,11 @@ from typing import Any, Final
 import pytest
 import torch
 
-from qkv.attention import catalogue, defaults
-from qkv.attention.catalogue import Variant
-from qkv.attention.contract import CHECKS, Violation, check
+from qkv.attention import catalogue
+from qkv.attention.contract import CHECKS, Violation
+from qkv.attention.contract_results import check
+from qkv.attention.identity_weights import IdentityWeights
+from qkv.attention.variant import Variant
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
 
@@ -97,9 +99,7 @@ def small_blocks(variant: Variant, arguments: dict[str, Any]) -> Callable[[slice
         return result
 
     elements = 2 * (2 * 4 * 8)
-    return defaults.weights_by_identity(
-        output, variant.inputs, variant.outputs["output"], arguments, elements
-    )
+    return IdentityWeights(output, variant.inputs, variant.outputs["output"], arguments, elements)
 
 
 def test_docstring_has_summary_formula_cost_and_kind(load: Load) -> None:

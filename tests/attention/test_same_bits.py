@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs

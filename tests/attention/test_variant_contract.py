@@ -11,8 +11,9 @@ import torch
 from jaxtyping import jaxtyped
 from torch import Tensor
 
-from qkv.attention.catalogue import Variant, broken, variants
+from qkv.attention.catalogue import broken, variants
 from qkv.attention.contract import CHECKS, Skipped
+from qkv.attention.variant import Variant
 from support.checked_softmax import OUTPUT, checked
 from support.dtypes import every_dtype, exact_dtype
 from support.paths import ROOT

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv.attention.catalogue import Variant, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.variant import Variant
 
 LENGTHS: Final = (1, 2, 7, 17, 65)  # 1, and both sides of a vector's width and of a chunk
 PAGE: Final = accuracy.PAGE.read_text()

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from qkv import Client
-from qkv.attention.catalogue import Variant, fixed_size, variants
+from qkv.attention import catalogue
+from qkv.attention.catalogue import variants
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
 from support.service import Server
 
 SIZES = {"B": 2, "H": 2, "G": 2, "L": 9, "S": 9, "D": 4, "E": 4}
@@ -47,6 +50,6 @@ def test_weights_are_of_the_named_kind(server: Server, variant: Variant) -> None
             assert found.weights_are == kind(found.weights), parameters
         found = client.attend(variant.name, **inputs_of(variant), weights="none")
         assert found.weights_are is None
-    documented = variant.describe()["weights"].partition(";")[0]
+    documented = catalogue.describe(variant)["weights"].partition(";")[0]
     assert documented in ("stochastic", "signed", "unnormalised")
     assert documented == variant.weights_are(variant.parse({}))

@@ -11,7 +11,9 @@ import httpx
 import numpy as np
 import pytest
 
-from qkv.attention.catalogue import Variant, fixed_size, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
 from qkv.client.client import Client
 from qkv.engine import local, weight_blocks
 from qkv.engine.remote.job_codec import (

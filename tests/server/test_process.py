@@ -34,9 +34,9 @@ PLAIN = "print(heaps())"
 LIMITED = "from qkv.server import process; assert process.limit_malloc_arenas(); print(heaps())"
 WORKER = """
 from qkv import settings
-from qkv.server import supervisor
+from qkv.server import startup, supervisor
 supervisor.run_worker = lambda *_: print(heaps(), flush=True)
-supervisor.serve(settings.Settings(port=0, workers=1))
+startup.serve(settings.Settings(port=0, workers=1))
 """
 
 

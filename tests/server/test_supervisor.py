@@ -354,12 +354,12 @@ def test_objects_before_the_fork_are_frozen_for_gc() -> None:
     code = """if True:
         import gc, os
         from qkv import settings
-        from qkv.server import supervisor
+        from qkv.server import startup, supervisor
         def work(*_):
             os.write(1, b"%d %d" % (gc.get_freeze_count(), len(gc.get_objects())))
             return 1
         supervisor.run_worker = work
-        supervisor.serve(settings.Settings(port=0, workers=1))
+        startup.serve(settings.Settings(port=0, workers=1))
     """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False

@@ -7,7 +7,9 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from qkv.attention.catalogue import Variant, fixed_size, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
 from qkv.jobs.job import Job, Limits
 from qkv.jobs.weight_forms import query_axis

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Input, Variant, fixed_size
+from qkv.attention.signature import Input, fixed_size
+from qkv.attention.variant import Variant
 from qkv.tensors import RawTensor
 from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message

@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from qkv.attention.catalogue import fixed_size, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.signature import fixed_size
 from qkv.engine.engine import Engine
 from qkv.engine.executor import PreparedRun
 from qkv.tensors import RawTensor

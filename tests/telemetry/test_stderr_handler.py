@@ -22,10 +22,10 @@ from support.service_processes import JSON, PATH, TINY_BODY, child_pids
 
 FAULTY: Final = """
 from qkv import settings
-from qkv.server import supervisor, worker
+from qkv.server import startup, worker
 from qkv.api.job_runner import JobRunner
 JobRunner.new_job = lambda *_: 1 / 0
-raise SystemExit(supervisor.serve(settings.Settings(port=0, workers=1, device="cpu", threads=1)))
+raise SystemExit(startup.serve(settings.Settings(port=0, workers=1, device="cpu", threads=1)))
 """
 
 

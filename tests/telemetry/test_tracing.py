@@ -362,7 +362,7 @@ def test_missing_extra_error_names_the_install_command(command: Callable[..., Pr
 def test_opentelemetry_sdk_is_not_imported_without_traces() -> None:
     """FastAPI imports only the interface of OpenTelemetry."""
     program = (
-        "import sys, qkv.server.supervisor; from qkv.api.app import create_app;"
+        "import sys, qkv.server.startup; from qkv.api.app import create_app;"
         "from qkv.settings import Settings;"
         "create_app(Settings(device='cpu'));"
         "made = ('opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf',"

@@ -25,6 +25,7 @@ from qkv.api.endpoints import (
     metrics,
     oip_infer,
     oip_models,
+    oip_repository,
     playground,
     run,
     sweep,
@@ -197,6 +198,7 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
         playground.router(),
         metrics.router(shared_state, str(engine.device)),
         oip_models.router(engine, shared_state),
+        oip_repository.router(shared_state.models),
     ):
         app.include_router(router)
     routes = [route for router in run_routers for route in router.routes]

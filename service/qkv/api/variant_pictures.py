@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from qkv import heatmap
-from qkv.attention.catalogue import Input, Variant, fixed_size
+from qkv.attention.signature import Input, fixed_size
+from qkv.attention.variant import Variant
 from qkv.engine import local
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message

@@ -1,43 +1,34 @@
-"""Checks of one variant against its contract, for `qkv check-variant` and the tests.
+"""The contract of a variant as checks: annotations, numbers, gradients, same bits.
 
-`check_file` and `check` are the entry points; `CHECKS` has the checks by name.
+`CHECKS` has them by name; `contract_results` runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from qkv.attention import catalogue
-from qkv.attention.catalogue import Input, Variant, fixed_size
 from qkv.attention.common.score_blocks import score_dtype
+from qkv.attention.sample_inputs import (
+    dtypes_of,
+    largest_number,
+    output_of,
+    sample,
+    to_float64,
+)
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
-from qkv.tensors import FLOATING
 
-__all__ = ["CHECKS", "CheckResult", "Skipped", "Violation", "check", "check_file"]
+__all__ = ["CHECKS", "Skipped", "Violation"]
 
-_SIZES: Final = dict(zip("BHGLSDEM", (2, 4, 2, 5, 7, 6, 3, 6), strict=True))
-_OTHER_SIZE: Final = 4  # of a letter that is not among them
 _LENGTHS: Final[tuple[dict[str, int], ...]] = ({}, {"L": 1, "S": 1})
-_OUTPUT: Final = frozenset({"output"})
 _LARGE: Final = {"float64": 1e4, "float32": 1e4, "float16": 100.0, "bfloat16": 100.0}
+_OUTPUT: Final = frozenset({"output"})
 _STEP: Final = torch.finfo(torch.float64).eps ** (1 / 3)  # least error of a central difference
-
-
-class CheckResult(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        reason: of a failure or a skip; else a remark, which may be empty.
-    """
-
-    name: str
-    status: Literal["pass", "FAIL", "skip"]
-    reason: str
 
 
 class Violation(Exception):
@@ -46,34 +37,6 @@ class Violation(Exception):
 
 class Skipped(Exception):
     """A check does not apply to a variant."""
-
-
-def check_file(path: Path) -> Iterator[CheckResult]:
-    """Loads a variant file and yields the result of each check.
-
-    If the file is broken, the only result is a failure of `loads`, whose reason has an example.
-    """
-    try:
-        variant = catalogue.load(path)
-    except catalogue.BrokenVariant as error:
-        yield CheckResult("loads", "FAIL", str(error))
-        return
-    yield CheckResult("loads", "pass", variant.summary)
-    yield from check(variant)
-
-
-def check(variant: Variant) -> Iterator[CheckResult]:
-    """Yields the result of each check of `CHECKS`. An exception of the variant is a failure."""
-    for name, function in CHECKS.items():
-        try:
-            yield CheckResult(name, "pass", function(variant) or "")
-        except Skipped as reason:
-            yield CheckResult(name, "skip", str(reason))
-        except Violation as reason:
-            yield CheckResult(name, "FAIL", str(reason))
-        except Exception as error:  # the variant's file may raise anything
-            text = " ".join(str(error).split())[:300]
-            yield CheckResult(name, "FAIL", f"it raises {type(error).__name__}: {text}")
 
 
 def _annotations(variant: Variant) -> str:
@@ -113,9 +76,9 @@ def _shapes_and_dtypes(variant: Variant) -> str:
     """Checks shape and dtype of each output, for each dtype and each value of a bool parameter."""
     defaults = variant.parse({}).model_dump()
     flips = [{}, *({n: not v} for n, v in defaults.items() if isinstance(v, bool))]
-    for dtype in _dtypes(variant):
+    for dtype in dtypes_of(variant):
         for parameters in flips:
-            sizes, tensors = _sample(variant, dtype, parameters=parameters)
+            sizes, tensors = sample(variant, dtype, parameters=parameters)
             every = variant.attend(**tensors, **parameters, outputs=frozenset(variant.outputs))
             for name, output in variant.outputs.items():
                 shape = tuple(fixed_size(x) or sizes[x] for x in output.letters)
@@ -123,7 +86,7 @@ def _shapes_and_dtypes(variant: Variant) -> str:
                 _check_tensor(f"{name}, for {_short(dtype)}", getattr(every, name), shape, expected)
                 alone = variant.attend(**tensors, **parameters, outputs=frozenset({name}))
                 _check_tensor(f"{name} alone", getattr(alone, name), shape, expected)
-    return ", ".join(map(_short, _dtypes(variant)))
+    return ", ".join(map(_short, dtypes_of(variant)))
 
 
 def _accuracy(variant: Variant) -> str:
@@ -132,12 +95,12 @@ def _accuracy(variant: Variant) -> str:
     A sum of n products is off by n roundings of its largest term at most.
     """
     has_reference, worst = hasattr(variant.module, "reference"), 0.0
-    for dtype in _dtypes(variant):
-        sizes, tensors = _sample(variant, dtype)
+    for dtype in dtypes_of(variant):
+        sizes, tensors = sample(variant, dtype)
         found = variant.attend(**tensors, outputs=_OUTPUT).output.double()
         drawn = variant.random_inputs(tensors)  # as they are drawn for this dtype
-        truth = variant.reference(**{n: _wide(v) for n, v in drawn.items()}).output.double()
-        largest = max(float(truth.abs().max()), _largest(tensors))
+        truth = variant.reference(**{n: to_float64(v) for n, v in drawn.items()}).output.double()
+        largest = max(float(truth.abs().max()), largest_number(tensors))
         terms = sum(size for letter, size in sizes.items() if letter not in "BHG")
         bound = terms * torch.finfo(dtype).eps * largest
         error = float((found - truth).abs().max())
@@ -156,8 +119,8 @@ def _weights(variant: Variant) -> str | None:
     if "weights" not in variant.outputs:
         raise Skipped("it has no weights: there is no required input value (B, H, S, E)")
     letters = variant.outputs["weights"].letters
-    for dtype in _dtypes(variant):
-        sizes, tensors = _sample(variant, dtype)
+    for dtype in dtypes_of(variant):
+        sizes, tensors = sample(variant, dtype)
         values = frozenset({"value"} & variant.outputs.keys())
         result = variant.attend(**tensors, outputs=values | {"output", "weights"})
         if values:
@@ -199,7 +162,7 @@ def _stochastic(variant: Variant) -> str | None:
         raise Skipped("it has no weights")
     if (kind := variant.weights_are(variant.parse({}))) != "stochastic":
         raise Skipped(f"its weights are {kind}")
-    _, tensors = _sample(variant, torch.float64)
+    _, tensors = sample(variant, torch.float64)
     A = variant.attend(**tensors, outputs=frozenset({"weights"})).weights
     if bool((A < 0).any()):
         raise Violation(f"stochastic weights are not negative: got {float(A.min()):.3g}")
@@ -213,7 +176,7 @@ def _gradients(variant: Variant) -> str:
     """Checks the gradients against central differences of `attend` in float64."""
     if (backward := variant.backward) is None:
         raise Skipped("no input is floating")
-    _, tensors = _sample(variant, torch.float64)
+    _, tensors = sample(variant, torch.float64)
     floating = {
         i.name: i.argument
         for i in variant.inputs.values()
@@ -230,7 +193,7 @@ def _gradients(variant: Variant) -> str:
         _check_tensor(f"the gradient of {name}", gradient, tuple(x.shape), None)
         direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
         ahead, behind = (
-            float((grad * _output(variant, tensors | {argument: x + h * direction})).sum())
+            float((grad * output_of(variant, tensors | {argument: x + h * direction})).sum())
             for h in (_STEP, -_STEP)
         )
         expected, found = (ahead - behind) / (2 * _STEP), float((gradient * direction).sum())
@@ -246,7 +209,7 @@ def _gradients(variant: Variant) -> str:
 
 def _flops(variant: Variant) -> str:
     """Checks that the floating-point operations are a positive number."""
-    sizes, _ = _sample(variant, torch.float32)
+    sizes, _ = sample(variant, torch.float32)
     if not (count := variant.flops(sizes)) > 0:
         raise Violation(f"flops is {count}: expected a positive number")
     letters = dict.fromkeys(x for i in variant.inputs.values() for x in i.letters if x in sizes)
@@ -265,13 +228,13 @@ def _hard_inputs(variant: Variant) -> str | None:
         "large numbers": lambda x: x * _LARGE[_short(x.dtype)],
         "small numbers": lambda x: x * 1e-7,
     }
-    for dtype in _dtypes(variant):
+    for dtype in dtypes_of(variant):
         for title, family in families.items():
             for lengths in _LENGTHS:
-                _, tensors = _sample(variant, dtype, sizes=lengths)
+                _, tensors = sample(variant, dtype, sizes=lengths)
                 hard = {n: family(t) if t.is_floating_point() else t for n, t in tensors.items()}
-                found = _output(variant, hard)
-                wide = _output(variant, {n: _wide(t) for n, t in hard.items()})
+                found = output_of(variant, hard)
+                wide = output_of(variant, {n: to_float64(t) for n, t in hard.items()})
                 fits = wide.abs() <= torch.finfo(dtype).max / 4  # false of NaN and infinity
                 if not bool((found.isfinite() | ~fits).all()) or not bool(wide.isfinite().all()):
                     case = f"{title} in {_short(dtype)} give NaN or infinity"
@@ -287,10 +250,10 @@ def _unseen_keys(variant: Variant) -> str | None:
     """Checks that a row that sees no key is zeros, and that padding has no influence."""
     if (spec := variant.inputs.get("key_lengths")) is None:
         raise Skipped("it takes no key_lengths")
-    sizes, tensors = _sample(variant, torch.float32)
+    sizes, tensors = sample(variant, torch.float32)
     lengths = torch.full((sizes["B"],), sizes["S"] - 1)
     lengths[0] = 0
-    output = _output(variant, tensors | {spec.argument: lengths})
+    output = output_of(variant, tensors | {spec.argument: lengths})
     if not bool((output[0] == 0).all()):
         raise Violation("an item with key_lengths 0 sees no key: expected an output of zeros")
     other = dict(tensors)
@@ -299,21 +262,21 @@ def _unseen_keys(variant: Variant) -> str | None:
             axis = i.letters.index("S")
             other[i.argument] = other[i.argument].clone()
             other[i.argument].narrow(axis, sizes["S"] - 1, 1).fill_(3.0)
-    if not torch.equal(output, _output(variant, other | {spec.argument: lengths})):
+    if not torch.equal(output, output_of(variant, other | {spec.argument: lengths})):
         raise Violation("padded keys change the output")
     return None
 
 
 def _purity(variant: Variant) -> str | None:
     """Checks that a second call has the same bits, and that the inputs are unchanged."""
-    _, tensors = _sample(variant, torch.float32)
+    _, tensors = sample(variant, torch.float32)
     before = {n: t.clone() for n, t in tensors.items()}
-    first = _output(variant, tensors)
+    first = output_of(variant, tensors)
     for name, tensor in tensors.items():
         if not torch.equal(tensor, before[name]):
             raise Violation(f"attend writes to its argument {name}")
     state = torch.random.get_rng_state()
-    second = _output(variant, tensors)
+    second = output_of(variant, tensors)
     if not _same_bits(first, second):
         raise Violation("two calls with the same inputs have different bits")
     if not torch.equal(state, torch.random.get_rng_state()):
@@ -323,20 +286,20 @@ def _purity(variant: Variant) -> str | None:
 
 def _batches(variant: Variant) -> str | None:
     """Checks that an item of a batch does not depend on the other items."""
-    for dtype in _dtypes(variant):
-        _, tensors = _sample(variant, dtype, sizes={"B": 3})
+    for dtype in dtypes_of(variant):
+        _, tensors = sample(variant, dtype, sizes={"B": 3})
         has_item = {i.argument for i in variant.inputs.values() if "B" in i.letters}
-        output = _output(variant, tensors)
+        output = output_of(variant, tensors)
         others = {
             n: torch.cat([t[:1], t[1:].flip(0) if t.dtype == torch.int64 else -t[1:] / 2])
             if n in has_item and t.dtype != torch.bool
             else t
             for n, t in tensors.items()
         }
-        if not _same_bits(output[0], _output(variant, others)[0]):
+        if not _same_bits(output[0], output_of(variant, others)[0]):
             raise Violation(f"an item's bits depend on the other items, in {_short(dtype)}")
-        alone = _output(variant, {n: t[:1] if n in has_item else t for n, t in tensors.items()})
-        size = max(float(output.double().abs().max()), _largest(tensors))
+        alone = output_of(variant, {n: t[:1] if n in has_item else t for n, t in tensors.items()})
+        size = max(float(output.double().abs().max()), largest_number(tensors))
         bound = 64 * torch.finfo(dtype).eps * size
         if not bool(((alone[0] - output[0]).double().abs() <= bound).all()):
             raise Violation(f"an item alone differs from the item in a batch, in {_short(dtype)}")
@@ -362,47 +325,6 @@ CHECKS: Final[Mapping[str, Callable[[Variant], str | None]]] = {
 """Each check takes a variant, returns a remark or None, and raises `Violation` or `Skipped`."""
 
 
-def _sample(
-    variant: Variant,
-    dtype: torch.dtype,
-    *,
-    parameters: Mapping[str, Any] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Returns sizes of all letters, and random tensors by argument for the required inputs."""
-    known, tensors = {**_SIZES, **(sizes or {})}, {}
-    generator = torch.Generator().manual_seed(1)
-    for spec in variant.inputs.values():
-        if spec.is_optional:
-            continue
-        shape = [fixed_size(x) or known.setdefault(x, _OTHER_SIZE) for x in spec.letters]
-        if set(spec.dtypes) & set(FLOATING):
-            tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
-            tensors[spec.argument] = tensor.to(dtype)
-        else:
-            tensors[spec.argument] = _full(spec, shape, known)
-    every = variant.parse(dict(parameters or {}))
-    known.update(variant.infer_sizes(known, every))
-    return known, tensors
-
-
-def _full(spec: Input, shape: list[int], sizes: Mapping[str, int]) -> Tensor:
-    """Returns lengths that leave no padding, or a mask that hides nothing."""
-    if "bool" in spec.dtypes:
-        return torch.ones(shape, dtype=torch.bool)
-    return torch.full(shape, sizes["S"])
-
-
-def _dtypes(variant: Variant) -> list[torch.dtype]:
-    first = next(iter(variant.inputs.values()))
-    return [getattr(torch, name) for name in FLOATING if name in first.dtypes]
-
-
-def _output(variant: Variant, tensors: Mapping[str, Any]) -> Tensor:
-    output: Tensor = variant.attend(**tensors, outputs=_OUTPUT).output
-    return output
-
-
 def _check_tensor(
     name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> None:
@@ -412,17 +334,6 @@ def _check_tensor(
         raise Violation(f"{name} has shape {list(tensor.shape)}: expected {list(shape)}")
     if dtype is not None and tensor.dtype != dtype:
         raise Violation(f"{name} has dtype {_short(tensor.dtype)}: expected {_short(dtype)}")
-
-
-def _largest(tensors: Mapping[str, Tensor]) -> float:
-    return max(
-        (float(t.abs().max()) for t in tensors.values() if t.is_floating_point()), default=1.0
-    )
-
-
-def _wide(value: Any) -> Any:
-    is_floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.double() if is_floating else value
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

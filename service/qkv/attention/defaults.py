@@ -1,6 +1,6 @@
-"""Default parts of a variant that its file leaves out: outputs, weights, gradients and flops.
+"""Default parts of a variant that its file leaves out: outputs, gradients and flops.
 
-`catalogue.Variant` uses them. Each calls only the file's `attend`.
+`variant.Variant` uses them, and `identity_weights`. Each calls only the file's `attend`.
 """
 
 from __future__ import annotations
@@ -8,25 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qkv.attention.common.score_blocks import score_dtype
-from qkv.attention.common.visibility import row_blocks
-from qkv.attention.variant_file import Input, Output, fixed_size
+from qkv.attention.signature import Input, Output, fixed_size
 
-__all__ = [
-    "CompleteAttend",
-    "backward_by_autograd",
-    "flop_counter",
-    "weights_by_identity",
-    "weights_letters",
-]
-
-_ELEMENTS: Final = 1 << 24  # of weights that are computed at once, and of the identity's columns
-_TOLERANCE: Final = 64  # roundings of a row's sum between two ways to compute it
+__all__ = ["CompleteAttend", "backward_by_autograd", "flop_counter"]
 
 RowBlock = Callable[[slice], Tensor]
 
@@ -107,117 +96,6 @@ class CompleteAttend:
                 f"{self._name}: attend's {name} has shape {list(tensor.shape)}: expected "
                 f"({', '.join(letters)}), {expected}"
             )
-
-
-def weights_letters(inputs: Mapping[str, Input], output: Output) -> tuple[str, ...] | None:
-    """Returns the axes of the weights that `weights_by_identity` computes.
-
-    None if no required input `value` (..., S, E) has the E of the output (..., L, E).
-    """
-    value = inputs.get("value")
-    if value is None or value.is_optional or len(output.letters) != 4:
-        return None
-    if value.letters[-1] != output.letters[-1] or "float32" not in value.dtypes:
-        return None
-    return (*output.letters[:-1], value.letters[-2])
-
-
-def weights_by_identity(
-    attend: Callable[..., Tensor],
-    inputs: Mapping[str, Input],
-    output: Output,
-    arguments: Mapping[str, Any],
-    elements: int = _ELEMENTS,
-) -> RowBlock:
-    """Returns the function that computes a block of rows of A, as output = A @ value.
-
-    A is the output with the identity as values. Large matrices are computed in blocks of query
-    rows, if the rows do not depend on one another: each block is checked on random values.
-    Otherwise the whole matrix is computed once.
-
-    Args:
-        attend: returns the output; takes the arguments.
-        inputs: of the variant, with `weights_letters`.
-        output: of the variant.
-        arguments: of `attend`; floating tensors are computed in float32 at least.
-        elements: numbers of the weights that are computed at once, if blocks of rows are right.
-    """
-    value_spec = inputs["value"]
-    given: Tensor = arguments[value_spec.argument]
-    dtype, (S, E) = score_dtype(given.dtype), given.shape[-2:]
-    wide = {
-        n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        for n, v in arguments.items()
-    }
-    others = [i for i in inputs.values() if i is not value_spec]
-    has_fixed_width = any(value_spec.letters[-1] in i.letters for i in others)
-
-    def attend_to(values: Tensor, own: Mapping[str, Any]) -> Tensor:
-        return attend(**{**own, value_spec.argument: values})
-
-    def all_columns(own: Mapping[str, Any]) -> Tensor:
-        planes = given.shape[:-2].numel()
-        step = E if has_fixed_width else max(1, min(S, elements // (planes * S)))
-        parts = []
-        for start in range(0, S, step):
-            count = min(step, S - start)
-            columns = given.new_zeros((*given.shape[:-1], step if has_fixed_width else count),
-                                      dtype=dtype)  # fmt: skip
-            columns[..., start : start + count, :count] = torch.eye(
-                count, dtype=dtype, device=given.device
-            )
-            parts.append(attend_to(columns, own)[..., :count])
-        return torch.cat(parts, -1)
-
-    rows_axis = output.letters[-2]
-    sliced = [i for i in others if rows_axis in i.letters and wide.get(i.argument) is not None]
-
-    def slice_rows(rows: slice) -> dict[str, Any]:
-        own = dict(wide)
-        for spec in sliced:
-            axis, tensor = spec.letters.index(rows_axis), wide[spec.argument]
-            if tensor.shape[axis] > 1:
-                own[spec.argument] = tensor.narrow(axis, rows.start, rows.stop - rows.start)
-        return own
-
-    random = torch.Generator().manual_seed(0)
-
-    @functools.cache
-    def probe() -> Tensor:
-        return torch.randn(given.shape, generator=random, dtype=dtype).to(given.device)
-
-    @functools.cache
-    def probed_output() -> Tensor:
-        return attend_to(probe(), wide)
-
-    @functools.cache
-    def whole() -> Tensor:
-        return all_columns(wide)
-
-    can_slice = rows_axis not in value_spec.letters and bool(sliced)
-
-    def row_block(rows: slice) -> Tensor:
-        nonlocal can_slice
-        if can_slice:
-            full = probed_output()
-            planes, L = full.shape[:-2].numel(), full.shape[-2]
-            if planes * L * S > elements:
-                parts = []
-                for block in row_blocks(rows.stop - rows.start, planes * S, elements):
-                    own_rows = slice(rows.start + block.start, rows.start + block.stop)
-                    own = slice_rows(own_rows)
-                    part, found = all_columns(own), attend_to(probe(), own)
-                    size = part.abs().sum(-1, keepdim=True) * probe().abs().max()
-                    bound = _TOLERANCE * torch.finfo(dtype).eps * size
-                    if not bool(((found - full[..., own_rows, :]).abs() <= bound).all()):
-                        break  # a row depends on its position, or on other rows
-                    parts.append(part)
-                else:
-                    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
-            can_slice = False
-        return whole()[..., rows, :]
-
-    return row_block
 
 
 def backward_by_autograd(

@@ -59,7 +59,7 @@ def serve(**flags: Any) -> None:
     with one_line_errors():
         settings = _load_settings(flags)
         # imports torch, which takes seconds; a wrong setting is reported before that
-        from qkv.server.supervisor import serve as run_service
+        from qkv.server.startup import serve as run_service
 
         sys.exit(run_service(settings))
 

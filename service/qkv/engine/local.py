@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from qkv.attention import catalogue, contract
+from qkv.attention import catalogue, contract_results
 from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import JobOutput, execute
 from qkv.errors import InvalidContent
@@ -108,7 +108,7 @@ def check_variant(path: Path) -> Iterator[tuple[str, str, str]]:
     Returns:
         The check's name, its status ("pass", "FAIL" or "skip") and the reason.
     """
-    yield from contract.check_file(path)
+    yield from contract_results.check_file(path)
 
 
 def _run(job: Job, group: str) -> Message:
@@ -192,4 +192,4 @@ async def _next(events: AsyncGenerator[SweepEvent, None]) -> SweepEvent | None:
 
 def variants() -> list[dict[str, Any]]:
     """Returns the description of each variant."""
-    return [v.describe() for v in catalogue.variants().values()]
+    return [catalogue.describe(v) for v in catalogue.variants().values()]

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from qkv.attention import catalogue
+from qkv.attention.signature import fixed_size
 from qkv.engine.engine import Engine
 from qkv.errors import QkvError
 from qkv.jobs.job import Job, Limits
@@ -30,7 +31,7 @@ async def warm_up(engine: Engine) -> None:
     for name, variant in catalogue.variants().items():
         tensors = {
             i.name: RawTensor.from_numpy(
-                np.zeros([catalogue.fixed_size(x) or 2 for x in i.letters], np.float32)
+                np.zeros([fixed_size(x) or 2 for x in i.letters], np.float32)
             )
             for i in variant.inputs.values()
             if not i.is_optional

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qkv.attention.catalogue import Variant
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
+from qkv.attention.variant import Variant
 from qkv.jobs import weight_forms
 from qkv.jobs.weight_forms import WeightForm
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from qkv.attention.catalogue import Input, Output, Variant, fixed_size
+from qkv.attention.signature import Input, Output, fixed_size
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent
 
 __all__ = ["AxisSizes", "bind_axes", "omitted_axes"]

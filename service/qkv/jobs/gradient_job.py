@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar, Final
 
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Output
+from qkv.attention.signature import Output
 from qkv.errors import InvalidContent, NotFound, pointer_to
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import pydantic
 
-from qkv.attention.catalogue import Input, Output, Variant
 from qkv.attention.layers import layouts
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.projections import ROLES
+from qkv.attention.signature import Input, Output
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, pointer_to
 from qkv.jobs.axis_sizes import AxisSizes, bind_axes, omitted_axes
 from qkv.jobs.fields import JobFields, LayerFields, field_error

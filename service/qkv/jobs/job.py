@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 import pydantic
 
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
 from qkv.attention.layers.projections import ROLES
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, PayloadTooLarge, format_value, pointer_to
 from qkv.jobs import weight_forms
 from qkv.jobs.fields import JobFields, parse_fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from qkv.attention.catalogue import Output
+from qkv.attention.signature import Output
 from qkv.errors import InvalidContent, format_value, pointer_to
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Supervisor process: binds the socket, forks, restarts and drains the workers.
+"""Supervisor process: forks, restarts and drains the workers.
 
 The supervisor also forks the device process, if there is one. It imports torch and starts no
-thread, so that a forked worker is ready within a fraction of a second. Entry point: `serve`.
+thread, so that a forked worker is ready within a fraction of a second. `startup.serve` runs it.
 """
 
 from __future__ import annotations
@@ -15,26 +15,23 @@ import select
 import signal
 import socket
 import time
-from importlib import import_module
 from typing import Final
 
 import click
 import torch
 import uvloop
 
-from qkv.api.app import new_device_process, new_shared_state, queue_limits
-from qkv.engine.engine import pick_device
+from qkv.api.app import new_device_process, queue_limits
 from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.server import listener
-from qkv.server.process import limit_malloc_arenas, usable_cpus
 from qkv.server.worker import DRAIN_NOTICE_S, run_worker
 from qkv.settings import Settings
 from qkv.telemetry.log_writer import StderrHandler
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
-__all__ = ["Supervisor", "serve"]
+__all__ = ["Supervisor"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,51 +47,6 @@ _STUCK_POLLS: Final = 20
 _BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections in the backlog
 _EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-
-
-def serve(settings: Settings) -> int:
-    """Serves until SIGINT or SIGTERM, then completes the accepted requests.
-
-    Returns:
-        The exit status: 0 after a clean stop.
-    """
-    _load_tracing(settings)
-    limit_malloc_arenas()
-    listening = listener.listen(settings.host, settings.port)
-    device_type = _find_device_type(settings.device)
-    workers = settings.workers or (1 if device_type == "cuda" else usable_cpus())
-    has_device_process = settings.device_process == "one" or (
-        settings.device_process == "auto" and device_type == "cuda" and workers > 1
-    )
-    state = new_shared_state(settings, workers, device_process=has_device_process)
-    shared_memory = (
-        _new_shared_memory(workers, settings.max_queue_bytes) if has_device_process else None
-    )
-    return Supervisor(settings, listening, state, device_type, shared_memory).run()
-
-
-def _load_tracing(settings: Settings) -> None:
-    """Imports OpenTelemetry before the fork, if the environment enables traces."""
-    try:
-        if settings.traces:
-            import_module("qkv.telemetry.tracing")
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"OTEL_* in the environment enables traces, but {error.name} is not installed: "
-            "pip install '.[tracing]', or set OTEL_SDK_DISABLED=true"
-        ) from None
-
-
-def _new_shared_memory(regions: int, size: int) -> SharedMemory:
-    try:
-        return SharedMemory(regions, size)
-    except OSError as error:
-        raise click.ClickException(
-            f"cannot allocate shared memory of {regions} times QKV_MAX_QUEUE_BYTES: "
-            f"{error.strerror}"
-        ) from None
 
 
 class Supervisor:
@@ -294,25 +246,3 @@ def _print_line(text: str) -> None:
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             click.echo(text, err=True)
-
-
-def _find_device_type(name: str) -> str:
-    """Returns the device type that the workers will use.
-
-    A forked process finds it: if the supervisor initialised CUDA, its children could not use it.
-
-    Raises:
-        click.ClickException: torch finds no such device.
-    """
-    reader, writer = os.pipe()
-    if not (pid := os.fork()):
-        with contextlib.suppress(BaseException):
-            os.write(writer, pick_device(name).type.encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        found = pipe.read().decode()
-    os.waitpid(pid, 0)
-    if not found:
-        raise click.ClickException(f"QKV_DEVICE is {name}, but torch finds no such device")
-    return found

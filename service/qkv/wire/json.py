@@ -14,7 +14,8 @@ import simdjson
 from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json_arrays
-from qkv.wire.json_arrays import MAX_AXES, Document, NestedLists, format_node, items
+from qkv.wire.json_arrays import MAX_AXES, NestedLists, format_node
+from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
 from qkv.wire.response_fields import json_fields
 

@@ -21,7 +21,8 @@ from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json, json_arrays
 from qkv.wire.casting import cast_untyped
-from qkv.wire.json_arrays import MAX_AXES, Document, NestedLists, format_node, items
+from qkv.wire.json_arrays import MAX_AXES, NestedLists, format_node
+from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
 from qkv.wire.oip_responses import DATATYPES, BinarySize, InferTensor
 

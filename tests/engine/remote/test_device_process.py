@@ -20,7 +20,8 @@ import pytest
 
 import qkv
 from qkv.api.openapi import examples
-from qkv.attention.catalogue import Variant, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.variant import Variant
 from qkv.client.request_builders import build_attend
 from support.known_requests import assert_problem, random_case
 from support.processes import TIMEOUT_S, Process, wait_until

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from qkv.attention.catalogue import Variant, variants
+from qkv.attention.catalogue import variants
+from qkv.attention.variant import Variant
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import execute
 from qkv.engine.remote.channel import SocketBroker

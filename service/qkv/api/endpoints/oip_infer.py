@@ -17,7 +17,7 @@ from qkv.api.fast_path.run_cache import Reply, RequestKey, RunCache
 from qkv.api.job_runner import JobRunner, RunResult
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.fields import field_error
 from qkv.jobs.job import Job

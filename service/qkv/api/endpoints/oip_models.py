@@ -1,7 +1,7 @@
-"""The Open Inference Protocol below `/v2`: server, models, statistics and repository.
+"""The Open Inference Protocol below `/v2`: server, models and statistics.
 
 Sources: the protocol's REST specification (github.com/kserve/open-inference-protocol), and
-Triton's extensions model_configuration, model_repository and statistics
+Triton's extensions model_configuration and statistics
 (github.com/triton-inference-server/server, docs/protocol).
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic_core import to_json
 
-from qkv.api.request_body import read_body
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Input, Output, Variant, fixed_size
+from qkv.attention.signature import Input, Output, fixed_size
+from qkv.attention.variant import Variant
 from qkv.engine.engine import Engine
 from qkv.engine.remote.remote_engine import RemoteEngine
-from qkv.errors import InvalidContent, NotFound, QkvError, ServiceUnavailable
+from qkv.errors import NotFound, QkvError, ServiceUnavailable
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
@@ -26,7 +26,6 @@ from qkv.wire.oip_responses import (
     InputConfig,
     InputMetadata,
     InputParameters,
-    Loaded,
     ModelConfig,
     ModelError,
     ModelInstances,
@@ -38,14 +37,12 @@ from qkv.wire.oip_responses import (
     OutputConfig,
     OutputMetadata,
     OutputParameters,
-    RepositoryModel,
     ServerLive,
     ServerMetadata,
     ServerReady,
     StatisticsResponse,
     StringValue,
     TransactionPolicy,
-    Unloaded,
     VersionPolicy,
 )
 from qkv.wire.open_inference import DATATYPES
@@ -56,8 +53,10 @@ __all__ = [
     "VERSION",
     "default_output",
     "find_loaded",
+    "find_model",
     "new_router",
     "oip_error_response",
+    "respond",
     "router",
 ]
 
@@ -76,8 +75,23 @@ _EXTENSIONS: Final = (
     "schedule_policy",
     "statistics",
 )
-_MAX_BODY_BYTES: Final = 1 << 16
 _PREFERRED_DTYPES: Final = ("bool", "float32", "int64")  # of the dtypes that a tensor may have
+
+
+def find_model(models: ModelStats, name: str, version: str) -> Variant:
+    """Returns the variant of a model, loaded or not.
+
+    Raises:
+        NotFound: the model or the version does not exist.
+    """
+    if name not in models:
+        raise NotFound(f"Request for unknown model: {name!r:.60} is not found")
+    if version != VERSION:
+        raise NotFound(
+            f"Request for unknown model: {name!r} version {version!r:.20} is not found; "
+            f"there is version {VERSION}"
+        )
+    return catalogue.find(name)
 
 
 def find_loaded(models: ModelStats, name: str, version: str = VERSION) -> Variant:
@@ -86,7 +100,7 @@ def find_loaded(models: ModelStats, name: str, version: str = VERSION) -> Varian
     Raises:
         NotFound: the model or the version does not exist, or the model is unloaded.
     """
-    variant = _find(models, name, version)
+    variant = find_model(models, name, version)
     if not models.is_loaded(name):
         raise NotFound(f"Request for unknown model: {name!r} has no available versions")
     return variant
@@ -110,15 +124,15 @@ def new_router() -> APIRouter:
 
 
 def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRouter:
-    """Returns the routes of the protocol other than inference."""
+    """Returns the routes of the server and of the models, other than inference."""
     routes = new_router()
     _add_server(routes, engine, shared_state)
     _add_models(routes, engine, shared_state)
-    _add_repository(routes, shared_state.models)
     return routes
 
 
-def _respond(body: Any, status: int = 200) -> Response:
+def respond(body: Any, status: int = 200) -> Response:
+    """Returns a response of JSON."""
     return Response(json.dump(body), status, media_type=json.MEDIA_TYPE)
 
 
@@ -128,7 +142,7 @@ def _add_server(
     @routes.get("/v2", summary="Returns the server's name, version and extensions.")
     @routes.get("/v2/", include_in_schema=False)
     async def server() -> Response:
-        return _respond(ServerMetadata("qkv", __version__, _EXTENSIONS))
+        return respond(ServerMetadata("qkv", __version__, _EXTENSIONS))
 
     @routes.get(
         "/v2/health/live",
@@ -137,12 +151,12 @@ def _add_server(
     )
     async def live() -> Response:
         is_good = engine.is_alive and not shared_state.stuck_processes
-        return _respond(ServerLive(is_good), 200 if is_good else 503)
+        return respond(ServerLive(is_good), 200 if is_good else 503)
 
     @routes.get("/v2/health/ready", summary="Readiness: every worker accepts requests.")
     async def ready() -> Response:
         is_good = engine.is_ready and shared_state.is_ready
-        return _respond(ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
+        return respond(ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
 
 
 def _add_models(
@@ -153,7 +167,7 @@ def _add_models(
     @routes.get("/v2/models", summary="Lists the loaded models.")
     async def models_listed() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
-        return _respond(ModelList(names))
+        return respond(ModelList(names))
 
     @routes.get(
         "/v2/models/stats",
@@ -162,12 +176,12 @@ def _add_models(
     )
     async def statistics() -> Response:
         names = [name for name in models.names if models.is_loaded(name)]
-        return _respond(_statistics(models, *names))
+        return respond(_statistics(models, *names))
 
     @routes.get("/v2/models/{model}", summary="Returns a model's inputs and outputs.")
     @routes.get("/v2/models/{model}/versions/{version}", include_in_schema=False)
     async def model_metadata(model: str, version: str = VERSION) -> Response:
-        return _respond(_metadata(find_loaded(models, model, version)))
+        return respond(_metadata(find_loaded(models, model, version)))
 
     @routes.get(
         "/v2/models/{model}/ready",
@@ -176,13 +190,13 @@ def _add_models(
     )
     @routes.get("/v2/models/{model}/versions/{version}/ready", include_in_schema=False)
     async def model_ready(model: str, version: str = VERSION) -> Response:
-        _find(models, model, version)
+        find_model(models, model, version)
         if not (engine.is_ready and shared_state.is_ready):
             raise ServiceUnavailable("the service is not ready")
         if models.is_loaded(model):
-            return _respond(ModelReady(model, True))
+            return respond(ModelReady(model, True))
         unloaded = ModelNotReady(f"{model} is not loaded", model, False)
-        return _respond(unloaded, 400)  # Triton's status
+        return respond(unloaded, 400)  # Triton's status
 
     @routes.get(
         "/v2/models/{model}/config",
@@ -192,7 +206,7 @@ def _add_models(
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> Response:
         instances = 1 if isinstance(engine, RemoteEngine) else len(shared_state)
-        return _respond(_config(find_loaded(models, model, version), engine, instances))
+        return respond(_config(find_loaded(models, model, version), engine, instances))
 
     @routes.get(
         "/v2/models/{model}/stats",
@@ -202,89 +216,7 @@ def _add_models(
     @routes.get("/v2/models/{model}/versions/{version}/stats", include_in_schema=False)
     async def model_statistics(model: str, version: str = VERSION) -> Response:
         find_loaded(models, model, version)
-        return _respond(_statistics(models, model))
-
-
-def _add_repository(routes: APIRouter, models: ModelStats) -> None:
-    @routes.post("/v2/repository/index", summary="Lists every model, loaded or not.")
-    async def index(request: Request) -> Response:
-        fields = await _read_fields(request, "ready")
-        if not isinstance(fields.get("ready", False), bool):
-            raise InvalidContent("ready must be true or false")
-        loaded = {name: models.is_loaded(name) for name in models.names}
-        return _respond(
-            [
-                RepositoryModel(
-                    name,
-                    VERSION,
-                    "READY" if loaded[name] else "UNAVAILABLE",
-                    "" if loaded[name] else "unloaded",
-                )
-                for name in models.names
-                if loaded[name] or not fields.get("ready")
-            ]
-        )
-
-    @routes.post(
-        "/v2/repository/models/{model}/load",
-        operation_id="v2_load",
-        summary="Loads a model.",
-    )
-    async def load(request: Request, model: str) -> Response:
-        _find(models, model, VERSION)
-        await _reject_parameters(request)
-        models.load(model)
-        return _respond(Loaded(model))
-
-    @routes.post(
-        "/v2/repository/models/{model}/unload",
-        operation_id="v2_unload",
-        summary="Unloads a model.",
-        description="Requests for an unloaded model get 404 until it is loaded again.",
-    )
-    async def unload(request: Request, model: str) -> Response:
-        _find(models, model, VERSION)
-        await _reject_parameters(request, "unload_dependents")  # no model has dependents
-        models.load(model, loaded=False)
-        return _respond(Unloaded(model))
-
-
-def _find(models: ModelStats, name: str, version: str) -> Variant:
-    if name not in models:
-        raise NotFound(f"Request for unknown model: {name!r:.60} is not found")
-    if version != VERSION:
-        raise NotFound(
-            f"Request for unknown model: {name!r} version {version!r:.20} is not found; "
-            f"there is version {VERSION}"
-        )
-    return catalogue.find(name)
-
-
-async def _read_fields(request: Request, *known: str) -> dict[str, Any]:
-    """Returns the fields of a body that may be empty."""
-    text = bytes(await read_body(request, _MAX_BODY_BYTES, lambda _: None))
-    fields = json.decode_fields(text) if text.strip() else {}
-    for name in fields:
-        if name not in known:
-            raise InvalidContent(f"unknown field {name!r:.60}; known are {', '.join(known)}")
-    return fields
-
-
-async def _reject_parameters(request: Request, *known: str) -> None:
-    """Raises InvalidContent if a body has parameters other than the known flags.
-
-    Triton's parameters replace a configuration or files of a model, which is not supported.
-    """
-    parameters = (await _read_fields(request, "parameters")).get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise InvalidContent("parameters must be an object")
-    for name, value in (parameters or {}).items():
-        if name not in known:
-            raise InvalidContent(
-                f"parameter {name!r:.60} is not supported: a model's configuration is fixed"
-            )
-        if not isinstance(value, bool):
-            raise InvalidContent(f"parameter {name!r} must be true or false")
+        return respond(_statistics(models, model))
 
 
 def _metadata(variant: Variant) -> ModelMetadata:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from qkv.api import variant_pictures
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.errors import NotFound
 
 __all__ = ["PICTURE_TYPE", "entry", "router"]
@@ -25,7 +25,7 @@ _INERT: Final = {
 def entry(variant: Variant) -> dict[str, Any]:
     """Returns the description of a variant, with the path of its picture."""
     drawn = variant_pictures.draw(variant) is not None
-    return variant.describe() | {
+    return catalogue.describe(variant) | {
         "picture": f"/v1/variants/{variant.name}/picture" if drawn else None
     }
 

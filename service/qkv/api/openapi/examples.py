@@ -11,8 +11,9 @@ from typing import Any, Final
 import numpy as np
 
 from qkv import errors
-from qkv.attention.catalogue import Input, Variant, fixed_size
 from qkv.attention.layers.projections import ROLES
+from qkv.attention.signature import Input, fixed_size
+from qkv.attention.variant import Variant
 from qkv.engine import local
 from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, open_inference

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ from qkv import errors
 from qkv.api import event_stream
 from qkv.api.openapi import measure_schemas
 from qkv.api.openapi.examples import Examples
+from qkv.api.openapi.problem_responses import problem_responses
 from qkv.api.openapi.schemas import TIMEOUT, ref
 from qkv.engine import local
 from qkv.wire import json, safetensors
@@ -30,9 +30,6 @@ data: {"index":0,"parameters":{},"variant":"softmax","length":256,"median_ms":1.
 "most_ms":2.4,"repeats":3,"flops":134217728,"bytes":2097152,"peak_bytes":614912}
 
 """
-
-ErrorResponses = Callable[..., dict[str, Any]]
-"""Returns error responses for statuses, and for errors with details of their own."""
 
 
 @cache
@@ -67,12 +64,12 @@ def _with_times(body: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def operations(error_responses: ErrorResponses) -> dict[str, dict[str, Any]]:
+def operations() -> dict[str, dict[str, Any]]:
     """Returns both operations, by path."""
-    return {"/v1/compare": _compare(error_responses), "/v1/sweep": _sweep(error_responses)}
+    return {"/v1/compare": _compare(), "/v1/sweep": _sweep()}
 
 
-def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
+def _compare() -> dict[str, Any]:
     cases = examples()
     file = {"type": "string", "format": "binary", "description": "The inputs by name; all other "
             "fields as JSON under `qkv` in the metadata."}  # fmt: skip
@@ -112,13 +109,13 @@ def _compare(error_responses: ErrorResponses) -> dict[str, Any]:
                 },
             }
         }
-        | error_responses(
+        | problem_responses(
             400, 413, 415, 422, 500, 503, 504, extra=_specific_errors(json.MEDIA_TYPE)
         ),
     }
 
 
-def _sweep(error_responses: ErrorResponses) -> dict[str, Any]:
+def _sweep() -> dict[str, Any]:
     summary = ", ".join(
         f"`{name}`, whose data is a `{kind.__name__}`"
         for name, kind in measure_schemas.EVENTS.items()
@@ -142,7 +139,7 @@ def _sweep(error_responses: ErrorResponses) -> dict[str, Any]:
                 "content": {event_stream.MEDIA_TYPE: stream},
             }
         }
-        | error_responses(
+        | problem_responses(
             400,
             413,
             422,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
-
-import pydantic
+from typing import Final
 
 from qkv.api.openapi.response_schemas import response_components
-from qkv.api.openapi.schemas import closed, ref, request
+from qkv.api.openapi.run_schemas import parameters, request
+from qkv.api.openapi.schemas import Schema, closed, model_fields, ref
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.jobs.measure.compare_request import CompareFields
 from qkv.jobs.measure.sweep_request import SweepFields, has_length
 from qkv.wire import json
@@ -18,15 +17,13 @@ from qkv.wire.responses import Cell, CompareResponse, Done, Progress, Stopped
 
 __all__ = ["EVENTS", "compare_request", "components", "event", "sweep_request"]
 
-Schema = dict[str, Any]
-
 EVENTS: Final = {"progress": Progress, "cell": Cell, "done": Done, "error": Stopped}
 """The data of each event of a sweep."""
 
 
 def compare_request() -> Schema:
     """Returns the schema of the JSON body of a comparison."""
-    fields = _fields(CompareFields)
+    fields = model_fields(CompareFields)
     every = list(catalogue.variants().values())
     fields["variants"]["items"] = _choice(every)
     fields["anchor"] = _choice(every) | {
@@ -48,7 +45,7 @@ def compare_request() -> Schema:
 
 def sweep_request() -> Schema:
     """Returns the schema of the JSON body of a sweep."""
-    fields = _fields(SweepFields)
+    fields = model_fields(SweepFields)
     fields["variants"]["items"] = _choice(v for v in catalogue.variants().values() if has_length(v))
     fields["lengths"]["uniqueItems"] = True
     return closed(fields, ["variants", "lengths"])
@@ -99,7 +96,7 @@ def _choice(variants: Iterable[Variant]) -> Schema:
     """Returns the schema of a variant's name, or of a variant with its parameters."""
     known = list(variants)
     named = [
-        closed({"variant": {"const": v.name}, "parameters": _parameters(v)}, ["variant"])
+        closed({"variant": {"const": v.name}, "parameters": parameters(v)}, ["variant"])
         for v in known
     ]
     return {"anyOf": [{"type": "string", "enum": [v.name for v in known]}, *named]}
@@ -112,14 +109,3 @@ def _known_parameters(variants: Iterable[Variant]) -> Schema:
         known = closed({name: {} for name in variant.parameters.model_fields}, ())
         either.append({"properties": {"variant": {"const": variant.name}, "parameters": known}})
     return {"anyOf": either}
-
-
-def _parameters(variant: Variant) -> Schema:
-    found: Schema = request(variant)["properties"]["parameters"]
-    return found
-
-
-def _fields(model: type[pydantic.BaseModel]) -> dict[str, Schema]:
-    """Returns the properties of a model without titles, which only repeat the names."""
-    properties: dict[str, Schema] = model.model_json_schema()["properties"]
-    return {n: {k: v for k, v in f.items() if k != "title"} for n, f in properties.items()}

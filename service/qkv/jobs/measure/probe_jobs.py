@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.autograd import profiler_legacy
 
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.jobs.job import Job
 
 __all__ = [

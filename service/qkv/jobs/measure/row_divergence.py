@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
 from qkv.attention.layers.projections import ROLES
+from qkv.attention.variant import Variant
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
 from qkv.jobs.job import Job, Limits

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 import pydantic
 
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, PayloadTooLarge, pointer_to
 from qkv.jobs.fields import INTEGER, field_error
 from qkv.jobs.job import Job, Limits

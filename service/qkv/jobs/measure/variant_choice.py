@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 import pydantic
 
 from qkv.attention import catalogue
-from qkv.attention.catalogue import Variant
+from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.fields import field_error
 

@@ -1,0 +1,98 @@
+"""The model repository below `/v2`: lists, loads and unloads models.
+
+Source: Triton's extension model_repository (github.com/triton-inference-server/server,
+docs/protocol).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from qkv.api.endpoints.oip_models import VERSION, find_model, new_router, respond
+from qkv.api.request_body import read_body
+from qkv.errors import InvalidContent
+from qkv.telemetry.model_stats import ModelStats
+from qkv.wire import json
+from qkv.wire.oip_responses import Loaded, RepositoryModel, Unloaded
+
+__all__ = ["router"]
+
+_MAX_BODY_BYTES: Final = 1 << 16
+
+
+def router(models: ModelStats) -> APIRouter:
+    """Returns the routes of the repository."""
+    routes = new_router()
+
+    @routes.post("/v2/repository/index", summary="Lists every model, loaded or not.")
+    async def index(request: Request) -> Response:
+        fields = await _read_fields(request, "ready")
+        if not isinstance(fields.get("ready", False), bool):
+            raise InvalidContent("ready must be true or false")
+        loaded = {name: models.is_loaded(name) for name in models.names}
+        return respond(
+            [
+                RepositoryModel(
+                    name,
+                    VERSION,
+                    "READY" if loaded[name] else "UNAVAILABLE",
+                    "" if loaded[name] else "unloaded",
+                )
+                for name in models.names
+                if loaded[name] or not fields.get("ready")
+            ]
+        )
+
+    @routes.post(
+        "/v2/repository/models/{model}/load",
+        operation_id="v2_load",
+        summary="Loads a model.",
+    )
+    async def load(request: Request, model: str) -> Response:
+        find_model(models, model, VERSION)
+        await _reject_parameters(request)
+        models.load(model)
+        return respond(Loaded(model))
+
+    @routes.post(
+        "/v2/repository/models/{model}/unload",
+        operation_id="v2_unload",
+        summary="Unloads a model.",
+        description="Requests for an unloaded model get 404 until it is loaded again.",
+    )
+    async def unload(request: Request, model: str) -> Response:
+        find_model(models, model, VERSION)
+        await _reject_parameters(request, "unload_dependents")  # no model has dependents
+        models.load(model, loaded=False)
+        return respond(Unloaded(model))
+
+    return routes
+
+
+async def _read_fields(request: Request, *known: str) -> dict[str, Any]:
+    """Returns the fields of a body that may be empty."""
+    text = bytes(await read_body(request, _MAX_BODY_BYTES, lambda _: None))
+    fields = json.decode_fields(text) if text.strip() else {}
+    for name in fields:
+        if name not in known:
+            raise InvalidContent(f"unknown field {name!r:.60}; known are {', '.join(known)}")
+    return fields
+
+
+async def _reject_parameters(request: Request, *known: str) -> None:
+    """Raises InvalidContent if a body has parameters other than the known flags.
+
+    Triton's parameters replace a configuration or files of a model, which is not supported.
+    """
+    parameters = (await _read_fields(request, "parameters")).get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidContent("parameters must be an object")
+    for name, value in (parameters or {}).items():
+        if name not in known:
+            raise InvalidContent(
+                f"parameter {name!r:.60} is not supported: a model's configuration is fixed"
+            )
+        if not isinstance(value, bool):
+            raise InvalidContent(f"parameter {name!r} must be true or false")

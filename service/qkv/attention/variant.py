@@ -1,0 +1,326 @@
+"""A variant: its file's functions, inputs, outputs and parameters, with defaults for absent parts.
+
+`catalogue` creates one of each file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from types import ModuleType
+from typing import Any, Final
+
+import orjson
+import pydantic
+from torch import Tensor
+
+from qkv.attention import defaults, variant_file
+from qkv.attention.identity_weights import IdentityWeights
+from qkv.attention.json_integers import takes_integers, to_integer
+from qkv.attention.signature import Input, Output
+from qkv.errors import InvalidContent, format_value, pointer_to
+
+__all__ = ["Variant"]
+
+_OUTPUT: Final = frozenset({"output"})
+_PYDANTIC_PREFIX: Final = "Input should be "
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A variant: its module, and the contents of its signature.
+
+    Attributes:
+        outputs: the outputs that `attend` returns, and `weights` if they can be computed.
+        returned: the outputs that `attend` returns; None: it returns the output itself.
+        from_engine: the arguments of `attend` that the engine passes.
+    """
+
+    name: str
+    module: ModuleType
+    inputs: Mapping[str, Input]
+    outputs: Mapping[str, Output]
+    parameters: type[pydantic.BaseModel]
+    returned: frozenset[str] | None
+    from_engine: frozenset[str]
+
+    @cached_property
+    def attend(self) -> Callable[..., Any]:
+        """The function that computes the outputs; takes the set `outputs` beside its arguments."""
+        attend: Callable[..., Any] = self.module.attend
+        if "outputs" in self.from_engine and self.returned == frozenset(self.outputs):
+            return attend
+        return defaults.CompleteAttend(
+            self.name,
+            attend,
+            self.inputs,
+            self.outputs,
+            self.returned,
+            "outputs" in self.from_engine,
+            self.row_block_function,
+        )
+
+    @property
+    def takes_plane(self) -> bool:
+        """True if `attend` takes `plane_BH`."""
+        return "plane_BH" in self.from_engine
+
+    @property
+    def has_row_blocks(self) -> bool:
+        """True if the file's `weights` computes rows of any heads of any items by themselves."""
+        return hasattr(self.module, "weights")
+
+    @property
+    def has_free_value_width(self) -> bool:
+        """True if `attend` takes values of any width."""
+        value = self.inputs.get("value")
+        others = (i.letters for i in self.inputs.values() if i is not value)
+        return value is not None and not any(value.letters[-1] in letters for letters in others)
+
+    @property
+    def has_closed_form_gradients(self) -> bool:
+        """True if the file has a `backward`."""
+        return hasattr(self.module, "backward")
+
+    def row_block_function(self, arguments: Mapping[str, Any]) -> Callable[[slice], Tensor]:
+        """Returns the function that computes a block of rows of the attention matrix.
+
+        Args:
+            arguments: tensors and parameters as `attend` takes them; those that the file's
+                `weights` does not take are ignored.
+        """
+        if self.has_row_blocks:
+            function: Callable[[slice], Tensor] = self.module.weights(
+                **_accepted(self.module.weights, arguments)
+            )
+            return function
+        if self.returned is not None and "weights" in self.returned:
+            whole = self.attend(**arguments, outputs=frozenset({"weights"})).weights
+            return lambda rows: whole[..., rows, :]
+        return IdentityWeights(self._compute_output, self.inputs, self.outputs["output"], arguments)
+
+    def random_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments, completed by the tensors that the variant draws at random.
+
+        The file's `random_inputs` draws those optional inputs that the request does not have.
+        """
+        hook = getattr(self.module, "random_inputs", None)
+        return (
+            dict(arguments) if hook is None else {**arguments, **hook(**_accepted(hook, arguments))}
+        )
+
+    @property
+    def random_input_names(self) -> frozenset[str]:
+        """The names of the inputs that are drawn at random if the request does not have them."""
+        if (hook := getattr(self.module, "random_inputs", None)) is None:
+            return frozenset()
+        names = inspect.signature(hook).parameters
+        optional = (i for i in self.inputs.values() if i.is_optional)
+        return frozenset(i.name for i in optional if i.argument in names)
+
+    @property
+    def backward(self) -> Callable[..., dict[str, Tensor]] | None:
+        """The gradients of sum(grad_output * output) by input name: the file's, or by autograd.
+
+        None if no input is floating.
+        """
+        if self.has_closed_form_gradients:
+            return typing.cast("Callable[..., dict[str, Tensor]]", self.module.backward)
+        if not any("float32" in i.dtypes for i in self.inputs.values()):
+            return None
+        return partial(defaults.backward_by_autograd, self._compute_output, self.inputs)
+
+    def reference(self, **arguments: Any) -> Any:
+        """Computes the outputs in float64, for tests: by the file's `reference`, else by `attend`.
+
+        Args:
+            **arguments: as `attend` takes them, in any dtype, on the CPU.
+        """
+        if hasattr(self.module, "reference"):
+            return self.module.reference(**arguments)
+        wide = {
+            n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for n, v in arguments.items()
+        }
+        return self.attend(**wide, outputs=frozenset(self.outputs))
+
+    def _compute_output(self, **arguments: Any) -> Tensor:
+        output: Tensor = self.attend(**arguments, outputs=_OUTPUT).output
+        return output
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the file's docstring."""
+        return variant_file.summary(self.module)
+
+    @property
+    def formula(self) -> str:
+        """The file's FORMULA, or its docstring's `Formula:`."""
+        return self._text("FORMULA", "not given")
+
+    @property
+    def paper(self) -> str:
+        """The file's PAPER, or its docstring's `Paper:`."""
+        return self._text("PAPER", "not given")
+
+    @property
+    def cost(self) -> str:
+        """The file's COST, or its docstring's `Cost:`."""
+        return self._text("COST", "not given")
+
+    @property
+    def weights_text(self) -> str:
+        """The file's WEIGHTS, or its docstring's `Weights:`."""
+        return self._text("WEIGHTS", "unnormalised")
+
+    def _text(self, name: str, default: str) -> str:
+        own: str | None = getattr(self.module, name, None)
+        return own or variant_file.docstring_field(self.module, name.capitalize()) or default
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        """Parameters that have no meaning here, with the reason."""
+        return typing.cast("Mapping[str, str]", getattr(self.module, "REFUSES", {}))
+
+    @property
+    def stackable_below(self) -> float:
+        """The file's STACKABLE_BELOW, or 0: requests with numbers from there on are not stacked.
+
+        Such numbers may take another path, on which the bits of stacked requests would depend. A
+        file without the constant has promised nothing about stacked requests.
+        """
+        return float(getattr(self.module, "STACKABLE_BELOW", 0.0))
+
+    def flops(self, sizes: Mapping[str, int]) -> int:
+        """Returns the floating-point operations of the matrix products for these axis sizes."""
+        return int(self._flops(sizes))
+
+    @cached_property
+    def _flops(self) -> Callable[[Mapping[str, int]], int]:
+        if hasattr(self.module, "flops"):
+            return typing.cast("Callable[[Mapping[str, int]], int]", self.module.flops)
+        return defaults.flop_counter(self._compute_output, self.inputs, self.outputs.get("weights"))
+
+    def uses_sdpa(
+        self,
+        sizes: Mapping[str, int],
+        parameters: pydantic.BaseModel,
+        outputs: frozenset[str],
+    ) -> bool:
+        """Returns True if torch's SDPA kernel runs (backend "sdpa").
+
+        Its bits do not depend on the number of CPU threads. The file's `uses_sdpa` decides.
+        """
+        hook = getattr(self.module, "uses_sdpa", None)
+        return hook is not None and bool(hook(sizes, parameters, outputs))
+
+    def decided(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        parameters: pydantic.BaseModel,
+        outputs: frozenset[str],
+    ) -> Callable[..., Any] | None:
+        """Returns `attend` specialised for these shapes, parameters and outputs, or None.
+
+        The function takes the inputs by name; their numbers must be below `stackable_below`.
+        """
+        hook = getattr(self.module, "decided", None)
+        return None if hook is None else hook(shapes, parameters, outputs)
+
+    def score_count(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
+        """Returns how many pairs of a query and a key are visited one by one.
+
+        The file's `score_count` says so. Without one it is the size of the output `scores`; if the
+        file has no `weights` either, `attend` may visit each pair: the size of the weights.
+        """
+        if (hook := getattr(self.module, "score_count", None)) is not None:
+            return int(hook(sizes, parameters))
+        scores = self.outputs.get("scores" if self.has_row_blocks else "weights")
+        return 0 if scores is None else math.prod(sizes[letter] for letter in scores.letters)
+
+    def weights_are(self, parameters: pydantic.BaseModel) -> str:
+        """Returns stochastic, signed or unnormalised.
+
+        Stochastic weights are not negative, and each row's sum is 1, or 0 if the row sees no key.
+        The file's `weights_are` says so; without one it is the first word of `weights_text`.
+        """
+        hook = getattr(self.module, "weights_are", None)
+        return self.weights_text.partition(";")[0] if hook is None else str(hook(parameters))
+
+    def infer_sizes(
+        self, sizes: Mapping[str, int], parameters: pydantic.BaseModel
+    ) -> Mapping[str, int]:
+        """Returns the sizes of letters that no tensor of the request binds.
+
+        The file's `infer_sizes` computes them from the other sizes and the parameters.
+
+        Raises:
+            QkvError: sizes and parameters contradict one another, or exceed a limit.
+        """
+        hook = getattr(self.module, "infer_sizes", None)
+        return {} if hook is None else hook(sizes, parameters)
+
+    def parse(self, parameters: Mapping[str, Any]) -> pydantic.BaseModel:
+        """Validates parameters from JSON.
+
+        Raises:
+            InvalidContent: a parameter is unknown, refused, mistyped or out of bounds.
+        """
+        for name in parameters:
+            pointer = pointer_to("parameters", name)
+            if name in self.refuses:
+                raise InvalidContent(
+                    f"{self.name} refuses {name!r}: {self.refuses[name]}", pointer=pointer
+                )
+            if name not in self.parameters.model_fields:
+                known = ", ".join(self.parameters.model_fields) or "none"
+                raise InvalidContent(
+                    f"{self.name} has no parameter {name!r}; its parameters are {known}",
+                    pointer=pointer,
+                )
+        if not parameters:
+            return self._defaults
+        try:
+            plain = {n: to_integer(v) if n in self._integers else v for n, v in parameters.items()}
+            return self.parameters.model_validate_json(orjson.dumps(plain))
+        except (pydantic.ValidationError, TypeError) as error:
+            raise _parameter_error(error) from None
+
+    @cached_property
+    def _integers(self) -> frozenset[str]:
+        fields = self.parameters.model_fields
+        return frozenset(n for n, f in fields.items() if takes_integers(f.annotation))
+
+    @cached_property
+    def _defaults(self) -> pydantic.BaseModel:
+        return self.parameters()
+
+
+def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the arguments that a function takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def _parameter_error(error: pydantic.ValidationError | TypeError) -> InvalidContent:
+    """Returns the first error as a sentence; the branches of a union are one error."""
+    if isinstance(error, TypeError):  # orjson: an integer past 64 bits
+        return InvalidContent(f"parameters: {error}", pointer="/parameters")
+    errors = error.errors(include_url=False, include_context=False)
+    name = errors[0]["loc"][0]
+    # below the parameter, loc names items by number and a union's branches by words
+    path = [name, *(part for part in errors[0]["loc"][1:] if isinstance(part, int))]
+    reasons = dict.fromkeys(e["msg"] for e in errors if e["loc"][0] == name)
+    if all(reason.startswith(_PYDANTIC_PREFIX) for reason in reasons):
+        choices = " or ".join(reason.removeprefix(_PYDANTIC_PREFIX) for reason in reasons)
+        expectation = f"expected {choices}"
+    else:
+        expectation = "; or: ".join(reasons)
+    return InvalidContent(
+        f"parameter {name!r} is invalid: got {format_value(errors[0]['input'])}, {expectation}",
+        pointer=pointer_to("parameters", *path),
+    )

@@ -1,0 +1,89 @@
+"""Start of the service: finds the device, binds the socket, and runs the supervisor.
+
+`serve` is the entry point of `qkv serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from importlib import import_module
+
+import click
+
+from qkv.api.app import new_shared_state
+from qkv.engine.engine import pick_device
+from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.server import listener
+from qkv.server.process import limit_malloc_arenas, usable_cpus
+from qkv.server.supervisor import Supervisor
+from qkv.settings import Settings
+
+__all__ = ["serve"]
+
+
+def serve(settings: Settings) -> int:
+    """Serves until SIGINT or SIGTERM, then completes the accepted requests.
+
+    Returns:
+        The exit status: 0 after a clean stop.
+    """
+    _load_tracing(settings)
+    limit_malloc_arenas()
+    listening = listener.listen(settings.host, settings.port)
+    device_type = _find_device_type(settings.device)
+    workers = settings.workers or (1 if device_type == "cuda" else usable_cpus())
+    has_device_process = settings.device_process == "one" or (
+        settings.device_process == "auto" and device_type == "cuda" and workers > 1
+    )
+    state = new_shared_state(settings, workers, device_process=has_device_process)
+    shared_memory = (
+        _new_shared_memory(workers, settings.max_queue_bytes) if has_device_process else None
+    )
+    return Supervisor(settings, listening, state, device_type, shared_memory).run()
+
+
+def _load_tracing(settings: Settings) -> None:
+    """Imports OpenTelemetry before the fork, if the environment enables traces."""
+    try:
+        if settings.traces:
+            import_module("qkv.telemetry.tracing")
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"OTEL_* in the environment enables traces, but {error.name} is not installed: "
+            "pip install '.[tracing]', or set OTEL_SDK_DISABLED=true"
+        ) from None
+
+
+def _new_shared_memory(regions: int, size: int) -> SharedMemory:
+    try:
+        return SharedMemory(regions, size)
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot allocate shared memory of {regions} times QKV_MAX_QUEUE_BYTES: "
+            f"{error.strerror}"
+        ) from None
+
+
+def _find_device_type(name: str) -> str:
+    """Returns the device type that the workers will use.
+
+    A forked process finds it: if the supervisor initialised CUDA, its children could not use it.
+
+    Raises:
+        click.ClickException: torch finds no such device.
+    """
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException):
+            os.write(writer, pick_device(name).type.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        found = pipe.read().decode()
+    os.waitpid(pid, 0)
+    if not found:
+        raise click.ClickException(f"QKV_DEVICE is {name}, but torch finds no such device")
+    return found

@@ -1,0 +1,174 @@
+"""A JSON document that is converted in parts: plain values under limits, tensors as nested lists.
+
+The codecs of JSON and of the Open Inference Protocol read their bodies with `Document`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import orjson
+import simdjson
+
+from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, pointer_to
+from qkv.wire.json_arrays import MAX_OBJECTS, NestedLists, walk
+
+__all__ = ["Document", "items"]
+
+_MAX_DEPTH: Final = 32  # outside tensors
+_MAX_NAMES: Final = 256  # in one object: each look-up is a scan
+_LONGEST_NAME: Final = 1024  # the pointer to each value below contains it
+_MAX_VALUES: Final = 10_000  # outside tensors
+# A string, or an integer that may exceed 64 bits, between its neighbours in JSON. The quantifiers
+# are possessive, because there are strings of 64 MiB.
+_WIDE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(?<=[\[,:\s])-?[0-9]{19,}(?=[\],}\s])', re.DOTALL)
+_LONGEST_EXPLAINED: Final = 1 << 20  # bytes
+_CODE: Final = re.compile(r"^[A-Z0-9_]+: ")  # simdjson's name for an error
+
+
+class Document:
+    """A JSON object that is converted in parts. Counts the visited arrays, and the values outside
+    tensors.
+
+    Args:
+        text: UTF-8. Bytes, because simdjson is much slower with any other type.
+
+    Raises:
+        MalformedRequest: the text is not JSON, or not an object.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        try:
+            root = _parse(text)
+        except (ValueError, RuntimeError, MemoryError) as error:
+            raise MalformedRequest(
+                f"the body is not JSON: {_parse_error_reason(text, error)}"
+            ) from None
+        if not isinstance(root, simdjson.Object):
+            raise MalformedRequest("the body must be a JSON object")
+        self.root = root
+        self._text = text
+        self._arrays = 0
+        self._values = 0
+
+    @property
+    def has_visited_all(self) -> bool:
+        """True if every array was visited.
+
+        An array that was not is between numbers, where simdjson would flatten it.
+        """
+        brackets = np.frombuffer(self._text, np.uint8) == ord("[")  # faster than bytes.count
+        return int(np.count_nonzero(brackets)) == self._arrays
+
+    def to_python(self, node: Any, pointer: str, depth: int = 0) -> Any:
+        """Returns a value outside tensors as Python objects.
+
+        Raises:
+            MalformedRequest: the value is nested too deeply.
+            PayloadTooLarge: the document has too many values.
+        """
+        if depth > _MAX_DEPTH:
+            raise MalformedRequest(f"the body is nested deeper than {_MAX_DEPTH}", pointer=pointer)
+        self._values += 1
+        if self._values > _MAX_VALUES:
+            raise PayloadTooLarge(
+                f"the body has more than {_MAX_VALUES} values outside tensors", pointer=pointer
+            )
+        if isinstance(node, simdjson.Object):
+            return {
+                name: self.to_python(inner, pointer + pointer_to(name), depth + 1)
+                for name, inner in items(node, pointer)
+            }
+        if isinstance(node, simdjson.Array):
+            return [
+                self.to_python(inner, f"{pointer}/{i}", depth + 1)
+                for i, inner in enumerate(self.elements(node))
+            ]
+        return node
+
+    def elements(self, node: simdjson.Array) -> Iterator[Any]:
+        """Yields the elements of a list outside tensors."""
+        self._arrays += 1
+        yield from node
+
+    def nested_lists(self, node: Any, name: str, pointer: str) -> NestedLists:
+        """Returns nested lists with their shape, without reading numbers.
+
+        A single number is a tensor without axes.
+
+        Raises:
+            InvalidContent: the lists are ragged, or nested too deeply.
+            PayloadTooLarge: there are too many lists.
+        """
+        if not isinstance(node, simdjson.Array):
+            return NestedLists(name, pointer, [node], (), [[node]])
+        shape, leaves, arrays = walk(node, name, pointer)
+        self._arrays += arrays
+        return NestedLists(name, pointer, node, shape, leaves)
+
+
+def items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of an object.
+
+    `node.items()` would create Python objects of all values below.
+
+    Raises:
+        InvalidContent: a name is repeated, invalid or too long, or there are too many names.
+    """
+    if len(node) > _MAX_NAMES:
+        raise InvalidContent(f"an object has more than {_MAX_NAMES} names", pointer=pointer)
+    seen = set()
+    for name in node:
+        if len(name) > _LONGEST_NAME:
+            raise InvalidContent(
+                f"a name is too long: got {len(name)} characters, expected at most {_LONGEST_NAME}",
+                pointer=pointer,
+            )
+        inside = pointer + pointer_to(name)
+        if name in seen:
+            raise InvalidContent(f"{name!r:.60} is repeated", pointer=inside)
+        seen.add(name)
+        if "\0" in name:  # simdjson looks names up as C strings
+            raise InvalidContent(f"{name!r:.60} is not a valid name", pointer=inside)
+        yield name, node[name]
+
+
+def _parse(text: bytes) -> Any:
+    """Returns the root of a document.
+
+    Integers beyond 64 bits become the nearest float64: JavaScript writes numbers below 1e21 as
+    integers. The number of replaced strings and integers is bounded.
+    """
+    try:
+        return simdjson.Parser().parse(text)
+    except (ValueError, RuntimeError) as error:
+        # simdjson reports these errors only if every string ends
+        if not str(error).startswith(("BIGINT_ERROR", "NUMBER_ERROR")):
+            raise
+    return simdjson.Parser().parse(_WIDE.sub(_as_float, text, count=MAX_OBJECTS))
+
+
+def _parse_error_reason(text: bytes, error: Exception) -> str:
+    """Returns why a text is not JSON; if it is short, orjson's message, which has the position."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    if len(text) <= _LONGEST_EXPLAINED:
+        try:
+            orjson.loads(
+                text.removeprefix(b"\xef\xbb\xbf")
+            )  # a byte order mark: RFC 8259 permits to ignore it
+        except orjson.JSONDecodeError as decode_error:
+            if "memory" not in decode_error.msg:  # orjson's message for brackets left open
+                return str(decode_error)
+    return _CODE.sub("", str(error)).removesuffix("  This is a fatal and unrecoverable error.")
+
+
+def _as_float(match: re.Match[bytes]) -> bytes:
+    """Returns a matched integer with an exponent if it exceeds 64 bits; else the match."""
+    text = match[0]
+    if text.startswith(b'"') or (len(text) <= 20 and -(2**63) <= int(text) < 2**64):
+        return text
+    return text + b"e0"
