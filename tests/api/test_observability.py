@@ -19,6 +19,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from qkv.api.job_runner import JobRunner
 from qkv.engine.executor import PreparedRun
 from qkv.jobs.job import Job
 from support.processes import TIMEOUT_S, Process
@@ -140,6 +141,23 @@ def test_internal_error_is_logged_with_the_request_id(
     ours = [r.getMessage() for r in caplog.records if r.name.startswith("qkv.api.")]
     assert len(ours) == 2
     assert all("it-was-me" in message for message in ours)
+
+
+def test_connection_stays_open_after_an_internal_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On direct routes and behind FastAPI. A client may send its next request at once."""
+    with raw_client(server) as caller:
+        for path in (INFER, "/v2/models/softmax/versions/1/infer"):
+            request = encode_request(*encode_body(random_inputs(3), id=f"new at {path}"), path)
+            with monkeypatch.context() as patch:
+                patch.setattr(JobRunner, "new_job", lambda *_: 1 / 0)
+                caller.send(request)
+                assert caller.status() == 500
+                caller.rest()
+            caller.send(request)
+            assert caller.status() == 200
+            caller.rest()
 
 
 # ---------------------------------------------------------------- the log

@@ -99,7 +99,8 @@ def as_json(array: Array, encoding: str) -> Any:
             return [spelled(v) for v in value]
         return words.get(str(value), value)
 
-    wide = array.astype(np.float64) if array.dtype.kind not in "bi" else array
+    with np.errstate(invalid="ignore"):  # a cast of a signalling NaN warns
+        wide = array.astype(np.float64) if array.dtype.kind not in "bi" else array
     return spelled(wide.tolist())
 
 

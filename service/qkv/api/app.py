@@ -34,7 +34,12 @@ from qkv.api.endpoints import (
 from qkv.api.error_responses import add_error_handlers, error_response
 from qkv.api.fast_path.run_cache import RunCache
 from qkv.api.job_runner import JobRunner, job_limits
-from qkv.api.middleware import DrainMiddleware, HeadMiddleware, allow_origins
+from qkv.api.middleware import (
+    DrainMiddleware,
+    HeadMiddleware,
+    InternalErrorMiddleware,
+    allow_origins,
+)
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
 from qkv.attention import catalogue
@@ -213,7 +218,7 @@ def _add_middleware(app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint])
     worker, api_keys = runtime.worker, runtime.api_keys
     app.add_middleware(HeadMiddleware)
     app.add_middleware(DrainMiddleware, shared_state=worker.shared_state)
-    asgi: ASGIApp = DirectRouter(app, direct, error_response, worker)
+    asgi: ASGIApp = DirectRouter(InternalErrorMiddleware(app), direct, error_response, worker)
     if api_keys is not None:
         # FastAPI needs it too, for servers that serve `app` instead of `app.state.asgi`
         app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, error_response=error_response)

@@ -1,4 +1,4 @@
-"""ASGI middleware: HEAD requests, drain, and cross-origin requests."""
+"""ASGI middleware: HEAD requests, drain, internal errors, and cross-origin requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkv.api.error_responses import error_response
 from qkv.errors import ServiceUnavailable
 from qkv.telemetry.worker_state import SharedState
 
-__all__ = ["DrainMiddleware", "HeadMiddleware", "allow_origins"]
+__all__ = ["DrainMiddleware", "HeadMiddleware", "InternalErrorMiddleware", "allow_origins"]
 
 _SERVED_WHILE_DRAINING: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS))
 
@@ -60,6 +60,32 @@ class DrainMiddleware:
                     raise
         stopping = ServiceUnavailable("the service is stopping", retry_after=5)
         return await error_response(stopping, scope["path"])(scope, receive, send_closing)
+
+
+class InternalErrorMiddleware:
+    """Ends an internal error whose response is complete. FastAPI raises the error again.
+
+    uvicorn would then close the connection without notice: a client that sends its next request at
+    once would lose it. `add_error_handlers` has logged the error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_complete = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal is_complete
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                is_complete = True
+
+        try:
+            await self._app(scope, receive, send_noting)
+        except Exception:
+            if not is_complete:
+                raise
 
 
 def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
