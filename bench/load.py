@@ -1,4 +1,4 @@
-"""Load generator: repeats one request over open connections, from separate client processes.
+"""Load generator: sends requests in turn over open connections, from processes of its own.
 
 It compares every response with the expected bytes and reads the timing in it. Common load
 generators only count bytes.
@@ -7,13 +7,15 @@ generators only count bytes.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
+import random
 import re
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -28,6 +30,9 @@ STAGES: Final = (b"queue", b"transfer", b"compute", b"total")
 _STAGE: Final = re.compile(rb'(queue|transfer|compute|total)_ms\\?":([0-9.e+-]+)')
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 _STATUS_OK: Final = b"HTTP/1.1 200 "
+_ID_DIGITS: Final = 12
+NO_ID: Final = "0" * _ID_DIGITS
+"""The id in a body that gets a new id each time it is sent."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class BenchRequest:
         body: the body.
         expected_bytes: the tensors, as the first or last bytes of the response body.
         is_at_end: True if they are the last bytes.
+        id_offset: index in the body of `NO_ID`, which the client replaces by a new number each
+            time; -1: there is none.
     """
 
     path: str
@@ -47,6 +54,7 @@ class BenchRequest:
     body: bytes
     expected_bytes: bytes = b""
     is_at_end: bool = False
+    id_offset: int = -1
 
 
 class LoadInstructions(NamedTuple):
@@ -54,7 +62,8 @@ class LoadInstructions(NamedTuple):
 
     Attributes:
         host, port: address of the service.
-        request: the request.
+        requests: the requests, sent in turn.
+        first: index of the first one that this process sends.
         connections: number of open connections.
         in_flight: number of them with a request in flight; the others are idle.
         duration_s: duration of the measurement.
@@ -62,7 +71,8 @@ class LoadInstructions(NamedTuple):
 
     host: str
     port: int
-    request: BenchRequest
+    requests: Sequence[BenchRequest]
+    first: int
     connections: int
     in_flight: int
     duration_s: float
@@ -92,16 +102,16 @@ class LoadResult(NamedTuple):
 
 def load(
     address: tuple[str, int],
-    request: BenchRequest,
+    requests: BenchRequest | Sequence[BenchRequest],
     duration_s: float,
     connections: int = 1,
     in_flight: int = 0,
 ) -> LoadResult:
-    """Sends a request repeatedly, after a warm-up that uses every connection.
+    """Sends requests in turn, after a warm-up that uses every connection.
 
     Args:
         address: host and port of the service.
-        request: the request.
+        requests: the request, or several: each client process starts at another one.
         duration_s: duration; responses to requests in flight at its end are received too.
         connections: number of open connections.
         in_flight: number of them with a request in flight; 0: all.
@@ -109,6 +119,7 @@ def load(
     Raises:
         RuntimeError: a response was wrong.
     """
+    requests = (requests,) if isinstance(requests, BenchRequest) else requests
     in_flight = in_flight or connections
     count = min(PROCESSES, in_flight)
     # Not as __main__, because it pickles classes of this module.
@@ -117,8 +128,10 @@ def load(
     processes = [subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe) for _ in range(count)]
     try:
         for i, process in enumerate(processes):
-            shares = [len(range(i, total, count)) for total in (connections, in_flight)]
-            _send(process, LoadInstructions(*address, request, shares[0], shares[1], duration_s))
+            first = i * len(requests) // count
+            own = [len(range(i, total, count)) for total in (connections, in_flight)]
+            instructions = LoadInstructions(*address, requests, first, own[0], own[1], duration_s)
+            _send(process, instructions)
         for process in processes:
             _receive(process)
         for process in processes:
@@ -161,8 +174,9 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     def send_request(self) -> None:
+        self.request, chunks = self._client.next_request()
         self._sent_at = time.perf_counter()
-        self._transport.write(self._client.request_bytes)
+        self._transport.writelines(chunks)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -186,16 +200,18 @@ class LoadClient:
     """The connections of a client process."""
 
     def __init__(self, instructions: LoadInstructions) -> None:
-        request = instructions.request
-        headers = {
-            "Host": instructions.host,
-            "Content-Length": len(request.body),
-            **request.headers,
-        }
-        lines = [f"POST {request.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-        self.request_bytes = "\r\n".join([*lines, "", ""]).encode() + request.body
+        requests, first = instructions.requests, instructions.first
+        ordered = [*requests[first:], *requests[:first]]
+        self._next = itertools.cycle([(r, _encode(r, instructions.host)) for r in ordered])
+        self._ids = itertools.count(random.randrange(10 ** (_ID_DIGITS - 1)))
         self._instructions = instructions
-        self._expected_bytes, self._is_at_end = request.expected_bytes, request.is_at_end
+
+    def next_request(self) -> tuple[BenchRequest, Sequence[bytes]]:
+        """Returns a request, and its bytes with a new id."""
+        request, (before, after) = next(self._next)
+        if request.id_offset < 0:
+            return request, (before,)
+        return request, (before, b"%0*d" % (_ID_DIGITS, next(self._ids)), after)
 
     async def run(self) -> None:
         """Warms up, reports that it is ready, waits for the start, and reports the responses."""
@@ -229,10 +245,11 @@ class LoadClient:
         self, connection: _Connection, latency_ms: float, response: bytearray, head_bytes: int
     ) -> None:
         """Checks and records a response; the longest idle connection sends the next request."""
-        size = len(self._expected_bytes)
-        tensors = len(response) - size if self._is_at_end else head_bytes
-        rest = (head_bytes, tensors) if self._is_at_end else (head_bytes + size, len(response))
-        has_tensors = response[tensors : tensors + size] == self._expected_bytes
+        request = connection.request
+        size = len(request.expected_bytes)
+        tensors = len(response) - size if request.is_at_end else head_bytes
+        rest = (head_bytes, tensors) if request.is_at_end else (head_bytes + size, len(response))
+        has_tensors = response[tensors : tensors + size] == request.expected_bytes
         if not (response.startswith(_STATUS_OK) and has_tensors):
             self.fail(f"wrong response: {bytes(response[:600])!r}")
             return
@@ -256,6 +273,16 @@ def _report(message: Any) -> None:
     """Sends a message from a client process to the process that started it."""
     pickle.dump(message, sys.stdout.buffer)
     sys.stdout.flush()
+
+
+def _encode(request: BenchRequest, host: str) -> tuple[bytes, bytes]:
+    """Returns the bytes of a request before and after its id; all are before if it has none."""
+    headers = {"Host": host, "Content-Length": len(request.body), **request.headers}
+    lines = [f"POST {request.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+    head, at = "\r\n".join([*lines, "", ""]).encode(), request.id_offset
+    if at < 0:
+        return head + request.body, b""
+    return head + request.body[:at], request.body[at + _ID_DIGITS :]
 
 
 def main() -> None:

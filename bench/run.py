@@ -12,6 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 import explicit_attention
@@ -26,11 +27,14 @@ from run_page import (
     ConnectionsResult,
     ExplicitResult,
     OneClientResult,
+    SmallBesideLargeResult,
     WeightsResult,
+    WorkloadResult,
     build_tables,
     write_page,
 )
 from service import Service, running_service
+from workloads import WORKLOADS
 
 import qkv
 from qkv.server.process import usable_cpus
@@ -51,9 +55,12 @@ class Plan(NamedTuple):
     clients: tuple[int, ...] = (1, 16, 64)
     body_sizes: tuple[int, ...] = BODY_SIZES
     connections: tuple[int, ...] = (1, 4, 16, 64, 256, 512)
+    workload_clients: tuple[int, ...] = (1, 16)
+    small_clients: tuple[int, ...] = (2, 8)
 
 
-QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,))
+QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,), (2,), (2,))
+LARGE_CLIENTS: Final = 2
 
 
 def measure_one_client(service: Service, plan: Plan) -> Iterator[OneClientResult]:
@@ -105,6 +112,32 @@ def measure_clients(service: Service, plan: Plan) -> Iterator[ClientsResult]:
                 yield ClientsResult(shape, wire_format, clients, result, service.resident_bytes)
 
 
+def measure_workloads(service: Service, plan: Plan) -> Iterator[WorkloadResult]:
+    """Measures clients whose requests differ."""
+    for workload in WORKLOADS:
+        requests = workload.build(service.address)
+        for clients in plan.workload_clients:
+            yield WorkloadResult(
+                workload.name, clients, load(service.address, requests, plan.seconds, clients)
+            )
+
+
+def measure_small_beside_large(service: Service, plan: Plan) -> Iterator[SmallBesideLargeResult]:
+    """Measures clients that send small requests while others send large ones; each also alone."""
+    small, large = (
+        build_request(service.address, "V2 binary", tensors_of(SHAPES[size])) for size in "SL"
+    )
+    with ThreadPoolExecutor() as pool:
+        for clients in plan.small_clients:
+            small_alone = load(service.address, small, plan.seconds, clients)
+            large_alone = load(service.address, large, plan.seconds, LARGE_CLIENTS)
+            large_load = pool.submit(load, service.address, large, plan.seconds, LARGE_CLIENTS)
+            small_load = load(service.address, small, plan.seconds, clients)
+            yield SmallBesideLargeResult(
+                clients, small_alone, small_load, large_alone, large_load.result()
+            )
+
+
 def measure_weights(service: Service, plan: Plan) -> Iterator[WeightsResult | ExplicitResult]:
     """Measures full weights at M, beside explicit attention in processes without other work."""
     cpus = usable_cpus()
@@ -149,19 +182,23 @@ def keys_in(body_bytes: int) -> int:
 
 
 def measure(plan: Plan) -> BenchResults:
-    """Measures everything: the first three tables on one service, the others on a new one.
+    """Measures everything: the first five tables on one service, the others on a new one.
 
     The memory that remains in the new service then belongs to the other tables.
     """
     with running_service() as service:
         one_client = list(measure_one_client(service, plan))
         clients = list(measure_clients(service, plan))
+        workloads = list(measure_workloads(service, plan))
+        beside_large = list(measure_small_beside_large(service, plan))
         weights = list(measure_weights(service, plan))
     with running_service() as service:
         _warm_up(service)
         connections = list(measure_connections(service, plan))
         body_sizes = list(measure_body_sizes(service, plan))
-    return BenchResults(one_client, clients, weights, connections, body_sizes)
+    return BenchResults(
+        one_client, clients, workloads, beside_large, weights, connections, body_sizes
+    )
 
 
 def _warm_up(service: Service) -> None:

@@ -36,6 +36,24 @@ class ClientsResult(NamedTuple):
     resident_bytes: int
 
 
+class WorkloadResult(NamedTuple):
+    """Requests of one workload from several clients."""
+
+    workload: str
+    clients: int
+    load: LoadResult
+
+
+class SmallBesideLargeResult(NamedTuple):
+    """Small requests from several clients, and large ones from others, alone and together."""
+
+    clients: int
+    small_alone: LoadResult
+    small: LoadResult
+    large_alone: LoadResult
+    large: LoadResult
+
+
 class ExplicitResult(NamedTuple):
     """Calls per second of explicit attention, without a service."""
 
@@ -74,6 +92,8 @@ class BenchResults(NamedTuple):
 
     one_client: list[OneClientResult]
     clients: list[ClientsResult]
+    workloads: list[WorkloadResult]
+    beside_large: list[SmallBesideLargeResult]
     weights: list[WeightsResult | ExplicitResult]
     connections: list[ConnectionsResult]
     body_sizes: list[BodySizeResult]
@@ -95,6 +115,8 @@ def build_tables(about: str, results: BenchResults) -> dict[str, str]:
         "about": about,
         "bare": _build_one_client(results.one_client),
         "clients": _build_clients(results.clients),
+        "workloads": _build_workloads(results.workloads),
+        "small beside large": _build_beside_large(results.beside_large),
         "weights": _build_weights(results.weights),
         "connections": _build_connections(results.connections),
         "sizes": _build_body_sizes(results.body_sizes),
@@ -140,6 +162,42 @@ def _build_clients(results: list[ClientsResult]) -> str:
     table = format_table([*header, "resident after, MiB"], rows, labels=2)
     target = "Target for one client: p99 is at most twice p50 plus 1 ms."
     return f"{table}\n\n{target} {subject} meet it."
+
+
+def _build_workloads(results: list[WorkloadResult]) -> str:
+    counts = sorted({result.clients for result in results})
+    same = {r.clients: r.load.rate for r in results if r.workload == results[0].workload}
+    header = [""]
+    for count in counts:
+        header += [f"{count} client{'s' * (count > 1)}, requests/s", "of the same bytes"]
+        header.append("p50 / p99, ms")
+    rows = []
+    for name in dict.fromkeys(result.workload for result in results):
+        rows.append([name])
+        for result in (r for r in results if r.workload == name):
+            rate = result.load.rate
+            rows[-1] += [format_number(rate), f"{rate / same[result.clients]:.2f}"]
+            rows[-1].append(_format_percentiles(result.load.timings))
+    return format_table(header, rows)
+
+
+def _build_beside_large(results: list[SmallBesideLargeResult]) -> str:
+    header = ["clients at S", "S alone, requests/s", "S beside L", "ratio", "p50 / p99, ms"]
+    header += ["L alone, requests/s", "L beside S", "ratio"]
+    rows = [
+        [
+            str(result.clients),
+            format_number(result.small_alone.rate),
+            format_number(result.small.rate),
+            f"{result.small.rate / result.small_alone.rate:.2f}",
+            _format_percentiles(result.small.timings),
+            format_number(result.large_alone.rate),
+            format_number(result.large.rate),
+            f"{result.large.rate / result.large_alone.rate:.2f}",
+        ]
+        for result in results
+    ]
+    return format_table(header, rows)
 
 
 def _build_weights(results: list[WeightsResult | ExplicitResult]) -> str:

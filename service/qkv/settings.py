@@ -140,15 +140,6 @@ class Settings(BaseSettings):
             "service closes the connection.",
         ),
     ] = 30.0
-    busy_poll_us: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=100_000,
-            description="Microseconds that a worker polls after a response if it has the only "
-            "client, to lower latency. 0 turns it off. It is always off on a single CPU.",
-        ),
-    ] = 200
     request_log: Annotated[
         Literal["off", "json"],
         Field(description="json writes one line of JSON per request to standard output."),

@@ -23,6 +23,7 @@ DTYPES: Final[dict[str, np.dtype]] = {
     "bool": np.dtype("?"),
 }
 """Every supported dtype, with its numpy dtype (little-endian; bfloat16 from ml_dtypes)."""
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 FLOATING: Final = ("float64", "float32", "float16", "bfloat16")
 """The dtypes in which attention is computed."""
@@ -83,8 +84,7 @@ class RawTensor:
         Raises:
             InvalidContent: the dtype is not supported.
         """
-        little = array.dtype.newbyteorder("<")
-        name = next((n for n, dtype in DTYPES.items() if dtype == little), None)
+        name = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
         if name is None:
             raise InvalidContent(
                 f"dtype is not supported: got {array.dtype}, expected {', '.join(DTYPES)}"

@@ -397,7 +397,7 @@ def test_key_is_sent_in_headers() -> None:
                 assert refused.value.status() == "401"
         with qkv.Client(server.url, api_key=key) as native:
             right = native.attend("softmax", weights="none", **arrays).output
-        for _ in range(3):  # the last requests take the fast path
+        for _ in range(3):
             result = client.infer("softmax", infer_inputs(arrays), headers=headers)
             assert same(result.as_numpy("output"), right)
 

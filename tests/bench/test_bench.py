@@ -25,9 +25,12 @@ from run_page import (
     ConnectionsResult,
     ExplicitResult,
     OneClientResult,
+    SmallBesideLargeResult,
     WeightsResult,
+    WorkloadResult,
 )
 from service import ResidentMemory, Service
+from workloads import WORKLOADS, Workload
 
 from qkv.settings import Settings
 from qkv.tensors import RawTensor
@@ -51,6 +54,35 @@ def test_load_checks_every_response(server: Server, wire_format: str, weights: b
     wrong = dataclasses.replace(request, expected_bytes=request.expected_bytes[:-1] + b"?")
     with pytest.raises(RuntimeError, match="has failed"):
         load.load(server.address, wrong, 0.05)
+
+
+def test_requests_are_sent_in_turn_with_new_ids(server: Server) -> None:
+    shapes = [(1, 1, length, 4) for length in (2, 3, 4)]
+    requests = [
+        build_request(server.address, "V2 binary", tensors_of(shape), has_new_ids=True)
+        for shape in shapes
+    ]
+    client = load.LoadClient(load.LoadInstructions("127.0.0.1", 0, requests, 1, 1, 1, 0.0))
+    sent = [client.next_request() for _ in range(6)]
+    assert [request for request, _ in sent] == [*requests[1:], requests[0]] * 2
+    assert len({b"".join(chunks) for _, chunks in sent}) == 6
+    for request, chunks in sent:
+        assert len(b"".join(chunks).partition(b"\r\n\r\n")[2]) == len(request.body)
+    result = load.load(server.address, requests, 0.05, connections=2)
+    assert len(result.timings) >= load.MIN_RESPONSES
+    mixed_up = [
+        dataclasses.replace(request, expected_bytes=other.expected_bytes)
+        for request, other in zip(requests, [*requests[1:], requests[0]], strict=True)
+    ]
+    with pytest.raises(RuntimeError, match="has failed"):
+        load.load(server.address, mixed_up, 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_workload_has_correct_responses(server: Server, workload: Workload) -> None:
+    requests = workload.build(server.address)
+    assert load.load(server.address, requests, 0.05, connections=4).timings
 
 
 def test_rejection_is_a_wrong_response(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +149,11 @@ def build_results(slowest_ms: float, rate: float) -> BenchResults:
         [ClientsResult("S", "V2 binary", clients, load, clients << 20) for clients in (1, 16)]
         + [ClientsResult("L", "JSON, lists", 1, load, 900 << 20)],
         [
+            WorkloadResult("the same bytes", 16, load),
+            WorkloadResult("a new id each", 16, load._replace(rate=617.0)),
+        ],
+        [SmallBesideLargeResult(8, load, load._replace(rate=617.0), load, load)],
+        [
             ExplicitResult(1, 1, rate / 4),
             ExplicitResult(1, 4, rate),
             ExplicitResult(4, 1, rate / 2),
@@ -137,6 +174,8 @@ def test_tables_have_all_figures() -> None:
     assert "| S | V2 binary | 1,234 | 2.00 / 3.96 | 1,234 | 2.00 / 3.96 | 16 |" in text
     assert "| L | JSON, lists | 1,234 | 2.00 / 3.96 |  |  | 900 |" in text
     assert "All rows meet it." in text
+    assert "| a new id each | 617 | 0.50 | 2.00 / 3.96 |" in text
+    assert "| 8 | 1,234 | 617 | 0.50 | 2.00 / 3.96 | 1,234 | 1,234 | 1.00 |" in text
     assert "| explicit, 4 × 1 thread |  | 1,000 | 0.50 |" in text
     assert "| V2 binary | 16 | 1,234 | 0.62 | 2.00 | 0.500 | 0.300 | 0.200 | 1.00 |" in text
     summary = "reaches 0.62 of explicit attention's rate on all CPUs, and 2.47 of the rate of one"

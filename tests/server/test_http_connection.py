@@ -144,7 +144,7 @@ def test_missing_or_second_host_gets_400(server: Server, start: bytes, hosts: by
         assert only(connection, 400)
 
 
-def test_missing_host_on_the_fast_path_gets_400(server: Server) -> None:
+def test_missing_host_after_requests_with_one_gets_400(server: Server) -> None:
     body, length = encode_body(random_inputs(0))
     request = encode_request(body, length)
     with connected(server) as connection:
@@ -275,7 +275,7 @@ def test_trickling_client_gets_408(short_read_timeout: Server, head: bytes) -> N
     assert received.startswith(b"HTTP/1.1 408 ")
 
 
-def test_incomplete_fast_path_request_gets_408(short_read_timeout: Server) -> None:
+def test_incomplete_request_after_complete_ones_gets_408(short_read_timeout: Server) -> None:
     worker = short_read_timeout.runtime.worker
     request = encode_request(*encode_body(random_inputs(0)))
     with connected(short_read_timeout) as connection:

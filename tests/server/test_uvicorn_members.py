@@ -23,18 +23,17 @@ from support.paths import PACKAGE, ROOT
 
 USED: Final[dict[str, tuple[str, ...]]] = {
     "HttpToolsProtocol": (
-        "_start_asgi_task", "_unset_keepalive_if_required", "app_state", "config",
-        "connection_lost", "connection_made", "connections", "cycle", "data_received", "flow",
-        "headers", "loop",
-        "on_body", "on_headers_complete", "on_message_begin", "on_message_complete",
-        "on_response_complete", "parser", "pipeline", "resume_writing", "scope", "server_state",
-        "shutdown", "timeout_keep_alive", "timeout_keep_alive_task", "transport", "url",
+        "_start_asgi_task", "config", "connection_lost", "connection_made", "connections", "cycle",
+        "data_received", "flow", "headers", "loop", "on_body", "on_headers_complete",
+        "on_message_begin", "on_message_complete", "on_response_complete", "parser", "pipeline",
+        "resume_writing", "scope", "server_state", "shutdown", "timeout_keep_alive", "transport",
+        "url",
     ),
     "RequestResponseCycle": (
         "body", "disconnected", "message_event", "response_complete", "response_started",
         "transport",
     ),
-    "FlowControl": ("read_paused", "resume_reading", "write_paused"),
+    "FlowControl": ("read_paused", "resume_reading"),
     "ServerState": ("connections", "default_headers", "total_requests"),
     "Server": (
         "capture_signals", "config", "handle_exit", "lifespan", "on_tick", "run", "server_state",

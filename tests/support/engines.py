@@ -12,8 +12,11 @@ import torch
 
 from qkv.client.arrays import to_raw
 from qkv.engine.engine import Engine, JobResult
+from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
+from qkv.tensors import RawTensor
 from qkv.wire.message import Message
+from support.known_requests import Array
 
 T = TypeVar("T")
 
@@ -65,11 +68,10 @@ class EngineRunner:
 
 
 @contextmanager
-def hold(engine: Engine) -> Iterator[None]:
-    """Keeps the device thread from taking jobs, so that a test can fill the queue."""
+def hold_device_thread(engine: Engine) -> Iterator[None]:
+    """Keeps the device thread from taking jobs, as if it ran a large one."""
     with ExitStack() as patches:
         with engine._changed:
-            patches.enter_context(patch.object(engine, "_is_idle", lambda: False))
             patches.enter_context(patch.object(engine._queue, "find_oldest", lambda: None))
         try:
             yield
@@ -77,6 +79,16 @@ def hold(engine: Engine) -> Iterator[None]:
             with engine._changed:
                 patches.close()
                 engine._changed.notify()
+
+
+@contextmanager
+def hold(engine: Engine) -> Iterator[None]:
+    """Keeps the engine from running any job, so that a test can fill the queue.
+
+    Small jobs are queued too, as if they were large.
+    """
+    with hold_device_thread(engine), patch.object(engine, "run_inline", lambda _: None):
+        yield
 
 
 async def run_together(engine: Engine, jobs: Sequence[Job]) -> list[JobResult]:
@@ -100,6 +112,28 @@ def job_of(
         layer_tensors = {name: to_raw(t) for name, t in layer["tensors"].items()}
     raw = {name: to_raw(t) for name, t in tensors.items() if t is not None}
     return Job.from_message("softmax", Message(fields, raw, layer_tensors), LIMITS)
+
+
+def new_job(
+    arrays: Mapping[str, Array], variant: str = "softmax", kind: type[Job] = Job, **fields: Any
+) -> Job:
+    """Returns a job of numpy arrays; by default a run returns only the output."""
+    raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
+    defaults = {"outputs": ["output"]} if kind is Job else {}
+    return kind.from_message(variant, Message(defaults | fields, raw), LIMITS)
+
+
+def run_alone(
+    arrays: Mapping[str, Array], variant: str = "softmax", kind: type[Job] = Job, **fields: Any
+) -> dict[str, RawTensor]:
+    """Returns the outputs of a job that runs alone, without an engine."""
+    (alone,) = execute([new_job(arrays, variant, kind, **fields)], CPU, False)
+    return alone.outputs
+
+
+def output_alone(arrays: Mapping[str, Array], variant: str = "softmax", **parameters: Any) -> bytes:
+    """Returns the bytes of the output of a job that runs alone, without an engine."""
+    return bytes(run_alone(arrays, variant, parameters=parameters)["output"].data)
 
 
 def plain(number: int = 0, length: int = 4, batch: int = 1, **parameters: Any) -> Job:

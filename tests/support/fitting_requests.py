@@ -6,6 +6,7 @@ not depend on the tensors are kept: parameters, outputs, dtype, encoding.
 
 from __future__ import annotations
 
+import json as stdlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import numpy as np
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, fixed_size
 from qkv.attention.variant import Variant
-from qkv.tensors import RawTensor
+from qkv.tensors import FLOATING, RawTensor
 from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
 from support.known_requests import DTYPES, Array, as_json
@@ -217,3 +218,24 @@ class Fitting:
             for name, array in arrays.items()
         ]
         return fields | {"inputs": entries}
+
+
+def decode_document(document: Any) -> Message:
+    """Returns the request of a JSON document."""
+    return json.decode(stdlib.dumps(document).encode(), "inputs")
+
+
+def with_other_numbers(message: Message, seed: int) -> Message:
+    """Returns a request with the same fields, names, dtypes and shapes."""
+    random = np.random.default_rng(seed)
+
+    def other(raw: RawTensor) -> RawTensor:
+        if raw.dtype in FLOATING:
+            array = random.normal(size=raw.shape).astype(DTYPES[raw.dtype])
+        else:  # booleans, and lengths that are in range
+            array = random.choice(raw.numpy().ravel(), raw.shape)
+        return RawTensor.from_numpy(array, is_untyped=raw.is_untyped)
+
+    tensors = {name: other(raw) for name, raw in message.tensors.items()}
+    layer = {name: other(raw) for name, raw in message.layer.items()}
+    return Message(message.fields, tensors, layer, message.encoding)

@@ -1,11 +1,11 @@
-"""Requests on a plain socket, some of which take the fast path."""
+"""Requests on a plain socket, without an HTTP library."""
 
 from __future__ import annotations
 
 import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,8 +14,8 @@ import pytest
 
 from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
-from qkv.engine.engine import Engine
-from qkv.engine.executor import PreparedRun
+from qkv.engine.executor import JobOutput, execute
+from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 from qkv.wire import open_inference
 from qkv.wire.message import Message
@@ -28,19 +28,16 @@ NAMES: Final = ("query", "key", "value")
 
 
 @pytest.fixture
-def fast_path_runs(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
-    """Returns a list to which each prepared run that the fast path has executed is appended."""
-    executed: list[PreparedRun] = []
-    run_prepared = Engine.run_prepared
+def server_jobs(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Returns a list to which each job is appended that `server` executes."""
+    jobs: list[Job] = []
 
-    def counted(engine: Engine, prepared_run: PreparedRun) -> Any:
-        run = run_prepared(engine, prepared_run)
-        if run is not None:
-            executed.append(prepared_run)
-        return run
+    def recorded(batch: Sequence[Job], *how: Any) -> list[JobOutput]:
+        jobs.extend(batch)
+        return execute(batch, *how)
 
-    monkeypatch.setattr(Engine, "run_prepared", counted)
-    return executed
+    monkeypatch.setattr(server.engine, "execute", recorded)
+    return jobs
 
 
 def random_inputs(
@@ -160,17 +157,3 @@ def read_responses(connection: socket.socket) -> list[tuple[int, dict[str, str],
         found.append((int(first.split()[1]), headers, received[:size]))
         received = received[size:]
     return found
-
-
-@pytest.fixture
-def prepared_runs(monkeypatch: pytest.MonkeyPatch) -> list[PreparedRun]:
-    """Returns a list to which each prepared run that the fast path has executed is appended."""
-    executed: list[PreparedRun] = []
-    run = PreparedRun.run
-
-    def counted(prepared_run: PreparedRun) -> Any:
-        executed.append(prepared_run)
-        return run(prepared_run)
-
-    monkeypatch.setattr(PreparedRun, "run", counted)
-    return executed

@@ -17,7 +17,7 @@ from qkv.api.app import Runtime, create_app
 from qkv.engine.engine import Engine
 from qkv.server.worker import new_uvicorn_config
 from qkv.settings import Settings
-from support.engines import hold
+from support.engines import hold, hold_device_thread
 from support.processes import TIMEOUT_S, wait_until
 
 
@@ -54,8 +54,12 @@ class Server:
         return self.engine.usage().queued_count
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps the device thread from taking jobs, so that a test can fill the queue."""
+        """Keeps the engine from running any job, so that a test can fill the queue."""
         return hold(self.engine)
+
+    def hold_device_thread(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps the device thread from taking jobs; small jobs still run on the event loop."""
+        return hold_device_thread(self.engine)
 
     def wait_until_queued(self, count: int) -> None:
         """Waits until `count` jobs are queued."""

@@ -297,7 +297,7 @@ def test_running_request_gets_its_response_after_its_deadline(
         return run(batch)
 
     monkeypatch.setattr(server.engine, "_run_batch", late)
-    monkeypatch.setattr(server.engine, "can_run_inline", lambda _: False)  # as if it were large
+    monkeypatch.setattr(server.engine, "run_inline", lambda _: None)  # as if it were large
     with triton_client(server.url) as client:
         result = client.infer("softmax", infer_inputs(random_inputs()), timeout=10**9)
         assert passed.is_set()

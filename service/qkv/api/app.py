@@ -32,7 +32,6 @@ from qkv.api.endpoints import (
     variants,
 )
 from qkv.api.error_responses import add_error_handlers, error_response
-from qkv.api.fast_path.run_cache import RunCache
 from qkv.api.job_runner import JobRunner, job_limits
 from qkv.api.middleware import (
     DrainMiddleware,
@@ -71,7 +70,6 @@ class Runtime:
         worker: this process's part of the shared state.
         engine: runs the jobs.
         job_runner: runs jobs for HTTP clients.
-        run_cache: remembers small requests for the fast path.
         api_keys: the valid keys; None: no authentication.
         observer: counts, logs and traces every request.
         request_log: gets a line for each request; None: no log.
@@ -82,7 +80,6 @@ class Runtime:
     worker: WorkerState
     engine: Engine | RemoteEngine
     job_runner: JobRunner
-    run_cache: RunCache
     api_keys: ApiKeys | None
     observer: RequestObserver
     request_log: BackgroundWriter | None
@@ -143,7 +140,6 @@ def _build_runtime(
         worker=worker,
         engine=engine,
         job_runner=job_runner,
-        run_cache=RunCache(job_runner),
         api_keys=ApiKeys(settings.keys) if settings.keys else None,
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,
@@ -189,8 +185,8 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
     """Adds all routes; returns the endpoints that run variants, by path."""
     settings, engine, job_runner = runtime.settings, runtime.engine, runtime.job_runner
     shared_state = runtime.worker.shared_state
-    handler = run.RunHandler(job_runner, runtime.run_cache, settings)
-    infer = oip_infer.InferHandler(job_runner, shared_state.models, settings, runtime.run_cache)
+    handler = run.RunHandler(job_runner, settings)
+    infer = oip_infer.InferHandler(job_runner, shared_state.models, settings)
     run_routers = (run.attention_router(handler), run.gradients_router(handler))
     for router in (
         *run_routers,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,12 +14,9 @@ from qkv.api.observability import request_id
 from qkv.errors import Internal, QkvError, ServiceUnavailable
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["ACCEPTED_STATE", "DirectRouter", "Endpoint"]
+__all__ = ["DirectRouter", "Endpoint"]
 
 _log = logging.getLogger(__name__)
-
-ACCEPTED_STATE: Final = "qkv.accepted"
-"""Key of a scope's state: the server accepted the request before the drain began."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -53,7 +49,7 @@ class DirectRouter:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and self._accepts(scope):
+        if scope["type"] == "http" and scope["method"] == "POST" and not self._is_draining():
             path = scope["path"]
             if (endpoint := self._endpoints.get(path)) is not None:
                 self._worker.add_in_flight(1)
@@ -66,9 +62,6 @@ class DirectRouter:
                     response.raw_headers.append((b"connection", b"close"))
                 return await response(scope, receive, send)
         return await self._app(scope, receive, send)
-
-    def _accepts(self, scope: Scope) -> bool:
-        return not self._is_draining() or ACCEPTED_STATE in scope.get("state", ())
 
     def _is_draining(self) -> bool:
         return self._worker.shared_state.is_draining

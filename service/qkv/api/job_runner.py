@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 from fastapi import Request
 
 from qkv.api.request_body import in_thread_if_large
-from qkv.engine.accounting import InlineRun
+from qkv.api.request_headers import Header, headers_of
 from qkv.engine.admission import Admission
 from qkv.engine.engine import Engine
-from qkv.engine.executor import PreparedRun
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.work_queue import JobResult
 from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
 from qkv.jobs.job import Job, Limits
+from qkv.jobs.plan_cache import PlanCache
 from qkv.settings import Settings
 from qkv.telemetry.metrics import MetricsRecorder
 from qkv.tensors import RawTensor
@@ -42,6 +42,7 @@ TIMEOUT_HEADER: Final = "X-Request-Timeout"
 """The header with the seconds that a request may wait in the queue. HTTP has no field for it, and
 grpc-timeout is for gRPC; some gateways use this name."""
 
+_TIMEOUT_NAME: Final = TIMEOUT_HEADER.lower().encode()
 _MAX_TIMEOUT_S: Final = 1e9
 
 _STAGES: Final = ("queue", "transfer", "compute", "total")
@@ -68,14 +69,9 @@ class RunResult(NamedTuple):
         return sum(tensor.nbytes for tensor in self.outputs.values())
 
     @property
-    def server_timing(self) -> str:
-        """The value of a Server-Timing header."""
-        return SERVER_TIMING % self.timing
-
-    @property
-    def headers(self) -> dict[str, str]:
+    def headers(self) -> list[Header]:
         """Headers of the response."""
-        return {"Server-Timing": self.server_timing}
+        return [(b"server-timing", (SERVER_TIMING % self.timing).encode())]
 
 
 class JobRunner:
@@ -97,6 +93,7 @@ class JobRunner:
         self._max_body_bytes = settings.max_body_bytes
         self._timeout_s = settings.request_timeout_s or None
         self.limits = job_limits(settings)
+        self._plans = PlanCache(self.limits)
 
     def admit(self, request: Request) -> Admission:
         """Admits a request before its body is read.
@@ -104,7 +101,7 @@ class JobRunner:
         Raises:
             ServiceUnavailable: the limits are reached.
         """
-        declared = int(request.headers.get("content-length", 0))
+        declared = int(headers_of(request).get(b"content-length", 0))
         # a body that is too large gets 413 later, even if the queue is full
         return self._engine.admission.admit(declared if declared <= self._max_body_bytes else 0)
 
@@ -121,10 +118,8 @@ class JobRunner:
         """
         tensors = (*message.tensors.values(), *message.layer.values())
         # casting numbers without a dtype is slow; other tensors cost little
-        size = sum(t.nbytes for t in tensors if t.is_untyped)
-        return await in_thread_if_large(
-            size, lambda: kind.from_message(variant, message, self.limits)
-        )
+        size = sum([t.nbytes for t in tensors if t.is_untyped])
+        return await in_thread_if_large(size, lambda: self._plans.new_job(kind, variant, message))
 
     async def run(
         self,
@@ -191,21 +186,6 @@ class JobRunner:
         """
         return self._engine.admission.admit(size)
 
-    def can_run_inline(self, job: Job) -> bool:
-        """Returns True if such a job can run inline while the engine is idle."""
-        return self._engine.can_run_inline(job)
-
-    def run_prepared(self, prepared_run: PreparedRun) -> InlineRun | None:
-        """Calls `Engine.run_prepared`."""
-        return self._engine.run_prepared(prepared_run)
-
-    def record_inline_run(self, inline_run: InlineRun) -> None:
-        """Counts an inline run, which was not queued. Call it with the response."""
-        inline_run.record()
-        self._metrics_recorder.record_run(
-            inline_run.job.variant.name, 0.0, inline_run.output.compute_s
-        )
-
 
 def to_run_result(job_result: JobResult, received_at: float, job: Job) -> RunResult:
     """Returns a job's result with `total_ms`, the time since the last byte of its request."""
@@ -225,8 +205,9 @@ def job_limits(settings: Settings) -> Limits:
 
 def _parse_timeout(request: Request) -> float | None:
     """Returns the seconds of the timeout header; None: there is no header."""
-    if (text := request.headers.get(TIMEOUT_HEADER)) is None:
+    if (value := headers_of(request).get(_TIMEOUT_NAME)) is None:
         return None
+    text = value.decode("latin-1")
     try:
         seconds = (
             float(text) if "_" not in text else 0.0

@@ -91,8 +91,7 @@ class InternalErrorMiddleware:
 def allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
     """Returns an application that browsers may call from pages of these origins.
 
-    It must wrap the authentication: a preflight request has no key. The fast path does not handle
-    requests with the header `Origin`, and needs no such headers.
+    It must wrap the authentication: a preflight request has no key.
     """
     if not origins:
         return app

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv.api.fast_path.run_cache import Header, Reply
+from qkv.api.request_headers import Header
 from qkv.errors import QkvError
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
@@ -31,6 +31,7 @@ __all__ = [
     "PROTOCOL_ERROR_STATE",
     "REQUEST_ID_HEADER",
     "REQUEST_ID_STATE",
+    "Header",
     "ObservabilityMiddleware",
     "ProtocolError",
     "RequestObserver",
@@ -131,27 +132,6 @@ class RequestObserver:
     def new_id(self) -> bytes:
         """Returns an id for a request without one."""
         return b"%b%08x" % (self._prefix, next(self._numbers))
-
-    def record_fast_path(
-        self,
-        url: bytes,
-        headers: Iterable[Header],
-        id: bytes,
-        started_at: float,
-        reply: Reply,
-        sent_bytes: int,
-    ) -> None:
-        """Records a request that the fast path handled, before its response is sent."""
-        seconds = time.perf_counter() - started_at
-        self._metrics_recorder.record_response(reply.variant, "ok", seconds, sent_bytes)
-        if not self._is_silent:
-            path = url.partition(b"?")[0].decode("ascii", "replace")
-            line = _new_line(
-                headers, id, "POST", path, reply.variant, 200, "ok", seconds, sent_bytes
-            )
-            self._log_and_trace(
-                line | _parse_stages(reply.lines), headers, seconds, _run_route(path)
-            )
 
     def record_protocol_error(
         self,

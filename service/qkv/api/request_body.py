@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from qkv.api.request_headers import Header, headers_of
 from qkv.errors import ClientDisconnected, MalformedRequest, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type
 from qkv.wire.message import Message
@@ -41,6 +42,7 @@ BodyReader = Callable[[memoryview], Awaitable[bool]]
 waking a task. Returns False if the client disconnected."""
 
 _INLINE_BYTES: Final = 1 << 18  # the event loop parses and encodes no more at once
+_JOINED_BYTES: Final = 1 << 16  # copied sooner than sent in pieces
 _ALIGNMENT: Final = 64
 _DECOMPRESS_CHUNK_BYTES: Final = 1 << 20
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32  # "deflate" in HTTP is the format of zlib
@@ -52,14 +54,12 @@ class ReceivedMessage(NamedTuple):
     Attributes:
         message: its fields and tensors.
         received_at: time of its last byte, by `time.perf_counter`.
-        body: its bytes, decompressed.
         codec: the codec of the request.
         response_codec: the codec of the response.
     """
 
     message: Message
     received_at: float
-    body: bytes | memoryview
     codec: Codec
     response_codec: Codec
 
@@ -80,12 +80,13 @@ async def read_message(
         PayloadTooLarge: the body exceeds `limit`, as declared, received, or decompressed.
         MalformedRequest, InvalidContent: from the codec.
     """
-    codec = for_content_type(request.headers.get("content-type"))
-    response_codec = for_accept(", ".join(request.headers.getlist("accept")), codec)
+    headers = headers_of(request)
+    codec = for_content_type(_text(headers.get(b"content-type")))
+    response_codec = for_accept(_text(headers.get(b"accept")), codec)
     whole = await read_body(request, limit, codec.aligned_offset, grow)
     received_at = time.perf_counter()
     message = await in_thread_if_large(len(whole), lambda: codec.decode(whole, group))
-    return ReceivedMessage(message, received_at, whole, codec, response_codec)
+    return ReceivedMessage(message, received_at, codec, response_codec)
 
 
 async def in_thread_if_large(size: int, work: Callable[[], _T]) -> _T:
@@ -99,15 +100,18 @@ class TensorResponse(Response):
     """A response that is sent from the buffers of its tensors, without a copy."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], media_type: str, headers: Mapping[str, str] | None = None
+        self, chunks: Sequence[Chunk], media_type: str, headers: Iterable[Header] = ()
     ) -> None:
-        self._chunks = chunks
+        length = sum(map(len, chunks))
+        self._chunks = chunks if length > _JOINED_BYTES else (b"".join(chunks),)
         self.status_code = 200
         self.background = None
-        self.media_type = media_type
         self.body = b""
-        length = sum(len(chunk) for chunk in chunks)
-        self.init_headers({"content-length": str(length)} | dict(headers or {}))
+        self.raw_headers = [
+            (b"content-length", b"%d" % length),
+            (b"content-type", media_type.encode()),
+            *headers,
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -139,32 +143,39 @@ async def read_body(
         MalformedRequest: the body cannot be decompressed.
         ClientDisconnected: the client disconnected during the body.
     """
-    encodings = request.headers.getlist("content-encoding") or ["identity"]
-    encoding = ", ".join(encodings).strip().lower()  # several header lines are one list
+    headers = headers_of(request)
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
     if encoding not in ("identity", "gzip", "deflate"):
         raise UnsupportedMediaType(
             f"Content-Encoding is not supported: got {encoding!r:.60}, expected gzip, deflate, or "
             "no such header"
         )
-    declared = request.headers.get("content-length")
+    declared = headers.get(b"content-length")
     if declared is not None and int(declared) > limit:  # the server has checked that it is a number
+        size = int(declared)
         raise PayloadTooLarge(
-            f"the body is too large: got {declared} bytes, expected at most {limit}", limit=limit
+            f"the body is too large: got {size} bytes, expected at most {limit}", limit=limit
         )
-    stream = _receive_chunks(request.receive, limit, grow if declared is None else None)
+    count = grow if declared is None else None
     if encoding != "identity":
-        compressed = b"".join([chunk async for chunk in stream])
+        chunks = _receive_chunks(request.receive, limit, count)
+        compressed = b"".join([chunk async for chunk in chunks])
         whole = await asyncio.to_thread(
             lambda: _join_aligned(_decompress(compressed, limit), aligned_offset)
         )
         grow(len(whole))
         return whole
-    head = b""
-    async for chunk in stream:
+    head, more = b"", True
+    while more and len(head) < 8:
+        chunk, more = await _receive_chunk(request.receive)
         head += chunk
-        if len(head) >= 8:
-            break
+        _check_size(len(head), limit)
+        if count is not None:
+            count(len(chunk))
     at = aligned_offset(head[:8])
+    if not more:
+        return head if at is None else _join_aligned([head], aligned_offset)
+    stream = _receive_chunks(request.receive, limit, count, len(head))
     if at is None or declared is None:
         return _join_aligned([head, *[chunk async for chunk in stream]], aligned_offset)
     buffer = _new_aligned_buffer(int(declared), at)
@@ -181,24 +192,36 @@ async def read_body(
     return buffer[:filled_bytes]
 
 
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
+
+
 async def _receive_chunks(
-    receive: Receive, limit: int, grow: Callable[[int], None] | None
+    receive: Receive, limit: int, count: Callable[[int], None] | None, size: int = 0
 ) -> AsyncIterator[bytes]:
-    size, more = 0, True
+    """Yields the parts of a body, of which `size` bytes have been received before."""
+    more = True
     while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected("the client disconnected during the body")
-        chunk, more = message.get("body", b""), message.get("more_body", False)
+        chunk, more = await _receive_chunk(receive)
         size += len(chunk)
-        if size > limit:
-            raise PayloadTooLarge(
-                f"the body is too large: got more than {limit} bytes", limit=limit
-            )
-        if grow is not None:
-            grow(len(chunk))
+        _check_size(size, limit)
+        if count is not None:
+            count(len(chunk))
         if chunk:
             yield chunk
+
+
+async def _receive_chunk(receive: Receive) -> tuple[bytes, bool]:
+    """Returns a part of a body, and True if more parts follow."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnected("the client disconnected during the body")
+    return message.get("body", b""), message.get("more_body", False)
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise PayloadTooLarge(f"the body is too large: got more than {limit} bytes", limit=limit)
 
 
 def _decompress(compressed: bytes, limit: int) -> list[bytes]:
@@ -261,5 +284,6 @@ def _new_aligned_buffer(size: int, at: int) -> memoryview:
         memory = np.empty(size + _ALIGNMENT, np.uint8)
     except MemoryError:
         raise PayloadTooLarge(f"the service is out of memory for a body of {size} bytes") from None
-    first = -(memory.ctypes.data + at) % _ALIGNMENT
+    address: int = memory.__array_interface__["data"][0]  # faster than memory.ctypes.data
+    first = -(address + at) % _ALIGNMENT
     return memory[first : first + size].data

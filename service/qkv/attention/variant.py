@@ -218,19 +218,6 @@ class Variant:
         hook = getattr(self.module, "uses_sdpa", None)
         return hook is not None and bool(hook(sizes, parameters, outputs))
 
-    def decided(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        parameters: pydantic.BaseModel,
-        outputs: frozenset[str],
-    ) -> Callable[..., Any] | None:
-        """Returns `attend` specialised for these shapes, parameters and outputs, or None.
-
-        The function takes the inputs by name; their numbers must be below `stackable_below`.
-        """
-        hook = getattr(self.module, "decided", None)
-        return None if hook is None else hook(shapes, parameters, outputs)
-
     def score_count(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
         """Returns how many pairs of a query and a key are visited one by one.
 

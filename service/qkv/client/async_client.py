@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from qkv.client.comparison import Comparison
+from qkv.client.direct_transport import RequestTemplates, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, aiter_events
 from qkv.client.request_builders import (
@@ -56,6 +57,8 @@ class AsyncClient:
         self._http = httpx.AsyncClient(
             base_url=self._url, headers=auth_header(api_key), timeout=timeout, transport=transport
         )
+        self._transport: httpx.AsyncBaseTransport = transport_of(self._http)
+        self._templates = RequestTemplates(self._http)
         self._retries = retries
 
     async def attend(
@@ -157,9 +160,7 @@ class AsyncClient:
         for attempt in range(self._retries + 1):
             is_last = attempt == self._retries
             try:
-                response = await self._http.request(
-                    spec.method, spec.path, content=spec.content, headers=spec.headers
-                )
+                response = await self._exchange(spec)
                 if is_last or (delay_s := retry_delay_s(response)) is None:
                     return parse_response(spec, response)
             except CONNECTION_ERRORS as error:
@@ -168,6 +169,18 @@ class AsyncClient:
                 delay_s = backoff_s(attempt)
             await asyncio.sleep(delay_s)
         raise AssertionError
+
+    async def _exchange(self, spec: RequestSpec[Any]) -> httpx.Response:
+        """Returns the response to one request."""
+        request = self._templates.build(spec)
+        try:
+            response = await self._transport.handle_async_request(request)
+            response.request = request
+            await response.aread()
+        except httpx.RequestError as error:
+            error.request = request
+            raise
+        return response
 
     async def stream(self, spec: StreamSpec) -> AsyncGenerator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from qkv.client.comparison import Comparison
+from qkv.client.direct_transport import RequestTemplates, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, iter_events
 from qkv.client.request_builders import (
@@ -67,6 +68,8 @@ class Client:
         self._http = httpx.Client(
             base_url=self._url, headers=auth_header(api_key), timeout=timeout, transport=transport
         )
+        self._transport: httpx.BaseTransport = transport_of(self._http)
+        self._templates = RequestTemplates(self._http)
         self._retries = retries
 
     def attend(
@@ -243,9 +246,7 @@ class Client:
         for attempt in range(self._retries + 1):
             is_last = attempt == self._retries
             try:
-                response = self._http.request(
-                    spec.method, spec.path, content=spec.content, headers=spec.headers
-                )
+                response = self._exchange(spec)
                 if is_last or (delay_s := retry_delay_s(response)) is None:
                     return parse_response(spec, response)
             except CONNECTION_ERRORS as error:
@@ -254,6 +255,18 @@ class Client:
                 delay_s = backoff_s(attempt)
             time.sleep(delay_s)
         raise AssertionError
+
+    def _exchange(self, spec: RequestSpec[Any]) -> httpx.Response:
+        """Returns the response to one request."""
+        request = self._templates.build(spec)
+        try:
+            response = self._transport.handle_request(request)
+            response.request = request
+            response.read()
+        except httpx.RequestError as error:
+            error.request = request
+            raise
+        return response
 
     def stream(self, spec: StreamSpec) -> Generator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""

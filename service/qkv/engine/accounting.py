@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from qkv.engine.executor import JobOutput
 from qkv.engine.work_queue import JobResult, QueuedJob
 from qkv.jobs.job import Job
 from qkv.telemetry.model_stats import ModelStatsRecorder
 
-__all__ = ["InlineRun", "JobAccounting"]
-
-
-class InlineRun(NamedTuple):
-    """A job that ran on the event loop, and whose response is not sent yet."""
-
-    accounting: JobAccounting
-    job: Job
-    output: JobOutput
-    total_s: float
-
-    def to_result(self) -> JobResult:
-        """Returns the result of the job."""
-        return self.accounting.to_result(self.job, self.output.started_at, self.output)
-
-    def record(self) -> None:
-        """Records the job in the statistics; must be called once."""
-        self.accounting.record_inline(self.job, self.output, self.total_s)
+__all__ = ["JobAccounting"]
 
 
 class JobAccounting:
@@ -76,12 +58,6 @@ class JobAccounting:
         self.stats_recorder.record_batch(
             job.variant.name, len(outputs), total_s, queue_s, batch_s, shared_s
         )
-
-    def record_inline(self, job: Job, output: JobOutput, total_s: float) -> None:
-        """Records a job that ran without waiting in the queue."""
-        if self.stats_recorder is not None and job.is_inference:
-            times = output.load_s, output.compute_s, output.split_s
-            self.stats_recorder.record_batch(job.variant.name, 1, total_s, 0.0, times)
 
     def to_result(self, job: Job, enqueued_at: float, output: JobOutput) -> JobResult:
         """Returns the result of a job that was submitted at `enqueued_at`."""

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from qkv.engine.accounting import InlineRun, JobAccounting
+from qkv.engine.accounting import JobAccounting
 from qkv.engine.admission import AdmissionController
 from qkv.engine.device_errors import (
     MemoryBudget,
@@ -26,7 +26,7 @@ from qkv.engine.device_errors import (
     release_memory,
     to_client_error,
 )
-from qkv.engine.executor import JobOutput, PreparedRun, execute
+from qkv.engine.executor import JobOutput, execute
 from qkv.engine.work_queue import (
     DEFAULT_PRIORITY,
     PRIORITIES,
@@ -195,50 +195,25 @@ class Engine:
             queued_job.future.add_done_callback(lambda _: timer.cancel())
         return queued_job.future
 
-    def can_run_inline(self, job: Job) -> bool:
-        """Returns True if an idle engine runs this job on the event loop. On a CPU the way to the
-        device thread and back takes longer than a small job."""
-        return job.is_small and not self._stack and self.device.type == "cpu"
-
     def run_inline(self, job: Job) -> JobResult | None:
-        """Runs a small job on the event loop. Returns None if the job is not small, or another one
-        is queued or running.
+        """Runs a small job on the event loop; returns None for a job that must be queued.
+
+        On a CPU the way to the device thread and back takes longer than a small job. It waits for
+        no other job: the device thread may run a large one for seconds.
 
         Raises:
             ServiceUnavailable: the engine is stopping.
             QkvError: the job failed.
         """
-        if not self.can_run_inline(job) or not self._is_idle():
+        if self._stack or self.device.type != "cpu" or not job.is_small:
             return None
         if not self.is_ready:
             raise self._unavailable_error()
         assert self._loop is not None
-        queued_job = QueuedJob(job, self._loop.create_future())
-        self._on_busy(True)
-        try:
-            ((_, result),) = self._run_batch([queued_job])
-        finally:
-            self._on_busy(False)
+        ((_, result),) = self._run_batch([QueuedJob(job, self._loop.create_future())])
         if isinstance(result, QkvError):
             raise result
         return result
-
-    def run_prepared(self, prepared_run: PreparedRun) -> InlineRun | None:
-        """Runs a prepared job. Returns None if another job is queued or running, the engine is
-        stopping, or the job fails; `submit` then raises the error."""
-        if not self._is_idle() or self._closing or self.failed.is_set():
-            return None
-        try:
-            output = prepared_run.run()
-            total_s = time.perf_counter() - output.started_at
-            return InlineRun(self.accounting, prepared_run.job, output, total_s)
-        except BaseException:
-            return None
-
-    def _is_idle(self) -> bool:
-        """True if no job is queued or running. Needs no lock: jobs are submitted only from this
-        event loop, and `_running` is set before a job leaves the queue."""
-        return not (self._queue.queued.requests or self._running)
 
     def _on_cancelled(self, queued_job: QueuedJob, future: asyncio.Future[JobResult]) -> None:
         """Removes a job from the queue if its future is cancelled."""

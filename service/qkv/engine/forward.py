@@ -6,7 +6,7 @@ The executor calls `call_variant`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from qkv.jobs.measure.probe_jobs import (
 from qkv.jobs.measure.row_divergence import RowDivergenceJob, compare_rows
 
 __all__ = ["LayerWeights", "VariantOutput", "call_variant"]
+
+_IN_FLOAT64: Final = (RowDivergenceJob, Float64Job)
 
 LayerWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """Weight (M, out) and bias (out) of each role that a variant has."""
@@ -68,7 +70,7 @@ def _call_variant(
     job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
 ) -> VariantOutput:
     layer = job.inputs.layer
-    if isinstance(job, RowDivergenceJob | Float64Job):
+    if isinstance(job, _IN_FLOAT64):
         tensors = {name: to_float64(tensor) for name, tensor in tensors.items()}
         weights = {
             r: (to_float64(w), None if b is None else to_float64(b))

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar, Final
 
 from qkv.attention import catalogue
-from qkv.attention.signature import Output
+from qkv.attention.signature import Input, Output
 from qkv.errors import InvalidContent, NotFound, pointer_to
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
@@ -21,6 +21,7 @@ __all__ = ["GRAD_OUTPUT", "GradientJob"]
 
 GRAD_OUTPUT: Final = "grad_output"
 """The input that holds the gradient of the output."""
+_GRAD_SPEC: Final = Input(GRAD_OUTPUT, GRAD_OUTPUT, (), False, FLOATING, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,7 @@ class GradientJob(Job):
         """Always false: gradients are closed forms."""
         return False
 
-    @property
+    @cached_property
     def annotations(self) -> dict[str, str]:
         """Always empty: the response has no weights."""
         return {}
@@ -141,4 +142,5 @@ def _with_grad(inputs: Inputs, output: Output, grad: RawTensor) -> Inputs:
     return inputs._replace(
         tensors={**inputs.tensors, GRAD_OUTPUT: grad},
         shapes={**inputs.shapes, GRAD_OUTPUT: shape},
+        specs={**inputs.specs, GRAD_OUTPUT: _GRAD_SPEC},
     )

@@ -10,6 +10,7 @@ import pydantic
 
 from qkv.attention.layers import layouts
 from qkv.attention.layers.layer import Layer
+from qkv.attention.layers.layouts import Layout
 from qkv.attention.layers.projections import ROLES
 from qkv.attention.signature import Input, Output
 from qkv.attention.variant import Variant
@@ -20,7 +21,7 @@ from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
 
-__all__ = ["Inputs"]
+__all__ = ["Inputs", "read_layer"]
 
 
 class Inputs(NamedTuple):
@@ -32,6 +33,8 @@ class Inputs(NamedTuple):
         dtype: the dtype that all of them share.
         shapes: the shape of each tensor with every axis: the signature's, or (B, length, M).
         axes: the sizes of the variant's letters.
+        specs: the input of the signature that each tensor is.
+        cast_dtype: the dtype of tensors that the request has without one.
     """
 
     tensors: Mapping[str, RawTensor]
@@ -39,6 +42,8 @@ class Inputs(NamedTuple):
     dtype: str
     shapes: Mapping[str, tuple[int, ...]]
     axes: AxisSizes
+    specs: Mapping[str, Input]
+    cast_dtype: str
 
     @classmethod
     def from_message(
@@ -50,13 +55,30 @@ class Inputs(NamedTuple):
             InvalidContent: a tensor, dtype, shape or value is wrong.
             PayloadTooLarge: the random tensors of the variant would be too large.
         """
-        layer = _read_layer(fields, message)
-        tensors = _select_tensors(variant, fields, message, layer)
+        layer = _parse_layer(fields, message)
+        specs = _select_specs(variant, message, layer)
+        tensors = _read_tensors(specs, fields.dtype, message)
         dtype = _common_dtype(variant, tensors, layer)
         shapes, axes = _bind_shapes(variant, tensors, layer)
         axes.sizes.update(variant.infer_sizes(axes.sizes, parameters))
         _check_key_lengths(tensors, axes)
-        return cls(tensors, layer, dtype, shapes, axes)
+        return cls(tensors, layer, dtype, shapes, axes, specs, fields.dtype)
+
+    def with_numbers(self, message: Message, layer: Layer | None) -> Inputs:
+        """Returns the inputs of a message with the same fields, names, dtypes and shapes.
+
+        Args:
+            message: the request.
+            layer: its layer, as `read_layer` returns it.
+
+        Raises:
+            InvalidContent: a value is wrong.
+        """
+        tensors = _read_tensors(self.specs, self.cast_dtype, message)
+        _check_key_lengths(tensors, self.axes)
+        return Inputs(
+            tensors, layer, self.dtype, self.shapes, self.axes, self.specs, self.cast_dtype
+        )
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +105,26 @@ class Inputs(NamedTuple):
         return self.shapes["x" if "x" in self.shapes else role]
 
 
-def _read_layer(fields: JobFields, message: Message) -> Layer | None:
+def read_layer(layout: Layout, heads: int | None, dtype: str, message: Message) -> Layer:
+    """Returns the layer of a request.
+
+    Args:
+        layout: the layout of its tensors.
+        heads: the number of query heads; None: one, without an axis.
+        dtype: for tensors without a dtype.
+        message: the request.
+
+    Raises:
+        InvalidContent: a tensor is wrong.
+    """
+    tensors = {
+        name: cast_untyped(raw, name, FLOATING, dtype, pointer_to("layer", "tensors", name)).numpy()
+        for name, raw in message.layer.items()
+    }
+    return Layer(layout.read(tensors, "/layer/tensors"), heads, layout)
+
+
+def _parse_layer(fields: JobFields, message: Message) -> Layer | None:
     if fields.layer is None:
         return None
     try:
@@ -92,19 +133,11 @@ def _read_layer(fields: JobFields, message: Message) -> Layer | None:
         known = [*LayerFields.model_fields, "tensors"]
         raise field_error(error, known, "layer") from None
     layout = layouts.find(layer.layout, "/layer/layout")
-    tensors = {
-        name: cast_untyped(
-            raw, name, FLOATING, fields.dtype, pointer_to("layer", "tensors", name)
-        ).numpy()
-        for name, raw in message.layer.items()
-    }
-    return Layer(layout.read(tensors, "/layer/tensors"), layer.heads, layout)
+    return read_layer(layout, layer.heads, fields.dtype, message)
 
 
-def _select_tensors(
-    variant: Variant, fields: JobFields, message: Message, layer: Layer | None
-) -> dict[str, RawTensor]:
-    """Returns the tensors of the request in dtypes that the variant accepts.
+def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> dict[str, Input]:
+    """Returns the input of the signature that each tensor of the request is.
 
     Raises:
         InvalidContent: the variant does not take a tensor, or a required tensor is missing.
@@ -138,13 +171,27 @@ def _select_tensors(
         raise InvalidContent(
             f"{variant.name} needs {', '.join(missing)}: missing from inputs", pointer="/inputs"
         )
-    return {
-        name: cast_untyped(
-            message.tensors[name], name, spec.dtypes, fields.dtype, pointer_to("inputs", name)
-        )
-        for name, spec in expected.items()
-        if name in message.tensors
-    }
+    return {name: spec for name, spec in expected.items() if name in message.tensors}
+
+
+def _read_tensors(specs: Mapping[str, Input], dtype: str, message: Message) -> dict[str, RawTensor]:
+    """Returns the tensors of a request in dtypes that the variant accepts.
+
+    Args:
+        specs: the input of the signature that each tensor is.
+        dtype: for tensors without a dtype.
+        message: the request.
+
+    Raises:
+        InvalidContent: a dtype is wrong, or a value does not fit it.
+    """
+    tensors = {}
+    for name, spec in specs.items():
+        raw = message.tensors[name]
+        if raw.is_untyped or raw.dtype not in spec.dtypes:
+            raw = cast_untyped(raw, name, spec.dtypes, dtype, pointer_to("inputs", name))
+        tensors[name] = raw
+    return tensors
 
 
 def _common_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
@@ -168,13 +167,17 @@ class Job:
         )
 
     def with_tensors(self, tensors: Mapping[str, RawTensor]) -> Self:
-        """Returns the same job with other tensors of the same names, dtypes and shapes.
+        """Returns the same job with other tensors of the same names, dtypes and shapes."""
+        return self.with_inputs(self.inputs._replace(tensors=tensors))
 
-        Cached properties that depend on shapes alone are kept.
+    def with_inputs(self, inputs: Inputs) -> Self:
+        """Returns the same job with other inputs of the same names, dtypes and shapes.
+
+        Keeps the cached properties, which depend on these alone.
         """
-        job = copy(self)
+        job = object.__new__(type(self))
+        job.__dict__.update(self.__dict__, inputs=inputs)
         job.__dict__.pop("batch_key", None)  # depends on the identity of the tensors
-        object.__setattr__(job, "inputs", self.inputs._replace(tensors=tensors))
         return job
 
     @cached_property
@@ -203,7 +206,7 @@ class Job:
             inputs.axes.sizes, self.parameters, self.outputs
         )
 
-    @property
+    @cached_property
     def annotations(self) -> dict[str, str]:
         """Fields that the response adds to the weights: `weights_are`."""
         if "weights" not in self.outputs:

@@ -42,14 +42,14 @@ class BodyReceiver(asyncio.BufferedProtocol):
         connection: owns the transport; gets all other events of it.
         buffer: the buffer to fill; not empty.
         done: resolved with True once the buffer is full, or with False if the client disconnected
-            or the receiver was stopped. None: nothing awaits it.
+            or the receiver was stopped.
     """
 
     def __init__(
         self,
         connection: BodyReceiverConnection,
         buffer: memoryview,
-        done: asyncio.Future[bool] | None = None,
+        done: asyncio.Future[bool],
     ) -> None:
         self._connection, self._buffer, self._done = connection, buffer, done
         self._filled_bytes = 0
@@ -57,11 +57,6 @@ class BodyReceiver(asyncio.BufferedProtocol):
         self.eof_received = connection.eof_received  # type: ignore[method-assign]
         self.pause_writing = connection.pause_writing  # type: ignore[method-assign]
         self.resume_writing = connection.resume_writing  # type: ignore[method-assign]
-
-    @property
-    def received(self) -> memoryview:
-        """The received part of the body."""
-        return self._buffer[: self._filled_bytes]
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Returns the rest of the buffer, so that no more bytes are read."""
@@ -77,5 +72,5 @@ class BodyReceiver(asyncio.BufferedProtocol):
 
     def end(self, is_whole: bool) -> None:
         """Resolves `done` if it is still awaited."""
-        if self._done is not None and not self._done.done():
+        if not self._done.done():
             self._done.set_result(is_whole)

@@ -74,7 +74,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_lingering = False
         self._progress: tuple[Any, int] | None = None
         self._slow_checks = 0
-        self._is_idle = False  # waits for the next request without a timer of uvicorn
         self._idle_checks = 0
         self._current_cycle: RequestResponseCycle | None = None
         self._unsent_bytes = self._unread_checks = 0
@@ -109,7 +108,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._last_response is not None:
             self._ignore(len(data))
             return
-        self._unset_keepalive_if_required()
         self._received_bytes += len(data)
         rest = memoryview(data)
         while self._last_response is None and (end := self._feed(rest)) is not None:
@@ -208,17 +206,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """Starts the next request as uvicorn does, but sets no timer while there is none."""
         is_last = not self.pipeline
-        super().on_response_complete()
-        if self._is_lingering:
-            self._unset_keepalive_if_required()  # lingering has its own timeout
-        elif self._last_response is not None and is_last:
-            self._send_last_response()
-
-    def _begin_idle(self) -> None:
-        """Counts a response that bypassed uvicorn, and starts to wait for the next request."""
         self.server_state.total_requests += 1
-        self._is_idle, self._idle_checks, self._progress = True, 0, None
+        self._idle_checks, self._progress = 0, None
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if not is_last:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._last_response is not None and not self._is_lingering:
+            self._send_last_response()
 
     def shutdown(self) -> None:
         if self._is_lingering:
@@ -276,14 +274,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_drained = False
         return self._unread_checks >= self._timeouts.write_checks
 
+    @property
+    def _is_idle(self) -> bool:
+        """True if the connection waits for the next request."""
+        return self._reading == NOTHING and self.cycle.response_complete and not self._is_lingering
+
     def _is_client_due(self) -> bool:
-        """Returns True if the client must send something, and no timer of uvicorn runs."""
+        """Returns True if the client must send something."""
         if self.flow.read_paused or self._last_response is not None:
             return False
-        if self._reading != NOTHING:
-            return True
-        is_idle = self.cycle is None or self.cycle.response_complete
-        return is_idle and self.timeout_keep_alive_task is None
+        return self._reading != NOTHING or self.cycle.response_complete
 
     def _reset_parser(self) -> None:
         """Replaces the parser by a new one."""
@@ -334,7 +334,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _send_last_response(self) -> None:
         """Sends the error response; closes once the client has read it, or after two seconds."""
         assert self._last_response is not None
-        self._unset_keepalive_if_required()
         if not self.transport.is_closing():
             self._is_lingering, self._slow_checks = True, 0
             self.flow.resume_reading()  # closing over unread bytes would reset the connection

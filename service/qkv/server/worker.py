@@ -21,11 +21,8 @@ from qkv.api.app import Runtime, create_app
 from qkv.api.error_responses import error_response
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.server.acceptor import Acceptor
+from qkv.server.api_protocol import ApiProtocol
 from qkv.server.connection_timeouts import ConnectionTimeouts
-from qkv.server.fast_path.busy_poll import BusyPoll
-from qkv.server.fast_path.pending_request import ReadyBatch
-from qkv.server.fast_path.protocol import FastPathProtocol
-from qkv.server.process import usable_cpus
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import WorkerState
 
@@ -78,21 +75,13 @@ def new_uvicorn_config(app: FastAPI) -> uvicorn.Config:
     )
 
 
-def _new_protocol_factory(runtime: Runtime) -> Callable[..., FastPathProtocol]:
+def _new_protocol_factory(runtime: Runtime) -> Callable[..., ApiProtocol]:
     """Returns the factory of connection protocols."""
-    settings, worker = runtime.settings, runtime.worker
-    # on a single CPU busy polling would take CPU time from the client
-    poll_s = settings.busy_poll_us / 1e6 if usable_cpus() > 1 else 0.0
+    settings = runtime.settings
     return partial(
-        FastPathProtocol,
+        ApiProtocol,
         timeouts=ConnectionTimeouts(settings.read_timeout_s, settings.write_timeout_s),
         error_response=error_response,
-        worker=worker,
-        run_cache=runtime.run_cache,
-        ready_batch=ReadyBatch(),
-        busy_poll=BusyPoll(worker, poll_s),
-        admission=runtime.engine.admission,
-        api_keys=runtime.api_keys,
         observer=runtime.observer,
     )
 

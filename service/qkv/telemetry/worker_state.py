@@ -26,7 +26,6 @@ _ROW: Final = np.dtype(
         ("in_flight", "i8"),  # requests that run a job and have no response yet
         ("connections", "i8"),  # open connections
         ("ready", "?"),  # accepts requests
-        ("is_polling", "?"),  # busy-polls for its only client
         ("usage", [(name, "i8") for name in Usage._fields]),  # as of its last heartbeat
     ],
     align=True,
@@ -188,17 +187,6 @@ class WorkerState:
     def add_in_flight(self, count: int) -> None:
         """Adds to the number of requests in flight; a negative count subtracts."""
         self._in_flight[0] += count
-
-    def set_polling(self, is_polling: bool) -> None:
-        """Records whether this worker busy-polls."""
-        self._row["is_polling"] = is_polling
-
-    @property
-    def is_only_active(self) -> bool:
-        """True if no other worker has requests in flight, or busy-polls."""
-        rows = self.shared_state.worker_rows
-        others = int(rows["in_flight"].sum()) - self._in_flight[0] + int(rows["is_polling"].sum())
-        return others == int(self._row["is_polling"][0])
 
     def set_ready(self, is_ready: bool) -> None:
         """Records whether this process accepts requests or jobs."""

@@ -57,7 +57,8 @@ def cast_untyped(
         )
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype])
-    if not np.array_equal(np.isfinite(cast), np.isfinite(array)):
+    is_finite = np.isfinite(cast)
+    if not is_finite.all() and not np.array_equal(is_finite, np.isfinite(array)):
         raise InvalidContent(
             f"{name} has numbers outside the range of {dtype}: set another dtype, or write "
             '"Infinity" or "-Infinity" for infinite numbers',

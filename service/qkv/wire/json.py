@@ -9,12 +9,11 @@ from typing import Any, Final
 
 import orjson
 import pybase64
-import simdjson
 
 from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json_arrays
-from qkv.wire.json_arrays import MAX_AXES, NestedLists, format_node
+from qkv.wire.json_arrays import MAX_AXES, OBJECT, NestedLists, format_node
 from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
 from qkv.wire.response_fields import json_fields
@@ -61,7 +60,7 @@ def decode(body: bytes | memoryview, group: str) -> Message:
     for name, node in items(document.root, ""):
         if name == group:
             tensors = _tensors(document, node, f"/{group}")
-        elif name == "layer" and isinstance(node, simdjson.Object):
+        elif name == "layer" and isinstance(node, OBJECT):
             fields["layer"] = {}
             for key, inner in items(node, "/layer"):
                 if key == "tensors":
@@ -104,8 +103,9 @@ def decode_fields(text: bytes) -> dict[str, Any]:
         MalformedRequest, InvalidContent, PayloadTooLarge: as in `decode`.
     """
     document = Document(text)
-    fields: dict[str, Any] = document.to_python(document.root, "")
-    return fields
+    return {
+        name: document.to_python(node, pointer_to(name)) for name, node in items(document.root, "")
+    }
 
 
 def load(text: bytes | str) -> Any:
@@ -143,7 +143,7 @@ def dump(document: Any) -> bytes:
 
 def _tensors(document: Document, node: Any, pointer: str) -> dict[str, NestedLists | _Base64]:
     """Returns the tensors of a group, with their shapes but without their numbers."""
-    if not isinstance(node, simdjson.Object):
+    if not isinstance(node, OBJECT):
         raise InvalidContent(
             f"{pointer[1:]} must be an object of tensors by name: got {format_node(node)}",
             pointer=pointer,
@@ -155,7 +155,7 @@ def _tensors(document: Document, node: Any, pointer: str) -> dict[str, NestedLis
 
 
 def _tensor(document: Document, node: Any, name: str, pointer: str) -> NestedLists | _Base64:
-    if not isinstance(node, simdjson.Object):
+    if not isinstance(node, OBJECT):
         return document.nested_lists(node, name, pointer)
     fields = {k: document.to_python(inner, f"{pointer}/{k}") for k, inner in items(node, pointer)}
     if fields.keys() != _TENSOR_KEYS:

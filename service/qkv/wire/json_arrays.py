@@ -19,7 +19,20 @@ import simdjson
 from qkv.errors import InvalidContent, PayloadTooLarge, format_value
 from qkv.tensors import RawTensor
 
-__all__ = ["MAX_AXES", "MAX_OBJECTS", "NestedLists", "format_node", "walk", "write"]
+__all__ = [
+    "LIST",
+    "MAX_AXES",
+    "MAX_OBJECTS",
+    "OBJECT",
+    "NestedLists",
+    "format_node",
+    "walk",
+    "write",
+]
+
+LIST: Final = (simdjson.Array, list)
+OBJECT: Final = (simdjson.Object, dict)
+"""The types of a document's lists and objects: simdjson's for long texts, Python's for others."""
 
 MAX_AXES: Final = 8
 MAX_OBJECTS: Final = 1 << 20  # lists, or values of mixed types: each costs a Python object
@@ -96,8 +109,8 @@ class NestedLists:
 
 def format_node(value: Any) -> str:
     """Returns a value of a document for an error message, shortened."""
-    if isinstance(value, simdjson.Object | simdjson.Array):
-        return "an object" if isinstance(value, simdjson.Object) else "a list"
+    if isinstance(value, OBJECT + LIST):
+        return "an object" if isinstance(value, OBJECT) else "a list"
     return format_value(value)
 
 
@@ -134,14 +147,14 @@ def walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any]
         shape.append(sizes.pop())
         if shape[-1] >= _LONGEST_LIST:
             raise _too_large(name, pointer, f"a list of {_LONGEST_LIST} elements or more")
-        if not shape[-1] or not isinstance(level[0][0], simdjson.Array):
+        if not shape[-1] or not isinstance(level[0][0], LIST):
             return tuple(shape), level, arrays
         if len(shape) == MAX_AXES:
             raise InvalidContent(f"{name} has more than {MAX_AXES} axes", pointer=pointer)
         if arrays + len(level) * shape[-1] > MAX_OBJECTS:
             raise _too_large(name, pointer, f"more than {MAX_OBJECTS} lists")
         level = list(chain.from_iterable(level))
-        if not all(isinstance(row, simdjson.Array) for row in level):
+        if not all(isinstance(row, LIST) for row in level):
             raise InvalidContent(
                 f"{name} is ragged: got lists and single values on axis {len(shape)}",
                 pointer=pointer,

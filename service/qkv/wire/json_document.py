@@ -6,7 +6,7 @@ The codecs of JSON and of the Open Inference Protocol read their bodies with `Do
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -14,13 +14,11 @@ import orjson
 import simdjson
 
 from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, pointer_to
-from qkv.wire.json_arrays import MAX_OBJECTS, NestedLists, walk
+from qkv.wire.json_arrays import LIST, MAX_OBJECTS, OBJECT, NestedLists, walk
+from qkv.wire.plain_json import MAX_DEPTH, MAX_NAME_LENGTH, MAX_NAMES, load_object
 
 __all__ = ["Document", "items"]
 
-_MAX_DEPTH: Final = 32  # outside tensors
-_MAX_NAMES: Final = 256  # in one object: each look-up is a scan
-_LONGEST_NAME: Final = 1024  # the pointer to each value below contains it
 _MAX_VALUES: Final = 10_000  # outside tensors
 # A string, or an integer that may exceed 64 bits, between its neighbours in JSON. The quantifiers
 # are possessive, because there are strings of 64 MiB.
@@ -36,18 +34,24 @@ class Document:
     Args:
         text: UTF-8. Bytes, because simdjson is much slower with any other type.
 
+    Attributes:
+        root: the object.
+        is_plain: it consists of Python objects, which need no conversion.
+
     Raises:
         MalformedRequest: the text is not JSON, or not an object.
     """
 
     def __init__(self, text: bytes) -> None:
+        plain = load_object(text)
+        self.is_plain = plain is not None
         try:
-            root = _parse(text)
+            root = plain if self.is_plain else _parse(text)
         except (ValueError, RuntimeError, MemoryError) as error:
             raise MalformedRequest(
                 f"the body is not JSON: {_parse_error_reason(text, error)}"
             ) from None
-        if not isinstance(root, simdjson.Object):
+        if not isinstance(root, OBJECT):
             raise MalformedRequest("the body must be a JSON object")
         self.root = root
         self._text = text
@@ -60,6 +64,8 @@ class Document:
 
         An array that was not is between numbers, where simdjson would flatten it.
         """
+        if self.is_plain:
+            return True
         brackets = np.frombuffer(self._text, np.uint8) == ord("[")  # faster than bytes.count
         return int(np.count_nonzero(brackets)) == self._arrays
 
@@ -70,8 +76,10 @@ class Document:
             MalformedRequest: the value is nested too deeply.
             PayloadTooLarge: the document has too many values.
         """
-        if depth > _MAX_DEPTH:
-            raise MalformedRequest(f"the body is nested deeper than {_MAX_DEPTH}", pointer=pointer)
+        if self.is_plain:
+            return node
+        if depth > MAX_DEPTH:
+            raise MalformedRequest(f"the body is nested deeper than {MAX_DEPTH}", pointer=pointer)
         self._values += 1
         if self._values > _MAX_VALUES:
             raise PayloadTooLarge(
@@ -89,10 +97,11 @@ class Document:
             ]
         return node
 
-    def elements(self, node: simdjson.Array) -> Iterator[Any]:
-        """Yields the elements of a list outside tensors."""
+    def elements(self, node: Any) -> Iterable[Any]:
+        """Returns the elements of a list outside tensors."""
         self._arrays += 1
-        yield from node
+        elements: Iterable[Any] = node
+        return elements
 
     def nested_lists(self, node: Any, name: str, pointer: str) -> NestedLists:
         """Returns nested lists with their shape, without reading numbers.
@@ -103,28 +112,32 @@ class Document:
             InvalidContent: the lists are ragged, or nested too deeply.
             PayloadTooLarge: there are too many lists.
         """
-        if not isinstance(node, simdjson.Array):
+        if not isinstance(node, LIST):
             return NestedLists(name, pointer, [node], (), [[node]])
         shape, leaves, arrays = walk(node, name, pointer)
         self._arrays += arrays
         return NestedLists(name, pointer, node, shape, leaves)
 
 
-def items(node: Any, pointer: str) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of an object.
-
-    `node.items()` would create Python objects of all values below.
+def items(node: Any, pointer: str) -> Iterable[tuple[str, Any]]:
+    """Returns the names and values of an object.
 
     Raises:
         InvalidContent: a name is repeated, invalid or too long, or there are too many names.
     """
-    if len(node) > _MAX_NAMES:
-        raise InvalidContent(f"an object has more than {_MAX_NAMES} names", pointer=pointer)
+    return node.items() if type(node) is dict else _items(node, pointer)
+
+
+def _items(node: simdjson.Object, pointer: str) -> Iterator[tuple[str, Any]]:
+    """Yields names and values; `node.items()` would create Python objects of all values below."""
+    if len(node) > MAX_NAMES:
+        raise InvalidContent(f"an object has more than {MAX_NAMES} names", pointer=pointer)
     seen = set()
     for name in node:
-        if len(name) > _LONGEST_NAME:
+        if len(name) > MAX_NAME_LENGTH:
             raise InvalidContent(
-                f"a name is too long: got {len(name)} characters, expected at most {_LONGEST_NAME}",
+                f"a name is too long: got {len(name)} characters, "
+                f"expected at most {MAX_NAME_LENGTH}",
                 pointer=pointer,
             )
         inside = pointer + pointer_to(name)

@@ -10,18 +10,18 @@ docs/protocol/extension_binary_data.md). The tensors of a message are the list `
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import orjson
-import simdjson
 
 from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format_value
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json, json_arrays
 from qkv.wire.casting import cast_untyped
-from qkv.wire.json_arrays import MAX_AXES, NestedLists, format_node
+from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
 from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
 from qkv.wire.oip_responses import DATATYPES, BinarySize, InferTensor
@@ -33,6 +33,8 @@ LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 
 _DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _KEYS: Final = ("name", "datatype", "shape", "parameters", "data")
+_MAX_KNOWN: Final = 1024  # lists of tensors that are kept, with at most
+_MAX_KNOWN_BYTES: Final = 2048  # bytes of JSON each
 _SIZE: Final = "binary_data_size"
 _MAX_TENSORS: Final = 256
 _MAX_BARE: Final = 1 << 18
@@ -73,7 +75,7 @@ def decode(body: bytes | memoryview, group: str, length: int | None = None) -> M
     document = _document(bytes(body if length is None else view[:length]))
     data = view[len(view) if length is None else length :]
     fields: dict[str, Any] = {}
-    found: list[_Tensor] = []
+    found: Sequence[_Tensor] = ()
     for name, node in items(document.root, ""):
         if name == group:
             found = _tensors(document, node, group)
@@ -130,19 +132,19 @@ def encode(
 
 def encode_tensors(
     tensors: Mapping[str, RawTensor], binary: Collection[str]
-) -> tuple[list[InferTensor], list[memoryview]]:
+) -> tuple[list[Any], list[memoryview]]:
     """Returns the entries of tensors in JSON, and the buffers of those that are binary.
 
     Args:
         tensors: by name.
         binary: the names of tensors whose bytes follow the JSON. The others become flat lists.
     """
-    entries, chunks = [], []
+    entries: list[Any] = []  # `InferTensor`, or one as JSON
+    chunks = []
     for name, tensor in tensors.items():
         datatype = DATATYPES[tensor.dtype]
         if name in binary:
-            size = BinarySize(tensor.nbytes)
-            entries.append(InferTensor(name, datatype, tensor.shape, parameters=size))
+            entries.append(_binary_entry(name, datatype, tensor.shape, tensor.nbytes))
             chunks.append(tensor.data)
         else:
             count = tensor.nbytes // DTYPES[tensor.dtype].itemsize
@@ -150,6 +152,13 @@ def encode_tensors(
             data = orjson.Fragment(json_arrays.write(flat))
             entries.append(InferTensor(name, datatype, tensor.shape, data=data))
     return entries, chunks
+
+
+@lru_cache(_MAX_KNOWN)
+def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], size: int) -> orjson.Fragment:
+    """Returns the entry of a binary tensor as JSON, which is the same for many responses."""
+    entry = InferTensor(name, datatype, shape, parameters=BinarySize(size))
+    return orjson.Fragment(json.dump(entry))
 
 
 class _Tensor:
@@ -162,7 +171,7 @@ class _Tensor:
     """
 
     def __init__(self, document: Document, node: Any, pointer: str) -> None:
-        if not isinstance(node, simdjson.Object):
+        if not isinstance(node, OBJECT):
             raise InvalidContent(
                 f"{pointer[1:]} must be an object: got {format_node(node)}", pointer=pointer
             )
@@ -266,8 +275,25 @@ class _Tensor:
         return InvalidContent(f"{self.label} {what}", pointer=self.pointer)
 
 
-def _tensors(document: Document, node: Any, group: str) -> list[_Tensor]:
-    if not isinstance(node, simdjson.Array):
+def _tensors(document: Document, node: Any, group: str) -> Sequence[_Tensor]:
+    """Returns the entries of a list of tensors; keeps those without numbers."""
+    if document.is_plain:
+        text = orjson.dumps(node)
+        if len(text) <= _MAX_KNOWN_BYTES and b'"data":' not in text:
+            # a copy: bytes from orjson take 4 KiB to 64 KiB, however short they are
+            return _known_tensors(memoryview(text).tobytes(), group)
+    return _read_entries(document, node, group)
+
+
+@lru_cache(_MAX_KNOWN)
+def _known_tensors(text: bytes, group: str) -> Sequence[_Tensor]:
+    """Returns the entries of a list of tensors, which are the same for many requests."""
+    document = Document(b'{"%b":%b}' % (group.encode(), text))
+    return _read_entries(document, document.root[group], group)
+
+
+def _read_entries(document: Document, node: Any, group: str) -> Sequence[_Tensor]:
+    if not isinstance(node, LIST):
         raise InvalidContent(
             f"{group} must be a list of tensors: got {format_node(node)}", pointer=f"/{group}"
         )

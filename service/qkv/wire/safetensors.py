@@ -16,6 +16,7 @@ from qkv.errors import InvalidContent, MalformedRequest, pointer_to
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.json import decode_fields, pop_encoding
 from qkv.wire.message import Message
+from qkv.wire.plain_json import load_object
 
 __all__ = ["MEDIA_TYPE", "aligned_offset", "decode", "encode"]
 
@@ -112,11 +113,13 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
 
 
 def _header(text: bytes) -> dict[str, Any]:
-    try:
-        # the standard library's parser, because it reports repeated names
-        header = json.loads(str(text, "utf-8"), object_pairs_hook=_unique_names)
-    except (ValueError, RecursionError) as error:
-        raise MalformedRequest(f"the header is not JSON: {error}") from None
+    header = load_object(text)
+    if header is None:
+        try:
+            # the standard library's parser, because it reports repeated names
+            header = json.loads(str(text, "utf-8"), object_pairs_hook=_unique_names)
+        except (ValueError, RecursionError) as error:
+            raise MalformedRequest(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise MalformedRequest("the header must be a JSON object")
     if len(header) > _MAX_NAMES:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Final, NamedTuple
 
+import orjson
 import pydantic
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.endpoints.oip_models import VERSION, default_output, find_loaded, new_router
-from qkv.api.fast_path.body_layout import behind
-from qkv.api.fast_path.job_cache import LONGEST_HEAD, JobCache
-from qkv.api.fast_path.run_cache import Reply, RequestKey, RunCache
 from qkv.api.job_runner import JobRunner, RunResult
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
+from qkv.api.request_headers import headers_of
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.fields import field_error
-from qkv.jobs.job import Job
 from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
@@ -33,10 +32,9 @@ _BINARY_TYPE: Final = "application/octet-stream"
 _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
-_HEADER_LINES: Final = (
-    f"content-type: {_BINARY_TYPE}\r\n"
-    f"{open_inference.LENGTH_HEADER.lower()}: %d\r\nserver-timing: %b\r\n"
-).encode()
+_LENGTH_NAME: Final = open_inference.LENGTH_HEADER.lower().encode()
+_MAX_KNOWN: Final = 1024  # fields of requests that are kept, with at most
+_MAX_KNOWN_BYTES: Final = 2048  # bytes of JSON each
 _SEQUENCE_PARAMETERS: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
@@ -71,19 +69,17 @@ class _ProtocolParameters(pydantic.BaseModel):
     timeout: Annotated[int, pydantic.Field(ge=0, le=_MAX_TIMEOUT_US)] = 0  # microseconds; 0: none
 
 
-class _InferRequest(NamedTuple):
-    """A parsed request.
+class _InferFields(NamedTuple):
+    """The fields of a request but its id, validated.
 
     Attributes:
-        id: the response repeats it.
-        message: the same run as a request of the native API.
+        run_fields: the fields of the same run as a request of the native API.
         outputs: the names of the outputs to return, in order.
         binary: the names of the outputs that are sent as bytes.
         protocol_parameters: priority and timeout.
     """
 
-    id: str | None
-    message: Message
+    run_fields: dict[str, Any]
     outputs: list[str]
     binary: set[str]
     protocol_parameters: _ProtocolParameters
@@ -96,15 +92,11 @@ class InferHandler:
         job_runner: runs the jobs.
         models: has the loaded flags.
         settings: limits of a body.
-        run_cache: caches small requests, to run similar ones on the fast path.
     """
 
-    def __init__(
-        self, job_runner: JobRunner, models: ModelStats, settings: Settings, run_cache: RunCache
-    ) -> None:
-        self._job_runner, self._models, self._run_cache = job_runner, models, run_cache
+    def __init__(self, job_runner: JobRunner, models: ModelStats, settings: Settings) -> None:
+        self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
-        self._job_cache: JobCache[_InferRequest] = JobCache()
 
     async def handle(self, request: Request, model: str, version: str = VERSION) -> Response:
         """Runs one request.
@@ -113,54 +105,46 @@ class InferHandler:
             QkvError: the request is invalid, or could not be run.
         """
         find_loaded(self._models, model, version)
-        lengths = request.headers.getlist(open_inference.LENGTH_HEADER)
-        length = open_inference.json_length(", ".join(lengths) if lengths else None)
+        headers = headers_of(request)
+        length = open_inference.json_length(_text(headers.get(_LENGTH_NAME)))
         with self._job_runner.admit(request) as admission:
             body = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
             received_at = time.perf_counter()
-            infer_request, job = await self._new_job(body, length, model, version)
+            message = await in_thread_if_large(
+                len(body), lambda: open_inference.decode(body, "inputs", length)
+            )
+            id, fields = self._parse_fields(message.fields, model, version)
+            run_message = Message(fields.run_fields, message.tensors)
+            job = await self._job_runner.new_job(model, run_message)
         result = await self._job_runner.run(
             request,
             received_at,
             job,
-            priority=infer_request.protocol_parameters.priority,
-            wait_s=infer_request.protocol_parameters.timeout / 1e6 or None,
+            priority=fields.protocol_parameters.priority,
+            wait_s=fields.protocol_parameters.timeout / 1e6 or None,
         )
-        content_encoding = _response_encoding(request.headers.get("accept-encoding", ""))
-        is_all_binary = content_encoding is None and infer_request.binary.issuperset(
-            infer_request.outputs
-        )
-        if is_all_binary and length is not None and self._run_cache.may_keep(job):
-            self._run_cache.keep(
-                RequestKey.of(request.scope["raw_path"], request.scope["headers"]),
-                behind(length, body, job),
-                job,
-                _new_reply_encoder(model, infer_request, result),
-                lambda: self._models.is_loaded(model),
-            )
+        content_encoding = _response_encoding(_text(headers.get(b"accept-encoding")) or "")
+        is_all_binary = content_encoding is None and fields.binary.issuperset(fields.outputs)
         size = 0 if is_all_binary else result.nbytes
         return await in_thread_if_large(
-            size, lambda: _new_response(model, infer_request, result, content_encoding)
+            size, lambda: _new_response(model, id, fields, result, content_encoding)
         )
 
-    async def _new_job(
-        self, body: bytes | memoryview, length: int | None, model: str, version: str
-    ) -> tuple[_InferRequest, Job]:
-        """Returns the parsed request and its job; both are cached by the JSON of the request."""
-        key = None
-        if length is not None and length <= LONGEST_HEAD:
-            key = model, version, bytes(body[:length])
-            if (known := self._job_cache.again(key, body)) is not None:
-                return known
-        message = await in_thread_if_large(
-            len(body), lambda: open_inference.decode(body, "inputs", length)
-        )
-        infer_request = _parse_request(message, catalogue.find(model), version)
-        job = await self._job_runner.new_job(model, infer_request.message)
-        infer_request = infer_request._replace(message=Message())
-        if key is not None:
-            self._job_cache.keep(key, body, infer_request, job)
-        return infer_request, job
+    def _parse_fields(
+        self, given: dict[str, Any], model: str, version: str
+    ) -> tuple[str | None, _InferFields]:
+        """Returns the id of a request, and its other fields."""
+        id = given.get("id")
+        if id is None or isinstance(id, str):
+            given = {name: value for name, value in given.items() if name != "id"}
+        try:
+            text = orjson.dumps(given)
+        except TypeError:  # an integer past 64 bits: the validation has the error
+            return id, _validate_fields(given, catalogue.find(model), version)
+        if len(text) > _MAX_KNOWN_BYTES:
+            return id, _validate_fields(given, catalogue.find(model), version)
+        # a copy: bytes from orjson take 4 KiB to 64 KiB, however short they are
+        return id, _known_fields(memoryview(text).tobytes(), model, version)
 
 
 def router(infer: InferHandler) -> APIRouter:
@@ -180,34 +164,42 @@ def router(infer: InferHandler) -> APIRouter:
     return routes
 
 
-def _parse_request(message: Message, variant: Variant, version: str) -> _InferRequest:
-    """Translates a request into the native API's fields.
+@lru_cache(_MAX_KNOWN)
+def _known_fields(text: bytes, model: str, version: str) -> _InferFields:
+    """Returns the fields of a request, which are the same for many requests."""
+    return _validate_fields(orjson.loads(text), catalogue.find(model), version)
+
+
+def _validate_fields(given: dict[str, Any], variant: Variant, version: str) -> _InferFields:
+    """Translates the fields of a request into those of the native API.
 
     Raises:
         InvalidContent: a field or a parameter is unknown or invalid.
     """
     try:
-        fields = _RequestFields.model_validate(message.fields)
+        fields = _RequestFields.model_validate(given)
     except pydantic.ValidationError as error:
         raise field_error(error, ["inputs", *_RequestFields.model_fields]) from None
     expected_values = {"model_name": variant.name, "model_version": version}
     for field, expected in expected_values.items():
-        if (given := getattr(fields, field)) not in (None, "", expected):
+        if (value := getattr(fields, field)) not in (None, "", expected):
             raise InvalidContent(
-                f"{field} is wrong: got {given!r:.60}, expected {expected!r} as in the path"
+                f"{field} is wrong: got {value!r:.60}, expected {expected!r} as in the path"
             )
-    given = fields.parameters or {}
+    parameters = fields.parameters or {}
     protocol_parameters = _parse_protocol_parameters(
-        {n: v for n, v in given.items() if n in _ProtocolParameters.model_fields}
+        {n: v for n, v in parameters.items() if n in _ProtocolParameters.model_fields}
     )
     variant_parameters = {
-        n: _unquote(n, v) for n, v in given.items() if n not in _ProtocolParameters.model_fields
+        n: _unquote(n, v)
+        for n, v in parameters.items()
+        if n not in _ProtocolParameters.model_fields
     }
     requested = fields.outputs or [_RequestedOutput(name=default_output(variant))]
     outputs = [output.name for output in requested]
     binary = {o.name for o in requested if _is_binary(o, protocol_parameters.binary_data_output)}
-    run_message = Message({"parameters": variant_parameters, "outputs": outputs}, message.tensors)
-    return _InferRequest(fields.id, run_message, outputs, binary, protocol_parameters)
+    run_fields = {"parameters": variant_parameters, "outputs": outputs}
+    return _InferFields(run_fields, outputs, binary, protocol_parameters)
 
 
 def _parse_protocol_parameters(given: dict[str, Any]) -> _ProtocolParameters:
@@ -256,51 +248,36 @@ def _is_binary(output: _RequestedOutput, default: bool) -> bool:
     return binary
 
 
-def _encode(
-    model: str, infer_request: _InferRequest, result: RunResult, timing: dict[str, Any]
-) -> tuple[list[bytes | memoryview], int | None]:
-    outputs = {name: result.outputs[name] for name in infer_request.outputs}
-    entries, chunks = open_inference.encode_tensors(outputs, infer_request.binary)
-    response = InferResponse(
-        model_name=model,
-        model_version=VERSION,
-        id=infer_request.id,
-        parameters=timing,
-        outputs=entries,
-    )
-    text = json.dump(response)
-    return [text, *chunks], len(text) if chunks else None
-
-
-def _new_reply_encoder(
-    model: str, infer_request: _InferRequest, example: RunResult
-) -> Callable[[RunResult], Reply]:
-    """Returns an encoder of responses that differ from this one in timing and tensors only."""
-    text, *_ = _encode(model, infer_request, example, {})[0]
-    before, nothing, after = bytes(text).partition(b'"parameters":{}')  # in a string: \\"
-    assert nothing
-
-    def reply(result: RunResult) -> Reply:
-        text = b'%b"parameters":%b%b' % (before, json.dump(result.timing), after)
-        data = [result.outputs[name].data for name in infer_request.outputs]
-        return Reply(
-            _HEADER_LINES % (len(text), result.server_timing.encode()), [text, *data], model
-        )
-
-    return reply
-
-
 def _new_response(
-    model: str, infer_request: _InferRequest, result: RunResult, content_encoding: str | None
+    model: str,
+    id: str | None,
+    fields: _InferFields,
+    result: RunResult,
+    content_encoding: str | None,
 ) -> Response:
-    chunks, length = _encode(model, infer_request, result, result.timing)
-    headers = dict(result.headers)
-    if length is not None:
-        headers[open_inference.LENGTH_HEADER] = str(length)
+    outputs = {name: result.outputs[name] for name in fields.outputs}
+    entries, data = open_inference.encode_tensors(outputs, fields.binary)
+    text = json.dump(
+        InferResponse(
+            model_name=model,
+            model_version=VERSION,
+            id=id,
+            parameters=result.timing,
+            outputs=entries,
+        )
+    )
+    chunks: list[bytes | memoryview] = [text, *data]
+    headers = result.headers
+    if data:
+        headers.append((_LENGTH_NAME, b"%d" % len(text)))
     if content_encoding is not None:
         chunks = [_compress(chunks, content_encoding)]
-        headers["Content-Encoding"] = content_encoding
-    return TensorResponse(chunks, json.MEDIA_TYPE if length is None else _BINARY_TYPE, headers)
+        headers.append((b"content-encoding", content_encoding.encode()))
+    return TensorResponse(chunks, _BINARY_TYPE if data else json.MEDIA_TYPE, headers)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
 
 
 def _response_encoding(accept_encoding: str) -> str | None:

@@ -10,10 +10,8 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.fast_path.body_layout import BodyLayout, behind, within
-from qkv.api.fast_path.run_cache import Reply, RequestKey, RunCache
-from qkv.api.job_runner import JobRunner, RunResult
-from qkv.api.request_body import ReceivedMessage, TensorResponse, in_thread_if_large, read_message
+from qkv.api.job_runner import JobRunner
+from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
 from qkv.attention import catalogue
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job
@@ -31,12 +29,11 @@ class RunHandler:
 
     Args:
         job_runner: runs the jobs.
-        run_cache: caches small requests, to run similar ones on the fast path.
         settings: limits of a body.
     """
 
-    def __init__(self, job_runner: JobRunner, run_cache: RunCache, settings: Settings) -> None:
-        self.job_runner, self._run_cache = job_runner, run_cache
+    def __init__(self, job_runner: JobRunner, settings: Settings) -> None:
+        self.job_runner = job_runner
         self._max_body_bytes = settings.max_body_bytes
 
     def endpoint(
@@ -66,25 +63,10 @@ class RunHandler:
             job = await self.job_runner.new_job(variant, received.message, kind)
         result = await self.job_runner.run(request, received.received_at, job)
         codec, encoding = received.response_codec, received.message.encoding or "base64"
-
-        def to_message(result: RunResult) -> Message:
-            fields = {
-                "variant": variant, group: None, **result.annotations, "timing": result.timing,
-            }  # fmt: skip
-            return Message(fields, result.outputs, encoding=encoding)
-
-        def to_reply(result: RunResult) -> Reply:
-            headers = {"content-type": codec.MEDIA_TYPE, "server-timing": result.server_timing}
-            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-            return Reply(lines.encode(), codec.encode(to_message(result), group), variant)
-
-        if self._run_cache.may_keep(job) and (codec is not json or encoding == "base64"):
-            key = RequestKey.of(request.scope["raw_path"], request.scope["headers"])
-            self._run_cache.keep(key, _body_layout(received, job), job, to_reply)
+        fields = {"variant": variant, group: None, **result.annotations, "timing": result.timing}
+        message = Message(fields, result.outputs, encoding=encoding)
         size = result.nbytes * _RELATIVE_COST.get(encoding, 1.0) if codec is json else 0
-        chunks = await in_thread_if_large(
-            int(size), lambda: codec.encode(to_message(result), group)
-        )
+        chunks = await in_thread_if_large(int(size), lambda: codec.encode(message, group))
         return TensorResponse(chunks, codec.MEDIA_TYPE, result.headers)
 
 
@@ -131,11 +113,3 @@ def gradients_router(handler: RunHandler) -> APIRouter:
         raise AssertionError
 
     return routes
-
-
-def _body_layout(received: ReceivedMessage, job: Job) -> BodyLayout | None:
-    """Returns the positions of tensors in a body; None if it has numbers in lists."""
-    length = received.codec.aligned_offset(bytes(received.body[:8]))
-    if length is None:
-        return within(bytes(received.body), job)
-    return behind(length, received.body, job)

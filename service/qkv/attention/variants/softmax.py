@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from qkv.attention.common import fused_kernel
 from qkv.attention.common.gradients import (
@@ -165,45 +164,6 @@ def attend(
         value = visible.without_padding(value)
     scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe)
     return _explicit(scores, value.to(visible.dtype), outputs, query_BHLD.dtype)
-
-
-def decided(
-    shapes: Mapping[str, tuple[int, ...]], parameters: Any, outputs: frozenset[str]
-) -> Callable[..., Softmax] | None:
-    """Returns the kernel that `attend` selects for inputs of these shapes, with numbers below 1e9.
-
-    It is the bare fused kernel, or the bare products if weights are requested. None if `attend` may
-    do more than that.
-    """
-    if set(shapes) != {"query", "key", "value"}:
-        return None
-    (B, H, L, D), (_, G, S, _), E = shapes["query"], shapes["key"], shapes["value"][-1]
-    scale = D**-0.5 if parameters.scale is None else parameters.scale
-    more = ("softcap", "window", "dropout", "query_offset")
-    if scale < 1e-30 or B * H * S > fused_kernel.BIAS_ELEMENTS:
-        return None
-    if any(getattr(parameters, name) for name in more):
-        return None
-    causal, grouped = parameters.causal, H != G
-
-    def run_fused(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
-        output = scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-        return Softmax(output, backend="sdpa")
-
-    def explicit(query: Tensor, key: Tensor, value: Tensor) -> Softmax:
-        query = query.unflatten(1, (G, -1))
-        scores = torch.einsum("bgkld,bgsd->bgkls", query, key).mul_(scale)
-        weights, output = torch.softmax(scores, dim=-1), None
-        if "output" in outputs:
-            output = torch.einsum("bgkls,bgse->bgkle", weights, value).flatten(1, 2)
-        return Softmax(output, weights.flatten(1, 2), scores.flatten(1, 2))
-
-    if outputs == {"output"}:
-        return run_fused if D == E else None
-    is_one_block = len(row_blocks(L, B * H * S, _SCORE_ELEMENTS)) == 1
-    return explicit if is_one_block and not causal and L * S * D * E else None
 
 
 def weights(

@@ -18,10 +18,8 @@ from typing import Final
 import orjson
 import torch
 
-from qkv.engine.accounting import InlineRun
 from qkv.engine.admission import AdmissionController
 from qkv.engine.engine import DEFAULT_LIMIT
-from qkv.engine.executor import PreparedRun
 from qkv.engine.remote import job_codec
 from qkv.engine.remote.channel import Channel, JobRequest, MessageType, receive_connection
 from qkv.engine.remote.shared_memory import Block, WorkerRegion
@@ -135,14 +133,6 @@ class RemoteEngine:
     def usage(self) -> Usage:
         """Returns zeros: the device process counts its queue."""
         return Usage()
-
-    def can_run_inline(self, _job: Job) -> bool:
-        """Returns False: no job runs in this process."""
-        return False
-
-    def run_prepared(self, _prepared_run: PreparedRun) -> InlineRun | None:
-        """Returns None: no job runs in this process."""
-        return None
 
     def run_inline(self, _job: Job) -> JobResult | None:
         """Returns None: no job runs in this process."""

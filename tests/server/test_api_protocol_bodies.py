@@ -1,4 +1,4 @@
-"""Bodies on the shortest way, however their bytes come."""
+"""Bodies on connections of the API: cut anywhere, pipelined, large, left in the middle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import time
 import httpx
 import pytest
 
-from qkv.engine.executor import PreparedRun
+from qkv.jobs.job import Job
+from support.engines import output_alone
 from support.processes import TIMEOUT_S, running_command, wait_until
 from support.raw_connection import (
     PATH,
@@ -21,36 +22,31 @@ from support.raw_connection import (
     random_inputs,
     raw_client,
 )
-from support.raw_connection import fast_path_runs as fast_path_runs
+from support.raw_connection import server_jobs as server_jobs
 from support.service import Server
 
 
-def test_however_the_bytes_come(server: Server, fast_path_runs: list[PreparedRun]) -> None:
-    """Cut anywhere, and many requests at once, to several paths."""
+def test_requests_may_be_cut_anywhere_and_pipelined(server: Server, server_jobs: list[Job]) -> None:
+    """Requests to several paths."""
+    names = ("softmax", "linear", "softmax", "efficient") * 3
     requests = [
         encode_request(*encode_body(random_inputs(seed)), f"/v2/models/{name}/infer")
-        for seed, name in enumerate(("softmax", "linear", "softmax", "efficient") * 3)
+        for seed, name in enumerate(names)
     ]
+    outputs = [output_alone(random_inputs(seed), name) for seed, name in enumerate(names)]
     with raw_client(server) as caller:
-        whole = []
-        for request in requests:
-            caller.send(request)
-            whole.append(caller.read_response()[2])
-        fast_path_runs.clear()
-        for size in (100, 999, 1400, 4000):
-            for request, expected in zip(requests, whole, strict=True):
+        for size in (100, 999, 1400, 4000, 100_000):
+            for request, expected in zip(requests, outputs, strict=True):
                 caller.send(*(request[i : i + size] for i in range(0, len(request), size)))
                 assert caller.read_response()[2] == expected
         caller.send(b"".join(requests))
-        assert [caller.read_response()[2] for _ in requests] == whole
-    assert len(fast_path_runs) == len(requests) * 5
+        assert [caller.read_response()[2] for _ in requests] == outputs
+    assert len(server_jobs) == len(requests) * 6
     wait_until(lambda: in_flight_count(server) == 0)
 
 
-def test_large_bodies_come_whole_however_they_come(
-    server: Server, fast_path_runs: list[PreparedRun]
-) -> None:
-    """One after the other, many at once, in pieces, and with small ones between them."""
+def test_large_bodies_are_received_whole(server: Server) -> None:
+    """One after the other, pipelined, in pieces, and with small ones between them."""
     large = [
         encode_request(*encode_body(random_inputs(seed, (1, 8, 256, 64)))) for seed in range(3)
     ]
@@ -84,8 +80,8 @@ def test_large_bodies_come_whole_however_they_come(
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 128, 64), (1, 8, 1024, 32)])
-def test_what_comes_in_pieces_is_counted_once(server: Server, shape: tuple[int, ...]) -> None:
-    """By parsers or past them, with the next request close behind."""
+def test_body_in_pieces_is_counted_once(server: Server, shape: tuple[int, ...]) -> None:
+    """By the parser or past it, with the next request close behind."""
     received = server.runtime.observer._metrics_recorder._totals
     body, length = encode_body(random_inputs(0, shape))
     request = encode_request(body, length)
@@ -106,48 +102,48 @@ def test_what_comes_in_pieces_is_counted_once(server: Server, shape: tuple[int, 
         assert caller.read_response()[2] == caller.read_response()[2] == first
 
 
-def test_an_upgrade_that_is_not_made_reads_its_body_once(server: Server) -> None:
-    """Its head is read twice, the second time without the wish."""
+def test_body_of_a_refused_upgrade_is_read_once(server: Server) -> None:
+    """Its head is parsed twice, the second time without the upgrade."""
     body, length = encode_body(random_inputs(0))
     request = encode_request(body, length)
-    wish = encode_request(body, length, PATH, "Connection: upgrade", "Upgrade: h2c")
+    upgrade = encode_request(body, length, PATH, "Connection: upgrade", "Upgrade: h2c")
     admission = server.engine.admission
     with raw_client(server) as caller:
         for _ in range(2):
             caller.send(request)
             first = caller.read_response()[2]
         for _ in range(2):
-            caller.send(wish[: -len(body)])
+            caller.send(upgrade[: -len(body)])
             wait_until(lambda: len(admission.admissions) == 1)
             caller.send(body)
             assert caller.read_response()[2] == first
             assert not admission.admissions
 
 
-def test_who_leaves_in_the_middle_is_forgotten(
-    server: Server, fast_path_runs: list[PreparedRun]
+def test_disconnect_in_the_middle_of_a_body_runs_nothing(
+    server: Server, server_jobs: list[Job]
 ) -> None:
     request = encode_request(*encode_body(random_inputs(0)))
     with raw_client(server) as caller:
         caller.send(request)
         caller.read_response()
-    fast_path_runs.clear()
+    server_jobs.clear()
     for _ in range(20):
         with raw_client(server) as caller:
             caller.send(request[:-100])
             wait_until(lambda: in_flight_count(server) == 1)
         wait_until(lambda: in_flight_count(server) == 0)
-    assert not fast_path_runs
+    assert not server_jobs
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16), (1, 8, 1024, 32)])
-def test_a_body_that_comes_in_while_the_service_ends_is_answered(
-    shape: tuple[int, ...], before: int
-) -> None:
-    """Tests bodies after a parsed head, a known head, and on the ordinary path."""
-    request = encode_request(*encode_body(random_inputs(0, shape)))
+def test_body_that_arrives_during_a_drain_is_answered(shape: tuple[int, ...], before: int) -> None:
+    """As the first or the second request of its connection."""
+    arrays = random_inputs(0, shape)
+    request = encode_request(*encode_body(arrays))
+    output = None
     with running_command("serve", "--port", "0", "--workers", "1") as process:
         url = httpx.URL(process.url)
         assert url.port is not None
@@ -155,11 +151,12 @@ def test_a_body_that_comes_in_while_the_service_ends_is_answered(
             caller = RawClient(connection)
             for _ in range(before):
                 caller.send(request)
-                first = caller.read_response()[2]
+                output = caller.read_response()[2]
             caller.send(request[:-1000])
             time.sleep(0.2)  # for these bytes to be read
             process.popen.send_signal(signal.SIGTERM)
-            time.sleep(1)  # it has closed what is idle by now
+            time.sleep(1)  # it has closed idle connections by now
             caller.send(request[-1000:])
-            assert caller.read_response()[2] == first
+            during = caller.read_response()[2]
+            assert during == output_alone(arrays) if output is None else during == output
         assert process.wait() == 0

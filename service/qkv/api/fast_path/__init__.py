@@ -1,1 +1,0 @@
-"""The fast path's half in the API: reuses the validation of repeated small requests."""

@@ -1,1 +1,0 @@
-"""Fast path of the server: responds to repeated small requests in the HTTP protocol."""

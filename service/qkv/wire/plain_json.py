@@ -1,0 +1,71 @@
+"""Parses short JSON at once into Python objects, where `json_document.Document` visits each.
+
+`Document` calls `load_object` first, and visits what that does not parse: long lists of numbers,
+and JSON that breaks a limit or a rule, for which `Document` has the error.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+__all__ = ["MAX_DEPTH", "MAX_NAMES", "MAX_NAME_LENGTH", "load_object"]
+
+MAX_DEPTH: Final = 32
+"""Objects and lists within one another, outside tensors."""
+MAX_NAMES: Final = 256
+"""Names in one object: each look-up of simdjson is a scan."""
+MAX_NAME_LENGTH: Final = 1024
+"""Characters of a name: the pointer to each value below contains it."""
+
+_CONTAINERS: Final = frozenset((dict, list))
+_MAX_BYTES: Final = 1 << 18
+_SHORT_BYTES: Final = 1 << 13
+_MAX_BRACKETS: Final = 256
+_MAX_COMMAS: Final = 700  # from about 1,000 numbers on simdjson's buffers are faster
+
+
+def load_object(text: bytes) -> dict[str, Any] | None:
+    """Returns the object that a text is; None if `Document` must parse it.
+
+    A repeated name is such a case: orjson keeps its last value. Each name has a colon behind it, so
+    that a text that repeats a name has more colons than the object without the repetition. Escapes
+    could hide a colon.
+    """
+    if len(text) > _MAX_BYTES or (b"\\" in text and b"\\u" in text):
+        return None
+    count = text.count if len(text) < _SHORT_BYTES else partial(_count, text)
+    brackets, colons = count(b"[") + count(b"{"), count(b":")
+    if brackets > _MAX_BRACKETS or colons > MAX_NAMES or count(b",") > _MAX_COMMAS:
+        return None
+    try:
+        root = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    if type(root) is not dict or orjson.dumps(root).count(b":") != colons:
+        return None
+    is_short = brackets <= MAX_DEPTH and len(text) <= MAX_NAME_LENGTH
+    return root if is_short or _is_within_limits(root, 0) else None
+
+
+def _count(text: bytes, character: bytes) -> int:
+    """Returns how often a character occurs, in a long text faster than bytes.count."""
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == character[0]))
+
+
+def _is_within_limits(node: Any, depth: int) -> bool:
+    """Returns True if neither the depth nor a name exceeds its limit."""
+    if depth > MAX_DEPTH:
+        return False
+    if type(node) is dict:
+        for name in node:
+            if len(name) > MAX_NAME_LENGTH:
+                return False
+        node = node.values()
+    for value in node:  # a loop is faster than all(...)
+        if type(value) in _CONTAINERS and not _is_within_limits(value, depth + 1):
+            return False
+    return True

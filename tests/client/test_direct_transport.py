@@ -1,0 +1,219 @@
+"""The clients call httpx's transport directly: what httpx's own `send` does still holds."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from qkv import AsyncClient, Client, ServiceUnreachable, errors
+from qkv.client.direct_transport import _MAX_TEMPLATES, RequestTemplates, transport_of
+from qkv.client.request_builders import RequestSpec, build_attend
+from support.clients import in_asyncio, numbers
+from support.processes import TIMEOUT_S
+from support.scripted_server import drop_connection, json_reply, problem_reply, scripted_server
+from support.service import Server
+
+PATH: Final = "/v1/attention/softmax"
+Send = Callable[..., Any]
+
+
+def send_sync(url: str, call: Callable[[Any], Any], **options: Any) -> Any:
+    with Client(url, **options) as client:
+        return call(client)
+
+
+both = pytest.mark.parametrize("send", [send_sync, in_asyncio])
+
+
+def attend(client: Any) -> Any:
+    return client.attend("softmax", **numbers(), weights="none")
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.parametrize("kind", [httpx.Client, httpx.AsyncClient])
+def test_httpx_still_has_the_member(kind: Any) -> None:
+    """`_transport_for_url` is not documented: if httpx drops it, `transport_of` must change."""
+    http = kind(base_url="http://127.0.0.1:1")
+    assert callable(http._transport_for_url)
+    base = httpx.BaseTransport if kind is httpx.Client else httpx.AsyncBaseTransport
+    assert isinstance(transport_of(http), base)
+
+
+def test_given_transport_is_used(server: Server) -> None:
+    requests: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(404, json={"type": "urn:qkv:problem:not-found", "detail": "because"})
+
+    with (
+        Client("http://nowhere.invalid", transport=httpx.MockTransport(handle)) as client,
+        pytest.raises(errors.NotFound, match="because"),
+    ):
+        attend(client)
+    assert [str(request.url) for request in requests] == [f"http://nowhere.invalid{PATH}"]
+
+
+def test_closed_client_raises(server: Server) -> None:
+    client = Client(server.url)
+    attend(client)
+    client.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            attend(client)
+
+    async def test() -> None:
+        client = AsyncClient(server.url)
+        await attend(client)
+        await client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await attend(client)
+
+    asyncio.run(test())
+
+
+@both
+def test_proxies_of_the_environment_apply(send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not to hosts in NO_PROXY."""
+    reply = problem_reply(404, "not-found")
+    with scripted_server(reply) as proxy, scripted_server(reply) as direct:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        with pytest.raises(errors.NotFound):
+            send("http://nowhere.invalid", attend)
+        assert proxy.paths == [f"http://nowhere.invalid{PATH}"]
+        assert proxy.headers[0]["host"] == "nowhere.invalid"
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(errors.NotFound):
+            send(direct.url, attend)
+        assert (len(proxy.paths), direct.paths) == (1, [PATH])
+
+
+@both
+def test_userinfo_in_the_url_becomes_basic_auth(send: Send) -> None:
+    """In place of a key, as in httpx; it is in no URL of an error."""
+    with scripted_server(problem_reply(404, "not-found")) as received:
+        url = received.url.replace("://", "://us%40er:pa:ss@")
+        for options in ({}, {"api_key": "key"}):
+            with pytest.raises(errors.NotFound):
+                send(url, attend, **options)
+    expected = "Basic " + base64.b64encode(b"us@er:pa:ss").decode()
+    assert [headers["authorization"] for headers in received.headers] == [expected] * 2
+    with pytest.raises(ServiceUnreachable) as error:
+        send("http://user:secret@127.0.0.1:1", attend, retries=0)
+    assert "secret" not in str(error.value)
+
+
+@both
+def test_headers_of_the_httpx_client_are_sent(send: Send) -> None:
+    """With those of the request and its own length, each once."""
+    with scripted_server(problem_reply(404, "not-found")) as received:
+        url = f"{received.url}/below/it"
+
+        def twice(client: Any) -> Any:
+            client._http.headers["X-Mine"] = "yes"
+            if isinstance(client, Client):
+                for _ in range(2):
+                    with pytest.raises(errors.NotFound):
+                        attend(client)
+                return None
+
+            async def both() -> None:
+                for _ in range(2):
+                    with pytest.raises(errors.NotFound):
+                        await attend(client)
+
+            return both()
+
+        send(url, twice, api_key="key")
+    body = build_attend("softmax", None, None, "none", numbers()).content
+    assert received.bodies == [body] * 2
+    assert received.paths == [f"/below/it{PATH}"] * 2
+    for headers in received.headers:
+        assert headers["authorization"] == "Bearer key"
+        assert headers["x-mine"] == "yes"
+        assert headers["user-agent"].startswith("python-httpx/")
+        assert headers["content-type"] == "application/vnd.safetensors"
+        assert headers["content-length"] == str(len(body))
+        assert headers["host"] == received.url.removeprefix("http://")
+        assert headers["connection"] == "keep-alive"
+        assert "accept-encoding" in headers
+
+
+@both
+def test_timeouts_apply(send: Send) -> None:
+    """Also those of the connection; a request that timed out is not sent again."""
+    stop = threading.Event()
+
+    def silent(handler: BaseHTTPRequestHandler) -> None:
+        stop.wait(TIMEOUT_S)
+        handler.close_connection = True
+
+    with scripted_server(silent) as received:
+        try:
+            with pytest.raises(httpx.ReadTimeout) as error:
+                send(received.url, attend, timeout=0.2)
+        finally:
+            stop.set()
+    assert error.value.request.url.path == PATH
+    assert received.paths == [PATH]
+
+
+@both
+def test_errors_have_their_request(send: Send) -> None:
+    with (
+        scripted_server(drop_connection) as received,
+        pytest.raises(httpx.RemoteProtocolError) as e,
+    ):
+        send(received.url, attend, retries=0)
+    assert str(e.value.request.url) == f"{received.url}{PATH}"
+    with pytest.raises(ServiceUnreachable) as unreachable:
+        send("http://127.0.0.1:1", attend, retries=0)
+    cause = unreachable.value.__cause__
+    assert isinstance(cause, httpx.ConnectError)
+    assert str(cause.request.url) == f"http://127.0.0.1:1{PATH}"
+    wrong = json_reply(b"no gzip", content_encoding="gzip")
+    with scripted_server(wrong) as received, pytest.raises(httpx.DecodingError) as decoding:
+        send(received.url, attend)
+    assert str(decoding.value.request.url) == f"{received.url}{PATH}"
+
+
+def test_connection_is_free_after_a_response_that_cannot_be_decoded() -> None:
+    """Even while its error, whose traceback has the response, is kept."""
+    wrong, right = json_reply(b"no gzip", content_encoding="gzip"), problem_reply(404, "not-found")
+    with scripted_server(wrong, right) as received, Client(received.url) as client:
+        with pytest.raises(httpx.DecodingError) as kept:
+            attend(client)
+        pool: Any = client._transport._pool  # type: ignore[attr-defined]
+        assert all(c.is_idle() or c.is_closed() for c in pool.connections), kept
+        with pytest.raises(errors.NotFound):
+            attend(client)
+
+
+def test_templates_are_bounded_and_requests_differ() -> None:
+    with httpx.Client(base_url="http://here:1/base", headers={"A": "b"}, timeout=7) as http:
+        templates = RequestTemplates(http)
+        for i in range(_MAX_TEMPLATES + 10):
+            for content in (b"", b"12", b"345"):
+                spec = RequestSpec("POST", f"/p{i}", lambda r: r, content, {"Content-Type": "x/y"})
+                request = templates.build(spec)
+                own = http.build_request("POST", f"/p{i}", headers=spec.headers, content=content)
+                assert (request.method, request.url) == (own.method, own.url)
+                assert sorted(request.headers.raw) == sorted(own.headers.raw)
+                assert request.extensions == own.extensions
+                assert request.read() == content
+        assert len(templates._templates) <= _MAX_TEMPLATES
+        get = templates.build(RequestSpec("GET", "/p0", lambda r: r))
+        assert (get.method, get.headers.get("content-type")) == ("GET", None)

@@ -1,0 +1,175 @@
+"""Small jobs on the event loop: same bits as in the device thread, while others run or wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.attention.catalogue import variants
+from qkv.engine.engine import Engine, JobResult
+from qkv.engine.executor import JobOutput, execute
+from qkv.errors import Internal, ServiceUnavailable
+from qkv.jobs.job import Job
+from support.engines import CPU, bits, hold_device_thread, new_job, with_engine
+from support.known_requests import DTYPES
+from support.processes import TIMEOUT_S
+from support.raw_connection import NAMES, inputs_for, random_inputs
+
+
+def small_jobs(dtype: str, count: int) -> list[Job]:
+    """Returns small jobs of several variants and shapes."""
+    random, jobs = np.random.default_rng(0), []
+    for name in ("softmax", "linear", "taylor", "efficient", "linformer"):
+        for _ in range(count):
+            H, L, D = (int(random.choice([1, 2, 3, 5, 7, 16, 33, 64, 65])) for _ in range(3))
+            arrays = {n: random.normal(size=(1, H, L, D)).astype(DTYPES[dtype]) for n in NAMES}
+            jobs.append(new_job(arrays, name, outputs=["output", "weights"]))
+    return [job for job in jobs if job.is_small]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_small_job_has_the_same_bits_as_in_the_device_thread(dtype: str) -> None:
+    async def test(engine: Engine) -> None:
+        for job in small_jobs(dtype, 25):
+            inline = engine.run_inline(job)
+            assert isinstance(inline, JobResult)
+            assert bits(inline) == bits(await engine.submit(job))
+
+    with_engine(test)
+
+
+def test_large_job_is_not_run_inline() -> None:
+    async def test(engine: Engine) -> None:
+        small, large = new_job(random_inputs(0)), new_job(random_inputs(0, (1, 8, 1024, 64)))
+        assert large.flops > small.flops
+        assert engine.run_inline(large) is None
+        values = {"value": random_inputs(0, (1, 1, 30000, 1))["value"]}
+        assert not new_job(values, "mean", parameters={"method": "loop"}).is_small
+        long = {name: np.ones((2000, 1), np.float32) for name in NAMES}
+        for name in ("linear", "taylor", "efficient", "linformer"):  # numbers may make it quadratic
+            assert not new_job(long, name).is_small
+
+    with_engine(test)
+
+
+def test_no_job_is_run_inline_where_batches_are_stacked() -> None:
+    """As on a GPU, where small jobs gain most from a batch."""
+
+    async def test(engine: Engine) -> None:
+        assert engine.run_inline(new_job(random_inputs(0))) is None
+
+    with_engine(test, stack=True)
+
+
+def test_small_job_runs_while_the_device_thread_is_held() -> None:
+    async def test(engine: Engine) -> None:
+        small, large = new_job(random_inputs(0)), new_job(random_inputs(0, (1, 8, 1024, 64)))
+        with hold_device_thread(engine):
+            queued = [engine.submit(job) for job in (large, small)]
+            inline = engine.run_inline(small)
+            assert inline is not None
+            assert inline.timing["batch_size"] == 1
+            assert not any(future.done() for future in queued)
+            assert engine.usage().queued_count == 2
+        await queued[0]
+        assert bits(inline) == bits(await queued[1])
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_small_jobs_have_the_same_bits_while_a_large_job_runs(dtype: str) -> None:
+    """The device thread computes on two threads meanwhile, again and again."""
+    large = new_job(random_inputs(0, (1, 8, 512, 64)))
+    is_running, stop = threading.Event(), threading.Event()
+
+    def endless(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+        while jobs[0] is large and not stop.is_set():
+            execute(jobs, *how)
+            is_running.set()
+        return execute(jobs, *how)
+
+    async def test(engine: Engine) -> None:
+        alone = execute([large], CPU, False, 2, 1)[0].outputs["output"].data
+        jobs = small_jobs(dtype, 5)
+        before = [bits(await engine.submit(job)) for job in jobs]
+        running = engine.submit(large)
+        try:
+            assert is_running.wait(TIMEOUT_S)
+            for job, expected in zip(jobs, before, strict=True):
+                inline = engine.run_inline(job)
+                assert inline is not None
+                assert bits(inline) == expected
+            assert not running.done()
+        finally:
+            stop.set()
+        assert (await running).outputs["output"].data == alone
+
+    with_engine(test, execute=endless)
+
+
+def test_small_job_does_not_hide_a_stuck_device() -> None:
+    """`on_busy` tells the supervisor since when the device thread runs one batch."""
+    changes: list[bool] = []
+    is_running, stop = threading.Event(), threading.Event()
+    large = new_job(random_inputs(0, (1, 8, 1024, 64)))
+
+    def stuck(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+        if jobs[0] is large:
+            is_running.set()
+            assert stop.wait(TIMEOUT_S)
+        return execute(jobs, *how)
+
+    async def test(engine: Engine) -> None:
+        running = engine.submit(large)
+        assert is_running.wait(TIMEOUT_S)
+        try:
+            for _ in range(3):
+                assert engine.run_inline(new_job(random_inputs(0))) is not None
+            assert changes == [True]
+        finally:
+            stop.set()
+        await running
+        assert changes == [True, False]
+        assert engine.run_inline(new_job(random_inputs(0))) is not None
+        assert changes == [True, False]
+
+    with_engine(test, execute=stuck, on_busy=changes.append)
+
+
+def test_job_that_fails_inline_raises_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(engine: Engine) -> None:
+        job = new_job(random_inputs(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "execute", lambda *_: 1 / 0)
+            with pytest.raises(Internal):
+                engine.run_inline(job)
+        assert engine.run_inline(job) is not None
+        await engine.stop()
+        with pytest.raises(ServiceUnavailable):
+            engine.run_inline(job)
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("name", sorted(variants()))
+def test_outputs_do_not_share_memory_with_inputs(name: str) -> None:
+    """The buffer of a body may be overwritten before its response is sent."""
+
+    async def test(engine: Engine) -> None:
+        arrays = inputs_for(name)
+        job = new_job(arrays, name, outputs=list(variants()[name].outputs))
+        result = engine.run_inline(job)
+        assert result is not None
+        before = bits(result)
+        for array in arrays.values():
+            array.fill(7)
+        assert bits(result) == before
+
+    with_engine(test)

@@ -1,0 +1,179 @@
+"""Plans keep nothing of a body, take bounded memory, and are shared by threads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.attention.catalogue import variants
+from qkv.engine.executor import execute
+from qkv.jobs.gradient_job import GradientJob
+from qkv.jobs.job import Job
+from qkv.jobs.plan_cache import BoundedCache, PlanCache
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.engines import CPU, LIMITS
+from support.fitting_requests import Fitting, decode_document, with_other_numbers
+from support.raw_connection import random_inputs
+
+
+def new_message(seed: int, length: int = 4, **fields: Any) -> Message:
+    arrays = random_inputs(seed, (1, 1, length, 2))
+    return Message(fields, {n: RawTensor.from_numpy(a) for n, a in arrays.items()})
+
+
+@pytest.mark.parametrize("name", sorted(variants()))
+@pytest.mark.parametrize("kind", [Job, GradientJob])
+def test_nothing_of_a_body_is_kept(name: str, kind: type[Job]) -> None:
+    plans, freed = PlanCache(LIMITS), 0
+
+    def run(seed: int) -> list[weakref.ref[Any]]:
+        group = "attention" if kind is Job else "gradients"
+        message = decode_document(Fitting(f"/v1/{group}/{name}", seed).document({}))
+        message = with_other_numbers(message, seed)
+        arrays = [t.numpy() for t in (*message.tensors.values(), *message.layer.values())]
+        alive = [weakref.ref(a.base if isinstance(a.base, np.ndarray) else a) for a in arrays]
+        for _ in range(2):  # without and with a plan
+            execute([plans.new_job(kind, name, message)], CPU, False)
+        return alive
+
+    for seed in range(6):
+        alive = run(seed)
+        gc.collect()
+        freed += len(alive)
+        assert not any(ref() is not None for ref in alive)
+    assert freed >= 6
+    assert len(plans._plans) >= 1
+    kept = [o for o in gc.get_objects() if type(o) is Job and o.inputs.tensors and _is_in(o, plans)]
+    assert not kept
+
+
+def _is_in(job: Job, plans: PlanCache) -> bool:
+    return any(plan._job is job for plan in plans._plans._values.values())
+
+
+def test_number_of_plans_is_bounded() -> None:
+    plans = PlanCache(LIMITS, 16)
+    for length in range(1, 100):
+        plans.new_job(Job, "softmax", new_message(0, length))
+        plans.new_job(Job, "softmax", new_message(0, 1))  # in use, and so not dropped
+    assert len(plans._plans) == 16
+    lengths = [plan._job.inputs.axes.sizes["L"] for plan in plans._plans._values.values()]
+    assert lengths == [*range(85, 100), 1]
+
+
+def test_long_fields_are_not_kept() -> None:
+    plans = PlanCache(LIMITS)
+    rows = [0, 1, 2, 3] * 1000
+    for _ in range(2):
+        job = plans.new_job(Job, "softmax", new_message(0, weights={"rows": rows}))
+        assert job.output_shape("weights")
+    assert not len(plans._plans)
+
+
+def test_plans_take_little_memory() -> None:
+    """The longest fields that are kept, in 2048 plans: at most 64 MiB."""
+    plans, count = PlanCache(LIMITS), 200
+    plans.new_job(Job, "softmax", new_message(0, 3, weights={"rows": [0]}))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(count):
+        digits = [int(digit) for digit in f"{number:010b}"]
+        plans.new_job(Job, "softmax", new_message(0, 3, weights={"rows": digits + [0, 1] * 200}))
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(plans._plans) == count + 1
+    assert held / count * 2048 < 64 << 20
+
+
+@pytest.fixture
+def _threads_switch_often() -> Any:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(work: Callable[[int], None], count: int = 4) -> None:
+    """Runs `work` in threads at the same time; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.usefixtures("_threads_switch_often")
+def test_cache_stays_bounded_under_threads() -> None:
+    cache: BoundedCache[int] = BoundedCache(4)
+
+    def work(number: int) -> None:
+        random = np.random.default_rng(number)
+        for key in random.integers(0, 12, 30_000).tolist():
+            if (value := cache.get(key)) is None:
+                cache.put(key, key + 1)
+            else:
+                assert value == key + 1
+
+    in_threads(work)
+    assert len(cache) <= 4
+
+
+def test_cache_stays_bounded_if_a_value_is_added_while_another_is_read() -> None:
+    """Another thread adds one at the worst moment: the read value is out of the cache then."""
+    cache: BoundedCache[int] = BoundedCache(2)
+    adding: list[threading.Thread] = []
+
+    class Paused(dict[Any, int]):
+        def pop(self, *key: Any) -> Any:
+            value = super().pop(*key)
+            if threading.current_thread() is not threading.main_thread():
+                return value
+            adding.append(threading.Thread(target=cache.put, args=(len(adding) + 10, 1)))
+            adding[-1].start()
+            adding[-1].join(0.02)
+            return value
+
+    cache.put(1, 1)
+    cache.put(2, 2)
+    cache._values = Paused(cache._values)
+    for key in (2, 10, 11, 12):
+        cache.get(key)
+        adding[-1].join()
+    assert len(cache) == 2
+
+
+@pytest.mark.usefixtures("_threads_switch_often")
+def test_threads_share_plans() -> None:
+    plans = PlanCache(LIMITS, 3)
+
+    def work(number: int) -> None:
+        for turn in range(100):
+            message = new_message(number, 1 + turn % 5)
+            job = plans.new_job(Job, "softmax", message)
+            assert {n: bytes(t.data) for n, t in job.inputs.tensors.items()} == {
+                n: bytes(t.data) for n, t in message.tensors.items()
+            }
+            assert job.inputs.axes.sizes["L"] == 1 + turn % 5
+
+    in_threads(work)
+    assert len(plans._plans) <= 3

@@ -1,0 +1,166 @@
+"""Requests on connections of the API: headers, a busy device, jobs that fail, models unloaded."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qkv.api.job_runner import JobRunner
+from qkv.jobs.job import Job
+from qkv.jobs.plan_cache import PlanCache
+from qkv.wire import open_inference
+from support.engines import output_alone
+from support.processes import TIMEOUT_S, wait_until
+from support.raw_connection import (
+    PATH,
+    encode_body,
+    encode_request,
+    in_flight_count,
+    random_inputs,
+    raw_client,
+)
+from support.raw_connection import server_jobs as server_jobs
+from support.service import Server
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Connection: close", "Accept-Encoding: gzip", "Expect: 100-continue", "X-Anything: 1",
+        "Content-Encoding: identity", "Upgrade: websocket",
+    ],
+)  # fmt: skip
+def test_header_does_not_change_the_output(server: Server, line: str) -> None:
+    arrays = random_inputs(0)
+    output = output_alone(arrays)
+    end = output if "gzip" not in line else b" 200 OK"
+    for _ in range(3):
+        with socket.create_connection(server.address, TIMEOUT_S) as connection:
+            connection.sendall(encode_request(*encode_body(arrays), PATH, line))
+            received = b""
+            while end not in received:
+                received += (more := connection.recv(1 << 20))
+                assert more, received
+            assert b" 200 OK" in received
+    wait_until(lambda: in_flight_count(server) == 0)
+
+
+def test_requests_of_several_agents_are_pipelined(server: Server, server_jobs: list[Job]) -> None:
+    arrays = random_inputs(0)
+    requests = [encode_request(*encode_body(arrays), PATH, f"User-Agent: {i}") for i in range(4)]
+    with raw_client(server) as caller:
+        caller.send(*requests)
+        assert [caller.read_response()[2] for _ in requests] == [output_alone(arrays)] * 4
+    assert len(server_jobs) == 4
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_small_request_does_not_wait_for_a_busy_device(server: Server, before: int) -> None:
+    """Cut anywhere, as the first or the second request of a connection."""
+    arrays = random_inputs(0)
+    body, length = encode_body(arrays)
+    request, output = encode_request(body, length), output_alone(arrays)
+    head = len(request) - len(body)
+    for cut in (0, head - 5, head, head + 9):
+        with raw_client(server) as caller:
+            for _ in range(before):
+                caller.send(request)
+                assert caller.read_response()[2] == output
+            with server.hold_device_thread():
+                for _ in range(2):
+                    caller.send(request[:cut])
+                    time.sleep(0.02)
+                    caller.send(request[cut:])
+                    assert caller.read_response()[2] == output
+                assert server.queued_count == 0
+    wait_until(lambda: in_flight_count(server) == 0)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_queued_request_is_answered_once_the_device_is_free(server: Server, before: int) -> None:
+    """Cut anywhere, as the first or the second request of a connection, which stays open."""
+    arrays = random_inputs(0)
+    body, length = encode_body(arrays)
+    request, output = encode_request(body, length), output_alone(arrays)
+    head = len(request) - len(body)
+    for cut in (0, head - 5, head, head + 9):
+        with raw_client(server) as caller:
+            for _ in range(before):
+                caller.send(request)
+                assert caller.read_response()[2] == output
+            for _ in range(2):
+                with server.hold():
+                    caller.send(request[:cut])
+                    time.sleep(0.02)
+                    caller.send(request[cut:])
+                    server.wait_until_queued(1)
+                headers, _, data = caller.read_response()
+                assert data == output
+                assert "connection" not in headers
+            caller.send(request)
+            assert caller.read_response()[2] == output
+    wait_until(lambda: in_flight_count(server) == 0)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("marked")
+
+
+@pytest.mark.parametrize("step", ["validate", "run", "execute", "encode"])
+def test_request_that_fails_gets_500_and_the_next_one_runs(
+    server: Server, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """On the same connection and on others; each byte of a body is counted once."""
+    targets: dict[str, tuple[Any, str]] = {
+        "validate": (PlanCache, "new_job"),
+        "run": (JobRunner, "run"),
+        "execute": (server.engine, "execute"),
+        "encode": (open_inference, "encode_tensors"),
+    }
+    received = server.runtime.observer._metrics_recorder._totals
+    arrays = random_inputs(0)
+    body, length = encode_body(arrays)
+    request, output = encode_request(body, length), output_alone(arrays)
+    with raw_client(server) as caller, raw_client(server) as other:
+        for client in (caller, other):
+            client.send(request)
+            assert client.read_response()[2] == output
+        before = received[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(*targets[step], fail)
+            caller.send(request)
+            assert caller.status() == 500
+            problem = caller.rest()
+        assert list(json.loads(problem)) == ["error"]
+        assert b"marked" not in problem
+        assert received[0] - before == len(body)
+        for client in (caller, other):
+            client.send(request)
+            assert client.read_response()[2] == output
+    wait_until(lambda: in_flight_count(server) == 0)
+
+
+def test_unloaded_model_gets_404_on_an_open_connection(serve: Callable[..., Server]) -> None:
+    server = serve()
+    request = encode_request(*encode_body(random_inputs(0)))
+    with raw_client(server) as caller:
+        caller.send(request, request)
+        assert caller.read_response()[2] == caller.read_response()[2]
+        assert server.http.post("/v2/repository/models/softmax/unload", json={}).status_code == 200
+        caller.send(request)
+        assert caller.status() == 404
+
+
+def test_mask_may_end_at_any_byte(server: Server) -> None:
+    """The tensors of this body together are no whole number of float32."""
+    arrays = random_inputs(0, (1, 1, 3, 16)) | {"mask": np.zeros((1, 3), np.float16)}
+    with raw_client(server) as caller:
+        for _ in range(3):
+            caller.send(encode_request(*encode_body(arrays)))
+            assert caller.read_response()[2] == output_alone(arrays)

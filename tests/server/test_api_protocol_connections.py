@@ -1,0 +1,118 @@
+"""Connections of the API: read together, failing to write, not read from, idle."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from qkv.api.request_body import TensorResponse
+from qkv.jobs.job import Job
+from support.engines import output_alone
+from support.processes import TIMEOUT_S, wait_until
+from support.raw_connection import (
+    PATH,
+    encode_body,
+    encode_request,
+    in_flight_count,
+    random_inputs,
+    raw_client,
+)
+from support.raw_connection import server_jobs as server_jobs
+from support.service import Server, running_server
+
+
+@contextmanager
+def paused_event_loop(server: Server) -> Iterator[None]:
+    """Pauses the service's event loop, so that it reads together what is sent meanwhile."""
+    assert server.engine._loop is not None
+    is_paused, resume = threading.Event(), threading.Event()
+    server.engine._loop.call_soon_threadsafe(is_paused.set)
+    server.engine._loop.call_soon_threadsafe(resume.wait, TIMEOUT_S)
+    assert is_paused.wait(TIMEOUT_S)
+    try:
+        yield
+    finally:
+        resume.set()
+
+
+def test_requests_that_are_read_together_have_their_own_responses(server: Server) -> None:
+    every = [random_inputs(seed) for seed in range(6)]
+    with ExitStack() as stack:
+        callers = [stack.enter_context(raw_client(server)) for _ in every]
+        for _ in range(2):
+            with paused_event_loop(server):
+                for caller, arrays in zip(callers, every, strict=True):
+                    caller.send(encode_request(*encode_body(arrays)))
+            assert [c.read_response()[2] for c in callers] == [output_alone(a) for a in every]
+
+
+def test_response_that_cannot_be_written_breaks_no_other_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = [random_inputs(seed) for seed in range(3)]
+    write = TensorResponse.__call__
+
+    async def fails(response: TensorResponse, scope: Any, receive: Any, send: Any) -> None:
+        assert dict(scope["headers"])[b"x-request-id"] != b"1"
+        await write(response, scope, receive, send)
+
+    with ExitStack() as stack:
+        callers = [stack.enter_context(raw_client(server)) for _ in every]
+        monkeypatch.setattr(TensorResponse, "__call__", fails)
+        with paused_event_loop(server):
+            for i, (caller, arrays) in enumerate(zip(callers, every, strict=True)):
+                body, length = encode_body(arrays)
+                caller.send(encode_request(body, length, PATH, f"X-Request-ID: {i}"))
+        assert callers[2].read_response()[2] == output_alone(every[2])
+        assert callers[0].read_response()[2] == output_alone(every[0])
+        with pytest.raises((AssertionError, ConnectionResetError)):  # 500, or closed
+            callers[1].read_response()
+    wait_until(lambda: in_flight_count(server) == 0)
+
+
+def test_responses_that_are_not_read_do_not_fill_memory(
+    server: Server, server_jobs: list[Job]
+) -> None:
+    """The service stops to run the requests of a client that reads no response."""
+    shape = (1, 8, 64, 64)
+    request = encode_request(*encode_body(random_inputs(0, shape)))
+    size, many = 8 * 64 * 64 * 4, 400
+    with raw_client(server) as caller:
+        caller.send(request)
+        first = caller.read_response()[2]
+        caller.socket.settimeout(0.5)
+        sent = 0
+        try:
+            for _ in range(many):
+                caller.send(request)
+                sent += 1
+        except TimeoutError:  # the service reads no more either
+            pass
+        assert sent < many
+        assert len(server_jobs) * size < 32 << 20
+    assert first
+    wait_until(lambda: in_flight_count(server) == 0)
+
+
+@pytest.mark.slow
+def test_idle_connection_is_closed_and_one_in_use_is_not() -> None:
+    """uvicorn's keep-alive timeout holds, without its timer."""
+    with running_server(read_timeout_s=0.8) as server, raw_client(server) as caller:
+        request = encode_request(*encode_body(random_inputs(0)))
+        caller.send(request)
+        caller.read_response()
+        (connection,) = server.timeouts._connections
+        connection.timeout_keep_alive = 1
+        started_at = time.monotonic()
+        while time.monotonic() - started_at < 2:
+            caller.send(request)
+            caller.read_response()
+            time.sleep(0.1)
+        idle_since = time.monotonic()
+        assert caller.socket.recv(1) == b""
+        assert time.monotonic() - idle_since > 0.9
