@@ -100,6 +100,7 @@ def test_gradients_of_every_variant_match_autograd(client: Client, variant: Vari
     assert found.timing["bytes"] == 8 * (2 * sum(x.numel() for x in inputs.values()) + grad.numel())
 
 
+@pytest.mark.slow
 @with_gradients
 @pytest.mark.parametrize("dtype", FLOATING)
 def test_gradient_has_the_dtype_of_its_input(client: Client, variant: Variant, dtype: str) -> None:

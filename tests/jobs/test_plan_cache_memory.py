@@ -30,6 +30,7 @@ def new_message(seed: int, length: int = 4, **fields: Any) -> Message:
     return Message(fields, {n: RawTensor.from_numpy(a) for n, a in arrays.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(variants()))
 @pytest.mark.parametrize("kind", [Job, GradientJob])
 def test_nothing_of_a_body_is_kept(name: str, kind: type[Job]) -> None:
@@ -60,6 +61,7 @@ def _is_in(job: Job, plans: PlanCache) -> bool:
     return any(plan._job is job for plan in plans._plans._values.values())
 
 
+@pytest.mark.slow
 def test_number_of_plans_is_bounded() -> None:
     plans = PlanCache(LIMITS, 16)
     for length in range(1, 100):
@@ -70,6 +72,7 @@ def test_number_of_plans_is_bounded() -> None:
     assert lengths == [*range(85, 100), 1]
 
 
+@pytest.mark.slow
 def test_long_fields_are_not_kept() -> None:
     plans = PlanCache(LIMITS)
     rows = [0, 1, 2, 3] * 1000
@@ -79,6 +82,7 @@ def test_long_fields_are_not_kept() -> None:
     assert not len(plans._plans)
 
 
+@pytest.mark.slow
 def test_plans_take_little_memory() -> None:
     """The longest fields that are kept, in 2048 plans: at most 64 MiB."""
     plans, count = PlanCache(LIMITS), 200
@@ -122,6 +126,7 @@ def in_threads(work: Callable[[int], None], count: int = 4) -> None:
         raise errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_switch_often")
 def test_cache_stays_bounded_under_threads() -> None:
     cache: BoundedCache[int] = BoundedCache(4)
@@ -138,6 +143,7 @@ def test_cache_stays_bounded_under_threads() -> None:
     assert len(cache) <= 4
 
 
+@pytest.mark.slow
 def test_cache_stays_bounded_if_a_value_is_added_while_another_is_read() -> None:
     """Another thread adds one at the worst moment: the read value is out of the cache then."""
     cache: BoundedCache[int] = BoundedCache(2)
@@ -162,6 +168,7 @@ def test_cache_stays_bounded_if_a_value_is_added_while_another_is_read() -> None
     assert len(cache) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads_switch_often")
 def test_threads_share_plans() -> None:
     plans = PlanCache(LIMITS, 3)

@@ -182,6 +182,7 @@ def test_decompression_bomb_allocates_no_more_than_the_limit(
 # files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "names"), [("json", ["lists"]), ("safetensors", ["safetensors"]), ("npz", ["npz"])]
 )
