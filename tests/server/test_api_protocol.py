@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from support.engines import output_alone
 from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import (
     PATH,
+    RawClient,
     encode_body,
     encode_request,
     in_flight_count,
@@ -60,51 +61,69 @@ def test_requests_of_several_agents_are_pipelined(server: Server, server_jobs: l
     assert len(server_jobs) == 4
 
 
+CUTS: Final = ("nothing", "in the head", "the head", "in the body")
+
+
+class CutRequest:
+    """A request that is sent in two parts.
+
+    Attributes:
+        output: the bytes of its output.
+    """
+
+    def __init__(self, cut: str) -> None:
+        arrays = random_inputs(0)
+        body, length = encode_body(arrays)
+        self.output, self._request = output_alone(arrays), encode_request(body, length)
+        head = len(self._request) - len(body)
+        self._at = dict(zip(CUTS, (0, head - 5, head, head + 9), strict=True))[cut]
+
+    def send(self, caller: RawClient) -> None:
+        """Sends the first part, and after a moment the second."""
+        caller.send(self._request[: self._at])
+        time.sleep(0.02)
+        caller.send(self._request[self._at :])
+
+
 @pytest.mark.parametrize("before", [0, 1])
-def test_small_request_does_not_wait_for_a_busy_device(server: Server, before: int) -> None:
-    """Cut anywhere, as the first or the second request of a connection."""
-    arrays = random_inputs(0)
-    body, length = encode_body(arrays)
-    request, output = encode_request(body, length), output_alone(arrays)
-    head = len(request) - len(body)
-    for cut in (0, head - 5, head, head + 9):
-        with raw_client(server) as caller:
-            for _ in range(before):
-                caller.send(request)
-                assert caller.read_response()[2] == output
-            with server.hold_device_thread():
-                for _ in range(2):
-                    caller.send(request[:cut])
-                    time.sleep(0.02)
-                    caller.send(request[cut:])
-                    assert caller.read_response()[2] == output
-                assert server.queued_count == 0
+@pytest.mark.parametrize("cut", CUTS)
+def test_small_request_does_not_wait_for_a_busy_device(
+    server: Server, before: int, cut: str
+) -> None:
+    """As the first or the second request of a connection."""
+    request = CutRequest(cut)
+    with raw_client(server) as caller:
+        for _ in range(before):
+            request.send(caller)
+            assert caller.read_response()[2] == request.output
+        with server.hold_device_thread():
+            for _ in range(2):
+                request.send(caller)
+                assert caller.read_response()[2] == request.output
+            assert server.queued_count == 0
     wait_until(lambda: in_flight_count(server) == 0)
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_queued_request_is_answered_once_the_device_is_free(server: Server, before: int) -> None:
-    """Cut anywhere, as the first or the second request of a connection, which stays open."""
-    arrays = random_inputs(0)
-    body, length = encode_body(arrays)
-    request, output = encode_request(body, length), output_alone(arrays)
-    head = len(request) - len(body)
-    for cut in (0, head - 5, head, head + 9):
-        with raw_client(server) as caller:
-            for _ in range(before):
-                caller.send(request)
-                assert caller.read_response()[2] == output
-            for _ in range(2):
-                with server.hold():
-                    caller.send(request[:cut])
-                    time.sleep(0.02)
-                    caller.send(request[cut:])
-                    server.wait_until_queued(1)
-                headers, _, data = caller.read_response()
-                assert data == output
-                assert "connection" not in headers
-            caller.send(request)
-            assert caller.read_response()[2] == output
+@pytest.mark.parametrize("cut", CUTS)
+def test_queued_request_is_answered_once_the_device_is_free(
+    server: Server, before: int, cut: str
+) -> None:
+    """As the first or the second request of a connection, which stays open."""
+    request = CutRequest(cut)
+    with raw_client(server) as caller:
+        for _ in range(before):
+            request.send(caller)
+            assert caller.read_response()[2] == request.output
+        for _ in range(2):
+            with server.hold():
+                request.send(caller)
+                server.wait_until_queued(1)
+            headers, _, data = caller.read_response()
+            assert data == request.output
+            assert "connection" not in headers
+        request.send(caller)
+        assert caller.read_response()[2] == request.output
     wait_until(lambda: in_flight_count(server) == 0)
 
 
