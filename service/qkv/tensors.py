@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -34,9 +33,8 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     return DTYPES[dtype].itemsize * math.prod(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A dense, row-major, little-endian tensor.
+class RawTensor(NamedTuple):
+    """A dense, row-major, little-endian tensor. The codecs check dtype, shape and size.
 
     Attributes:
         dtype: a key of `DTYPES`.
@@ -44,33 +42,12 @@ class RawTensor:
         data: `nbytes(dtype, shape)` contiguous bytes.
         is_untyped: True if it comes from numbers without a dtype, such as JSON lists. A job may
             cast it to the dtype of its input. `dtype` is float64, int64 or bool.
-
-    Raises:
-        InvalidContent: the dtype is unknown, or the number of bytes does not match the shape.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
     is_untyped: bool = False
-
-    def __post_init__(self) -> None:
-        size = self.data.nbytes
-        if size and self.dtype in DTYPES and nbytes(self.dtype, self.shape) == size:
-            return
-        if self.dtype not in DTYPES:
-            raise InvalidContent(
-                f"dtype is unknown: got {self.dtype!r}, expected {', '.join(DTYPES)}"
-            )
-        if nbytes(self.dtype, [size or 1 for size in self.shape]) >= 1 << 63:
-            raise InvalidContent(
-                f"shape is too large: got {list(self.shape)}, expected less than 2**63 bytes"
-            )
-        if self.data.nbytes != nbytes(self.dtype, self.shape):
-            raise InvalidContent(
-                f"data has the wrong length: got {self.data.nbytes} bytes, expected "
-                f"{nbytes(self.dtype, self.shape)} for {self.dtype} of shape {list(self.shape)}"
-            )
 
     @property
     def nbytes(self) -> int:

@@ -125,7 +125,7 @@ def test_pipelined_requests_keep_their_ids(server: Server) -> None:
 def test_internal_error_is_logged_with_the_request_id(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(JobRunner, "new_job", lambda *_: 1 / 0)
+    monkeypatch.setattr(JobRunner, "run", lambda *_: 1 / 0)
     body, length = encode_body(random_inputs(3), id="7")
     for path in (INFER, "/v2/models/softmax/versions/1/infer"):  # FastAPI has handled the second
         headers = {ID: "it-was-me", "Inference-Header-Content-Length": str(length)}
@@ -143,7 +143,7 @@ def test_connection_stays_open_after_an_internal_error(
         for path in (INFER, "/v2/models/softmax/versions/1/infer"):
             request = encode_request(*encode_body(random_inputs(3), id=f"new at {path}"), path)
             with monkeypatch.context() as patch:
-                patch.setattr(JobRunner, "new_job", lambda *_: 1 / 0)
+                patch.setattr(JobRunner, "run", lambda *_: 1 / 0)
                 caller.send(request)
                 assert caller.status() == 500
                 caller.rest()

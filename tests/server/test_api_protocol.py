@@ -13,7 +13,7 @@ import pytest
 
 from qkv.api.job_runner import JobRunner
 from qkv.jobs.job import Job
-from qkv.jobs.plan_cache import PlanCache
+from qkv.jobs.plan_cache import Plan
 from qkv.wire import open_inference
 from support.engines import output_alone
 from support.processes import TIMEOUT_S, wait_until
@@ -137,7 +137,7 @@ def test_request_that_fails_gets_500_and_the_next_one_runs(
 ) -> None:
     """On the same connection and on others; each byte of a body is counted once."""
     targets: dict[str, tuple[Any, str]] = {
-        "validate": (PlanCache, "new_job"),
+        "validate": (Plan, "with_tensors"),
         "run": (JobRunner, "run"),
         "execute": (server.engine, "execute"),
         "encode": (open_inference, "encode_tensors"),

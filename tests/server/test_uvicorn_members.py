@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 import uvicorn
-from uvicorn.protocols.http import httptools_impl
+from uvicorn.protocols.http import flow_control, httptools_impl
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
@@ -23,24 +23,21 @@ from support.paths import PACKAGE, ROOT
 
 USED: Final[dict[str, tuple[str, ...]]] = {
     "HttpToolsProtocol": (
-        "_start_asgi_task", "config", "connection_lost", "connection_made", "connections", "cycle",
-        "data_received", "flow", "headers", "loop", "on_body", "on_headers_complete",
-        "on_message_begin", "on_message_complete", "on_response_complete", "parser", "pipeline",
-        "resume_writing", "scope", "server_state", "shutdown", "timeout_keep_alive", "transport",
-        "url",
+        "app", "config", "connection_lost", "connection_made", "connections", "cycle",
+        "data_received", "expect_100_continue", "flow", "headers", "loop", "on_body",
+        "on_headers_complete", "on_message_begin", "on_message_complete", "on_response_complete",
+        "parser", "resume_writing", "scope", "server_state", "shutdown", "tasks",
+        "timeout_keep_alive", "transport", "url",
     ),
-    "RequestResponseCycle": (
-        "body", "disconnected", "message_event", "response_complete", "response_started",
-        "transport",
-    ),
-    "FlowControl": ("read_paused", "resume_reading"),
+    "FlowControl": ("drain", "pause_reading", "read_paused", "resume_reading", "write_paused"),
+    "flow_control": ("FlowControl", "HIGH_WATER_LIMIT"),
     "ServerState": ("connections", "default_headers", "total_requests"),
     "Server": (
         "capture_signals", "config", "handle_exit", "lifespan", "on_tick", "run", "server_state",
         "should_exit", "shutdown", "started", "startup",
     ),
     "Config": ("http_protocol_class", "load", "loaded"),
-    "httptools_impl": ("HttpToolsProtocol", "RequestResponseCycle", "STATUS_LINE"),
+    "httptools_impl": ("HttpToolsProtocol", "STATUS_LINE"),
 }  # fmt: skip
 
 
@@ -69,16 +66,10 @@ def holders() -> dict[str, Any]:
         protocol.on_message_begin()
         protocol.on_url(b"/")
         protocol.app = _no_app
-        cycle = httptools_impl.RequestResponseCycle(
-            scope=protocol.scope, transport=transport, flow=protocol.flow, logger=protocol.logger,
-            access_logger=protocol.access_logger, access_log=False, default_headers=[],
-            message_event=asyncio.Event(), expect_100_continue=False, keep_alive=True,
-            on_response=protocol.on_response_complete,
-        )  # fmt: skip
         instances = {
-            "HttpToolsProtocol": protocol, "RequestResponseCycle": cycle,
+            "HttpToolsProtocol": protocol,
             "FlowControl": FlowControl(transport), "ServerState": ServerState(), "Server": server,
-            "Config": config, "httptools_impl": httptools_impl,
+            "Config": config, "httptools_impl": httptools_impl, "flow_control": flow_control,
         }  # fmt: skip
         transport.close()
         listening.close()

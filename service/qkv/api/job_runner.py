@@ -32,7 +32,6 @@ __all__ = [
     "RunResult",
     "cancel_on_disconnect",
     "job_limits",
-    "to_run_result",
     "wait_for_disconnect",
 ]
 
@@ -66,7 +65,7 @@ class RunResult(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Size of all outputs in bytes."""
-        return sum(tensor.nbytes for tensor in self.outputs.values())
+        return sum([tensor.nbytes for tensor in self.outputs.values()])
 
     @property
     def headers(self) -> list[Header]:
@@ -101,7 +100,7 @@ class JobRunner:
         Raises:
             ServiceUnavailable: the limits are reached.
         """
-        declared = int(headers_of(request).get(b"content-length", 0))
+        declared = int(headers_of(request.scope).get(b"content-length", 0))
         # a body that is too large gets 413 later, even if the queue is full
         return self._engine.admission.admit(declared if declared <= self._max_body_bytes else 0)
 
@@ -143,24 +142,35 @@ class JobRunner:
         Raises:
             QkvError: from the engine; ClientDisconnected if the client disconnects.
         """
-        wait_s = _minimum(wait_s, self.deadline_of(request))
+        deadline_s = self.deadline_of(request)
+        if deadline_s is not None and (wait_s is None or deadline_s < wait_s):
+            wait_s = deadline_s
+        is_late = wait_s is not None and time.perf_counter() - received_at >= wait_s
+        job_result = None if is_late else self._engine.run_inline(job)
+        if job_result is None:
+            job_result = await self._run_queued(request, received_at, job, priority, wait_s)
+        timing = job_result.timing
+        timing["total_ms"] = (time.perf_counter() - received_at) * 1e3
+        self._metrics_recorder.record_run(
+            job.variant.name, timing["queue_ms"] / 1e3, timing["compute_ms"] / 1e3
+        )
+        return RunResult(job_result.outputs, timing, job.annotations)
+
+    async def _run_queued(
+        self, request: Request, received_at: float, job: Job, priority: int, wait_s: float | None
+    ) -> JobResult:
+        """Runs a job in the queue; arguments and errors as for `run`."""
         remaining_s = None
         if wait_s is not None:
             remaining_s = max(0.0, wait_s - (time.perf_counter() - received_at))
-        job_result = None if remaining_s == 0 else self._engine.run_inline(job)
-        if job_result is None:
-            try:
-                future = self._engine.submit(job, priority=priority, wait_s=remaining_s)
-                job_result = await cancel_on_disconnect(request, future)
-            except DeadlineExceeded:
-                assert wait_s is not None
-                raise DeadlineExceeded(
-                    f"the request waited {wait_s * 1e3:g} ms in the queue, its deadline passed"
-                ) from None
-        result = to_run_result(job_result, received_at, job)
-        queue_ms, compute_ms = result.timing["queue_ms"], result.timing["compute_ms"]
-        self._metrics_recorder.record_run(job.variant.name, queue_ms / 1e3, compute_ms / 1e3)
-        return result
+        try:
+            future = self._engine.submit(job, priority=priority, wait_s=remaining_s)
+            return await cancel_on_disconnect(request, future)
+        except DeadlineExceeded:
+            assert wait_s is not None
+            raise DeadlineExceeded(
+                f"the request waited {wait_s * 1e3:g} ms in the queue, its deadline passed"
+            ) from None
 
     def deadline_of(self, request: Request) -> float | None:
         """Returns the seconds that a request may be queued, by header and settings; None: no limit.
@@ -168,7 +178,10 @@ class JobRunner:
         Raises:
             MalformedRequest: the header is not a valid number.
         """
-        return _minimum(self._timeout_s, _parse_timeout(request))
+        timeout_s = _parse_timeout(request)
+        if timeout_s is None or self._timeout_s is None:
+            return self._timeout_s if timeout_s is None else timeout_s
+        return min(timeout_s, self._timeout_s)
 
     async def run_part(self, job: Job, wait_s: float | None, *, priority: int = 0) -> JobResult:
         """Queues and runs one of several jobs of a request, without counting it as a request.
@@ -187,13 +200,6 @@ class JobRunner:
         return self._engine.admission.admit(size)
 
 
-def to_run_result(job_result: JobResult, received_at: float, job: Job) -> RunResult:
-    """Returns a job's result with `total_ms`, the time since the last byte of its request."""
-    timing = job_result.timing
-    timing["total_ms"] = (time.perf_counter() - received_at) * 1e3
-    return RunResult(job_result.outputs, timing, job.annotations)
-
-
 def job_limits(settings: Settings) -> Limits:
     """Returns the limits of a request."""
     return Limits(
@@ -205,7 +211,7 @@ def job_limits(settings: Settings) -> Limits:
 
 def _parse_timeout(request: Request) -> float | None:
     """Returns the seconds of the timeout header; None: there is no header."""
-    if (value := headers_of(request).get(_TIMEOUT_NAME)) is None:
+    if (value := headers_of(request.scope).get(_TIMEOUT_NAME)) is None:
         return None
     text = value.decode("latin-1")
     try:
@@ -220,10 +226,6 @@ def _parse_timeout(request: Request) -> float | None:
             f"at most {_MAX_TIMEOUT_S:.0f}"
         )
     return seconds
-
-
-def _minimum(*seconds: float | None) -> float | None:
-    return min((s for s in seconds if s is not None), default=None)
 
 
 async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> _T:

@@ -6,10 +6,11 @@ Endpoints call `read_message` or `read_body`, and return a `TensorResponse`.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -37,13 +38,27 @@ Chunk = bytes | memoryview
 BODY_READER_STATE: Final = "qkv.body_reader"
 """Key of a scope's state: a `BodyReader`, if the server has one."""
 
-BodyReader = Callable[[memoryview], Awaitable[bool]]
-"""Receives the rest of a body of a declared length into a buffer. Copies each part once, without
-waking a task. Returns False if the client disconnected."""
+
+class BodyReader(Protocol):
+    """Receives the rest of a body of a declared length into a buffer.
+
+    Copies each part once, without waking a task.
+
+    Attributes:
+        first_bytes: the first part that has been received and not read; empty if there is none.
+    """
+
+    @property
+    def first_bytes(self) -> bytes: ...
+
+    async def read_into(self, buffer: memoryview) -> bool:
+        """Fills a buffer that is as long as the rest; returns False if the client disconnects."""
+
 
 _INLINE_BYTES: Final = 1 << 18  # the event loop parses and encodes no more at once
 _JOINED_BYTES: Final = 1 << 16  # copied sooner than sent in pieces
 _ALIGNMENT: Final = 64
+_HEAD_BYTES: Final = 8  # the bytes that `aligned_offset` needs
 _DECOMPRESS_CHUNK_BYTES: Final = 1 << 20
 _GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32  # "deflate" in HTTP is the format of zlib
 
@@ -80,7 +95,7 @@ async def read_message(
         PayloadTooLarge: the body exceeds `limit`, as declared, received, or decompressed.
         MalformedRequest, InvalidContent: from the codec.
     """
-    headers = headers_of(request)
+    headers = headers_of(request.scope)
     codec = for_content_type(_text(headers.get(b"content-type")))
     response_codec = for_accept(_text(headers.get(b"accept")), codec)
     whole = await read_body(request, limit, codec.aligned_offset, grow)
@@ -143,19 +158,16 @@ async def read_body(
         MalformedRequest: the body cannot be decompressed.
         ClientDisconnected: the client disconnected during the body.
     """
-    headers = headers_of(request)
-    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
-    if encoding not in ("identity", "gzip", "deflate"):
-        raise UnsupportedMediaType(
-            f"Content-Encoding is not supported: got {encoding!r:.60}, expected gzip, deflate, or "
-            "no such header"
-        )
-    declared = headers.get(b"content-length")
-    if declared is not None and int(declared) > limit:  # the server has checked that it is a number
-        size = int(declared)
-        raise PayloadTooLarge(
-            f"the body is too large: got {size} bytes, expected at most {limit}", limit=limit
-        )
+    headers = headers_of(request.scope)
+    encoding = _content_encoding(headers)
+    declared = None
+    if (length := headers.get(b"content-length")) is not None:
+        declared = int(length)  # the server has checked that it is a number
+        if declared > limit:
+            raise PayloadTooLarge(
+                f"the body is too large: got {declared} bytes, expected at most {limit}",
+                limit=limit,
+            )
     count = grow if declared is None else None
     if encoding != "identity":
         chunks = _receive_chunks(request.receive, limit, count)
@@ -165,31 +177,57 @@ async def read_body(
         )
         grow(len(whole))
         return whole
+    reader: BodyReader | None = request.scope.get("state", {}).get(BODY_READER_STATE)
+    if reader is not None and declared and len(first := reader.first_bytes) >= _HEAD_BYTES:
+        at = aligned_offset(first[:_HEAD_BYTES])
+        if at is not None:
+            return await _read_into_aligned(reader, declared, at)
     head, more = b"", True
-    while more and len(head) < 8:
+    while more and len(head) < _HEAD_BYTES:
         chunk, more = await _receive_chunk(request.receive)
         head += chunk
         _check_size(len(head), limit)
         if count is not None:
             count(len(chunk))
-    at = aligned_offset(head[:8])
+    at = aligned_offset(head[:_HEAD_BYTES])
     if not more:
         return head if at is None else _join_aligned([head], aligned_offset)
     stream = _receive_chunks(request.receive, limit, count, len(head))
     if at is None or declared is None:
         return _join_aligned([head, *[chunk async for chunk in stream]], aligned_offset)
-    buffer = _new_aligned_buffer(int(declared), at)
+    buffer = _new_aligned_buffer(declared, at)
     buffer[: len(head)] = head
     filled_bytes = len(head)
-    read_rest: BodyReader | None = request.scope.get("state", {}).get(BODY_READER_STATE)
-    if read_rest is not None and filled_bytes < len(buffer):
-        if not await read_rest(buffer[filled_bytes:]):
-            raise ClientDisconnected("the client disconnected during the body")
+    if reader is not None:
+        await _fill(reader, buffer[filled_bytes:])
         return buffer
     async for chunk in stream:
         buffer[filled_bytes : filled_bytes + len(chunk)] = chunk
         filled_bytes += len(chunk)
     return buffer[:filled_bytes]
+
+
+async def _read_into_aligned(reader: BodyReader, size: int, at: int) -> memoryview:
+    buffer = _new_aligned_buffer(size, at)
+    await _fill(reader, buffer)
+    return buffer
+
+
+async def _fill(reader: BodyReader, buffer: memoryview) -> None:
+    if not await reader.read_into(buffer):
+        raise ClientDisconnected("the client disconnected during the body")
+
+
+def _content_encoding(headers: Mapping[bytes, bytes]) -> str:
+    if (value := headers.get(b"content-encoding")) is None:
+        return "identity"
+    encoding = value.decode("latin-1").strip().lower()
+    if encoding not in ("identity", "gzip", "deflate"):
+        raise UnsupportedMediaType(
+            f"Content-Encoding is not supported: got {encoding!r:.60}, expected gzip, deflate, or "
+            "no such header"
+        )
+    return encoding
 
 
 def _text(value: bytes | None) -> str | None:
@@ -284,6 +322,7 @@ def _new_aligned_buffer(size: int, at: int) -> memoryview:
         memory = np.empty(size + _ALIGNMENT, np.uint8)
     except MemoryError:
         raise PayloadTooLarge(f"the service is out of memory for a body of {size} bytes") from None
-    address: int = memory.__array_interface__["data"][0]  # faster than memory.ctypes.data
+    # half the time of memory.ctypes.data
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory.data))
     first = -(address + at) % _ALIGNMENT
-    return memory[first : first + size].data
+    return memory.data[first : first + size]

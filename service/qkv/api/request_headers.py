@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from starlette.requests import HTTPConnection
+from starlette.types import Scope
 
 __all__ = ["Header", "headers_of"]
 
@@ -15,13 +15,12 @@ Header = tuple[bytes, bytes]
 _KEY: Final = "qkv.headers"
 
 
-def headers_of(request: HTTPConnection) -> Mapping[bytes, bytes]:
-    """Returns the headers by their names in lower case.
+def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
+    """Returns the headers of a request by their names in lower case.
 
     Joins the values of a name that comes more than once (RFC 9110, section 5.3). Starlette's
     headers search the list for each name, which takes as long as a small attention in all.
     """
-    scope = request.scope
     known: Mapping[bytes, bytes] | None = scope.get(_KEY)
     if known is not None:
         return known

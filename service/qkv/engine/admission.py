@@ -49,6 +49,8 @@ class AdmissionController:
             ServiceUnavailable: too much is queued or being received.
         """
         added = Load(1, size_bytes)
+        if not self.incoming.requests and not self._queued().requests:
+            return Admission(self, added)  # any size is allowed while there is no other
         if (why := self._limit.over_limit(self._total, added)) is not None:
             self._release_slow_bodies()
             why = self._limit.over_limit(self._total, added)

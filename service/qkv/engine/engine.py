@@ -106,6 +106,7 @@ class Engine:
         self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_MAX_BATCH)
         self._threads = threads
         self._stack = device.type != "cpu" if stack is None else stack
+        self._runs_inline = device.type == "cpu" and not self._stack
         self._idle_threads = idle_threads
         self._on_busy = on_busy
         self.execute = execute
@@ -141,7 +142,8 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """True while the engine accepts jobs."""
-        return self.is_alive and not self._closing and not self.failed.is_set()
+        # `is_alive` takes a lock; the device thread ends only if the engine stops or fails
+        return self._loop is not None and not self._closing and not self.failed.is_set()
 
     def usage(self) -> Usage:
         """Returns the size of the queue, and this process's use of the device's memory."""
@@ -205,12 +207,11 @@ class Engine:
             ServiceUnavailable: the engine is stopping.
             QkvError: the job failed.
         """
-        if self._stack or self.device.type != "cpu" or not job.is_small:
+        if not self._runs_inline or not job.is_small:
             return None
         if not self.is_ready:
             raise self._unavailable_error()
-        assert self._loop is not None
-        ((_, result),) = self._run_batch([QueuedJob(job, self._loop.create_future())])
+        (result,) = self._run_jobs([job], [time.perf_counter()])
         if isinstance(result, QkvError):
             raise result
         return result
@@ -227,7 +228,7 @@ class Engine:
 
     def _expire(self, queued_job: QueuedJob) -> DeadlineExceeded:
         """Records a job whose deadline has passed; returns its error."""
-        self.accounting.record_failure(queued_job)
+        self.accounting.record_failure(queued_job.job, queued_job.enqueued_at)
         assert queued_job.deadline is not None
         wait_ms = (queued_job.deadline - queued_job.enqueued_at) * 1e3
         return DeadlineExceeded(
@@ -308,35 +309,45 @@ class Engine:
             self._loop.call_soon_threadsafe(self.failed.set)
 
     def _run_batch(self, batch: list[QueuedJob]) -> list[tuple[QueuedJob, JobResult | QkvError]]:
-        """Runs a batch; halves a failing batch until the culprit fails alone."""
-        batch_bytes = sum(q.bytes for q in batch)
+        """Runs the jobs of a batch; returns their results."""
+        results = self._run_jobs([q.job for q in batch], [q.enqueued_at for q in batch])
+        return list(zip(batch, results, strict=True))
+
+    def _run_jobs(
+        self, jobs: Sequence[Job], enqueued_at: Sequence[float]
+    ) -> list[JobResult | QkvError]:
+        """Runs jobs with equal batch keys; halves a failing batch until the culprit fails alone.
+
+        Args:
+            jobs: at least one.
+            enqueued_at: submission time of each job, by `time.perf_counter`.
+        """
+        batch_bytes = sum([job.bytes for job in jobs])
         try:
-            jobs = [q.job for q in batch]
-            is_alone = not self._queue.queued.bytes and not jobs[0].is_small
+            is_alone = not jobs[0].is_small and not self._queue.queued.bytes
             idle_threads = self._idle_threads() if is_alone else 1
             outputs = self.execute(jobs, self.device, self._stack, self._threads, idle_threads)
         except BaseException as error:  # a variant's SystemExit ends neither thread nor loop
             cause = error
         else:
             self._budget.recover(batch_bytes)
-            enqueued_at = [q.enqueued_at for q in batch]
-            self.accounting.record_batch(jobs[0], enqueued_at, outputs)
-            results = map(self.accounting.to_result, jobs, enqueued_at, outputs)
-            return list(zip(batch, results, strict=True))
+            return [*self.accounting.record_batch(jobs, enqueued_at, outputs)]
         if is_fatal(cause, self.device):
             _log.critical("the device has failed; this process ends", exc_info=cause)
             failed = ServiceUnavailable("the device has failed", retry_after=_RETRY_AFTER_FAULT_S)
             self._fail_permanently(failed)
-            return [(q, failed) for q in batch]
+            return [failed for _ in jobs]
         if is_out_of_memory(cause):
             self._budget.lower(batch_bytes)
             release_memory(cause, self.device)
-        if len(batch) > 1:
-            middle = len(batch) // 2
-            return self._run_batch(batch[:middle]) + self._run_batch(batch[middle:])
-        _log.error("a job of %s failed", batch[0].job.variant.name, exc_info=cause)
-        self.accounting.record_failure(batch[0])
-        return [(batch[0], to_client_error(cause, self.device))]
+        if len(jobs) > 1:
+            middle = len(jobs) // 2
+            return self._run_jobs(jobs[:middle], enqueued_at[:middle]) + self._run_jobs(
+                jobs[middle:], enqueued_at[middle:]
+            )
+        _log.error("a job of %s failed", jobs[0].variant.name, exc_info=cause)
+        self.accounting.record_failure(jobs[0], enqueued_at[0])
+        return [to_client_error(cause, self.device)]
 
     def _resolve(self, results: list[tuple[QueuedJob, JobResult | QkvError]]) -> None:
         """Hands a batch's results to the event loop in one call."""

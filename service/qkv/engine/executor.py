@@ -66,17 +66,19 @@ def execute(
         idle_threads: CPU threads that no other process needs now. A lone job takes them if its
             bits do not depend on the number of threads.
     """
+    if not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            return execute(jobs, device, stack, threads, idle_threads)
+    if len(jobs) == 1:
+        return [_execute_one(jobs[0], device, 1, threads, idle_threads)]
     outputs: dict[int, JobOutput] = {}
-    with torch.inference_mode():
-        if len(jobs) == 1:
-            return [_execute_one(jobs[0], device, 1, threads, idle_threads)]
-        together = [job for job in jobs if stack and not _has_huge_values(job)]
-        if together:
-            stacked = _execute_stacked(together, device, len(jobs))
-            outputs.update(zip(map(id, together), stacked, strict=True))
-        for job in jobs:
-            if id(job) not in outputs:
-                outputs[id(job)] = _execute_one(job, device, len(jobs), threads, idle_threads)
+    together = [job for job in jobs if stack and not _has_huge_values(job)]
+    if together:
+        stacked = _execute_stacked(together, device, len(jobs))
+        outputs.update(zip(map(id, together), stacked, strict=True))
+    for job in jobs:
+        if id(job) not in outputs:
+            outputs[id(job)] = _execute_one(job, device, len(jobs), threads, idle_threads)
     return [outputs[id(job)] for job in jobs]
 
 
@@ -122,35 +124,40 @@ def _max_abs(array: np.ndarray) -> float:
 def _execute_stacked(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[JobOutput]:
     started_at = time.perf_counter()
     job = jobs[0]
-    tensors = {name: _gather(jobs, name, device) for name in job.inputs.tensors}
-    weights = _layer_weights(job, device)
+    if len(jobs) == 1:
+        shapes = job.inputs.shapes
+        tensors = {name: _load(raw, shapes[name]) for name, raw in job.inputs.tensors.items()}
+    else:  # stacked before they move: each copy to a device waits for it, even a small one
+        tensors = {name: _stack(jobs, name) for name in job.inputs.tensors}
+    if device.type != "cpu":
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    weights = {} if job.inputs.layer is None else _layer_weights(job, device)
     loaded_at = time.perf_counter()
-    clock = _Clock(device)
-    output = call_variant(job, tensors, weights, _plane_indices(jobs, device))
-    compute_s = clock.stop()
+    events = None if device.type == "cpu" else _CudaEvents()
+    plane_BH = None if len(jobs) == 1 else _plane_indices(jobs, device)
+    output = call_variant(job, tensors, weights, plane_BH)
+    event_s = None if events is None else events.wait()
     computed_at = time.perf_counter()
     outputs = _split(jobs, output.tensors)
+    compute_s = computed_at - loaded_at if event_s is None else event_s
     times = (loaded_at - started_at, compute_s, time.perf_counter() - computed_at)
     return [
         JobOutput(a, started_at, *times, batch_size, len(jobs), output.backend) for a in outputs
     ]
 
 
-def _gather(jobs: Sequence[Job], name: str, device: torch.device) -> Tensor:
-    """Returns one input of all jobs, stacked along B, with every axis of the signature.
-
-    Stacks before moving: each copy to a device waits for the device, even a small one.
-    """
+def _stack(jobs: Sequence[Job], name: str) -> Tensor:
+    """Returns one input of several jobs, stacked along B."""
     spec = jobs[0].variant.inputs.get(name)
     parts = []
     for job in jobs:
         part = _load(job.inputs.tensors[name], job.inputs.shapes[name])
-        if spec is not None and spec.broadcasts and len(jobs) > 1:
+        if spec is not None and spec.broadcasts:
             part = part.expand(job.batch_size, *part.shape[1:])
         parts.append(part)
         if spec is not None and "B" not in spec.letters:
             break  # one tensor for all
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _load(raw: RawTensor, shape: tuple[int, ...]) -> Tensor:
@@ -183,8 +190,7 @@ def _to_dense_tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
     """Returns the weights of each role that the variant has, dense in every layout."""
-    if job.inputs.layer is None:
-        return {}
+    assert job.inputs.layer is not None
     return {
         role: (
             _to_dense_tensor(p.weight, device),
@@ -196,8 +202,8 @@ def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
 
 
 def _plane_indices(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
-    """Returns b * H + h of each plane within its own request; None for a single request."""
-    if len(jobs) == 1 or not jobs[0].variant.takes_plane:
+    """Returns b * H + h of each plane within its own request; None if no code needs it."""
+    if not jobs[0].variant.takes_plane:
         return None
     each = [(job.batch_size, job.inputs.axes.sizes["H"]) for job in jobs]
     return torch.cat([torch.arange(B * H, device=device).view(B, H) for B, H in each])
@@ -205,12 +211,12 @@ def _plane_indices(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
 
 def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str, RawTensor]]:
     """Returns the outputs of each job, in the dtypes and shapes of its `output_specs`."""
+    if len(jobs) == 1:  # its tensors may have no axis B
+        specs = jobs[0].output_specs
+        return [{name: _to_raw(tensor, *specs[name]) for name, tensor in tensors.items()}]
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     outputs: list[dict[str, RawTensor]] = [{} for _ in jobs]
     for name, whole in tensors.items():
-        whole = whole.contiguous().cpu()
-        if len(jobs) == 1:  # includes tensors without an axis B
-            outputs[0][name] = _to_raw(whole, *jobs[0].output_specs[name])
-            continue
         first = 0
         for job, job_outputs in zip(jobs, outputs, strict=True):
             part = whole[first : first + job.batch_size]
@@ -220,26 +226,23 @@ def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str,
 
 
 def _to_raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
+    tensor = tensor.contiguous().cpu()
     if tensor.dtype != _TORCH[dtype]:  # only for projections in float64
         tensor = tensor.to(_TORCH[dtype])
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     return RawTensor(dtype, shape, bits.numpy().data.cast("B"))
 
 
-class _Clock:
-    """Measures seconds of compute: on a GPU between two events, else by wall clock."""
+class _CudaEvents:
+    """Measures the seconds that a GPU computes, between two events."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            self._first = torch.cuda.Event(enable_timing=True)
-            self._last = torch.cuda.Event(enable_timing=True)
-            self._first.record()
-        self._started_at = time.perf_counter()
+    def __init__(self) -> None:
+        self._first = torch.cuda.Event(enable_timing=True)
+        self._last = torch.cuda.Event(enable_timing=True)
+        self._first.record()
 
-    def stop(self) -> float:
-        if not self._cuda:
-            return time.perf_counter() - self._started_at
+    def wait(self) -> float:
+        """Waits for the GPU; returns the seconds."""
         self._last.record()
         self._last.synchronize()
         return float(self._first.elapsed_time(self._last)) / 1e3

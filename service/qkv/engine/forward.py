@@ -5,13 +5,13 @@ The executor calls `call_variant`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qkv.attention.layers.layer import Layer, project, project_back
+from qkv.attention.layers.layer import project, project_back
 from qkv.attention.layers.projections import ROLES, Projection, Projections
 from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
@@ -27,8 +27,6 @@ from qkv.jobs.measure.probe_jobs import (
 from qkv.jobs.measure.row_divergence import RowDivergenceJob, compare_rows
 
 __all__ = ["LayerWeights", "VariantOutput", "call_variant"]
-
-_IN_FLOAT64: Final = (RowDivergenceJob, Float64Job)
 
 LayerWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """Weight (M, out) and bias (out) of each role that a variant has."""
@@ -57,54 +55,96 @@ def call_variant(
         weights: of the job's layer; empty without a layer.
         plane_BH: as `softmax.attend` takes it; None: the tensors belong to a single request.
     """
-    if isinstance(job, PeakMemoryJob):
-        device = next(iter(tensors.values())).device
-        peak_bytes = measure_peak_bytes(
-            lambda: _call_variant(job, tensors, weights, plane_BH), device
-        )
-        return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
-    return _call_variant(job, tensors, weights, plane_BH)
+    return _CALLS.get(type(job), _run_forward)(job, tensors, weights, plane_BH)
 
 
-def _call_variant(
+def _run_forward(
     job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
 ) -> VariantOutput:
-    layer = job.inputs.layer
-    if isinstance(job, _IN_FLOAT64):
-        tensors = {name: to_float64(tensor) for name, tensor in tensors.items()}
-        weights = {
-            r: (to_float64(w), None if b is None else to_float64(b))
-            for r, (w, b) in weights.items()
-        }
-    projected = tensors if layer is None else _project(layer, tensors, weights)
-    if isinstance(job, RowDivergenceJob):
-        return VariantOutput(compare_rows(job, projected), "explicit")
-    arguments: dict[str, Any] = {
-        spec.argument: projected[name]
-        for name, spec in job.variant.inputs.items()
-        if name in projected
-    }
-    arguments |= job.arguments
-    if isinstance(job, Float64Job):
-        arguments = float64_arguments(job.variant, projected, job.arguments, job.inputs.dtype)
+    projected = tensors if job.inputs.layer is None else _project(job, tensors, weights)
+    return _attend(job, _arguments(job, projected, plane_BH))
+
+
+def _run_gradients(
+    job: GradientJob, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+) -> VariantOutput:
+    backend = "closed form" if job.variant.has_closed_form_gradients else "autograd"
+    arguments = _arguments(job, _project(job, tensors, weights), plane_BH)
+    return VariantOutput(_compute_gradients(job, tensors, weights, arguments), backend)
+
+
+def _run_in_float64(
+    job: Float64Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+) -> VariantOutput:
+    projected = _project(job, *_to_float64(tensors, weights))
+    arguments = float64_arguments(job.variant, projected, job.arguments, job.inputs.dtype)
     if job.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
-    if isinstance(job, GradientJob):
-        backend = "closed form" if job.variant.has_closed_form_gradients else "autograd"
-        return VariantOutput(_compute_gradients(job, tensors, weights, arguments), backend)
-    outputs, summary, backend = job.outputs, {}, "blocks"
+    return _attend(job, arguments)
+
+
+def _run_row_divergence(
+    job: RowDivergenceJob,
+    tensors: Mapping[str, Tensor],
+    weights: LayerWeights,
+    _plane_BH: Tensor | None,
+) -> VariantOutput:
+    projected = _project(job, *_to_float64(tensors, weights))
+    return VariantOutput(compare_rows(job, projected), "explicit")
+
+
+def _run_peak_memory(
+    job: PeakMemoryJob,
+    tensors: Mapping[str, Tensor],
+    weights: LayerWeights,
+    plane_BH: Tensor | None,
+) -> VariantOutput:
+    device = next(iter(tensors.values())).device
+    peak_bytes = measure_peak_bytes(lambda: _run_forward(job, tensors, weights, plane_BH), device)
+    return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
+
+
+_CALLS: Final[Mapping[type[Job], Callable[..., VariantOutput]]] = {
+    GradientJob: _run_gradients,
+    Float64Job: _run_in_float64,
+    RowDivergenceJob: _run_row_divergence,
+    PeakMemoryJob: _run_peak_memory,
+}
+
+
+def _arguments(
+    job: Job, projected: Mapping[str, Tensor], plane_BH: Tensor | None
+) -> dict[str, Any]:
+    """Returns tensors and parameters as the variant's functions take them."""
+    arguments: dict[str, Any] = {a: projected[name] for name, a in job.tensor_arguments}
+    arguments.update(job.arguments)
+    if job.variant.takes_plane:
+        arguments["plane_BH"] = plane_BH
+    return arguments
+
+
+def _attend(job: Job, arguments: Mapping[str, Any]) -> VariantOutput:
+    """Returns the outputs of a job, its form of the weights included."""
+    computed, summary, backend = {}, {}, "blocks"
     if job.form.is_summary:
-        outputs -= {"weights"}
         sizes = job.inputs.axes.sizes
         summary = compute_weight_form(job.variant, job.form, arguments, job.parameters, sizes)
-    computed = {}
-    if outputs:
-        result = job.variant.attend(**arguments, outputs=outputs)
-        computed = {n: getattr(result, n) for n in job.variant.outputs if n in outputs}
+    if job.attend_outputs:
+        result = job.variant.attend(**arguments, outputs=frozenset(job.attend_outputs))
+        computed = {name: getattr(result, name) for name in job.attend_outputs}
         backend = getattr(result, "backend", "explicit")
-    if layer is not None and "output" in computed:
+    if job.inputs.layer is not None and "output" in computed:
         computed["output"] = _merge_heads(computed["output"])
-    return VariantOutput(computed | summary, backend)
+    return VariantOutput(computed | summary if summary else computed, backend)
+
+
+def _to_float64(
+    tensors: Mapping[str, Tensor], weights: LayerWeights
+) -> tuple[dict[str, Tensor], LayerWeights]:
+    wide = {
+        r: (to_float64(w), None if b is None else to_float64(b)) for r, (w, b) in weights.items()
+    }
+    return {name: to_float64(tensor) for name, tensor in tensors.items()}, wide
 
 
 def _compute_gradients(
@@ -146,13 +186,15 @@ def _merge_heads(x_BHLE: Tensor) -> Tensor:
 
 
 def _project(
-    layer: Layer, tensors: Mapping[str, Tensor], weights: LayerWeights
-) -> dict[str, Tensor]:
+    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights
+) -> Mapping[str, Tensor]:
     """Returns the tensors, with queries, keys and values in place of embeddings.
 
     If a projection overflows its dtype, all three are float64: the output computed from them may
     still be finite.
     """
+    if (layer := job.inputs.layer) is None:
+        return tensors
     embeddings = {role: tensors.get("x", tensors.get(role)) for role in weights}
     rest = {n: t for n, t in tensors.items() if n != "x" and n not in weights}
     for widen in (False, True):

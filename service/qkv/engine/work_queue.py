@@ -96,8 +96,7 @@ class ThroughputEstimate:
         return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER_S))
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
+class JobResult(NamedTuple):
     """Outputs by name, and the timing; all of it but `flops` and `bytes` is measured."""
 
     outputs: dict[str, RawTensor]
@@ -130,7 +129,7 @@ class QueuedJob:
     @property
     def bytes(self) -> int:
         """Bytes of its tensors, in and out."""
-        return self.job.bytes_in + self.job.bytes_out
+        return self.job.bytes
 
     @property
     def load(self) -> Load:

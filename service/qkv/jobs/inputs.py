@@ -74,8 +74,20 @@ class Inputs(NamedTuple):
         Raises:
             InvalidContent: a value is wrong.
         """
-        tensors = _read_tensors(self.specs, self.cast_dtype, message)
-        _check_key_lengths(tensors, self.axes)
+        return self.with_tensors(_read_tensors(self.specs, self.cast_dtype, message), layer)
+
+    def with_tensors(self, tensors: Mapping[str, RawTensor], layer: Layer | None) -> Inputs:
+        """Returns inputs with other tensors of the same names, dtypes and shapes.
+
+        Args:
+            tensors: as the attribute.
+            layer: as the attribute.
+
+        Raises:
+            InvalidContent: a value is wrong.
+        """
+        if "key_lengths" in tensors:
+            _check_key_lengths(tensors, self.axes)
         return Inputs(
             tensors, layer, self.dtype, self.shapes, self.axes, self.specs, self.cast_dtype
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
@@ -124,6 +124,11 @@ class Job:
         return sum(nbytes(dtype, shape) for dtype, shape in self.output_specs.values())
 
     @cached_property
+    def bytes(self) -> int:
+        """Bytes of all tensors, in request and response."""
+        return self.bytes_in + self.bytes_out
+
+    @cached_property
     def flops(self) -> int:
         """Floating-point operations of the matrix products, projections included."""
         sizes, layer = self.inputs.axes.sizes, self.inputs.layer
@@ -162,7 +167,7 @@ class Job:
         pairs = math.prod(self.inputs.axes.sizes.get(letter, 1) for letter in "BHLS")
         return (
             self.flops < _SMALL_FLOPS
-            and self.bytes_in + self.bytes_out < SMALL_BYTES
+            and self.bytes < SMALL_BYTES
             and max(self.score_count, pairs) < _SMALL_SCORES
         )
 
@@ -184,6 +189,23 @@ class Job:
     def arguments(self) -> Mapping[str, Any]:
         """The parameters by name, as the variant's functions take them."""
         return {n: getattr(self.parameters, n) for n in type(self.parameters).model_fields}
+
+    @cached_property
+    def tensor_arguments(self) -> Sequence[tuple[str, str]]:
+        """The name of each tensor of the variant, and of its argument in the variant's functions.
+
+        A layer's embeddings are not among them: it projects them to the roles.
+        """
+        inputs, names = self.variant.inputs, set(self.inputs.tensors)
+        if self.inputs.layer is not None:
+            names |= set(self.roles)
+        return [(name, spec.argument) for name, spec in inputs.items() if name in names]
+
+    @cached_property
+    def attend_outputs(self) -> Sequence[str]:
+        """The outputs that `attend` computes, in the order of the response."""
+        others = {"weights"} if self.form.is_summary else set()
+        return [name for name in self.variant.outputs if name in self.outputs - others]
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -248,10 +270,10 @@ class Job:
                 f"expected at most {limits.response_bytes}{hint}",
                 limit=limits.response_bytes,
             )
-        if self.bytes_in + self.bytes_out > limits.job_bytes:
+        if self.bytes > limits.job_bytes:
             raise PayloadTooLarge(
                 "the tensors of request and response are too large: got "
-                f"{self.bytes_in + self.bytes_out} bytes, expected at most {limits.job_bytes}",
+                f"{self.bytes} bytes, expected at most {limits.job_bytes}",
                 limit=limits.job_bytes,
             )
 

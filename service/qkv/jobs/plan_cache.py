@@ -7,7 +7,7 @@ requests with the same ones are checked for their numbers only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Final, Generic, TypeVar
 
 import orjson
@@ -18,7 +18,7 @@ from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["BoundedCache", "Plan", "PlanCache"]
+__all__ = ["BodyPlan", "BoundedCache", "Plan", "PlanCache"]
 
 _MAX_PLANS: Final = 2048  # about 4 KiB each
 _MAX_FIELDS: Final = 1024  # bytes of the fields of a request whose plan is kept
@@ -43,10 +43,9 @@ class BoundedCache(Generic[_T]):
 
     def get(self, key: Hashable) -> _T | None:
         """Returns the value of a key; None if it is not there."""
-        with self._lock:
-            value = self._values.pop(key, None)
-            if value is not None:
-                self._values[key] = value
+        value = self._values.pop(key, None)
+        if value is not None:  # two threads at once: one of them finds nothing
+            self._values[key] = value
         return value
 
     def put(self, key: Hashable, value: _T) -> None:
@@ -61,7 +60,8 @@ class Plan:
     """A validated job without its numbers, with all that follows from its fields and shapes."""
 
     def __init__(self, job: Job) -> None:
-        _ = job.is_small, job.arguments, job.annotations  # and what these need
+        # and what these need
+        _ = job.is_small, job.arguments, job.tensor_arguments, job.attend_outputs, job.annotations
         layer = job.inputs.layer
         self._layer: tuple[Layout, int | None] | None = (
             None if layer is None else (layer.layout, layer.heads)
@@ -78,6 +78,45 @@ class Plan:
         if self._layer is not None:
             layer = read_layer(*self._layer, inputs.cast_dtype, message)
         return self._job.with_inputs(inputs.with_numbers(message, layer))
+
+    def with_tensors(self, tensors: Mapping[str, RawTensor]) -> Job:
+        """Returns the job of a request without a layer, with tensors that need no cast.
+
+        Raises:
+            InvalidContent: a value is wrong.
+        """
+        return self._job.with_inputs(self._job.inputs.with_tensors(tensors, None))
+
+
+class BodyPlan:
+    """The plan of a request whose tensors follow one another in its body.
+
+    Args:
+        job: the job of such a request, without a layer.
+        tensors: its tensors in the order of the body, as they are in it.
+
+    Attributes:
+        size: the number of their bytes.
+    """
+
+    def __init__(self, job: Job, tensors: Mapping[str, RawTensor]) -> None:
+        self._plan = Plan(job)
+        self._specs = []
+        self.size = 0
+        for name, tensor in tensors.items():
+            part = slice(self.size, self.size + tensor.nbytes)
+            self._specs.append((name, tensor.dtype, tensor.shape, part))
+            self.size += tensor.nbytes
+
+    def new_job(self, data: memoryview) -> Job:
+        """Returns the job of a request with these bytes.
+
+        Raises:
+            InvalidContent: a value is wrong.
+        """
+        return self._plan.with_tensors(
+            {name: RawTensor(dtype, shape, data[part]) for name, dtype, shape, part in self._specs}
+        )
 
 
 class PlanCache:

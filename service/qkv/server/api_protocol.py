@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from qkv.api.observability import (
@@ -23,14 +21,40 @@ from qkv.api.observability import (
     ProtocolError,
     RequestObserver,
     request_id_from,
+    request_id_of,
 )
 from qkv.api.request_body import BODY_READER_STATE
 from qkv.errors import QkvError
 from qkv.server.body_receiver import BodyReceiver
 from qkv.server.connection_timeouts import ConnectionTimeouts
 from qkv.server.http_connection import BODY, NOTHING, LimitedHttpProtocol, path_of
+from qkv.server.request_cycle import RequestCycle
 
 __all__ = ["ApiProtocol"]
+
+
+class _CycleReader:
+    """The `BodyReader` of the request of a cycle."""
+
+    __slots__ = ("_cycle", "_protocol")
+
+    def __init__(self, protocol: ApiProtocol, cycle: RequestCycle) -> None:
+        self._protocol, self._cycle = protocol, cycle
+
+    @property
+    def first_bytes(self) -> bytes:
+        """The first received bytes that have not been read; all of a small body."""
+        return self._cycle.chunks[0] if self._cycle.chunks else b""
+
+    async def read_into(self, buffer: memoryview) -> bool:
+        """Fills a buffer that is as long as the rest; returns False if the client disconnects."""
+        size = 0
+        for chunk in self._cycle.take_chunks():
+            buffer[size : size + len(chunk)] = chunk
+            size += len(chunk)
+        if self._cycle.disconnected or size == len(buffer):
+            return not self._cycle.disconnected
+        return await self._protocol.read_rest(buffer[size:])
 
 
 class ApiProtocol(LimitedHttpProtocol):
@@ -71,9 +95,10 @@ class ApiProtocol(LimitedHttpProtocol):
         if not self.check_head():
             return
         super().on_headers_complete()
-        state = self.scope["state"]
-        state[BODY_READER_STATE] = partial(self._read_rest, self.cycle)
-        state[REQUEST_ID_STATE] = request_id_from(self.scope["headers"]) or self._observer.new_id()
+        scope: Any = self.scope
+        state = scope["state"]
+        state[BODY_READER_STATE] = _CycleReader(self, self.cycle)
+        state[REQUEST_ID_STATE] = request_id_of(scope) or self._observer.new_id()
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes -= len(body)
@@ -105,7 +130,7 @@ class ApiProtocol(LimitedHttpProtocol):
         id = state.get(REQUEST_ID_STATE) or request_id_from(headers) or self._observer.new_id()
         response = super()._encode_error(error, *more, (REQUEST_ID_HEADER, id))
         protocol_error = ProtocolError(error, len(response.partition(b"\r\n\r\n")[2]))
-        if self._reading == BODY and not self.pipeline:
+        if self._reading == BODY and not self.queued_cycles:
             if not self.cycle.response_started:
                 state[PROTOCOL_ERROR_STATE] = protocol_error
         else:
@@ -115,18 +140,13 @@ class ApiProtocol(LimitedHttpProtocol):
             )
         return response
 
-    def _read_rest(self, cycle: RequestResponseCycle, buffer: memoryview) -> asyncio.Future[bool]:
-        """Reads the rest of the body of a cycle's request; a `BodyReader`."""
-        received, cycle.body = cycle.body, bytearray()
-        buffer[: len(received)] = received
-        done = self.loop.create_future()
-        if cycle.disconnected or len(received) == len(buffer):
-            done.set_result(not cycle.disconnected)
-        else:
-            self._body_receiver = BodyReceiver(self, buffer[len(received) :], done)
-            self.transport.set_protocol(self._body_receiver)
-            self.flow.resume_reading()
-        return done
+    async def read_rest(self, buffer: memoryview) -> bool:
+        """Fills a buffer with the rest of a body; returns False if the client disconnects."""
+        done: asyncio.Future[bool] = self.loop.create_future()
+        self._body_receiver = BodyReceiver(self, buffer, done)
+        self.transport.set_protocol(self._body_receiver)
+        self.flow.resume_reading()
+        return await done
 
     def on_bytes(self, count: int) -> None:
         """Counts received bytes of a body."""

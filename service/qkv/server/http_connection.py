@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
+from urllib.parse import unquote
 
 import httptools
 import uvicorn
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from qkv.errors import (
@@ -31,6 +29,7 @@ from qkv.errors import (
     RequestTimeout,
 )
 from qkv.server.connection_timeouts import ConnectionTimeouts, unsent_bytes
+from qkv.server.request_cycle import RequestCycle, encode_head
 
 __all__ = ["BODY", "NOTHING", "LimitedHttpProtocol", "path_of"]
 
@@ -75,33 +74,34 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._progress: tuple[Any, int] | None = None
         self._slow_checks = 0
         self._idle_checks = 0
-        self._current_cycle: RequestResponseCycle | None = None
+        self._current_cycle: RequestCycle | None = None
+        self.cycle: RequestCycle = None  # type: ignore[assignment]  # the last received
+        self.queued_cycles: deque[RequestCycle] = deque()  # they wait for the current one
         self._unsent_bytes = self._unread_checks = 0
         self._has_drained = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._cycle_transport = SimpleNamespace(
-            write=transport.write, is_closing=transport.is_closing, close=self._close_after_response
-        )
         self._timeouts.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timeouts.remove(self)
         self._disconnect_cycle()
+        if self.cycle is not None:
+            self.cycle.disconnect()
+            self.cycle = None  # type: ignore[assignment]  # it is not uvicorn's
         super().connection_lost(exc)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start_cycle(self, cycle: RequestCycle) -> None:
         self._current_cycle = cycle
-        cycle.transport = cast("asyncio.Transport", self._cycle_transport)
-        super()._start_asgi_task(cycle, app)
+        task = self.loop.create_task(cycle.run(self.app))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def _disconnect_cycle(self) -> None:
-        """Signals the disconnect to the running request. uvicorn signals it to the last received
-        request, which may be queued behind others."""
+        """Signals the disconnect to the running request; the last received one may be queued."""
         if self._current_cycle is not None and not self._current_cycle.response_complete:
-            self._current_cycle.disconnected = True
-            self._current_cycle.message_event.set()
+            self._current_cycle.disconnect()
 
     def data_received(self, data: bytes) -> None:
         """Parses data as uvicorn does, except for errors and upgrades."""
@@ -172,16 +172,41 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return True
 
     def on_headers_complete(self) -> None:
+        """Starts the request of a complete head, or queues it behind others (pipelining)."""
         if not self.url.startswith(b"/"):
             self.url = _with_path(self.url)
-        super().on_headers_complete()
+        scope: Any = self.scope
+        url, version = httptools.parse_url(self.url), self.parser.get_http_version()
+        path = url.path.decode("ascii")
+        scope["method"], scope["http_version"] = self.parser.get_method().decode("ascii"), version
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"], scope["query_string"] = url.path, url.query or b""
+        before = self.cycle
+        self.cycle = RequestCycle(
+            scope,
+            self.transport,
+            self.flow,
+            self.server_state.default_headers,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            expects_continue=self.expect_100_continue,
+            on_response=self.on_response_complete,
+            close=self._close_after_response,
+        )
+        if before is None or before.response_complete:
+            self._start_cycle(self.cycle)
+        else:
+            self.flow.pause_reading()
+            self.queued_cycles.append(self.cycle)
         self._reading, self._ignored_bytes = BODY, 0
         self.headers = []  # later headers are trailers, which are not read
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
             self._ignore(len(body))
-        super().on_body(body)
+            return
+        self.cycle.add_chunk(body)
+        if self.cycle.chunk_bytes > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
 
     def _ignore(self, size: int) -> None:
         """Discards bytes that arrive after the response, up to a limit. Otherwise a client that
@@ -194,7 +219,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _close_after_response(self) -> None:
         """Closes the connection after a response without keep-alive."""
         if self._reading == BODY:
-            self.pipeline.clear()
+            self.queued_cycles.clear()
             self._last_response = b""  # the response is sent already
             self._send_last_response()
         else:
@@ -203,18 +228,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_upgrade:
             self._reading = NOTHING
-            super().on_message_complete()
+            self.cycle.complete_body()
 
     def on_response_complete(self) -> None:
         """Starts the next request as uvicorn does, but sets no timer while there is none."""
-        is_last = not self.pipeline
         self.server_state.total_requests += 1
         self._idle_checks, self._progress = 0, None
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if not is_last:
-            self._start_asgi_task(*self.pipeline.pop())
+        if self.queued_cycles:
+            self._start_cycle(self.queued_cycles.popleft())
         elif self._last_response is not None and not self._is_lingering:
             self._send_last_response()
 
@@ -315,8 +339,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def close_with_error(self, error: QkvError) -> None:
         """Closes the connection with an error response, after the pending responses."""
         self._last_response, cycle = self._encode_error(error), self.cycle
-        if self._reading == BODY and self.pipeline:
-            self.pipeline.popleft()  # the last request: its body will not arrive
+        if self._reading == BODY and self.queued_cycles:
+            self.queued_cycles.pop()  # the last request: its body will not arrive
         elif self._reading == BODY:
             if cycle.response_complete:
                 self._close_after_response()
@@ -324,8 +348,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if cycle.response_started:
                 self.transport.close()
                 return
-            cycle.disconnected = True
-            cycle.message_event.set()
+            cycle.disconnect()
             self._send_last_response()
             return
         if cycle is None or cycle.response_complete:
@@ -342,10 +365,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _encode_error(self, error: QkvError, *more: tuple[bytes, bytes]) -> bytes:
         response = self._error_response(error, path_of(self.url))
-        headers = [*self.server_state.default_headers, *response.raw_headers, *more]
-        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
-        status = STATUS_LINE[response.status_code]
-        return b"%b%bconnection: close\r\n\r\n%b" % (status, lines, bytes(response.body))
+        headers = [*response.raw_headers, *more, (b"connection", b"close")]
+        head = encode_head(response.status_code, [*self.server_state.default_headers, *headers])
+        return head + bytes(response.body)
 
 
 def path_of(url: bytes) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
+import torch
 import uvicorn
 from fastapi import FastAPI
 
@@ -54,7 +55,8 @@ def run_worker(
     app = create_app(settings, worker, remote)
     failed: asyncio.Event = app.state.runtime.engine.failed
     server = WorkerServer(new_uvicorn_config(app), worker, parent_alive_fd, failed)
-    server.run(sockets=[listening])
+    with torch.inference_mode():  # once, instead of for each small job on the event loop
+        server.run(sockets=[listening])
     return 0 if server.started and not failed.is_set() else 1
 
 

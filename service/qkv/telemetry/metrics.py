@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -157,6 +157,11 @@ class MetricsRecorder:
     def add_dropped_log_lines(self, count: int) -> None:
         """Counts dropped lines of the request log; any thread may call it, one at a time."""
         self._totals[2] += count
+
+    @property
+    def variants(self) -> Iterable[str]:
+        """The names of all variants."""
+        return self._histograms
 
     def has_variant(self, variant: str) -> bool:
         """Returns True if there is such a variant."""

@@ -10,7 +10,7 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -25,6 +25,27 @@ _HEAD: Final = _SHARED + len(_STAGES)
 _PER_SIZE: Final = 3 + len(
     _STAGES
 )  # for each batch size: count, seconds of success, queue and stages
+
+
+class RequestTimes(Protocol):
+    """The times of a request in a batch, in seconds.
+
+    Attributes:
+        started_at: start of the batch, by `time.perf_counter`.
+        load_s, compute_s, split_s: loading, computing and splitting.
+        stacked_count: the number of requests that share these seconds.
+    """
+
+    @property
+    def started_at(self) -> float: ...
+    @property
+    def load_s(self) -> float: ...
+    @property
+    def compute_s(self) -> float: ...
+    @property
+    def split_s(self) -> float: ...
+    @property
+    def stacked_count(self) -> int: ...
 
 
 class ModelStats:
@@ -52,8 +73,9 @@ class ModelStats:
         return list(self._indices)
 
     def is_loaded(self, name: str) -> bool:
-        """Returns True if the model is loaded."""
-        return not self._unloaded[self._indices[name]]
+        """Returns True if the model exists and is loaded."""
+        index = self._indices.get(name)
+        return index is not None and not self._unloaded[index]
 
     def load(self, name: str, *, loaded: bool = True) -> None:
         """Loads or unloads the model in all workers."""
@@ -102,35 +124,33 @@ class ModelStatsRecorder:
     def record_batch(
         self,
         name: str,
-        size: int,
-        total_s: float,
-        queue_s: float,
-        batch_s: Sequence[float],
-        shared_s: Sequence[float] = (),
+        now: float,
+        enqueued_at: Sequence[float],
+        outputs: Sequence[RequestTimes],
     ) -> None:
         """Records a batch.
 
         Args:
             name: name of the model.
-            size: number of requests.
-            total_s: seconds since their submission, summed over all.
-            queue_s: seconds in the queue, summed over all.
-            batch_s: seconds of loading, computing and splitting, of the whole batch.
-            shared_s: seconds to add to `batch_s` for the sum over requests, if each request counts
-                the shared seconds as its own; empty: none.
+            now: the time of its end, by `time.perf_counter`.
+            enqueued_at: the time of submission of each request, by the same clock.
+            outputs: the times of each request.
         """
-        row, at = self._rows[name], _HEAD + _PER_SIZE * (size - 1)
-        load_s, compute_s, split_s = batch_s
+        row, first = self._rows[name], _HEAD + _PER_SIZE * (len(outputs) - 1)
         with self._lock:
             row[0] = time.time() * 1e3
-            row[at] += 1
-            row[at + 1] += total_s
-            row[at + 2] += queue_s
-            row[at + 3] += load_s
-            row[at + 4] += compute_s
-            row[at + 5] += split_s
-            for index, seconds in enumerate(shared_s, start=_SHARED):
-                row[index] += seconds
+            row[first] += 1
+            for at, output in zip(enqueued_at, outputs, strict=True):
+                row[first + 1] += now - at
+                row[first + 2] += output.started_at - at
+                count = output.stacked_count
+                row[first + 3] += output.load_s / count
+                row[first + 4] += output.compute_s / count
+                row[first + 5] += output.split_s / count
+                if count > 1:  # each request counts the shared seconds in full
+                    row[_SHARED] += output.load_s - output.load_s / count
+                    row[_SHARED + 1] += output.compute_s - output.compute_s / count
+                    row[_SHARED + 2] += output.split_s - output.split_s / count
 
     def record_failure(self, name: str, total_s: float) -> None:
         """Records a queued request that failed or expired.

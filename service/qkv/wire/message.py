@@ -10,9 +10,9 @@ from qkv.tensors import RawTensor
 __all__ = ["Message"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Message:
-    """A request or a response, independent of its wire format.
+    """A request or a response, independent of its wire format; not modified.
 
     Attributes:
         fields: all values that are not tensors, as JSON.

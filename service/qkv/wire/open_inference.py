@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -25,16 +25,26 @@ from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_nod
 from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
 from qkv.wire.oip_responses import DATATYPES, BinarySize, InferTensor
+from qkv.wire.plain_json import load_object
 
-__all__ = ["DATATYPES", "LENGTH_HEADER", "decode", "encode", "encode_tensors", "json_length"]
+__all__ = [
+    "DATATYPES",
+    "LENGTH_HEADER",
+    "Head",
+    "decode",
+    "encode",
+    "encode_tensors",
+    "json_length",
+    "parse_head",
+]
 
 LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 """The header with the length of the JSON in bytes, if bytes of tensors follow it."""
 
 _DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _KEYS: Final = ("name", "datatype", "shape", "parameters", "data")
-_MAX_KNOWN: Final = 1024  # lists of tensors that are kept, with at most
-_MAX_KNOWN_BYTES: Final = 2048  # bytes of JSON each
+_MAX_KNOWN: Final = 1024  # entries of outputs that are kept
+_MAX_HEAD_BYTES: Final = 2048
 _SIZE: Final = "binary_data_size"
 _MAX_TENSORS: Final = 256
 _MAX_BARE: Final = 1 << 18
@@ -52,6 +62,42 @@ def json_length(header: str | None) -> int | None:
     if not (header.isascii() and header.isdigit() and len(header) <= 20):
         raise InvalidContent(f"{LENGTH_HEADER} is invalid: got {header!r:.60}, expected an integer")
     return int(header)
+
+
+class Head(NamedTuple):
+    """The JSON of a request before the bytes of its tensors.
+
+    Attributes:
+        id: its id.
+        text: its JSON without the id: requests with equal texts differ in their bytes only.
+        data: the bytes of its tensors.
+    """
+
+    id: str | None
+    text: bytes
+    data: memoryview
+
+
+def parse_head(body: bytes | memoryview, length: int | None) -> Head | None:
+    """Returns the head of a request; None if it must be decoded to know what it means.
+
+    Args:
+        body, length: as for `decode`.
+    """
+    if length is None or length > min(len(body), _MAX_HEAD_BYTES):
+        return None
+    view = memoryview(body)
+    root = load_object(bytes(view[:length]))
+    if root is None:
+        return None
+    id = root.pop("id", None)
+    if id is not None and type(id) is not str:
+        return None
+    text = orjson.dumps(root)
+    if b'"BOOL"' in text:  # their values are checked
+        return None
+    # a copy: bytes from orjson take 4 KiB to 64 KiB, however short they are
+    return Head(id, bytes(memoryview(text)), view[length:])
 
 
 def decode(body: bytes | memoryview, group: str, length: int | None = None) -> Message:
@@ -276,23 +322,6 @@ class _Tensor:
 
 
 def _tensors(document: Document, node: Any, group: str) -> Sequence[_Tensor]:
-    """Returns the entries of a list of tensors; keeps those without numbers."""
-    if document.is_plain:
-        text = orjson.dumps(node)
-        if len(text) <= _MAX_KNOWN_BYTES and b'"data":' not in text:
-            # a copy: bytes from orjson take 4 KiB to 64 KiB, however short they are
-            return _known_tensors(memoryview(text).tobytes(), group)
-    return _read_entries(document, node, group)
-
-
-@lru_cache(_MAX_KNOWN)
-def _known_tensors(text: bytes, group: str) -> Sequence[_Tensor]:
-    """Returns the entries of a list of tensors, which are the same for many requests."""
-    document = Document(b'{"%b":%b}' % (group.encode(), text))
-    return _read_entries(document, document.root[group], group)
-
-
-def _read_entries(document: Document, node: Any, group: str) -> Sequence[_Tensor]:
     if not isinstance(node, LIST):
         raise InvalidContent(
             f"{group} must be a list of tensors: got {format_node(node)}", pointer=f"/{group}"

@@ -6,9 +6,10 @@ None is left out of the JSON while it is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import (
     Annotated,
     Any,
@@ -83,8 +84,12 @@ def json_fields(response: Any) -> dict[str, Any]:
         TypeError: it is not one of these dataclasses.
     """
     kind: Any = type(response)
-    values = ((f, getattr(response, f.name)) for f in _json_fields(kind))
-    return {f.key: value for f, value in values if not (f.left_out and value is None)}
+    keys, optional, read = _json_keys(kind)
+    values = dict(zip(keys, read(response), strict=True))
+    for key in optional:
+        if values[key] is None:
+            del values[key]
+    return values
 
 
 def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
@@ -122,6 +127,19 @@ def _json_fields(kind: Any) -> tuple[_JsonField, ...]:
         _JsonField(f.name, json_name(f), is_left_out(f), _parser(hints[f.name]))
         for f in fields(kind)
     )
+
+
+@cache
+def _json_keys(
+    kind: Any,
+) -> tuple[Sequence[str], Sequence[str], Callable[[Any], Iterable[Any]]]:
+    """Returns the names in JSON, those of them that may be left out, and a reader of the values."""
+    fields = _json_fields(kind)
+    keys, optional = [f.key for f in fields], [f.key for f in fields if f.left_out]
+    if len(fields) > 1:
+        return keys, optional, attrgetter(*[f.name for f in fields])
+    name = fields[0].name  # attrgetter would return the value itself
+    return keys, optional, lambda response: (getattr(response, name),)
 
 
 def _parser(hint: Any) -> Callable[[Any], Any]:

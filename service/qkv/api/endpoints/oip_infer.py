@@ -20,6 +20,8 @@ from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.fields import field_error
+from qkv.jobs.job import Job
+from qkv.jobs.plan_cache import BodyPlan, BoundedCache
 from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
@@ -33,6 +35,7 @@ _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
 _LENGTH_NAME: Final = open_inference.LENGTH_HEADER.lower().encode()
+_MAX_PLANS: Final = 2048  # about 4 KiB each
 _MAX_KNOWN: Final = 1024  # fields of requests that are kept, with at most
 _MAX_KNOWN_BYTES: Final = 2048  # bytes of JSON each
 _SEQUENCE_PARAMETERS: Final = ("sequence_id", "sequence_start", "sequence_end")
@@ -76,13 +79,22 @@ class _InferFields(NamedTuple):
         run_fields: the fields of the same run as a request of the native API.
         outputs: the names of the outputs to return, in order.
         binary: the names of the outputs that are sent as bytes.
-        protocol_parameters: priority and timeout.
+        priority: as for `Engine.submit`.
+        timeout_s: seconds that it may be queued; None: no limit.
     """
 
     run_fields: dict[str, Any]
     outputs: list[str]
     binary: set[str]
-    protocol_parameters: _ProtocolParameters
+    priority: int
+    timeout_s: float | None
+
+
+class _PlannedRequest(NamedTuple):
+    """All that follows from the JSON of a request but its id."""
+
+    fields: _InferFields
+    plan: BodyPlan
 
 
 class InferHandler:
@@ -97,6 +109,7 @@ class InferHandler:
     def __init__(self, job_runner: JobRunner, models: ModelStats, settings: Settings) -> None:
         self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
+        self._planned: BoundedCache[_PlannedRequest] = BoundedCache(_MAX_PLANS)
 
     async def handle(self, request: Request, model: str, version: str = VERSION) -> Response:
         """Runs one request.
@@ -104,31 +117,53 @@ class InferHandler:
         Raises:
             QkvError: the request is invalid, or could not be run.
         """
-        find_loaded(self._models, model, version)
-        headers = headers_of(request)
+        if version != VERSION or not self._models.is_loaded(model):
+            find_loaded(self._models, model, version)
+        headers = headers_of(request.scope)
         length = open_inference.json_length(_text(headers.get(_LENGTH_NAME)))
         with self._job_runner.admit(request) as admission:
             body = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
             received_at = time.perf_counter()
-            message = await in_thread_if_large(
-                len(body), lambda: open_inference.decode(body, "inputs", length)
-            )
-            id, fields = self._parse_fields(message.fields, model, version)
-            run_message = Message(fields.run_fields, message.tensors)
-            job = await self._job_runner.new_job(model, run_message)
+            head = open_inference.parse_head(body, length)
+            planned = None if head is None else self._planned.get((model, version, head.text))
+            if head is not None and planned is not None and planned.plan.size == len(head.data):
+                id, fields, job = head.id, planned.fields, planned.plan.new_job(head.data)
+            else:
+                id, fields, job = await self._validate(body, length, model, version, head)
         result = await self._job_runner.run(
             request,
             received_at,
             job,
-            priority=fields.protocol_parameters.priority,
-            wait_s=fields.protocol_parameters.timeout / 1e6 or None,
+            priority=fields.priority,
+            wait_s=fields.timeout_s,
         )
-        content_encoding = _response_encoding(_text(headers.get(b"accept-encoding")) or "")
-        is_all_binary = content_encoding is None and fields.binary.issuperset(fields.outputs)
-        size = 0 if is_all_binary else result.nbytes
+        content_encoding = _response_encoding(headers.get(b"accept-encoding"))
+        if content_encoding is None and fields.binary.issuperset(fields.outputs):
+            return _new_response(model, id, fields, result, None)
         return await in_thread_if_large(
-            size, lambda: _new_response(model, id, fields, result, content_encoding)
+            result.nbytes, lambda: _new_response(model, id, fields, result, content_encoding)
         )
+
+    async def _validate(
+        self,
+        body: bytes | memoryview,
+        length: int | None,
+        model: str,
+        version: str,
+        head: open_inference.Head | None,
+    ) -> tuple[str | None, _InferFields, Job]:
+        """Returns id, fields and job of a request; keeps its plan if it has a head."""
+        message = await in_thread_if_large(
+            len(body), lambda: open_inference.decode(body, "inputs", length)
+        )
+        id, fields = self._parse_fields(message.fields, model, version)
+        job = await self._job_runner.new_job(model, Message(fields.run_fields, message.tensors))
+        is_as_sent = job.inputs.tensors == message.tensors
+        if head is not None and is_as_sent:
+            plan = BodyPlan(job, message.tensors)
+            if plan.size == len(head.data):
+                self._planned.put((model, version, head.text), _PlannedRequest(fields, plan))
+        return id, fields, job
 
     def _parse_fields(
         self, given: dict[str, Any], model: str, version: str
@@ -136,7 +171,7 @@ class InferHandler:
         """Returns the id of a request, and its other fields."""
         id = given.get("id")
         if id is None or isinstance(id, str):
-            given = {name: value for name, value in given.items() if name != "id"}
+            given.pop("id", None)
         try:
             text = orjson.dumps(given)
         except TypeError:  # an integer past 64 bits: the validation has the error
@@ -199,7 +234,13 @@ def _validate_fields(given: dict[str, Any], variant: Variant, version: str) -> _
     outputs = [output.name for output in requested]
     binary = {o.name for o in requested if _is_binary(o, protocol_parameters.binary_data_output)}
     run_fields = {"parameters": variant_parameters, "outputs": outputs}
-    return _InferFields(run_fields, outputs, binary, protocol_parameters)
+    return _InferFields(
+        run_fields,
+        outputs,
+        binary,
+        protocol_parameters.priority,
+        protocol_parameters.timeout / 1e6 or None,
+    )
 
 
 def _parse_protocol_parameters(given: dict[str, Any]) -> _ProtocolParameters:
@@ -280,13 +321,15 @@ def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
-def _response_encoding(accept_encoding: str) -> str | None:
+def _response_encoding(accept_encoding: bytes | None) -> str | None:
     """Returns the Content-Encoding of the response; None: none.
 
     Compresses only if the client accepts exactly one encoding, as Triton's client does on request.
     HTTP libraries accept several by default, and compression of floats costs more than it saves.
     """
-    encoding = accept_encoding.strip().lower()
+    if accept_encoding is None:
+        return None
+    encoding = accept_encoding.decode("latin-1").strip().lower()
     return encoding if encoding in ("gzip", "deflate") else None
 
 

@@ -1,0 +1,166 @@
+"""Requests of the Open Inference Protocol that differ in their id and bytes only share a plan."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from qkv.jobs.job import Job
+from qkv.jobs.plan_cache import BodyPlan
+from qkv.wire import open_inference
+from support.engines import LIMITS, output_alone
+from support.raw_connection import PATH, encode_body, random_inputs
+from support.service import Server
+
+SHAPE = (2, 4, 5, 6)
+
+
+def send(server: Server, text: bytes, data: bytes) -> Any:
+    headers = {open_inference.LENGTH_HEADER: str(len(text))}
+    return server.http.post(PATH, content=text + data, headers=headers)
+
+
+def head_and_data(seed: int, **fields: Any) -> tuple[dict[str, Any], bytes]:
+    """Returns the JSON of a request, and the bytes of its tensors."""
+    body, length = encode_body(random_inputs(seed, SHAPE), **fields)
+    return orjson.loads(body[:length]), body[length:]
+
+
+@pytest.fixture
+def count_validations(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Returns a function that returns the number of jobs validated in full so far."""
+    count, validate = [0], Job.from_message
+
+    def counted(*args: Any) -> Job:
+        count[0] += 1
+        return validate(*args)
+
+    monkeypatch.setattr(Job, "from_message", counted)
+    return lambda: count[0]
+
+
+def test_request_with_a_new_id_and_new_bytes_is_not_validated_again(
+    serve: Callable[..., Server], count_validations: Callable[[], int]
+) -> None:
+    server = serve()
+    outputs = [output_alone(random_inputs(seed, SHAPE)) for seed in range(8)]
+    before = count_validations()
+    for seed, output in enumerate(outputs):
+        head, data = head_and_data(seed, id=f"request-{seed}")
+        response = send(server, orjson.dumps(head), data)
+        assert response.status_code == 200, response.text
+        at = int(response.headers[open_inference.LENGTH_HEADER])
+        assert orjson.loads(response.content[:at])["id"] == f"request-{seed}"
+        assert response.content[at:] == output
+    assert count_validations() - before == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"datatype": "FP31"}, "unsupported datatype"),
+        ({"shape": [2, 4, 5, 7]}, "wrong binary_data_size"),
+        ({"shape": [2, 4, 5, True]}, "invalid shape"),
+        ({"name": 7}, "invalid name"),
+        ({"name": "key"}, "is repeated"),
+        ({"parameters": {"binary_data_size": 8}}, "wrong binary_data_size"),
+        ({"data": [1]}, "both data and binary_data_size"),
+    ],
+)
+def test_invalid_tensor_is_rejected_every_time(
+    server: Server, change: dict[str, Any], problem: str
+) -> None:
+    """Also between valid requests, whose plan is kept."""
+    good, data = head_and_data(1)
+    bad, _ = head_and_data(1)
+    bad["inputs"][0].update(change)
+    for _ in range(3):
+        assert send(server, orjson.dumps(good), data).status_code == 200
+        response = send(server, orjson.dumps(bad), data)
+        assert response.status_code == 400
+        assert problem in response.json()["error"]
+
+
+@pytest.mark.parametrize("missing", [1, -1, 4])
+def test_other_number_of_bytes_is_rejected_every_time(server: Server, missing: int) -> None:
+    head, data = head_and_data(2)
+    wrong = data[:-missing] if missing > 0 else data + b"\0"
+    for _ in range(2):
+        assert send(server, orjson.dumps(head), data).status_code == 200
+        assert send(server, orjson.dumps(head), wrong).status_code == 400
+
+
+@pytest.mark.parametrize("id", [7, None, [1], {"a": 1}])
+def test_id_that_is_no_string_is_rejected_every_time(server: Server, id: Any) -> None:
+    head, data = head_and_data(3)
+    for _ in range(2):
+        assert send(server, orjson.dumps(head), data).status_code == 200
+        status = send(server, orjson.dumps(head | {"id": id}), data).status_code
+        assert status == (200 if id is None else 400)
+
+
+def test_bytes_of_a_bool_tensor_are_checked_every_time(server: Server) -> None:
+    head, data = head_and_data(4)
+    mask = np.ones((5, 5), np.uint8)
+    entry = {"name": "mask", "datatype": "BOOL", "shape": [5, 5]}
+    head["inputs"].append(entry | {"parameters": {"binary_data_size": 25}})
+    for _ in range(3):
+        assert send(server, orjson.dumps(head), data + mask.tobytes()).status_code == 200
+        response = send(server, orjson.dumps(head), data + (2 * mask).tobytes())
+        assert "other than 0 and 1" in response.json()["error"]
+
+
+def test_key_lengths_are_checked_every_time(server: Server) -> None:
+    head, data = head_and_data(5)
+    entry = {"name": "key_lengths", "datatype": "INT64", "shape": [2]}
+    head["inputs"].append(entry | {"parameters": {"binary_data_size": 16}})
+    for _ in range(2):
+        good = send(server, orjson.dumps(head), data + np.array([5, 3]).tobytes())
+        assert good.status_code == 200, good.text
+        response = send(server, orjson.dumps(head), data + np.array([5, 6]).tobytes())
+        assert "key_lengths is out of range" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"id":"1","id":"2","inputs":[]}',
+        b'{"id":1,"inputs":[]}',
+        b'{"inputs":[{"datatype":"BOOL"}]}',
+        b'{"id":"\\u0031"}',
+        b"[]",
+        b"{",
+        b'{"a":"%b"}' % (b"x" * 2048),
+    ],
+)
+def test_head_that_must_be_decoded(text: bytes) -> None:
+    assert open_inference.parse_head(text + bytes(8), len(text)) is None
+
+
+def test_head_without_a_length_or_past_the_body_is_decoded() -> None:
+    assert open_inference.parse_head(b"{}", None) is None
+    assert open_inference.parse_head(b"{}", 3) is None
+
+
+def test_plans_take_little_memory() -> None:
+    """2,048 plans of requests with 16 tensor names at most: less than 64 MiB."""
+    message = open_inference.decode(*_small_request())
+    job = Job.from_message("softmax", message, LIMITS)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    plans = [BodyPlan(job, message.tensors) for _ in range(100)]
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert held / len(plans) * 2048 < 64 << 20
+
+
+def _small_request() -> tuple[bytes, str, int]:
+    body, length = encode_body(random_inputs(0, SHAPE))
+    head = orjson.loads(body[:length])
+    text = orjson.dumps({"inputs": head["inputs"]})
+    return text + body[length:], "inputs", len(text)
