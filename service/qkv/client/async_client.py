@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from qkv.client.async_connections import AsyncConnections, exchange
 from qkv.client.comparison import Comparison
 from qkv.client.direct_transport import RequestTemplates, transport_of
 from qkv.client.environment import auth_header, service_url
@@ -54,10 +55,20 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = service_url(url)
-        self._http = httpx.AsyncClient(
-            base_url=self._url, headers=auth_header(api_key), timeout=timeout, transport=transport
-        )
-        self._transport: httpx.AsyncBaseTransport = transport_of(self._http)
+        ssl_context = httpx.create_ssl_context()  # takes longer than all else here
+
+        def new_http() -> httpx.AsyncClient:
+            return httpx.AsyncClient(
+                base_url=self._url,
+                headers=auth_header(api_key),
+                timeout=timeout,
+                transport=transport,
+                verify=ssl_context,
+            )
+
+        self._http = new_http()
+        # a transport of the caller's has its own connections
+        self._connections = AsyncConnections(new_http) if transport is None else None
         self._templates = RequestTemplates(self._http)
         self._retries = retries
 
@@ -143,6 +154,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes the connections."""
         await self._http.aclose()
+        if self._connections is not None:
+            await self._connections.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,13 +187,12 @@ class AsyncClient:
         """Returns the response to one request."""
         request = self._templates.build(spec)
         try:
-            response = await self._transport.handle_async_request(request)
-            response.request = request
-            await response.aread()
+            if self._connections is not None:
+                return await self._connections.exchange(request)
+            return await exchange(transport_of(self._http), request)
         except httpx.RequestError as error:
             error.request = request
             raise
-        return response
 
     async def stream(self, spec: StreamSpec) -> AsyncGenerator[ServerSentEvent]:
         """Yields the events of a response. Retries only until the first event."""
