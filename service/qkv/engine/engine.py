@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +54,7 @@ DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
 
 _RETRY_AFTER_FAULT_S: Final = 5  # more than a new process needs until it is ready
 
+_NICE: Final = 6  # of the device thread on a CPU: a quarter of the event loop's weight
 _Execute = Callable[[Sequence[Job], torch.device, bool, int, int], list[JobOutput]]
 
 
@@ -246,6 +249,9 @@ class Engine:
             return self._queue.remove(queued_job)
 
     def _run_thread(self) -> None:
+        if self._runs_inline and sys.platform == "linux":
+            # the event loop runs small jobs beside a large one, and must not wait for a turn
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             try:
                 if not self._run_next_batch():
