@@ -188,10 +188,11 @@ class Scores(NamedTuple):
         self, rows: slice, keys: slice, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns scale Q K^T of a block, and the exponents of two to multiply its rows by."""
-        scores = torch.einsum(
-            "bgkld,bgsd->bgkls", self.query_BGKLD[:, :, :, rows], self.key_BGSD[:, :, keys]
-        ).flatten(1, 2)
-        scores.mul_(self.scale)
+        query_BGKRD, key_BGSD = self.query_BGKLD[:, :, :, rows], self.key_BGSD[:, :, keys]
+        B, G, K, R, _ = query_BGKRD.shape
+        # einsum takes twice as long for a small product
+        products = torch.matmul(query_BGKRD.flatten(2, 3), key_BGSD.mT)
+        scores = products.view(B, G * K, R, key_BGSD.shape[2]).mul_(self.scale)
         if self.exponents is None or keys.start >= keys.stop:
             return scores, None
         query_exponents, key_exponents = self.exponents

@@ -273,14 +273,15 @@ def _explicit(
 
 def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     """Returns A @ value for a block of rows: (B, H, R, E)."""
-    heads = scores.query_BGKLD.shape[1:3]
-    weights_BGKRS, value = block.weights.unflatten(1, heads), value_BGSE[:, :, block.keys]
+    weights_BHRS, value = block.weights, value_BGSE[:, :, block.keys]
+    (B, H, R, S), (_, G, _, E) = weights_BHRS.shape, value.shape
+    weights_BGTS = weights_BHRS.view(B, G, -1, S)  # T: the rows of all heads that read a key head
     if scores.exponents is None:
-        return torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value).flatten(1, 2)
+        return torch.matmul(weights_BGTS, value).view(B, H, R, E)
     # the values are near the end of float64's range: their sum may overflow although their average
     # does not, and weights that are rounded up may make an average larger than its values
     room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
-    output = torch.einsum("bgkls,bgse->bgkle", weights_BGKRS, value / room).flatten(1, 2)
+    output = torch.matmul(weights_BGTS, value / room).view(B, H, R, E)
     if not scores.dropout:
         most = largest_size(value_BGSE) / room
         output.clamp_(-most, most)
