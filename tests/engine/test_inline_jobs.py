@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -171,5 +172,60 @@ def test_outputs_do_not_share_memory_with_inputs(name: str) -> None:
         for array in arrays.values():
             array.fill(7)
         assert bits(result) == before
+
+    with_engine(test)
+
+
+def test_small_jobs_of_one_turn_run_one_after_another() -> None:
+    """Before the first of their requests goes on; each has the bits that it has alone."""
+    events: list[str] = []
+
+    async def run(engine: Engine, job: Job) -> JobResult:
+        result = await engine.run_with_others(job)
+        assert result is not None
+        events.append("response")
+        return result
+
+    def recorded(jobs: Sequence[Job], *arguments: Any) -> list[JobOutput]:
+        events.append("run")
+        return execute(jobs, *arguments)
+
+    async def test(engine: Engine) -> None:
+        jobs = small_jobs("float32", 2)
+        inline = [engine.run_inline(job) for job in jobs]
+        alone = [bits(result) for result in inline if result is not None]
+        engine.execute = recorded
+        results = await asyncio.gather(*[run(engine, job) for job in jobs])
+        assert events == ["run"] * len(jobs) + ["response"] * len(jobs)
+        assert [bits(result) for result in results] == alone
+
+    with_engine(test)
+
+
+def test_failed_or_cancelled_job_of_a_turn_leaves_the_others() -> None:
+    async def test(engine: Engine) -> None:
+        good = [new_job(random_inputs(seed)) for seed in range(3)]
+        bad, count = new_job(random_inputs(7)), 0
+
+        def failing(jobs: Sequence[Job], *arguments: Any) -> list[JobOutput]:
+            nonlocal count
+            count += 1
+            if jobs[0] is bad:
+                raise ZeroDivisionError("marked")
+            return execute(jobs, *arguments)
+
+        engine.execute = failing
+        tasks = [asyncio.create_task(engine.run_with_others(job)) for job in [*good[:2], bad]]
+        cancelled = asyncio.create_task(engine.run_with_others(good[2]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        first, second, failed, gone = await asyncio.gather(
+            *tasks, cancelled, return_exceptions=True
+        )
+        assert isinstance(first, JobResult)
+        assert isinstance(second, JobResult)
+        assert isinstance(failed, Internal)
+        assert isinstance(gone, asyncio.CancelledError)
+        assert count == 3
 
     with_engine(test)

@@ -27,6 +27,7 @@ from qkv.wire.message import Message
 
 __all__ = [
     "SERVER_TIMING",
+    "TASKS_STATE",
     "TIMEOUT_HEADER",
     "JobRunner",
     "RunResult",
@@ -37,6 +38,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+TASKS_STATE: Final = "qkv.tasks"
+"""Key of a scope's state: the tasks of all requests of this process, if the server has them."""
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 """The header with the seconds that a request may wait in the queue. HTTP has no field for it, and
 grpc-timeout is for gRPC; some gateways use this name."""
@@ -146,7 +149,12 @@ class JobRunner:
         if deadline_s is not None and (wait_s is None or deadline_s < wait_s):
             wait_s = deadline_s
         is_late = wait_s is not None and time.perf_counter() - received_at >= wait_s
-        job_result = None if is_late else self._engine.run_inline(job)
+        job_result = None
+        if job.is_small and not is_late:
+            if len(request.scope.get("state", {}).get(TASKS_STATE, ())) > 1:
+                job_result = await self._engine.run_with_others(job)
+            else:
+                job_result = self._engine.run_inline(job)
         if job_result is None:
             job_result = await self._run_queued(request, received_at, job, priority, wait_s)
         timing = job_result.timing

@@ -118,6 +118,7 @@ class Engine:
             limit, lambda: self._queue.queued, self._queue.throughput.retry_after
         )
         self.failed = asyncio.Event()
+        self._small_jobs: list[tuple[Job, asyncio.Future[JobResult | None]]] = []
         self._budget = MemoryBudget(batch_bytes)
         self._running = False
         self._closing = False
@@ -218,6 +219,29 @@ class Engine:
         if isinstance(result, QkvError):
             raise result
         return result
+
+    async def run_with_others(self, job: Job) -> JobResult | None:
+        """Runs a small job like `run_inline`, right behind those of other requests.
+
+        Waits until the other requests of this turn of the event loop have submitted theirs. Jobs in
+        a row take less time: torch's code and tables stay in the CPU's caches.
+        """
+        assert self._loop is not None
+        future: asyncio.Future[JobResult | None] = self._loop.create_future()
+        self._small_jobs.append((job, future))
+        if len(self._small_jobs) == 1:
+            self._loop.call_soon(self._run_small_jobs)
+        return await future
+
+    def _run_small_jobs(self) -> None:
+        jobs, self._small_jobs = self._small_jobs, []
+        for job, future in jobs:
+            if future.cancelled():
+                continue
+            try:
+                future.set_result(self.run_inline(job))
+            except BaseException as error:
+                future.set_exception(error)
 
     def _on_cancelled(self, queued_job: QueuedJob, future: asyncio.Future[JobResult]) -> None:
         """Removes a job from the queue if its future is cancelled."""

@@ -138,6 +138,10 @@ class RemoteEngine:
         """Returns None: no job runs in this process."""
         return None
 
+    async def run_with_others(self, _job: Job) -> JobResult | None:
+        """Returns None, as `run_inline`."""
+        return None
+
     def submit(
         self, job: Job, *, priority: int = 0, wait_s: float | None = None
     ) -> asyncio.Future[JobResult]:
