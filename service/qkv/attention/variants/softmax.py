@@ -275,7 +275,9 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     """Returns A @ value for a block of rows: (B, H, R, E)."""
     weights_BHRS, value = block.weights, value_BGSE[:, :, block.keys]
     (B, H, R, S), (_, G, _, E) = weights_BHRS.shape, value.shape
-    weights_BGTS = weights_BHRS.view(B, G, -1, S)  # T: the rows of all heads that read a key head
+    weights_BGTS = weights_BHRS.view(
+        B, G, H // G * R, S
+    )  # T: the rows of all heads that read a key head
     if scores.exponents is None:
         return torch.matmul(weights_BGTS, value).view(B, H, R, E)
     # the values are near the end of float64's range: their sum may overflow although their average
