@@ -43,9 +43,10 @@ class BoundedCache(Generic[_T]):
 
     def get(self, key: Hashable) -> _T | None:
         """Returns the value of a key; None if it is not there."""
-        value = self._values.pop(key, None)
-        if value is not None:  # two threads at once: one of them finds nothing
-            self._values[key] = value
+        with self._lock:
+            value = self._values.pop(key, None)
+            if value is not None:
+                self._values[key] = value
         return value
 
     def put(self, key: Hashable, value: _T) -> None:
