@@ -51,9 +51,9 @@ def test_peak_is_that_of_torch_allocations() -> None:
 
 @pytest.mark.gpu
 def test_peak_is_that_of_torch_allocations_on_an_accelerator() -> None:
-    if not torch.accelerator.is_available():
-        pytest.skip("needs an accelerator")
     device = new_device(find_device("auto"))
+    if not device.is_accelerator:
+        pytest.skip("needs an accelerator")
     where = device.torch_device
     peak = device.measure_peak_bytes(
         lambda: torch.empty(1 << 20, device=where) + torch.empty(1 << 20, device=where)
