@@ -34,17 +34,11 @@ log: Counter[str] = Counter()
 _live: weakref.WeakSet[PretendedTensor] = weakref.WeakSet()
 
 
-class _Hook(torch._C._acc.PrivateUse1Hooks):
+class _Module(backend_registration._DummyBackendModule):
     """Hides the device from code that looks for an accelerator."""
 
     def is_available(self) -> bool:
         return False
-
-    def has_primary_context(self, _: int) -> bool:
-        return True
-
-    def is_built(self) -> bool:
-        return True
 
 
 class _Faults:
@@ -175,7 +169,7 @@ def _to_outer(value: Any, known: dict[int, PretendedTensor], ours: list[Pretende
     return PretendedTensor(value)
 
 
-backend_registration._setup_privateuseone_for_python_backend(_NAME, hook=_Hook())
+backend_registration._setup_privateuseone_for_python_backend(_NAME, backend_module=_Module())
 PRETENDED: Final = torch.device(_NAME, 0)
 """The device of the tensors."""
 _fallback = torch.library.Library("_", "IMPL")
