@@ -22,6 +22,7 @@ from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.cli.main import main
+from qkv.engine.device import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
@@ -346,7 +347,7 @@ def test_stacked_requests_get_their_own_gradients() -> None:
     names = ("query", "key", "value", "grad_output")
     jobs = [job_of({n: torch.randn(B, 2, 4, 3) for n in names}) for B in (1, 2, 3)]
     assert len({job.batch_key for job in jobs}) == 1
-    device = torch.device("cpu")
+    device = CpuDevice()
     together = execute(jobs, device, stack=True)
     for job, output in zip(jobs, together, strict=True):
         assert output.stacked_count == 3

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import qkv.engine.device_errors
 from qkv.engine.engine import Engine
 from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
@@ -24,7 +23,7 @@ from support.small_requests import Serve, body, outputs, post
 def faults(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = partial(Engine, execute=failing_device.failing)
     monkeypatch.setattr("qkv.api.app.Engine", engine)
-    monkeypatch.setattr(qkv.engine.device_errors, "device_works", failing_device.device_works)
+    monkeypatch.setattr("qkv.api.app.new_device", lambda _: failing_device.FailingDevice())
     monkeypatch.setattr(failing_device, "_broken", [])
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.engine.admission import AdmissionController
-from qkv.engine.device_errors import MemoryBudget, is_fatal, is_out_of_memory
+from qkv.engine.device_errors import MemoryBudget
 from qkv.engine.work_queue import Load, ThroughputEstimate
 from qkv.errors import ServiceUnavailable
 
@@ -98,14 +97,3 @@ def test_memory_budget_shrinks_at_once_and_grows_slowly() -> None:
     for _ in range(100):
         budget.lower(budget.bytes)
     assert budget.bytes > 0
-
-
-def test_failed_launch_is_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both errors are named CUDA error, but only after one of them the next launch works."""
-    error, cpu = RuntimeError("CUDA error: invalid configuration argument"), torch.device("cpu")
-    assert not is_fatal(error, cpu)
-    monkeypatch.setattr("qkv.engine.device_errors.device_works", lambda _: False)
-    assert is_fatal(error, cpu)
-    assert not is_fatal(RuntimeError("shapes differ"), cpu)
-    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
-    assert not is_out_of_memory(error)

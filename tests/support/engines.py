@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 
 from qkv.client.arrays import to_raw
+from qkv.engine.device import CpuDevice
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
@@ -21,7 +22,7 @@ from support.known_requests import Array
 T = TypeVar("T")
 
 LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=4 << 30)
-CPU: Final = torch.device("cpu")
+CPU: Final = CpuDevice()
 
 
 def with_engine(test: Callable[[Engine], Awaitable[T]], **options: Any) -> T:

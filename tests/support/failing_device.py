@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 import qkv.api.app
-import qkv.engine.device_errors
 from qkv.cli.main import main
+from qkv.engine.device import CpuDevice
 from qkv.engine.engine import Engine
 from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.job import Job
@@ -44,7 +44,7 @@ def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
     if STICKY in seen:
         _broken.append(True)
     if _broken:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise torch.AcceleratorError("an illegal memory access was encountered")
     if POISON in seen:
         raise RuntimeError("marked")
     if ENDING in seen:
@@ -54,12 +54,15 @@ def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
     return execute(jobs, *how)
 
 
-def device_works(_: torch.device) -> bool:
-    """Replaces `device_errors.device_works`; returns False after a sticky failure."""
-    return not _broken
+class FailingDevice(CpuDevice):
+    """A CPU that can run nothing more after a sticky failure."""
+
+    def is_fatal(self, error: BaseException) -> bool:
+        """Returns True after a sticky failure."""
+        return bool(_broken) and isinstance(error, RuntimeError)
 
 
 if __name__ == "__main__":
     qkv.api.app.Engine = partial(Engine, execute=failing)  # type: ignore[assignment, attr-defined]
-    qkv.engine.device_errors.device_works = device_works  # type: ignore[assignment]
+    qkv.api.app.new_device = lambda _: FailingDevice()  # type: ignore[assignment, attr-defined]
     main(prog_name="qkv")

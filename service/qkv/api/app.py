@@ -42,7 +42,8 @@ from qkv.api.middleware import (
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
 from qkv.attention import catalogue
-from qkv.engine.engine import GPU_MAX_BATCH, Engine, pick_device
+from qkv.engine.device import find_device, new_device
+from qkv.engine.engine import GPU_MAX_BATCH, Engine
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory
@@ -197,7 +198,7 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
         variants.router(),
         health.router(engine, shared_state),
         playground.router(),
-        metrics.router(shared_state, str(engine.device)),
+        metrics.router(shared_state, engine.device_name),
         oip_models.router(engine, shared_state),
         oip_repository.router(shared_state.models),
     ):
@@ -243,7 +244,7 @@ def _new_engine(settings: Settings, worker: WorkerState) -> Engine:
         ValueError: the device does not exist.
     """
     return Engine(
-        pick_device(settings.device),
+        new_device(find_device(settings.device)),
         max_batch=settings.max_batch,
         threads=settings.threads,
         limit=queue_limits(settings),

@@ -17,14 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-import torch
-
 from qkv.engine.accounting import JobAccounting
 from qkv.engine.admission import AdmissionController
+from qkv.engine.device import Device
 from qkv.engine.device_errors import (
     MemoryBudget,
-    is_fatal,
-    is_out_of_memory,
     release_memory,
     to_client_error,
 )
@@ -41,7 +38,7 @@ from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.telemetry.metrics import Usage
 
-__all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine", "JobResult", "pick_device"]
+__all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine", "JobResult"]
 
 _log = logging.getLogger("qkv.engine")
 
@@ -55,19 +52,7 @@ DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
 _RETRY_AFTER_FAULT_S: Final = 5  # more than a new process needs until it is ready
 
 _NICE: Final = 6  # of the device thread on a CPU: a quarter of the event loop's weight
-_Execute = Callable[[Sequence[Job], torch.device, bool, int, int], list[JobOutput]]
-
-
-def pick_device(name: str) -> torch.device:
-    """Returns the device of that name; "auto" is a CUDA device if torch finds one, else the CPU.
-
-    Raises:
-        ValueError: torch finds no such device.
-    """
-    has_cuda = name != "cpu" and torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ValueError("QKV_DEVICE is cuda, but torch finds no CUDA device")
-    return torch.device("cuda" if has_cuda else "cpu")
+_Execute = Callable[[Sequence[Job], Device, bool, int, int], list[JobOutput]]
 
 
 class Engine:
@@ -86,6 +71,7 @@ class Engine:
         execute: runs a batch.
 
     Attributes:
+        device_name: as responses give it.
         accounting: results and statistics of its jobs.
         admission: admits requests before their bodies are read.
         execute: as the argument; tests may replace it while the engine runs.
@@ -94,7 +80,7 @@ class Engine:
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         *,
         max_batch: int = 0,
         batch_bytes: int = BATCH_BYTES,
@@ -105,11 +91,12 @@ class Engine:
         on_busy: Callable[[bool], None] = lambda _: None,
         execute: _Execute = execute,
     ) -> None:
-        self.device, self.accounting = device, JobAccounting(str(device))
-        self._max_batch = max_batch or (1 if device.type == "cpu" else GPU_MAX_BATCH)
+        self.device, self.device_name = device, str(device.torch_device)
+        self.accounting = JobAccounting(self.device_name)
+        self._max_batch = max_batch or (GPU_MAX_BATCH if device.is_accelerator else 1)
         self._threads = threads
-        self._stack = device.type != "cpu" if stack is None else stack
-        self._runs_inline = device.type == "cpu" and not self._stack
+        self._stack = device.is_accelerator if stack is None else stack
+        self._runs_inline = not (device.is_accelerator or self._stack)
         self._idle_threads = idle_threads
         self._on_busy = on_busy
         self.execute = execute
@@ -152,15 +139,7 @@ class Engine:
     def usage(self) -> Usage:
         """Returns the size of the queue, and this process's use of the device's memory."""
         queued = self._queue.queued
-        if self.device.type != "cuda" or not torch.cuda.is_initialized():
-            return Usage(queued.requests, queued.bytes)
-        return Usage(
-            queued.requests,
-            queued.bytes,
-            torch.cuda.memory_allocated(self.device),
-            torch.cuda.memory_reserved(self.device),
-            torch.cuda.get_device_properties(self.device).total_memory,
-        )
+        return Usage(queued.requests, queued.bytes, *self.device.memory_usage())
 
     def submit(
         self,
@@ -362,12 +341,12 @@ class Engine:
         else:
             self._budget.recover(batch_bytes)
             return [*self.accounting.record_batch(jobs, enqueued_at, outputs)]
-        if is_fatal(cause, self.device):
+        if self.device.is_fatal(cause):
             _log.critical("the device has failed; this process ends", exc_info=cause)
             failed = ServiceUnavailable("the device has failed", retry_after=_RETRY_AFTER_FAULT_S)
             self._fail_permanently(failed)
             return [failed for _ in jobs]
-        if is_out_of_memory(cause):
+        if self.device.is_out_of_memory(cause):
             self._budget.lower(batch_bytes)
             release_memory(cause, self.device)
         if len(jobs) > 1:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention.layers.projections import ROLES
+from qkv.engine.device import Device
 from qkv.engine.forward import LayerWeights, call_variant
 from qkv.jobs.job import Job
 from qkv.tensors import DTYPES, FLOATING, RawTensor
@@ -51,7 +52,7 @@ class JobOutput(NamedTuple):
 
 
 def execute(
-    jobs: Sequence[Job], device: torch.device, stack: bool, threads: int = 1, idle_threads: int = 1
+    jobs: Sequence[Job], device: Device, stack: bool, threads: int = 1, idle_threads: int = 1
 ) -> list[JobOutput]:
     """Executes jobs with equal batch keys. All calls of variants begin here.
 
@@ -83,11 +84,11 @@ def execute(
 
 
 def _execute_one(
-    job: Job, device: torch.device, batch_size: int, threads: int, idle_threads: int
+    job: Job, device: Device, batch_size: int, threads: int, idle_threads: int
 ) -> JobOutput:
     if job.flops < _ONE_THREAD_FLOPS:
         threads = 1
-    elif idle_threads > threads and batch_size == 1 and device.type == "cpu" and job.uses_sdpa:
+    elif idle_threads > threads and batch_size == 1 and not device.is_accelerator and job.uses_sdpa:
         torch.set_num_threads(idle_threads)
         (output,) = _execute_stacked([job], device, batch_size)
         if output.backend == "sdpa":
@@ -121,7 +122,7 @@ def _max_abs(array: np.ndarray) -> float:
         return float(np.abs(array).max())
 
 
-def _execute_stacked(jobs: Sequence[Job], device: torch.device, batch_size: int) -> list[JobOutput]:
+def _execute_stacked(jobs: Sequence[Job], device: Device, batch_size: int) -> list[JobOutput]:
     started_at = time.perf_counter()
     job = jobs[0]
     if len(jobs) == 1:
@@ -129,17 +130,15 @@ def _execute_stacked(jobs: Sequence[Job], device: torch.device, batch_size: int)
         tensors = {name: _load(raw, shapes[name]) for name, raw in job.inputs.tensors.items()}
     else:  # stacked before they move: each copy to a device waits for it, even a small one
         tensors = {name: _stack(jobs, name) for name in job.inputs.tensors}
-    if device.type != "cpu":
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    loaded = device.load(tensors)
     weights = {} if job.inputs.layer is None else _layer_weights(job, device)
     loaded_at = time.perf_counter()
-    events = None if device.type == "cpu" else _CudaEvents()
-    plane_BH = None if len(jobs) == 1 else _plane_indices(jobs, device)
-    output = call_variant(job, tensors, weights, plane_BH)
-    event_s = None if events is None else events.wait()
+    stopwatch = device.start_stopwatch()
+    plane_BH = None if len(jobs) == 1 else _plane_indices(jobs, device.torch_device)
+    output = call_variant(job, loaded, weights, plane_BH, device)
+    compute_s = stopwatch.stop()
     computed_at = time.perf_counter()
-    outputs = _split(jobs, output.tensors)
-    compute_s = computed_at - loaded_at if event_s is None else event_s
+    outputs = _split(jobs, device.unload(output.tensors))
     times = (loaded_at - started_at, compute_s, time.perf_counter() - computed_at)
     return [
         JobOutput(a, started_at, *times, batch_size, len(jobs), output.backend) for a in outputs
@@ -178,27 +177,28 @@ def _view(data: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.ndarray(shape, DTYPES[dtype], data))
 
 
-def _to_dense_tensor(array: np.ndarray, device: torch.device) -> Tensor:
+def _to_dense_tensor(array: np.ndarray) -> Tensor:
     """Returns a layer's array, which may be a transposed view, as a dense, aligned tensor."""
     dtype = _TORCH[array.dtype.name]
     bits = array.view(np.int16) if dtype == torch.bfloat16 else array
     aligned = torch.empty(array.shape, dtype=dtype)
     seen = aligned.view(torch.int16) if dtype == torch.bfloat16 else aligned
     np.copyto(seen.numpy(), bits)
-    return aligned.to(device)
+    return aligned
 
 
-def _layer_weights(job: Job, device: torch.device) -> LayerWeights:
+def _layer_weights(job: Job, device: Device) -> LayerWeights:
     """Returns the weights of each role that the variant has, dense in every layout."""
     assert job.inputs.layer is not None
-    return {
-        role: (
-            _to_dense_tensor(p.weight, device),
-            None if p.bias is None else _to_dense_tensor(p.bias, device),
-        )
+    used = [
+        (role, p)
         for role, p in zip(ROLES, job.inputs.layer.projections, strict=True)
         if role in job.roles
-    }
+    ]
+    weights = device.load({role: _to_dense_tensor(p.weight) for role, p in used})
+    biases = {role: _to_dense_tensor(p.bias) for role, p in used if p.bias is not None}
+    biases = dict(device.load(biases))
+    return {role: (weight, biases.get(role)) for role, weight in weights.items()}
 
 
 def _plane_indices(jobs: Sequence[Job], device: torch.device) -> Tensor | None:
@@ -214,7 +214,6 @@ def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str,
     if len(jobs) == 1:  # its tensors may have no axis B
         specs = jobs[0].output_specs
         return [{name: _to_raw(tensor, *specs[name]) for name, tensor in tensors.items()}]
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     outputs: list[dict[str, RawTensor]] = [{} for _ in jobs]
     for name, whole in tensors.items():
         first = 0
@@ -226,26 +225,10 @@ def _split(jobs: Sequence[Job], tensors: Mapping[str, Tensor]) -> list[dict[str,
 
 
 def _to_raw(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> RawTensor:
-    tensor = tensor.contiguous().cpu()
     if tensor.dtype != _TORCH[dtype]:  # only for projections in float64
         tensor = tensor.to(_TORCH[dtype])
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     return RawTensor(dtype, shape, bits.numpy().data.cast("B"))
-
-
-class _CudaEvents:
-    """Measures the seconds that a GPU computes, between two events."""
-
-    def __init__(self) -> None:
-        self._first = torch.cuda.Event(enable_timing=True)
-        self._last = torch.cuda.Event(enable_timing=True)
-        self._first.record()
-
-    def wait(self) -> float:
-        """Waits for the GPU; returns the seconds."""
-        self._last.record()
-        self._last.synchronize()
-        return float(self._first.elapsed_time(self._last)) / 1e3
 
 
 _TORCH: Final = {

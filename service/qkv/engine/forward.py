@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qkv.attention.layers.layer import project, project_back
 from qkv.attention.layers.projections import ROLES, Projection, Projections
+from qkv.engine.device import Device
 from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
 from qkv.jobs.job import Job
@@ -21,7 +22,6 @@ from qkv.jobs.measure.probe_jobs import (
     Float64Job,
     PeakMemoryJob,
     float64_arguments,
-    measure_peak_bytes,
     to_float64,
 )
 from qkv.jobs.measure.row_divergence import RowDivergenceJob, compare_rows
@@ -45,7 +45,11 @@ class VariantOutput(NamedTuple):
 
 
 def call_variant(
-    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+    job: Job,
+    tensors: Mapping[str, Tensor],
+    weights: LayerWeights,
+    plane_BH: Tensor | None,
+    device: Device,
 ) -> VariantOutput:
     """Projects the tensors if the job has a layer, then calls the variant.
 
@@ -54,7 +58,13 @@ def call_variant(
         tensors: by name, with every axis of the signature.
         weights: of the job's layer; empty without a layer.
         plane_BH: as `softmax.attend` takes it; None: the tensors belong to a single request.
+        device: of the tensors.
     """
+    if isinstance(job, PeakMemoryJob):
+        peak_bytes = device.measure_peak_bytes(
+            lambda: _run_forward(job, tensors, weights, plane_BH)
+        )
+        return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
     return _CALLS.get(type(job), _run_forward)(job, tensors, weights, plane_BH)
 
 
@@ -93,22 +103,10 @@ def _run_row_divergence(
     return VariantOutput(compare_rows(job, projected), "explicit")
 
 
-def _run_peak_memory(
-    job: PeakMemoryJob,
-    tensors: Mapping[str, Tensor],
-    weights: LayerWeights,
-    plane_BH: Tensor | None,
-) -> VariantOutput:
-    device = next(iter(tensors.values())).device
-    peak_bytes = measure_peak_bytes(lambda: _run_forward(job, tensors, weights, plane_BH), device)
-    return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
-
-
 _CALLS: Final[Mapping[type[Job], Callable[..., VariantOutput]]] = {
     GradientJob: _run_gradients,
     Float64Job: _run_in_float64,
     RowDivergenceJob: _run_row_divergence,
-    PeakMemoryJob: _run_peak_memory,
 }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from qkv.attention import catalogue, contract_results
+from qkv.engine.device import CpuDevice
 from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import JobOutput, execute
 from qkv.errors import InvalidContent
@@ -125,7 +126,7 @@ def _run(job: Job, group: str) -> Message:
 
 
 def _execute(job: Job) -> JobOutput:
-    return execute([job], torch.device("cpu"), stack=False)[0]
+    return execute([job], CpuDevice(), stack=False)[0]
 
 
 def compare(message: Message) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class _LocalRunner:
         try:
             output = _execute(job)
         except Exception as error:
-            raise to_client_error(error, torch.device("cpu")) from None
+            raise to_client_error(error, CpuDevice()) from None
         return output.outputs, output.compute_s * 1e3
 
 

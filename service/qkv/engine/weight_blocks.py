@@ -187,7 +187,7 @@ def _slice_arguments(
 
 def _keep_rows(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
     """Keeps the requested rows, in the requested order; computes close rows in one block."""
-    wanted_R, weights = torch.tensor(form.rows, device=into["weights"].device), into["weights"]
+    wanted_R, weights = torch.tensor(form.rows).to(into["weights"].device), into["weights"]
     for rows in _row_ranges(sorted(set(form.rows)), matrix.at_once):
         (at_X,) = torch.where((wanted_R >= rows.start) & (wanted_R < rows.stop))
         weights[..., at_X, :] = matrix.row_block(rows)[..., wanted_R[at_X] - rows.start, :]
@@ -311,7 +311,7 @@ def _pool_by_attending(
         own[variant.inputs["value"].argument] = inside_SQ.expand(*value.shape[:-1], -1).contiguous()
         output = variant.attend(**own, outputs=frozenset({"output"})).output
         L = output.shape[-2]
-        counts_P1 = torch.tensor(_bin_edges(L, P), device=value.device).diff()[:, None]
+        counts_P1 = torch.tensor(_bin_edges(L, P)).to(value.device).diff()[:, None]
         into[..., start : start + len(bins)] = _sum_bins(output.double().mT, P).mT / counts_P1
 
 
@@ -326,7 +326,7 @@ def _sum_bins(x_XN: Tensor, bins: int) -> Tensor:
     n = x_XN.shape[-1]
     if n % bins == 0:
         return torch.sum(x_XN.unflatten(-1, (bins, -1)), -1)
-    edges = torch.tensor(_bin_edges(n, bins), device=x_XN.device)
+    edges = torch.tensor(_bin_edges(n, bins)).to(x_XN.device)
     at = edges[:-1, None] + torch.arange(-(-n // bins), device=x_XN.device)
     at = torch.where(at < edges[1:, None], at, n)  # index n reads the zero of the padding
     return torch.sum(pad(x_XN, (0, 1)).index_select(-1, at.flatten()).unflatten(-1, at.shape), -1)

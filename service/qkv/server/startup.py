@@ -12,7 +12,7 @@ from importlib import import_module
 import click
 
 from qkv.api.app import new_shared_state
-from qkv.engine.engine import pick_device
+from qkv.engine.device import find_device
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.server import listener
 from qkv.server.process import limit_malloc_arenas, usable_cpus
@@ -32,9 +32,9 @@ def serve(settings: Settings) -> int:
     limit_malloc_arenas()
     listening = listener.listen(settings.host, settings.port)
     device_type = _find_device_type(settings.device)
-    workers = settings.workers or (1 if device_type == "cuda" else usable_cpus())
+    workers = settings.workers or (usable_cpus() if device_type == "cpu" else 1)
     has_device_process = settings.device_process == "one" or (
-        settings.device_process == "auto" and device_type == "cuda" and workers > 1
+        settings.device_process == "auto" and device_type != "cpu" and workers > 1
     )
     state = new_shared_state(settings, workers, device_process=has_device_process)
     shared_memory = (
@@ -70,7 +70,8 @@ def _new_shared_memory(regions: int, size: int) -> SharedMemory:
 def _find_device_type(name: str) -> str:
     """Returns the device type that the workers will use.
 
-    A forked process finds it: if the supervisor initialised CUDA, its children could not use it.
+    A forked process finds it: if the supervisor initialised the driver, its children could not
+    use it.
 
     Raises:
         click.ClickException: torch finds no such device.
@@ -78,7 +79,7 @@ def _find_device_type(name: str) -> str:
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         with contextlib.suppress(BaseException):
-            os.write(writer, pick_device(name).type.encode())
+            os.write(writer, find_device(name).type.encode())
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:

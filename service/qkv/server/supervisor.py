@@ -18,7 +18,6 @@ import time
 from typing import Final
 
 import click
-import torch
 import uvloop
 
 from qkv.api.app import new_device_process, queue_limits
@@ -56,7 +55,7 @@ class Supervisor:
         settings: settings of the service.
         listening: socket that all workers accept from.
         state: state shared by all processes.
-        device_type: "cpu" or "cuda".
+        device_type: type of the device, as torch names it.
         shared_memory: memory of workers and device process; None: each worker has an engine.
     """
 
@@ -162,8 +161,10 @@ class Supervisor:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 is_clean = runner.run(device_process.run())
             return 0 if is_clean else 1
-        region, device = self._shared_memory.region(index), torch.device(self._device_type)
-        remote = RemoteEngine(device, region, control_socket, self._state, queue_limits(settings))
+        region = self._shared_memory.region(index)
+        remote = RemoteEngine(
+            self._device_type, region, control_socket, self._state, queue_limits(settings)
+        )
         return run_worker(settings, self._listening, worker, remote, parent_alive_fd)
 
     def _restart(self, index: int) -> None:

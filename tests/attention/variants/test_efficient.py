@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import efficient
+from qkv.engine.device import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
@@ -396,10 +397,10 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         message = Message({"parameters": {"causal": True}}, tensors)
         return Job.from_message("efficient", message, Limits(1 << 20, 1 << 20))
 
-    outputs = execute([job(19.0), job(21.0), job(2.0)], torch.device("cpu"), stack=True)
+    outputs = execute([job(19.0), job(21.0), job(2.0)], CpuDevice(), stack=True)
     assert [r.stacked_count for r in outputs] == [2, 1, 2]
     for r, size in zip(outputs, (19.0, 21.0, 2.0), strict=True):
-        alone = execute([job(size)], torch.device("cpu"), stack=True)[0]
+        alone = execute([job(size)], CpuDevice(), stack=True)[0]
         assert np.array_equal(r.outputs["output"].numpy(), alone.outputs["output"].numpy())
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import linear
+from qkv.engine.device import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
@@ -236,7 +237,7 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
         return Job.from_message("linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
 
-    results = execute([job(1.0), job(40.0), job(2.0)], torch.device("cpu"), stack=True)
+    results = execute([job(1.0), job(40.0), job(2.0)], CpuDevice(), stack=True)
     assert [r.stacked_count for r in results] == [2, 1, 2]
     assert [r.batch_size for r in results] == [3, 3, 3]
     for r, size in zip(results, (1.0, 40.0, 2.0), strict=True):

@@ -18,6 +18,7 @@ from qkv.attention.catalogue import find
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.variants import linear_layer
 from qkv.client.client import Client
+from qkv.engine.device import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
@@ -310,8 +311,8 @@ def test_only_requests_with_the_same_weight_object_batch(stack: bool) -> None:
     assert one.batch_key != job(x, RawTensor.from_numpy(other.numpy())).batch_key
     assert one.batch_key != job(x, RawTensor.from_numpy(weight.numpy().copy())).batch_key
     jobs = [one, two, longer]
-    for submitted, together in zip(jobs, execute(jobs, torch.device("cpu"), stack), strict=True):
-        (alone,) = execute([submitted], torch.device("cpu"), stack)
+    for submitted, together in zip(jobs, execute(jobs, CpuDevice(), stack), strict=True):
+        (alone,) = execute([submitted], CpuDevice(), stack)
         for name in ALL:
             found, expected = (r.outputs[name].numpy() for r in (together, alone))
             if stack:  # stacking on a CPU keeps the numbers, not the bits

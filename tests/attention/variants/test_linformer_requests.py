@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention.variants import linformer
+from qkv.engine.device import CpuDevice
 from qkv.engine.executor import execute
 from qkv.errors import InvalidContent, PayloadTooLarge
 from qkv.jobs.job import Job, Limits
@@ -148,10 +149,8 @@ def test_only_requests_with_the_same_projections_batch(stack: bool) -> None:
     assert one.batch_key == two.batch_key != apart.batch_key
     assert drawn_one.batch_key == drawn_two.batch_key != job(*tensors[0], seed=5).batch_key
     for jobs in ([one, two], [drawn_one, drawn_two]):
-        for submitted, together in zip(
-            jobs, execute(jobs, torch.device("cpu"), stack), strict=True
-        ):
-            (alone,) = execute([submitted], torch.device("cpu"), stack)
+        for submitted, together in zip(jobs, execute(jobs, CpuDevice(), stack), strict=True):
+            (alone,) = execute([submitted], CpuDevice(), stack)
             for name in ALL:
                 found, expected = (r.outputs[name].numpy() for r in (together, alone))
                 assert found.shape == expected.shape
@@ -159,7 +158,7 @@ def test_only_requests_with_the_same_projections_batch(stack: bool) -> None:
                     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
                 else:
                     np.testing.assert_array_equal(found, expected)
-    with_other, without = (execute([j], torch.device("cpu"), stack)[0] for j in (apart, one))
+    with_other, without = (execute([j], CpuDevice(), stack)[0] for j in (apart, one))
     found, expected = (r.outputs["output"].numpy() for r in (with_other, without))
     assert not np.array_equal(found, expected)
 
@@ -172,7 +171,7 @@ def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -
     responses = post_as_one_batch(server, PATH, documents)
     for case, response in zip(cases, responses, strict=True):
         assert response["timing"]["batch_size"] == 1
-        (alone,) = execute([job(*map(raw, case))], torch.device("cpu"), stack=False)
+        (alone,) = execute([job(*map(raw, case))], CpuDevice(), stack=False)
         for name in ALL:
             np.testing.assert_array_equal(
                 np.array(response["outputs"][name], np.float32), alone.outputs[name].numpy()

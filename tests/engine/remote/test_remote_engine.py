@@ -60,7 +60,7 @@ class Service:
         """Starts the remote engine of a worker, or replaces it."""
         self._control_sockets.append(self.socket_broker.create_control_socket(index))
         remote = RemoteEngine(
-            CPU, self.shared_memory.region(index), self._control_sockets[-1], self.shared_state
+            "cpu", self.shared_memory.region(index), self._control_sockets[-1], self.shared_state
         )
         remote.start()
         self.socket_broker.connect(index)

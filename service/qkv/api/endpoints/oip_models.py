@@ -269,7 +269,7 @@ def _config(variant: Variant, engine: Engine | RemoteEngine, instances: int) -> 
         ),
         instance_group=(
             ModelInstances(
-                variant.name, "KIND_CPU" if engine.device.type == "cpu" else "KIND_GPU", instances
+                variant.name, "KIND_CPU" if engine.device_name == "cpu" else "KIND_GPU", instances
             ),
         ),
         parameters={  # pydantic's encoder: a bound may exceed 64 bits

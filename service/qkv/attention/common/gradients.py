@@ -49,7 +49,7 @@ def scale_back(x: Tensor, exponents: Tensor | int) -> Tensor:
     if isinstance(exponents, int):
         if exponents == 0:
             return x
-        exponents = torch.tensor(exponents, device=x.device)
+        exponents = torch.tensor(exponents).to(x.device)
     return times_power_of_2(x, exponents.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
 
 

@@ -98,7 +98,7 @@ def visible_counts(
     counts_BL = key_lengths_B[:, None].expand(B, L)
     if offsets is None:
         return counts_BL
-    row_BL = torch.arange(1, L + 1, device=device) + torch.tensor(offsets, device=device)[:, None]
+    row_BL = torch.arange(1, L + 1, device=device) + torch.tensor(offsets).to(device)[:, None]
     return torch.minimum(row_BL.clamp(min=0), counts_BL)
 
 

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Final
 
 import orjson
-import torch
 
 from qkv.engine.admission import AdmissionController
 from qkv.engine.engine import DEFAULT_LIMIT
@@ -61,7 +60,7 @@ class RemoteEngine:
     free again once the device process sends that it no longer reads it.
 
     Args:
-        device: device of the device process; not used in this process.
+        device_name: of the device of the device process.
         region: memory for tensors.
         control_socket: receives one end of a socket pair whenever the device process starts.
         shared_state: has the flag that the service drains.
@@ -74,13 +73,13 @@ class RemoteEngine:
 
     def __init__(
         self,
-        device: torch.device,
+        device_name: str,
         region: WorkerRegion,
         control_socket: socket.socket,
         shared_state: SharedState,
         limit: Load = DEFAULT_LIMIT,
     ) -> None:
-        self.device = device
+        self.device_name = device_name
         self._region = region
         self._control_socket = control_socket
         self._shared_state = shared_state

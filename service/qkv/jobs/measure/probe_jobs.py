@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-from torch.autograd import profiler_legacy
 
 from qkv.attention.variant import Variant
 from qkv.jobs.job import Job
@@ -21,7 +19,6 @@ __all__ = [
     "PeakMemoryJob",
     "TimingJob",
     "float64_arguments",
-    "measure_peak_bytes",
     "to_float64",
 ]
 
@@ -100,33 +97,3 @@ def float64_arguments(
 def to_float64(tensor: Tensor) -> Tensor:
     """Converts a floating tensor to float64; returns any other tensor unchanged."""
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def measure_peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Runs `work` and returns the peak of the bytes that torch allocated for it.
-
-    The tensors that `work` returns are included. On a CUDA device the allocator counts. On a CPU
-    the count is the sum of this thread's allocations and releases: resident memory would include
-    other threads and memory that malloc retains. Memory that kernels allocate without torch is not
-    counted, such as MKL's packed matrices.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = work()
-        torch.cuda.synchronize(device)
-        del result
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    # torch.profiler writes lines of its own to standard error
-    _enable_profiler_legacy(profiler_legacy.profile(profile_memory=True).config())
-    try:
-        result = work()
-    finally:
-        threads = _disable_profiler_legacy()
-    del result
-    allocated = peak = 0
-    for record in (r for thread in threads for r in thread if str(r.kind()) == "memory_alloc"):
-        allocated += record.cpu_memory_usage()
-        peak = max(peak, allocated)
-    return peak

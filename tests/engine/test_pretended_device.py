@@ -1,0 +1,157 @@
+"""Batches on a pretended accelerator: results, faults, and what is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qkv.attention.variant import Variant
+from qkv.engine.device import CpuDevice
+from qkv.engine.engine import Engine, JobResult
+from qkv.engine.executor import JobOutput, execute
+from qkv.errors import QkvError, ServiceUnavailable
+from qkv.jobs.job import Job
+from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
+from support.engines import hold_device_thread, new_job
+from support.pretended_device import (
+    PRETENDED,
+    PretendedDevice,
+    PretendedTensor,
+    counting,
+    faults,
+    live_tensors,
+)
+from support.processes import TIMEOUT_S
+from support.raw_connection import random_inputs
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def assert_close(got: Sequence[JobOutput], expected: Sequence[JobOutput]) -> None:
+    """Same names, dtypes and shapes; numbers that differ by roundings of the largest."""
+    for one, other in zip(got, expected, strict=True):
+        assert one.outputs.keys() == other.outputs.keys()
+        assert one.stacked_count == other.stacked_count
+        for name, raw in one.outputs.items():
+            assert (raw.dtype, raw.shape) == (other.outputs[name].dtype, other.outputs[name].shape)
+            a, b = (np.asarray(r.numpy(), np.float64) for r in (raw, other.outputs[name]))
+            if raw.dtype not in EPS or not a.size:
+                assert np.array_equal(a, b), name
+                continue
+            largest = np.abs(b[np.isfinite(b)]).max(initial=1.0)
+            bound = 256 * EPS[raw.dtype] * largest
+            np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=name)
+
+
+@pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
+def test_batch_equals_that_on_the_cpu(variant: Variant, kind: type[Job]) -> None:
+    device = PretendedDevice()
+    for seed in range(8):
+        jobs = random_jobs(variant, kind, seed)
+        jobs = [job for job in jobs if job.batch_key == jobs[0].batch_key]
+        assert_close(execute(jobs, device, stack=True), execute(jobs, CpuDevice(), stack=True))
+        assert live_tensors() == 0
+
+
+def test_tensor_of_the_cpu_meets_none_of_the_device() -> None:
+    x = torch.ones(2, 3).to(PRETENDED)
+    assert isinstance(x, PretendedTensor)
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(2, 3)
+    assert (x + torch.tensor(1.0)).cpu().sum() == 12  # a number, as on a GPU
+    with pytest.raises(RuntimeError, match="not supported"):
+        x.numpy()
+
+
+def test_reads_and_copies_are_counted() -> None:
+    with counting() as counted:
+        x = torch.ones(2, 3).to(PRETENDED)
+        assert float(x.sum()) == 6
+        assert x.cpu().shape == (2, 3)
+    assert (counted["to device"], counted["sync"], counted["to host"]) == (1, 1, 1)
+
+
+def run_batch(jobs: Sequence[Job], before: Callable[[], None], device: PretendedDevice) -> Any:
+    """Queues jobs as one batch; returns their results or errors, and the engine."""
+
+    async def main() -> tuple[list[Any], Engine]:
+        engine = Engine(device, max_batch=8)
+        engine.start()
+        try:
+            with hold_device_thread(engine):
+                futures: list[Awaitable[JobResult]] = [engine.submit(job) for job in jobs]
+                before()
+            results = await asyncio.wait_for(
+                asyncio.gather(*futures, return_exceptions=True), TIMEOUT_S
+            )
+            return results, engine
+        finally:
+            await engine.stop()
+
+    return asyncio.run(main())
+
+
+def batch() -> list[Job]:
+    return [new_job(random_inputs(seed), outputs=["output", "weights"]) for seed in range(3)]
+
+
+def test_memory_may_run_out_at_any_allocation_of_a_batch() -> None:
+    """The batch is halved and runs; nothing of it is left on the device."""
+    jobs, allocations, has_failed = batch(), 0, True
+    expected = [execute([job], CpuDevice(), False)[0].outputs for job in jobs]
+    while has_failed:
+        device = PretendedDevice()
+
+        def limit() -> None:
+            faults.allocations = allocations  # noqa: B023
+
+        results, engine = run_batch(jobs, limit, device)
+        assert not engine.failed.is_set()
+        has_failed = device.released > 0
+        for result, outputs in zip(results, expected, strict=True):
+            assert isinstance(result, JobResult)
+            assert result.timing["batch_size"] == (
+                3 if not has_failed else result.timing["batch_size"]
+            )
+            for name, raw in result.outputs.items():
+                np.testing.assert_allclose(raw.numpy(), outputs[name].numpy(), atol=1e-5)
+        del results, result, engine
+        assert live_tensors() == 0
+        allocations += 1
+    assert allocations > 10
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """No log: pytest's records hold an error, and with it the tensors of its frames."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_device_may_break_at_any_operation_of_a_batch() -> None:
+    """Its jobs fail, the engine accepts no more, and nothing is left on the device."""
+    jobs, operations, has_failed = batch(), 0, True
+    while has_failed:
+        device = PretendedDevice()
+
+        def limit() -> None:
+            faults.operations = operations  # noqa: B023
+
+        results, engine = run_batch(jobs, limit, device)
+        has_failed = faults.is_broken
+        assert engine.failed.is_set() == has_failed
+        for result in results:
+            assert isinstance(result, ServiceUnavailable if has_failed else JobResult)
+            assert not isinstance(result, QkvError) or "device has failed" in str(result)
+        del results, result, engine
+        assert live_tensors() == 0
+        operations += 1
+    assert operations > 20

@@ -1,0 +1,240 @@
+"""A pretended accelerator: tensors whose operations run on an inner tensor of the CPU.
+
+It has no memory of its own, but what holds on a GPU holds on it: a tensor of the CPU meets none of
+the device in an operation, numbers are read by a synchronisation, and memory can run out. torch's
+dispatcher calls it by the key PrivateUse1. `PretendedDevice` is the `Device` of such tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map
+
+from qkv.engine.device import Accelerator, CpuDevice, MemoryUsage, Stopwatch
+
+__all__ = ["PRETENDED", "PretendedDevice", "PretendedTensor", "counting", "faults", "live_tensors"]
+
+_NAME: Final = "pretended"
+_COPIES: Final = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
+# these read numbers: a GPU would have to finish its work first
+_READS: Final = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero")
+
+log: Counter[str] = Counter()
+"""The synchronisations (by "sync"), copies ("to device", "to host") and "operations" so far."""
+
+_live: weakref.WeakSet[PretendedTensor] = weakref.WeakSet()
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """Hides the device from code that looks for an accelerator."""
+
+    def is_available(self) -> bool:
+        return False
+
+
+class _Faults:
+    """The faults of the device.
+
+    Attributes:
+        allocations: tensors that can be allocated until memory runs out; None: any number.
+        operations: operations until the device is broken; None: any number.
+        is_broken: every operation fails.
+    """
+
+    def __init__(self) -> None:
+        self.allocations: int | None = None
+        self.operations: int | None = None
+        self.is_broken = False
+
+    def count_allocation(self) -> None:
+        """Counts a new tensor.
+
+        Raises:
+            torch.OutOfMemoryError: memory has run out.
+        """
+        if self.allocations is not None:
+            self.allocations -= 1
+            if self.allocations < 0:
+                raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 MiB.")
+
+    def count_operation(self) -> None:
+        """Counts an operation.
+
+        Raises:
+            torch.AcceleratorError: the device is broken.
+        """
+        if self.operations is not None:
+            self.operations -= 1
+            self.is_broken = self.is_broken or self.operations < 0
+        if self.is_broken:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+
+
+faults: Final = _Faults()
+"""The faults of the device; `PretendedDevice` resets them."""
+
+
+class PretendedTensor(Tensor):
+    """A tensor of the device.
+
+    Attributes:
+        numbers: on the CPU.
+    """
+
+    numbers: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> PretendedTensor:
+        tensor: PretendedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=PRETENDED,
+        )
+        tensor.numbers = inner
+        _live.add(tensor)
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # in inference mode, operations made of others are not taken apart before this call
+        result = operation.decompose(*args, **(kwargs or {}))
+        return _call(operation, *args, **(kwargs or {})) if result is NotImplemented else result
+
+    def tolist(self) -> Any:
+        """Reads all numbers."""
+        log["sync"] += 1
+        return self.numbers.tolist()
+
+
+def _call(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operation on the inner tensors."""
+    faults.count_operation()
+    name = operation.name().partition(".")[0]
+    values, _ = tree_flatten((args, kwargs))
+    ours = [value for value in values if isinstance(value, PretendedTensor)]
+    theirs = [v for v in values if isinstance(v, Tensor) and not isinstance(v, PretendedTensor)]
+    device = kwargs.get("device")
+    is_to_host = name in _COPIES and device is not None and torch.device(device).type == "cpu"
+    _record(name, ours, theirs, is_to_host)
+    inner_args, inner_kwargs = tree_map(_to_inner, (args, kwargs))
+    inner_kwargs.pop("pin_memory", None)
+    result = operation(*inner_args, **inner_kwargs)
+    if is_to_host:
+        return result.clone()
+    known = {id(tensor.numbers): tensor for tensor in ours}  # an operation may return its argument
+    return tree_map(lambda value: _to_outer(value, known, ours), result)
+
+
+def _record(name: str, ours: list[PretendedTensor], theirs: list[Tensor], is_to_host: bool) -> None:
+    log["operations"] += 1
+    if name in _READS:
+        log["sync"] += 1
+    elif is_to_host:
+        log["to host"] += 1
+    elif name in _COPIES and theirs:
+        log["to device"] += 1
+    elif name not in _COPIES and any(tensor.dim() for tensor in theirs):
+        raise RuntimeError(f"{name}: Expected all tensors to be on the same device")
+
+
+def _to_inner(value: Any) -> Any:
+    if isinstance(value, PretendedTensor):
+        return value.numbers
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _to_outer(value: Any, known: dict[int, PretendedTensor], ours: list[PretendedTensor]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    storages = {tensor.numbers.untyped_storage().data_ptr() for tensor in ours}
+    if value.untyped_storage().data_ptr() not in storages:  # a view allocates nothing
+        faults.count_allocation()
+    return PretendedTensor(value)
+
+
+backend_registration._setup_privateuseone_for_python_backend(_NAME, backend_module=_Module())
+PRETENDED: Final = torch.device(_NAME, 0)
+"""The device of the tensors."""
+_fallback = torch.library.Library("_", "IMPL")
+_fallback.fallback(_call, "PrivateUse1")
+_kernels = torch.library.Library("aten", "IMPL")
+
+
+def _arange(*values: Any, **kwargs: Any) -> PretendedTensor:
+    """Returns a range; torch's own kernel would resize a tensor in place."""
+    faults.count_operation()
+    faults.count_allocation()
+    kwargs.pop("pin_memory", None)
+    return PretendedTensor(torch.arange(*values, **kwargs | {"device": "cpu"}))
+
+
+for _name in ("arange.start", "arange.start_step"):
+    _kernels.impl(_name, _arange, "PrivateUse1")
+
+
+def live_tensors() -> int:
+    """Returns the number of tensors of the device that are still referred to."""
+    gc.collect()
+    return len(_live)
+
+
+class PretendedDevice(Accelerator):
+    """The `Device` of pretended tensors. It stands in for what torch cannot ask of such a backend.
+
+    Attributes:
+        released: how often its memory was released.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PRETENDED)
+        self.released = 0
+        self._cpu = CpuDevice()
+        faults.__init__()  # type: ignore[misc]
+        log.clear()
+
+    def start_stopwatch(self) -> Stopwatch:
+        """Returns a stopwatch by wall clock."""
+        return self._cpu.start_stopwatch()
+
+    def memory_usage(self) -> MemoryUsage:
+        """Returns the bytes of the live tensors."""
+        held = sum(tensor.numbers.nbytes for tensor in list(_live))
+        return MemoryUsage(held, held, 1 << 30)
+
+    def free_memory(self) -> tuple[int, int]:
+        """Returns all as free."""
+        return 1 << 30, 1 << 30
+
+    def release_memory(self) -> None:
+        """Counts the call; memory is available again."""
+        self.released += 1
+        faults.allocations = None
+
+    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
+        """Measures the inner tensors."""
+        return self._cpu.measure_peak_bytes(work)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Counts what the device does in a block."""
+    before, counted = Counter(log), Counter[str]()
+    yield counted
+    counted.update({name: count - before[name] for name, count in log.items()})
