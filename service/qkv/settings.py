@@ -97,6 +97,21 @@ class Settings(BaseSettings):
             "a CPU and 64 on a GPU.",
         ),
     ] = 0
+    verify_batches: Annotated[
+        Literal["off", "sample", "always"],
+        Field(
+            description="Batches on a GPU of which one request also runs alone, to compare the "
+            "bits: none (off), the first of each kind and size and every 1024th (sample), or all "
+            "(always). A kind with other bits is not batched again with that size."
+        ),
+    ] = "sample"
+    tf32: Annotated[
+        bool,
+        Field(
+            description="If true, a GPU may round the factors of float32 products to 11 bits: "
+            "faster, but less accurate than documented."
+        ),
+    ] = False
     max_body_bytes: Annotated[
         int, Field(ge=1, description="Largest request body in bytes; a larger one gets 413.")
     ] = 256 * _MiB

@@ -22,7 +22,7 @@ from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.cli.main import main
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits

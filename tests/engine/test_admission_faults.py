@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qkv.engine.engine import Engine
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import Launched, launch
 from qkv.jobs.job import Job
 from support import failing_device
 from support.known_requests import assert_problem
@@ -21,9 +21,9 @@ from support.small_requests import Serve, body, outputs, post
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = partial(Engine, execute=failing_device.failing)
+    engine = partial(Engine, launch=failing_device.failing)
     monkeypatch.setattr("qkv.api.app.Engine", engine)
-    monkeypatch.setattr("qkv.api.app.new_device", lambda _: failing_device.FailingDevice())
+    monkeypatch.setattr("qkv.api.app.new_device", lambda *_: failing_device.FailingDevice())
     monkeypatch.setattr(failing_device, "_broken", [])
 
 
@@ -61,15 +61,15 @@ def test_out_of_memory_halves_batches_for_a_while(
     sizes: list[int] = []
     room = [4 << 20]
 
-    def tight(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def tight(jobs: Sequence[Job], *how: Any) -> Launched:
         size = sum(job.bytes_in + job.bytes_out for job in jobs)
         if size > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         sizes.append(len(jobs))
-        return execute(jobs, *how)
+        return launch(jobs, *how)
 
     server = serve(max_batch=32)
-    monkeypatch.setattr(server.engine, "execute", tight)
+    monkeypatch.setattr(server.engine.batch_runner, "launch", tight)
     content = body(rows=1, width=1 << 16)  # 1 MiB with its response
 
     def wave() -> list[int]:
@@ -92,7 +92,7 @@ def test_out_of_memory_halves_batches_for_a_while(
     room[0] = 0
     assert_problem(post(server.url, content), 503)
     monkeypatch.setattr(
-        server.engine, "execute", lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
+        server.engine.batch_runner, "launch", lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
     )
     assert "memory" in assert_problem(post(server.url, content), 413)["detail"]
     assert server.engine.is_alive

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qkv.engine.engine import DEFAULT_LIMIT, Engine, JobResult
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import Launched, launch
 from qkv.engine.work_queue import Load
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
@@ -89,9 +89,9 @@ def test_cancelled_jobs_do_not_run() -> None:
     """Cancels the first job, one inside a group, and all jobs of a group."""
     executed: list[Job] = []
 
-    def recorded(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def recorded(jobs: Sequence[Job], *how: Any) -> Launched:
         executed.extend(jobs)
-        return execute(jobs, *how)
+        return launch(jobs, *how)
 
     jobs = [plain(seed, length=4 + seed % 2) for seed in range(6)] + [plain(6, length=9)]
     cancelled = {0, 3, 6}
@@ -113,17 +113,17 @@ def test_cancelled_jobs_do_not_run() -> None:
                 future.cancel()
         await engine.submit(plain(9))  # cancelled jobs do not block it
 
-    with_engine(test, execute=recorded)
+    with_engine(test, launch=recorded)
     assert [jobs.index(job) for job in executed[:-1]] == [1, 5, 2, 4]
 
 
 def test_running_job_may_be_cancelled() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def slow(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def slow(jobs: Sequence[Job], *how: Any) -> Launched:
         entered.set()
         assert go_on.wait(60)
-        return execute(jobs, *how)
+        return launch(jobs, *how)
 
     async def test(engine: Engine) -> None:
         with hold(engine):
@@ -135,7 +135,7 @@ def test_running_job_may_be_cancelled() -> None:
         assert cancelled_future.cancelled()
         await engine.submit(plain(3))
 
-    with_engine(test, execute=slow)
+    with_engine(test, launch=slow)
 
 
 # ---------------------------------------------------------------- limits

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qkv.engine.engine import Engine, JobResult
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import Launched, launch
 from qkv.errors import Internal, InvalidContent, PayloadTooLarge, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from support.engines import bits, hold, plain, with_engine
@@ -23,15 +23,15 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
     jobs = [plain(seed) for seed in range(32)]
     runs: list[int] = []
 
-    def failing(batch: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def failing(batch: Sequence[Job], *how: Any) -> Launched:
         runs.append(len(batch))
         if jobs[place] in batch:
             raise RuntimeError("marked")
-        return execute(batch, *how)
+        return launch(batch, *how)
 
     async def test(engine: Engine) -> None:
         alone = [await engine.submit(job) for job in jobs]
-        monkeypatch.setattr(engine, "execute", failing)
+        monkeypatch.setattr(engine.batch_runner, "launch", failing)
         with hold(engine):
             futures = [engine.submit(job) for job in jobs]
         results = await asyncio.gather(*futures, return_exceptions=True)
@@ -67,13 +67,13 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
 def test_device_thread_survives_a_failing_batch(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: type[Exception]
 ) -> None:
-    def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def failing(jobs: Sequence[Job], *how: Any) -> Launched:
         raise error
 
     async def test(engine: Engine) -> None:
         good = bits(await engine.submit(plain(1)))
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "execute", failing)
+            patch.setattr(engine.batch_runner, "launch", failing)
             with hold(engine):
                 futures = [engine.submit(plain(seed)) for seed in range(5)]
             results = await asyncio.gather(*futures, return_exceptions=True)
@@ -97,7 +97,7 @@ def test_event_loop_survives_a_failing_inline_job(
     async def test(engine: Engine) -> None:
         job = plain(1)
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "execute", failing)
+            patch.setattr(engine.batch_runner, "launch", failing)
             with pytest.raises(Internal, match="the computation failed"):
                 engine.run_inline(job)
         assert engine.run_inline(job) is not None
@@ -110,7 +110,7 @@ def test_device_thread_survives_a_fault_outside_a_batch(monkeypatch: pytest.Monk
 
     async def test(engine: Engine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "execute", lambda *_: [])
+            patch.setattr(engine.batch_runner, "launch", lambda *_: list)
             with hold(engine):
                 futures = [engine.submit(plain(seed)) for seed in range(2)]
             results = await asyncio.gather(*futures, return_exceptions=True)
@@ -163,7 +163,7 @@ def test_out_of_memory_on_a_cpu(
     """A RuntimeError of the CPU allocator is temporary: 503. An allocation beyond the memory of
     the machine always fails: 413."""
 
-    def greedy(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def greedy(jobs: Sequence[Job], *how: Any) -> Launched:
         allocate()
         raise AssertionError
 
@@ -171,4 +171,4 @@ def test_out_of_memory_on_a_cpu(
         with pytest.raises(expected, match="memory"):
             await engine.submit(plain(1))
 
-    with_engine(test, execute=greedy)
+    with_engine(test, launch=greedy)

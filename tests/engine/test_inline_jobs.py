@@ -12,7 +12,7 @@ import pytest
 
 from qkv.attention.catalogue import variants
 from qkv.engine.engine import Engine, JobResult
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import Launched, execute, launch
 from qkv.errors import Internal, ServiceUnavailable
 from qkv.jobs.job import Job
 from support.engines import CPU, bits, hold_device_thread, new_job, with_engine
@@ -88,11 +88,11 @@ def test_small_jobs_have_the_same_bits_while_a_large_job_runs(dtype: str) -> Non
     large = new_job(random_inputs(0, (1, 8, 512, 64)))
     is_running, stop = threading.Event(), threading.Event()
 
-    def endless(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def endless(jobs: Sequence[Job], *how: Any) -> Launched:
         while jobs[0] is large and not stop.is_set():
-            execute(jobs, *how)
+            launch(jobs, *how)()
             is_running.set()
-        return execute(jobs, *how)
+        return launch(jobs, *how)
 
     async def test(engine: Engine) -> None:
         alone = execute([large], CPU, False, 2, 1)[0].outputs["output"].data
@@ -110,7 +110,7 @@ def test_small_jobs_have_the_same_bits_while_a_large_job_runs(dtype: str) -> Non
             stop.set()
         assert (await running).outputs["output"].data == alone
 
-    with_engine(test, execute=endless)
+    with_engine(test, launch=endless)
 
 
 def test_small_job_does_not_hide_a_stuck_device() -> None:
@@ -119,11 +119,11 @@ def test_small_job_does_not_hide_a_stuck_device() -> None:
     is_running, stop = threading.Event(), threading.Event()
     large = new_job(random_inputs(0, (1, 8, 1024, 64)))
 
-    def stuck(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def stuck(jobs: Sequence[Job], *how: Any) -> Launched:
         if jobs[0] is large:
             is_running.set()
             assert stop.wait(TIMEOUT_S)
-        return execute(jobs, *how)
+        return launch(jobs, *how)
 
     async def test(engine: Engine) -> None:
         running = engine.submit(large)
@@ -139,7 +139,7 @@ def test_small_job_does_not_hide_a_stuck_device() -> None:
         assert engine.run_inline(new_job(random_inputs(0))) is not None
         assert changes == [True, False]
 
-    with_engine(test, execute=stuck, on_busy=changes.append)
+    with_engine(test, launch=stuck, on_busy=changes.append)
 
 
 def test_job_that_fails_inline_raises_and_the_next_one_runs(
@@ -148,7 +148,7 @@ def test_job_that_fails_inline_raises_and_the_next_one_runs(
     async def test(engine: Engine) -> None:
         job = new_job(random_inputs(0))
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "execute", lambda *_: 1 / 0)
+            patch.setattr(engine.batch_runner, "launch", lambda *_: 1 / 0)
             with pytest.raises(Internal):
                 engine.run_inline(job)
         assert engine.run_inline(job) is not None
@@ -186,15 +186,15 @@ def test_small_jobs_of_one_turn_run_one_after_another() -> None:
         events.append("response")
         return result
 
-    def recorded(jobs: Sequence[Job], *arguments: Any) -> list[JobOutput]:
+    def recorded(jobs: Sequence[Job], *arguments: Any) -> Launched:
         events.append("run")
-        return execute(jobs, *arguments)
+        return launch(jobs, *arguments)
 
     async def test(engine: Engine) -> None:
         jobs = small_jobs("float32", 2)
         inline = [engine.run_inline(job) for job in jobs]
         alone = [bits(result) for result in inline if result is not None]
-        engine.execute = recorded
+        engine.batch_runner.launch = recorded
         results = await asyncio.gather(*[run(engine, job) for job in jobs])
         assert events == ["run"] * len(jobs) + ["response"] * len(jobs)
         assert [bits(result) for result in results] == alone
@@ -207,14 +207,14 @@ def test_failed_or_cancelled_job_of_a_turn_leaves_the_others() -> None:
         good = [new_job(random_inputs(seed)) for seed in range(3)]
         bad, count = new_job(random_inputs(7)), 0
 
-        def failing(jobs: Sequence[Job], *arguments: Any) -> list[JobOutput]:
+        def failing(jobs: Sequence[Job], *arguments: Any) -> Launched:
             nonlocal count
             count += 1
             if jobs[0] is bad:
                 raise ZeroDivisionError("marked")
-            return execute(jobs, *arguments)
+            return launch(jobs, *arguments)
 
-        engine.execute = failing
+        engine.batch_runner.launch = failing
         tasks = [asyncio.create_task(engine.run_with_others(job)) for job in [*good[:2], bad]]
         cancelled = asyncio.create_task(engine.run_with_others(good[2]))
         await asyncio.sleep(0)

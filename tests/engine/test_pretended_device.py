@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qkv.attention.variant import Variant
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import JobOutput, execute
 from qkv.errors import QkvError, ServiceUnavailable
@@ -71,10 +71,14 @@ def test_tensor_of_the_cpu_meets_none_of_the_device() -> None:
 
 def test_reads_and_copies_are_counted() -> None:
     with counting() as counted:
-        x = torch.ones(2, 3).to(PRETENDED)
+        x = torch.ones(2, 3).to(PRETENDED, non_blocking=True)
+        torch.empty(2, 3).copy_(x, non_blocking=True)
+    assert (counted["to device"], counted["sync"], counted["to host"]) == (1, 0, 1)
+    with counting() as counted:
         assert float(x.sum()) == 6
-        assert x.cpu().shape == (2, 3)
-    assert (counted["to device"], counted["sync"], counted["to host"]) == (1, 1, 1)
+        assert x.cpu().shape == (2, 3)  # waits for the copy
+        x.copy_(torch.ones(2, 3))
+    assert (counted["to device"], counted["sync"], counted["to host"]) == (1, 3, 1)
 
 
 def run_batch(jobs: Sequence[Job], before: Callable[[], None], device: PretendedDevice) -> Any:

@@ -139,7 +139,7 @@ def test_request_that_fails_gets_500_and_the_next_one_runs(
     targets: dict[str, tuple[Any, str]] = {
         "validate": (Plan, "with_tensors"),
         "run": (JobRunner, "run"),
-        "execute": (server.engine, "execute"),
+        "execute": (server.engine.batch_runner, "launch"),
         "encode": (open_inference, "encode_tensors"),
     }
     received = server.runtime.observer._metrics_recorder._totals

@@ -152,7 +152,7 @@ def test_device_error_fails_one_request_only(
     right = output(served.http, size)
     headers, body = request_of(size, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(served.engine, "execute", failing)
+        patch.setattr(served.engine.batch_runner, "launch", failing)
         response = served.http.post(PATH, content=body, headers=headers)
     assert response.status_code == status
     assert "secret" not in response.text

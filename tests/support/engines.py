@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from qkv.client.arrays import to_raw
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits

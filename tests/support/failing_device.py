@@ -15,9 +15,9 @@ import torch
 
 import qkv.api.app
 from qkv.cli.main import main
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.engine import Engine
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import Launched, launch
 from qkv.jobs.job import Job
 
 POISON: Final = 6661.0
@@ -38,8 +38,8 @@ def first_number(job: Job) -> float:
     return 0.0 if query is None else float(np.frombuffer(query.data, np.float32)[0])
 
 
-def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
-    """Runs jobs as `execute` does, unless one selects a failure."""
+def failing(jobs: Sequence[Job], *how: Any) -> Launched:
+    """Runs jobs as `launch` does, unless one selects a failure."""
     seen = {first_number(job) for job in jobs}
     if STICKY in seen:
         _broken.append(True)
@@ -51,7 +51,7 @@ def failing(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
         sys.exit("marked")
     if GREEDY in seen and len(jobs) > 1:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-    return execute(jobs, *how)
+    return launch(jobs, *how)
 
 
 class FailingDevice(CpuDevice):
@@ -63,6 +63,6 @@ class FailingDevice(CpuDevice):
 
 
 if __name__ == "__main__":
-    qkv.api.app.Engine = partial(Engine, execute=failing)  # type: ignore[assignment, attr-defined]
-    qkv.api.app.new_device = lambda _: FailingDevice()  # type: ignore[assignment, attr-defined]
+    qkv.api.app.Engine = partial(Engine, launch=failing)  # type: ignore[assignment, attr-defined]
+    qkv.api.app.new_device = lambda *_: FailingDevice()  # type: ignore[attr-defined]
     main(prog_name="qkv")

@@ -8,6 +8,8 @@ dispatcher calls it by the key PrivateUse1. `PretendedDevice` is the `Device` of
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,17 +21,21 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
 
-from qkv.engine.device import Accelerator, CpuDevice, MemoryUsage, Stopwatch
+from qkv.engine.device.accelerator import Accelerator
+from qkv.engine.device.cpu import CpuDevice
+from qkv.engine.device.device import MemoryUsage
 
 __all__ = ["PRETENDED", "PretendedDevice", "PretendedTensor", "counting", "faults", "live_tensors"]
 
 _NAME: Final = "pretended"
-_COPIES: Final = ("aten::_to_copy", "aten::copy_", "aten::_copy_from")
+_COPIES: Final = ("aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::to.device")
 # these read numbers: a GPU would have to finish its work first
 _READS: Final = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero")
 
-log: Counter[str] = Counter()
+counts: Counter[str] = Counter()
 """The synchronisations (by "sync"), copies ("to device", "to host") and "operations" so far."""
+log: list[str] = []
+"""The copies, operations and synchronisations in order, and the streams that wait or copy."""
 
 _live: weakref.WeakSet[PretendedTensor] = weakref.WeakSet()
 
@@ -117,7 +123,7 @@ class PretendedTensor(Tensor):
 
     def tolist(self) -> Any:
         """Reads all numbers."""
-        log["sync"] += 1
+        _record_sync("tolist")
         return self.numbers.tolist()
 
 
@@ -128,28 +134,49 @@ def _call(operation: Any, *args: Any, **kwargs: Any) -> Any:
     values, _ = tree_flatten((args, kwargs))
     ours = [value for value in values if isinstance(value, PretendedTensor)]
     theirs = [v for v in values if isinstance(v, Tensor) and not isinstance(v, PretendedTensor)]
-    device = kwargs.get("device")
-    is_to_host = name in _COPIES and device is not None and torch.device(device).type == "cpu"
-    _record(name, ours, theirs, is_to_host)
+    target = _target(name, args, kwargs)
+    is_to_host = name in _COPIES and target[0] == "cpu"
+    _record(name, ours, theirs, target)
     inner_args, inner_kwargs = tree_map(_to_inner, (args, kwargs))
     inner_kwargs.pop("pin_memory", None)
     result = operation(*inner_args, **inner_kwargs)
     if is_to_host:
-        return result.clone()
+        return result.clone() if name == "aten::_to_copy" else result
     known = {id(tensor.numbers): tensor for tensor in ours}  # an operation may return its argument
     return tree_map(lambda value: _to_outer(value, known, ours), result)
 
 
-def _record(name: str, ours: list[PretendedTensor], theirs: list[Tensor], is_to_host: bool) -> None:
-    log["operations"] += 1
+def _record_sync(why: str) -> None:
+    counts["sync"] += 1
+    log.append(f"sync: {why}")
+
+
+def _record(name: str, ours: list[PretendedTensor], theirs: list[Tensor], target: Any) -> None:
+    """Records an operation; `target` is the device that it copies to, and True if it waits."""
+    counts["operations"] += 1
+    device, waits = target
     if name in _READS:
-        log["sync"] += 1
-    elif is_to_host:
-        log["to host"] += 1
-    elif name in _COPIES and theirs:
-        log["to device"] += 1
+        _record_sync(name)
+    elif name in _COPIES and (device == "cpu" or theirs):
+        where = "to host" if device == "cpu" else "to device"
+        counts[where] += 1
+        log.append(where)
+        if waits:
+            _record_sync(where)
     elif name not in _COPIES and any(tensor.dim() for tensor in theirs):
         raise RuntimeError(f"{name}: Expected all tensors to be on the same device")
+    else:
+        log.append(name)
+
+
+def _target(name: str, args: Any, kwargs: Any) -> tuple[str, bool]:
+    """Returns the type of the device that an operation writes to, and True if a copy waits."""
+    waits = not kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
+    if name in ("aten::copy_", "aten::_copy_from"):
+        written = args[0] if name == "aten::copy_" else args[1]
+        return ("pretended" if isinstance(written, PretendedTensor) else "cpu"), waits
+    device = kwargs.get("device")
+    return ("pretended" if device is None else torch.device(device).type), waits
 
 
 def _to_inner(value: Any) -> Any:
@@ -195,23 +222,78 @@ def live_tensors() -> int:
     return len(_live)
 
 
+class _Stream:
+    """A stream of the device, which is done with everything at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        log.append(f"in {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        log.append(f"out of {self.name}")
+
+    def wait_stream(self, other: _Stream) -> None:
+        """Records that work of this stream comes after that of the other so far."""
+        log.append(f"{self.name} waits for {other.name}")
+
+
+class _Event:
+    """An event of the device."""
+
+    def __init__(self, device: PretendedDevice) -> None:
+        self._device, self._at = device, 0.0
+
+    def record(self, stream: _Stream) -> None:
+        """Records the time."""
+        self._at = time.perf_counter()
+        log.append(f"event in {stream.name}")
+
+    def synchronize(self) -> None:
+        """Counts a synchronisation; returns once the device ends waits."""
+        _record_sync("event")
+        self._device.ends_waits.wait()
+
+    def elapsed_time(self, other: _Event) -> float:
+        """Returns milliseconds."""
+        return (other._at - self._at) * 1e3
+
+
 class PretendedDevice(Accelerator):
     """The `Device` of pretended tensors. It stands in for what torch cannot ask of such a backend.
 
     Attributes:
         released: how often its memory was released.
+        ends_waits: synchronisations return once it is set.
     """
 
     def __init__(self) -> None:
         super().__init__(PRETENDED)
-        self.released = 0
+        self.released, self.ends_waits = 0, threading.Event()
+        self.ends_waits.set()
         self._cpu = CpuDevice()
+        self._compute = _Stream("compute")
+        self._names = iter(("incoming", "outgoing"))
         faults.__init__()  # type: ignore[misc]
+        counts.clear()
         log.clear()
 
-    def start_stopwatch(self) -> Stopwatch:
-        """Returns a stopwatch by wall clock."""
-        return self._cpu.start_stopwatch()
+    def new_stream(self) -> Any:
+        """Returns a stream; the first is for inputs, as `Accelerator` uses it."""
+        return _Stream(next(self._names))
+
+    def new_event(self) -> Any:
+        """Returns an event."""
+        return _Event(self)
+
+    def current_stream(self) -> Any:
+        """Returns the stream of the computations."""
+        return self._compute
+
+    def empty_on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of the CPU, which stands for pinned memory."""
+        return torch.empty(shape, dtype=dtype)
 
     def memory_usage(self) -> MemoryUsage:
         """Returns the bytes of the live tensors."""
@@ -235,6 +317,6 @@ class PretendedDevice(Accelerator):
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
     """Counts what the device does in a block."""
-    before, counted = Counter(log), Counter[str]()
+    before, counted = Counter(counts), Counter[str]()
     yield counted
-    counted.update({name: count - before[name] for name, count in log.items()})
+    counted.update({name: count - before[name] for name, count in counts.items()})

@@ -14,7 +14,7 @@ import pytest
 
 from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import Launched, launch
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 from qkv.wire import open_inference
@@ -32,11 +32,11 @@ def server_jobs(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Returns a list to which each job is appended that `server` executes."""
     jobs: list[Job] = []
 
-    def recorded(batch: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def recorded(batch: Sequence[Job], *how: Any) -> Launched:
         jobs.extend(batch)
-        return execute(batch, *how)
+        return launch(batch, *how)
 
-    monkeypatch.setattr(server.engine, "execute", recorded)
+    monkeypatch.setattr(server.engine.batch_runner, "launch", recorded)
     return jobs
 
 

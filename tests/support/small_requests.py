@@ -15,7 +15,7 @@ import pytest
 
 from qkv.client.request_builders import build_attend
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import Launched, launch
 from qkv.jobs.job import Job
 from support.processes import TIMEOUT_S
 from support.service import Server
@@ -66,11 +66,11 @@ def executed_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Returns a list to which every executed job is appended."""
     every: list[Job] = []
 
-    def recorded(jobs: Sequence[Job], *how: Any) -> list[JobOutput]:
+    def recorded(jobs: Sequence[Job], *how: Any) -> Launched:
         every.extend(jobs)
-        return execute(jobs, *how)
+        return launch(jobs, *how)
 
-    monkeypatch.setattr("qkv.api.app.Engine", partial(Engine, execute=recorded))
+    monkeypatch.setattr("qkv.api.app.Engine", partial(Engine, launch=recorded))
     return every
 
 

@@ -285,7 +285,7 @@ def test_running_request_gets_its_response_after_its_deadline(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    passed, run = threading.Event(), server.engine._run_batch
+    passed, run = threading.Event(), server.engine._begin
 
     def late(batch: list[Any]) -> Any:
         """Passes the deadline of a job that has just left the queue."""
@@ -296,7 +296,7 @@ def test_running_request_gets_its_response_after_its_deadline(
         assert passed.wait(TIMEOUT_S)
         return run(batch)
 
-    monkeypatch.setattr(server.engine, "_run_batch", late)
+    monkeypatch.setattr(server.engine, "_begin", late)
     monkeypatch.setattr(server.engine, "run_inline", lambda _: None)  # as if it were large
     with triton_client(server.url) as client:
         result = client.infer("softmax", infer_inputs(random_inputs()), timeout=10**9)
@@ -336,13 +336,13 @@ def test_higher_priority_runs_first(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve(max_batch=1)
-    priorities, run = list[int](), server.engine._run_batch
+    priorities, run = list[int](), server.engine._begin
 
     def recorded(batch: list[Any]) -> Any:
         priorities.extend(waiting.priority for waiting in batch)
         return run(batch)
 
-    monkeypatch.setattr(server.engine, "_run_batch", recorded)
+    monkeypatch.setattr(server.engine, "_begin", recorded)
 
     def one(priority: int) -> None:
         with triton_client(server.url) as client:

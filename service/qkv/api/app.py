@@ -42,7 +42,8 @@ from qkv.api.middleware import (
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
 from qkv.attention import catalogue
-from qkv.engine.device import find_device, new_device
+from qkv.engine.batch_verifier import BatchVerifier
+from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.remote_engine import RemoteEngine
@@ -244,12 +245,13 @@ def _new_engine(settings: Settings, worker: WorkerState) -> Engine:
         ValueError: the device does not exist.
     """
     return Engine(
-        new_device(find_device(settings.device)),
+        new_device(find_device(settings.device), settings.tf32),
         max_batch=settings.max_batch,
         threads=settings.threads,
         limit=queue_limits(settings),
         idle_threads=worker.idle_threads,
         on_busy=worker.set_busy,
+        verifier=BatchVerifier(settings.verify_batches, worker.metrics_recorder.record_batch_check),
     )
 
 

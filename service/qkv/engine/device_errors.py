@@ -6,7 +6,7 @@ import re
 import traceback
 from typing import Final
 
-from qkv.engine.device import Device
+from qkv.engine.device.device import Device
 from qkv.errors import Internal, PayloadTooLarge, QkvError, ServiceUnavailable
 
 __all__ = ["MemoryBudget", "release_memory", "to_client_error"]

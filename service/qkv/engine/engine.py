@@ -13,19 +13,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from qkv.engine.accounting import JobAccounting
 from qkv.engine.admission import AdmissionController
-from qkv.engine.device import Device
-from qkv.engine.device_errors import (
-    MemoryBudget,
-    release_memory,
-    to_client_error,
-)
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.batch_runner import DEVICE_RETRY_AFTER_S, BatchRunner, Launch
+from qkv.engine.batch_verifier import BatchVerifier
+from qkv.engine.device.device import Device
+from qkv.engine.device_errors import MemoryBudget
+from qkv.engine.executor import Launched, launch
 from qkv.engine.work_queue import (
     DEFAULT_PRIORITY,
     PRIORITIES,
@@ -49,10 +47,15 @@ GPU_MAX_BATCH: Final = 64
 DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
 """Default limit of the queue."""
 
-_RETRY_AFTER_FAULT_S: Final = 5  # more than a new process needs until it is ready
-
 _NICE: Final = 6  # of the device thread on a CPU: a quarter of the event loop's weight
-_Execute = Callable[[Sequence[Job], Device, bool, int, int], list[JobOutput]]
+
+
+class _BegunBatch(NamedTuple):
+    """A batch that the device has begun."""
+
+    queued_jobs: list[QueuedJob]
+    started_at: float
+    launched: Launched
 
 
 class Engine:
@@ -64,17 +67,18 @@ class Engine:
         batch_bytes: limit of tensor bytes in one batch, beyond its first job.
         threads: CPU threads of one call.
         limit: limit of the queue.
-        stack: True runs a batch as one call; None: on a GPU only (see `executor.execute`).
+        stack: True runs a batch as one call; None: on a GPU only (see `executor.launch`).
         idle_threads: returns the number of CPU threads that no other process needs now.
         on_busy: called with True when a batch starts and with False when it ends, from the device
             thread.
-        execute: runs a batch.
+        verifier: checks the bits of stacked batches; None: one that checks samples.
+        launch: begins a batch.
 
     Attributes:
         device_name: as responses give it.
         accounting: results and statistics of its jobs.
         admission: admits requests before their bodies are read.
-        execute: as the argument; tests may replace it while the engine runs.
+        batch_runner: runs the batches.
         failed: set once no job can run in this process any more.
     """
 
@@ -89,17 +93,16 @@ class Engine:
         stack: bool | None = None,
         idle_threads: Callable[[], int] = lambda: 1,
         on_busy: Callable[[bool], None] = lambda _: None,
-        execute: _Execute = execute,
+        verifier: BatchVerifier | None = None,
+        launch: Launch = launch,
     ) -> None:
         self.device, self.device_name = device, str(device.torch_device)
         self.accounting = JobAccounting(self.device_name)
         self._max_batch = max_batch or (GPU_MAX_BATCH if device.is_accelerator else 1)
-        self._threads = threads
-        self._stack = device.is_accelerator if stack is None else stack
-        self._runs_inline = not (device.is_accelerator or self._stack)
+        stack = device.is_accelerator if stack is None else stack
+        self._runs_inline = not (device.is_accelerator or stack)
         self._idle_threads = idle_threads
         self._on_busy = on_busy
-        self.execute = execute
         self._queue = WorkQueue(limit)
         self.admission = AdmissionController(
             limit, lambda: self._queue.queued, self._queue.throughput.retry_after
@@ -107,7 +110,17 @@ class Engine:
         self.failed = asyncio.Event()
         self._small_jobs: list[tuple[Job, asyncio.Future[JobResult | None]]] = []
         self._budget = MemoryBudget(batch_bytes)
-        self._running = False
+        self.batch_runner = BatchRunner(
+            device,
+            stack,
+            threads,
+            self._budget,
+            self.accounting,
+            verifier=verifier or BatchVerifier(),
+            launch=launch,
+            idle_threads=self._threads_to_lend,
+            on_fatal=self._fail_permanently,
+        )
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run_thread, name="qkv-device", daemon=True)
@@ -194,7 +207,7 @@ class Engine:
             return None
         if not self.is_ready:
             raise self._unavailable_error()
-        (result,) = self._run_jobs([job], [time.perf_counter()])
+        (result,) = self.batch_runner.run([job], [time.perf_counter()])
         if isinstance(result, QkvError):
             raise result
         return result
@@ -243,7 +256,7 @@ class Engine:
 
     def _unavailable_error(self) -> ServiceUnavailable:
         if self.failed.is_set():
-            return ServiceUnavailable("the device has failed", retry_after=_RETRY_AFTER_FAULT_S)
+            return ServiceUnavailable("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
         return ServiceUnavailable("the service is stopping", retry_after=5)
 
     def _remove(self, queued_job: QueuedJob) -> bool:
@@ -255,58 +268,78 @@ class Engine:
         if self._runs_inline and sys.platform == "linux":
             # the event loop runs small jobs beside a large one, and must not wait for a turn
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while True:
+        begun: _BegunBatch | None = None
+        while begun is not None or self._wait_for_job():
             try:
-                if not self._run_next_batch():
-                    return
+                begun = self._run_ahead(begun)
             except BaseException:  # nothing may end this loop: bugs are logged
+                begun = None
                 _log.exception("the engine failed")
                 self._fail_permanently(Internal("the engine failed"))
 
-    def _run_next_batch(self) -> bool:
-        """Runs the next batch; returns False if the queue is empty and the engine is stopping."""
-        if not (batch := self._next_batch()):
-            return False
+    def _run_ahead(self, previous: _BegunBatch | None) -> _BegunBatch | None:
+        """Begins the next batch, and finishes the previous one while the device computes.
+
+        Returns the batch if the device still computes it; on a CPU it is finished here.
+        """
+        begun = self._begin(self._take_batch())
+        if previous is not None:
+            self._finish(previous, is_last=begun is None)
+        if begun is None or self.device.is_accelerator:
+            return begun
+        self._finish(begun)
+        return None
+
+    def _begin(self, batch: list[QueuedJob]) -> _BegunBatch | None:
+        """Begins to run the jobs of a batch that have not expired; a busy event loop may not have
+        called `_on_deadline` yet. Returns None if there are none."""
+        expired = [q for q in batch if q.is_expired]
+        if expired:
+            self._resolve([(q, self._expire(q)) for q in expired])
+            batch = [q for q in batch if q not in expired]
+        if not batch:
+            return None
+        self._on_busy(True)
+        launched = self.batch_runner.begin([q.job for q in batch])
+        return _BegunBatch(batch, time.perf_counter(), launched)
+
+    def _finish(self, begun: _BegunBatch, is_last: bool = True) -> None:
+        """Waits for the results of a batch, and hands them over.
+
+        `is_last`: the device has no other batch.
+        """
+        batch, started_at, launched = begun
         try:
-            self._resolve(self._run_unexpired(batch))
+            jobs, enqueued_at = [q.job for q in batch], [q.enqueued_at for q in batch]
+            results = self.batch_runner.finish(launched, jobs, enqueued_at)
+            self._on_busy(not is_last)
+            self._resolve(list(zip(batch, results, strict=True)))
         except BaseException:
             _log.exception("the engine failed")
             error = Internal("the engine failed")
             self._resolve([(queued_job, error) for queued_job in batch])
+        self._queue.throughput.add(Load.of(batch), time.perf_counter() - started_at)
+
+    def _threads_to_lend(self, job: Job) -> int:
+        """Returns the number of CPU threads that a job may use: more than one if it is alone."""
+        is_alone = not job.is_small and not self._queue.queued.bytes
+        return self._idle_threads() if is_alone else 1
+
+    def _wait_for_job(self) -> bool:
+        """Waits for a job; returns False if the engine is stopping and the queue is empty."""
+        with self._changed:
+            while self._queue.find_oldest() is None:
+                if self._closing and not len(self._queue):
+                    return False
+                self._changed.wait()
         return True
 
-    def _run_unexpired(
-        self, batch: list[QueuedJob]
-    ) -> list[tuple[QueuedJob, JobResult | QkvError]]:
-        """Runs the jobs of a batch that have not expired; a busy event loop may not have called
-        `_on_deadline` yet."""
-        expired = [q for q in batch if q.is_expired]
-        rest = [q for q in batch if q not in expired] if expired else batch
-        results: list[tuple[QueuedJob, JobResult | QkvError]] = [
-            (q, self._expire(q)) for q in expired
-        ]
-        if rest:
-            started_at = time.perf_counter()
-            self._on_busy(True)
-            try:
-                results += self._run_batch(rest)
-            finally:
-                self._on_busy(False)
-            self._queue.throughput.add(Load.of(rest), time.perf_counter() - started_at)
-        return results
-
-    def _next_batch(self) -> list[QueuedJob]:
-        """Waits for a job, then takes the oldest group up to the budget, without cancelled jobs.
-        Returns an empty list when the engine is stopping and the queue is empty."""
+    def _take_batch(self) -> list[QueuedJob]:
+        """Takes the oldest group up to the budget, without cancelled jobs; may be empty."""
         with self._changed:
-            while True:
-                if (oldest := self._queue.find_oldest()) is not None:
-                    self._running = True
-                    return self._queue.take_batch(oldest, self._max_batch, self._budget.bytes)
-                self._running = False
-                if self._closing and not len(self._queue):
-                    return []
-                self._changed.wait()
+            if (oldest := self._queue.find_oldest()) is None:
+                return []
+            return self._queue.take_batch(oldest, self._max_batch, self._budget.bytes)
 
     def _fail_permanently(self, error: QkvError) -> None:
         """Fails all queued jobs and sets `failed`; the supervisor then replaces the process."""
@@ -316,47 +349,6 @@ class Engine:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: the process ends already
             self._loop.call_soon_threadsafe(self.failed.set)
-
-    def _run_batch(self, batch: list[QueuedJob]) -> list[tuple[QueuedJob, JobResult | QkvError]]:
-        """Runs the jobs of a batch; returns their results."""
-        results = self._run_jobs([q.job for q in batch], [q.enqueued_at for q in batch])
-        return list(zip(batch, results, strict=True))
-
-    def _run_jobs(
-        self, jobs: Sequence[Job], enqueued_at: Sequence[float]
-    ) -> list[JobResult | QkvError]:
-        """Runs jobs with equal batch keys; halves a failing batch until the culprit fails alone.
-
-        Args:
-            jobs: at least one.
-            enqueued_at: submission time of each job, by `time.perf_counter`.
-        """
-        batch_bytes = sum([job.bytes for job in jobs])
-        try:
-            is_alone = not jobs[0].is_small and not self._queue.queued.bytes
-            idle_threads = self._idle_threads() if is_alone else 1
-            outputs = self.execute(jobs, self.device, self._stack, self._threads, idle_threads)
-        except BaseException as error:  # a variant's SystemExit ends neither thread nor loop
-            cause = error
-        else:
-            self._budget.recover(batch_bytes)
-            return [*self.accounting.record_batch(jobs, enqueued_at, outputs)]
-        if self.device.is_fatal(cause):
-            _log.critical("the device has failed; this process ends", exc_info=cause)
-            failed = ServiceUnavailable("the device has failed", retry_after=_RETRY_AFTER_FAULT_S)
-            self._fail_permanently(failed)
-            return [failed for _ in jobs]
-        if self.device.is_out_of_memory(cause):
-            self._budget.lower(batch_bytes)
-            release_memory(cause, self.device)
-        if len(jobs) > 1:
-            middle = len(jobs) // 2
-            return self._run_jobs(jobs[:middle], enqueued_at[:middle]) + self._run_jobs(
-                jobs[middle:], enqueued_at[middle:]
-            )
-        _log.error("a job of %s failed", jobs[0].variant.name, exc_info=cause)
-        self.accounting.record_failure(jobs[0], enqueued_at[0])
-        return [to_client_error(cause, self.device)]
 
     def _resolve(self, results: list[tuple[QueuedJob, JobResult | QkvError]]) -> None:
         """Hands a batch's results to the event loop in one call."""

@@ -1,30 +1,33 @@
 """Executes a batch on the device: builds tensors from buffers, calls the variant, splits outputs.
 
-Entry point: `execute`.
+Entry points: `launch`, which begins a batch, and `execute`, which also waits for it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qkv.attention.common import guards
 from qkv.attention.layers.projections import ROLES
-from qkv.engine.device import Device
-from qkv.engine.forward import LayerWeights, call_variant
+from qkv.engine.device.device import Device, Stopwatch, Unloading
+from qkv.engine.forward import LayerWeights, call_variant, can_defer, in_layout
 from qkv.jobs.job import Job
-from qkv.tensors import DTYPES, FLOATING, RawTensor
+from qkv.tensors import DTYPES, RawTensor
 
-__all__ = ["ALIGNMENT", "JobOutput", "execute"]
+__all__ = ["ALIGNMENT", "JobOutput", "Launched", "execute", "launch"]
 
 _ONE_THREAD_FLOPS: Final = 1 << 28  # about 2 ms of one thread
 
 ALIGNMENT: Final = 64
 """Alignment of every buffer, in bytes: the bits of a CPU kernel depend on it."""
+
+_FITS: Final = "fitting items"  # the name of the guards among the outputs
 
 
 class JobOutput(NamedTuple):
@@ -37,7 +40,7 @@ class JobOutput(NamedTuple):
         compute_s: seconds of projections and variant; on a GPU between two events.
         split_s: seconds of moving the outputs back and splitting them.
         batch_size: number of jobs in the batch.
-        stacked_count: number of jobs in the same stacked call, which share these seconds.
+        stacked_count: number of jobs whose outputs are of the same call; they share its seconds.
         backend: name of the variant's code path that ran.
     """
 
@@ -51,10 +54,23 @@ class JobOutput(NamedTuple):
     backend: str
 
 
+Launched = Callable[[], list[JobOutput]]
+"""A batch that has begun: waits for it, and returns the output of each job."""
+
+
 def execute(
     jobs: Sequence[Job], device: Device, stack: bool, threads: int = 1, idle_threads: int = 1
 ) -> list[JobOutput]:
-    """Executes jobs with equal batch keys. All calls of variants begin here.
+    """Executes jobs; arguments as for `launch`."""
+    return launch(jobs, device, stack, threads, idle_threads)()
+
+
+def launch(
+    jobs: Sequence[Job], device: Device, stack: bool, threads: int = 1, idle_threads: int = 1
+) -> Launched:
+    """Begins to execute jobs with equal batch keys. All calls of variants begin here.
+
+    On an accelerator the call returns before the device is done. On a CPU it does all the work.
 
     Args:
         jobs: at least one.
@@ -69,94 +85,123 @@ def execute(
     """
     if not torch.is_inference_mode_enabled():
         with torch.inference_mode():
-            return execute(jobs, device, stack, threads, idle_threads)
-    if len(jobs) == 1:
-        return [_execute_one(jobs[0], device, 1, threads, idle_threads)]
-    outputs: dict[int, JobOutput] = {}
-    together = [job for job in jobs if stack and not _has_huge_values(job)]
-    if together:
-        stacked = _execute_stacked(together, device, len(jobs))
-        outputs.update(zip(map(id, together), stacked, strict=True))
-    for job in jobs:
-        if id(job) not in outputs:
-            outputs[id(job)] = _execute_one(job, device, len(jobs), threads, idle_threads)
-    return [outputs[id(job)] for job in jobs]
+            return launch(jobs, device, stack, threads, idle_threads)
+    alone = (device, len(jobs), threads, idle_threads)
+    if not (stack and can_defer(jobs[0])):
+        outputs = [_run_alone(job, *alone) for job in jobs]
+        return lambda: outputs
+    call = _Call(jobs, device, len(jobs), defers=True)
+
+    @torch.inference_mode()
+    def finish() -> list[JobOutput]:
+        return [
+            _run_alone(job, *alone) if output is None else output
+            for job, output in zip(jobs, call.finish(), strict=True)
+        ]
+
+    return finish
 
 
-def _execute_one(
+def _run_alone(
     job: Job, device: Device, batch_size: int, threads: int, idle_threads: int
 ) -> JobOutput:
+    """Runs a job whose conditions are read at once, in the way that its numbers need."""
     if job.flops < _ONE_THREAD_FLOPS:
         threads = 1
     elif idle_threads > threads and batch_size == 1 and not device.is_accelerator and job.uses_sdpa:
         torch.set_num_threads(idle_threads)
-        (output,) = _execute_stacked([job], device, batch_size)
-        if output.backend == "sdpa":
+        output = _Call([job], device, batch_size).finish()[0]
+        if output is not None and output.backend == "sdpa":
             return output
         # the numbers required another code path, whose bits may depend on the threads
     torch.set_num_threads(threads)
-    return _execute_stacked([job], device, batch_size)[0]
+    output = _Call([job], device, batch_size).finish()[0]
+    assert output is not None
+    return output
 
 
-def _has_huge_values(job: Job) -> bool:
-    """Returns True if some numbers are so large that variants or projections take another code
-    path. Jobs stacked with this one would take it too, and get other bits than alone."""
-    layer = job.inputs.layer
-    largest = {
-        name: _max_abs(tensor.numpy())
-        for name, tensor in job.inputs.tensors.items()
-        if tensor.dtype in FLOATING
-        and not (name in job.variant.inputs and job.variant.inputs[name].broadcasts)
-    }
-    reach = 1.0
-    if layer is not None:
-        sizes = [_max_abs(p.weight) * len(p.weight) for p in layer.projections]
-        biases = [0.0 if p.bias is None else _max_abs(p.bias) for p in layer.projections]
-        reach = max(sizes) + max(biases)
-    limit = min(job.variant.stackable_below, torch.finfo(_TORCH[job.inputs.dtype]).max)
-    return not all(size * reach < limit and size < limit for size in largest.values())
+class _Call:
+    """A call of a variant for one or more jobs, which the device has begun.
+
+    Args:
+        jobs: stacked along B.
+        device: runs the call.
+        batch_size: number of jobs in the batch.
+        defers: take the ordinary path, and check at the end which jobs it was right for.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], device: Device, batch_size: int, defers: bool = False
+    ) -> None:
+        self._jobs, self._batch_size = jobs, batch_size
+        self._started_at = time.perf_counter()
+        job = jobs[0]
+        # on an accelerator they are kept until the outputs are there
+        self._inputs = device.load({name: _host(jobs, name, device) for name in job.inputs.tensors})
+        weights = {} if job.inputs.layer is None else _layer_weights(job, device)
+        self._loaded_at = time.perf_counter()
+        self._stopwatch: Stopwatch = device.start_stopwatch()
+        plane_BH = None if len(jobs) == 1 else _plane_indices(jobs, device.torch_device)
+        if defers:
+            with guards.deferred(sum(job.batch_size for job in jobs)) as collected:
+                output = call_variant(job, self._inputs, weights, plane_BH, device)
+            fits_B = collected.fitting_items(device.torch_device)
+            tensors = {**output.tensors, _FITS: fits_B}
+        else:
+            output = call_variant(job, self._inputs, weights, plane_BH, device)
+            tensors = output.tensors
+        self._backend = output.backend
+        self._stopwatch.stop()
+        self._unloading: Unloading = device.unload(tensors)
+
+    def finish(self) -> list[JobOutput | None]:
+        """Waits for the outputs of each job; None for a job that must run again, alone."""
+        jobs, tensors = self._jobs, self._unloading.wait()
+        self._inputs = {}
+        unloaded_at = time.perf_counter()
+        fits = _each_job(jobs, tensors.pop(_FITS)) if _FITS in tensors else [True]
+        outputs = _split(jobs, in_layout(jobs[0], tensors))
+        load_s, compute_s = self._loaded_at - self._started_at, self._stopwatch.seconds()
+        split_s = self._unloading.seconds() + time.perf_counter() - unloaded_at
+        rest = (load_s, compute_s, split_s, self._batch_size, sum(fits), self._backend)
+        return [
+            JobOutput(own, self._started_at, *rest) if fit else None
+            for fit, own in zip(fits, outputs, strict=True)
+        ]
 
 
-def _max_abs(array: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):  # bfloat16 warns of NaN
-        return float(np.abs(array).max())
-
-
-def _execute_stacked(jobs: Sequence[Job], device: Device, batch_size: int) -> list[JobOutput]:
-    started_at = time.perf_counter()
-    job = jobs[0]
-    if len(jobs) == 1:
-        shapes = job.inputs.shapes
-        tensors = {name: _load(raw, shapes[name]) for name, raw in job.inputs.tensors.items()}
-    else:  # stacked before they move: each copy to a device waits for it, even a small one
-        tensors = {name: _stack(jobs, name) for name in job.inputs.tensors}
-    loaded = device.load(tensors)
-    weights = {} if job.inputs.layer is None else _layer_weights(job, device)
-    loaded_at = time.perf_counter()
-    stopwatch = device.start_stopwatch()
-    plane_BH = None if len(jobs) == 1 else _plane_indices(jobs, device.torch_device)
-    output = call_variant(job, loaded, weights, plane_BH, device)
-    compute_s = stopwatch.stop()
-    computed_at = time.perf_counter()
-    outputs = _split(jobs, device.unload(output.tensors))
-    times = (loaded_at - started_at, compute_s, time.perf_counter() - computed_at)
-    return [
-        JobOutput(a, started_at, *times, batch_size, len(jobs), output.backend) for a in outputs
-    ]
-
-
-def _stack(jobs: Sequence[Job], name: str) -> Tensor:
-    """Returns one input of several jobs, stacked along B."""
-    spec = jobs[0].variant.inputs.get(name)
-    parts = []
+def _each_job(jobs: Sequence[Job], fits_B: Tensor) -> list[bool]:
+    """Returns True for each job all of whose items fit."""
+    items, fits, first = fits_B.tolist(), [], 0
     for job in jobs:
-        part = _load(job.inputs.tensors[name], job.inputs.shapes[name])
-        if spec is not None and spec.broadcasts:
-            part = part.expand(job.batch_size, *part.shape[1:])
-        parts.append(part)
-        if spec is not None and "B" not in spec.letters:
-            break  # one tensor for all
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        fits.append(all(items[first : first + job.batch_size]))
+        first += job.batch_size
+    return fits
+
+
+def _host(jobs: Sequence[Job], name: str, device: Device) -> Tensor:
+    """Returns one input of several jobs on the CPU, stacked along B."""
+    shape = jobs[0].inputs.shapes[name]
+    if len(jobs) == 1 and not device.is_accelerator:
+        return _load(jobs[0].inputs.tensors[name], shape)
+    parts = [_part(job, name) for job in jobs[: None if _has_batch(jobs[0], name) else 1]]
+    whole = device.empty_on_host((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    return torch.cat(parts, out=whole)
+
+
+def _has_batch(job: Job, name: str) -> bool:
+    """Returns True if each job has an input of its own; else all share one."""
+    return name not in job.variant.inputs or "B" in job.variant.inputs[name].letters
+
+
+def _part(job: Job, name: str) -> Tensor:
+    """Returns one input of a job; a mask is expanded along B."""
+    raw, shape = job.inputs.tensors[name], job.inputs.shapes[name]
+    part = _view(raw.data, raw.dtype, shape)
+    spec = job.variant.inputs.get(name)
+    if spec is not None and spec.broadcasts:
+        part = part.expand(job.batch_size, *shape[1:])
+    return part
 
 
 def _load(raw: RawTensor, shape: tuple[int, ...]) -> Tensor:
@@ -177,11 +222,11 @@ def _view(data: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.ndarray(shape, DTYPES[dtype], data))
 
 
-def _to_dense_tensor(array: np.ndarray) -> Tensor:
+def _to_dense_tensor(array: np.ndarray, device: Device) -> Tensor:
     """Returns a layer's array, which may be a transposed view, as a dense, aligned tensor."""
     dtype = _TORCH[array.dtype.name]
     bits = array.view(np.int16) if dtype == torch.bfloat16 else array
-    aligned = torch.empty(array.shape, dtype=dtype)
+    aligned = device.empty_on_host(array.shape, dtype)
     seen = aligned.view(torch.int16) if dtype == torch.bfloat16 else aligned
     np.copyto(seen.numpy(), bits)
     return aligned
@@ -195,8 +240,8 @@ def _layer_weights(job: Job, device: Device) -> LayerWeights:
         for role, p in zip(ROLES, job.inputs.layer.projections, strict=True)
         if role in job.roles
     ]
-    weights = device.load({role: _to_dense_tensor(p.weight) for role, p in used})
-    biases = {role: _to_dense_tensor(p.bias) for role, p in used if p.bias is not None}
+    weights = device.load({role: _to_dense_tensor(p.weight, device) for role, p in used})
+    biases = {role: _to_dense_tensor(p.bias, device) for role, p in used if p.bias is not None}
     biases = dict(device.load(biases))
     return {role: (weight, biases.get(role)) for role, weight in weights.items()}
 

@@ -11,9 +11,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from qkv.attention.common.guards import are_deferred, holds, largest_size
 from qkv.attention.layers.layer import project, project_back
 from qkv.attention.layers.projections import ROLES, Projection, Projections
-from qkv.engine.device import Device
+from qkv.engine.device.device import Device
 from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
 from qkv.jobs.job import Job
@@ -26,7 +27,10 @@ from qkv.jobs.measure.probe_jobs import (
 )
 from qkv.jobs.measure.row_divergence import RowDivergenceJob, compare_rows
 
-__all__ = ["LayerWeights", "VariantOutput", "call_variant"]
+__all__ = ["LayerWeights", "VariantOutput", "call_variant", "can_defer", "in_layout"]
+
+_WEIGHT: Final = "weight of "
+_BIAS: Final = "bias of "
 
 LayerWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """Weight (M, out) and bias (out) of each role that a variant has."""
@@ -36,7 +40,8 @@ class VariantOutput(NamedTuple):
     """The outputs of one forward or backward pass.
 
     Attributes:
-        tensors: by name, with the axes of the signature; the heads of a layer are merged.
+        tensors: by name, with the axes of the signature; the heads of a layer are merged. The
+            gradients of a layer's tensors are not in its layout yet: see `in_layout`.
         backend: name of the variant's code path that ran.
     """
 
@@ -66,6 +71,12 @@ def call_variant(
         )
         return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
     return _CALLS.get(type(job), _run_forward)(job, tensors, weights, plane_BH)
+
+
+def can_defer(job: Job) -> bool:
+    """Returns True if no code of the job reads numbers but by `guards`."""
+    is_plain = not isinstance(job, PeakMemoryJob | RowDivergenceJob)
+    return is_plain and job.variant.stackable_below > 0
 
 
 def _run_forward(
@@ -114,11 +125,22 @@ def _arguments(
     job: Job, projected: Mapping[str, Tensor], plane_BH: Tensor | None
 ) -> dict[str, Any]:
     """Returns tensors and parameters as the variant's functions take them."""
+    if are_deferred():
+        _defer_size_checks(job, projected)
     arguments: dict[str, Any] = {a: projected[name] for name, a in job.tensor_arguments}
     arguments.update(job.arguments)
     if job.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
     return arguments
+
+
+def _defer_size_checks(job: Job, projected: Mapping[str, Tensor]) -> None:
+    """Defers the check that all numbers are of a size for which the variant may be stacked."""
+    for name, spec in job.variant.inputs.items():
+        x = projected.get(name)
+        if x is None or not x.is_floating_point() or "B" not in spec.letters or spec.broadcasts:
+            continue
+        holds(largest_size(x) < job.variant.stackable_below)
 
 
 def _attend(job: Job, arguments: Mapping[str, Any]) -> VariantOutput:
@@ -151,7 +173,7 @@ def _compute_gradients(
     weights: LayerWeights,
     arguments: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of each input, and of the layer's tensors in its layout."""
+    """Returns the gradients of each input, and of the layer's projections."""
     grad, layer, backward = tensors[GRAD_OUTPUT], job.inputs.layer, job.variant.backward
     assert backward is not None
     if layer is None:
@@ -160,22 +182,33 @@ def _compute_gradients(
     grad = grad.unflatten(-1, (job.inputs.axes.sizes[heads], -1)).transpose(1, 2).contiguous()
     raw = backward(grad, **arguments)
     gradients = {name: tensor for name, tensor in raw.items() if name not in weights}
+    for role in weights:
+        name = "x" if "x" in tensors else role
+        x, weight, bias = project_back(_merge_heads(raw[role]), tensors[name], *weights[role])
+        gradients[name] = gradients[name] + x if name in gradients else x
+        gradients[_WEIGHT + role] = weight
+        if bias is not None:
+            gradients[_BIAS + role] = bias
+    return gradients
+
+
+def in_layout(job: Job, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns a job's outputs on the CPU with the gradients of its layer in the layer's layout."""
+    layer = job.inputs.layer
+    if layer is None or not isinstance(job, GradientJob):
+        return tensors
     projections = []
     for role, p in zip(ROLES, layer.projections, strict=True):
-        if role in weights:
-            name = "x" if "x" in tensors else role
-            x, weight, bias = project_back(_merge_heads(raw[role]), tensors[name], *weights[role])
-            gradients[name] = gradients[name] + x if name in gradients else x
-        else:  # the variant does not use this role
-            weight, bias = (
-                torch.zeros(p.weight.shape),
-                None if p.bias is None else torch.zeros(p.bias.shape),
-            )
+        weight, bias = tensors.get(_WEIGHT + role), tensors.get(_BIAS + role)
+        if weight is None:  # the variant does not use this role
+            weight = torch.zeros(p.weight.shape)
+            bias = None if p.bias is None else torch.zeros(p.bias.shape)
         projections.append(
-            Projection(p.name, weight.cpu().numpy(), None if bias is None else bias.cpu().numpy())
+            Projection(p.name, weight.numpy(), None if bias is None else bias.numpy())
         )
     written = layer.layout.write(Projections(*projections))
-    return gradients | {name: torch.from_numpy(array) for name, array in written.items()}
+    rest = {n: t for n, t in tensors.items() if not n.startswith((_WEIGHT, _BIAS))}
+    return rest | {name: torch.from_numpy(array) for name, array in written.items()}
 
 
 def _merge_heads(x_BHLE: Tensor) -> Tensor:
@@ -203,6 +236,6 @@ def _project(
             assert x is not None
             assert w is not None
             projected[role] = project(x, w, b, layer.head_count(role))
-        if all(bool(t.isfinite().all()) for t in projected.values()):
+        if all(holds(t.isfinite()) for t in projected.values()):
             break
     return rest | projected

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from qkv.attention import catalogue, contract_results
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import JobOutput, execute
 from qkv.errors import InvalidContent

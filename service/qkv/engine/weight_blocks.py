@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkv.attention.common.guards import are_deferred, of_items
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 from qkv.attention.variant import Variant
@@ -104,16 +105,17 @@ def compute_weight_form(
     for places in _plane_blocks(sizes, weights.letters, max(1, planes)):
         own = _slice_arguments(variant, arguments, sizes, places)
         into = {n: t[_index(places, parts[n].letters)] for n, t in tensors.items()}
-        if attends:
-            _pool_by_attending(variant, own, dtype, into["weights"])
-            continue
-        row_block = variant.row_block_function(own)
-        if query is None:  # each batch item is a matrix of one row
-            row_block = partial(_rows_of, row_block(slice(0, _plane_count(places)))[:, None])
-            into = {n: t if n == "received" else t.unsqueeze(1) for n, t in into.items()}
-        at_once = max(rows, elements // (_plane_count(places) * S))
-        stochastic = variant.weights_are(parameters) == "stochastic"
-        _MAKERS[form.kind](_Matrix(row_block, L, at_once, stochastic), form, into)
+        with of_items(places[0]):
+            if attends:
+                _pool_by_attending(variant, own, dtype, into["weights"])
+                continue
+            row_block = variant.row_block_function(own)
+            if query is None:  # each batch item is a matrix of one row
+                row_block = partial(_rows_of, row_block(slice(0, _plane_count(places)))[:, None])
+                into = {n: t if n == "received" else t.unsqueeze(1) for n, t in into.items()}
+            at_once = max(rows, elements // (_plane_count(places) * S))
+            stochastic = variant.weights_are(parameters) == "stochastic"
+            _MAKERS[form.kind](_Matrix(row_block, L, at_once, stochastic), form, into)
     return tensors
 
 
@@ -187,10 +189,12 @@ def _slice_arguments(
 
 def _keep_rows(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None:
     """Keeps the requested rows, in the requested order; computes close rows in one block."""
-    wanted_R, weights = torch.tensor(form.rows).to(into["weights"].device), into["weights"]
+    weights = into["weights"]
     for rows in _row_ranges(sorted(set(form.rows)), matrix.at_once):
-        (at_X,) = torch.where((wanted_R >= rows.start) & (wanted_R < rows.stop))
-        weights[..., at_X, :] = matrix.row_block(rows)[..., wanted_R[at_X] - rows.start, :]
+        at = [i for i, row in enumerate(form.rows) if rows.start <= row < rows.stop]
+        at_X = _copy_to(weights.device, at)
+        from_X = _copy_to(weights.device, [form.rows[i] - rows.start for i in at])
+        weights[..., at_X, :] = matrix.row_block(rows)[..., from_X, :]
 
 
 def _row_ranges(rows: list[int], max_rows: int) -> Iterator[slice]:
@@ -214,6 +218,9 @@ def _keep_largest(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor])
 
 def _largest(block_XRS: Tensor, k: int) -> Tensor:
     """Returns the indices of the k largest of each row, largest first; of equal ones the first."""
+    if are_deferred():  # a whole sort does not need to know how many are equal
+        ordered = block_XRS.masked_fill(block_XRS.isnan(), torch.inf)
+        return ordered.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     found, indices = block_XRS.topk(k, sorted=False)
     if found.isnan().any():  # topk puts NaN first, but NaN is equal to nothing
         block_XRS = block_XRS.masked_fill(block_XRS.isnan(), torch.inf)
@@ -259,16 +266,16 @@ def _pool(matrix: _Matrix, form: WeightForm, into: Mapping[str, Tensor]) -> None
     weights = into["weights"]
     P, Q = weights.shape[-2:]
     edges = _bin_edges(matrix.L, P)
-    own, received_XS = 0, torch.zeros(())
+    own, received_XS = 0, weights.new_zeros((), dtype=torch.float64)
     for rows, block in matrix.blocks():
         start = rows.start
         while start < rows.stop:
             stop = min(rows.stop, edges[own + 1])
             part = block[..., start - rows.start : stop - rows.start, :]
-            received_XS = part.sum(-2).double() + received_XS.to(part.device)
+            received_XS = part.sum(-2).double() + received_XS
             if stop == edges[own + 1]:
                 weights[..., own, :] = _sum_bins(received_XS, Q) / (stop - edges[own])
-                own, received_XS = own + 1, torch.zeros(())
+                own, received_XS = own + 1, weights.new_zeros((), dtype=torch.float64)
             start = stop
 
 
@@ -311,8 +318,13 @@ def _pool_by_attending(
         own[variant.inputs["value"].argument] = inside_SQ.expand(*value.shape[:-1], -1).contiguous()
         output = variant.attend(**own, outputs=frozenset({"output"})).output
         L = output.shape[-2]
-        counts_P1 = torch.tensor(_bin_edges(L, P)).to(value.device).diff()[:, None]
+        counts_P1 = _copy_to(value.device, _bin_edges(L, P)).diff()[:, None]
         into[..., start : start + len(bins)] = _sum_bins(output.double().mT, P).mT / counts_P1
+
+
+def _copy_to(device: torch.device, numbers: list[int]) -> Tensor:
+    """Returns numbers as a tensor of the device; does not wait for it."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _bin_edges(n: int, bins: int) -> list[int]:
@@ -326,7 +338,7 @@ def _sum_bins(x_XN: Tensor, bins: int) -> Tensor:
     n = x_XN.shape[-1]
     if n % bins == 0:
         return torch.sum(x_XN.unflatten(-1, (bins, -1)), -1)
-    edges = torch.tensor(_bin_edges(n, bins)).to(x_XN.device)
+    edges = _copy_to(x_XN.device, _bin_edges(n, bins))
     at = edges[:-1, None] + torch.arange(-(-n // bins), device=x_XN.device)
     at = torch.where(at < edges[1:, None], at, n)  # index n reads the zero of the padding
     return torch.sum(pad(x_XN, (0, 1)).index_select(-1, at.flatten()).unflatten(-1, at.shape), -1)

@@ -108,6 +108,20 @@ class Job:
         returned = self.outputs, self.form
         return self.variant.name, self.parameters, axes, *returned, id(self.inputs.layer)
 
+    @cached_property
+    def kind(self) -> Hashable:
+        """Variant, parameters and outputs; names, dtypes and shapes of the tensors, without B."""
+        shapes = self.inputs.shapes
+        axes = tuple(
+            (name, t.dtype, shapes[name][1 if self.has_batch(name) else 0 :])
+            for name, t in self.inputs.tensors.items()
+        )
+        layer = self.inputs.layer
+        weights = () if layer is None else tuple((n, t.shape) for n, t in layer.tensors.items())
+        heads = None if layer is None else layer.heads
+        returned = self.outputs, self.form
+        return type(self), self.variant.name, self.parameters, axes, *returned, weights, heads
+
     @property
     def batch_size(self) -> int:
         """The size of B."""

@@ -12,7 +12,7 @@ from importlib import import_module
 import click
 
 from qkv.api.app import new_shared_state
-from qkv.engine.device import find_device
+from qkv.engine.device.selection import find_device
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.server import listener
 from qkv.server.process import limit_malloc_arenas, usable_cpus

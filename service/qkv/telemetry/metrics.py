@@ -45,7 +45,13 @@ UNKNOWN: Final = "unknown"
 OTHER: Final = "other"
 """Label of requests that run no variant."""
 
-_TOTALS: Final = ("request_body_bytes", "response_body_bytes", "log_lines_dropped")
+_TOTALS: Final = (
+    "request_body_bytes",
+    "response_body_bytes",
+    "log_lines_dropped",
+    "batches_with_same_bits",
+    "batches_with_other_bits",
+)
 
 
 class Usage(NamedTuple):
@@ -157,6 +163,10 @@ class MetricsRecorder:
     def add_dropped_log_lines(self, count: int) -> None:
         """Counts dropped lines of the request log; any thread may call it, one at a time."""
         self._totals[2] += count
+
+    def record_batch_check(self, is_same: bool) -> None:
+        """Counts a check of a batch's bits; only the device thread may call it."""
+        self._totals[3 if is_same else 4] += 1
 
     @property
     def variants(self) -> Iterable[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import linear
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor

@@ -18,7 +18,7 @@ from qkv.attention.catalogue import find
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.variants import linear_layer
 from qkv.client.client import Client
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention.variants import linformer
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.errors import InvalidContent, PayloadTooLarge
 from qkv.jobs.job import Job, Limits

@@ -16,7 +16,7 @@ import torch
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 from qkv.engine.engine import Engine, JobResult
-from qkv.engine.executor import execute
+from qkv.engine.executor import launch
 from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.remote_engine import RemoteEngine
@@ -237,9 +237,9 @@ def block_engine(engine: Engine) -> tuple[threading.Event, threading.Event]:
     def waits(*arguments: Any) -> Any:
         runs.set()
         assert may_continue.wait(60)
-        return execute(*arguments)
+        return launch(*arguments)
 
-    engine.execute = waits
+    engine.batch_runner.launch = waits
     return runs, may_continue
 
 
@@ -340,7 +340,7 @@ def test_errors_equal_those_of_a_local_engine(monkeypatch: pytest.MonkeyPatch) -
             def fails(*_: Any, fault: Exception = fault) -> Any:
                 raise fault
 
-            fixture.engine.execute = fails
+            fixture.engine.batch_runner.launch = fails
             found: list[QkvError] = []
             for engine in (fixture.engine, fixture.remotes[0]):
                 with pytest.raises(QkvError) as caught:

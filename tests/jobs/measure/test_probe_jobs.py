@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qkv.engine import local
-from qkv.engine.device import CpuDevice
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.engine.remote.job_codec import (
     JobDecoder,

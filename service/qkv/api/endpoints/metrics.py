@@ -114,6 +114,8 @@ def _add_requests(page: _Page, shared_state: SharedState) -> None:
         ("request_body_bytes", "Bytes of request bodies."),
         ("response_body_bytes", "Bytes of response bodies."),
         ("log_lines_dropped", "Lines of the request log that were dropped."),
+        ("batches_with_same_bits", "Checks that found the same bits in a batch as alone."),
+        ("batches_with_other_bits", "Checks that found other bits in a batch than alone."),
     ):
         page.one(f"{name}_total", "counter", help_text, totals[name])
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qkv.attention.common.feature_sums import State, apply_state
+from qkv.attention.common.guards import are_deferred, items_within, largest_size
 from qkv.attention.common.row_masks import mask_padding
-from qkv.attention.common.score_blocks import largest_size
 
 __all__ = ["average_by_channels"]
 
@@ -33,25 +33,37 @@ def average_by_channels(
     normal number.
     """
     key, value = mask_padding(padding_BS, key_BGSD), mask_padding(padding_BS, value_BGSE)
-    fits = [least >= _LEAST for least in key.amin((1, 2, 3)).tolist()]
+    fits = items_within(key.amin((1, 2, 3)), _LEAST, math.inf)
     if not any(fits):
         return None, fits
     values_BGED, ones_BG1D = State.of(mask_padding(padding_BS, key, -torch.inf), value, _power)
     average_BGED = values_BGED.div_(ones_BG1D)
-    totals = ones_BG1D.amax((1, 2, 3)).tolist()
-    sizes = average_BGED.abs().amax((1, 2, 3)).tolist()
-    for b, (total, size) in enumerate(zip(totals, sizes, strict=True)):
-        fits[b] &= total <= _MOST and _SIZES[0] <= size <= _SIZES[1]
+    size_B = average_BGED.abs().amax((1, 2, 3))
+    total_fits = items_within(ones_BG1D.amax((1, 2, 3)), 0.0, _MOST)
+    size_fits = items_within(size_B, *_SIZES)
+    fits = [all(three) for three in zip(fits, total_fits, size_fits, strict=True)]
     if not any(fits):
         return None, fits
     (output,) = apply_state(query_BGKLD, (average_BGED,), partial(torch.softmax, dim=-1))
-    # an average is no larger than the values it averages, also after rounding. Rounding can exceed
-    # that only where the averages of channels are not far smaller than the values
-    for b, some in enumerate(value[:, 0, 0].abs().amax(-1).tolist()):
-        if not 2 * sizes[b] <= some:
-            bound = largest_size(value[b])
-            output[b].clamp_(-bound, bound)
+    _clamp(output, value, size_B)
     return output, fits
+
+
+def _clamp(output_BGKLE: Tensor, value_BGSE: Tensor, size_B: Tensor) -> None:
+    """Clamps averages to the size of the values: they exceed it only by rounding.
+
+    `size_B` is the largest average of a channel. Where it is far smaller than a value, nothing can
+    exceed the values, and a CPU saves the pass over them.
+    """
+    if are_deferred():
+        bound_B1111 = value_BGSE.abs().amax((1, 2, 3))[:, None, None, None, None]
+        output_BGKLE.clamp_(-bound_B1111, bound_B1111)
+        return
+    some_B = value_BGSE[:, 0, 0].abs().amax(-1)
+    for b, (size, some) in enumerate(zip(size_B.tolist(), some_B.tolist(), strict=True)):
+        if not 2 * size <= some:
+            bound = float(largest_size(value_BGSE[b]))
+            output_BGKLE[b].clamp_(-bound, bound)
 
 
 def _power(x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qkv.attention.common.guards import are_deferred, bounds, holds
+
 __all__ = ["average_by_cosines"]
 
 _CHUNK = 64  # rows of a triangle of cosines
@@ -33,12 +35,13 @@ class _Rows(NamedTuple):
     def of(cls, x: Tensor) -> _Rows:
         x = x.float()
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        least, most = torch.aminmax(norm)
-        if least.item() >= _NORMS[0] and most.item() <= _NORMS[1]:
-            return cls(x, norm)
+        if not are_deferred():
+            least, most = bounds(norm)
+            if least >= _NORMS[0] and most <= _NORMS[1]:
+                return cls(x, norm)
         zero = norm == 0
         fits = (norm >= _NORMS[0]) & (norm <= _NORMS[1])
-        if not (fits | zero).all() or x[zero[..., 0]].any():
+        if not holds(fits | (zero & (x == 0).all(-1, keepdim=True))):
             exponents = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent
             x = torch.where(fits, x, torch.ldexp(x.double(), -exponents).float())
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -41,7 +41,7 @@ def keep_mask(dropout: float, seed: int, plane_BH: Tensor, rows: slice, keys: sl
 
 def _word(value: int, device: torch.device) -> Tensor:
     low = value & 0xFFFFFFFF
-    return torch.tensor(low - (1 << 32) if low >> 31 else low, dtype=torch.int32).to(device)
+    return torch.full((), low - (1 << 32) if low >> 31 else low, dtype=torch.int32, device=device)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from qkv.attention.common.guards import holds, is_finite
 from qkv.attention.common.score_blocks import is_safe
 from qkv.attention.common.visibility import Visibility, row_blocks
 
@@ -39,8 +38,7 @@ def attend(
     if not is_safe(query_BHLD, key_BGSD, None, scale):
         return None
     output = _in_blocks(query_BHLD, key_BGSD, value_BGSE, visible, scale)
-    finite = math.isfinite(output.sum(dtype=visible.dtype).item())
-    return output if finite else None
+    return output if holds(is_finite(output, visible.dtype)) else None
 
 
 def _in_blocks(

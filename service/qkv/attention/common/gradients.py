@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qkv.attention.common.feature_sums import feature_products, transposed_feature_sums
-from qkv.attention.common.score_blocks import Scores, largest_size, score_dtype, times_power_of_2
+from qkv.attention.common.guards import holds, largest_size, occurs
+from qkv.attention.common.score_blocks import Scores, score_dtype, times_power_of_2
 from qkv.attention.common.visibility import row_blocks
 
 __all__ = [
@@ -38,9 +39,9 @@ def normalize_size(x: Tensor) -> tuple[Tensor, int]:
     e makes the largest element about 1.
     """
     size = largest_size(x)
-    if not (size > _ORDINARY or 0 < size < 1 / _ORDINARY):
+    if not occurs((size > _ORDINARY) | ((size > 0) & (size < 1 / _ORDINARY))):
         return x, 0
-    exponent = math.frexp(size)[1]
+    exponent = math.frexp(float(size))[1]
     return scale_back(x, -exponent), exponent
 
 
@@ -49,7 +50,7 @@ def scale_back(x: Tensor, exponents: Tensor | int) -> Tensor:
     if isinstance(exponents, int):
         if exponents == 0:
             return x
-        exponents = torch.tensor(exponents).to(x.device)
+        exponents = torch.full((), exponents, device=x.device)
     return times_power_of_2(x, exponents.clamp(-_MOST_EXPONENT, _MOST_EXPONENT))
 
 
@@ -62,10 +63,13 @@ def is_ordinary(
     """
     grad, query, key, value = map(largest_size, tensors)
     H, L, E = tensors[0].shape[1:]
-    if 0 < grad * value < 1 / _SAFE:
-        return False
-    summed = grad * max(1.0, value * E) * H * L / (1 - dropout)
-    return summed < _SAFE and 2 * summed * max(query, key) * abs(scale) < _SAFE
+    product = grad * value
+    summed = grad * (1.0 + value * E) * H * L / (1 - dropout)
+    return holds(
+        ((product == 0) | (product >= 1 / _SAFE))
+        & (summed < _SAFE)
+        & (2 * summed * (query + key) * abs(scale) < _SAFE)
+    )
 
 
 def gradients_by_scores(

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qkv.attention.common.guards import holds, largest_size
 from qkv.attention.common.score_blocks import (
     Scores,
-    largest_size,
     score_dtype,
     split_exponents,
     times_power_of_2,
@@ -42,11 +42,14 @@ class Path(NamedTuple):
         cls, query: Tensor, key: Tensor, value: Tensor | None, E: Tensor, F: Tensor, scale: float
     ) -> Path:
         exact, (S, D) = score_dtype(query.dtype), key.shape[2:]
-        keys = largest_size(E) * largest_size(key) * S
+        keys = largest_size(E, shared=True) * largest_size(key) * S
         scores = keys * largest_size(query) * D
-        values = largest_size(F) * (1.0 if value is None else max(1.0, largest_size(value) * S))
+        values = largest_size(F, shared=True)
+        if value is not None:
+            values = values * (1.0 + largest_size(value) * S)
         most = 1e30 if exact == torch.float32 else 1e300
-        safe = all(size < most for size in (keys, scores, scores * abs(scale), values))
+        sizes = (keys, scores, scores * abs(scale), values)
+        safe = all(holds(size < most) for size in sizes)
         return cls(exact if safe else torch.float64, exact == torch.float64 and not safe)
 
     def mixed(self, projection_RS: Tensor, x_BGSX: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +93,7 @@ class Path(NamedTuple):
         """Returns P F, with zeros for padding."""
         F = F_RS.to(self.dtype)
         if self.shrinks:  # an average of F is no larger than F, also if the sum rounds up
-            most = largest_size(F) / 4
+            most = float(largest_size(F)) / 4
             weights = (map_BHLR @ (F / 4)).clamp_(-most, most).mul_(4)
         else:
             weights = map_BHLR @ F

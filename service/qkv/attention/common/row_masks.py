@@ -10,6 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from qkv.attention.common.guards import occurs
+
 __all__ = [
     "Causal",
     "QueryOffset",
@@ -98,13 +100,15 @@ def visible_counts(
     counts_BL = key_lengths_B[:, None].expand(B, L)
     if offsets is None:
         return counts_BL
-    row_BL = torch.arange(1, L + 1, device=device) + torch.tensor(offsets).to(device)[:, None]
+    # torch.tensor(offsets, device=device) would wait for the device
+    offset_B = torch.tensor(offsets).to(device, non_blocking=True)
+    row_BL = torch.arange(1, L + 1, device=device) + offset_B[:, None]
     return torch.minimum(row_BL.clamp(min=0), counts_BL)
 
 
 def rows_to_redo(bad_BGKL: Tensor, at_once: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yields the bad rows with their head (b, g, k), at most `at_once` rows at a time."""
-    if not bad_BGKL.any():
+    if not occurs(bad_BGKL):
         return
     for head in np.ndindex(*bad_BGKL.shape[:3]):
         (rows,) = torch.where(bad_BGKL[head])

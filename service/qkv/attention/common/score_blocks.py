@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from qkv.attention.common.dropout import keep_mask
+from qkv.attention.common.guards import Condition, are_deferred, holds, largest_size
 from qkv.attention.common.visibility import Visibility
 
 __all__ = [
     "ScoreBlock",
     "Scores",
     "is_safe",
-    "largest_size",
     "score_dtype",
     "split_exponents",
     "times_power_of_2",
@@ -34,22 +34,23 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 def is_safe(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> bool:
     """Returns True if nothing can overflow in the scores' dtype and all numbers are finite."""
     most = _SAFE[score_dtype(query.dtype)]
-    if not _scores_fit(query, key, scale, most):
+    if not holds(_scores_fit(query, key, scale, most)):
         return False
-    return value is None or largest_size(value) < most
+    return value is None or holds(largest_size(value) < most)
 
 
-def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> bool:
+def _scores_fit(query: Tensor, key: Tensor, scale: float, most: float) -> Condition:
     """Returns True if no score and no partial sum of a score can exceed `most`.
 
     By Cauchy's inequality no score exceeds the norm of all queries times the norm of all keys. The
     norms take two thirds of the time of the largest elements. Either way the inputs are read once.
     """
-    products = _norm(query) * _norm(key)
-    if products < most and products * abs(scale) < most:
-        return True
+    if not are_deferred():
+        norms = _norm(query) * _norm(key)
+        if norms < most and norms * abs(scale) < most:
+            return True
     products = largest_size(query) * largest_size(key) * query.shape[-1]
-    return products < most and products * abs(scale) < most
+    return (products < most) & (products * abs(scale) < most)
 
 
 def _norm(x: Tensor) -> float:
@@ -198,12 +199,6 @@ class Scores(NamedTuple):
         query_exponents, key_exponents = self.exponents
         exponents = query_exponents[:, :, :, rows] + key_exponents[..., keys]
         return _fitted(scores, exponents.flatten(1, 2), bias)
-
-
-def largest_size(x: Tensor) -> float:
-    """Returns the largest absolute value; NaN if x has NaN."""
-    low, high = torch.aminmax(x)
-    return max(-low.item(), high.item())
 
 
 def split_exponents(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from qkv.attention.common.guards import are_deferred
+
 __all__ = ["Block", "Visibility", "row_blocks"]
 
 
@@ -32,7 +34,7 @@ class Visibility(NamedTuple):
         key_lengths_B: int64; keys at and after this position are padding.
         causal: a query sees only the keys up to its own position.
         offset: the position of the first query on the key axis, or (B, 1, 1, 1) positions.
-        offsets: the lowest and highest offset, if known without a device synchronisation.
+        offsets: the lowest and highest offset; None: unknown.
         left, right: the number of keys before and after its position that a query sees; None: all.
         dtype: the dtype of the scores, in which floating masks are added.
     """
@@ -69,10 +71,8 @@ class Visibility(NamedTuple):
             offset, offsets = S - L, (S - L, S - L)
         else:
             offset = (key_lengths_B - L).view(-1, 1, 1, 1)
-            # reading offsets from a GPU would wait for it, and the key ranges of a row would
-            # depend on the requests in the same batch
-            on_cpu = offset.device.type == "cpu"
-            offsets = (int(offset.min()), int(offset.max())) if on_cpu else None
+            # of a batch, the key ranges of a row would depend on the other requests
+            offsets = None if are_deferred() else (int(offset.min()), int(offset.max()))
         return cls(L, S, mask_BHLS, key_lengths_B, causal, offset, offsets, left, right, dtype)
 
     @property

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from qkv.attention.common.guards import holds, is_finite
 from qkv.attention.layers.layouts import Layout
 from qkv.attention.layers.projections import ROLES, Array, Projections
 from qkv.errors import InvalidContent
@@ -128,6 +129,8 @@ def project_back(
             x.flatten(0, 1).mT @ grad.flatten(0, 1),
             None if bias_X is None else grad.sum((0, 1)),
         )
-        if all(bool(t.isfinite().all()) for t in gradients if t is not None):
+        x_grad, *shared = (t for t in gradients if t is not None)
+        finite = [is_finite(x_grad), *(is_finite(t, shared=True) for t in shared)]
+        if all(holds(condition) for condition in finite):
             break
     return gradients

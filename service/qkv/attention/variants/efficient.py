@@ -25,6 +25,7 @@ from qkv.attention.common.feature_sums import (
     transposed_feature_sums,
 )
 from qkv.attention.common.gradients import gradients_by_heads, normalize_size, scale_back
+from qkv.attention.common.guards import are_deferred, bounds, holds, largest_size, occurs
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -34,7 +35,7 @@ from qkv.attention.common.row_masks import (
     zero_hidden,
 )
 from qkv.attention.common.running_softmax import Steep
-from qkv.attention.common.score_blocks import largest_size, score_dtype
+from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic"
@@ -47,7 +48,7 @@ REFUSES: Final[Mapping[str, str]] = {
     "normalize": "the two softmaxes are the normalisation: rows sum to 1 without a division",
 }
 
-STACKABLE_BELOW: Final = 20.0  # half of _SPAN: no key below it puts a whole call on another path
+STACKABLE_BELOW: Final = 1e9
 
 _ELEMENTS = 1 << 22  # of a block of rows of A
 _SPAN = 40.0  # range of a channel's keys up to which e^(k - m) times a value is safe in float32
@@ -161,12 +162,15 @@ def attend(
         outputs: the names of the outputs to return: "output", "weights".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
-        compute = _exact_output if causal or dtype == torch.float64 else _fast_output
-        output = compute(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
+        if causal or dtype == torch.float64:
+            output = _exact_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, offsets)
+        else:
+            output = _fast_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
     if "weights" in outputs:
-        matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+        matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, offsets)
         weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = matrix.block(rows).flatten(1, 2)
@@ -185,7 +189,9 @@ def weights(
 
     The arguments are those of `attend`.
     """
-    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, offsets)
     exact = score_dtype(query_BHLD.dtype)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
@@ -195,12 +201,7 @@ def weights(
 
 
 def _fast_output(
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
+    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, key_lengths_B: Tensor | None
 ) -> Tensor:
     """Returns the output in float32 where every query sees every key.
 
@@ -211,14 +212,14 @@ def _fast_output(
     query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).float()
     average, fits = average_by_channels(query, key_BGSD.float(), value_BGSE.float(), padding)
     if average is None:
-        return _exact_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
+        return _exact_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, None)
     output = average.flatten(1, 2).to(query_BHLD.dtype)
     for b, fit in enumerate(fits):
         if not fit:
             item = slice(b, b + 1)
             lengths = None if key_lengths_B is None else key_lengths_B[item]
             tensors = (query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths)
-            output[item] = _exact_output(*tensors, causal, query_offset)
+            output[item] = _exact_output(*tensors, None)
     return output
 
 
@@ -227,11 +228,10 @@ def _exact_output(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
     key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
+    offsets: list[int] | None,
 ) -> Tensor:
     """Returns the output for finite inputs of any size."""
-    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    matrix = _matrix(query_BHLD, key_BGSD, key_lengths_B, offsets)
     value = mask_padding(padding_mask(key_BGSD.shape[2], key_lengths_B), value_BGSE)
     return _output(matrix, value).to(query_BHLD.dtype)
 
@@ -240,17 +240,15 @@ def _matrix(
     query_BHLD: Tensor,
     key_BGSD: Tensor,
     key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
+    offsets: list[int] | None,
 ) -> _Features | _Steep:
     """Returns A as factors, in float32 or float64 if keys are of similar size, else in float64."""
-    (B, _, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    L, (_, G, S, _) = query_BHLD.shape[2], key_BGSD.shape
     padding = padding_mask(S, key_lengths_B)
     query = query_BHLD.unflatten(1, (G, -1)).to(score_dtype(query_BHLD.dtype))
     key = key_BGSD.to(query.dtype)
     unseen = None if padding is None else padding[:, None, :, None]
-    if not _is_narrow(key, unseen):
+    if key.dtype == torch.float32 and not _is_narrow(key, unseen):
         query, key = query.double(), key.double()
     if unseen is not None:
         key = key.masked_fill(unseen, -torch.inf)
@@ -259,7 +257,7 @@ def _matrix(
         key.div_(key.sum(2, keepdim=True))
         return _Features(query, key if unseen is None else key.masked_fill_(unseen, 0.0), None)
     query, most_BG1D = query.softmax(-1), key.amax(2, keepdim=True)
-    if query.dtype == torch.float64 and bool((most_BG1D - key[:, :, :1] > _RISE).any()):
+    if query.dtype == torch.float64 and occurs(most_BG1D - key[:, :, :1] > _RISE):
         return _Steep([Steep.of(query[b], key[b], offset) for b, offset in enumerate(offsets)])
     if unseen is not None:
         most_BG1D = most_BG1D.masked_fill(most_BG1D == -torch.inf, 0.0)
@@ -274,13 +272,14 @@ def _matrix(
 def _is_narrow(key_BGSD: Tensor, unseen_B1S1: Tensor | None) -> bool:
     """Returns True if the keys of every channel lie within _SPAN."""
     if unseen_B1S1 is None:
-        low, high = torch.aminmax(key_BGSD)
-        if high.item() - low.item() <= _SPAN:  # all channels together: faster to check
-            return True
-        return bool((key_BGSD.amax(2) - key_BGSD.amin(2) <= _SPAN).all())
+        if not are_deferred():
+            low, high = bounds(key_BGSD)
+            if high - low <= _SPAN:  # all channels together: faster to check
+                return True
+        return holds(key_BGSD.amax(2) - key_BGSD.amin(2) <= _SPAN)
     most = key_BGSD.masked_fill(unseen_B1S1, -torch.inf).amax(2)
     least = key_BGSD.masked_fill(unseen_B1S1, torch.inf).amin(2)
-    return bool((most - least <= _SPAN).all())
+    return holds(most - least <= _SPAN)
 
 
 def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
@@ -298,8 +297,10 @@ def _totals(key_BGSD: Tensor, offsets: list[int], L: int) -> Tensor:
 
 def _output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     """Returns A @ value, (B, H, L, E). The padding of `value_BGSE` is zero."""
+    if are_deferred():
+        return _ordinary_output(matrix, value_BGSE)
     value, dtype = value_BGSE, torch.float64
-    most = [largest_size(item) for item in value] if value.numel() else [0.0] * len(value)
+    most = [float(largest_size(item)) for item in value] if value.numel() else [0.0] * len(value)
     if isinstance(matrix, _Features) and matrix.query_BGKLD.dtype == torch.float32:
         # above 1e15, a small value times e^-_SPAN may underflow
         dtype = torch.float32 if all(m <= 1e15 for m in most) else dtype
@@ -318,6 +319,17 @@ def _output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     if scaled:
         output = output.double().div_(factor_B111)
     return output
+
+
+def _ordinary_output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
+    """Returns the result of `_output` for values that need no factor; defers the check of this."""
+    assert isinstance(matrix, _Features)
+    dtype = matrix.query_BGKLD.dtype
+    most_B = value_BGSE.abs().amax((1, 2, 3)).to(dtype)
+    highest = 1e15 if dtype == torch.float32 else 2.0**900
+    holds((most_B == 0) | ((most_B >= 2.0**-61) & (most_B < highest)))
+    output = matrix.output(value_BGSE.to(dtype)).flatten(1, 2)
+    return output.clamp_(-most_B[:, None, None, None], most_B[:, None, None, None])
 
 
 def reference(
@@ -370,9 +382,9 @@ def backward(
     dv_j = sum_i sum_c rq_ic p_ijc dY_i. The arguments are those of `attend`. Source: Shen et al.,
     arXiv:1812.01243, section 3.2, differentiated.
     """
-    backward = partial(
-        _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
-    )
+    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    backward = partial(_gradients, key_lengths_B=key_lengths_B, offsets=offsets)
     return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
 
 
@@ -383,8 +395,7 @@ def _gradients(
     value_BGSE: Tensor,
     *,
     key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
+    offsets: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value."""
     query, key = query_BHLD.double(), key_BGSD.double()
@@ -392,7 +403,7 @@ def _gradients(
         mask_padding(padding_mask(key.shape[2], key_lengths_B), value_BGSE.double())
     )
     grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))
-    matrix = _matrix(query, key, key_lengths_B, causal, query_offset)
+    matrix = _matrix(query, key, key_lengths_B, offsets)
     slope_BGKLD, key_gradient, value_gradient = matrix.gradients(value, grad)
     query, slope = query.softmax(-1), slope_BGKLD.flatten(1, 2)
     query_gradient = slope.sub_((query * slope).sum(-1, keepdim=True)).mul_(query)

@@ -25,6 +25,7 @@ from qkv.attention.common.gradients import (
     normalize_size,
     scale_back,
 )
+from qkv.attention.common.guards import Number, are_deferred, bounds, holds, largest_size
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -35,7 +36,7 @@ from qkv.attention.common.row_masks import (
     visible_keys,
     zero_hidden,
 )
-from qkv.attention.common.score_blocks import largest_size, score_dtype
+from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
@@ -47,7 +48,7 @@ REFUSES: Final[Mapping[str, str]] = {
     "seed": "the single weights that dropout needs are never computed",
 }
 
-STACKABLE_BELOW: Final = 8.0  # above it, a whole call may take another path: see _FAINT and logs
+STACKABLE_BELOW: Final = 1e9
 
 _ELEMENTS = 1 << 22  # of a block of rows of A, and of the sums of features for it
 _NORMAL = 1e-31  # products above it, and their sums, have the usual relative rounding error
@@ -80,7 +81,7 @@ class _Features(NamedTuple):
     phi: Phi | None
     shift_BGKL1: Tensor | None
     logs: tuple[Tensor, Tensor] | None
-    least: float | None
+    least: Number | None
 
     @classmethod
     def of(cls, query_BHLD: Tensor, key_BGSD: Tensor, padding_BS: Tensor | None) -> _Features:
@@ -187,25 +188,32 @@ def weights(
     return row_block
 
 
-def _least_product(query: Tensor, key: Tensor) -> float | None:
+def _least_product(query: Tensor, key: Tensor) -> Number | None:
     """Returns a lower bound of products of phi; None if their sums may overflow or underflow."""
     lowest, most = (-30.0, 1e6) if query.dtype == torch.float32 else (-250.0, 1e60)
-    product = 1.0
+    exponent: Number = 0.0
     for x in (query, key):
-        low, high = torch.aminmax(x)
-        if not (low.item() >= lowest and high.item() <= most):
+        low, high = bounds(x)
+        if not holds((low >= lowest) & (high <= most)):
             return None
-        product *= math.exp(min(0.0, low.item()))
-    return product
+        exponent = exponent + (low - _size(low)) / 2  # the smaller one of low and 0
+    return math.e**exponent
+
+
+def _size(number: Number) -> Number:
+    return number.abs() if isinstance(number, Tensor) else abs(number)
 
 
 def _is_faint(features: _Features, value: Tensor) -> bool:
     """Returns True if float32 may be too narrow for products of features and values."""
-    if value.dtype != torch.float32 or features.least is None or features.least >= _FAINT:
+    if value.dtype != torch.float32 or features.least is None:
+        return False
+    fits = features.least >= _FAINT
+    if not are_deferred() and fits:
         return False
     size = value.abs()
-    smallest = size.masked_fill_(size == 0, torch.inf).amin().item()
-    return smallest * features.least < _NORMAL
+    smallest, _ = bounds(size.masked_fill_(size == 0, torch.inf))
+    return not holds(fits | (smallest * features.least >= _NORMAL))
 
 
 def _phi(x: Tensor) -> Tensor:
@@ -233,15 +241,14 @@ def _output(
         query, key, value = query.double(), key.double(), value.double()
     narrow, most, room = value.dtype == torch.float32, 0.0, 1.0
     state = State.of(key, value, phi) if narrow and offsets is None else None
-    if (
-        state is None or not largest_size(state.values_BGEF) <= 1e25
-    ):  # queries of up to 1e6 have room
-        state, most = None, largest_size(value)
-    if most > 1e15 and narrow:  # sums of values may exceed float32's range
-        query, key, value = query.double(), key.double(), value.double()
-    elif most > 1e150:
-        room = 2.0 ** (np.frexp(most)[1] - 500)
-        value = value / room
+    # up to 1e25, queries of up to 1e6 have room
+    if state is None or not holds(largest_size(state.values_BGEF) <= 1e25):
+        state, size = None, largest_size(value)
+        if not holds(size <= (1e15 if narrow else 1e150)):
+            query, key, value = query.double(), key.double(), value.double()
+            if (most := float(size)) > 1e150:
+                room = 2.0 ** (np.frexp(most)[1] - 500)
+                value = value / room
     output, total = (
         feature_sums(query, key, value, offsets, phi)
         if state is None

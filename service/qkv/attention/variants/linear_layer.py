@@ -8,7 +8,6 @@ Cost: O(B I O) time; O(B O) memory, and O(B I O) if the values are requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from jaxtyping import Float, Float32, Float64
 from torch import Tensor
 
+from qkv.attention.common.guards import holds, is_finite
 from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
@@ -142,12 +142,15 @@ def weights(
     return row_block
 
 
-def _product(x_BI: Tensor, weight_OI: Tensor, exact: torch.dtype) -> Tensor:
-    """Returns x W^T; rows that overflow are recomputed in a wider form."""
+def _product(x_BI: Tensor, weight_OI: Tensor, exact: torch.dtype, shared: bool = False) -> Tensor:
+    """Returns x W^T; rows that overflow are recomputed in a wider form.
+
+    `shared`: the rows of x are not the items of the batch.
+    """
     x, weight = x_BI.to(exact), weight_OI.to(exact)
     product = x @ weight.mT
     # a finite sum has finite terms; a check of each row would take a sixth of the product's time
-    if isfinite(product.sum().item()):
+    if holds(is_finite(product, shared=shared)):
         return product
     (rows,) = torch.where(~product.isfinite().all(-1))
     if len(rows):
@@ -232,5 +235,5 @@ def backward(
     exact = score_dtype(x_BI.dtype)
     return {
         "x": _product(grad_output_BO, weight_OI.mT, exact),
-        "weight": _product(grad_output_BO.mT, x_BI.mT, exact),
+        "weight": _product(grad_output_BO.mT, x_BI.mT, exact, shared=True),
     }

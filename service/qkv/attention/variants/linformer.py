@@ -239,7 +239,7 @@ def _random_projection(stream: int, R: int, seed: int, key_BGSD: Tensor) -> Tens
     for keys in row_blocks(S, R, _ELEMENTS):
         part_SR = generator.standard_normal((keys.stop - keys.start, R)) / math.sqrt(R)
         projection_RS[:, keys] = torch.from_numpy(part_SR).mT.to(projection_RS.dtype)
-    return projection_RS.to(key_BGSD.device)
+    return projection_RS.to(key_BGSD.device, non_blocking=True)
 
 
 def reference(

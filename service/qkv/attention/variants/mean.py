@@ -7,7 +7,6 @@ Cost: O(S E) time by cumsum, O(S^2 E) by the other methods; O(S E) memory by all
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -19,8 +18,9 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common.gradients import normalize_size, scale_back
+from qkv.attention.common.guards import holds, is_finite, largest_size, occurs
 from qkv.attention.common.row_masks import mask_padding, padding_mask
-from qkv.attention.common.score_blocks import largest_size, score_dtype
+from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic; unnormalised if normalize is false"
@@ -117,11 +117,12 @@ def attend(
     make = _METHODS[method]
     if normalize and value_BHSE.dtype == torch.float64:
         S, most = value_BHSE.shape[2], largest_size(value_BHSE)
-        if most > 1e300 / S:
+        if occurs(most > 1e300 / S):
             # neither a partial sum nor an average that rounds up may overflow
             room = 2.0 ** (S.bit_length() + 1)
             mean = make(value_BHSE / room, key_lengths_B, causal, normalize)
-            return Mean(mean.clamp(-most / room, most / room) * room, weights, method)
+            bound = float(most) / room
+            return Mean(mean.clamp(-bound, bound) * room, weights, method)
     return Mean(make(value_BHSE, key_lengths_B, causal, normalize), weights, method)
 
 
@@ -205,7 +206,7 @@ def _cumsum(value_BHSE: Tensor, lengths_B: Tensor | None, causal: bool, normaliz
         if normalize:
             output /= counts
         # inf and NaN persist in a sum, so one sum checks all elements
-        if exact == torch.float32 and not math.isfinite(output.sum().item()):
+        if exact == torch.float32 and not holds(is_finite(output)):
             recomputed = (_exactly(value_BHSE, causal) / counts).to(exact)
             output = torch.where(output.isfinite(), output, recomputed)
     if dtype != exact:

@@ -24,7 +24,8 @@ from qkv.attention.common.gradients import (
     normalize_size,
     scale_back,
 )
-from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, largest_size, score_dtype
+from qkv.attention.common.guards import largest_size, of_items
+from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, score_dtype
 from qkv.attention.common.visibility import Visibility, row_blocks
 
 WEIGHTS: Final = "stochastic; unnormalised after dropout"
@@ -226,13 +227,13 @@ def _halved(
         if mask is not None:  # an axis of size 1 is for all items or heads
             part_mask = mask[items if mask.shape[0] > 1 else slice(1)]
             part_mask = part_mask[:, heads if mask.shape[1] > 1 else slice(1)]
-        parts.append(
-            attend(
+        with of_items(items):
+            part = attend(
                 query[items, heads], key[items, groups], value[items, groups],
                 None if mask is None else part_mask, None if lengths is None else lengths[items],
                 plane_BH=plane_BH[items, heads], **parameters,
-            )
-        )  # fmt: skip
+            )  # fmt: skip
+        parts.append(part)
     outputs, weights, scores, backends = zip(*parts, strict=True)
     output, weight, score = (
         None if a[0] is None else torch.cat(a, axis) for a in (outputs, weights, scores)
@@ -285,7 +286,7 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
     output = torch.matmul(weights_BGTS, value / room).view(B, H, R, E)
     if not scores.dropout:
-        most = largest_size(value_BGSE) / room
+        most = float(largest_size(value_BGSE)) / room
         output.clamp_(-most, most)
     return output.mul_(room)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import isfinite
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from qkv.attention.common.gradients import (
     normalize_size,
     scale_back,
 )
+from qkv.attention.common.guards import bounds, holds, is_finite, occurs
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -88,12 +88,10 @@ class _Features(NamedTuple):
         query_BHLD: Tensor,
         key_BGSD: Tensor,
         key_lengths_B: Tensor | None,
-        causal: bool,
-        query_offset: int | Literal["end"],
+        offsets: list[int] | None,
     ) -> _Features:
         (B, _, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
         padding = padding_mask(S, key_lengths_B)
-        offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
         counts = visible_counts(B, L, S, key_lengths_B, offsets, query_BHLD.device)
         query = pad(_direction(query_BHLD.unflatten(1, (G, -1))), (1, 0), value=1.0)
         key = pad(_direction(mask_padding(padding, key_BGSD)), (1, 0), value=1.0)
@@ -161,12 +159,13 @@ def attend(
         outputs: the names of the outputs to return: "output", "weights".
     """
     (B, H, L, _), S, dtype = query_BHLD.shape, key_BGSD.shape[2], query_BHLD.dtype
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
         compute = _exact_output if dtype == torch.float64 else _fast_output
-        output = compute(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, causal, query_offset)
+        output = compute(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, offsets)
     if "weights" in outputs:
-        features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+        features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
         weights = query_BHLD.new_zeros(B, H, L, S, dtype=score_dtype(dtype))
         for rows in row_blocks(L, B * H * S, _ELEMENTS):
             weights[:, :, rows] = _block(features, rows)
@@ -185,7 +184,9 @@ def weights(
 
     The arguments are those of `attend`.
     """
-    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
     exact = score_dtype(query_BHLD.dtype)
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
@@ -199,8 +200,7 @@ def _fast_output(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
     key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
+    offsets: list[int] | None,
 ) -> Tensor:
     """Returns the output in float32, except for items that need `_exact_output`.
 
@@ -210,7 +210,6 @@ def _fast_output(
     """
     (B, _, L, _), (_, G, S, _), dtype = query_BHLD.shape, key_BGSD.shape, query_BHLD.dtype
     padding = padding_mask(S, key_lengths_B)
-    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     counts_BL = visible_counts(B, L, S, key_lengths_B, offsets, query_BHLD.device).float()
     output, total = average_by_cosines(
         query_BHLD.unflatten(1, (G, -1)),
@@ -220,15 +219,17 @@ def _fast_output(
         offsets,
     )
     spare = torch.sub(total.squeeze(-1), counts_BL[:, None, None], alpha=_NARROW)
-    if spare.amin().item() >= 0 and isfinite(output.sum().item()):  # then all terms are finite
+    # if the sum of the output is finite, all its terms are
+    if holds((bounds(spare)[0] >= 0) & is_finite(output)):
         return output.flatten(1, 2).to(dtype)
     fits_B = (spare >= 0).flatten(1).all(1) & output.isfinite().flatten(1).all(1)
     output = output.flatten(1, 2).to(dtype)
     for b in torch.where(~fits_B)[0].tolist():
         item = slice(b, b + 1)
         lengths = None if key_lengths_B is None else key_lengths_B[item]
+        own = None if offsets is None else offsets[item]
         output[item] = _exact_output(
-            query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths, causal, query_offset
+            query_BHLD[item], key_BGSD[item], value_BGSE[item], lengths, own
         )
     return output
 
@@ -238,11 +239,10 @@ def _exact_output(
     key_BGSD: Tensor,
     value_BGSE: Tensor,
     key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
+    offsets: list[int] | None,
 ) -> Tensor:
     """Returns the output, computed in float64 and rounded to the dtype of the inputs."""
-    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
     padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
     return _output(features, mask_padding(padding, value_BGSE)).to(query_BHLD.dtype)
 
@@ -283,7 +283,7 @@ def _with_room(value_BGSE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     huge = most_B111 > 1e300 / S
     room_B111 = torch.where(huge, torch.full_like(most_B111, 2.0 ** (S.bit_length() + 2)), 1.0)
     bound_B111 = torch.where(huge, most_B111 / room_B111, torch.inf)
-    return (value / room_B111 if huge.any() else value), room_B111, bound_B111
+    return (value / room_B111 if occurs(huge) else value), room_B111, bound_B111
 
 
 def _block(features: _Features, rows: slice) -> Tensor:
@@ -351,9 +351,9 @@ def backward(
     of zeros, get zeros. The arguments are those of `attend`. Source: Li et al., arXiv:2007.14902,
     section 3, differentiated.
     """
-    backward = partial(
-        _gradients, key_lengths_B=key_lengths_B, causal=causal, query_offset=query_offset
-    )
+    (B, _, L, _), S = query_BHLD.shape, key_BGSD.shape[2]
+    offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
+    backward = partial(_gradients, key_lengths_B=key_lengths_B, offsets=offsets)
     return gradients_by_heads(backward, grad_output_BHLE, query_BHLD, key_BGSD, value_BGSE)
 
 
@@ -364,13 +364,12 @@ def _gradients(
     value_BGSE: Tensor,
     *,
     key_lengths_B: Tensor | None,
-    causal: bool,
-    query_offset: int | Literal["end"],
+    offsets: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value."""
     padding = padding_mask(key_BGSD.shape[2], key_lengths_B)
     key_BGSD = mask_padding(padding, key_BGSD)
-    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, causal, query_offset)
+    features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
     query, key = features.query_BGKLF, features.key_BGSF
     value, v = normalize_size(mask_padding(padding, value_BGSE.double()))
     grad, g = normalize_size(grad_BHLE.double().unflatten(1, (key.shape[1], -1)))

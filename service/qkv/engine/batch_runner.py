@@ -1,0 +1,135 @@
+"""Runs batches on the device: halves a batch that fails, and classifies the errors.
+
+The engine calls `begin` and `finish` for batches of its queue, and `run` for small jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NoReturn
+
+from qkv.engine.accounting import JobAccounting
+from qkv.engine.batch_verifier import BatchVerifier
+from qkv.engine.device.device import Device
+from qkv.engine.device_errors import MemoryBudget, release_memory, to_client_error
+from qkv.engine.executor import JobOutput, Launched, launch
+from qkv.engine.work_queue import JobResult
+from qkv.errors import QkvError, ServiceUnavailable
+from qkv.jobs.job import Job
+
+__all__ = ["DEVICE_RETRY_AFTER_S", "BatchRunner", "Launch"]
+
+_log = logging.getLogger("qkv.engine")
+
+DEVICE_RETRY_AFTER_S: Final = 5
+"""Seconds after which a client may try again if the device has failed: a new process needs less."""
+
+Launch = Callable[[Sequence[Job], Device, bool, int, int], Launched]
+"""Begins a batch, as `executor.launch` does."""
+
+
+class BatchRunner:
+    """Runs batches of jobs with equal batch keys, from one thread at a time.
+
+    Args:
+        device: runs the jobs.
+        stack: True runs a batch as one call (see `executor.launch`).
+        threads: CPU threads of one call.
+        budget: lowered if memory runs out.
+        accounting: records the results.
+        verifier: checks the bits of stacked batches.
+        launch: begins a batch.
+        idle_threads: returns the number of CPU threads that a job may borrow.
+        on_fatal: called if the device can run nothing more.
+
+    Attributes:
+        launch: as the argument; tests may replace it while the engine runs.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        stack: bool,
+        threads: int,
+        budget: MemoryBudget,
+        accounting: JobAccounting,
+        *,
+        verifier: BatchVerifier,
+        launch: Launch = launch,
+        idle_threads: Callable[[Job], int] = lambda _: 1,
+        on_fatal: Callable[[QkvError], None] = lambda _: None,
+    ) -> None:
+        self._device, self._stack, self._threads = device, stack, threads
+        self._budget, self._accounting, self._verifier = budget, accounting, verifier
+        self.launch = launch
+        self._idle_threads, self._on_fatal = idle_threads, on_fatal
+
+    def begin(self, jobs: Sequence[Job]) -> Launched:
+        """Begins to run jobs; the result raises their error."""
+        try:
+            if self._stack and not self._verifier.may_stack(jobs):
+                return partial(self._each_alone, jobs)
+            idle_threads = self._idle_threads(jobs[0])
+            launched = self.launch(jobs, self._device, self._stack, self._threads, idle_threads)
+        except BaseException as error:  # a variant's SystemExit ends neither thread nor loop
+            return partial(_raise, error)
+        return partial(self._verified, jobs, launched) if self._stack else launched
+
+    def run(self, jobs: Sequence[Job], enqueued_at: Sequence[float]) -> list[JobResult | QkvError]:
+        """Runs jobs; arguments as for `finish`."""
+        return self.finish(self.begin(jobs), jobs, enqueued_at)
+
+    def finish(
+        self, launched: Launched, jobs: Sequence[Job], enqueued_at: Sequence[float]
+    ) -> list[JobResult | QkvError]:
+        """Returns the results of jobs that have begun; halves a failing batch until the culprit
+        fails alone.
+
+        Args:
+            launched: as `begin` returned it.
+            jobs: at least one.
+            enqueued_at: submission time of each job, by `time.perf_counter`.
+        """
+        batch_bytes = sum([job.bytes for job in jobs])
+        try:
+            outputs = launched()
+        except BaseException as error:
+            cause = error
+        else:
+            self._budget.recover(batch_bytes)
+            return [*self._accounting.record_batch(jobs, enqueued_at, outputs)]
+        if self._device.is_fatal(cause):
+            _log.critical("the device has failed; this process ends", exc_info=cause)
+            failed = ServiceUnavailable("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
+            self._on_fatal(failed)
+            return [failed for _ in jobs]
+        if self._device.is_out_of_memory(cause):
+            self._budget.lower(batch_bytes)
+            release_memory(cause, self._device)
+        if len(jobs) > 1:
+            middle = len(jobs) // 2
+            halves = (slice(middle), slice(middle, None))
+            return [r for half in halves for r in self.run(jobs[half], enqueued_at[half])]
+        _log.error("a job of %s failed", jobs[0].variant.name, exc_info=cause)
+        self._accounting.record_failure(jobs[0], enqueued_at[0])
+        return [to_client_error(cause, self._device)]
+
+    def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[JobOutput]:
+        """Returns the outputs of a batch; those of each job alone if a check finds other bits."""
+        outputs = launched()
+        if self._verifier.has_same_bits(jobs, outputs, self._run_alone):
+            return outputs
+        return self._each_alone(jobs)
+
+    def _each_alone(self, jobs: Sequence[Job]) -> list[JobOutput]:
+        return [self._run_alone(job)._replace(batch_size=len(jobs)) for job in jobs]
+
+    def _run_alone(self, job: Job) -> JobOutput:
+        (output,) = self.launch([job], self._device, self._stack, self._threads, 1)()
+        return output
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
