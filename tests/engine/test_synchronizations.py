@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a batch: once, for the outputs."""
+"""The number of times that the host waits for the device in a batch: once, for the outputs."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from qkv.attention.common import guards
 from qkv.attention.layers.projections import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
 from qkv.engine.forward import LayerWeights, call_variant, can_defer, in_layout
+from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job
+from qkv.jobs.measure.probe_jobs import Float64Job
 from qkv.tensors import DTYPES, RawTensor
 
 __all__ = ["ALIGNMENT", "JobOutput", "Launched", "execute", "launch"]
@@ -27,6 +30,7 @@ _ONE_THREAD_FLOPS: Final = 1 << 28  # about 2 ms of one thread
 ALIGNMENT: Final = 64
 """Alignment of every buffer, in bytes: the bits of a CPU kernel depend on it."""
 
+_Path = Literal["careful", "ordinary", "wide"]
 _FITS: Final = "fitting items"  # the name of the guards among the outputs
 
 
@@ -86,20 +90,31 @@ def launch(
     if not torch.is_inference_mode_enabled():
         with torch.inference_mode():
             return launch(jobs, device, stack, threads, idle_threads)
-    alone = (device, len(jobs), threads, idle_threads)
+    alone = partial(
+        _run_alone, device=device, batch_size=len(jobs), threads=threads, idle_threads=idle_threads
+    )
     if not (stack and can_defer(jobs[0])):
-        outputs = [_run_alone(job, *alone) for job in jobs]
+        outputs = [alone(job) for job in jobs]
         return lambda: outputs
-    call = _Call(jobs, device, len(jobs), defers=True)
+    return partial(_finish, _Call(jobs, device, len(jobs), "ordinary"), alone)
 
-    @torch.inference_mode()
-    def finish() -> list[JobOutput]:
-        return [
-            _run_alone(job, *alone) if output is None else output
-            for job, output in zip(jobs, call.finish(), strict=True)
-        ]
 
-    return finish
+@torch.inference_mode()
+def _finish(call: _Call, run_alone: Callable[[Job], JobOutput]) -> list[JobOutput]:
+    """Returns the outputs of a deferred call; runs jobs again that need another path.
+
+    The path of a job depends on its numbers alone.
+    """
+    outputs = call.finish()
+    left = [i for i, output in enumerate(outputs) if output is None]
+    if left and call.can_widen:
+        wide = call.again([call.jobs[i] for i in left]).finish()
+        for i, output in zip(left, wide, strict=True):
+            outputs[i] = output
+    return [
+        run_alone(job) if output is None else output
+        for job, output in zip(call.jobs, outputs, strict=True)
+    ]
 
 
 def _run_alone(
@@ -127,13 +142,14 @@ class _Call:
         jobs: stacked along B.
         device: runs the call.
         batch_size: number of jobs in the batch.
-        defers: take the ordinary path, and check at the end which jobs it was right for.
+        path: careful: the numbers select it. ordinary: the check for which jobs that was right
+            follows at the end. wide: the same in float64.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], device: Device, batch_size: int, defers: bool = False
+        self, jobs: Sequence[Job], device: Device, batch_size: int, path: _Path = "careful"
     ) -> None:
-        self._jobs, self._batch_size = jobs, batch_size
+        self.jobs, self._device, self._batch_size, self._path = jobs, device, batch_size, path
         self._started_at = time.perf_counter()
         job = jobs[0]
         # on an accelerator they are kept until the outputs are there
@@ -142,8 +158,9 @@ class _Call:
         self._loaded_at = time.perf_counter()
         self._stopwatch: Stopwatch = device.start_stopwatch()
         plane_BH = None if len(jobs) == 1 else _plane_indices(jobs, device.torch_device)
-        if defers:
-            with guards.deferred(sum(job.batch_size for job in jobs)) as collected:
+        if path != "careful":
+            items = sum([job.batch_size for job in jobs])
+            with guards.deferred(items, is_wide=path == "wide") as collected:
                 output = call_variant(job, self._inputs, weights, plane_BH, device)
             fits_B = collected.fitting_items(device.torch_device)
             tensors = {**output.tensors, _FITS: fits_B}
@@ -154,9 +171,20 @@ class _Call:
         self._stopwatch.stop()
         self._unloading: Unloading = device.unload(tensors)
 
+    @property
+    def can_widen(self) -> bool:
+        """True if float64 may be wide enough for jobs that need another path."""
+        job = self.jobs[0]
+        computes_in_float64 = isinstance(job, GradientJob | Float64Job)
+        return not computes_in_float64 and job.inputs.dtype != "float64"
+
+    def again(self, jobs: Sequence[Job]) -> _Call:
+        """Begins a call of some of the jobs in float64."""
+        return _Call(jobs, self._device, self._batch_size, "wide")
+
     def finish(self) -> list[JobOutput | None]:
         """Waits for the outputs of each job; None for a job that must run again, alone."""
-        jobs, tensors = self._jobs, self._unloading.wait()
+        jobs, tensors = self.jobs, self._unloading.wait()
         self._inputs = {}
         unloaded_at = time.perf_counter()
         fits = _each_job(jobs, tensors.pop(_FITS)) if _FITS in tensors else [True]

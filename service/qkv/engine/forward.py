@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.attention.common.guards import are_deferred, holds, largest_size
+from qkv.attention.common.guards import are_deferred, are_wide, holds, largest_size
 from qkv.attention.layers.layer import project, project_back
 from qkv.attention.layers.projections import ROLES, Projection, Projections
 from qkv.engine.device.device import Device
@@ -228,7 +228,7 @@ def _project(
         return tensors
     embeddings = {role: tensors.get("x", tensors.get(role)) for role in weights}
     rest = {n: t for n, t in tensors.items() if n != "x" and n not in weights}
-    for widen in (False, True):
+    for widen in (True,) if are_wide() else (False, True):
         projected = {}
         for role, (weight, bias) in weights.items():
             parts = (embeddings[role], weight, bias)

@@ -3,8 +3,9 @@
 A variant has an ordinary path, and careful ones for numbers that could overflow or cancel. Alone on
 a CPU, `holds` reads a condition at once. On an accelerator each read would wait for the device, and
 the path of a batch would depend on all its requests. There a call runs in `deferred`: it takes the
-ordinary path and collects the conditions of each item. The executor reads them with the outputs,
-and runs the requests for which one is false again, alone.
+ordinary path and collects the conditions of each item. The executor reads them with the outputs.
+It runs the requests for which one is false again: together in float64, which is wide enough for
+most of them, and those for which it is not alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "Guards",
     "Number",
     "are_deferred",
+    "are_wide",
     "bounds",
     "deferred",
     "holds",
@@ -44,10 +46,11 @@ class Guards:
 
     Args:
         B: the number of its items.
+        is_wide: the call computes in float64 what it else computes in float32.
     """
 
-    def __init__(self, B: int) -> None:
-        self.items = slice(0, B)
+    def __init__(self, B: int, is_wide: bool) -> None:
+        self.items, self.is_wide = slice(0, B), is_wide
         self._conditions: list[tuple[slice, Tensor]] = []
 
     def add(self, condition: Tensor) -> None:
@@ -67,9 +70,9 @@ _guards: Final[ContextVar[Guards | None]] = ContextVar("guards", default=None)
 
 
 @contextmanager
-def deferred(B: int) -> Iterator[Guards]:
-    """Defers the conditions of a call with B items; yields what collects them."""
-    guards = Guards(B)
+def deferred(B: int, is_wide: bool = False) -> Iterator[Guards]:
+    """Defers the conditions of a call; arguments as for `Guards`. Yields what collects them."""
+    guards = Guards(B, is_wide)
     token = _guards.set(guards)
     try:
         yield guards
@@ -98,6 +101,11 @@ def of_items(part: slice) -> Iterator[None]:
 def are_deferred() -> bool:
     """Returns True in a deferred call."""
     return _guards.get() is not None
+
+
+def are_wide() -> bool:
+    """Returns True in a deferred call that computes in float64 what it else does in float32."""
+    return (guards := _guards.get()) is not None and guards.is_wide
 
 
 def holds(condition: Condition) -> bool:

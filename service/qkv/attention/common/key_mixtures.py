@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.attention.common.guards import holds, largest_size
+from qkv.attention.common.guards import are_wide, holds, largest_size
 from qkv.attention.common.score_blocks import (
     Scores,
     score_dtype,
@@ -42,6 +42,8 @@ class Path(NamedTuple):
         cls, query: Tensor, key: Tensor, value: Tensor | None, E: Tensor, F: Tensor, scale: float
     ) -> Path:
         exact, (S, D) = score_dtype(query.dtype), key.shape[2:]
+        if are_wide():
+            return cls(torch.float64, shrinks=False)
         keys = largest_size(E, shared=True) * largest_size(key) * S
         scores = keys * largest_size(query) * D
         values = largest_size(F, shared=True)

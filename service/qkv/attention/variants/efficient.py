@@ -25,7 +25,14 @@ from qkv.attention.common.feature_sums import (
     transposed_feature_sums,
 )
 from qkv.attention.common.gradients import gradients_by_heads, normalize_size, scale_back
-from qkv.attention.common.guards import are_deferred, bounds, holds, largest_size, occurs
+from qkv.attention.common.guards import (
+    are_deferred,
+    are_wide,
+    bounds,
+    holds,
+    largest_size,
+    occurs,
+)
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -165,7 +172,7 @@ def attend(
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
-        if causal or dtype == torch.float64:
+        if causal or dtype == torch.float64 or are_wide():
             output = _exact_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, offsets)
         else:
             output = _fast_output(query_BHLD, key_BGSD, value_BGSE, key_lengths_B)
@@ -248,7 +255,7 @@ def _matrix(
     query = query_BHLD.unflatten(1, (G, -1)).to(score_dtype(query_BHLD.dtype))
     key = key_BGSD.to(query.dtype)
     unseen = None if padding is None else padding[:, None, :, None]
-    if key.dtype == torch.float32 and not _is_narrow(key, unseen):
+    if key.dtype == torch.float32 and (are_wide() or not _is_narrow(key, unseen)):
         query, key = query.double(), key.double()
     if unseen is not None:
         key = key.masked_fill(unseen, -torch.inf)

@@ -25,7 +25,14 @@ from qkv.attention.common.gradients import (
     normalize_size,
     scale_back,
 )
-from qkv.attention.common.guards import Number, are_deferred, bounds, holds, largest_size
+from qkv.attention.common.guards import (
+    Number,
+    are_deferred,
+    are_wide,
+    bounds,
+    holds,
+    largest_size,
+)
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -90,7 +97,7 @@ class _Features(NamedTuple):
         Otherwise they are in float64, from the logarithm of phi. elu(x) + 1 is never computed: in
         float32 it is exactly 0 below x = -30.
         """
-        compute = score_dtype(query_BHLD.dtype)
+        compute = torch.float64 if are_wide() else score_dtype(query_BHLD.dtype)
         query = query_BHLD.unflatten(1, (key_BGSD.shape[1], -1)).to(compute)
         key = mask_padding(padding_BS, key_BGSD.to(compute))
         if (least := _least_product(query, key)) is not None:

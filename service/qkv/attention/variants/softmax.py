@@ -24,7 +24,7 @@ from qkv.attention.common.gradients import (
     normalize_size,
     scale_back,
 )
-from qkv.attention.common.guards import largest_size, of_items
+from qkv.attention.common.guards import are_wide, largest_size, of_items
 from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, score_dtype
 from qkv.attention.common.visibility import Visibility, row_blocks
 
@@ -152,7 +152,9 @@ def attend(
     exact = score_dtype(query_BHLD.dtype)
     visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
     plain = outputs <= {"output"} and softcap is None and not dropout
-    if plain and fused_kernel.is_supported(query_BHLD, mask_BHLS, scale):
+    if are_wide():
+        safe = False
+    elif plain and fused_kernel.is_supported(query_BHLD, mask_BHLS, scale):
         output = fused_kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, scale)
         if output is not None:
             return Softmax(output, backend="sdpa")
@@ -188,7 +190,7 @@ def weights(
     """
     L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
     scale = D**-0.5 if scale is None else scale
-    safe = is_safe(query_BHLD, key_BGSD, None, scale)
+    safe = not are_wide() and is_safe(query_BHLD, key_BGSD, None, scale)
     exact = score_dtype(query_BHLD.dtype)
     visible = Visibility.of(
         L, S, mask_BHLS, key_lengths_B, causal, query_offset, window,

@@ -26,7 +26,7 @@ from qkv.attention.common.gradients import (
     normalize_size,
     scale_back,
 )
-from qkv.attention.common.guards import bounds, holds, is_finite, occurs
+from qkv.attention.common.guards import are_wide, bounds, holds, is_finite, occurs
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -162,7 +162,7 @@ def attend(
     offsets = item_offsets(B, L, S, key_lengths_B, causal, query_offset)
     output = weights = None
     if "output" in outputs:
-        compute = _exact_output if dtype == torch.float64 else _fast_output
+        compute = _exact_output if dtype == torch.float64 or are_wide() else _fast_output
         output = compute(query_BHLD, key_BGSD, value_BGSE, key_lengths_B, offsets)
     if "weights" in outputs:
         features = _Features.of(query_BHLD, key_BGSD, key_lengths_B, offsets)
