@@ -18,7 +18,10 @@ from qkv.engine.executor import Launched, launch
 from qkv.engine.work_queue import Load
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
+from support.any_device import any_device as any_device
 from support.engines import hold, job_of, plain, run_together, with_engine
+
+pytestmark = pytest.mark.usefixtures("any_device")
 
 # ---------------------------------------------------------------- batches
 
@@ -45,7 +48,6 @@ def test_only_equal_keys_share_a_batch() -> None:
     [
         ({"max_batch": 2}, [2, 2, 2, 2, 1]),
         ({"max_batch": 1}, [1, 1, 1, 1, 1]),
-        ({"max_batch": 0}, [1, 1, 1, 1, 1]),  # a CPU's default
     ],
 )
 def test_max_batch(options: dict[str, int], sizes: list[int]) -> None:
@@ -54,6 +56,16 @@ def test_max_batch(options: dict[str, int], sizes: list[int]) -> None:
         return [a.timing["batch_size"] for a in results]
 
     assert with_engine(test, **options) == sizes
+
+
+def test_default_of_max_batch(any_device: str) -> None:
+    """A CPU runs each job alone."""
+
+    async def test(engine: Engine) -> list[int]:
+        results = await run_together(engine, [plain(seed) for seed in range(5)])
+        return [a.timing["batch_size"] for a in results]
+
+    assert with_engine(test, max_batch=0) == ([1] * 5 if any_device == "cpu" else [5] * 5)
 
 
 def test_the_oldest_group_runs_first() -> None:
@@ -246,7 +258,8 @@ def test_timing_is_measured() -> None:
             assert timing["compute_ms"] > 0
             assert timing["transfer_ms"] > 0
             assert sum(timing[f"{s}_ms"] for s in ("queue", "compute", "transfer")) <= most
-        assert (first["device"], first["backend"], second["backend"]) == ("cpu", "sdpa", "explicit")
+        assert first["device"] == engine.device_name
+        assert (first["backend"], second["backend"]) == ("sdpa", "explicit")
         idle = [(await engine.submit(plain(3))).timing for _ in range(5)]
         assert min(timing["queue_ms"] for timing in idle) < first["queue_ms"]
         assert {timing["batch_size"] for timing in idle} == {1}

@@ -14,9 +14,11 @@ from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import Launched, launch
 from qkv.errors import Internal, InvalidContent, PayloadTooLarge, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
+from support.any_device import any_device as any_device
 from support.engines import bits, hold, plain, with_engine
 
 
+@pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize("place", [0, 13, 31])
 def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """One of 32 jobs fails; all others get their usual bits."""
@@ -48,6 +50,7 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
     assert len(runs) == 11  # halved five times: the rest of each half runs once
 
 
+@pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -105,6 +108,7 @@ def test_event_loop_survives_a_failing_inline_job(
     with_engine(test)
 
 
+@pytest.mark.usefixtures("any_device")
 def test_device_thread_survives_a_fault_outside_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in the engine's accounting fails the jobs of the batch."""
 
@@ -120,6 +124,7 @@ def test_device_thread_survives_a_fault_outside_a_batch(monkeypatch: pytest.Monk
     with_engine(test)
 
 
+@pytest.mark.usefixtures("any_device")
 def test_failing_queue_fails_all_queued_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

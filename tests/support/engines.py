@@ -11,7 +11,9 @@ from unittest.mock import patch
 import torch
 
 from qkv.client.arrays import to_raw
+from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.cpu import CpuDevice
+from qkv.engine.device.device import Device
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
@@ -25,11 +27,17 @@ LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=4 << 30)
 CPU: Final = CpuDevice()
 
 
+def new_test_device() -> Device:
+    """Returns the device of `with_engine`; a test may replace this function."""
+    return CPU
+
+
 def with_engine(test: Callable[[Engine], Awaitable[T]], **options: Any) -> T:
     """Runs a test with a new engine, which forms batches as on a GPU."""
 
     async def main() -> T:
-        engine = Engine(CPU, **({"max_batch": 32, "threads": 2} | options))
+        defaults: dict[str, Any] = {"max_batch": 32, "threads": 2, "verifier": BatchVerifier("off")}
+        engine = Engine(new_test_device(), **(defaults | options))
         engine.start()
         try:
             return await test(engine)

@@ -301,8 +301,8 @@ class PretendedDevice(Accelerator):
         return MemoryUsage(held, held, 1 << 30)
 
     def free_memory(self) -> tuple[int, int]:
-        """Returns all as free."""
-        return 1 << 30, 1 << 30
+        """Returns half as free."""
+        return 1 << 29, 1 << 30
 
     def release_memory(self) -> None:
         """Counts the call; memory is available again."""

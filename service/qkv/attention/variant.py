@@ -190,8 +190,8 @@ class Variant:
     def stackable_below(self) -> float:
         """The file's STACKABLE_BELOW, or 0: requests with numbers from there on are not stacked.
 
-        Such numbers may take another path, on which the bits of stacked requests would depend. A
-        file without the constant has promised nothing about stacked requests.
+        A file with the constant promises that only `guards` select its paths. A file without it has
+        promised nothing about stacked requests.
         """
         return float(getattr(self.module, "STACKABLE_BELOW", 0.0))
 

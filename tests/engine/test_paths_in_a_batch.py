@@ -1,0 +1,77 @@
+"""The path of a request depends on its own numbers, not on those of others in its batch."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from qkv.attention.catalogue import variants
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
+from qkv.engine.device.device import Device
+from qkv.engine.executor import execute
+from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
+from qkv.jobs.job import Job
+from support.engines import CPU, new_job
+from support.known_requests import DTYPES
+from support.pretended_device import PretendedDevice
+
+SIZES: Final = {"B": 2, "H": 2, "G": 1, "L": 7, "S": 9, "D": 8, "E": 8, "I": 6, "O": 5}
+SCALES: Final = (1.0, 30.0, 300.0, 2e9, 1e30, 0.0, float("nan"), float("inf"), 1e-30, 1.0)
+KINDS: Final = [
+    pytest.param(v, kind, id=f"{v.name}-{kind.__name__}")
+    for v in variants().values()
+    for kind in (Job, GradientJob)
+    if "B" in next(iter(v.inputs.values())).letters and v.name != "linear_layer"
+]
+
+
+def jobs_of(variant: Variant, kind: type[Job], dtype: str, **parameters: Any) -> list[Job]:
+    """Returns jobs with equal batch keys, whose numbers need different paths."""
+    jobs = []
+    for seed, scale in enumerate(SCALES):
+        random = np.random.default_rng(seed)
+        arrays = {}
+        with np.errstate(over="ignore", invalid="ignore"):
+            for i in variant.inputs.values():
+                if not i.is_optional:
+                    shape = [fixed_size(x) or SIZES[x] for x in i.letters]
+                    arrays[i.name] = random.normal(size=shape).astype(DTYPES[dtype])
+                    arrays[i.name].flat[::3] *= DTYPES[dtype].type(scale)
+        if kind is GradientJob:
+            shape = [SIZES[x] for x in variant.outputs["output"].letters]
+            arrays[GRAD_OUTPUT] = random.normal(size=shape).astype(DTYPES[dtype])
+        jobs.append(new_job(arrays, variant.name, kind, parameters=parameters))
+    assert len({job.batch_key for job in jobs}) == 1
+    return jobs
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        pytest.param("float64", marks=pytest.mark.slow),
+        pytest.param("float16", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("device", [CPU, PretendedDevice()], ids=["cpu", "pretended"])
+@pytest.mark.parametrize(("variant", "kind"), KINDS)
+def test_job_takes_the_path_that_it_takes_alone(
+    variant: Variant, kind: type[Job], device: Device, dtype: str
+) -> None:
+    """Also if it runs again, in float64 or alone."""
+    for parameters in ({}, {"causal": True}):
+        known = {n: v for n, v in parameters.items() if n in variant.parameters.model_fields}
+        jobs = jobs_of(variant, kind, dtype, **known)
+        together = execute(jobs, device, stack=True)
+        for job, output in zip(jobs, together, strict=True):
+            (alone,) = execute([job], device, stack=True)
+            assert output.backend == alone.backend
+            for name, raw in output.outputs.items():
+                one, other = raw.numpy(), alone.outputs[name].numpy()
+                finite = np.abs(other[np.isfinite(other)].astype(np.float64))
+                bound = 64 * np.finfo(other.dtype).eps * finite.max(initial=0)
+                np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=name)
