@@ -152,20 +152,21 @@ class _Call:
         self.jobs, self._device, self._batch_size, self._path = jobs, device, batch_size, path
         self._started_at = time.perf_counter()
         job = jobs[0]
-        # on an accelerator they are kept until the outputs are there
-        self._inputs = device.load({name: _host(jobs, name, device) for name in job.inputs.tensors})
+        inputs = device.load({name: _host(jobs, name, device) for name in job.inputs.tensors})
         weights = {} if job.inputs.layer is None else _layer_weights(job, device)
+        # an accelerator may still read them when this returns
+        self._in_use: tuple[object, ...] = (inputs, weights)
         self._loaded_at = time.perf_counter()
         self._stopwatch: Stopwatch = device.start_stopwatch()
         plane_BH = None if len(jobs) == 1 else _plane_indices(jobs, device.torch_device)
         if path != "careful":
             items = sum([job.batch_size for job in jobs])
             with guards.deferred(items, is_wide=path == "wide") as collected:
-                output = call_variant(job, self._inputs, weights, plane_BH, device)
+                output = call_variant(job, inputs, weights, plane_BH, device)
             fits_B = collected.fitting_items(device.torch_device)
             tensors = {**output.tensors, _FITS: fits_B}
         else:
-            output = call_variant(job, self._inputs, weights, plane_BH, device)
+            output = call_variant(job, inputs, weights, plane_BH, device)
             tensors = output.tensors
         self._backend = output.backend
         self._stopwatch.stop()
@@ -185,7 +186,7 @@ class _Call:
     def finish(self) -> list[JobOutput | None]:
         """Waits for the outputs of each job; None for a job that must run again, alone."""
         jobs, tensors = self.jobs, self._unloading.wait()
-        self._inputs = {}
+        self._in_use = ()
         unloaded_at = time.perf_counter()
         fits = _each_job(jobs, tensors.pop(_FITS)) if _FITS in tensors else [True]
         outputs = _split(jobs, in_layout(jobs[0], tensors))
