@@ -14,8 +14,7 @@ from fastapi import Request
 from qkv.api.request_body import in_thread_if_large
 from qkv.api.request_headers import Header, headers_of
 from qkv.engine.admission import Admission
-from qkv.engine.engine import Engine
-from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.job_executor import JobExecutor
 from qkv.engine.work_queue import JobResult
 from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
 from qkv.jobs.job import Job, Limits
@@ -89,7 +88,7 @@ class JobRunner:
     """
 
     def __init__(
-        self, engine: Engine | RemoteEngine, settings: Settings, metrics_recorder: MetricsRecorder
+        self, engine: JobExecutor, settings: Settings, metrics_recorder: MetricsRecorder
     ) -> None:
         self._engine, self._metrics_recorder = engine, metrics_recorder
         self._max_body_bytes = settings.max_body_bytes

@@ -12,7 +12,7 @@ import numpy as np
 
 from qkv.attention import catalogue
 from qkv.attention.signature import fixed_size
-from qkv.engine.engine import Engine
+from qkv.engine.job_executor import JobExecutor
 from qkv.errors import QkvError
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
@@ -25,7 +25,7 @@ _log = logging.getLogger("qkv.app")
 _LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)
 
 
-async def warm_up(engine: Engine) -> None:
+async def warm_up(engine: JobExecutor) -> None:
     """Runs the smallest request of each variant: a first call costs torch about 30 ms, which must
     not appear in a client's timing."""
     for name, variant in catalogue.variants().items():

@@ -8,9 +8,9 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from qkv.errors import ServiceUnavailable
+from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 
@@ -20,8 +20,10 @@ __all__ = [
     "JobResult",
     "Load",
     "QueuedJob",
+    "ResultReceiver",
     "ThroughputEstimate",
     "WorkQueue",
+    "new_queued_job",
 ]
 
 PRIORITIES: Final = (1, 2, 3)
@@ -103,43 +105,81 @@ class JobResult(NamedTuple):
     timing: dict[str, Any]
 
 
+class ResultReceiver(Protocol):
+    """The part of a future that the engine uses; the event loop calls the methods `set_...`."""
+
+    def done(self) -> bool:
+        """Returns True if it has a result or an error, or is cancelled."""
+
+    def cancelled(self) -> bool:
+        """Returns True if nothing waits for the result any more."""
+
+    def set_result(self, result: JobResult, /) -> None:
+        """Receives the result."""
+
+    def set_exception(self, error: QkvError, /) -> None:
+        """Receives the error."""
+
+
 @dataclass(slots=True, eq=False)
 class QueuedJob:
-    """A job in the queue, and the future of its result.
+    """A job in the queue, and the receiver of its result.
 
     Attributes:
         job: the job to run.
-        future: resolved with the result or an error.
+        future: receives the result or an error; an `asyncio.Future`, or an object like it.
         priority: one of `PRIORITIES`.
         enqueued_at: time of submission, by `time.perf_counter`.
         deadline: time at which it expires, by the same clock; None: never.
+        timer: the timer of its deadline, set once it is queued.
+        batch_key: jobs with equal keys may run together.
+        load: the work of the job.
     """
 
     job: Job
-    future: asyncio.Future[JobResult]
+    future: ResultReceiver
     priority: int = DEFAULT_PRIORITY
     enqueued_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
+    timer: asyncio.TimerHandle | None = None
+    batch_key: Hashable = field(init=False)
+    load: Load = field(init=False)
 
-    @property
-    def batch_key(self) -> Hashable:
-        """The batch key: jobs with equal keys may run together."""
-        return self.priority, self.job.batch_key
+    def __post_init__(self) -> None:
+        self.batch_key = self.priority, self.job.batch_key
+        self.load = Load(1, self.job.bytes, self.job.flops)
 
     @property
     def bytes(self) -> int:
         """Bytes of its tensors, in and out."""
-        return self.job.bytes
-
-    @property
-    def load(self) -> Load:
-        """The work of the job."""
-        return Load(1, self.bytes, self.job.flops)
+        return self.load.bytes
 
     @property
     def is_expired(self) -> bool:
         """True once its deadline has passed."""
         return self.deadline is not None and self.deadline <= time.perf_counter()
+
+
+def new_queued_job(
+    job: Job,
+    receiver: ResultReceiver,
+    priority: int = 0,
+    wait_s: float | None = None,
+    enqueued_at: float | None = None,
+) -> QueuedJob:
+    """Returns a job for the queue.
+
+    Args:
+        job: the job to run.
+        receiver: receives its result.
+        priority: 1 is high, 3 is low; any other value is the default, 2.
+        wait_s: seconds until its deadline; None: it has none.
+        enqueued_at: start of its wait, by `time.perf_counter`; None: now.
+    """
+    enqueued_at = time.perf_counter() if enqueued_at is None else enqueued_at
+    priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
+    deadline = None if wait_s is None else enqueued_at + wait_s
+    return QueuedJob(job, receiver, priority, enqueued_at, deadline)
 
 
 class WorkQueue:

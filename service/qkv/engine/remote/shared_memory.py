@@ -56,6 +56,7 @@ class SharedMemory:
         self._size = -(-(size + _PADDING_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, regions * self._size, flags=flags)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
 
     def region(self, index: int) -> WorkerRegion:
         """Returns a worker's region, with nothing allocated."""
@@ -65,7 +66,7 @@ class SharedMemory:
         """Returns a view of bytes of a region, which the worker and the device process share."""
         assert 0 <= offset <= offset + size <= self._size
         start = index * self._size + offset
-        return np.frombuffer(memoryview(self._memory)[start : start + size], np.uint8)
+        return self._bytes[start : start + size]
 
     def release_pages(self, index: int, offset: int, size: int) -> None:
         """Returns the whole pages of these bytes to the system, beyond `RETAINED_BYTES`."""
