@@ -32,7 +32,6 @@ from qkv.engine.work_queue import (
     Load,
     QueuedJob,
     WorkQueue,
-    new_queued_job,
 )
 from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
@@ -173,7 +172,9 @@ class Engine:
         """
         assert self._loop is not None
         future: asyncio.Future[JobResult] = self._loop.create_future()
-        queued_job = new_queued_job(job, future, priority, wait_s, enqueued_at)
+        enqueued_at = time.perf_counter() if enqueued_at is None else enqueued_at
+        deadline = None if wait_s is None else enqueued_at + wait_s
+        queued_job = QueuedJob(job, future, priority, enqueued_at, deadline)
         (error,) = self.enqueue([queued_job])
         if error is not None:
             raise error

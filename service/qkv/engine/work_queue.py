@@ -23,7 +23,6 @@ __all__ = [
     "ResultReceiver",
     "ThroughputEstimate",
     "WorkQueue",
-    "new_queued_job",
 ]
 
 PRIORITIES: Final = (1, 2, 3)
@@ -69,7 +68,10 @@ class Load(NamedTuple):
 
         A job of any size is allowed while nothing is queued.
         """
-        if current.requests:
+        requests, size, flops = current
+        if requests and (
+            requests + added[0] > self[0] or size + added[1] > self[1] or flops + added[2] > self[2]
+        ):
             for limit, has, adds, unit in zip(self, current, added, _UNITS, strict=True):
                 if has + adds > limit:
                     return (
@@ -128,7 +130,7 @@ class QueuedJob:
     Attributes:
         job: the job to run.
         future: receives the result or an error; an `asyncio.Future`, or an object like it.
-        priority: one of `PRIORITIES`.
+        priority: one of `PRIORITIES`; any other value becomes the default.
         enqueued_at: time of submission, by `time.perf_counter`.
         deadline: time at which it expires, by the same clock; None: never.
         timer: the timer of its deadline, set once it is queued.
@@ -146,6 +148,8 @@ class QueuedJob:
     load: Load = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.priority not in PRIORITIES:
+            self.priority = DEFAULT_PRIORITY
         self.batch_key = self.priority, self.job.batch_key
         self.load = Load(1, self.job.bytes, self.job.flops)
 
@@ -158,28 +162,6 @@ class QueuedJob:
     def is_expired(self) -> bool:
         """True once its deadline has passed."""
         return self.deadline is not None and self.deadline <= time.perf_counter()
-
-
-def new_queued_job(
-    job: Job,
-    receiver: ResultReceiver,
-    priority: int = 0,
-    wait_s: float | None = None,
-    enqueued_at: float | None = None,
-) -> QueuedJob:
-    """Returns a job for the queue.
-
-    Args:
-        job: the job to run.
-        receiver: receives its result.
-        priority: 1 is high, 3 is low; any other value is the default, 2.
-        wait_s: seconds until its deadline; None: it has none.
-        enqueued_at: start of its wait, by `time.perf_counter`; None: now.
-    """
-    enqueued_at = time.perf_counter() if enqueued_at is None else enqueued_at
-    priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
-    deadline = None if wait_s is None else enqueued_at + wait_s
-    return QueuedJob(job, receiver, priority, enqueued_at, deadline)
 
 
 class WorkQueue:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from qkv.engine.remote.messages import (
+    NO_DEADLINE,
     JobRequest,
     JobTimes,
     pack_id,
     pack_plan,
     pack_results,
+    pack_times,
     unpack_id,
     unpack_plan,
     unpack_results,
@@ -16,7 +18,8 @@ from qkv.engine.remote.messages import (
 
 def test_job_requests_unpack_as_packed() -> None:
     requests = [
-        JobRequest(1 << 40, 2047, 64, 1 << 40, 255, 123.456, wait_s) for wait_s in (None, 0.0, 1.5)
+        JobRequest(1 << 40, 2047, 64, 1 << 40, 255, 123.456, deadline)
+        for deadline in (NO_DEADLINE, 0.0, 1.5)
     ]
     for count in range(4):
         payload = b"".join(request.pack() for request in requests[:count])
@@ -26,7 +29,7 @@ def test_job_requests_unpack_as_packed() -> None:
 def test_results_unpack_as_packed() -> None:
     times = [JobTimes(n, 0.1, 0.2, 0.3, 0.4, 64) for n in range(3)]
     for label in (b"", b'["output"]' * 99):
-        payload = pack_results(label, [each.pack() for each in times])
+        payload = pack_results(label, [pack_times(each.id, each._asdict()) for each in times])
         assert unpack_results(payload) == (label, times)
 
 

@@ -6,18 +6,21 @@ results of one turn in one frame. `Channel` sends frames.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 __all__ = [
+    "NO_DEADLINE",
     "JobRequest",
     "JobTimes",
     "MessageType",
     "pack_id",
     "pack_plan",
     "pack_results",
+    "pack_times",
     "unpack_id",
     "unpack_plan",
     "unpack_results",
@@ -28,7 +31,9 @@ _JOB_TIMES: Final = struct.Struct("<QddddI")
 _ID: Final = struct.Struct("<Q")
 _NUMBER: Final = struct.Struct("<I")
 _LABEL_SIZE: Final = struct.Struct("<H")
-_NO_DEADLINE: Final = -1.0
+
+NO_DEADLINE: Final = math.inf
+"""The deadline of a job that may wait for ever."""
 
 
 class MessageType(IntEnum):
@@ -53,7 +58,7 @@ class JobRequest(NamedTuple):
         outputs_offset: offset of the memory for its outputs.
         priority: as `Engine.submit` takes it.
         enqueued_at: time of submission, by `time.perf_counter`, one clock for all processes.
-        wait_s: as `Engine.submit` takes it.
+        deadline: time at which it expires, by the same clock, or `NO_DEADLINE`.
     """
 
     id: int
@@ -62,18 +67,16 @@ class JobRequest(NamedTuple):
     outputs_offset: int
     priority: int
     enqueued_at: float
-    wait_s: float | None
+    deadline: float
 
     def pack(self) -> bytes:
         """Returns the request as bytes."""
-        *numbers, wait_s = self
-        return _JOB_REQUEST.pack(*numbers, _NO_DEADLINE if wait_s is None else wait_s)
+        return _JOB_REQUEST.pack(*self)
 
     @classmethod
     def unpack_all(cls, data: bytes) -> list[Self]:
         """Returns the requests that `pack` encoded, from the bytes of all of them."""
-        requests = map(cls._make, _JOB_REQUEST.iter_unpack(data))
-        return [r._replace(wait_s=None) if r.wait_s == _NO_DEADLINE else r for r in requests]
+        return list(map(cls._make, _JOB_REQUEST.iter_unpack(data)))
 
 
 class JobTimes(NamedTuple):
@@ -90,10 +93,6 @@ class JobTimes(NamedTuple):
     compute_ms: float
     total_ms: float
     batch_size: int
-
-    def pack(self) -> bytes:
-        """Returns the figures as bytes."""
-        return _JOB_TIMES.pack(*self)
 
 
 def pack_id(id: int) -> bytes:
@@ -116,12 +115,29 @@ def unpack_plan(payload: bytes) -> tuple[int, bytes]:
     return _NUMBER.unpack_from(payload)[0], payload[_NUMBER.size :]
 
 
+def pack_times(id: int, timing: Mapping[str, Any]) -> bytes:
+    """Returns the measured figures of a job as bytes.
+
+    Args:
+        id: the worker's number for the job.
+        timing: as `JobResult.timing`.
+    """
+    return _JOB_TIMES.pack(
+        id,
+        timing["queue_ms"],
+        timing["transfer_ms"],
+        timing["compute_ms"],
+        timing["total_ms"],
+        timing["batch_size"],
+    )
+
+
 def pack_results(label: bytes, times: Iterable[bytes]) -> bytes:
     """Returns the payload of a RESULTS frame.
 
     Args:
         label: as `job_codec.encode_label` returns it.
-        times: packed `JobTimes` of the jobs.
+        times: of each job, as `pack_times` returns them.
     """
     return b"".join((_LABEL_SIZE.pack(len(label)), label, *times))
 

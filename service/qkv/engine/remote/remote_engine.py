@@ -12,7 +12,7 @@ import math
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from qkv.engine.engine import DEFAULT_LIMIT
 from qkv.engine.remote.channel import Channel, receive_connection
 from qkv.engine.remote.job_codec import decode_label
 from qkv.engine.remote.messages import (
+    NO_DEADLINE,
     JobRequest,
     JobTimes,
     MessageType,
@@ -54,8 +55,8 @@ class _SubmittedJob:
     inputs: Block
     outputs: Block
     priority: int
-    wait_s: float | None
-    enqueued_at: float = field(default_factory=time.perf_counter)
+    enqueued_at: float
+    deadline: float
     is_sent: bool = False
 
 
@@ -180,8 +181,10 @@ class RemoteEngine:
             full.retry_after = self._throughput.retry_after(self._load)
             raise
         future: asyncio.Future[JobResult] = self._loop.create_future()
+        now = time.perf_counter()
+        deadline = NO_DEADLINE if wait_s is None else now + wait_s
         submitted = _SubmittedJob(
-            next(self._ids), job, plan, future, inputs, outputs, priority, wait_s
+            next(self._ids), job, plan, future, inputs, outputs, priority, now, deadline
         )
         self._submitted[submitted.id] = submitted
         self._load = self._load.plus(plan.load)
@@ -218,7 +221,8 @@ class RemoteEngine:
             self._send(submitted)
 
     def _send(self, submitted: _SubmittedJob) -> None:
-        """Sends a job at the end of this turn of the event loop, with the others of this turn."""
+        """Sends a job at the end of this turn of the event loop, with the others of this turn; at
+        once if no other is on the way."""
         assert self._loop is not None
         request = JobRequest(
             submitted.id,
@@ -227,12 +231,14 @@ class RemoteEngine:
             submitted.outputs.offset,
             max(0, min(submitted.priority, 255)),
             submitted.enqueued_at,
-            submitted.wait_s,
+            submitted.deadline,
         )
         submitted.is_sent = True
-        if not self._requests:
-            self._loop.call_soon(self._flush)
         self._requests.append(request.pack())
+        if len(self._submitted) == 1:
+            self._flush()
+        elif len(self._requests) == 1:
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Sends the jobs that are not sent yet in one frame."""

@@ -21,17 +21,18 @@ from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.job_codec import DecodedPlan, JobDecoder, encode_label
 from qkv.engine.remote.messages import (
+    NO_DEADLINE,
     JobRequest,
-    JobTimes,
     MessageType,
     pack_id,
     pack_results,
+    pack_times,
     unpack_id,
     unpack_plan,
 )
 from qkv.engine.remote.sent_plans import NOT_KEPT
 from qkv.engine.remote.shared_memory import SharedMemory
-from qkv.engine.work_queue import JobResult, QueuedJob, new_queued_job
+from qkv.engine.work_queue import JobResult, QueuedJob
 from qkv.errors import Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 
@@ -175,8 +176,9 @@ class WorkerLink:
                     self._pending[request.id] = pending
                     pending.set_result(result)
                     continue
-                _, _, _, _, priority, enqueued_at, wait_s = request
-                queued_job = new_queued_job(job, pending, priority, wait_s, enqueued_at)
+                *_, priority, enqueued_at, time_limit = request
+                deadline = None if time_limit == NO_DEADLINE else time_limit
+                queued_job = QueuedJob(job, pending, priority, enqueued_at, deadline)
                 pending.queued_job = queued_job
                 queued_jobs.append(queued_job)
                 self._pending[request.id] = pending
@@ -187,6 +189,7 @@ class WorkerLink:
             for queued_job, failure in zip(queued_jobs, failures, strict=True):
                 if failure is not None:
                     queued_job.future.set_exception(failure)
+        self._flush()  # the results of small jobs
 
     def _view_inputs(self, request: JobRequest, plan: DecodedPlan) -> np.ndarray:
         return self._shared_memory.view(self._index, request.inputs_offset, plan.input_bytes)
@@ -196,31 +199,31 @@ class WorkerLink:
 
         On a CPU, the way to the device thread and back takes as long as a small job.
         """
-        if self._engine.forms_batches:
+        if self._engine.forms_batches or request.deadline <= time.perf_counter():
             return None
-        wait_s, enqueued_at = request.wait_s, request.enqueued_at
-        if wait_s is not None and time.perf_counter() - enqueued_at >= wait_s:
-            return None
-        return self._engine.run_inline(job, enqueued_at)
+        return self._engine.run_inline(job, request.enqueued_at)
 
     def send_result(self, pending: _PendingJob, result: JobResult) -> None:
         """Copies the outputs of a job into shared memory, and sends its times."""
-        if sum([t.nbytes for t in result.outputs.values()]) > _LARGE_BYTES:
-            task = asyncio.create_task(self._send_large_result(pending, result))
+        slices = pending.plan.output_slices(result.outputs)
+        if slices[-1].stop > _LARGE_BYTES:
+            task = asyncio.create_task(self._send_large_result(pending, result, slices))
             self._reply_tasks.add(task)
             task.add_done_callback(self._reply_tasks.discard)
             return
         try:
-            self._write_outputs(pending, result)
+            self._write_outputs(pending, result, slices)
         except Exception as error:
             self.send_error(pending.request.id, error)
         else:
             self._send_times(pending, result)
 
-    async def _send_large_result(self, pending: _PendingJob, result: JobResult) -> None:
+    async def _send_large_result(
+        self, pending: _PendingJob, result: JobResult, slices: Sequence[slice]
+    ) -> None:
         failure = None
         try:
-            await asyncio.to_thread(self._write_outputs, pending, result)
+            await asyncio.to_thread(self._write_outputs, pending, result, slices)
         except Exception as error:
             failure = error
         if self._pending.get(pending.request.id) is not pending:  # the worker has exited
@@ -230,28 +233,22 @@ class WorkerLink:
         else:
             self.send_error(pending.request.id, failure)
 
-    def _write_outputs(self, pending: _PendingJob, result: JobResult) -> None:
-        outputs, offset = result.outputs, pending.request.outputs_offset
-        slices = pending.plan.output_slices(outputs)
+    def _write_outputs(
+        self, pending: _PendingJob, result: JobResult, slices: Sequence[slice]
+    ) -> None:
+        offset = pending.request.outputs_offset
         target = self._shared_memory.view(self._index, offset, slices[-1].stop).data
-        for where, tensor in zip(slices, outputs.values(), strict=True):
+        for where, tensor in zip(slices, result.outputs.values(), strict=True):
             target[where] = tensor.data
 
     def _send_times(self, pending: _PendingJob, result: JobResult) -> None:
         """Sends the times of a job at the end of this turn of the event loop."""
-        del self._pending[pending.request.id]
+        id, timing = pending.request.id, result.timing
+        del self._pending[id]
         if not self._results:
             asyncio.get_running_loop().call_soon(self._flush)
-        timing = result.timing
-        times = JobTimes(
-            pending.request.id,
-            timing["queue_ms"],
-            timing["transfer_ms"],
-            timing["compute_ms"],
-            timing["total_ms"],
-            timing["batch_size"],
-        )
-        self._results[encode_label(tuple(result.outputs), timing["backend"])].append(times.pack())
+        label = encode_label(tuple(result.outputs), timing["backend"])
+        self._results[label].append(pack_times(id, timing))
 
     def _flush(self) -> None:
         """Sends the results that are not sent yet: one frame for each label."""
