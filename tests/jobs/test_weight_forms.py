@@ -16,13 +16,6 @@ from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.client.client import Client
 from qkv.engine import local, weight_blocks
-from qkv.engine.remote.job_codec import (
-    JobDecoder,
-    aligned_bytes,
-    encode_header,
-    input_sizes,
-    write_tensors,
-)
 from qkv.jobs import weight_forms
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
@@ -30,6 +23,7 @@ from qkv.wire import json, safetensors
 from qkv.wire.message import Message
 from support.known_requests import DTYPES, EPS, FLOATING, Array, as_array, as_json, assert_problem
 from support.peak_memory import needs_proc, peaks
+from support.sent_jobs import send
 from support.service import Server
 
 SIZES: Final = dict(zip("BHGLSDEIOR", (2, 6, 2, 21, 37, 6, 3, 37, 5, 8), strict=True))
@@ -399,9 +393,7 @@ def test_equal_forms_batch_and_other_processes_decode_them() -> None:
     for form in SUMMARIES:
         assert job(form).batch_key == job(form).batch_key
         one = job(form)
-        data = np.zeros(aligned_bytes(input_sizes(one)), np.uint8)
-        write_tensors(one, data)
-        other = JobDecoder(LIMITS).decode(encode_header(one), data)
+        other = send(one, LIMITS)
         assert other.form == one.form
         assert other.output_specs == one.output_specs
 

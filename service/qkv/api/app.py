@@ -45,10 +45,9 @@ from qkv.attention import catalogue
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH, Engine
+from qkv.engine.job_executor import JobExecutor
 from qkv.engine.remote.device_process import DeviceProcess
-from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory
-from qkv.engine.warmup import warm_up
 from qkv.engine.work_queue import Load
 from qkv.settings import Settings
 from qkv.telemetry.log_writer import BackgroundWriter
@@ -80,7 +79,7 @@ class Runtime:
 
     settings: Settings
     worker: WorkerState
-    engine: Engine | RemoteEngine
+    engine: JobExecutor
     job_runner: JobRunner
     api_keys: ApiKeys | None
     observer: RequestObserver
@@ -91,7 +90,7 @@ class Runtime:
 def create_app(
     settings: Settings | None = None,
     worker: WorkerState | None = None,
-    remote: RemoteEngine | None = None,
+    remote: JobExecutor | None = None,
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
@@ -124,12 +123,12 @@ def create_app(
 
 
 def _build_runtime(
-    settings: Settings, worker: WorkerState | None, remote: RemoteEngine | None
+    settings: Settings, worker: WorkerState | None, remote: JobExecutor | None
 ) -> Runtime:
     if worker is None:
         worker = new_shared_state(settings, 1).worker(0)
         worker.set_ready(True)
-    engine = remote or _new_engine(settings, worker)
+    engine: JobExecutor = remote or _new_engine(settings, worker)
     engine.admission.body_timeout_s = settings.read_timeout_s
     recorder = worker.metrics_recorder
     request_log = None
@@ -159,13 +158,7 @@ async def _run(runtime: Runtime) -> AsyncIterator[None]:
         runtime.request_log.start()
     failure = asyncio.create_task(_watch_device(engine, worker))
     try:
-        if isinstance(engine, RemoteEngine):
-            await engine.wait_until_ready()
-        else:
-            await warm_up(engine)
-            # statistics count clients' requests only, not the warm-up
-            engine.accounting.stats_recorder = worker.stats_recorder
-            worker.set_usage(engine.usage())
+        await engine.prepare(worker)
         yield
     finally:
         await engine.stop()
@@ -177,7 +170,7 @@ async def _run(runtime: Runtime) -> AsyncIterator[None]:
         failure.cancel()
 
 
-async def _watch_device(engine: Engine | RemoteEngine, worker: WorkerState) -> None:
+async def _watch_device(engine: JobExecutor, worker: WorkerState) -> None:
     """Marks this process as not ready after its device has failed permanently."""
     await engine.failed.wait()
     worker.set_ready(False)

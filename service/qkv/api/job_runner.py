@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from fastapi import Request
 
 from qkv.api.request_body import in_thread_if_large
 from qkv.api.request_headers import Header, headers_of
 from qkv.engine.admission import Admission
-from qkv.engine.engine import Engine
-from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.job_executor import JobExecutor
 from qkv.engine.work_queue import JobResult
 from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
 from qkv.jobs.job import Job, Limits
@@ -26,9 +26,11 @@ from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
 __all__ = [
+    "DISCONNECT_STATE",
     "SERVER_TIMING",
     "TASKS_STATE",
     "TIMEOUT_HEADER",
+    "DisconnectNotifier",
     "JobRunner",
     "RunResult",
     "cancel_on_disconnect",
@@ -44,12 +46,29 @@ TIMEOUT_HEADER: Final = "X-Request-Timeout"
 """The header with the seconds that a request may wait in the queue. HTTP has no field for it, and
 grpc-timeout is for gRPC; some gateways use this name."""
 
+DISCONNECT_STATE: Final = "qkv.disconnect"
+"""Key of a scope's state: a `DisconnectNotifier`, if the server has one."""
+
+_DISCONNECTED: Final = "the client disconnected before its job ran"
 _TIMEOUT_NAME: Final = TIMEOUT_HEADER.lower().encode()
 _MAX_TIMEOUT_S: Final = 1e9
 
 _STAGES: Final = ("queue", "transfer", "compute", "total")
 SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
 """Format of a Server-Timing header (W3C); its argument is a timing in milliseconds."""
+
+
+class DisconnectNotifier(Protocol):
+    """A request whose disconnect takes no task to wait for.
+
+    Attributes:
+        disconnected: the client has disconnected.
+    """
+
+    disconnected: bool
+
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
+        """Sets what the server calls when the client disconnects; None: nothing any more."""
 
 
 class RunResult(NamedTuple):
@@ -89,7 +108,7 @@ class JobRunner:
     """
 
     def __init__(
-        self, engine: Engine | RemoteEngine, settings: Settings, metrics_recorder: MetricsRecorder
+        self, engine: JobExecutor, settings: Settings, metrics_recorder: MetricsRecorder
     ) -> None:
         self._engine, self._metrics_recorder = engine, metrics_recorder
         self._max_body_bytes = settings.max_body_bytes
@@ -242,11 +261,28 @@ async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> 
     Raises:
         ClientDisconnected: the client disconnected.
     """
+    cycle: DisconnectNotifier | None = request.scope.get("state", {}).get(DISCONNECT_STATE)
+    if cycle is None:  # not the server of `qkv serve`
+        return await _cancel_on_message(request, future)
+    cycle.call_on_disconnect(future.cancel)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if cycle.disconnected and future.cancelled():
+            raise ClientDisconnected(_DISCONNECTED) from None
+        raise
+    finally:
+        cycle.call_on_disconnect(None)
+        future.cancel()
+
+
+async def _cancel_on_message(request: Request, future: asyncio.Future[_T]) -> _T:
+    """Does the same by ASGI messages, which takes a task."""
     disconnect = asyncio.ensure_future(wait_for_disconnect(request))
     try:
         await asyncio.wait((future, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
-            raise ClientDisconnected("the client disconnected before its job ran")
+            raise ClientDisconnected(_DISCONNECTED)
         return await future
     finally:
         disconnect.cancel()

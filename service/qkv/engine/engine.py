@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -24,9 +24,8 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device
 from qkv.engine.device_errors import MemoryBudget
 from qkv.engine.executor import Launched, launch
+from qkv.engine.warmup import warm_up
 from qkv.engine.work_queue import (
-    DEFAULT_PRIORITY,
-    PRIORITIES,
     JobResult,
     Load,
     QueuedJob,
@@ -35,6 +34,7 @@ from qkv.engine.work_queue import (
 from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.telemetry.metrics import Usage
+from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine", "JobResult"]
 
@@ -46,6 +46,8 @@ GPU_MAX_BATCH: Final = 64
 """Default limit of requests in one batch on a GPU."""
 DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
 """Default limit of the queue."""
+
+_WARM_UP_BATCH: Final = 4  # requests
 
 _NICE: Final = 6  # of the device thread on a CPU: a quarter of the event loop's weight
 
@@ -76,11 +78,14 @@ class Engine:
 
     Attributes:
         device_name: as responses give it.
+        is_shared: always false: another worker has an engine of its own.
         accounting: results and statistics of its jobs.
         admission: admits requests before their bodies are read.
         batch_runner: runs the batches.
         failed: set once no job can run in this process any more.
     """
+
+    is_shared = False
 
     def __init__(
         self,
@@ -131,6 +136,13 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    async def prepare(self, worker: WorkerState) -> None:
+        """Warms up. Then statistics count the jobs, which are clients' only."""
+        # an accelerator begins the first request at once; the others are a batch
+        await warm_up(self, 1 + _WARM_UP_BATCH if self.device.is_accelerator else 1)
+        self.accounting.stats_recorder = worker.stats_recorder
+        worker.set_usage(self.usage())
+
     async def stop(self) -> None:
         """Rejects new jobs, runs those that are queued, and ends the thread."""
         with self._changed:
@@ -175,29 +187,60 @@ class Engine:
             DeadlineExceeded: its deadline has passed already.
         """
         assert self._loop is not None
-        priority = priority if priority in PRIORITIES else DEFAULT_PRIORITY
-        now = time.perf_counter()
-        enqueued_at = now if enqueued_at is None else enqueued_at
+        future: asyncio.Future[JobResult] = self._loop.create_future()
+        enqueued_at = time.perf_counter() if enqueued_at is None else enqueued_at
         deadline = None if wait_s is None else enqueued_at + wait_s
-        queued_job = QueuedJob(job, self._loop.create_future(), priority, enqueued_at, deadline)
-        if queued_job.is_expired:
-            raise self._expire(queued_job)
-        with self._changed:
-            if not self.is_ready:
-                raise self._unavailable_error()
-            self._queue.put(queued_job)
-            self._changed.notify()
-        queued_job.future.add_done_callback(lambda future: self._on_cancelled(queued_job, future))
-        if deadline is not None:
-            timer = self._loop.call_later(deadline - now, self._on_deadline, queued_job)
-            queued_job.future.add_done_callback(lambda _: timer.cancel())
-        return queued_job.future
+        queued_job = QueuedJob(job, future, priority, enqueued_at, deadline)
+        (error,) = self.enqueue([queued_job])
+        if error is not None:
+            raise error
+        future.add_done_callback(lambda _: self._on_cancelled(queued_job))
+        return future
 
-    def run_inline(self, job: Job) -> JobResult | None:
+    def enqueue(self, queued_jobs: Sequence[QueuedJob]) -> list[QkvError | None]:
+        """Queues jobs with one wake-up of the device thread; for one process's jobs of one turn.
+
+        Returns:
+            The error of each job that is not queued, as `submit` raises it; None for the others.
+        """
+        assert self._loop is not None
+        errors: list[QkvError | None] = []
+        with self._changed:
+            for queued_job in queued_jobs:
+                errors.append(self._put(queued_job))
+            self._changed.notify()
+        for queued_job, error in zip(queued_jobs, errors, strict=True):
+            if error is None and queued_job.deadline is not None:
+                remaining_s = max(0.0, queued_job.deadline - time.perf_counter())
+                queued_job.timer = self._loop.call_later(remaining_s, self._on_deadline, queued_job)
+        return errors
+
+    def _put(self, queued_job: QueuedJob) -> QkvError | None:
+        """Puts a job into the queue, whose lock is held; returns an error if that is impossible."""
+        if queued_job.is_expired:
+            return self._expire(queued_job)
+        if not self.is_ready:
+            return self._unavailable_error()
+        try:
+            self._queue.put(queued_job)
+        except ServiceUnavailable as error:
+            return error
+        return None
+
+    @property
+    def forms_batches(self) -> bool:
+        """True if jobs can run together."""
+        return self._max_batch > 1
+
+    def run_inline(self, job: Job, enqueued_at: float | None = None) -> JobResult | None:
         """Runs a small job on the event loop; returns None for a job that must be queued.
 
         On a CPU the way to the device thread and back takes longer than a small job. It waits for
         no other job: the device thread may run a large one for seconds.
+
+        Args:
+            job: the job to run.
+            enqueued_at: as for `submit`.
 
         Raises:
             ServiceUnavailable: the engine is stopping.
@@ -207,7 +250,7 @@ class Engine:
             return None
         if not self.is_ready:
             raise self._unavailable_error()
-        (result,) = self.batch_runner.run([job], [time.perf_counter()])
+        (result,) = self.batch_runner.run([job], [enqueued_at or time.perf_counter()])
         if isinstance(result, QkvError):
             raise result
         return result
@@ -235,14 +278,14 @@ class Engine:
             except BaseException as error:
                 future.set_exception(error)
 
-    def _on_cancelled(self, queued_job: QueuedJob, future: asyncio.Future[JobResult]) -> None:
+    def _on_cancelled(self, queued_job: QueuedJob) -> None:
         """Removes a job from the queue if its future is cancelled."""
-        if future.cancelled():
-            self._remove(queued_job)
+        if queued_job.future.cancelled():
+            self.remove(queued_job)
 
     def _on_deadline(self, queued_job: QueuedJob) -> None:
         """Fails the job if it is still queued; a running job gets its result."""
-        if self._remove(queued_job) and not queued_job.future.done():  # it may be cancelled
+        if self.remove(queued_job) and not queued_job.future.done():  # it may be cancelled
             queued_job.future.set_exception(self._expire(queued_job))
 
     def _expire(self, queued_job: QueuedJob) -> DeadlineExceeded:
@@ -259,8 +302,10 @@ class Engine:
             return ServiceUnavailable("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
         return ServiceUnavailable("the service is stopping", retry_after=5)
 
-    def _remove(self, queued_job: QueuedJob) -> bool:
+    def remove(self, queued_job: QueuedJob) -> bool:
         """Removes a job from the queue; returns False if it is not queued any more."""
+        if queued_job.timer is not None:
+            queued_job.timer.cancel()
         with self._changed:
             return self._queue.remove(queued_job)
 
@@ -355,6 +400,8 @@ class Engine:
 
         def set_results() -> None:
             for queued_job, result in results:
+                if queued_job.timer is not None:
+                    queued_job.timer.cancel()
                 if queued_job.future.done():  # it is cancelled
                     continue
                 if isinstance(result, JobResult):

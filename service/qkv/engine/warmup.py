@@ -14,7 +14,7 @@ import numpy as np
 
 from qkv.attention import catalogue
 from qkv.attention.signature import fixed_size
-from qkv.engine.engine import Engine
+from qkv.engine.job_executor import JobExecutor
 from qkv.errors import QkvError
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
@@ -24,13 +24,14 @@ __all__ = ["warm_up"]
 
 _log = logging.getLogger("qkv.app")
 
-_BATCH: Final = 4  # requests of a batch on an accelerator
 _LIMITS: Final = Limits(response_bytes=1 << 20, job_bytes=1 << 20)
 
 
-async def warm_up(engine: Engine) -> None:
-    """Runs the smallest request of each variant: a first call costs torch about 30 ms, which must
-    not appear in a client's timing."""
+async def warm_up(engine: JobExecutor, count: int) -> None:
+    """Runs the smallest request of each variant, `count` times at once.
+
+    A first call costs torch about 30 ms, which must not appear in a client's timing.
+    """
     for name, variant in catalogue.variants().items():
         tensors = {
             i.name: RawTensor.from_numpy(
@@ -41,8 +42,6 @@ async def warm_up(engine: Engine) -> None:
         }
         for outputs in (["output"], list(variant.outputs)):
             job = Job.from_message(name, Message({"outputs": outputs}, tensors), _LIMITS)
-            # the engine begins one job at once; the others are a batch
-            count = 1 + _BATCH if engine.device.is_accelerator else 1
             try:
                 await asyncio.gather(*(engine.submit(job) for _ in range(count)))
             except QkvError:

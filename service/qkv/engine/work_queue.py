@@ -8,9 +8,9 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from qkv.errors import ServiceUnavailable
+from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 
@@ -20,6 +20,7 @@ __all__ = [
     "JobResult",
     "Load",
     "QueuedJob",
+    "ResultReceiver",
     "ThroughputEstimate",
     "WorkQueue",
 ]
@@ -67,7 +68,10 @@ class Load(NamedTuple):
 
         A job of any size is allowed while nothing is queued.
         """
-        if current.requests:
+        requests, size, flops = current
+        if requests and (
+            requests + added[0] > self[0] or size + added[1] > self[1] or flops + added[2] > self[2]
+        ):
             for limit, has, adds, unit in zip(self, current, added, _UNITS, strict=True):
                 if has + adds > limit:
                     return (
@@ -103,38 +107,56 @@ class JobResult(NamedTuple):
     timing: dict[str, Any]
 
 
+class ResultReceiver(Protocol):
+    """The part of a future that the engine uses; the event loop calls the methods `set_...`."""
+
+    def done(self) -> bool:
+        """Returns True if it has a result or an error, or is cancelled."""
+
+    def cancelled(self) -> bool:
+        """Returns True if nothing waits for the result any more."""
+
+    def set_result(self, result: JobResult, /) -> None:
+        """Receives the result."""
+
+    def set_exception(self, error: QkvError, /) -> None:
+        """Receives the error."""
+
+
 @dataclass(slots=True, eq=False)
 class QueuedJob:
-    """A job in the queue, and the future of its result.
+    """A job in the queue, and the receiver of its result.
 
     Attributes:
         job: the job to run.
-        future: resolved with the result or an error.
-        priority: one of `PRIORITIES`.
+        future: receives the result or an error; an `asyncio.Future`, or an object like it.
+        priority: one of `PRIORITIES`; any other value becomes the default.
         enqueued_at: time of submission, by `time.perf_counter`.
         deadline: time at which it expires, by the same clock; None: never.
+        timer: the timer of its deadline, set once it is queued.
+        batch_key: jobs with equal keys may run together.
+        load: the work of the job.
     """
 
     job: Job
-    future: asyncio.Future[JobResult]
+    future: ResultReceiver
     priority: int = DEFAULT_PRIORITY
     enqueued_at: float = field(default_factory=time.perf_counter)
     deadline: float | None = None
+    timer: asyncio.TimerHandle | None = None
+    batch_key: Hashable = field(init=False)
+    load: Load = field(init=False)
 
-    @property
-    def batch_key(self) -> Hashable:
-        """The batch key: jobs with equal keys may run together."""
-        return self.priority, self.job.batch_key
+    def __post_init__(self) -> None:
+        if self.priority not in PRIORITIES:
+            self.priority = DEFAULT_PRIORITY
+        self.batch_key = self.priority, self.job.batch_key
+        self.load = Load(1, self.job.bytes, self.job.flops)
 
     @property
     def bytes(self) -> int:
         """Bytes of its tensors, in and out."""
-        return self.job.bytes
-
-    @property
-    def load(self) -> Load:
-        """The work of the job."""
-        return Load(1, self.bytes, self.job.flops)
+        return self.load.bytes
 
     @property
     def is_expired(self) -> bool:

@@ -58,6 +58,23 @@ class Limits(NamedTuple):
     score_count: int = 1 << 34
 
 
+class _BatchKey:
+    """A batch key that computes its hash once: the queue looks it up several times."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[Hashable, ...]) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:  # the usual case: jobs of one plan
+            return True
+        return isinstance(other, _BatchKey) and self._parts == other._parts
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """A validated request that can run.
@@ -106,7 +123,23 @@ class Job:
             for name, t in self.inputs.tensors.items()
         )
         returned = self.outputs, self.form
-        return self.variant.name, self.parameters, axes, *returned, id(self.inputs.layer)
+        return _BatchKey(
+            (self.variant.name, self.parameters, axes, *returned, id(self.inputs.layer))
+        )
+
+    @cached_property
+    def has_lasting_key(self) -> bool:
+        """True if the batch key does not depend on the identity of a tensor, layer or job."""
+        return (
+            type(self).batch_key is Job.batch_key  # else a subclass has its own
+            and self.inputs.layer is None
+            and all(map(self.has_batch, self.inputs.tensors))
+        )
+
+    @property
+    def plan_id(self) -> object | None:
+        """The same object for all jobs of one plan; None: the job has no plan."""
+        return self.__dict__.get("_plan_id")
 
     @cached_property
     def kind(self) -> Hashable:
@@ -196,7 +229,8 @@ class Job:
         """
         job = object.__new__(type(self))
         job.__dict__.update(self.__dict__, inputs=inputs)
-        job.__dict__.pop("batch_key", None)  # depends on the identity of the tensors
+        if not self.has_lasting_key:
+            job.__dict__.pop("batch_key", None)
         return job
 
     @cached_property

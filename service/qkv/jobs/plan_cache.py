@@ -63,6 +63,8 @@ class Plan:
     def __init__(self, job: Job) -> None:
         # and what these need
         _ = job.is_small, job.arguments, job.tensor_arguments, job.attend_outputs, job.annotations
+        _ = job.has_lasting_key, job.batch_key
+        job.__dict__.setdefault("_plan_id", object())
         layer = job.inputs.layer
         self._layer: tuple[Layout, int | None] | None = (
             None if layer is None else (layer.layout, layer.heads)

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.responses import Response
 from uvicorn.server import ServerState
 
-from qkv.api.job_runner import TASKS_STATE
+from qkv.api.job_runner import DISCONNECT_STATE, TASKS_STATE
 from qkv.api.observability import (
     PROTOCOL_ERROR_STATE,
     REQUEST_ID_HEADER,
@@ -99,6 +99,7 @@ class ApiProtocol(LimitedHttpProtocol):
         scope: Any = self.scope
         state = scope["state"]
         state[TASKS_STATE] = self.tasks
+        state[DISCONNECT_STATE] = self.cycle
         state[BODY_READER_STATE] = _CycleReader(self, self.cycle)
         state[REQUEST_ID_STATE] = request_id_of(scope) or self._observer.new_id()
 

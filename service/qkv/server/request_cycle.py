@@ -72,6 +72,7 @@ class RequestCycle:
         self.disconnected = self.response_started = self.response_complete = False
         self._has_news = False
         self._news: asyncio.Event | None = None  # while the application waits
+        self._on_disconnect: Callable[[], object] | None = None
         self._head: bytes | None = None  # not written yet
         self._is_chunked = False
         self._missing_bytes = 0  # of the body of the response
@@ -91,6 +92,17 @@ class RequestCycle:
         """Tells the application that its client is gone."""
         self.disconnected = True
         self.wake()
+        callback, self._on_disconnect = self._on_disconnect, None
+        if callback is not None:
+            callback()
+
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
+        """Sets what is called when the client disconnects; None: nothing any more."""
+        self._on_disconnect = callback
+        if callback is not None:
+            self._flow.resume_reading()  # else no disconnect is seen
+            if self.disconnected:
+                callback()
 
     def wake(self) -> None:
         """Wakes the application, if it waits in `receive`."""

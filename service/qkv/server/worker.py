@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from qkv.api.app import Runtime, create_app
 from qkv.api.error_responses import error_response
-from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.job_executor import JobExecutor
 from qkv.server.acceptor import Acceptor
 from qkv.server.api_protocol import ApiProtocol
 from qkv.server.connection_timeouts import ConnectionTimeouts
@@ -37,7 +37,7 @@ def run_worker(
     settings: Settings,
     listening: socket.socket,
     worker: WorkerState,
-    remote: RemoteEngine | None,
+    remote: JobExecutor | None,
     parent_alive_fd: int,
 ) -> int:
     """Runs a worker process from fork to exit.

@@ -17,9 +17,11 @@ from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import launch
-from qkv.engine.remote.channel import SocketBroker
+from qkv.engine.remote.channel import Channel, SocketBroker
 from qkv.engine.remote.device_process import DeviceProcess
+from qkv.engine.remote.messages import MessageType
 from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.remote.sent_plans import SentPlans
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job, Limits
@@ -27,7 +29,7 @@ from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
-from support.engines import CPU, bits, hold
+from support.engines import CPU, bits, hold, hold_device_thread
 
 LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
 
@@ -409,3 +411,109 @@ def test_outputs_are_aligned() -> None:
             assert torch.frombuffer(tensor.data, dtype=torch.uint8).data_ptr() % 64 == 0
 
     run(test)
+
+
+def test_jobs_of_one_turn_are_one_frame_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[MessageType] = []
+    send = Channel.send
+
+    def record(channel: Channel, kind: MessageType, payload: bytes = b"") -> None:
+        frames.append(kind)
+        send(channel, kind, payload)
+
+    async def test(fixture: Service) -> None:
+        monkeypatch.setattr(Channel, "send", record)
+        jobs = [plain(seed) for seed in range(9)]
+        with hold(fixture.engine):
+            futures = [fixture.remotes[0].submit(job) for job in jobs]
+            await until(lambda: queued_count(fixture.engine) == 9)
+        for job, response in zip(jobs, await asyncio.gather(*futures), strict=True):
+            assert bits(response) == bits(await fixture.engine.submit(job))
+        # the first job does not wait for the others
+        assert frames == [MessageType.PLAN, *[MessageType.RUN] * 2, MessageType.RESULTS]
+
+    run(test)
+
+
+def test_more_plans_than_are_kept_give_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans lose their numbers while jobs that refer to them are on the way."""
+
+    async def test(fixture: Service) -> None:
+        remote = fixture.remotes[0]
+        remote._plans = SentPlans(2)
+        jobs = [plain(seed, 1 + seed % 5) for seed in range(40)]
+        futures = [remote.submit(job) for job in jobs]
+        for job, response in zip(jobs, await asyncio.gather(*futures), strict=True):
+            assert bits(response) == bits(await fixture.engine.submit(job))
+
+    run(test)
+
+
+def test_plan_of_a_large_job_may_lose_its_number_while_it_is_copied() -> None:
+    async def test(fixture: Service) -> None:
+        remote = fixture.remotes[0]
+        remote._plans = SentPlans(1)
+        large = plain(0, 6000)
+        future = remote.submit(large)  # a thread copies it
+        small = [remote.submit(plain(seed, seed)) for seed in (1, 2)]
+        assert bits(await future) == bits(await fixture.engine.submit(large))
+        for seed, other in zip((1, 2), small, strict=True):
+            assert bits(await other) == bits(await fixture.engine.submit(plain(seed, seed)))
+
+    run(test)
+
+
+def test_restarted_processes_get_the_plans_again() -> None:
+    async def test(fixture: Service) -> None:
+        job = plain(0)
+        expected = bits(await fixture.engine.submit(job))
+        remote = fixture.remotes[0]
+        assert bits(await remote.submit(job)) == expected
+        assert remote._channel is not None
+        remote._channel.close()  # as if the device process had ended
+        await until(lambda: not remote.is_ready)
+        fixture.socket_broker.connect(0)
+        await remote.wait_until_ready()
+        assert bits(await remote.submit(job)) == expected
+        fixture.remotes[0] = fixture.remote(0)  # as if the worker had ended
+        await fixture.remotes[0].wait_until_ready()
+        assert bits(await fixture.remotes[0].submit(job)) == expected
+        await remote.stop()
+
+    run(test)
+
+
+def test_job_with_an_unknown_plan_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It is a bug, and its client gets an error."""
+
+    async def test(fixture: Service) -> None:
+        remote = fixture.remotes[0]
+        await remote.submit(plain(0))
+        (plan,) = remote._plans._plans.values()
+        plan.number, number = 99, plan.number
+        lost = remote.submit(plain(0))
+        plan.number = number
+        right = remote.submit(plain(0))
+        with pytest.raises(Internal):
+            await lost
+        assert bits(await right) == bits(await fixture.engine.submit(plain(0)))
+
+    run(test)
+
+
+def test_small_jobs_run_at_once_on_a_cpu_without_batches() -> None:
+    async def test(fixture: Service) -> None:
+        job = plain(0)
+        expected = bits(await fixture.engine.submit(job))
+        with hold_device_thread(fixture.engine):
+            response = await fixture.remotes[0].submit(job)
+            assert bits(response) == expected
+            assert response.timing["queue_ms"] > 0
+            late = fixture.remotes[0].submit(job, wait_s=0.0)
+            with pytest.raises(DeadlineExceeded):
+                await late
+            large = fixture.remotes[0].submit(plain(0, 2048))
+            await until(lambda: queued_count(fixture.engine) == 1)
+        await large
+
+    run(test, stack=False, max_batch=1)

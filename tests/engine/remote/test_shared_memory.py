@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.engine.remote.channel import Channel, JobRequest, MessageType
+from qkv.engine.remote.channel import Channel
+from qkv.engine.remote.messages import MessageType
 from qkv.engine.remote.shared_memory import ALIGNMENT, RETAINED_BYTES, SharedMemory
 from qkv.errors import ServiceUnavailable
 
@@ -93,7 +94,7 @@ def test_frames_survive_any_fragmentation() -> None:
         def is_closing(self) -> bool:
             return False
 
-    sent = [(kind, n, bytes([n]) * (n * 7)) for n in range(9) for kind in MessageType]
+    sent = [(kind, bytes([n]) * (n * 7)) for n in range(9) for kind in MessageType]
     sender = Channel(lambda *_: None)
     sender.connection_made(Transport())  # type: ignore[arg-type]
     for frame in sent:
@@ -105,9 +106,3 @@ def test_frames_survive_any_fragmentation() -> None:
         for first in range(0, len(stream), step):
             receiver.data_received(stream[first : first + step])
         assert received == sent
-
-
-@pytest.mark.parametrize("wait_s", [None, 0.0, 1.5])
-def test_job_request_unpacks_as_packed(wait_s: float | None) -> None:
-    request = JobRequest(64, 100, 1 << 40, 5, 2, 123.456, wait_s, b"head")
-    assert JobRequest.unpack(request.pack()) == request

@@ -7,14 +7,6 @@ import numpy as np
 from qkv.engine import local
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
-from qkv.engine.remote.job_codec import (
-    JobDecoder,
-    aligned_bytes,
-    aligned_slices,
-    encode_header,
-    input_sizes,
-    write_tensors,
-)
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.probe_jobs import PEAK_BYTES, PeakMemoryJob, TimingJob
@@ -22,6 +14,7 @@ from qkv.jobs.measure.row_divergence import RowDivergenceJob
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.compare_requests import UNLIMITED, compare, random_inputs, variant_entry
+from support.sent_jobs import send
 
 
 def test_cost_is_that_of_a_run_with_output_alone() -> None:
@@ -57,16 +50,13 @@ def test_every_job_class_survives_encoding() -> None:
         request.float64_job,
         *request.divergence_jobs(entry),
     ):
-        data = np.zeros(aligned_bytes(input_sizes(job)), np.uint8)
-        write_tensors(job, data)
-        decoded = JobDecoder(UNLIMITED).decode(encode_header(job), data)
+        decoded = send(job, UNLIMITED)
         assert type(decoded) is type(job)
         assert decoded.batch_key != job.batch_key
         assert decoded.output_specs == job.output_specs
         one, other = (execute([j], CpuDevice(), False)[0].outputs for j in (job, decoded))
         assert one.keys() == other.keys() == job.output_specs.keys()
         assert all(bytes(one[n].data) == bytes(other[n].data) for n in one)
-    assert len(list(aligned_slices(input_sizes(entry.timing)))) == 4
 
 
 def test_measured_jobs_run_alone_and_are_no_inferences() -> None:

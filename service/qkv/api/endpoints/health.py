@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from qkv.engine.engine import Engine
-from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.job_executor import JobExecutor
 from qkv.telemetry.worker_state import SharedState
 
 __all__ = ["router"]
 
 
-def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRouter:
+def router(engine: JobExecutor, shared_state: SharedState) -> APIRouter:
     """Returns the routes."""
     routes = APIRouter(tags=["operations"])
 

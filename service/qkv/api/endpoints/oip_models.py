@@ -15,8 +15,7 @@ from pydantic_core import to_json
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output, fixed_size
 from qkv.attention.variant import Variant
-from qkv.engine.engine import Engine
-from qkv.engine.remote.remote_engine import RemoteEngine
+from qkv.engine.job_executor import JobExecutor
 from qkv.errors import NotFound, QkvError, ServiceUnavailable
 from qkv.telemetry.model_stats import ModelStats
 from qkv.telemetry.worker_state import SharedState
@@ -123,7 +122,7 @@ def new_router() -> APIRouter:
     )
 
 
-def router(engine: Engine | RemoteEngine, shared_state: SharedState) -> APIRouter:
+def router(engine: JobExecutor, shared_state: SharedState) -> APIRouter:
     """Returns the routes of the server and of the models, other than inference."""
     routes = new_router()
     _add_server(routes, engine, shared_state)
@@ -136,9 +135,7 @@ def respond(body: Any, status: int = 200) -> Response:
     return Response(json.dump(body), status, media_type=json.MEDIA_TYPE)
 
 
-def _add_server(
-    routes: APIRouter, engine: Engine | RemoteEngine, shared_state: SharedState
-) -> None:
+def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedState) -> None:
     @routes.get("/v2", summary="Returns the server's name, version and extensions.")
     @routes.get("/v2/", include_in_schema=False)
     async def server() -> Response:
@@ -159,9 +156,7 @@ def _add_server(
         return respond(ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
 
 
-def _add_models(
-    routes: APIRouter, engine: Engine | RemoteEngine, shared_state: SharedState
-) -> None:
+def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedState) -> None:
     models = shared_state.models
 
     @routes.get("/v2/models", summary="Lists the loaded models.")
@@ -205,7 +200,7 @@ def _add_models(
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> Response:
-        instances = 1 if isinstance(engine, RemoteEngine) else len(shared_state)
+        instances = 1 if engine.is_shared else len(shared_state)
         return respond(_config(find_loaded(models, model, version), engine, instances))
 
     @routes.get(
@@ -252,7 +247,7 @@ def default_output(variant: Variant) -> str:
     return "output" if "output" in variant.outputs else next(iter(variant.outputs))
 
 
-def _config(variant: Variant, engine: Engine | RemoteEngine, instances: int) -> ModelConfig:
+def _config(variant: Variant, engine: JobExecutor, instances: int) -> ModelConfig:
     schema = variant.parameters.model_json_schema()["properties"]
     return ModelConfig(
         name=variant.name,

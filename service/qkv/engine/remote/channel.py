@@ -1,6 +1,6 @@
 """Channels between workers and the device process: message frames on a socket pair.
 
-A frame is a header (payload bytes, type, request id) and a payload without tensors. The supervisor
+A frame is a header (payload bytes, type) and a payload, as `messages` defines them. The supervisor
 creates a socket pair for each worker, and sends one end to each side when either process starts.
 It sends them through control sockets, which it creates before each fork. So there is no address
 that another process could connect to, and each side sees at once that the other end closes.
@@ -13,73 +13,26 @@ import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from enum import IntEnum
-from typing import Final, NamedTuple, Self, cast
+from typing import Final, Self, cast
 
-__all__ = ["Channel", "JobRequest", "MessageType", "SocketBroker", "receive_connection"]
+from qkv.engine.remote.messages import MessageType
 
-_FRAME_HEADER: Final = struct.Struct("<IBQ")
-_JOB_REQUEST: Final = struct.Struct("<QQQQBdd")
-_NO_DEADLINE: Final = -1.0
+__all__ = ["Channel", "SocketBroker", "receive_connection"]
 
-
-class MessageType(IntEnum):
-    """The type of a frame."""
-
-    RUN = 1  # from the worker: run a job; the payload is a `JobRequest`
-    CANCEL = 2  # from the worker: cancel the job
-    READY = 3  # from the device process: it accepts jobs
-    RESULT = 4  # from the device process: names and timing; outputs are in shared memory
-    ERROR = 5  # from the device process: the job failed; the payload is the problem
-    RELEASED = 6  # from the device process: it no longer reads a cancelled job's inputs
-
-
-class JobRequest(NamedTuple):
-    """A request to run a job.
-
-    Attributes:
-        inputs_offset: offset of its tensors in the worker's region.
-        inputs_bytes: size of its tensors.
-        outputs_offset: offset of the memory for its outputs.
-        outputs_bytes: size of that memory.
-        priority: as `Engine.submit` takes it.
-        enqueued_at: time of submission, by `time.perf_counter`, one clock for all processes.
-        wait_s: as `Engine.submit` takes it.
-        header: as `job_codec.encode_header` returns it.
-    """
-
-    inputs_offset: int
-    inputs_bytes: int
-    outputs_offset: int
-    outputs_bytes: int
-    priority: int
-    enqueued_at: float
-    wait_s: float | None
-    header: bytes
-
-    def pack(self) -> bytes:
-        """Returns the request as bytes."""
-        *numbers, wait_s, header = self
-        return _JOB_REQUEST.pack(*numbers, _NO_DEADLINE if wait_s is None else wait_s) + header
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Self:
-        """Returns the request that `pack` encoded."""
-        request = cls._make((*_JOB_REQUEST.unpack_from(data), data[_JOB_REQUEST.size :]))
-        return request._replace(wait_s=None) if request.wait_s == _NO_DEADLINE else request
+_FRAME_HEADER: Final = struct.Struct("<IB")
 
 
 class Channel(asyncio.Protocol):
     """Sends and receives frames on one end of a socket pair.
 
     Args:
-        on_message: called with the type, request id and payload of each frame.
+        on_message: called with the type and payload of each frame.
         on_lost: called once when either end is closed.
     """
 
     def __init__(
         self,
-        on_message: Callable[[MessageType, int, bytes], None],
+        on_message: Callable[[MessageType, bytes], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_message, self._on_lost = on_message, on_lost
@@ -98,15 +51,15 @@ class Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handles complete frames and keeps the rest; asyncio calls it with any number of bytes."""
-        data = self._rest + data
+        data = self._rest + data if self._rest else data
         first = 0
         while len(data) - first >= _FRAME_HEADER.size:
-            size, kind, request_id = _FRAME_HEADER.unpack_from(data, first)
+            size, kind = _FRAME_HEADER.unpack_from(data, first)
             end = first + _FRAME_HEADER.size + size
             if end > len(data):
                 break
             payload = data[first + _FRAME_HEADER.size : end]
-            self._on_message(MessageType(kind), request_id, payload)
+            self._on_message(MessageType(kind), payload)
             first = end
         self._rest = data[first:]
 
@@ -115,15 +68,14 @@ class Channel(asyncio.Protocol):
         self.closed.set()
         self._on_lost()
 
-    def send(self, kind: MessageType, request_id: int = 0, payload: bytes = b"") -> None:
+    def send(self, kind: MessageType, payload: bytes = b"") -> None:
         """Sends a frame; drops it if the other end is closed."""
         if self._transport is not None and not self._transport.is_closing():
-            header = _FRAME_HEADER.pack(len(payload), kind, request_id)
-            self._transport.write(header + payload)
+            self._transport.write(_FRAME_HEADER.pack(len(payload), kind) + payload)
 
     def close(self) -> None:
         """Closes the channel once all frames are sent; receives no more frames."""
-        self._on_message = lambda kind, request_id, payload: None
+        self._on_message = lambda kind, payload: None
         if self._transport is not None:
             self._transport.close()
 

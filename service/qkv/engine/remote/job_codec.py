@@ -1,13 +1,12 @@
-"""Encodes a job as bytes for the device process: a header in JSON, and the bytes of its tensors.
+"""Encodes jobs for the device process: their plan as a header in JSON, and the bytes of tensors.
 
-The header is the job's request without its numbers. The device process validates it again, and
-caches the jobs of recent headers. `RemoteEngine` encodes, `WorkerLink` decodes.
+The header is a job's request without its numbers. `SentPlans` encodes, `WorkerLink` decodes.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -19,23 +18,22 @@ from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
 from qkv.jobs.measure.probe_jobs import Float64Job, PeakMemoryJob, TimingJob
 from qkv.jobs.measure.row_divergence import RowDivergenceJob
+from qkv.jobs.plan_cache import BoundedCache, Plan
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
 __all__ = [
+    "DecodedPlan",
     "JobDecoder",
     "aligned_bytes",
     "aligned_slices",
+    "decode_label",
     "encode_header",
-    "input_sizes",
-    "output_sizes",
-    "write_tensors",
+    "encode_label",
 ]
 
-_MAX_CACHED: Final = 256  # headers, the most recent ones
-_MAX_HEADER_BYTES: Final = 4096  # of a header whose job is cached
-
-_Tensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+_MAX_PLANS: Final = 4096  # about 4 KiB each
+_MAX_LABELS: Final = 256
 
 _JOB_TYPES: Final[dict[str, type[Job]]] = {
     "run": Job,
@@ -77,7 +75,7 @@ def encode_header(job: Job) -> bytes:
         if job.form.is_summary:
             fields["weights"] = job.form.as_json
     tensors = [(name, t.dtype, t.shape) for name, t in job.inputs.tensors.items()]
-    weights: list[_Tensor] = []
+    weights: list[tuple[str, str, tuple[int, ...]]] = []
     if (layer := job.inputs.layer) is not None:
         (layout,) = (name for name, known in LAYOUTS.items() if known is layer.layout)
         fields["layer"] = {"layout": layout, "heads": layer.heads}
@@ -85,31 +83,21 @@ def encode_header(job: Job) -> bytes:
     return orjson.dumps([kind, job.variant.name, fields, tensors, weights])
 
 
-def input_sizes(job: Job) -> list[int]:
-    """Returns the bytes of each input tensor; those of the layer last."""
-    layer = job.inputs.layer
-    weights = () if layer is None else layer.tensors.values()
-    return [t.nbytes for t in (*job.inputs.tensors.values(), *weights)]
+@lru_cache(_MAX_LABELS)
+def encode_label(outputs: tuple[str, ...], backend: str) -> bytes:
+    """Encodes what the results of many jobs share: names of the outputs, and the backend."""
+    return orjson.dumps([outputs, backend])
 
 
-def output_sizes(job: Job, names: Iterable[str] | None = None) -> list[int]:
-    """Returns the bytes of each output, in the order of `names`; None: in any order."""
-    names = job.output_specs if names is None else names
-    return [nbytes(*job.output_specs[name]) for name in names]
-
-
-def write_tensors(job: Job, into: np.ndarray) -> None:
-    """Copies the job's input tensors; those of the layer last."""
-    sources = [np.frombuffer(t.data, np.uint8) for t in job.inputs.tensors.values()]
-    if job.inputs.layer is not None:
-        arrays = job.inputs.layer.tensors.values()
-        sources += [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
-    for where, source in zip(aligned_slices(s.nbytes for s in sources), sources, strict=True):
-        into[where] = source
+@lru_cache(_MAX_LABELS)
+def decode_label(label: bytes) -> tuple[tuple[str, ...], str]:
+    """Returns the names of the outputs and the backend that `encode_label` encoded."""
+    outputs, backend = orjson.loads(label)
+    return tuple(outputs), backend
 
 
 class JobDecoder:
-    """Decodes jobs; caches the jobs of recent headers.
+    """Decodes the headers of all workers; keeps the plans that were used last.
 
     Args:
         limits: limits of each job, the same as in the worker, which validated it first.
@@ -117,35 +105,80 @@ class JobDecoder:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._known: OrderedDict[bytes, tuple[Job, list[_Tensor]]] = OrderedDict()
+        self._plans: BoundedCache[DecodedPlan] = BoundedCache(_MAX_PLANS)
 
-    def decode(self, header: bytes, data: np.ndarray) -> Job:
-        """Returns the job, whose tensors are views of `data`.
+    def plan(self, header: bytes, *, is_kept: bool = True) -> DecodedPlan:
+        """Returns the plan of a header; keeps it for other workers, unless it is for one job."""
+        plan = self._plans.get(header)
+        if plan is None:
+            plan = DecodedPlan(header, self._limits)
+            if is_kept:
+                self._plans.put(header, plan)
+        return plan
+
+
+class DecodedPlan:
+    """The plan of a header: makes jobs of tensors in shared memory.
+
+    Only the first job is validated, which prepares what the others share. The workers have
+    validated all of them.
+
+    Args:
+        header: as `encode_header` returns it.
+        limits: limits of its first job.
+
+    Attributes:
+        input_bytes: size of the memory for inputs.
+    """
+
+    def __init__(self, header: bytes, limits: Limits) -> None:
+        self._kind, self._variant, self._fields, tensors, weights = orjson.loads(header)
+        self._limits = limits
+        self._layer_names = [name for name, *_ in weights]
+        self._tensors = _place(tensors + weights)
+        self.input_bytes = aligned_bytes(
+            nbytes(dtype, shape) for _, dtype, shape, _ in self._tensors
+        )
+        self._plan: Plan | None = None
+        self._output_slices: dict[tuple[str, ...], Sequence[slice]] = {}
+
+    def new_job(self, data: np.ndarray) -> Job:
+        """Returns a job whose tensors are views of `data`.
 
         Raises:
             QkvError: as `Job.from_message`; unexpected, because the worker has validated the job.
         """
-        if (known := self._known.get(header)) is not None:
-            self._known.move_to_end(header)
-            return known[0].with_tensors(_views(known[1], data))
-        kind, variant, fields, tensors, weights = orjson.loads(header)
-        views = _views([*tensors, *weights], data)
-        layer = {name: views.pop(name) for name, *_ in weights}
-        job = _JOB_TYPES[kind].from_message(variant, Message(fields, views, layer), self._limits)
-        # the headers of row comparisons do not repeat
-        is_cached = job.inputs.layer is None and not isinstance(job, RowDivergenceJob)
-        if is_cached and len(header) <= _MAX_HEADER_BYTES:
-            _ = job.is_small, job.bytes_out, job.arguments  # computed from the shapes, once
-            specs = [(n, t.dtype, t.shape) for n, t in job.inputs.tensors.items()]
-            self._known[header] = job.with_tensors({}), specs
-            if len(self._known) > _MAX_CACHED:
-                self._known.popitem(last=False)
+        buffer = data.data
+        views = {
+            name: RawTensor(dtype, shape, buffer[where])
+            for name, dtype, shape, where in self._tensors
+        }
+        if self._plan is not None and not self._layer_names:
+            return self._plan.with_tensors(views)
+        layer = {name: views.pop(name) for name in self._layer_names}
+        message = Message(self._fields, views, layer)
+        if self._plan is not None:
+            return self._plan.new_job(message)
+        job = _JOB_TYPES[self._kind].from_message(self._variant, message, self._limits)
+        if not isinstance(job, RowDivergenceJob):  # its headers do not repeat
+            self._plan = Plan(job)
         return job
 
+    def output_slices(self, outputs: dict[str, RawTensor]) -> Sequence[slice]:
+        """Returns the slice of each output of a job in the memory for its outputs."""
+        names = tuple(outputs)
+        if (slices := self._output_slices.get(names)) is None:
+            slices = list(aligned_slices(tensor.nbytes for tensor in outputs.values()))
+            self._output_slices[names] = slices
+        return slices
 
-def _views(tensors: Sequence[_Tensor], data: np.ndarray) -> dict[str, RawTensor]:
+
+def _place(
+    tensors: Sequence[tuple[str, str, Sequence[int]]],
+) -> list[tuple[str, str, tuple[int, ...], slice]]:
+    """Returns name, dtype, shape and slice of each tensor, one after the other."""
     slices = aligned_slices(nbytes(dtype, shape) for _, dtype, shape in tensors)
-    return {
-        name: RawTensor(dtype, tuple(shape), data.data[where])
+    return [
+        (name, dtype, tuple(shape), where)
         for (name, dtype, shape), where in zip(tensors, slices, strict=True)
-    }
+    ]

@@ -1,33 +1,44 @@
 """The engine of a worker without a device: the device process runs its jobs.
 
-It has the interface of `Engine`. It writes input tensors once, into memory shared with the device
-process, and reads the outputs there.
+It is a `JobExecutor`, as `Engine` is. It writes input tensors once, into memory shared with the
+device process, and reads the outputs there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
 from qkv.engine.admission import AdmissionController
 from qkv.engine.engine import DEFAULT_LIMIT
-from qkv.engine.remote import job_codec
-from qkv.engine.remote.channel import Channel, JobRequest, MessageType, receive_connection
+from qkv.engine.remote.channel import Channel, receive_connection
+from qkv.engine.remote.job_codec import decode_label
+from qkv.engine.remote.messages import (
+    NO_DEADLINE,
+    JobRequest,
+    JobTimes,
+    MessageType,
+    pack_id,
+    pack_plan,
+    unpack_id,
+    unpack_results,
+)
+from qkv.engine.remote.sent_plans import SentPlan, SentPlans
 from qkv.engine.remote.shared_memory import Block, WorkerRegion
 from qkv.engine.work_queue import JobResult, Load, ThroughputEstimate
 from qkv.errors import ServiceUnavailable, from_problem
 from qkv.jobs.job import Job
 from qkv.telemetry.metrics import Usage
-from qkv.telemetry.worker_state import SharedState
-from qkv.tensors import RawTensor
+from qkv.telemetry.worker_state import SharedState, WorkerState
 
 __all__ = ["RemoteEngine"]
 
@@ -37,39 +48,40 @@ _POLL_S: Final = 0.05
 
 @dataclass(slots=True, eq=False)
 class _SubmittedJob:
+    id: int
     job: Job
+    plan: SentPlan
     future: asyncio.Future[JobResult]
     inputs: Block
     outputs: Block
     priority: int
-    wait_s: float | None
-    enqueued_at: float = field(default_factory=time.perf_counter)
+    enqueued_at: float
+    deadline: float
     is_sent: bool = False
-
-    @property
-    def load(self) -> Load:
-        """The work of the job."""
-        return Load(1, self.inputs.bytes.nbytes + self.outputs.bytes.nbytes, self.job.flops)
 
 
 class RemoteEngine:
-    """Sends jobs to the device process.
+    """Sends jobs to the device process: those of one turn of the event loop in one frame.
 
     A submitted job gets its result, or fails with ServiceUnavailable if the device process ends.
     Cancelling its future before it runs removes it from the device process's queue. Its memory is
     free again once the device process sends that it no longer reads it.
 
     Args:
-        device_name: of the device of the device process.
+        device_name: name of the type of its device, until the device process sends its own.
         region: memory for tensors.
         control_socket: receives one end of a socket pair whenever the device process starts.
         shared_state: has the flag that the service drains.
         limit: the most load of unfinished jobs.
 
     Attributes:
+        device_name: as responses give it.
+        is_shared: always true.
         admission: admits requests before their bodies are read.
         failed: never set: the device is not in this process.
     """
+
+    is_shared = True
 
     def __init__(
         self,
@@ -85,6 +97,8 @@ class RemoteEngine:
         self._shared_state = shared_state
         self._ids = itertools.count(1)
         self._submitted: dict[int, _SubmittedJob] = {}
+        self._plans = SentPlans()
+        self._requests: list[bytes] = []  # packed, not sent yet
         self._load = Load()
         self._throughput = ThroughputEstimate()
         self._last_result_at = 0.0  # by time.perf_counter
@@ -102,6 +116,10 @@ class RemoteEngine:
         """Waits for the device process; call it on the event loop that will submit jobs."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._control_socket, self._on_new_connection)
+
+    async def prepare(self, _worker: WorkerState) -> None:
+        """Waits for the device process, as `wait_until_ready`."""
+        await self.wait_until_ready()
 
     async def wait_until_ready(self) -> None:
         """Waits until the device process accepts jobs, or the service drains."""
@@ -155,82 +173,135 @@ class RemoteEngine:
             raise ServiceUnavailable("the service is stopping", retry_after=5)
         if not self._is_connected.is_set():
             raise ServiceUnavailable("the device process is restarting")
+        plan = self._find_plan(job)
         try:
-            inputs = self._region.allocate(job_codec.aligned_bytes(job_codec.input_sizes(job)))
-            outputs = self._region.allocate(job_codec.aligned_bytes(job_codec.output_sizes(job)))
+            inputs = self._region.allocate(plan.input_bytes)
+            outputs = self._region.allocate(plan.output_bytes)
         except ServiceUnavailable as full:
             full.retry_after = self._throughput.retry_after(self._load)
             raise
+        future: asyncio.Future[JobResult] = self._loop.create_future()
+        now = time.perf_counter()
+        deadline = NO_DEADLINE if wait_s is None else now + wait_s
         submitted = _SubmittedJob(
-            job, self._loop.create_future(), inputs, outputs, priority, wait_s
+            next(self._ids), job, plan, future, inputs, outputs, priority, now, deadline
         )
-        request_id = next(self._ids)
-        self._submitted[request_id] = submitted
-        self._load = self._load.plus(submitted.load)
-        submitted.future.add_done_callback(partial(self._on_done, request_id, submitted.load))
-        if inputs.bytes.nbytes <= _LARGE_BYTES:
-            job_codec.write_tensors(job, inputs.bytes)
-            self._send(request_id, submitted)
+        self._submitted[submitted.id] = submitted
+        self._load = self._load.plus(plan.load)
+        future.add_done_callback(partial(self._on_done, submitted))
+        if plan.input_bytes <= _LARGE_BYTES:
+            plan.write_inputs(job, inputs.bytes)
+            self._send(submitted)
         else:
-            task = self._loop.create_task(self._send_large(request_id, submitted))
+            task = self._loop.create_task(self._send_large(submitted))
             self._copy_tasks.add(task)
             task.add_done_callback(self._copy_tasks.discard)
-        return submitted.future
+        return future
 
-    async def _send_large(self, request_id: int, submitted: _SubmittedJob) -> None:
+    def _find_plan(self, job: Job) -> SentPlan:
+        """Returns the plan of a job; sends it if the device process does not know it."""
+        assert self._channel is not None
+        plan, header = self._plans.find(job)
+        if header is not None:
+            self._flush()  # the plan may take the number of one that these jobs have
+            self._channel.send(MessageType.PLAN, pack_plan(plan.number, header))
+        return plan
+
+    async def _send_large(self, submitted: _SubmittedJob) -> None:
+        write_inputs, inputs = submitted.plan.write_inputs, submitted.inputs.bytes
         try:
-            await asyncio.to_thread(job_codec.write_tensors, submitted.job, submitted.inputs.bytes)
+            await asyncio.to_thread(write_inputs, submitted.job, inputs)
         except Exception as error:  # a bug; its client must not wait for ever
             if not submitted.future.done():
                 submitted.future.set_exception(error)
         if submitted.future.done():  # failed, cancelled, or the device process has ended
-            self._submitted.pop(request_id, None)
+            self._submitted.pop(submitted.id, None)
         else:
-            self._send(request_id, submitted)
+            submitted.plan = self._find_plan(submitted.job)  # its number may be another plan's now
+            self._send(submitted)
 
-    def _send(self, request_id: int, submitted: _SubmittedJob) -> None:
-        assert self._channel is not None
-        inputs, outputs = submitted.inputs, submitted.outputs
+    def _send(self, submitted: _SubmittedJob) -> None:
+        """Sends a job at the end of this turn of the event loop, with the others of this turn; at
+        once if no other is on the way."""
+        assert self._loop is not None
         request = JobRequest(
-            inputs.offset,
-            inputs.bytes.nbytes,
-            outputs.offset,
-            outputs.bytes.nbytes,
+            submitted.id,
+            submitted.plan.number,
+            submitted.inputs.offset,
+            submitted.outputs.offset,
             max(0, min(submitted.priority, 255)),
             submitted.enqueued_at,
-            submitted.wait_s,
-            job_codec.encode_header(submitted.job),
+            submitted.deadline,
         )
         submitted.is_sent = True
-        self._channel.send(MessageType.RUN, request_id, request.pack())
+        self._requests.append(request.pack())
+        if len(self._submitted) == 1:
+            self._flush()
+        elif len(self._requests) == 1:
+            self._loop.call_soon(self._flush)
 
-    def _on_done(self, request_id: int, load: Load, future: asyncio.Future[JobResult]) -> None:
+    def _flush(self) -> None:
+        """Sends the jobs that are not sent yet in one frame."""
+        if self._requests and self._channel is not None:
+            self._channel.send(MessageType.RUN, b"".join(self._requests))
+            self._requests.clear()
+
+    def _on_done(self, submitted: _SubmittedJob, future: asyncio.Future[JobResult]) -> None:
         """Stops counting a job; sends CANCEL if it was cancelled. Its memory stays allocated: only
         the device process knows when it no longer reads the inputs."""
-        self._load = self._load.minus(load)
-        submitted = self._submitted.get(request_id)
-        if submitted is not None and future.cancelled() and submitted.is_sent:
+        self._load = self._load.minus(submitted.plan.load)
+        if future.cancelled() and submitted.is_sent and submitted.id in self._submitted:
             assert self._channel is not None
-            self._channel.send(MessageType.CANCEL, request_id)
+            self._flush()
+            self._channel.send(MessageType.CANCEL, pack_id(submitted.id))
 
-    def _on_message(self, kind: MessageType, request_id: int, payload: bytes) -> None:
+    def _on_message(self, kind: MessageType, payload: bytes) -> None:
         """Handles a frame of the device process."""
         if kind == MessageType.READY:
+            self.device_name = payload.decode()
             self._is_connected.set()
-            return
-        submitted = self._submitted.pop(request_id)
-        if submitted.future.done():  # it was cancelled
-            return
-        if kind == MessageType.RESULT:
-            now = time.perf_counter()
-            started_at = max(submitted.enqueued_at, self._last_result_at)
-            self._throughput.add(submitted.load, now - started_at)
-            self._last_result_at = now
-            names, timing = orjson.loads(payload)
-            submitted.future.set_result(JobResult(_read_outputs(submitted, names), timing))
+        elif kind == MessageType.RESULTS:
+            self._on_results(payload)
+        elif kind == MessageType.ERROR:
+            id, text = unpack_id(payload)
+            submitted = self._submitted.pop(id)
+            if not submitted.future.done():  # else it was cancelled
+                status, problem, retry_after = orjson.loads(text)
+                submitted.future.set_exception(from_problem(status, problem, retry_after))
         else:
-            status, problem, retry_after = orjson.loads(payload)
-            submitted.future.set_exception(from_problem(status, problem, retry_after))
+            self._submitted.pop(unpack_id(payload)[0])
+
+    def _on_results(self, payload: bytes) -> None:
+        """Resolves the futures of jobs whose outputs are in shared memory."""
+        label, all_times = unpack_results(payload)
+        names, backend = decode_label(label)
+        done, started_at = Load(), math.inf
+        for times in all_times:
+            submitted = self._submitted.pop(times.id)
+            done = done.plus(submitted.plan.load)
+            started_at = min(started_at, submitted.enqueued_at)
+            if not submitted.future.done():  # else it was cancelled
+                outputs = submitted.plan.read_outputs(names, submitted.outputs.bytes)
+                timing = self._timing(submitted.job, times, backend)
+                submitted.future.set_result(JobResult(outputs, timing))
+        now = time.perf_counter()
+        self._throughput.add(done, now - max(started_at, self._last_result_at))
+        self._last_result_at = now
+
+    def _timing(self, job: Job, times: JobTimes, backend: str) -> dict[str, Any]:
+        """Returns a job's timing as `JobResult` has it."""
+        _, queue_ms, transfer_ms, compute_ms, total_ms, batch_size = times
+        return {
+            "queue_ms": queue_ms,
+            "transfer_ms": transfer_ms,
+            "compute_ms": compute_ms,
+            "total_ms": total_ms,
+            "batch_size": batch_size,
+            "device": self.device_name,
+            "backend": backend,
+            "flops": job.flops,
+            "bytes": job.bytes,
+        }
 
     def _on_new_connection(self) -> None:
         """Connects a device process that has started."""
@@ -242,6 +313,7 @@ class RemoteEngine:
         if self._channel is not None:  # the loss of the previous one may not be seen yet
             self._channel.close()
             self._on_connection_lost(self._channel)
+        self._plans = SentPlans()
         channel = self._channel = Channel(
             self._on_message, lambda: self._on_connection_lost(channel)
         )
@@ -254,18 +326,9 @@ class RemoteEngine:
             return
         self._channel = None
         self._is_connected.clear()
+        self._requests.clear()
         submitted_jobs = list(self._submitted.values())
         self._submitted.clear()
         for submitted in submitted_jobs:
             if not submitted.future.done():
                 submitted.future.set_exception(ServiceUnavailable("the device process has ended"))
-
-
-def _read_outputs(submitted: _SubmittedJob, names: list[str]) -> dict[str, RawTensor]:
-    """Returns the outputs, as views of the memory that the device process has written."""
-    specs, data = submitted.job.output_specs, submitted.outputs.bytes.data
-    slices = job_codec.aligned_slices(job_codec.output_sizes(submitted.job, names))
-    return {
-        name: RawTensor(*specs[name], data[where])
-        for name, where in zip(names, slices, strict=True)
-    }

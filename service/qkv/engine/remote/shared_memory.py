@@ -56,6 +56,7 @@ class SharedMemory:
         self._size = -(-(size + _PADDING_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE
         self._memory = mmap.mmap(-1, regions * self._size, flags=flags)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
 
     def region(self, index: int) -> WorkerRegion:
         """Returns a worker's region, with nothing allocated."""
@@ -65,7 +66,7 @@ class SharedMemory:
         """Returns a view of bytes of a region, which the worker and the device process share."""
         assert 0 <= offset <= offset + size <= self._size
         start = index * self._size + offset
-        return np.frombuffer(memoryview(self._memory)[start : start + size], np.uint8)
+        return self._bytes[start : start + size]
 
     def release_pages(self, index: int, offset: int, size: int) -> None:
         """Returns the whole pages of these bytes to the system, beyond `RETAINED_BYTES`."""
@@ -85,6 +86,8 @@ class WorkerRegion:
         self._shared_memory, self._index = shared_memory, index
         self._holes = [(0, size)]  # offset and bytes; in order, no two adjacent
         self._released: deque[tuple[int, int]] = deque()
+        # reference to the view, offset and bytes, by the id of the reference
+        self._blocks: dict[int, tuple[weakref.ref[np.ndarray], int, int]] = {}
 
     def allocate(self, size: int) -> Block:
         """Allocates a block of `size` bytes.
@@ -104,10 +107,14 @@ class WorkerRegion:
         else:
             self._holes[position] = (offset + padded, room - padded)
         view = self._shared_memory.view(self._index, offset, size)
-        weakref.finalize(view, self._release, offset, padded).atexit = False
+        # weakref.finalize would take four times as long
+        reference = weakref.ref(view, self._release)
+        self._blocks[id(reference)] = reference, offset, padded
         return Block(offset, view)
 
-    def _release(self, offset: int, size: int) -> None:
+    def _release(self, reference: weakref.ref[np.ndarray]) -> None:
+        """Releases the block of a view that nothing refers to."""
+        _, offset, size = self._blocks.pop(id(reference))
         self._shared_memory.release_pages(self._index, offset, size)
         self._released.append((offset, size))
 

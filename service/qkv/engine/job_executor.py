@@ -1,0 +1,79 @@
+"""`JobExecutor`: the interface of `Engine` and `RemoteEngine`, which run the jobs of a process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from qkv.engine.admission import AdmissionController
+from qkv.engine.work_queue import JobResult
+from qkv.jobs.job import Job
+from qkv.telemetry.metrics import Usage
+from qkv.telemetry.worker_state import WorkerState
+
+__all__ = ["JobExecutor"]
+
+
+class JobExecutor(Protocol):
+    """Runs the jobs of one process, on a device of its own or in the device process.
+
+    Attributes:
+        device_name: as responses give it.
+        is_shared: one device runs the jobs of all workers.
+        admission: admits requests before their bodies are read.
+        failed: set once no job can run in this process any more.
+    """
+
+    device_name: str
+    is_shared: bool
+    admission: AdmissionController
+    failed: asyncio.Event
+
+    def start(self) -> None:
+        """Starts; call it on the event loop that will submit jobs."""
+
+    async def prepare(self, worker: WorkerState) -> None:
+        """Returns once jobs can run, or the service drains.
+
+        Args:
+            worker: this process's part of the shared state.
+        """
+
+    async def stop(self) -> None:
+        """Rejects new jobs, and awaits the results of submitted jobs."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True unless only a restart of this process could make jobs run."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True while jobs are accepted."""
+
+    def usage(self) -> Usage:
+        """Returns the size of this process's queue, and its use of the device's memory."""
+
+    def submit(
+        self, job: Job, *, priority: int = 0, wait_s: float | None = None
+    ) -> asyncio.Future[JobResult]:
+        """Queues a job; the future is resolved with its result. Cancelling the future removes it.
+
+        Args:
+            job: the job to run.
+            priority: 1 is high, 3 is low; any other value is the default, 2.
+            wait_s: seconds that it may be queued; then the future fails with DeadlineExceeded.
+
+        Raises:
+            ServiceUnavailable: too much is queued already, or no job can run now.
+            DeadlineExceeded: its deadline has passed already.
+        """
+
+    def run_inline(self, job: Job) -> JobResult | None:
+        """Runs a small job on the event loop; returns None for a job that must be submitted.
+
+        Raises:
+            QkvError: the job failed, or no job can run now.
+        """
+
+    async def run_with_others(self, job: Job) -> JobResult | None:
+        """Runs a small job like `run_inline`, right behind those of other requests."""

@@ -1,0 +1,302 @@
+"""The device process's connection to one worker: receives jobs, runs them, sends their results."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import numpy as np
+import orjson
+
+from qkv.engine.engine import Engine
+from qkv.engine.remote.channel import Channel
+from qkv.engine.remote.job_codec import DecodedPlan, JobDecoder, encode_label
+from qkv.engine.remote.messages import (
+    NO_DEADLINE,
+    JobRequest,
+    MessageType,
+    pack_id,
+    pack_results,
+    pack_times,
+    unpack_id,
+    unpack_plan,
+)
+from qkv.engine.remote.sent_plans import NOT_KEPT
+from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.engine.work_queue import JobResult, QueuedJob
+from qkv.errors import Internal, QkvError, ServiceUnavailable
+from qkv.jobs.job import Job
+
+__all__ = ["WorkerLink"]
+
+_log = logging.getLogger("qkv.device")
+
+_LARGE_BYTES: Final = 1 << 20  # larger outputs are copied in a thread, not on the event loop
+_POLL_S: Final = 0.01
+
+
+class _PendingJob:
+    """A worker's job without a result: a `ResultReceiver`.
+
+    Args:
+        link: sends its result.
+        request: the received request.
+        plan: its plan.
+        inputs: bytes of its tensors; the job refers to them as long as the device may read them.
+
+    Attributes:
+        request, plan, inputs: as the arguments.
+        queued_job: its place in the engine's queue, until it is done.
+    """
+
+    __slots__ = ("_is_cancelled", "_is_done", "_link", "inputs", "plan", "queued_job", "request")
+
+    def __init__(
+        self, link: WorkerLink, request: JobRequest, plan: DecodedPlan, inputs: np.ndarray
+    ) -> None:
+        self._link, self.request, self.plan, self.inputs = link, request, plan, inputs
+        self.queued_job: QueuedJob | None = None
+        self._is_done = self._is_cancelled = False
+
+    def done(self) -> bool:
+        """Returns True if it has a result or an error, or is cancelled."""
+        return self._is_done
+
+    def cancelled(self) -> bool:
+        """Returns True if the worker does not wait for it any more."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """Drops the result that it may still get."""
+        self._is_done = self._is_cancelled = True
+        self.queued_job = None  # which refers to this object
+
+    def set_result(self, result: JobResult, /) -> None:
+        """Sends the result."""
+        self._is_done, self.queued_job = True, None
+        self._link.send_result(self, result)
+
+    def set_exception(self, error: QkvError, /) -> None:
+        """Sends the error."""
+        self._is_done, self.queued_job = True, None
+        self._link.send_error(self.request.id, error)
+
+
+class WorkerLink:
+    """The connection to one worker, and its pending jobs.
+
+    A restarted worker takes over the memory region of the previous one. READY is sent once this
+    process no longer reads or writes that region for the previous worker.
+
+    Args:
+        index: index of the worker.
+        engine: runs its jobs.
+        shared_memory: holds its tensors.
+        decoder: decodes its plans.
+        on_lost: called when the worker has exited.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        engine: Engine,
+        shared_memory: SharedMemory,
+        decoder: JobDecoder,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._index = index
+        self._engine, self._shared_memory, self._decoder = engine, shared_memory, decoder
+        self._on_lost = on_lost
+        self._plans: dict[int, DecodedPlan] = {}
+        self._pending: dict[int, _PendingJob] = {}
+        self._results: dict[bytes, list[bytes]] = defaultdict(list)  # packed times, by label
+        self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
+        self._channel: Channel | None = None
+        self._reply_tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_connected(self) -> bool:
+        """True while the worker may send frames."""
+        return self._channel is not None and not self._channel.closed.is_set()
+
+    async def open(self, end: socket.socket) -> None:
+        """Starts to accept the worker's jobs."""
+        if self._channel is not None:  # the loss of the previous worker may not be seen yet
+            self._channel.close()
+            self._on_connection_lost(self._channel)
+        self._plans = {}
+        channel = self._channel = Channel(
+            self._on_message, lambda: self._on_connection_lost(channel)
+        )
+        while self._cancelled_count:
+            gc.collect()  # an exception's traceback may be all that still refers to a job
+            await asyncio.sleep(_POLL_S)
+        await channel.open(end)
+        channel.send(MessageType.READY, self._engine.device_name.encode())
+
+    async def close(self) -> None:
+        """Sends all results, and waits until the channel is closed."""
+        await asyncio.sleep(0)  # for results that the engine has just resolved
+        await asyncio.gather(*self._reply_tasks)
+        self._flush()
+        if self._channel is not None and self.is_connected:
+            self._channel.close()
+            await self._channel.closed.wait()
+
+    def _on_message(self, kind: MessageType, payload: bytes) -> None:
+        """Handles a frame of the worker."""
+        if kind == MessageType.RUN:
+            self._run_jobs(JobRequest.unpack_all(payload))
+        elif kind == MessageType.PLAN:
+            number, header = unpack_plan(payload)
+            self._plans[number] = self._decoder.plan(header, is_kept=number != NOT_KEPT)
+        elif kind == MessageType.CANCEL:
+            pending = self._pending.get(unpack_id(payload)[0])
+            if pending is not None and not pending.done():
+                self._cancel(pending)
+
+    def _run_jobs(self, requests: Sequence[JobRequest]) -> None:
+        """Runs the jobs of a frame: small ones at once if that is faster, else from the queue."""
+        queued_jobs: list[QueuedJob] = []
+        for request in requests:
+            try:
+                plan = self._plans[request.plan]
+                pending = _PendingJob(self, request, plan, self._view_inputs(request, plan))
+                job = plan.new_job(pending.inputs)
+                if (result := self._run_inline(job, request)) is not None:
+                    self._pending[request.id] = pending
+                    pending.set_result(result)
+                    continue
+                *_, priority, enqueued_at, time_limit = request
+                deadline = None if time_limit == NO_DEADLINE else time_limit
+                queued_job = QueuedJob(job, pending, priority, enqueued_at, deadline)
+                pending.queued_job = queued_job
+                queued_jobs.append(queued_job)
+                self._pending[request.id] = pending
+            except Exception as error:
+                self.send_error(request.id, error)
+        if queued_jobs:
+            failures = self._engine.enqueue(queued_jobs)
+            for queued_job, failure in zip(queued_jobs, failures, strict=True):
+                if failure is not None:
+                    queued_job.future.set_exception(failure)
+        self._flush()  # the results of small jobs
+
+    def _view_inputs(self, request: JobRequest, plan: DecodedPlan) -> np.ndarray:
+        return self._shared_memory.view(self._index, request.inputs_offset, plan.input_bytes)
+
+    def _run_inline(self, job: Job, request: JobRequest) -> JobResult | None:
+        """Runs a small job at once, unless the engine forms batches or it is late.
+
+        On a CPU, the way to the device thread and back takes as long as a small job.
+        """
+        if self._engine.forms_batches or request.deadline <= time.perf_counter():
+            return None
+        return self._engine.run_inline(job, request.enqueued_at)
+
+    def send_result(self, pending: _PendingJob, result: JobResult) -> None:
+        """Copies the outputs of a job into shared memory, and sends its times."""
+        slices = pending.plan.output_slices(result.outputs)
+        if slices[-1].stop > _LARGE_BYTES:
+            task = asyncio.create_task(self._send_large_result(pending, result, slices))
+            self._reply_tasks.add(task)
+            task.add_done_callback(self._reply_tasks.discard)
+            return
+        try:
+            self._write_outputs(pending, result, slices)
+        except Exception as error:
+            self.send_error(pending.request.id, error)
+        else:
+            self._send_times(pending, result)
+
+    async def _send_large_result(
+        self, pending: _PendingJob, result: JobResult, slices: Sequence[slice]
+    ) -> None:
+        failure = None
+        try:
+            await asyncio.to_thread(self._write_outputs, pending, result, slices)
+        except Exception as error:
+            failure = error
+        if self._pending.get(pending.request.id) is not pending:  # the worker has exited
+            return
+        if failure is None:
+            self._send_times(pending, result)
+        else:
+            self.send_error(pending.request.id, failure)
+
+    def _write_outputs(
+        self, pending: _PendingJob, result: JobResult, slices: Sequence[slice]
+    ) -> None:
+        offset = pending.request.outputs_offset
+        target = self._shared_memory.view(self._index, offset, slices[-1].stop).data
+        for where, tensor in zip(slices, result.outputs.values(), strict=True):
+            target[where] = tensor.data
+
+    def _send_times(self, pending: _PendingJob, result: JobResult) -> None:
+        """Sends the times of a job at the end of this turn of the event loop."""
+        id, timing = pending.request.id, result.timing
+        del self._pending[id]
+        if not self._results:
+            asyncio.get_running_loop().call_soon(self._flush)
+        label = encode_label(tuple(result.outputs), timing["backend"])
+        self._results[label].append(pack_times(id, timing))
+
+    def _flush(self) -> None:
+        """Sends the results that are not sent yet: one frame for each label."""
+        if self._channel is not None:
+            for label, times in self._results.items():
+                self._channel.send(MessageType.RESULTS, pack_results(label, times))
+        self._results.clear()
+
+    def send_error(self, id: int, error: Exception) -> None:
+        """Sends the error of a job."""
+        self._pending.pop(id, None)
+        if self._channel is not None:
+            self._channel.send(MessageType.ERROR, pack_id(id) + _encode_error(error))
+
+    def _cancel(self, pending: _PendingJob) -> None:
+        """Cancels a job; sends RELEASED once the device does not read its inputs any more."""
+        del self._pending[pending.request.id]
+        if pending.queued_job is not None:
+            self._engine.remove(pending.queued_job)
+        pending.cancel()
+        self._cancelled_count += 1
+        on_released = partial(self._on_released, self._channel, pending.request.id)
+        loop = asyncio.get_running_loop()
+
+        def on_finalized() -> None:
+            with suppress(RuntimeError):  # the loop is closed: this process ends
+                loop.call_soon_threadsafe(on_released)
+
+        weakref.finalize(pending.inputs, on_finalized).atexit = False
+
+    def _on_released(self, channel: Channel | None, id: int) -> None:
+        self._cancelled_count -= 1
+        if channel is not None and channel is self._channel:
+            channel.send(MessageType.RELEASED, pack_id(id))
+
+    def _on_connection_lost(self, channel: Channel) -> None:
+        """Cancels the jobs of a worker that has exited."""
+        if channel is self._channel:
+            self._results.clear()
+            for pending in list(self._pending.values()):
+                self._cancel(pending)
+            self._on_lost()
+
+
+def _encode_error(error: Exception) -> bytes:
+    """Encodes an error for the worker; logs it if it is a bug."""
+    if not isinstance(error, QkvError):
+        _log.error("a job could not be decoded, or its result could not be sent", exc_info=error)
+        error = Internal("the computation failed")
+    retry_after = error.retry_after if isinstance(error, ServiceUnavailable) else 1
+    return orjson.dumps([error.status, error.problem(), retry_after])
