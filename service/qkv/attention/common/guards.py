@@ -52,6 +52,15 @@ class Guards:
     def __init__(self, B: int, is_wide: bool) -> None:
         self.items, self.is_wide = slice(0, B), is_wide
         self._conditions: list[tuple[slice, Tensor]] = []
+        self._sizes: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+
+    def largest_size(self, x: Tensor, shared: bool) -> Tensor:
+        """Returns the largest absolute value of each item; computes it once for each tensor."""
+        key = id(x), shared
+        if (known := self._sizes.get(key)) is None:
+            size = torch.linalg.vector_norm(x, torch.inf, _axes(x, shared)).double()
+            known = self._sizes[key] = x, size  # with x, its id stays its own
+        return known[1]
 
     def add(self, condition: Tensor) -> None:
         """Adds a condition of the current items."""
@@ -152,11 +161,10 @@ def bounds(x: Tensor, shared: bool = False) -> tuple[Number, Number]:
 
 def largest_size(x: Tensor, shared: bool = False) -> Number:
     """Returns the largest absolute value; arguments and NaN as for `bounds`."""
-    if not are_deferred():
+    if (guards := _guards.get()) is None:
         low, high = torch.aminmax(x)
         return max(-low.item(), high.item())
-    sizes: Tensor = torch.linalg.vector_norm(x, torch.inf, _axes(x, shared))
-    return sizes.double()
+    return guards.largest_size(x, shared)
 
 
 def is_finite(x: Tensor, dtype: torch.dtype | None = None, shared: bool = False) -> Condition:
