@@ -24,6 +24,7 @@ from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 from qkv.client.request_builders import build_attend
 from support.known_requests import assert_problem, random_case
+from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service_processes import (
     RawRequest,
@@ -44,11 +45,15 @@ SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
 Start = Callable[..., Process]
 
 
-@pytest.fixture
-def start(command: Start) -> Start:
+@pytest.fixture(params=["qkv", "support.pretended_service"], ids=["cpu", "pretended"])
+def start(command: Start, request: pytest.FixtureRequest) -> Start:
+    """Starts the service on the CPU, and on a pretended accelerator."""
+
     def started(workers: int = WORKERS, **environment: str) -> Process:
-        environment = {"QKV_DEVICE_PROCESS": "one"} | environment
-        process = command("serve", "--port", "0", "--workers", str(workers), **environment)
+        tests = {"PYTHONPATH": str(ROOT / "tests")}
+        environment = {"QKV_DEVICE_PROCESS": "one"} | tests | environment
+        arguments = ("serve", "--port", "0", "--workers", str(workers))
+        process = command(*arguments, module=request.param, **environment)
         assert process.url
         return process
 
