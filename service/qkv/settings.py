@@ -100,7 +100,7 @@ class Settings(BaseSettings):
     verify_batches: Annotated[
         Literal["off", "sample", "always"],
         Field(
-            description="Batches on a GPU of which one request also runs alone, to compare the "
+            description="Batches on a GPU of which some requests also run alone, to compare the "
             "bits: none (off), the first of each kind and size and every 1024th (sample), or all "
             "(always). A kind with other bits is not batched again with that size."
         ),

@@ -14,11 +14,12 @@ import torch
 from qkv.attention.variant import Variant
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.engine import Engine, JobResult
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import execute
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import hold_device_thread, new_job
+from support.job_outputs import assert_close
 from support.pretended_device import (
     PRETENDED,
     PretendedDevice,
@@ -29,24 +30,6 @@ from support.pretended_device import (
 )
 from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
-
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
-def assert_close(got: Sequence[JobOutput], expected: Sequence[JobOutput]) -> None:
-    """Same names, dtypes and shapes; numbers that differ by roundings of the largest."""
-    for one, other in zip(got, expected, strict=True):
-        assert one.outputs.keys() == other.outputs.keys()
-        assert one.stacked_count == other.stacked_count
-        for name, raw in one.outputs.items():
-            assert (raw.dtype, raw.shape) == (other.outputs[name].dtype, other.outputs[name].shape)
-            a, b = (np.asarray(r.numpy(), np.float64) for r in (raw, other.outputs[name]))
-            if raw.dtype not in EPS or not a.size:
-                assert np.array_equal(a, b), name
-                continue
-            largest = np.abs(b[np.isfinite(b)]).max(initial=1.0)
-            bound = 256 * EPS[raw.dtype] * largest
-            np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=name)
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)

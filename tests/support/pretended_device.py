@@ -265,12 +265,13 @@ class PretendedDevice(Accelerator):
 
     Attributes:
         released: how often its memory was released.
+        free_bytes: the free memory that it reports.
         ends_waits: synchronisations return once it is set.
     """
 
     def __init__(self) -> None:
         super().__init__(PRETENDED)
-        self.released, self.ends_waits = 0, threading.Event()
+        self.released, self.free_bytes, self.ends_waits = 0, 1 << 29, threading.Event()
         self.ends_waits.set()
         self._cpu = CpuDevice()
         self._compute = _Stream("compute")
@@ -301,8 +302,8 @@ class PretendedDevice(Accelerator):
         return MemoryUsage(held, held, 1 << 30)
 
     def free_memory(self) -> tuple[int, int]:
-        """Returns half as free."""
-        return 1 << 29, 1 << 30
+        """Returns the free bytes and 1 GiB."""
+        return self.free_bytes, 1 << 30
 
     def release_memory(self) -> None:
         """Counts the call; memory is available again."""

@@ -1,4 +1,4 @@
-"""The service on a pretended accelerator: `python -m support.pretended_service` runs `qkv` on it."""
+"""The service on a pretended accelerator, by `python -m support.pretended_service`."""
 
 from __future__ import annotations
 

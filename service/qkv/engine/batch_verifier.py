@@ -1,4 +1,4 @@
-"""Checks on the device itself that a request has the same bits alone and in a stacked batch.
+"""Checks on the device itself that requests have the same bits alone and in a stacked batch.
 
 A GPU's libraries choose kernels by the size of a batch, so that the bits may depend on it. No test
 can know this of every device: the engine compares while it serves.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from qkv.engine.executor import JobOutput
@@ -23,14 +24,22 @@ VerifyMode = Literal["off", "sample", "always"]
 all."""
 
 _EVERY: Final = 1024  # in the mode "sample", the first batch of a kind and every so many later ones
-_MAX_KINDS: Final = 4096  # kinds of batches whose counts are kept, the most recent ones
+_MAX_KINDS: Final = 4096  # kinds of batches that are known, the most recent ones
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The number of batches of a kind, and True if one had other bits."""
+
+    count: int = 0
+    is_different: bool = False
 
 
 class BatchVerifier:
-    """Compares stacked batches with one of their jobs that runs alone, bit for bit.
+    """Compares jobs of a stacked batch with themselves alone, bit for bit: first, middle and last.
 
-    A kind of batch is a `Job.kind` and the number of items. A kind with other bits is not stacked
-    again.
+    Batches of one kind have equal `Job.kind` and numbers of items in each job. A kind with other
+    bits is not stacked again.
 
     Args:
         mode: which batches are checked.
@@ -41,12 +50,14 @@ class BatchVerifier:
         self, mode: VerifyMode = "sample", on_check: Callable[[bool], None] = lambda _: None
     ) -> None:
         self._mode, self._on_check = mode, on_check
-        self._counts: OrderedDict[Hashable, int] = OrderedDict()
-        self._different: set[Hashable] = set()
+        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._has_different = False
 
     def may_stack(self, jobs: Sequence[Job]) -> bool:
         """Returns True if jobs with equal batch keys may run as one call."""
-        return not self._different or len(jobs) == 1 or _kind(jobs) not in self._different
+        if not self._has_different or len(jobs) == 1:
+            return True
+        return not self._find(jobs).is_different
 
     def has_same_bits(
         self,
@@ -64,19 +75,16 @@ class BatchVerifier:
         stacked = [i for i, output in enumerate(outputs) if output.stacked_count > 1]
         if self._mode == "off" or not stacked:
             return True
-        kind = _kind(jobs)
-        count = self._counts[kind] = self._counts.get(kind, 0) + 1
-        self._counts.move_to_end(kind)
-        if len(self._counts) > _MAX_KINDS:
-            self._counts.popitem(last=False)
-        if self._mode == "sample" and count % _EVERY != 1:
+        kind = self._find(jobs)
+        kind.count += 1
+        if self._mode == "sample" and kind.count % _EVERY != 1:
             return True
-        place = stacked[count % len(stacked)]
-        alone = run_alone(jobs[place])
-        is_same = _bits(alone) == _bits(outputs[place])
+        # kernels treat the jobs at the edges of a batch differently from those in the middle
+        places = {stacked[0], stacked[len(stacked) // 2], stacked[-1]}
+        is_same = all(_bits(run_alone(jobs[i])) == _bits(outputs[i]) for i in sorted(places))
         self._on_check(is_same)
         if not is_same:
-            self._different.add(kind)
+            kind.is_different = self._has_different = True
             _log.warning(
                 "%s has other bits in a batch of %d requests than alone: "
                 "batches of this kind are not stacked again",
@@ -85,9 +93,13 @@ class BatchVerifier:
             )
         return is_same
 
-
-def _kind(jobs: Sequence[Job]) -> Hashable:
-    return jobs[0].kind, sum(job.batch_size for job in jobs)
+    def _find(self, jobs: Sequence[Job]) -> _Kind:
+        """Returns the kind of a batch; forgets the kind that was not used for longest."""
+        key = jobs[0].kind, tuple([job.batch_size for job in jobs])
+        kind = self._kinds[key] = self._kinds.pop(key, None) or _Kind()
+        if len(self._kinds) > _MAX_KINDS:
+            self._kinds.popitem(last=False)
+        return kind
 
 
 def _bits(output: JobOutput) -> Mapping[str, bytes]:

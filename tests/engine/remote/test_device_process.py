@@ -45,15 +45,14 @@ SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
 Start = Callable[..., Process]
 
 
-@pytest.fixture(params=["qkv", "support.pretended_service"], ids=["cpu", "pretended"])
-def start(command: Start, request: pytest.FixtureRequest) -> Start:
-    """Starts the service on the CPU, and on a pretended accelerator."""
+def starter(command: Start, module: str) -> Start:
+    """Returns a function that starts the service of a module."""
 
     def started(workers: int = WORKERS, **environment: str) -> Process:
         tests = {"PYTHONPATH": str(ROOT / "tests")}
         environment = {"QKV_DEVICE_PROCESS": "one"} | tests | environment
         arguments = ("serve", "--port", "0", "--workers", str(workers))
-        process = command(*arguments, module=request.param, **environment)
+        process = command(*arguments, module=module, **environment)
         assert process.url
         return process
 
@@ -61,8 +60,28 @@ def start(command: Start, request: pytest.FixtureRequest) -> Start:
 
 
 @pytest.fixture
+def start(command: Start) -> Start:
+    """Starts the service on the CPU."""
+    return starter(command, "qkv")
+
+
+@pytest.fixture(params=["qkv", "support.pretended_service"], ids=["cpu", "pretended"])
+def start_any(command: Start, request: pytest.FixtureRequest) -> Start:
+    """Starts the service on the CPU, and on a pretended accelerator.
+
+    Long sequences run on the CPU only: on the other, scores take memory for each pair.
+    """
+    return starter(command, request.param)
+
+
+@pytest.fixture
 def service_process(start: Start) -> Process:
     return start()
+
+
+@pytest.fixture
+def served(start_any: Start) -> Process:
+    return start_any()
 
 
 def random_arrays(seed: int, length: int = 64, heads: int = 4) -> dict[str, Any]:
@@ -141,13 +160,13 @@ def test_softmax_responses_equal_those_without_a_device_process(
             assert assert_problem(one) == assert_problem(other)
 
 
-def test_batches_form_across_workers(start: Start) -> None:
+def test_batches_form_across_workers(start_any: Start) -> None:
     """Queues more jobs than one worker has connections, while the device process is stopped.
 
     After the stop it may run the jobs of one worker before it reads the others; then the test
     repeats.
     """
-    service_process = start(QKV_MAX_BATCH="16")
+    service_process = start_any(QKV_MAX_BATCH="16")
     arrays = [random_arrays(seed) for seed in range(12)]
     with ExitStack() as stack:
         clients = [stack.enter_context(qkv.Client(service_process.url)) for _ in arrays]
@@ -185,12 +204,12 @@ def test_batches_form_across_workers(start: Start) -> None:
 
 
 def test_killed_device_process_is_restarted_and_no_output_is_wrong(
-    service_process: Process,
+    served: Process,
 ) -> None:
     arrays = random_arrays(0)
-    with qkv.Client(service_process.url) as client:
+    with qkv.Client(served.url) as client:
         expected = client.attend("softmax", **arrays).output
-    clients = [qkv.Client(service_process.url, retries=0) for _ in range(8)]
+    clients = [qkv.Client(served.url, retries=0) for _ in range(8)]
 
     def once(index: int) -> str:
         try:
@@ -204,26 +223,26 @@ def test_killed_device_process_is_restarted_and_no_output_is_wrong(
         for _ in range(2):
             count = len(seen)
             wait_until(lambda count=count: len(seen) > count + 200)  # type: ignore[misc]
-            victim = device_process_pid(service_process)
+            victim = device_process_pid(served)
             os.kill(victim, signal.SIGKILL)
-            wait_until(lambda victim=victim: victim not in child_pids(service_process.popen.pid))  # type: ignore[misc]
-            wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
-            assert device_process_pid(service_process) != victim
+            wait_until(lambda victim=victim: victim not in child_pids(served.popen.pid))  # type: ignore[misc]
+            wait_until(lambda: status_of(served.url, "/readyz") == 200)
+            assert device_process_pid(served) != victim
             time.sleep(1.1)
         count = len(seen)
         wait_until(lambda: len(seen) > count + 200)
     for client in clients:
         client.close()
     assert set(seen) == {"right", "ServiceUnavailable"}
-    assert len(child_pids(service_process.popen.pid)) == WORKERS + 1
-    assert service_process.end() == 0
+    assert len(child_pids(served.popen.pid)) == WORKERS + 1
+    assert served.end() == 0
 
 
-def test_readyz_fails_while_the_device_process_restarts(service_process: Process) -> None:
+def test_readyz_fails_while_the_device_process_restarts(served: Process) -> None:
     time.sleep(1.1)
-    with httpx.Client(base_url=service_process.url, timeout=TIMEOUT_S) as client:
+    with httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client:
         assert client.get("/readyz").status_code == 200
-        os.kill(device_process_pid(service_process), signal.SIGKILL)
+        os.kill(device_process_pid(served), signal.SIGKILL)
         wait_until(lambda: client.get("/readyz").status_code == 503)
         assert client.get("/livez").status_code == 200
         assert client.post(PATH, content=body(4), headers=SAFETENSORS).status_code == 503
@@ -231,9 +250,9 @@ def test_readyz_fails_while_the_device_process_restarts(service_process: Process
         assert client.post(PATH, content=body(4), headers=SAFETENSORS).status_code == 200
 
 
-def test_clients_that_retry_see_no_error_during_a_restart(service_process: Process) -> None:
+def test_clients_that_retry_see_no_error_during_a_restart(served: Process) -> None:
     arrays = random_arrays(0)
-    clients = [qkv.Client(service_process.url, retries=8) for _ in range(4)]
+    clients = [qkv.Client(served.url, retries=8) for _ in range(4)]
     expected = clients[0].attend("softmax", **arrays).output
 
     def once(index: int) -> bool:
@@ -242,10 +261,10 @@ def test_clients_that_retry_see_no_error_during_a_restart(service_process: Proce
     time.sleep(1.1)
     with repeat_in_threads(4, once) as seen:
         wait_until(lambda: len(seen) > 50)
-        victim = device_process_pid(service_process)
+        victim = device_process_pid(served)
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: victim not in child_pids(service_process.popen.pid))
-        wait_until(lambda: status_of(service_process.url, "/readyz") == 200)
+        wait_until(lambda: victim not in child_pids(served.popen.pid))
+        wait_until(lambda: status_of(served.url, "/readyz") == 200)
         count = len(seen)
         wait_until(lambda: len(seen) > count + 50)
     assert all(seen)
@@ -313,8 +332,8 @@ def test_jobs_of_disconnected_clients_do_not_run(start: Start) -> None:
     assert statistics(service_process)["inference_count"] - before == 2
 
 
-def test_full_shared_memory_gets_503_until_blocks_are_released(start: Start) -> None:
-    service_process = start(1, QKV_MAX_QUEUE_BYTES=str(8 << 20), QKV_MAX_BATCH="1")
+def test_full_shared_memory_gets_503_until_blocks_are_released(start_any: Start) -> None:
+    service_process = start_any(1, QKV_MAX_QUEUE_BYTES=str(8 << 20), QKV_MAX_BATCH="1")
     device, content = device_process_pid(service_process), body(4096)  # 3 MiB in, 1 MiB out
     os.kill(device, signal.SIGSTOP)
     with ThreadPoolExecutor(6) as pool:
@@ -403,8 +422,8 @@ def test_memory_of_a_large_request_returns_to_the_system(process: Process, share
     wait_until(lambda: shared_memory() < 100)
 
 
-def test_sigterm_under_load_resets_no_connection(service_process: Process) -> None:
-    host, port = address(service_process)
+def test_sigterm_under_load_resets_no_connection(served: Process) -> None:
+    host, port = address(served)
     bodies = [body(4), body(256, 8), slow_request_body(1024)]
     seen = list[int | OSError]()
 
@@ -419,12 +438,12 @@ def test_sigterm_under_load_resets_no_connection(service_process: Process) -> No
     with ThreadPoolExecutor(60) as pool:
         loops = [pool.submit(keep_sending, index) for index in range(60)]
         wait_until(lambda: len(seen) > 200)
-        service_process.popen.send_signal(signal.SIGTERM)
+        served.popen.send_signal(signal.SIGTERM)
         for loop in loops:
             loop.result(TIMEOUT_S)
     assert set(seen) <= {200, 503}, Counter(seen)
-    assert service_process.wait() == 0
-    assert not any("Traceback" in line or "exited after" in line for line in service_process.lines)
+    assert served.wait() == 0
+    assert not any("Traceback" in line or "exited after" in line for line in served.lines)
 
 
 def test_sigterm_before_ready_exits_cleanly(command: Start) -> None:
@@ -443,8 +462,8 @@ def test_all_processes_exit_after_the_supervisor(service_process: Process) -> No
     wait_until(lambda: not any(map(is_alive, every)))
 
 
-def test_livez_fails_while_the_device_process_is_stopped(start: Start) -> None:
-    service_process = start(QKV_STUCK_S="1")
+def test_livez_fails_while_the_device_process_is_stopped(start_any: Start) -> None:
+    service_process = start_any(QKV_STUCK_S="1")
     device = device_process_pid(service_process)
     os.kill(device, signal.SIGSTOP)
     wait_until(lambda: status_of(service_process.url, "/livez") == 503)
