@@ -271,7 +271,7 @@ class PretendedDevice(Accelerator):
 
     def __init__(self) -> None:
         super().__init__(PRETENDED)
-        self.released, self.free_bytes, self.ends_waits = 0, 1 << 29, threading.Event()
+        self.released, self.free_bytes, self.ends_waits = 0, 1 << 30, threading.Event()
         self.ends_waits.set()
         self._cpu = CpuDevice()
         self._compute = _Stream("compute")

@@ -96,7 +96,7 @@ class BatchVerifier:
     def _find(self, jobs: Sequence[Job]) -> _Kind:
         """Returns the kind of a batch; forgets the kind that was not used for longest."""
         key = jobs[0].kind, tuple([job.batch_size for job in jobs])
-        kind = self._kinds[key] = self._kinds.pop(key, None) or _Kind()
+        kind = self._kinds[key] = self._kinds.pop(key, _Kind())
         if len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)
         return kind
