@@ -88,7 +88,7 @@ def test_soak_finds_internal_errors_in_metrics(
     server = serve()
     assert count_internal_errors(server.address) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(server.engine, "execute", fail)
+        patch.setattr(server.engine.batch_runner, "launch", fail)
         results = run_client(server, soak_requests[0])
     assert 0 < results.counts["valid 500"] <= count_internal_errors(server.address)
 

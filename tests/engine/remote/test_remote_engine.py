@@ -15,6 +15,7 @@ import torch
 
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
+from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import launch
 from qkv.engine.remote.channel import Channel, SocketBroker
@@ -28,8 +29,12 @@ from qkv.jobs.job import Job, Limits
 from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
+from support import engines
+from support.any_device import any_device as any_device
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
-from support.engines import CPU, bits, hold, hold_device_thread
+from support.engines import bits, hold, hold_device_thread
+
+pytestmark = pytest.mark.usefixtures("any_device")
 
 LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
 
@@ -42,7 +47,11 @@ class Service:
             workers, models=tuple(variants()), max_batch_size=32, device_process=True
         )
         self.shared_memory = SharedMemory(workers, size)
-        self.engine = Engine(CPU, **{"max_batch": 32, "stack": True} | options)
+        defaults: dict[str, Any] = {
+            "device": engines.new_test_device(), "max_batch": 32, "stack": True,
+            "verifier": BatchVerifier("off"),
+        }  # fmt: skip
+        self.engine = Engine(**defaults | options)
         self.socket_broker = SocketBroker(workers)
         self._control_sockets = [self.socket_broker.create_control_socket(workers)]
         self._alive_pipe = os.pipe()
@@ -516,4 +525,4 @@ def test_small_jobs_run_at_once_on_a_cpu_without_batches() -> None:
             await until(lambda: queued_count(fixture.engine) == 1)
         await large
 
-    run(test, stack=False, max_batch=1)
+    run(test, device=engines.CPU, stack=False, max_batch=1)
