@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qkv.engine.engine import DEFAULT_LIMIT, Engine, JobResult
-from qkv.engine.executor import Launched, launch
+from qkv.engine.executor import JobOutput, Launched, launch
 from qkv.engine.work_queue import Load
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
@@ -304,3 +304,31 @@ def test_flops_and_bytes_are_counted() -> None:
         assert timing["bytes"] == 4 * (3 * 5 * 6 + 3 * 6 * 8 + 3 * 5 * 8)
 
     with_engine(test)
+
+
+def test_throughput_counts_the_time_of_the_work(any_device: str) -> None:
+    """`Retry-After` follows from it: batches that overlap do not count twice."""
+
+    def slow(jobs: Sequence[Job], *how: Any) -> Launched:
+        launched = launch(jobs, *how)
+
+        def finish() -> list[JobOutput]:
+            time.sleep(0.1)
+            return launched()
+
+        if any_device == "pretended":  # the work is done when the result is awaited
+            return finish
+        outputs = finish()
+        return lambda: outputs
+
+    async def test(engine: Engine) -> None:
+        started_at = time.perf_counter()
+        with hold(engine):
+            futures = [engine.submit(plain(seed, length=4 + seed)) for seed in range(4)]
+        await asyncio.gather(*futures)
+        while engine._queue.throughput._done[0] < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        spent = time.perf_counter() - started_at
+        assert 0.3 <= engine._queue.throughput._seconds <= spent
+
+    with_engine(test, launch=slow)

@@ -15,7 +15,8 @@ from qkv.engine.executor import Launched, launch
 from qkv.errors import Internal, InvalidContent, PayloadTooLarge, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from support.any_device import any_device as any_device
-from support.engines import bits, hold, plain, with_engine
+from support.engines import bits, hold, hold_device_thread, plain, with_engine
+from support.processes import TIMEOUT_S
 
 
 @pytest.mark.usefixtures("any_device")
@@ -177,3 +178,25 @@ def test_out_of_memory_on_a_cpu(
             await engine.submit(plain(1))
 
     with_engine(test, launch=greedy)
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_bug_in_a_callback_leaves_no_job_without_a_result(call: int) -> None:
+    """Neither the batch that begins nor the one before it."""
+    calls: list[bool] = []
+
+    def on_busy(is_busy: bool) -> None:
+        calls.append(is_busy)
+        if len(calls) == call:
+            raise OSError("a bug")
+
+    async def test(engine: Engine) -> None:
+        with hold_device_thread(engine):
+            futures = [engine.submit(plain(seed, length=4 + seed)) for seed in range(3)]
+        done = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), TIMEOUT_S)
+        assert any(isinstance(result, JobResult) for result in done) or engine.failed.is_set()
+        for result in done:
+            assert isinstance(result, JobResult | Internal | ServiceUnavailable)
+
+    with_engine(test, on_busy=on_busy)

@@ -14,7 +14,9 @@ from qkv.engine.device.device import Device
 from qkv.engine.executor import execute
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
 from qkv.jobs.job import Job
-from support.engines import CPU, new_job
+from qkv.tensors import RawTensor
+from qkv.wire.message import Message
+from support.engines import CPU, LIMITS, new_job
 from support.known_requests import DTYPES
 from support.pretended_device import PretendedDevice
 
@@ -75,3 +77,45 @@ def test_job_takes_the_path_that_it_takes_alone(
                 finite = np.abs(other[np.isfinite(other)].astype(np.float64))
                 bound = 64 * np.finfo(other.dtype).eps * finite.max(initial=0)
                 np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=name)
+
+
+FORMS: Final[tuple[Any, ...]] = (
+    "none",
+    "full",
+    "stats",
+    {"rows": [3, 0]},
+    {"top_k": 2},
+    {"pool": 3},
+)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", ["softmax", "linear", "efficient", "taylor", "linformer"])
+def test_layer_takes_the_path_that_it_takes_alone(name: str, form: Any) -> None:
+    """Projections of large embeddings need float64, or their own call."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> RawTensor:
+        return RawTensor.from_numpy((random.normal(size=shape) * scale).astype(np.float32))
+
+    weights = {f"W_{role}": normal(16, 16) for role in ("query", "key", "value")}
+    outputs = ["output"] if form == "none" else ["output", "weights"]
+    fields = {"outputs": outputs, "weights": form, "layer": {"layout": "v1", "heads": 2}}
+    first, *others = (
+        Job.from_message(
+            name, Message(fields, {"x": normal(2, 9, 16, scale=scale)}, weights), LIMITS
+        )
+        for scale in (1.0, 30.0, 1e9, 1e16, 1e30, 1.0)
+    )
+    layer = first.inputs.layer
+    jobs = [first, *(job.with_inputs(job.inputs._replace(layer=layer)) for job in others)]
+    device = PretendedDevice()
+    together = execute(jobs, device, stack=True)
+    for job, output in zip(jobs, together, strict=True):
+        (alone,) = execute([job], device, stack=True)
+        assert output.backend == alone.backend
+        for tensor, raw in output.outputs.items():
+            one, other = raw.numpy(), alone.outputs[tensor].numpy()
+            largest = np.abs(other[np.isfinite(other)]).max(initial=0)
+            bound = 64 * np.finfo(np.float32).eps * largest if raw.dtype == "float32" else 0
+            np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=tensor)

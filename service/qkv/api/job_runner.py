@@ -59,7 +59,7 @@ SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _S
 
 
 class DisconnectNotifier(Protocol):
-    """A request whose disconnect takes no task to wait for.
+    """A request of a server that calls back when the client disconnects.
 
     Attributes:
         disconnected: the client has disconnected.
@@ -68,7 +68,7 @@ class DisconnectNotifier(Protocol):
     disconnected: bool
 
     def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
-        """Sets what the server calls when the client disconnects; None: nothing any more."""
+        """Sets what the server calls when the client disconnects; None: it calls nothing."""
 
 
 class RunResult(NamedTuple):
@@ -277,7 +277,7 @@ async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> 
 
 
 async def _cancel_on_message(request: Request, future: asyncio.Future[_T]) -> _T:
-    """Does the same by ASGI messages, which takes a task."""
+    """Does the same as `cancel_on_disconnect` by ASGI messages, which needs a task."""
     disconnect = asyncio.ensure_future(wait_for_disconnect(request))
     try:
         await asyncio.wait((future, disconnect), return_when=asyncio.FIRST_COMPLETED)

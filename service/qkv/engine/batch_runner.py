@@ -31,7 +31,10 @@ Launch = Callable[[Sequence[Job], Device, bool, int, int], Launched]
 
 
 class BatchRunner:
-    """Runs batches of jobs with equal batch keys, from one thread at a time.
+    """Runs batches of jobs with equal batch keys.
+
+    The device thread calls it and, for small jobs on a CPU, the event loop. Both change the budget;
+    an update that is lost does no harm.
 
     Args:
         device: runs the jobs.
@@ -119,9 +122,13 @@ class BatchRunner:
     def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[JobOutput]:
         """Returns the outputs of a batch; those of each job alone if a check finds other bits."""
         outputs = launched()
-        if self._verifier.has_same_bits(jobs, outputs, self._run_alone):
-            return outputs
-        return self._each_alone(jobs)
+        try:
+            is_same = self._verifier.has_same_bits(jobs, outputs, self._run_alone)
+        except Exception as error:
+            if not self._device.is_out_of_memory(error):
+                raise
+            return outputs  # without a check: the batch has taken the memory
+        return outputs if is_same else self._each_alone(jobs)
 
     def _each_alone(self, jobs: Sequence[Job]) -> list[JobOutput]:
         return [self._run_alone(job)._replace(batch_size=len(jobs)) for job in jobs]

@@ -36,10 +36,10 @@ class _Kind:
 
 
 class BatchVerifier:
-    """Compares jobs of a stacked batch with themselves alone, bit for bit: first, middle and last.
+    """Compares jobs of a stacked call with themselves alone, bit for bit: first, middle and last.
 
-    Batches of one kind have equal `Job.kind` and numbers of items in each job. A kind with other
-    bits is not stacked again.
+    Batches of one kind have equal `Job.kind`, number of items, and sizes of jobs. A kind with other
+    bits is not stacked again, as long as it is among the most recent ones.
 
     Args:
         mode: which batches are checked.
@@ -72,7 +72,7 @@ class BatchVerifier:
             outputs: of each job.
             run_alone: runs a job.
         """
-        stacked = [i for i, output in enumerate(outputs) if output.stacked_count > 1]
+        stacked = [i for i, output in enumerate(outputs) if output.call_size > 1]
         if self._mode == "off" or not stacked:
             return True
         kind = self._find(jobs)
@@ -94,8 +94,9 @@ class BatchVerifier:
         return is_same
 
     def _find(self, jobs: Sequence[Job]) -> _Kind:
-        """Returns the kind of a batch; forgets the kind that was not used for longest."""
-        key = jobs[0].kind, tuple([job.batch_size for job in jobs])
+        """Returns the kind of a batch; forgets the least recently used one."""
+        sizes = [job.batch_size for job in jobs]
+        key = jobs[0].kind, sum(sizes), tuple(sorted(set(sizes)))
         kind = self._kinds[key] = self._kinds.pop(key, _Kind())
         if len(self._kinds) > _MAX_KINDS:
             self._kinds.popitem(last=False)

@@ -126,6 +126,7 @@ class Engine:
             idle_threads=self._threads_to_lend,
             on_fatal=self._fail_permanently,
         )
+        self._finished_at = 0.0  # the last batch, by time.perf_counter
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run_thread, name="qkv-device", daemon=True)
@@ -139,7 +140,8 @@ class Engine:
     async def prepare(self, worker: WorkerState) -> None:
         """Warms up. Then statistics count the jobs, which are clients' only."""
         # an accelerator begins the first request at once; the others are a batch
-        await warm_up(self, 1 + _WARM_UP_BATCH if self.device.is_accelerator else 1)
+        count = 1 + _WARM_UP_BATCH if self.device.is_accelerator else 1
+        await warm_up(self, min(count, self._queue.limit.requests))
         self.accounting.stats_recorder = worker.stats_recorder
         worker.set_usage(self.usage())
 
@@ -327,9 +329,12 @@ class Engine:
 
         Returns the batch if the device still computes it; on a CPU it is finished here.
         """
-        begun = self._begin(self._take_batch())
-        if previous is not None:
-            self._finish(previous, is_last=begun is None)
+        begun: _BegunBatch | None = None
+        try:
+            begun = self._begin(self._take_batch())
+        finally:
+            if previous is not None:
+                self._finish(previous, is_last=begun is None)
         if begun is None or self.device.is_accelerator:
             return begun
         self._finish(begun)
@@ -338,15 +343,21 @@ class Engine:
     def _begin(self, batch: list[QueuedJob]) -> _BegunBatch | None:
         """Begins to run the jobs of a batch that have not expired; a busy event loop may not have
         called `_on_deadline` yet. Returns None if there are none."""
-        expired = [q for q in batch if q.is_expired]
-        if expired:
-            self._resolve([(q, self._expire(q)) for q in expired])
-            batch = [q for q in batch if q not in expired]
-        if not batch:
+        try:
+            expired = [q for q in batch if q.is_expired]
+            if expired:
+                self._resolve([(q, self._expire(q)) for q in expired])
+                batch = [q for q in batch if q not in expired]
+            if not batch:
+                return None
+            self._on_busy(True)
+            started_at = time.perf_counter()
+            return _BegunBatch(batch, started_at, self.batch_runner.begin([q.job for q in batch]))
+        except BaseException:
+            _log.exception("the engine failed")
+            error = Internal("the engine failed")
+            self._resolve([(queued_job, error) for queued_job in batch])
             return None
-        self._on_busy(True)
-        launched = self.batch_runner.begin([q.job for q in batch])
-        return _BegunBatch(batch, time.perf_counter(), launched)
 
     def _finish(self, begun: _BegunBatch, is_last: bool = True) -> None:
         """Waits for the results of a batch, and hands them over.
@@ -354,16 +365,21 @@ class Engine:
         `is_last`: the device has no other batch.
         """
         batch, started_at, launched = begun
+        results: list[JobResult | QkvError] = [Internal("the engine failed")] * len(batch)
         try:
             jobs, enqueued_at = [q.job for q in batch], [q.enqueued_at for q in batch]
             results = self.batch_runner.finish(launched, jobs, enqueued_at)
-            self._on_busy(not is_last)
-            self._resolve(list(zip(batch, results, strict=True)))
         except BaseException:
             _log.exception("the engine failed")
-            error = Internal("the engine failed")
-            self._resolve([(queued_job, error) for queued_job in batch])
-        self._queue.throughput.add(Load.of(batch), time.perf_counter() - started_at)
+        try:
+            self._on_busy(not is_last)
+        finally:
+            self._resolve(list(zip(batch, results, strict=True)))
+        # batches overlap on an accelerator: the time since the previous one is this one's
+        now = time.perf_counter()
+        started_at = max(started_at, self._finished_at)
+        self._finished_at = now
+        self._queue.throughput.add(Load.of(batch), now - started_at)
 
     def _threads_to_lend(self, job: Job) -> int:
         """Returns the number of CPU threads that a job may use: more than one if it is alone."""

@@ -45,6 +45,7 @@ class JobOutput(NamedTuple):
         split_s: seconds of moving the outputs back and splitting them.
         batch_size: number of jobs in the batch.
         stacked_count: number of jobs whose outputs are of the same call; they share its seconds.
+        call_size: number of jobs in that call, those that ran again included.
         backend: name of the variant's code path that ran.
     """
 
@@ -55,6 +56,7 @@ class JobOutput(NamedTuple):
     split_s: float
     batch_size: int
     stacked_count: int
+    call_size: int
     backend: str
 
 
@@ -74,7 +76,8 @@ def launch(
 ) -> Launched:
     """Begins to execute jobs with equal batch keys. All calls of variants begin here.
 
-    On an accelerator the call returns before the device is done. On a CPU it does all the work.
+    On an accelerator the call returns before the device is done; jobs that cannot be deferred run
+    when the result is called. On a CPU the call does all the work.
 
     Args:
         jobs: at least one.
@@ -94,9 +97,16 @@ def launch(
         _run_alone, device=device, batch_size=len(jobs), threads=threads, idle_threads=idle_threads
     )
     if not (stack and can_defer(jobs[0])):
+        if device.is_accelerator:  # the results of the previous batch come first
+            return partial(_each, jobs, alone)
         outputs = [alone(job) for job in jobs]
         return lambda: outputs
     return partial(_finish, _Call(jobs, device, len(jobs), "ordinary"), alone)
+
+
+@torch.inference_mode()
+def _each(jobs: Sequence[Job], run_alone: Callable[[Job], JobOutput]) -> list[JobOutput]:
+    return [run_alone(job) for job in jobs]
 
 
 @torch.inference_mode()
@@ -112,7 +122,7 @@ def _finish(call: _Call, run_alone: Callable[[Job], JobOutput]) -> list[JobOutpu
         for i, output in zip(left, wide, strict=True):
             outputs[i] = output
     return [
-        run_alone(job) if output is None else output
+        (run_alone(job) if output is None else output)._replace(started_at=call.started_at)
         for job, output in zip(call.jobs, outputs, strict=True)
     ]
 
@@ -150,7 +160,7 @@ class _Call:
         self, jobs: Sequence[Job], device: Device, batch_size: int, path: _Path = "careful"
     ) -> None:
         self.jobs, self._device, self._batch_size, self._path = jobs, device, batch_size, path
-        self._started_at = time.perf_counter()
+        self.started_at = time.perf_counter()
         job, self._sizes = jobs[0], [job.batch_size for job in jobs]
         inputs = device.load(
             {name: _host(jobs, self._sizes, name, device) for name in job.inputs.tensors}
@@ -194,11 +204,12 @@ class _Call:
         unloaded_at = time.perf_counter()
         fits = _each_job(self._sizes, tensors.pop(_FITS)) if _FITS in tensors else [True]
         outputs = _split(jobs, self._sizes, in_layout(jobs[0], tensors))
-        load_s, compute_s = self._loaded_at - self._started_at, self._stopwatch.seconds()
+        load_s, compute_s = self._loaded_at - self.started_at, self._stopwatch.seconds()
         split_s = self._unloading.seconds() + time.perf_counter() - unloaded_at
-        rest = (load_s, compute_s, split_s, self._batch_size, sum(fits), self._backend)
+        counts = (self._batch_size, sum(fits), len(jobs))
+        rest = (load_s, compute_s, split_s, *counts, self._backend)
         return [
-            JobOutput(own, self._started_at, *rest) if fit else None
+            JobOutput(own, self.started_at, *rest) if fit else None
             for fit, own in zip(fits, outputs, strict=True)
         ]
 
@@ -246,7 +257,7 @@ def _host(jobs: Sequence[Job], sizes: Sequence[int], name: str, device: Device) 
 def _expanded(job: Job, name: str) -> Tensor:
     """Returns a mask with an axis B of full size."""
     raw, shape = job.inputs.tensors[name], job.inputs.shapes[name]
-    return _view(raw.data, raw.dtype, shape).expand(job.batch_size, *shape[1:])
+    return _load(raw, shape).expand(job.batch_size, *shape[1:])
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -43,6 +43,7 @@ async def warm_up(engine: JobExecutor, count: int) -> None:
         for outputs in (["output"], list(variant.outputs)):
             job = Job.from_message(name, Message({"outputs": outputs}, tensors), _LIMITS)
             try:
-                await asyncio.gather(*(engine.submit(job) for _ in range(count)))
+                futures = [engine.submit(job) for _ in range(count)]
+                await asyncio.gather(*futures)
             except QkvError:
                 _log.exception("the warm-up of %s failed", name)

@@ -171,12 +171,13 @@ class WorkQueue:
         limit: the most load that may be queued.
 
     Attributes:
+        limit: as the argument.
         queued: the load of all queued jobs.
         throughput: estimate from the batches that ran; the engine adds them.
     """
 
     def __init__(self, limit: Load) -> None:
-        self._limit = limit
+        self.limit = limit
         self.queued = Load()
         self.throughput = ThroughputEstimate()
         self._groups: dict[Hashable, deque[QueuedJob]] = defaultdict(deque)
@@ -194,7 +195,7 @@ class WorkQueue:
             ServiceUnavailable: too much is queued already.
         """
         load = queued_job.load
-        if (why := self._limit.over_limit(self.queued, load)) is not None:
+        if (why := self.limit.over_limit(self.queued, load)) is not None:
             raise ServiceUnavailable(why, retry_after=self.throughput.retry_after(self.queued))
         self._groups[queued_job.batch_key].append(queued_job)
         self._orders[queued_job.priority][queued_job] = None

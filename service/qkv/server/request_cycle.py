@@ -97,7 +97,7 @@ class RequestCycle:
             callback()
 
     def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
-        """Sets what is called when the client disconnects; None: nothing any more."""
+        """Sets what this calls when the client disconnects; None: it calls nothing."""
         self._on_disconnect = callback
         if callback is not None:
             self._flow.resume_reading()  # else no disconnect is seen

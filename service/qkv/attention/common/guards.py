@@ -1,11 +1,11 @@
 """Conditions that select the code path of a variant, read at once or together with its outputs.
 
-A variant has an ordinary path, and careful ones for numbers that could overflow or cancel. Alone on
-a CPU, `holds` reads a condition at once. On an accelerator each read would wait for the device, and
-the path of a batch would depend on all its requests. There a call runs in `deferred`: it takes the
+A variant has an ordinary path, and careful ones for numbers that could overflow or cancel. Usually
+`holds` reads a condition at once. On an accelerator each read would wait for the device, and the
+path of a batch would depend on all its requests. There a call runs in `deferred`: it takes the
 ordinary path and collects the conditions of each item. The executor reads them with the outputs.
 It runs the requests for which one is false again: together in float64, which is wide enough for
-most of them, and those for which it is not alone.
+most of them, and those for which it is not alone, without `deferred`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Guards:
 
     Args:
         B: the number of its items.
-        is_wide: the call computes in float64 what it else computes in float32.
+        is_wide: the call computes in float64 what it otherwise computes in float32.
     """
 
     def __init__(self, B: int, is_wide: bool) -> None:
@@ -55,7 +55,10 @@ class Guards:
         self._sizes: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
 
     def largest_size(self, x: Tensor, shared: bool) -> Tensor:
-        """Returns the largest absolute value of each item; computes it once for each tensor."""
+        """Returns the largest absolute value of each item; computes it once for each tensor.
+
+        The tensor must not change during the call.
+        """
         key = id(x), shared
         if (known := self._sizes.get(key)) is None:
             size = torch.linalg.vector_norm(x, torch.inf, _axes(x, shared)).double()
@@ -113,7 +116,7 @@ def are_deferred() -> bool:
 
 
 def are_wide() -> bool:
-    """Returns True in a deferred call that computes in float64 what it else does in float32."""
+    """Returns True in a deferred call in float64, with numbers below `STACKABLE_BELOW`."""
     return (guards := _guards.get()) is not None and guards.is_wide
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention.common.dropout import keep_mask
-from qkv.attention.common.guards import Condition, are_deferred, holds, largest_size
+from qkv.attention.common.guards import Condition, are_deferred, are_wide, holds, largest_size
 from qkv.attention.common.visibility import Visibility
 
 __all__ = [
@@ -119,7 +119,8 @@ class Scores(NamedTuple):
         key, exponents = key_BGSD.to(visible.dtype), None
         if not safe:
             key = visible.without_padding(key)
-            if query_BHLD.dtype == torch.float64:  # narrower dtypes cannot overflow float64
+            # narrower dtypes cannot overflow float64, and numbers of a wide call are below 1e9
+            if query_BHLD.dtype == torch.float64 and not are_wide():
                 query, query_exponents = split_exponents(query)
                 key, key_exponents = split_exponents(key)
                 exponents = (query_exponents, key_exponents[:, :, None].mT)

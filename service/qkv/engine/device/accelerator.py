@@ -20,7 +20,7 @@ __all__ = ["Accelerator"]
 class Accelerator:
     """A device with memory of its own, which runs beside the CPU.
 
-    The methods whose names begin with `new_` or `current_` are all that touches streams and events.
+    The methods whose names begin with `new_` or `current_` create or find streams and events.
 
     Args:
         torch_device: the device of its tensors.

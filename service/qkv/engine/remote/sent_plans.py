@@ -87,7 +87,7 @@ class SentPlan:
 class SentPlans:
     """The plans that were used last, for one connection. The device process keeps as many.
 
-    A plan that was not used for longest loses its number to a new one. The device process then
+    The least recently used plan loses its number to a new one. The device process then
     replaces it, as soon as it receives the new one.
 
     Args:
