@@ -350,7 +350,7 @@ class Engine:
                 batch = [q for q in batch if q not in expired]
             if not batch:
                 return None
-            self._on_busy(True)
+            self._report_busy(True)
             started_at = time.perf_counter()
             return _BegunBatch(batch, started_at, self.batch_runner.begin([q.job for q in batch]))
         except BaseException:
@@ -371,15 +371,19 @@ class Engine:
             results = self.batch_runner.finish(launched, jobs, enqueued_at)
         except BaseException:
             _log.exception("the engine failed")
-        try:
-            self._on_busy(not is_last)
-        finally:
-            self._resolve(list(zip(batch, results, strict=True)))
+        self._report_busy(not is_last)
+        self._resolve(list(zip(batch, results, strict=True)))
         # batches overlap on an accelerator: the time since the previous one is this one's
         now = time.perf_counter()
         started_at = max(started_at, self._finished_at)
         self._finished_at = now
         self._queue.throughput.add(Load.of(batch), now - started_at)
+
+    def _report_busy(self, is_busy: bool) -> None:
+        try:
+            self._on_busy(is_busy)
+        except Exception:  # a bug there must not cost a result
+            _log.exception("the engine could not report its state")
 
     def _threads_to_lend(self, job: Job) -> int:
         """Returns the number of CPU threads that a job may use: more than one if it is alone."""
