@@ -38,7 +38,7 @@ serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for 
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 EXPENSIVE = (process or browser or install or slow) and not representative
 
-test: .venv/.installed ## run most tests, some of every kind, in about three minutes
+test: .venv/.installed ## run most tests, some of every kind, in about four minutes
 	@$(PYTEST) -m "not ($(EXPENSIVE))" --hypothesis-profile=fast $(ARGS)
 
 # Property tests run here again, with all their examples.

@@ -21,7 +21,8 @@ from support.known_requests import DTYPES
 from support.pretended_device import PretendedDevice
 
 SIZES: Final = {"B": 2, "H": 2, "G": 1, "L": 7, "S": 9, "D": 8, "E": 8, "I": 6, "O": 5}
-SCALES: Final = (1.0, 30.0, 300.0, 2e9, 1e30, 0.0, float("nan"), float("inf"), 1e-30, 1.0)
+ALL_TINY: Final = 1e-31  # of all numbers; other scales are those of every third number
+SCALES: Final = (1.0, ALL_TINY, 30.0, 300.0, 2e9, 1e30, 0.0, float("nan"), float("inf"), 1e-30, 1.0)
 KINDS: Final = [
     pytest.param(v, kind, id=f"{v.name}-{kind.__name__}")
     for v in variants().values()
@@ -41,7 +42,8 @@ def jobs_of(variant: Variant, kind: type[Job], dtype: str, **parameters: Any) ->
                 if not i.is_optional:
                     shape = [fixed_size(x) or SIZES[x] for x in i.letters]
                     arrays[i.name] = random.normal(size=shape).astype(DTYPES[dtype])
-                    arrays[i.name].flat[::3] *= DTYPES[dtype].type(scale)
+                    step = 1 if scale == ALL_TINY else 3
+                    arrays[i.name].flat[::step] *= DTYPES[dtype].type(scale)
         if kind is GradientJob:
             shape = [SIZES[x] for x in variant.outputs["output"].letters]
             arrays[GRAD_OUTPUT] = random.normal(size=shape).astype(DTYPES[dtype])

@@ -317,7 +317,8 @@ def _output(matrix: _Features | _Steep, value_BGSE: Tensor) -> Tensor:
     value = value.to(dtype)
     scaled = any(factor != 1.0 for factor in factors)
     if scaled:
-        factor_B111 = value.new_tensor(factors, dtype=torch.float64)[:, None, None, None]
+        factor_B = torch.tensor(factors, dtype=torch.float64).to(value.device, non_blocking=True)
+        factor_B111 = factor_B[:, None, None, None]
         value = value * factor_B111.to(dtype)
     # also a rounded average is no larger than the values
     output = matrix.output(value).flatten(1, 2)
