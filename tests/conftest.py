@@ -144,3 +144,12 @@ def nothing_is_logged_as_an_error() -> Iterator[None]:
     yield
     logging.getLogger().removeHandler(handler)
     assert [(r.name, r.getMessage(), r.exc_info and r.exc_info[1]) for r in records] == []
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Uses one CPU thread: small tensors are slower on more, most of all beside other processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

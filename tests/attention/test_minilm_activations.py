@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import pytest
@@ -16,17 +15,10 @@ from support.checked_softmax import OUTPUT
 from support.minilm import SENTENCES, activations, embedding_of, layer_weights
 from support.tolerances import assert_within, bounds
 
-pytestmark = pytest.mark.slow  # the first test imports transformers, which takes 3 s
+# the first test imports transformers, which takes 3 s
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 HEADS: Final = 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small are slower on more threads
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.representative

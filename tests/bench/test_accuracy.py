@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
@@ -19,19 +18,13 @@ from torch import Tensor
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS: Final = (1, 2, 7, 17, 65)  # 1, and both sides of a vector's width and of a chunk
 PAGE: Final = accuracy.PAGE.read_text()
 
 each_variant = pytest.mark.parametrize("variant", variants().values(), ids=lambda v: v.name)
 each_dtype = pytest.mark.parametrize("dtype", accuracy_cases.DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small are slower on more threads
-    yield
-    torch.set_num_threads(before)
 
 
 def compute_excess(result: accuracy.CaseErrors, seed: int, name: str) -> Tensor:

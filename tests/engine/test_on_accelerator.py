@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import pytest
-import torch
 from gpu_engine import too_large
 from hidden_waits import count_hidden_waits
 
@@ -32,16 +31,9 @@ from support.pretended_device import PretendedDevice, faults, live_tensors
 from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEEDS: Final = range(8, 18)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Uses one thread: the bits of the pretended device are those of the CPU."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["pretended", pytest.param("accelerator", marks=pytest.mark.gpu)])

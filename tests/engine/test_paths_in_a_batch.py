@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -11,7 +12,7 @@ from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine.device.device import Device
-from qkv.engine.executor import execute
+from qkv.engine.executor import JobOutput, execute
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
@@ -52,6 +53,19 @@ def jobs_of(variant: Variant, kind: type[Job], dtype: str, **parameters: Any) ->
     return jobs
 
 
+def assert_as_alone(jobs: Sequence[Job], together: Sequence[JobOutput], device: Device) -> None:
+    """Each job has the path that it has alone, and its numbers within rounding."""
+    for job, output in zip(jobs, together, strict=True):
+        (alone,) = execute([job], device, stack=True)
+        assert output.backend == alone.backend
+        for name, raw in output.outputs.items():
+            one, other = raw.numpy(), alone.outputs[name].numpy()
+            finite = np.abs(other[np.isfinite(other)].astype(np.float64))
+            eps = np.finfo(other.dtype).eps if other.dtype.kind == "f" else 0.0
+            bound = 64 * eps * finite.max(initial=0)
+            np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=name)
+
+
 @pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
 @pytest.mark.parametrize(
     "dtype",
@@ -71,14 +85,7 @@ def test_job_takes_the_path_that_it_takes_alone(
         known = {n: v for n, v in parameters.items() if n in variant.parameters.model_fields}
         jobs = jobs_of(variant, kind, dtype, **known)
         together = execute(jobs, device, stack=True)
-        for job, output in zip(jobs, together, strict=True):
-            (alone,) = execute([job], device, stack=True)
-            assert output.backend == alone.backend
-            for name, raw in output.outputs.items():
-                one, other = raw.numpy(), alone.outputs[name].numpy()
-                finite = np.abs(other[np.isfinite(other)].astype(np.float64))
-                bound = 64 * np.finfo(other.dtype).eps * finite.max(initial=0)
-                np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=name)
+        assert_as_alone(jobs, together, device)
 
 
 FORMS: Final[tuple[Any, ...]] = (
@@ -113,11 +120,4 @@ def test_layer_takes_the_path_that_it_takes_alone(name: str, form: Any) -> None:
     jobs = [first, *(job.with_inputs(job.inputs._replace(layer=layer)) for job in others)]
     device = PretendedDevice()
     together = execute(jobs, device, stack=True)
-    for job, output in zip(jobs, together, strict=True):
-        (alone,) = execute([job], device, stack=True)
-        assert output.backend == alone.backend
-        for tensor, raw in output.outputs.items():
-            one, other = raw.numpy(), alone.outputs[tensor].numpy()
-            largest = np.abs(other[np.isfinite(other)]).max(initial=0)
-            bound = 64 * np.finfo(np.float32).eps * largest if raw.dtype == "float32" else 0
-            np.testing.assert_allclose(one, other, rtol=0, atol=bound, err_msg=tensor)
+    assert_as_alone(jobs, together, device)

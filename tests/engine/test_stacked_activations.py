@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-import torch
 
 from qkv.client.arrays import to_raw
 from qkv.engine.executor import execute
@@ -19,17 +18,10 @@ from support.engines import CPU, LIMITS, new_job
 from support.minilm import Activations, activations, layer_weights
 from support.pretended_device import PretendedDevice, counting
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAMES: Final = ("softmax", "linear", "efficient", "taylor", "linformer")
 LEAST_SHARE: Final = 0.95
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Uses one thread: on two, beside other processes, these tests take twenty times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sentences() -> Iterator[list[Activations]]:
