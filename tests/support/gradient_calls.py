@@ -25,11 +25,11 @@ OUTPUT: Final = frozenset({"output"})
 def random_inputs(
     name: str, sizes: Mapping[str, int] = SIZES, dtype: torch.dtype = torch.float64
 ) -> dict[str, Tensor]:
-    """Returns normal tensors by argument: all inputs except masks and lengths."""
+    """Returns normal tensors by argument: all inputs but masks, lengths and terms of heads."""
     return {
         i.argument: torch.randn([sizes.get(a, 2) for a in i.letters]).to(dtype)
         for i in BACKWARDS[name].inputs.values()
-        if i.name not in ("mask", "key_lengths")
+        if i.name not in ("mask", "key_lengths") and i.letters != ("H",)
     }
 
 

@@ -46,6 +46,8 @@ def bounds(
     mask: Tensor | None,
     parameters: Mapping[str, Any],
     truth: softmax.Softmax,
+    alibi_BHLS: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Bounds:
     """Returns bounds from eps of the dtypes, D, S and the sizes of scores and values.
 
@@ -53,7 +55,9 @@ def bounds(
     for the reference, which rounds in float64.
     - A score is D products and D - 1 sums, the scale rounded and applied, perhaps as two square
       roots: (D + 8) eps |scale| sum_d |q_d k_d|. Softcap divides, takes tanh (slope at most 1)
-      and multiplies: 4 eps |score|. The mask is rounded and added: eps (|mask| + |score|).
+      and multiplies: 4 eps |score|. The mask is rounded and added: eps (|mask| + |score|). ALiBi,
+      slope times distance, rounds both and the product: 3 eps |alibi| + eps |score|.
+    - A sink is one more score, rounded once.
     - The softmax rounds score - top: eps (|score| + |top|) more, in the exponent. `spread` turns
       these errors into weights. exp is exact to 20 ulp (that of the fused kernel, in numerator and
       sum), sum and quotient round S + 1 times, dropout's factor twice: (S + 64) eps of the weight.
@@ -80,8 +84,14 @@ def bounds(
         error = error + 2 * eps * added
     size = score.nan_to_num(neginf=0.0).abs()
     error = error + 4 * eps * size
-    exponent = eps * (size + size.amax(-1, keepdim=True))
-    least, most = spread(score, error + exponent)
+    if alibi_BHLS is not None:
+        error = error + 3 * eps * alibi_BHLS.abs() + eps * size
+    sink = torch.full((H, 1, 1), -math.inf) if sinks_H is None else sinks_H.view(-1, 1, 1)
+    logit = torch.cat([score, sink.double().expand(*score.shape[:-1], 1)], -1)
+    logit_size = logit.nan_to_num(neginf=0.0).abs()
+    exponent = eps * (logit_size + logit_size.amax(-1, keepdim=True))
+    own = torch.cat([error.expand_as(score), eps * logit_size[..., -1:]], -1)
+    least, most = (x[..., :-1] for x in spread(logit, own + exponent))
     factor = 1 / (1 - parameters.get("dropout", 0.0))
     weight = (most - least + (S + 64) * eps * most + torch.finfo(exact).tiny) * factor
     mass = truth.weights @ v.abs()

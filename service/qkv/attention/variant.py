@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import ModuleType
@@ -210,13 +211,17 @@ class Variant:
         sizes: Mapping[str, int],
         parameters: pydantic.BaseModel,
         outputs: frozenset[str],
+        inputs: Collection[str],
     ) -> bool:
         """Returns True if torch's SDPA kernel runs (backend "sdpa").
 
         Its bits do not depend on the number of CPU threads. The file's `uses_sdpa` decides.
+        `inputs` are the names of the tensors that the request has.
         """
-        hook = getattr(self.module, "uses_sdpa", None)
-        return hook is not None and bool(hook(sizes, parameters, outputs))
+        if (hook := getattr(self.module, "uses_sdpa", None)) is None:
+            return False
+        known = {"sizes": sizes, "parameters": parameters, "outputs": outputs, "inputs": inputs}
+        return bool(hook(**_accepted(hook, known)))
 
     def score_count(self, sizes: Mapping[str, int], parameters: pydantic.BaseModel) -> int:
         """Returns how many pairs of a query and a key are visited one by one.
@@ -229,14 +234,19 @@ class Variant:
         scores = self.outputs.get("scores" if self.has_row_blocks else "weights")
         return 0 if scores is None else math.prod(sizes[letter] for letter in scores.letters)
 
-    def weights_are(self, parameters: pydantic.BaseModel) -> str:
+    def weights_are(self, parameters: pydantic.BaseModel, inputs: Collection[str] = ()) -> str:
         """Returns stochastic, signed or unnormalised.
 
         Stochastic weights are not negative, and each row's sum is 1, or 0 if the row sees no key.
         The file's `weights_are` says so; without one it is the first word of `weights_text`.
+
+        Args:
+            parameters: those of the request.
+            inputs: the names of the tensors that the request has.
         """
-        hook = getattr(self.module, "weights_are", None)
-        return self.weights_text.partition(";")[0] if hook is None else str(hook(parameters))
+        if (hook := getattr(self.module, "weights_are", None)) is None:
+            return self.weights_text.partition(";")[0]
+        return str(hook(**_accepted(hook, {"parameters": parameters, "inputs": inputs})))
 
     def infer_sizes(
         self, sizes: Mapping[str, int], parameters: pydantic.BaseModel
@@ -289,8 +299,13 @@ class Variant:
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those of the arguments that a function takes."""
-    names = inspect.signature(function).parameters
+    names = _argument_names(function)
     return {name: value for name, value in arguments.items() if name in names}
+
+
+@functools.lru_cache(256)
+def _argument_names(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _parameter_error(error: pydantic.ValidationError | TypeError) -> InvalidContent:

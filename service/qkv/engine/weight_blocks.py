@@ -75,6 +75,8 @@ def compute_weight_form(
         sizes: of every letter of one request. B is read from the tensors, which several requests
             may share.
     """
+    given = [i.name for i in variant.inputs.values() if arguments.get(i.argument) is not None]
+    stochastic = variant.weights_are(parameters, given) == "stochastic"
     weights, arguments = variant.outputs["weights"], variant.random_inputs(arguments)
     first = next(i for i in variant.inputs.values() if "B" in i.letters and not i.is_optional)
     first_tensor = arguments[first.argument]
@@ -114,7 +116,6 @@ def compute_weight_form(
                 row_block = partial(_rows_of, row_block(slice(0, _plane_count(places)))[:, None])
                 into = {n: t if n == "received" else t.unsqueeze(1) for n, t in into.items()}
             at_once = max(rows, elements // (_plane_count(places) * S))
-            stochastic = variant.weights_are(parameters) == "stochastic"
             _MAKERS[form.kind](_Matrix(row_block, L, at_once, stochastic), form, into)
     return tensors
 

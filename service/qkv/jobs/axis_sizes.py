@@ -99,7 +99,7 @@ def bind_axes(variant: Variant, shapes: Mapping[str, Shape], omitted: frozenset[
 
 def _full_shape(spec: Input, shape: Shape, omitted: frozenset[str]) -> Shape:
     """Returns the shape with a 1 for each omitted axis."""
-    if spec.letters == ("B",):  # one number per item, at any rank: a request of rank 2 is one item
+    if len(spec.letters) == 1:  # a list at any rank: a request of rank 2 is one item of one head
         omitted = frozenset()
     axes = [x for x in spec.letters if x not in omitted]
     if spec.broadcasts and len(shape) < len(axes):

@@ -207,11 +207,14 @@ def _read_tensors(specs: Mapping[str, Input], dtype: str, message: Message) -> d
 
 
 def _common_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None) -> str:
-    """Returns the dtype that all floating tensors share, masks excepted."""
+    """Returns the dtype that all floating tensors share.
+
+    Masks are excepted, and numbers per head: slopes in bfloat16 would be too coarse.
+    """
     dtypes = {
         name: t.dtype
         for name, t in inputs.items()
-        if t.dtype in FLOATING and not (name in variant.inputs and variant.inputs[name].broadcasts)
+        if t.dtype in FLOATING and not (name in variant.inputs and _has_own_dtype(variant, name))
     }
     if layer is not None:
         for p in layer.projections:
@@ -226,6 +229,11 @@ def _common_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Laye
                 pointer=pointer_to("inputs", name) if name in inputs else "/layer/tensors",
             )
     return dtype
+
+
+def _has_own_dtype(variant: Variant, name: str) -> bool:
+    spec = variant.inputs[name]
+    return spec.broadcasts or spec.letters == ("H",)
 
 
 def _bind_shapes(

@@ -273,7 +273,7 @@ class Job:
         """True if torch's SDPA kernel alone runs, without a layer."""
         inputs = self.inputs
         return inputs.layer is None and self.variant.uses_sdpa(
-            inputs.axes.sizes, self.parameters, self.outputs
+            inputs.axes.sizes, self.parameters, self.outputs, inputs.tensors
         )
 
     @cached_property
@@ -281,7 +281,12 @@ class Job:
         """Fields that the response adds to the weights: `weights_are`."""
         if "weights" not in self.outputs:
             return {}
-        return {"weights_are": self.variant.weights_are(self.parameters)}
+        return {"weights_are": self.weights_are}
+
+    @property
+    def weights_are(self) -> str:
+        """The kind of the weights: stochastic, signed or unnormalised."""
+        return self.variant.weights_are(self.parameters, self.inputs.tensors)
 
     def has_batch(self, name: str) -> bool:
         """Returns True if an input has one item for each item of the batch."""

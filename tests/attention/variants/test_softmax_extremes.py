@@ -270,3 +270,72 @@ def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float | str) -> 
             assert_within(found.output, truth.output, bound.output)
             if found.weights is not None:
                 assert_within(found.weights, truth.weights, bound.weights)
+
+
+SINK_VALUES: Final = (1e4, -1e4, 300.0, -300.0, 3e38, -3e38)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sink", SINK_VALUES)
+def test_sinks_of_any_size(dtype: torch.dtype, sink: float) -> None:
+    """A large sink takes all the weight; a small one none; huge scores and sinks do not overflow."""
+    query, key, value = (torch.randn(1, 2, 3, 4).to(dtype) for _ in range(3))
+    sinks = torch.tensor([sink, 0.0], dtype=dtype)
+    for factor in (1.0, 1e18):
+        tensors = (query * factor, key * factor, value)
+        truth = softmax.reference(*tensors, sinks_H=sinks)
+        bound = bounds(*tensors, None, {}, truth, sinks_H=sinks)
+        for outputs in (OUTPUT, ALL):
+            found = attend(*tensors, sinks_H=sinks, outputs=outputs)
+            assert_within(found.output, truth.output, bound.output)
+            if found.weights is not None:
+                assert_within(found.weights, truth.weights, bound.weights)
+            if sink > 1e3 and factor == 1.0:
+                assert found.output is not None
+                assert not found.output[:, 0].any()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("dtype", "slope"), [(torch.float32, 1e30), (torch.float32, 3e38), (torch.float64, 1.7e308)]
+)
+def test_slopes_of_any_size(
+    dtype: torch.dtype, slope: float, sign: float, softcap: float | None
+) -> None:
+    """The nearest key on the slope's side has all the weight, also if every product overflows."""
+    query, key, value = (torch.randn(1, 2, n, 4).to(dtype) for n in (3, 5, 5))
+    hidden = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    hidden[..., 0, 4] = hidden[..., 0, 0] = False
+    slopes = torch.full((2,), sign * slope, dtype=dtype)
+    for kind in (dtype, torch.float64):
+        for outputs in (OUTPUT, ALL):
+            found = attend(
+                query, key, value, hidden, None, slopes.to(kind), query_offset=-9,
+                softcap=softcap, outputs=outputs,
+            )  # fmt: skip
+            assert found.output is not None
+            last = (3, 4) if sign > 0 else (1, 0)
+            assert torch.equal(found.output[:, :, 0], value[:, :, last[0]])
+            assert torch.equal(found.output[:, :, 1:], value[:, :, [last[1]] * 2])
+            if found.weights is not None:
+                assert_within(found.weights.sum(-1), torch.ones(1, 2, 3).double(), 0.0)
+            if found.scores is not None:
+                assert not found.scores.isnan().any()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_huge_slopes_and_sinks_together(softcap: float | None) -> None:
+    """Scores, slopes and sinks near the end of float64's range are compared exactly."""
+    query, key = torch.zeros(1, 3, 1, 1).double(), torch.zeros(1, 1, 3, 1).double()
+    value = torch.tensor([[[[1.0], [2.0], [3.0]]]]).double()
+    slopes = torch.tensor([-1.7e308, -1.7e308, 1e308]).double()
+    sinks = torch.tensor([1.7e308, -1.7e308, 1.5e308]).double()
+    for outputs in (OUTPUT, ALL):
+        found = attend(
+            query, key, value, None, None, slopes, sinks, softcap=softcap, outputs=outputs
+        )
+        assert found.output is not None
+        # the scores are 0, slope and 2 slope: the sink, the first key and the last key win
+        assert found.output.flatten().tolist() == [0.0, 1.0, 3.0]
+        assert not found.output.isnan().any()

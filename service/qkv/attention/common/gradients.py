@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from qkv.attention.common.feature_sums import feature_products, transposed_feature_sums
 from qkv.attention.common.guards import holds, largest_size, occurs
-from qkv.attention.common.score_blocks import Scores, score_dtype, times_power_of_2
+from qkv.attention.common.powers_of_2 import times_power_of_2
+from qkv.attention.common.score_blocks import Scores, score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 __all__ = [
@@ -29,6 +30,7 @@ _SAFE = 1e30  # the largest safe size of products and sums in float32
 _ORDINARY = (
     1e20  # products of a few factors up to it, and their sums, are far inside float64's range
 )
+_TERMS = ("alibi_slopes", "sinks")  # the names of the gradients of `HeadTerms`
 _MOST_EXPONENT = 2000  # beyond it every number but 0 overflows or underflows
 
 
@@ -55,16 +57,22 @@ def scale_back(x: Tensor, exponents: Tensor | int) -> Tensor:
 
 
 def is_ordinary(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, dropout: float
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    dropout: float,
+    farthest: int = 0,
 ) -> bool:
     """Returns True if `gradients_by_scores` neither overflows nor underflows in float32.
 
-    The tensors are (grad_output, query, key, value).
+    The tensors are (grad_output, query, key, value). The gradient of ALiBi's slopes is a sum of
+    products with distances up to `farthest`.
     """
     grad, query, key, value = map(largest_size, tensors)
     H, L, E = tensors[0].shape[1:]
     product = grad * value
     summed = grad * (1.0 + value * E) * H * L / (1 - dropout)
+    if farthest and not holds(2 * summed * farthest < _SAFE):
+        return False
     return holds(
         ((product == 0) | (product >= 1 / _SAFE))
         & (summed < _SAFE)
@@ -87,21 +95,32 @@ def gradients_by_scores(
     visible, mask = scores.visible, scores.visible.mask_BHLS
     if mask is not None and mask.is_floating_point():
         gradients["mask"] = torch.zeros_like(mask, dtype=grad_BHLE.dtype)
+    if scores.terms is not None:  # one number sums up all rows of a head: in float64
+        for name, term_H in zip(_TERMS, scores.terms, strict=True):
+            if term_H is not None:
+                gradients[name] = torch.zeros_like(term_H, dtype=torch.float64)
     banded = visible.causal or visible.left is not None or visible.right is not None
     # the fewer rows a block has, the more keys it can skip, but each block takes a dozen calls. The
     # number of rows does not depend on B, so that an item's bits do not either
     tall = min(L, max(-(-L // 8), _WORTH_IT // max(1, H * S))) if banded else L
     for groups in row_blocks(G, B * H // G * tall * S, _SCORE_ELEMENTS):
         heads = slice(groups.start * H // G, groups.stop * H // G)
-        part = {n: x[:, heads if n == "mask" else groups] for n, x in gradients.items()}
-        if "mask" in gradients and gradients["mask"].shape[1] == 1:
-            part["mask"] = gradients["mask"]
+        part = {n: _of_heads(x, n, groups, heads) for n, x in gradients.items()}
         part_scores = scores.of_heads(groups)
         tensors = [x[:, groups] for x in (grad_BGKLE, query_BGKLD, key_BGSD, value_BGSE)]
         row_elements = B * (heads.stop - heads.start) * S
         for rows in row_blocks(L, row_elements, min(tall * row_elements, _SCORE_ELEMENTS)):
             _add_block(part, part_scores, rows, *tensors)
     return gradients | {"query": query.flatten(1, 2)}
+
+
+def _of_heads(gradient: Tensor, name: str, groups: slice, heads: slice) -> Tensor:
+    """Returns the part of a gradient that is of some key heads, or of their query heads."""
+    if name in _TERMS:
+        return gradient[heads]
+    if name == "mask":
+        return gradient[:, heads] if gradient.shape[1] > 1 else gradient
+    return gradient[:, groups]
 
 
 def _add_block(
@@ -121,7 +140,13 @@ def _add_block(
     slope = torch.einsum("bgkle,bgse->bgkls", grad, value_BGSE[:, :, keys]).flatten(1, 2)
     if block.kept is not None:
         slope.mul_(block.kept).div_(1.0 - scores.dropout)
-    slope.sub_((slope * block.shares).sum(-1, keepdim=True)).mul_(block.shares)
+    mean = (slope * block.shares).sum(-1, keepdim=True)
+    if block.sink_shares is not None:  # the slope of a sink is 0: it has no value
+        gradients["sinks"] -= (mean * block.sink_shares).sum((0, 2, 3), dtype=torch.float64)
+    slope.sub_(mean).mul_(block.shares)
+    if "alibi_slopes" in gradients:
+        distance = scores.visible.distances(rows, keys, slope.device).to(slope.dtype)
+        gradients["alibi_slopes"] += (slope * distance).sum((0, 2, 3), dtype=torch.float64)
     if "mask" in gradients:
         mask = gradients["mask"]
         mask = mask[:, :, rows] if mask.shape[2] > 1 else mask

@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from qkv.attention.common.guards import are_wide, holds, largest_size
-from qkv.attention.common.score_blocks import (
-    Scores,
-    score_dtype,
-    split_exponents,
-    times_power_of_2,
-)
+from qkv.attention.common.powers_of_2 import split_exponents, times_power_of_2
+from qkv.attention.common.score_blocks import Scores, score_dtype
 from qkv.attention.common.visibility import Visibility, row_blocks
 
 __all__ = ["Path", "average_mixtures"]

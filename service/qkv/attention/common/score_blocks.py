@@ -10,6 +10,8 @@ from torch import Tensor
 
 from qkv.attention.common.dropout import keep_mask
 from qkv.attention.common.guards import Condition, are_deferred, are_wide, holds, largest_size
+from qkv.attention.common.head_terms import HeadTerms
+from qkv.attention.common.powers_of_2 import ROOM, split_exponents, times_power_of_2
 from qkv.attention.common.visibility import Visibility
 
 __all__ = [
@@ -17,13 +19,9 @@ __all__ = [
     "Scores",
     "is_safe",
     "score_dtype",
-    "split_exponents",
-    "times_power_of_2",
 ]
 
 _SAFE = {torch.float32: 1e30, torch.float64: 1e300}  # leaves room for any finite mask
-_SIZE = 480  # a row's largest becomes 2**480: products do not overflow, and tiny numbers survive
-_ROOM = 900  # scores up to 2**900 leave room for any mask of float32's range, and for sums
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -68,8 +66,9 @@ class ScoreBlock(NamedTuple):
         keys: the range of these keys.
         scores: the scores.
         weights: the weights after dropout.
-        shares: the weights before dropout; each row sums to 1, or to 0.
+        shares: the weights before dropout; each row sums to 1 with its sink's, or to 0.
         kept: True for each weight that dropout keeps; None without dropout.
+        sink_shares: the weight of each row's sink, (B, H, R, 1); None without sinks.
     """
 
     keys: slice
@@ -77,6 +76,7 @@ class ScoreBlock(NamedTuple):
     weights: Tensor
     shares: Tensor
     kept: Tensor | None
+    sink_shares: Tensor | None
 
 
 class Scores(NamedTuple):
@@ -88,6 +88,7 @@ class Scores(NamedTuple):
         exponents: where float64 could overflow, the exponents of two by which each query row
             (B,G,K,L,1) and each key row (B,G,1,1,S) is divided; otherwise None.
         visible, scale, softcap, dropout, seed, plane_BH: as in `softmax.attend`.
+        terms: slopes of ALiBi and sinks, or None.
     """
 
     query_BGKLD: Tensor
@@ -99,6 +100,7 @@ class Scores(NamedTuple):
     dropout: float
     seed: int
     plane_BH: Tensor
+    terms: HeadTerms | None
 
     @classmethod
     def of(
@@ -112,6 +114,7 @@ class Scores(NamedTuple):
         seed: int,
         plane_BH: Tensor | None,
         safe: bool,
+        terms: HeadTerms | None = None,
     ) -> Scores:
         """Converts query and key to the visibility's dtype and, where unsafe, to a safe size."""
         B, H = query_BHLD.shape[:2]
@@ -120,13 +123,15 @@ class Scores(NamedTuple):
         if not safe:
             key = visible.without_padding(key)
             # narrower dtypes cannot overflow float64, and numbers of a wide call are below 1e9
-            if query_BHLD.dtype == torch.float64 and not are_wide():
+            has_float64 = query_BHLD.dtype == torch.float64
+            has_float64 |= terms is not None and terms.have_float64
+            if has_float64 and not are_wide():
                 query, query_exponents = split_exponents(query)
                 key, key_exponents = split_exponents(key)
                 exponents = (query_exponents, key_exponents[:, :, None].mT)
         if plane_BH is None:
             plane_BH = torch.arange(B * H, device=query.device).view(B, H)
-        return cls(query, key, exponents, visible, scale, softcap, dropout, seed, plane_BH)
+        return cls(query, key, exponents, visible, scale, softcap, dropout, seed, plane_BH, terms)
 
     def block(self, rows: slice) -> ScoreBlock:
         """Returns the scores and weights of the query rows `rows.start` to `rows.stop`."""
@@ -143,19 +148,22 @@ class Scores(NamedTuple):
                 if self.exponents is not None:  # hidden scores may be inf, and inf - inf is NaN
                     scores.masked_fill_(bias == -torch.inf, 0.0)
                 scores += bias if grown is None else times_power_of_2(bias, -grown)
-        logits = scores
-        if grown is not None:
-            # the shift comes first: the largest logit is 0, and scaling cannot give inf - inf
-            logits = times_power_of_2(scores - scores.amax(dim=-1, keepdim=True), grown)
-        weights = torch.softmax(logits, dim=-1)
-        if bias is not None and keys.start < keys.stop:
-            blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
-            weights.masked_fill_(blind, 0.0)
+        if self.terms is not None:
+            may_overflow = self.exponents is not None
+            scores, grown = self.terms.add_slopes(
+                scores, grown, self.visible, rows, keys, may_overflow
+            )
+        sink_shares = None
+        if self.terms is not None and self.terms.sinks_H is not None:
+            weights, sink_shares = self.terms.share_with_sinks(scores, grown)
+        else:
+            weights = _softmax(scores, grown, is_biased=bias is not None)
         shares, kept = weights, None
         if self.dropout:
             kept = keep_mask(self.dropout, self.seed, self.plane_BH, rows, keys)
             weights = (shares * kept).div_(1.0 - self.dropout)
-        return ScoreBlock(keys, times_power_of_2(scores, grown), weights, shares, kept)
+        scores = times_power_of_2(scores, grown)
+        return ScoreBlock(keys, scores, weights, shares, kept, sink_shares)
 
     def of_heads(self, groups: slice) -> Scores:
         """Returns the scores of some key heads and of the query heads that read them."""
@@ -171,6 +179,7 @@ class Scores(NamedTuple):
             exponents=exponents,
             visible=visible,
             plane_BH=self.plane_BH[:, heads],
+            terms=None if self.terms is None else self.terms.of_heads(heads),
         )
 
     def slopes(self, rows: slice) -> Tensor | None:
@@ -202,10 +211,17 @@ class Scores(NamedTuple):
         return _fitted(scores, exponents.flatten(1, 2), bias)
 
 
-def split_exponents(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x / 2**e and e, exactly. The e of each row makes its largest about 2**_SIZE."""
-    exponents = torch.frexp(x.abs().amax(dim=-1, keepdim=True)).exponent - _SIZE
-    return times_power_of_2(x, -exponents), exponents
+def _softmax(scores: Tensor, grown: Tensor | None, is_biased: bool) -> Tensor:
+    """Returns the weights of a block of scores; zeros for rows whose scores are all -inf."""
+    logits, is_empty = scores, scores.shape[-1] == 0
+    if grown is not None:
+        # the shift comes first: the largest logit is 0, and scaling cannot give inf - inf
+        logits = times_power_of_2(scores - scores.amax(dim=-1, keepdim=True), grown)
+    weights = torch.softmax(logits, dim=-1)
+    if is_biased and not is_empty:
+        blind = scores.amax(dim=-1, keepdim=True) == -torch.inf
+        weights.masked_fill_(blind, 0.0)
+    return weights
 
 
 def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -219,18 +235,5 @@ def _fitted(scores: Tensor, exponents: Tensor, bias: Tensor | None) -> tuple[Ten
     if bias is not None:
         unseen |= ~bias if bias.dtype == torch.bool else bias == -torch.inf
     top = sizes.masked_fill(unseen, 0).amax(dim=-1, keepdim=True)
-    grown = (top - _ROOM).clamp(min=0)
+    grown = (top - ROOM).clamp(min=0)
     return times_power_of_2(scores, exponents - grown), grown
-
-
-def times_power_of_2(x: Tensor, exponents: Tensor | None) -> Tensor:
-    """Returns x * 2**exponents, or x itself for None.
-
-    It multiplies twice, because 2.0**1024 is not a float.
-    """
-    if exponents is None:
-        return x
-    # beyond these bounds a normal number becomes inf or 0 anyway, and 0 stays 0
-    x, exponents = torch.broadcast_tensors(x, exponents.clamp(-2100, 2046))
-    half = exponents // 2
-    return torch.ldexp(torch.ldexp(x, half), exponents - half)

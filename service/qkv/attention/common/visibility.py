@@ -102,17 +102,33 @@ class Visibility(NamedTuple):
         padding_BS = torch.arange(self.S, device=tensor_BGSX.device) >= self.key_lengths_B[:, None]
         return tensor_BGSX.masked_fill(padding_BS[:, None, :, None], 0.0)
 
-    @property
-    def bias_planes(self) -> int:
-        """The largest number of (b, h) planes of (rows, S) in a block's bias."""
+    def bias_planes(self, heads: int = 1) -> int:
+        """Returns the largest number of (b, h) planes of (rows, S) in a block's bias.
+
+        `heads` is the number of heads whose biases differ for another reason than the mask.
+        """
         B, H = (1, 1) if self.mask_BHLS is None else self.mask_BHLS.shape[:2]
-        return H * (B if self.key_lengths_B is None else len(self.key_lengths_B))
+        return max(heads, H) * (B if self.key_lengths_B is None else len(self.key_lengths_B))
 
     @property
     def varies_by_row(self) -> bool:
         """True if a bias over all rows would be an (L, S) matrix."""
         rows = self.mask_BHLS is not None and self.mask_BHLS.shape[2] > 1
         return rows or self.causal or self.left is not None or self.right is not None
+
+    @property
+    def farthest(self) -> int:
+        """A bound of the distance of any query to any key."""
+        lowest, highest = self.offsets or (-self.L, self.S - self.L)
+        return max(self.S - lowest, highest + self.L)
+
+    def distances(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
+        """Returns the position of each key less that of each query, int64, (R, keys).
+
+        If positions differ between the items, it has four axes, (B, 1, R, keys).
+        """
+        row_R1 = torch.arange(rows.start, rows.stop, device=device).view(-1, 1)
+        return torch.arange(keys.start, keys.stop, device=device) - (row_R1 + self.offset)
 
     def _keys(self, rows: slice) -> slice:
         """Returns the keys that any of the rows can see, as far as the offsets are known."""

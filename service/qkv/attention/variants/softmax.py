@@ -7,8 +7,7 @@ Cost: O(L S (D + E)) time; O(L + S) memory unless weights or scores are requeste
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -18,22 +17,22 @@ from pydantic import Field
 from torch import Tensor
 
 from qkv.attention.common import fused_kernel
+from qkv.attention.common.explicit_outputs import explicit_outputs
 from qkv.attention.common.gradients import (
     gradients_by_scores,
     is_ordinary,
     normalize_size,
     scale_back,
 )
-from qkv.attention.common.guards import are_wide, largest_size, of_items
-from qkv.attention.common.score_blocks import ScoreBlock, Scores, is_safe, score_dtype
-from qkv.attention.common.visibility import Visibility, row_blocks
+from qkv.attention.common.guards import are_wide, of_items
+from qkv.attention.common.head_terms import HeadTerms
+from qkv.attention.common.score_blocks import Scores, is_safe, score_dtype
+from qkv.attention.common.visibility import Visibility
 
-WEIGHTS: Final = "stochastic; unnormalised after dropout"
+WEIGHTS: Final = "stochastic; unnormalised after dropout, and with sinks"
 REFUSES: Final[Mapping[str, str]] = {}
 
 STACKABLE_BELOW: Final = 1e9
-
-_SCORE_ELEMENTS = 1 << 23  # of a block's scores on the explicit path: 32 MiB in float32
 
 _DROPPED = 32  # one pair with dropout takes as long as so many without
 
@@ -54,20 +53,26 @@ class Softmax(NamedTuple):
     backend: str = "explicit"
 
 
-def uses_sdpa(sizes: Mapping[str, int], parameters: Any, outputs: frozenset[str]) -> bool:
+def uses_sdpa(
+    sizes: Mapping[str, int], parameters: Any, outputs: frozenset[str], inputs: Collection[str]
+) -> bool:
     """Returns True if torch's kernel runs and has the same bits on any number of threads.
 
     Numbers of unusual size are excepted. With few queries the kernel splits the keys by the number
     of threads. Measured: no difference in 386 shapes with L >= 32; a difference in 21 of 147 shapes
-    with less.
+    with less. Slopes and sinks give each head its own bias, which may cut the rows into small
+    blocks.
     """
     plain = outputs <= {"output"} and parameters.softcap is None and not parameters.dropout
+    if {"alibi_slopes", "sinks"}.intersection(inputs):
+        bias = sizes["B"] * sizes["H"] * sizes["L"] * (sizes["S"] + 1)
+        plain = plain and bias <= fused_kernel.BIAS_ELEMENTS
     return plain and sizes["L"] >= _FEWEST_QUERIES
 
 
-def weights_are(parameters: Any) -> str:
-    """Returns the kind of the weights for these parameters."""
-    return "unnormalised" if parameters.dropout else "stochastic"
+def weights_are(parameters: Any, inputs: Collection[str]) -> str:
+    """Returns the kind of the weights for these parameters and names of inputs."""
+    return "unnormalised" if parameters.dropout or "sinks" in inputs else "stochastic"
 
 
 def flops(sizes: Mapping[str, int]) -> int:
@@ -88,6 +93,8 @@ def attend(
     value_BGSE: Float[Tensor, "B G S E"],
     mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    alibi_slopes_H: Float[Tensor, "H"] | None = None,
+    sinks_H: Float[Tensor, "H"] | None = None,
     *,
     causal: Annotated[
         bool, Field(description="A query sees only the keys up to its own position.")
@@ -130,43 +137,53 @@ def attend(
     torch's fused kernel runs (backend "sdpa"). With softcap, dropout, or inputs that could
     overflow, plain products run in blocks of rows (backend "explicit").
 
+    ALiBi adds slope * (j - p) to the score of key j, where p = i + query_offset is the position of
+    query i (Press et al., Train Short, Test Long, arXiv:2108.12409, section 3). A sink is one more
+    logit of each row, which has no value (OpenAI, gpt-oss Model Card, arXiv:2508.10925, section
+    2.2): A_ij = exp(s_ij) / (exp(sink) + sum_j exp(s_ij)).
+
     Args:
         query_BHLD: queries; H is a multiple of G, query head h reads key head h // (H / G).
         key_BGSD: keys.
         value_BGSE: values; E may differ from D.
         mask_BHLS: bool (true: may attend) or floating (added to the scores, after softcap).
         key_lengths_B: keys at and after this position are padding.
+        alibi_slopes_H: slopes of ALiBi, added after softcap.
+        sinks_H: logits of the sinks; no mask, window, scale or softcap applies to them.
         outputs: the names of the outputs to return: `output`, `weights`, `scores`.
         plane_BH: b * H + h of each plane within its own request, for a batch of several requests;
             None: all planes belong to one request. Only dropout uses it.
     """
     (B, H, L, D), S = query_BHLD.shape, key_BGSD.shape[2]
-    scale = D**-0.5 if scale is None else scale
+    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, sinks_H)
     if B * H * S > fused_kernel.BIAS_ELEMENTS and B * H > 1:
         # one row of all heads would be a large matrix by itself
         return _halved(
-            attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), plane_BH,
+            attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), terms, plane_BH,
             causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
             dropout=dropout, seed=seed, outputs=outputs,
         )  # fmt: skip
     exact = score_dtype(query_BHLD.dtype)
     visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
     plain = outputs <= {"output"} and softcap is None and not dropout
+    fits = terms is None or terms.are_safe(visible)
     if are_wide():
         safe = False
-    elif plain and fused_kernel.is_supported(query_BHLD, mask_BHLS, scale):
-        output = fused_kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, scale)
+    elif plain and fits and fused_kernel.is_supported(query_BHLD, mask_BHLS, terms, scale):
+        output = fused_kernel.attend(query_BHLD, key_BGSD, value_BGSE, visible, terms, scale)
         if output is not None:
             return Softmax(output, backend="sdpa")
         safe = False
     else:
-        safe = is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
+        safe = fits and is_safe(query_BHLD, key_BGSD, value_BGSE, scale)
     value = value_BGSE
     if not safe:
         visible = visible._replace(dtype=torch.float64)
         value = visible.without_padding(value)
-    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe)
-    return _explicit(scores, value.to(visible.dtype), outputs, query_BHLD.dtype)
+    scores = Scores.of(
+        query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe, terms
+    )
+    return Softmax(*explicit_outputs(scores, value.to(visible.dtype), outputs, query_BHLD.dtype))
 
 
 def weights(
@@ -174,6 +191,8 @@ def weights(
     key_BGSD: Float[Tensor, "B G S D"],
     mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    alibi_slopes_H: Float[Tensor, "H"] | None = None,
+    sinks_H: Float[Tensor, "H"] | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
@@ -189,14 +208,16 @@ def weights(
     It takes memory O(R S). The arguments are those of `attend`.
     """
     L, S, D = query_BHLD.shape[2], key_BGSD.shape[2], query_BHLD.shape[3]
-    scale = D**-0.5 if scale is None else scale
-    safe = not are_wide() and is_safe(query_BHLD, key_BGSD, None, scale)
+    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, sinks_H)
     exact = score_dtype(query_BHLD.dtype)
-    visible = Visibility.of(
-        L, S, mask_BHLS, key_lengths_B, causal, query_offset, window,
-        exact if safe else torch.float64,
-    )  # fmt: skip
-    scores = Scores.of(query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe)
+    visible = Visibility.of(L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, exact)
+    fits = terms is None or terms.are_safe(visible)
+    safe = fits and not are_wide() and is_safe(query_BHLD, key_BGSD, None, scale)
+    if not safe:
+        visible = visible._replace(dtype=torch.float64)
+    scores = Scores.of(
+        query_BHLD, key_BGSD, visible, scale, softcap, dropout, seed, plane_BH, safe, terms
+    )
 
     def row_block(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
         block = scores.block(rows)
@@ -212,6 +233,7 @@ def weights(
 def _halved(
     attend: Callable[..., Softmax],
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    terms: HeadTerms | None,
     plane_BH: Tensor | None,
     **parameters: Any,
 ) -> Softmax:
@@ -229,11 +251,12 @@ def _halved(
         if mask is not None:  # an axis of size 1 is for all items or heads
             part_mask = mask[items if mask.shape[0] > 1 else slice(1)]
             part_mask = part_mask[:, heads if mask.shape[1] > 1 else slice(1)]
+        slopes, sinks = terms.of_heads(heads) if terms is not None else (None, None)
         with of_items(items):
             part = attend(
                 query[items, heads], key[items, groups], value[items, groups],
                 None if mask is None else part_mask, None if lengths is None else lengths[items],
-                plane_BH=plane_BH[items, heads], **parameters,
+                slopes, sinks, plane_BH=plane_BH[items, heads], **parameters,
             )  # fmt: skip
         parts.append(part)
     outputs, weights, scores, backends = zip(*parts, strict=True)
@@ -243,62 +266,14 @@ def _halved(
     return Softmax(output, weight, score, backends[0] if len(set(backends)) == 1 else "explicit")
 
 
-def _explicit(
-    scores: Scores, value_BGSE: Tensor, outputs: frozenset[str], dtype: torch.dtype
-) -> Softmax:
-    """Computes plain products in blocks of rows; holds whole matrices only if requested."""
-    B, G, K, L, _ = scores.query_BGKLD.shape
-    H, S, E = G * K, scores.visible.S, value_BGSE.shape[-1]
-    exact, blocks = score_dtype(dtype), row_blocks(L, B * H * S, _SCORE_ELEMENTS)
-    if len(blocks) == 1:
-        block = scores.block(blocks[0])
-        if block.keys == slice(0, S):
-            return Softmax(
-                _averaged(scores, block, value_BGSE).to(dtype) if "output" in outputs else None,
-                block.weights.to(exact) if "weights" in outputs else None,
-                block.scores.to(exact) if "scores" in outputs else None,
-            )
-    output = value_BGSE.new_zeros(B, H, L, E, dtype=dtype) if "output" in outputs else None
-    weights = value_BGSE.new_zeros(B, H, L, S, dtype=exact) if "weights" in outputs else None
-    logits = (
-        value_BGSE.new_full((B, H, L, S), -torch.inf, dtype=exact) if "scores" in outputs else None
-    )
-    for rows in blocks:
-        block = scores.block(rows)
-        if output is not None:
-            output[:, :, rows] = _averaged(scores, block, value_BGSE)
-        if weights is not None:
-            weights[:, :, rows, block.keys] = block.weights
-        if logits is not None:
-            logits[:, :, rows, block.keys] = block.scores
-    return Softmax(output, weights, logits)
-
-
-def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
-    """Returns A @ value for a block of rows: (B, H, R, E)."""
-    weights_BHRS, value = block.weights, value_BGSE[:, :, block.keys]
-    (B, H, R, S), (_, G, _, E) = weights_BHRS.shape, value.shape
-    weights_BGTS = weights_BHRS.view(
-        B, G, H // G * R, S
-    )  # T: the rows of all heads that read a key head
-    if scores.exponents is None:
-        return torch.matmul(weights_BGTS, value).view(B, H, R, E)
-    # the values are near the end of float64's range: their sum may overflow although their average
-    # does not, and weights that are rounded up may make an average larger than its values
-    room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))
-    output = torch.matmul(weights_BGTS, value / room).view(B, H, R, E)
-    if not scores.dropout:
-        most = float(largest_size(value_BGSE)) / room
-        output.clamp_(-most, most)
-    return output.mul_(room)
-
-
 def reference(
     query_BHLD: Tensor,
     key_BGSD: Tensor,
     value_BGSE: Tensor,
     mask_BHLS: Tensor | None = None,
     key_lengths_B: Tensor | None = None,
+    alibi_slopes_H: Tensor | None = None,
+    sinks_H: Tensor | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
@@ -328,14 +303,20 @@ def reference(
                 if mask.dtype == torch.bool
                 else s + mask.double().numpy()
             )
+        if alibi_slopes_H is not None:
+            s = s + float(alibi_slopes_H[h]) * (j - i)
         left, right = window or (None, None)
         hidden = (j > i) & causal
         hidden |= (j < i - left) if left is not None else False
         hidden |= (j > i + right) if right is not None else False
         s[np.broadcast_to(hidden, s.shape)] = -np.inf
         top = s.max(axis=-1, keepdims=True, initial=-np.inf)
-        a = np.exp(s - np.where(np.isneginf(top), 0, top))
-        a /= np.maximum(a.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+        sink = -np.inf if sinks_H is None else float(sinks_H[h])
+        top = np.maximum(top, sink)
+        top = np.where(np.isneginf(top), 0, top)
+        a = np.exp(s - top)
+        total = a.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+        a /= np.maximum(total, np.finfo(float).tiny)
         if dropout:
             a *= _kept(dropout, seed, b * H + h, L, valid) / (1 - dropout)
         weights[b, h, :, :valid], scores[b, h, :, :valid], output[b, h] = a, s, a @ v
@@ -367,6 +348,8 @@ def backward(
     value_BGSE: Float[Tensor, "B G S E"],
     mask_BHLS: Bool[Tensor, "#B #H #L #S"] | Float[Tensor, "#B #H #L #S"] | None = None,
     key_lengths_B: Int64[Tensor, "B"] | None = None,
+    alibi_slopes_H: Float[Tensor, "H"] | None = None,
+    sinks_H: Float[Tensor, "H"] | None = None,
     *,
     causal: bool = False,
     query_offset: int | Literal["end"] = 0,
@@ -382,23 +365,30 @@ def backward(
     They are in float32, or in float64 for float64 inputs and where float32 could overflow. The
     arguments are those of `attend`. P are the weights before dropout, M the factors of dropout.
     Then dV = (P M)^T dY, dP = (dY V^T) M, ds = P (dP - rowsum(dP P)), dQ = scale ds K and
-    dK = scale ds^T Q (Dao et al., FlashAttention, arXiv:2205.14135, appendix B.2).
+    dK = scale ds^T Q (Dao et al., FlashAttention, arXiv:2205.14135, appendix B.2). The same chain
+    rule gives dslope = sum_ij ds_ij (j - p_i) and, with the weight p_sink of a row's sink,
+    dsink = -sum_i p_sink rowsum(dP P): the value of a sink is 0.
     """
     (L, D), S = query_BHLD.shape[2:], key_BGSD.shape[2]
-    scale = D**-0.5 if scale is None else scale
+    scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, sinks_H)
     visible = Visibility.of(
         L, S, mask_BHLS, key_lengths_B, causal, query_offset, window, score_dtype(query_BHLD.dtype)
     )
     key, value = visible.without_padding(key_BGSD), visible.without_padding(value_BGSE)
     tensors = (grad_output_BHLE, query_BHLD, key, value)
-    safe = is_safe(query_BHLD, key, value, scale) and is_ordinary(tensors, scale, dropout)
+    fits = terms is None or terms.are_safe(visible)
+    farthest = 0 if alibi_slopes_H is None else visible.farthest
+    safe = fits and is_safe(query_BHLD, key, value, scale)
+    safe = safe and is_ordinary(tensors, scale, dropout, farthest)
     if not safe:
         visible = visible._replace(dtype=torch.float64)
-    scores = Scores.of(query_BHLD, key, visible, scale, softcap, dropout, seed, plane_BH, safe)
+    scores = Scores.of(
+        query_BHLD, key, visible, scale, softcap, dropout, seed, plane_BH, safe, terms
+    )
     grad, query, key, value = (x.to(visible.dtype) for x in tensors)
     if safe:
         return gradients_by_scores(scores, grad, query, key, value)
     (grad, g), (query, q), (key, k), (value, v) = map(normalize_size, (grad, query, key, value))
-    exponents = {"query": g + v + k, "key": g + v + q, "value": g, "mask": g + v}
+    exponents = {"query": g + v + k, "key": g + v + q, "value": g}  # all others depend on g and v
     scaled = gradients_by_scores(scores, grad, query, key, value)
-    return {name: scale_back(gradient, exponents[name]) for name, gradient in scaled.items()}
+    return {n: scale_back(gradient, exponents.get(n, g + v)) for n, gradient in scaled.items()}

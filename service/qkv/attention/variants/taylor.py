@@ -27,6 +27,7 @@ from qkv.attention.common.gradients import (
     scale_back,
 )
 from qkv.attention.common.guards import are_wide, bounds, holds, is_finite, occurs
+from qkv.attention.common.powers_of_2 import split_exponents
 from qkv.attention.common.row_masks import (
     Causal,
     QueryOffset,
@@ -38,7 +39,7 @@ from qkv.attention.common.row_masks import (
     visible_keys,
     zero_hidden,
 )
-from qkv.attention.common.score_blocks import score_dtype, split_exponents
+from qkv.attention.common.score_blocks import score_dtype
 from qkv.attention.common.visibility import row_blocks
 
 WEIGHTS: Final = "stochastic"

@@ -122,7 +122,7 @@ def _baseline_comparison(request: CompareRequest, report: VariantReport) -> Base
     return BaselineComparison(
         variant=job.variant.name,
         parameters=request.baseline.choice.parameters,
-        weights_are=job.variant.weights_are(job.parameters),
+        weights_are=job.weights_are,
         output=report.output_error,
         weights=BaselineWeights(_entropy(report)) if request.rows else None,
         timing=summarize_times(report.times_ms),
@@ -139,7 +139,7 @@ def _compared_variant(
     return ComparedVariant(
         variant=job.variant.name,
         parameters=entry.choice.parameters,
-        weights_are=job.variant.weights_are(job.parameters),
+        weights_are=job.weights_are,
         output=report.output_error,
         weights=_weights_comparison(report) if request.rows else None,
         timing=summarize_times(report.times_ms),
@@ -200,7 +200,7 @@ def _general_notes(
 def _variant_notes(pairs: Sequence[tuple[CompareEntry, VariantReport]]) -> list[str]:
     """Returns one note for each fact that holds for some of the variants."""
     names = [entry.choice.variant.name for entry, _ in pairs]
-    kinds = [e.timing.variant.weights_are(e.timing.parameters) for e, _ in pairs]
+    kinds = [e.timing.weights_are for e, _ in pairs]
     reports = [report for _, report in pairs]
     uniform = [_is_near_uniform(report) for report in reports]
     gaps = [r.row_stats["unevenness"].mean for r in reports if _is_near_uniform(r)]

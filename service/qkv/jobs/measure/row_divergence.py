@@ -176,7 +176,8 @@ def compare_rows(job: RowDivergenceJob, projected: Mapping[str, Tensor]) -> dict
         _row_block_function(variant, projected, arguments, job.inputs.dtype)
         for variant, _, arguments in pair
     ]
-    kinds = [variant.weights_are(parameters) == "stochastic" for variant, parameters, _ in pair]
+    inputs = job.inputs.tensors
+    kinds = [v.weights_are(parameters, inputs) == "stochastic" for v, parameters, _ in pair]
     total = dict.fromkeys(ROW_METRICS, RunningStats())
     *planes, _, S = job.weights_shape
     limit = max(1, _BLOCK // (math.prod(planes) * S))

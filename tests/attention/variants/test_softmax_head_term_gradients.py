@@ -1,0 +1,169 @@
+"""Gradients of softmax with slopes of ALiBi and sinks, against autograd of the textbook."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkv.attention.common import gradients as common_gradients
+from qkv.attention.common.dropout import keep_mask
+from qkv.attention.variants import softmax
+from support.dtypes import DTYPES
+from support.gradient_calls import EPS, gradients
+from support.head_terms import textbook
+
+B, H, G, L, S = 2, 4, 2, 6, 9
+FAMILIES: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"causal": True},
+    {"causal": True, "query_offset": "end"},
+    {"causal": True, "query_offset": -3},
+    {"window": (2, 1), "query_offset": 2},
+    {"softcap": 1.5, "scale": -0.7},
+    {"dropout": 0.4, "seed": 2**40},
+    {"causal": True, "query_offset": 3, "softcap": 0.8, "window": (4, None), "dropout": 0.2},
+)
+NAMES: Final = {
+    "query_BHLD": "query", "key_BGSD": "key", "value_BGSE": "value", "mask_BHLS": "mask",
+    "alibi_slopes_H": "alibi_slopes", "sinks_H": "sinks",
+}  # fmt: skip
+
+
+def inputs_of(**extra: Tensor) -> dict[str, Tensor]:
+    """Returns normal tensors by argument, slopes and sinks among them, in float64."""
+    shapes = {
+        "query_BHLD": (B, H, L, 5), "key_BGSD": (B, G, S, 5), "value_BGSE": (B, G, S, 3),
+        "alibi_slopes_H": (H,), "sinks_H": (H,),
+    }  # fmt: skip
+    return {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()} | extra
+
+
+def derivatives(
+    tensors: dict[str, Tensor], grad: Tensor, parameters: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Returns the gradients by wire name, by autograd of the textbook in float64.
+
+    The visible keys are those of the reference. Rows that see no key are left out: without a sink,
+    their textbook softmax is NaN.
+    """
+    known = softmax.reference(**tensors, **parameters).scores
+    assert known is not None
+    visible = known > -torch.inf
+    blind = ~visible.any(-1, keepdim=True)
+    kept = None
+    if dropout := parameters.get("dropout", 0.0):
+        planes, every = torch.arange(B * H).view(B, H), (slice(0, L), slice(0, S))
+        kept = keep_mask(dropout, parameters.get("seed", 0), planes, *every).double()
+        kept /= 1 - dropout
+    leaves = {
+        n: t.double().requires_grad_() for n, t in tensors.items() if t.is_floating_point()
+    }
+    output = textbook(
+        tensors | leaves, visible | blind, parameters.get("scale", 5**-0.5),
+        parameters.get("softcap"), kept, parameters.get("query_offset", 0),
+    )  # fmt: skip
+    output = output.masked_fill(blind, 0.0)
+    found = torch.autograd.grad(output, list(leaves.values()), grad.double())
+    return {NAMES[n]: x for n, x in zip(leaves, found, strict=True)}
+
+
+def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor], eps: float) -> None:
+    """Each gradient is a sum of at most B L S terms, as large as the largest gradient."""
+    assert found.keys() == truth.keys()
+    for name, gradient in found.items():
+        close = 100 * eps * max(1.0, float(truth[name].abs().max()))
+        torch.testing.assert_close(gradient.double(), truth[name], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("parameters", FAMILIES, ids=str)
+@pytest.mark.parametrize("left_out", ["nothing", "alibi_slopes_H", "sinks_H"])
+def test_agree_with_autograd(parameters: dict[str, Any], left_out: str) -> None:
+    """With lengths, and with masks of either kind; a row may see no key."""
+    for lengths in (None, torch.tensor([9, 4])):
+        for mask in (None, torch.rand(B, 1, L, S) < 0.7, torch.randn(1, H, L, S).double()):
+            tensors = inputs_of()
+            tensors.pop(left_out, None)
+            extra = {"key_lengths_B": lengths, "mask_BHLS": mask}
+            tensors |= {n: t for n, t in extra.items() if t is not None}
+            grad = torch.randn(B, H, L, 3, dtype=torch.float64)
+            found = gradients("softmax", grad, tensors, parameters)
+            assert_close(found, derivatives(tensors, grad, parameters), 10 * EPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("parameters", FAMILIES, ids=str)
+def test_narrow_dtypes(dtype: torch.dtype, parameters: dict[str, Any]) -> None:
+    """The truth is of the rounded inputs; all sums are float32 at least."""
+    tensors = {n: t.to(dtype) for n, t in inputs_of().items()}
+    grad = torch.randn(B, H, L, 3).to(dtype)
+    found = gradients("softmax", grad, tensors, parameters)
+    truth = derivatives({n: t.double() for n, t in tensors.items()}, grad, parameters)
+    assert_close(found, truth, 4 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_of_heads_and_rows_are_summed(
+    monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    monkeypatch.setattr(common_gradients, "_SCORE_ELEMENTS", 60)
+    monkeypatch.setattr(common_gradients, "_WORTH_IT", 1)
+    tensors, grad = inputs_of(), torch.randn(B, H, L, 3, dtype=torch.float64)
+    found = gradients("softmax", grad, tensors, {"causal": causal})
+    assert_close(found, derivatives(tensors, grad, {"causal": causal}), 10 * EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sink", [-1e4, -300.0, 0.0, 300.0, 1e4, 1e30])
+def test_extreme_sinks(dtype: torch.dtype, sink: float) -> None:
+    tensors = {n: t.to(dtype) for n, t in inputs_of().items()}
+    tensors["sinks_H"] = torch.tensor([sink, 0.0, -sink, 1.0], dtype=dtype)
+    grad = torch.randn(B, H, L, 3).to(dtype)
+    found = gradients("softmax", grad, tensors, {})
+    truth = derivatives({n: t.double() for n, t in tensors.items()}, grad, {})
+    assert_close(found, truth, 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("offset", [10**6, -(10**6)])
+def test_positions_far_from_all_keys(offset: int) -> None:
+    """A gradient of slopes is a sum of differences: without sinks it depends on no offset."""
+    tensors = {n: t.float() for n, t in inputs_of().items() if n != "sinks_H"}
+    grad = torch.randn(B, H, L, 3)
+    found = gradients("softmax", grad, tensors, {"query_offset": offset})
+    truth = derivatives({n: t.double() for n, t in tensors.items()}, grad, {})
+    assert_close(found, truth, 4 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 1e37), (torch.float64, 1e300), (torch.float64, 1e20)]
+)
+def test_huge_values_scale_the_gradients(dtype: torch.dtype, size: float) -> None:
+    """Powers of two in and out; a gradient is infinite only if its true size is."""
+    factor = 2.0 ** math.floor(math.log2(size))
+    tensors = {n: t.to(dtype) for n, t in inputs_of().items()}
+    grad = torch.randn(B, H, L, 3).to(dtype)
+    truth = gradients("softmax", grad.double(), {n: t.double() for n, t in tensors.items()}, {})
+    tensors["value_BGSE"] *= factor
+    found = gradients("softmax", grad / factor, tensors, {})
+    for name in ("sinks", "alibi_slopes", "query", "key"):
+        close = 1e3 * torch.finfo(dtype).eps * float(truth[name].abs().max())
+        torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_steep_slopes_of_float64(sign: float) -> None:
+    """The product of slope and distance overflows float64, but the weights are those of one key."""
+    tensors = inputs_of()
+    tensors["alibi_slopes_H"] = torch.full((H,), sign * 1e308, dtype=torch.float64)
+    tensors.pop("sinks_H")
+    grad = torch.randn(B, H, L, 3, dtype=torch.float64)
+    found = gradients("softmax", grad, tensors, {})
+    only = S - 1 if sign > 0 else 0
+    expected = torch.zeros(B, G, S, 3, dtype=torch.float64)
+    expected[:, :, only] = grad.sum(2).unflatten(1, (G, -1)).sum(2)
+    torch.testing.assert_close(found["value"], expected, rtol=1e-14, atol=1e-14)
+    for name in ("query", "key", "alibi_slopes"):
+        assert not found[name].any()
