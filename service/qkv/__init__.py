@@ -42,7 +42,8 @@ def reference(variant: str, /, **inputs_and_parameters: Any) -> Run:
     Args:
         variant: its name, for instance "softmax".
         **inputs_and_parameters: arrays are inputs (`query` (B,H,L,D), `key` (B,G,S,D),
-            `value` (B,G,S,E), `mask`, `key_lengths` (B)), all else parameters (`causal=True`).
+            `value` (B,G,S,E), `mask`, `key_lengths` (B), `alibi_slopes` (H), `sinks` (H)), all else
+            parameters (`causal=True`).
 
     Returns:
         The run, with all outputs of the variant in float64, in arrays of the inputs' kind: `output`

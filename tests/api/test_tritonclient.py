@@ -85,16 +85,21 @@ def test_model_metadata_and_config(client: Any, version: str) -> None:
     about = client.get_model_metadata("softmax", version)
     assert (about["name"], about["versions"]) == ("softmax", ["1"])
     inputs = {i["name"]: i for i in about["inputs"]}
-    assert list(inputs) == ["query", "key", "value", "mask", "key_lengths"]
+    optional = ["mask", "key_lengths", "alibi_slopes", "sinks"]
+    assert list(inputs) == ["query", "key", "value", *optional]
     assert inputs["query"]["shape"] == [-1] * 4
-    assert [i["datatype"] for i in inputs.values()] == ["FP32"] * 3 + ["BOOL", "INT64"]
-    assert [n for n, i in inputs.items() if i["parameters"]["optional"]] == ["mask", "key_lengths"]
+    assert [i["datatype"] for i in inputs.values()] == [
+        "FP32", "FP32", "FP32", "BOOL", "INT64", "FP32", "FP32",
+    ]  # fmt: skip
+    assert [n for n, i in inputs.items() if i["parameters"]["optional"]] == optional
     outputs = {o["name"]: o["parameters"]["on_request"] for o in about["outputs"]}
     assert outputs == {"output": False, "weights": True, "scores": True}
     config = client.get_model_config("softmax", version)
     assert (config["name"], config["max_batch_size"]) == ("softmax", 0)
     assert [i["name"] for i in config["input"]] == list(inputs)
-    assert [i["data_type"] for i in config["input"]][2:] == ["TYPE_FP32", "TYPE_BOOL", "TYPE_INT64"]
+    datatypes = [i["data_type"] for i in config["input"]]
+    assert datatypes[2:5] == ["TYPE_FP32", "TYPE_BOOL", "TYPE_INT64"]
+    assert datatypes[5:] == ["TYPE_FP32"] * 2
     assert config["instance_group"] == [{"name": "softmax", "kind": "KIND_CPU", "count": WORKERS}]
     (stats,) = client.get_inference_statistics("softmax", version)["model_stats"]
     assert (stats["name"], stats["version"]) == ("softmax", "1")

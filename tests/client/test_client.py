@@ -76,7 +76,8 @@ def test_converted_weights_convert_back_exactly(client: Client) -> None:
 
 def test_catalogue_describes_softmax(client: Client) -> None:
     (entry,) = (v for v in client.variants() if v["variant"] == "softmax")
-    assert entry["inputs"].keys() == {"query", "key", "value", "mask", "key_lengths"}
+    required, optional = {"query", "key", "value"}, {"mask", "key_lengths", "alibi_slopes", "sinks"}
+    assert entry["inputs"].keys() == required | optional
     assert entry["outputs"].keys() == {"output", "weights", "scores"}
     assert entry["parameters"]["properties"]["causal"]["default"] is False
 

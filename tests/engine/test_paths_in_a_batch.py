@@ -121,3 +121,32 @@ def test_layer_takes_the_path_that_it_takes_alone(name: str, form: Any) -> None:
     device = PretendedDevice()
     together = execute(jobs, device, stack=True)
     assert_as_alone(jobs, together, device)
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid:RuntimeWarning")
+@pytest.mark.parametrize("device", [CPU, PretendedDevice()], ids=["cpu", "pretended"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("slopes", "sinks"),
+    [((0.5, -0.25), (1.0, -2.0)), ((3e38, 0.0), (0.0, 0.0)), ((0.0, 1.0), (3e38, -3e38))],
+)
+def test_slopes_and_sinks_select_the_path_too(
+    slopes: tuple[float, ...], sinks: tuple[float, ...], dtype: str, device: Device
+) -> None:
+    """All jobs of a batch share them; huge ones need float64."""
+    variant = variants()["softmax"]
+    terms = {"alibi_slopes": np.array(slopes, "f4"), "sinks": np.array(sinks, "f4")}
+    shared = {name: RawTensor.from_numpy(array) for name, array in terms.items()}
+    for parameters in ({}, {"causal": True, "query_offset": 10**7}):
+        jobs = []
+        for job in jobs_of(variant, Job, dtype, **parameters):
+            fields = {"parameters": parameters, "outputs": ["output", "weights"]}
+            message = Message(fields, {**job.inputs.tensors, **shared})
+            jobs.append(Job.from_message("softmax", message, LIMITS))
+        assert len({job.batch_key for job in jobs}) == 1
+        together = execute(jobs, device, stack=True)
+        assert_as_alone(jobs, together, device)
+        alone = execute([jobs[0]], CPU, stack=False)[0].outputs["weights"].numpy()
+        found = together[0].outputs["weights"].numpy()
+        eps = np.finfo(found.dtype).eps
+        np.testing.assert_allclose(found, alone, rtol=0, atol=1e3 * eps)

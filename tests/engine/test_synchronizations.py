@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -53,12 +53,17 @@ def normal(random: np.random.Generator, letters: tuple[str, ...]) -> Any:
     return random.normal(size=shape).astype(np.float32)
 
 
-def run_batch(variant: Variant, kind: type[Job], **fields: Any) -> tuple[list[JobOutput], int]:
-    """Runs three requests as a batch; returns their outputs and the number of waits."""
+def run_batch(
+    variant: Variant, kind: type[Job], optional: Collection[str] = (), **fields: Any
+) -> tuple[list[JobOutput], int]:
+    """Runs three requests as a batch; returns their outputs and the number of waits.
+
+    They share the inputs without an axis B; of the optional ones those that are named.
+    """
     shared = {
         i.name: normal(np.random.default_rng(9), i.letters)
         for i in variant.inputs.values()
-        if "B" not in i.letters and not i.is_optional
+        if "B" not in i.letters and (not i.is_optional or i.name in optional)
     }
     first: Job | None = None
     jobs = []
@@ -84,6 +89,20 @@ def test_forward_waits_once(variant: Variant, form: Any) -> None:
     outputs, waits = run_batch(variant, Job, outputs=outputs_for(form), weights=form)
     assert waits == 1, log
     assert [o.stacked_count for o in outputs] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("optional", [("alibi_slopes",), ("sinks",), ("alibi_slopes", "sinks")])
+@pytest.mark.parametrize("parameters", [{}, ENDS, {"dropout": 0.5}], ids=["all", "ends", "drops"])
+def test_slopes_and_sinks_wait_no_longer(
+    form: Any, optional: Collection[str], parameters: dict[str, Any]
+) -> None:
+    fields = {"outputs": outputs_for(form), "weights": form, "parameters": parameters}
+    outputs, waits = run_batch(variants()["softmax"], Job, optional, **fields)
+    assert waits == 1, log
+    assert [o.stacked_count for o in outputs] == [3, 3, 3]
+    _, waits = run_batch(variants()["softmax"], GradientJob, optional, parameters=parameters)
+    assert waits <= 2, log
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -66,3 +66,31 @@ def test_only_jobs_of_the_sdpa_kernel_take_idle_threads() -> None:
     assert not new_job(random_inputs(0, (1, 8, 32, 64))).uses_sdpa
     others = [v.name for v in variants().values() if v.name not in ("softmax", "mean")]
     assert not any(new_job(arrays, n).uses_sdpa for n in others if n != "linear_layer")
+
+
+@pytest.mark.slow
+def test_idle_threads_do_not_change_bits_with_slopes_and_sinks() -> None:
+    taken = 0
+    for H, L, S in ((8, 700, 700), (1, 2000, 2000), (2, 64, 9000), (8, 2048, 2048)):
+        random = np.random.default_rng(L)
+        arrays = {
+            n: random.normal(size=(1, H, size, 64)).astype(np.float32)
+            for n, size in zip(NAMES, (L, S, S), strict=True)
+        }
+        for names in (("sinks",), ("alibi_slopes",), ("sinks", "alibi_slopes")):
+            terms = {n: random.normal(size=H).astype(np.float32) for n in names}
+            job = new_job(arrays | terms)
+            (alone,) = execute([job], CPU, False, 1, 1)
+            (spread,) = execute([job], CPU, False, 1, 4)
+            taken += torch.get_num_threads() == 4
+            assert alone.backend == spread.backend == "sdpa"
+            assert bytes(alone.outputs["output"].data) == bytes(spread.outputs["output"].data)
+    assert taken >= 3  # the idle threads were used
+
+
+def test_biases_of_each_head_that_cut_the_rows_take_no_idle_threads() -> None:
+    """A block of few rows would have other bits on another number of threads."""
+    terms = {"sinks": np.zeros(8, np.float32), "alibi_slopes": np.ones(8, np.float32)}
+    for name, term in terms.items():
+        assert new_job(random_inputs(0, (1, 8, 512, 64)) | {name: term}).uses_sdpa
+        assert not new_job(random_inputs(0, (1, 8, 1024, 64)) | {name: term}).uses_sdpa

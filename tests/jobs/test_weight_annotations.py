@@ -50,6 +50,11 @@ def test_weights_are_of_the_named_kind(server: Server, variant: Variant) -> None
             assert found.weights_are == kind(found.weights), parameters
         found = client.attend(variant.name, **inputs_of(variant), weights="none")
         assert found.weights_are is None
+    if "sinks" in variant.inputs:
+        with Client(server.url) as client:
+            sinks = torch.randn(SIZES["H"])
+            found = client.attend(variant.name, **inputs_of(variant), sinks=sinks)
+        assert found.weights_are == kind(found.weights) == "unnormalised"
     documented = catalogue.describe(variant)["weights"].partition(";")[0]
     assert documented in ("stochastic", "signed", "unnormalised")
     assert documented == variant.weights_are(variant.parse({}))

@@ -41,6 +41,9 @@ PARAMETERS: Final[list[dict[str, Any]]] = [
     {"normalize": False},
     {"causal": False, "method": "loop"},
     {"rank": 3, "seed": 5, "scale": -2.0},
+    {"alibi_slopes": True, "causal": True},
+    {"sinks": True},
+    {"alibi_slopes": True, "sinks": True, "key_lengths": [37, 9], "query_offset": "end"},
 ]
 FORMS: Final[list[Any]] = [
     {"rows": [20, 0, 3, 3, 4]}, {"top_k": 1}, {"top_k": 5}, {"top_k": 37}, {"pool": 1},
@@ -72,6 +75,8 @@ def request_for(
         shape = [fixed_size(x) or sizes.get(x, 4) for x in i.letters]
         if not i.is_optional:
             arrays[i.name] = (1.5 * random.normal(size=shape)).astype(DTYPES[dtype])
+        elif i.letters == ("H",) and i.name in parameters:
+            arrays[i.name] = random.normal(size=shape).astype(np.float32)
         elif i.name == "key_lengths" and i.name in parameters:
             arrays[i.name] = np.array(parameters[i.name])
         elif i.name == "mask" and i.name in parameters:

@@ -55,7 +55,8 @@ def random_jobs(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
     shared = {
         i.name: normal([sizes.get(x, 4) for x in i.letters])
         for i in variant.inputs.values()
-        if "B" not in i.letters and not i.is_optional
+        if "B" not in i.letters
+        and (not i.is_optional or (i.letters == ("H",) and random.random() < 0.3))
     }
     one_row = query_axis(variant.outputs["weights"]) is None
     form = FORMS[seed % (len(FORMS) - one_row)]

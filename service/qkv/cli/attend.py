@@ -65,9 +65,9 @@ def attend(
 ) -> None:
     """Runs VARIANT on the tensors in the file SOURCE.
 
-    The tensors are query, key and value, and optionally mask and key_lengths. If the file has a
-    layer's weights too (layer.W_query.weight and so on), query, key and value are embeddings. One
-    embedding x may replace all three.
+    The tensors are query, key and value, and optionally others that the variant takes, such as
+    mask. If the file has a layer's weights too (layer.W_query.weight and so on), query, key and
+    value are embeddings. One embedding x may replace all three.
 
     Files are .safetensors, .npz or .json. A .json file is the body of a request. A .safetensors
     file may have the fields of a request, as JSON under qkv in its metadata. Flags override the

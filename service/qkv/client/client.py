@@ -93,8 +93,8 @@ class Client:
                 top_k also `indices`. With stats it has `entropy`, `largest`, `largest_index`,
                 `effective_keys` and `received` instead of `weights`.
             **inputs_and_parameters: arrays are inputs: `query` (B,H,L,D), `key` (B,G,S,D),
-                `value` (B,G,S,E), `mask`, `key_lengths` (B), or `x` (B,L,M) with a layer. All other
-                values are parameters, such as `causal=True`.
+                `value` (B,G,S,E), `mask`, `key_lengths` (B), `alibi_slopes` (H), `sinks` (H), or
+                `x` (B,L,M) with a layer. All other values are parameters, such as `causal=True`.
 
         Raises:
             QkvError: the service rejected the request. The class gives the kind of error, and

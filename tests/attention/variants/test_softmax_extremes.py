@@ -278,7 +278,7 @@ SINK_VALUES: Final = (1e4, -1e4, 300.0, -300.0, 3e38, -3e38)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sink", SINK_VALUES)
 def test_sinks_of_any_size(dtype: torch.dtype, sink: float) -> None:
-    """A large sink takes all the weight; a small one none; huge scores and sinks do not overflow."""
+    """A large sink takes all the weight, a small one none, beside scores of any size."""
     query, key, value = (torch.randn(1, 2, 3, 4).to(dtype) for _ in range(3))
     sinks = torch.tensor([sink, 0.0], dtype=dtype)
     for factor in (1.0, 1e18):
@@ -329,8 +329,8 @@ def test_huge_slopes_and_sinks_together(softcap: float | None) -> None:
     """Scores, slopes and sinks near the end of float64's range are compared exactly."""
     query, key = torch.zeros(1, 3, 1, 1).double(), torch.zeros(1, 1, 3, 1).double()
     value = torch.tensor([[[[1.0], [2.0], [3.0]]]]).double()
-    slopes = torch.tensor([-1.7e308, -1.7e308, 1e308]).double()
-    sinks = torch.tensor([1.7e308, -1.7e308, 1.5e308]).double()
+    slopes = torch.tensor([-1.7e308, -1.7e308, 1e308], dtype=torch.float64)
+    sinks = torch.tensor([1.7e308, -1.7e308, 1.5e308], dtype=torch.float64)
     for outputs in (OUTPUT, ALL):
         found = attend(
             query, key, value, None, None, slopes, sinks, softcap=softcap, outputs=outputs

@@ -50,18 +50,17 @@ def derivatives(
     The visible keys are those of the reference. Rows that see no key are left out: without a sink,
     their textbook softmax is NaN.
     """
-    known = softmax.reference(**tensors, **parameters).scores
+    every: dict[str, Any] = {**tensors, **parameters}
+    known = softmax.reference(**every).scores
     assert known is not None
     visible = known > -torch.inf
     blind = ~visible.any(-1, keepdim=True)
     kept = None
     if dropout := parameters.get("dropout", 0.0):
-        planes, every = torch.arange(B * H).view(B, H), (slice(0, L), slice(0, S))
-        kept = keep_mask(dropout, parameters.get("seed", 0), planes, *every).double()
+        planes, block = torch.arange(B * H).view(B, H), (slice(0, L), slice(0, S))
+        kept = keep_mask(dropout, parameters.get("seed", 0), planes, *block).double()
         kept /= 1 - dropout
-    leaves = {
-        n: t.double().requires_grad_() for n, t in tensors.items() if t.is_floating_point()
-    }
+    leaves = {n: t.double().requires_grad_() for n, t in tensors.items() if t.is_floating_point()}
     output = textbook(
         tensors | leaves, visible | blind, parameters.get("scale", 5**-0.5),
         parameters.get("softcap"), kept, parameters.get("query_offset", 0),
@@ -106,9 +105,7 @@ def test_narrow_dtypes(dtype: torch.dtype, parameters: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_heads_and_rows_are_summed(
-    monkeypatch: pytest.MonkeyPatch, causal: bool
-) -> None:
+def test_blocks_of_heads_and_rows_are_summed(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     monkeypatch.setattr(common_gradients, "_SCORE_ELEMENTS", 60)
     monkeypatch.setattr(common_gradients, "_WORTH_IT", 1)
     tensors, grad = inputs_of(), torch.randn(B, H, L, 3, dtype=torch.float64)

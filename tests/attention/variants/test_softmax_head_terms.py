@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from qkv.attention.common import explicit_outputs, fused_kernel
 from qkv.attention.variants import softmax
@@ -33,7 +32,7 @@ FAMILIES: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
-def inputs_of(dtype: torch.dtype, H: int = 4, G: int = 2, L: int = 6, S: int = 9) -> list[Tensor]:
+def inputs_of(dtype: torch.dtype, H: int = 4, G: int = 2, L: int = 6, S: int = 9) -> list[Any]:
     """Returns normal queries, keys and values of two items."""
     query = torch.randn(2, H, L, 5).to(dtype)
     return [query, torch.randn(2, G, S, 5).to(dtype), torch.randn(2, G, S, 3).to(dtype)]
@@ -51,10 +50,10 @@ def test_agrees_with_reference(request: Request, block: int | None, data: st.Dat
         assert_agrees_with_reference(request, terms)
 
 
-def assert_agrees_with_reference(request: Request, terms: dict[str, Tensor]) -> None:
+def assert_agrees_with_reference(request: Request, terms: dict[str, Any]) -> None:
     """Checks numbers, dtypes, zeros, sums and row blocks against the reference."""
     query, key, value, mask, lengths = tensors = request.tensors()
-    truth = softmax.reference(*tensors, **terms, **request.parameters)
+    truth = softmax.reference(*tensors, **(terms | dict(request.parameters)))
     assert truth.weights is not None
     assert truth.scores is not None
     slopes, sinks = terms.get("alibi_slopes_H"), terms.get("sinks_H")
@@ -87,7 +86,9 @@ def assert_agrees_with_reference(request: Request, terms: dict[str, Tensor]) -> 
 
 @every_dtype
 @pytest.mark.parametrize("parameters", FAMILIES, ids=str)
-@pytest.mark.parametrize("names", [("alibi_slopes_H",), ("sinks_H",), ("alibi_slopes_H", "sinks_H")])
+@pytest.mark.parametrize(
+    "names", [("alibi_slopes_H",), ("sinks_H",), ("alibi_slopes_H", "sinks_H")]
+)
 def test_every_family(dtype: torch.dtype, parameters: dict[str, Any], names: Any) -> None:
     """Each family runs with lengths, and with masks of either kind."""
     lengths = (9, 4)
@@ -145,7 +146,8 @@ def test_sink_is_a_key_without_a_value(dtype: torch.dtype, parameters: dict[str,
     )
     mask[..., 0] = sinks.double()[:, None]
     zero = torch.zeros_like(key[:, :, :1])
-    wider = [torch.cat([zero, key], 2), torch.cat([torch.zeros_like(value[:, :, :1]), value], 2)]
+    nothing = torch.zeros_like(value[:, :, :1])
+    wider = torch.cat([zero, key], 2), torch.cat([nothing, value], 2)
     scale = parameters.get("scale")
     truth = softmax.reference(query, *wider, mask, scale=scale)
     bound = bounds(query, *wider, mask, parameters, truth)
@@ -178,7 +180,10 @@ def test_rows_without_keys_are_zero(dtype: torch.dtype) -> None:
 @every_dtype
 def test_fused_kernel_runs_with_slopes_and_sinks(dtype: torch.dtype) -> None:
     query, key, value = inputs_of(dtype, L=70, S=90)
-    terms = {"alibi_slopes_H": torch.randn(4).to(dtype), "sinks_H": torch.randn(4).to(dtype)}
+    terms: dict[str, Any] = {
+        "alibi_slopes_H": torch.randn(4).to(dtype),
+        "sinks_H": torch.randn(4).to(dtype),
+    }
     for n, given_terms in enumerate((terms, *({n: t} for n, t in terms.items()))):
         found = attend(query, key, value, **given_terms, causal=n > 0, query_offset="end")
         assert found.backend == "sdpa"
@@ -219,7 +224,10 @@ def test_positions_far_from_all_keys(dtype: torch.dtype, offset: int) -> None:
 def test_halves_have_their_own_heads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of all heads larger than a block is cut: items, key heads, query heads."""
     query, key, value = inputs_of(dtype)
-    terms = {"alibi_slopes_H": torch.randn(4).to(dtype), "sinks_H": torch.randn(4).to(dtype)}
+    terms: dict[str, Any] = {
+        "alibi_slopes_H": torch.randn(4).to(dtype),
+        "sinks_H": torch.randn(4).to(dtype),
+    }
     monkeypatch.setattr(fused_kernel, "BIAS_ELEMENTS", 10)
     for outputs in (OUTPUT, ALL):
         found = attend(query, key, value, **terms, dropout=0.2, seed=1, outputs=outputs)

@@ -48,13 +48,15 @@ def test_every_parameter_at_65536_tokens_takes_less_than_4_gib() -> None:
     [
         ("1, 2, 2, 16384, 16384, 64, 64", "float32",
          ("dict()", "dict(causal=True)", "dict(key_lengths_B=torch.tensor([S - 9]))",
-          "dict(causal=True, query_offset=-5)")),
+          "dict(causal=True, query_offset=-5)", "dict(sinks_H=torch.zeros(2), causal=True)",
+          "dict(alibi_slopes_H=torch.ones(2))")),
         ("1, 2, 1, 16384, 16384, 16, 16", "bfloat16",
          ("dict()", "dict(causal=True, window=(2000, None), query_offset='end')")),
         ("1, 2, 1, 16384, 16384, 16, 24", "float32",
          ("dict()", "dict(mask_BHLS=torch.zeros(1, 2, 1, S))")),
         ("1, 1, 1, 16384, 16384, 8, 8", "float32",
-         ("dict(softcap=9.0)", "dict(dropout=0.5, causal=True)")),
+         ("dict(softcap=9.0)", "dict(dropout=0.5, causal=True)",
+          "dict(softcap=9.0, sinks_H=torch.zeros(1), alibi_slopes_H=torch.ones(1))")),
     ],
     ids=["plain", "grouped bfloat16", "wide values", "explicit"],
 )  # fmt: skip

@@ -18,7 +18,9 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def heads(x_BLM: Tensor, H: int) -> Tensor:
-    return x_BLM.unflatten(-1, (H, -1)).transpose(1, 2)
+    """Returns (B, H, L, E)."""
+    split: Tensor = x_BLM.unflatten(-1, (H, -1))
+    return split.transpose(1, 2)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -70,12 +72,8 @@ def test_slopes_are_those_of_bloom(H: int) -> None:
     bias = build_alibi_tensor(everything, H, torch.float64)
     causal = torch.full((1, 1, N, N), -torch.inf, dtype=torch.float64).triu(1)
     with torch.no_grad():
-        output, expected = module(
-            x, torch.zeros_like(x), bias, causal, output_attentions=True
-        )
-        query, key, value = (
-            t.contiguous() for t in module._reshape(module.query_key_value(x))
-        )
+        output, expected = module(x, torch.zeros_like(x), bias, causal, output_attentions=True)
+        query, key, value = (t.contiguous() for t in module._reshape(module.query_key_value(x)))
     # a bias is slope * j: that of the second key is the slope
     slopes = bias.view(B, H, N)[0, :, 1].float()
     found = attend(query, key, value, alibi_slopes_H=slopes, causal=True, outputs=ALL)
@@ -84,6 +82,4 @@ def test_slopes_are_those_of_bloom(H: int) -> None:
     close = N * torch.finfo(torch.float32).eps
     torch.testing.assert_close(found.weights, expected, rtol=0, atol=close)
     largest = float(value.abs().max())
-    torch.testing.assert_close(
-        heads(output, H), found.output, rtol=0, atol=close * largest * N
-    )
+    torch.testing.assert_close(heads(output, H), found.output, rtol=0, atol=close * largest * N)

@@ -161,6 +161,28 @@ def test_grouped_padded_and_half_precision(dtype: str, lengths: bool) -> None:
         assert close({n: entry["weights"][n] for n in DIVERGENCES}, right), (name, entry, right)
 
 
+@pytest.mark.parametrize("anchor", ["softmax", "linear"])
+@pytest.mark.parametrize("names", [("alibi_slopes",), ("sinks",), ("alibi_slopes", "sinks")])
+def test_slopes_and_sinks_go_to_the_variants_that_take_them(
+    anchor: str, names: tuple[str, ...]
+) -> None:
+    """Rows with sinks sum to less than 1: they have no entropy and no KL divergence."""
+    inputs = random_inputs()
+    heads = inputs["query"].shape[1]
+    inputs |= {n: np.random.default_rng(4).normal(size=heads) for n in names}
+    response = compare(inputs, variants=["softmax", "linear", "taylor"], anchor=anchor)
+    full = {n: reference(n, inputs) for n in ("softmax", "linear", "taylor")}
+    kinds = dict.fromkeys(full, "stochastic")
+    if "sinks" in names:
+        kinds["softmax"] = "unnormalised"
+    for name, entry in zip(full, response["variants"], strict=True):
+        right = expected(full[name], full[anchor], {kinds[name], kinds[anchor]})
+        assert close({n: entry["weights"][n] for n in DIVERGENCES}, right), (name, entry, right)
+        _check_entropy(entry, full[name], kinds[name])
+    _check_entropy(response["anchor"], full[anchor], kinds[anchor])
+    assert any("unnormalised" in note for note in response["notes"]) == ("sinks" in names)
+
+
 @pytest.mark.parametrize("dtype", EPS)
 def test_outputs_are_compared_with_the_baseline_and_the_baseline_with_float64(dtype: str) -> None:
     inputs = random_inputs(dtype)

@@ -1,0 +1,130 @@
+"""Slopes of ALiBi and sinks over a real socket, in every format, at every rank."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+
+from qkv import Client
+from qkv.attention.variants import softmax
+from qkv.tensors import RawTensor
+from qkv.wire import safetensors
+from qkv.wire.message import Message
+from support.json_requests import LEADS, post, run_request, tensors
+from support.known_requests import DTYPES, Array, as_array, as_json, assert_problem
+from support.service import Server
+
+PARAMETERS: Final = {"causal": True, "query_offset": "end"}
+ROWS: Final = {2: (0, 0), 3: (slice(None), 0), 4: (slice(None), slice(None))}
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+
+def terms(rank: int, seed: int, dtype: str = "float32") -> dict[str, Any]:
+    """Returns a slope and a sink for each query head; a request of rank 2 or 3 has one head."""
+    draw = np.random.default_rng(seed)
+    heads = LEADS[rank][1] if rank == 4 else 1
+    return {n: draw.normal(size=heads).astype(DTYPES[dtype]) for n in ("alibi_slopes", "sinks")}
+
+
+def truth(inputs: dict[str, Any], rank: int) -> softmax.Softmax:
+    """Returns the outputs of the reference, with the axes of the request."""
+    query, key, value = (
+        torch.from_numpy(inputs[n][(None,) * (4 - rank)] if rank != 3 else inputs[n][:, None])
+        for n in ("query", "key", "value")
+    )
+    slopes, sinks = (
+        torch.from_numpy(inputs[n].astype(np.float64)) for n in ("alibi_slopes", "sinks")
+    )
+    return softmax.reference(
+        query, key, value, alibi_slopes_H=slopes, sinks_H=sinks, causal=True, query_offset="end"
+    )
+
+
+def assert_near(outputs: dict[str, Array], inputs: dict[str, Any], rank: int) -> None:
+    exact = truth(inputs, rank)
+    for name, found in outputs.items():
+        right = getattr(exact, name).numpy()[ROWS[rank]]
+        assert found.shape == right.shape
+        np.testing.assert_allclose(found, right, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("encoding", ["lists", "base64"])
+@pytest.mark.parametrize("rank", LEADS)
+def test_json(server: Server, rank: int, encoding: str) -> None:
+    """The numbers of each request apply, also if a plan is known from an earlier one."""
+    for seed in range(3):
+        inputs = tensors(rank, seed=seed) | terms(rank, seed)
+        document = {
+            "inputs": {n: as_json(a, encoding) for n, a in inputs.items()},
+            "parameters": PARAMETERS,
+        }
+        response = run_request(server, document)
+        assert response["weights_are"] == "unnormalised"
+        outputs = {n: as_array(t) for n, t in response["outputs"].items()}
+        assert outputs.keys() == {"output", "weights"}
+        assert_near(outputs, inputs, rank)
+        document["inputs"].pop("sinks")
+        assert run_request(server, document)["weights_are"] == "stochastic"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_safetensors(server: Server, dtype: str) -> None:
+    """Slopes and sinks may have another dtype than the queries."""
+    inputs = tensors(4) | terms(4, 5, dtype)
+    raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
+    fields = {"parameters": PARAMETERS, "outputs": ["output", "weights"]}
+    response = server.http.post(
+        "/v1/attention/softmax",
+        content=b"".join(safetensors.encode(Message(fields, raw), "inputs")),
+        headers={"Content-Type": safetensors.MEDIA_TYPE, "Accept": safetensors.MEDIA_TYPE},
+    )
+    assert response.status_code == 200, response.text
+    found = safetensors.decode(response.content, "outputs").tensors
+    assert_near({n: t.numpy() for n, t in found.items()}, inputs, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rank", LEADS)
+def test_gradients_have_the_shape_and_dtype_of_their_inputs(
+    server: Server, rank: int, dtype: str
+) -> None:
+    inputs = tensors(rank) | terms(rank, 1, dtype)
+    grad = np.ones((*inputs["query"].shape[:-1], inputs["value"].shape[-1]), np.float32)
+    with Client(server.url) as client:
+        found = client.gradients("softmax", grad_output=grad, **(inputs | PARAMETERS))
+    for name in ("alibi_slopes", "sinks"):
+        assert found[name].shape == inputs[name].shape
+        assert found[name].dtype == inputs[name].dtype
+        step = 1e-4 * np.eye(len(inputs[name]))[0]
+        ahead, behind = (
+            truth(inputs | {name: inputs[name] + by}, rank).output for by in (step, -step)
+        )
+        assert ahead is not None
+        assert behind is not None
+        slope = float((ahead - behind).sum()) / 2e-4
+        assert abs(found[name][0] - slope) <= 1e-4 * max(1.0, abs(slope))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "reason"),
+    [
+        ("sinks", [0.0, 1.0, 2.0], "sinks has H=3 where query has H=4"),
+        ("alibi_slopes", [[0.5] * 4], "wrong number of axes"),
+        ("sinks", ["no number"] * 4, "sinks"),
+    ],
+)
+def test_misfits_are_rejected(server: Server, name: str, wrong: Any, reason: str) -> None:
+    inputs = {n: as_json(a, "lists") for n, a in tensors(4).items()}
+    document = {"inputs": inputs | {name: wrong}}
+    problem = assert_problem(post(server, document), 422, document)
+    assert reason in problem["detail"]
+
+
+def test_other_variants_take_neither(server: Server) -> None:
+    document = {"inputs": {n: as_json(a, "lists") for n, a in (tensors(4) | terms(4, 0)).items()}}
+    problem = assert_problem(post(server, document, "/v1/attention/linear"), 422, document)
+    assert "linear has no input 'alibi_slopes'" in problem["detail"]
