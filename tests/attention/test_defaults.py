@@ -110,6 +110,24 @@ def test_docstring_has_summary_formula_cost_and_kind(load: Load) -> None:
     assert variant.weights_are(variant.parse({})) == "stochastic"
 
 
+@pytest.mark.parametrize(
+    ("hook", "kinds"),
+    [
+        ("def weights_are(parameters): return 'signed'", ["signed", "signed"]),
+        ("def weights_are(inputs): return 'signed' if 'value' in inputs else 'unnormalised'",
+         ["unnormalised", "signed"]),
+        ("def weights_are(parameters, inputs): return 'signed' if inputs else 'unnormalised'",
+         ["unnormalised", "signed"]),
+    ],
+)  # fmt: skip
+def test_kind_of_weights_may_depend_on_parameters_and_inputs(
+    load: Load, hook: str, kinds: list[str]
+) -> None:
+    variant = load(f"{PLAIN}\n{hook}\n")
+    defaults = variant.parse({})
+    assert [variant.weights_are(defaults), variant.weights_are(defaults, {"value"})] == kinds
+
+
 @pytest.mark.parametrize("text", [PLAIN, CAUSAL, PER_HEAD, SHARED_WIDTH])
 def test_variant_with_default_parts_passes_every_check(load: Load, text: str) -> None:
     failed = [result for result in check(load(text)) if result.status == "FAIL"]

@@ -163,6 +163,8 @@ class Fitting:
         for name in _ROLES:
             arrays[name] = self._numbers((B, L if name == "query" else S, M))
         arrays.pop("mask", None)
+        for name in arrays.keys() & {"alibi_slopes", "sinks"}:
+            arrays[name] = arrays[name][:1]  # the layer has one head
         layout = str(self._draw.choice(["v1", "v2"]))
         return {"layout": layout, "tensors": self._weights(layout, M, form)}
 
