@@ -14,7 +14,7 @@ from torch.nn.functional import elu
 
 from qkv import Client
 from qkv.attention.catalogue import variants
-from qkv.attention.layers.projections import ROLES
+from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.variant import Variant
 from support.known_requests import EPS
 from support.service import Server

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention import catalogue
-from qkv.attention.layers.layer import project
+from qkv.attention.layers.projection import apply, split_heads
 from qkv.attention.variants import softmax
 from support.checked_softmax import OUTPUT
 from support.minilm import SENTENCES, activations, embedding_of, layer_weights
@@ -41,8 +41,10 @@ def test_weights_of_a_layer_project_its_hidden_states_to_the_activations() -> No
             ("query", each.query_BHLD), ("key", each.key_BGSD), ("value", each.value_BGSE),
         ):  # fmt: skip
             weight, bias = (tensors[f"W_{role}.{name}"] for name in ("weight", "bias"))
-            found = project(x, weight.T, bias, HEADS)
-            mass = project(x.double().abs(), weight.T.double().abs(), bias.double().abs(), HEADS)
+            found = split_heads(apply(x, weight.T, bias), HEADS)
+            mass = split_heads(
+                apply(x.double().abs(), weight.T.double().abs(), bias.double().abs()), HEADS
+            )
             eps = torch.finfo(x.dtype).eps
             assert_within(found, expected.double(), (x.shape[-1] + 1) * eps * mass)
 

@@ -55,7 +55,7 @@ class WatchedPage:
             to other hosts.
         expected: patterns of complaints that the test expects.
         requests: the paths of all requests, in order.
-        bodies: the JSON of each POST, with its path.
+        bodies: the JSON of each POST, with its path; {} for a body in safetensors.
         received: bytes of the response bodies, by the number of the request.
     """
 
@@ -145,7 +145,8 @@ def watch(watched: WatchedPage, host: str) -> None:
             return
         watched.requests.append(url.path)
         if request.method == "POST" and url.host == host:
-            watched.bodies.append((url.path, request.post_data_json))
+            is_json = request.headers.get("content-type") == "application/json"
+            watched.bodies.append((url.path, request.post_data_json if is_json else {}))
         if url.host != host:
             watched.complaints.append(f"request to another host: {request.url[:200]}")
 

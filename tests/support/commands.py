@@ -59,7 +59,7 @@ def target_options(place: str, url: str) -> tuple[str, ...]:
 
 
 def write_tensors(path: Path, group: str, arrays: dict[str, Array], **fields: Any) -> Path:
-    """Writes a file without the code of the service; a layer's arrays begin with `layer.`."""
+    """Writes a file without the code of the service; a layer is `layer.*` beside inputs."""
     if path.suffix == ".npz":
         assert not fields
         np.savez(path, allow_pickle=False, **arrays)
@@ -68,8 +68,9 @@ def write_tensors(path: Path, group: str, arrays: dict[str, Array], **fields: An
         safetensors.numpy.save_file(arrays, path, metadata)
     else:
         written = {n: as_json(a, fields.get("encoding", "lists")) for n, a in arrays.items()}
-        layer = {n.removeprefix("layer."): t for n, t in written.items() if n.startswith("layer.")}
-        fields[group] = {n: t for n, t in written.items() if not n.startswith("layer.")}
+        in_layer = {n for n in written if group == "inputs" and n.startswith("layer.")}
+        layer = {n.removeprefix("layer."): t for n, t in written.items() if n in in_layer}
+        fields[group] = {n: t for n, t in written.items() if n not in in_layer}
         if layer:
             fields["layer"] = fields.get("layer", {}) | {"tensors": layer}
         path.write_text(json.dumps(fields))

@@ -86,7 +86,13 @@ def tensor_has_another_name(draw: Draw, document: dict[str, Any]) -> None:
 @corruption()
 def unknown_tensor(draw: Draw, document: dict[str, Any]) -> None:
     group = draw(ONE(tensors_of(document)))[0]
-    group[draw(TEXT.filter(lambda n: n not in group and n != "mask"))] = EYE
+    # names that belong to no module of a layer are ignored
+    begin = "" if group is document["inputs"] else "W_query."
+    end = draw(TEXT.filter(lambda n: n not in ("mask", "weight", "bias")))
+    if begin + end not in group:
+        group[begin + end] = EYE
+    else:
+        group["W_query.?" if begin else "?"] = EYE
 
 
 @corruption()

@@ -93,6 +93,11 @@ def embedding_of(sentence: str) -> Tensor:
     return torch.nn.functional.normalize(_run(sentence)[1].mean((0, 1)), dim=0)
 
 
+def bert() -> Any:
+    """Returns the model, a BertModel of transformers. Do not change it."""
+    return _load()[0]
+
+
 @cache
 def layer_weights() -> tuple[Mapping[str, Tensor], ...]:
     """Returns each layer's weights (O, M) and biases (O) in layout v2: W_query.weight and so on.

@@ -26,13 +26,20 @@ def response_content(document: dict[str, Any], response: httpx.Response) -> dict
     return content
 
 
-def with_renamed_fields(value: Any) -> Iterator[Any]:
-    """Yields copies of a value with one name changed, for each name at any depth."""
+_OPEN = ("tensors", "gradients")  # a layer's tensors have the names of its model
+
+
+def with_renamed_fields(value: Any, within: str = "") -> Iterator[Any]:
+    """Yields copies of a value with one name changed, for each name at any depth.
+
+    Names in the field of that name are not changed where a schema leaves them open.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
-            rest = {n: v for n, v in value.items() if n != name}
-            yield rest | {f"{name}_": inner}
-            for other in with_renamed_fields(inner):
+            if within not in _OPEN:
+                rest = {n: v for n, v in value.items() if n != name}
+                yield rest | {f"{name}_": inner}
+            for other in with_renamed_fields(inner, name):
                 yield value | {name: other}
 
 

@@ -52,6 +52,25 @@ def test_lists_keep_every_value(array: Array, group: str) -> None:
     assert same_values(back.numpy(), array)
 
 
+@pytest.mark.parametrize("encoding", ["lists", "base64"])
+def test_check_of_a_conversion_survives_a_round_trip(encoding: str) -> None:
+    raw = RawTensor.from_numpy(np.ones((1, 2), np.float32))
+    message = Message({"from": "v1", "check": {}}, {"W": raw}, encoding=encoding)
+    message.check.update(x=raw, y=raw)
+    found = there_and_back(message, "tensors")
+    assert {n: t.shape for n, t in found.check.items()} == {"x": (1, 2), "y": (1, 2)}
+    assert found.fields["check"] == {}
+
+
+def test_check_in_the_response_of_a_conversion_has_plain_values() -> None:
+    body = b'{"check": {"elements": 16, "dtype": "float64"}}'
+    found = json.decode(body, "tensors")
+    assert (found.fields, found.check) == (
+        {"check": {"elements": 16, "dtype": "float64"}}, {},
+    )  # fmt: skip
+    assert json.decode(b'{"check": {"x": [1]}}', "inputs").fields == {"check": {"x": [1]}}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("encoding", ["lists", "base64"])
 def test_arrays_that_are_not_contiguous_are_encoded_in_row_order(dtype: str, encoding: str) -> None:

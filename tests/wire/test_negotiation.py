@@ -240,15 +240,22 @@ def test_layer_in_both_formats(server: Server, response_type: str) -> None:
     assert bits(one) == bits(other)
 
 
-@pytest.mark.parametrize(("path", "fields"), [(CONVERT, {"from": "v1", "to": "v2"}), (RUN, {})])
-def test_tensors_of_an_unused_layer_are_rejected(
-    server: Server, path: str, fields: dict[str, Any]
-) -> None:
+def test_tensors_of_an_unused_layer_are_rejected(server: Server) -> None:
     """No part of a request is ignored silently."""
-    named = STATE if path == CONVERT else CASE.inputs
-    content = body_of(TENSORS, named | {"layer.extra": np.ones(2, "f4")}, fields)
-    problem = assert_problem(post(server, content, path, came=TENSORS))
+    content = body_of(TENSORS, CASE.inputs | {"layer.extra": np.ones(2, "f4")}, {})
+    problem = assert_problem(post(server, content, RUN, came=TENSORS))
     assert "layer" in problem["detail"]
+
+
+def test_names_of_a_conversion_may_begin_with_layer(server: Server) -> None:
+    """A BERT encoder has such names. Only beside inputs they stand for the tensors of a layer."""
+    named = {f"layer.0.{name}": array for name, array in STATE.items()} | {"other": np.ones(2)}
+    fields = {"from": "v1", "to": "v2", "prefix": "layer.0"}
+    content = body_of(TENSORS, named, fields)
+    response = post(server, content, CONVERT, came=TENSORS, accept=TENSORS)
+    reply = safetensors.decode(response.content, "tensors")
+    assert reply.fields["prefix"] == "layer.0"
+    assert reply.tensors["W_query.weight"].numpy().T.tobytes() == STATE["W_query"].tobytes()
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 8, 9, 64, 1000])

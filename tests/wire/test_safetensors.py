@@ -150,6 +150,20 @@ def test_tensors_are_views_of_the_body(tensors: dict[str, Array], aligned: bool)
         assert read[0].ctypes.data % 64 == 0
 
 
+def test_tensors_of_a_conversion_may_be_named_like_those_of_a_layer_and_have_a_check() -> None:
+    """Checkpoints of BERT have names that begin with `layer.`."""
+    array = np.ones((1, 2), np.float32)
+    names = ("layer.0.query.weight", "check.z")
+    message = Message({"from": "v1"}, raws(dict.fromkeys(names, array)))
+    message.check.update(raws({"x": array, "y": array}))
+    found = decode(file_of(message, "tensors"), "tensors")
+    assert (sorted(found.tensors), found.layer, sorted(found.check)) == (
+        sorted(names), {}, ["x", "y"],
+    )  # fmt: skip
+    assert found.fields == {"from": "v1", "check": {}}
+    assert sorted(decode(file_of(message, "inputs"), "inputs").layer) == ["0.query.weight"]
+
+
 def test_empty_tensor_may_be_anywhere_in_the_header() -> None:
     """Names have any order; an empty tensor has the first offset of another one."""
     body = file(

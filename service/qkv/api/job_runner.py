@@ -82,7 +82,7 @@ class RunResult(NamedTuple):
 
     outputs: dict[str, RawTensor]
     timing: dict[str, Any]
-    annotations: dict[str, str]
+    annotations: dict[str, Any]
 
     @property
     def nbytes(self) -> int:

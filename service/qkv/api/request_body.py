@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from qkv.api.request_headers import Header, headers_of
 from qkv.errors import ClientDisconnected, MalformedRequest, PayloadTooLarge, UnsupportedMediaType
-from qkv.wire import Codec, for_accept, for_content_type
+from qkv.wire import Codec, for_accept, for_content_type, json
 from qkv.wire.message import Message
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "in_thread_if_large",
     "read_body",
     "read_message",
+    "require_json",
 ]
 
 _T = TypeVar("_T")
@@ -102,6 +103,20 @@ async def read_message(
     received_at = time.perf_counter()
     message = await in_thread_if_large(len(whole), lambda: codec.decode(whole, group))
     return ReceivedMessage(message, received_at, codec, response_codec)
+
+
+def require_json(request: Request) -> None:
+    """Checks that the body is JSON, which is the default Content-Type.
+
+    Raises:
+        UnsupportedMediaType: it is not.
+    """
+    given = request.headers.get("content-type", json.MEDIA_TYPE)
+    content_type = given.partition(";")[0].strip().lower()
+    if content_type != json.MEDIA_TYPE:
+        raise UnsupportedMediaType(
+            f"Content-Type is not supported: got {content_type!r:.100}, expected {json.MEDIA_TYPE}"
+        )
 
 
 async def in_thread_if_large(size: int, work: Callable[[], _T]) -> _T:

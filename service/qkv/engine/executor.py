@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from qkv.attention.common import guards
-from qkv.attention.layers.projections import ROLES
+from qkv.attention.layers.layer_weights import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
-from qkv.engine.forward import LayerWeights, call_variant, can_defer, in_layout
+from qkv.engine.forward import LayerTensors, call_variant, can_defer, in_layout
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job
 from qkv.jobs.measure.probe_jobs import Float64Job
@@ -294,18 +294,17 @@ def _to_dense_tensor(array: np.ndarray, device: Device) -> Tensor:
     return aligned
 
 
-def _layer_weights(job: Job, device: Device) -> LayerWeights:
-    """Returns the weights of each role that the variant has, dense in every layout."""
+def _layer_weights(job: Job, device: Device) -> LayerTensors:
+    """Returns the arrays of the layer that the variant needs, dense in every layout."""
     assert job.inputs.layer is not None
-    used = [
-        (role, p)
-        for role, p in zip(ROLES, job.inputs.layer.projections, strict=True)
-        if role in job.roles
-    ]
-    weights = device.load({role: _to_dense_tensor(p.weight, device) for role, p in used})
-    biases = {role: _to_dense_tensor(p.bias, device) for role, p in used if p.bias is not None}
-    biases = dict(device.load(biases))
-    return {role: (weight, biases.get(role)) for role, weight in weights.items()}
+    unused = set(ROLES).difference(job.roles)
+    return device.load(
+        {
+            name: _to_dense_tensor(array, device)
+            for name, array in job.inputs.layer.arrays.items()
+            if name.partition(".")[0] not in unused
+        }
+    )
 
 
 def _plane_indices(sizes: Sequence[int], H: int, device: torch.device) -> Tensor:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.attention.common.guards import are_deferred, are_wide, holds, largest_size
-from qkv.attention.layers.layer import project, project_back
-from qkv.attention.layers.projections import ROLES, Projection, Projections
+from qkv.attention.common.guards import are_deferred, holds, largest_size
+from qkv.attention.layers import projection
+from qkv.engine import layer_pass
 from qkv.engine.device.device import Device
+from qkv.engine.layer_pass import GRADIENT, LayerTensors
 from qkv.engine.weight_blocks import compute_weight_form
 from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
 from qkv.jobs.job import Job
@@ -27,13 +29,7 @@ from qkv.jobs.measure.probe_jobs import (
 )
 from qkv.jobs.measure.row_divergence import RowDivergenceJob, compare_rows
 
-__all__ = ["LayerWeights", "VariantOutput", "call_variant", "can_defer", "in_layout"]
-
-_WEIGHT: Final = "weight of "
-_BIAS: Final = "bias of "
-
-LayerWeights = Mapping[str, tuple[Tensor, Tensor | None]]
-"""Weight (M, out) and bias (out) of each role that a variant has."""
+__all__ = ["LayerTensors", "VariantOutput", "call_variant", "can_defer", "in_layout"]
 
 
 class VariantOutput(NamedTuple):
@@ -52,7 +48,7 @@ class VariantOutput(NamedTuple):
 def call_variant(
     job: Job,
     tensors: Mapping[str, Tensor],
-    weights: LayerWeights,
+    weights: LayerTensors,
     plane_BH: Tensor | None,
     device: Device,
 ) -> VariantOutput:
@@ -80,37 +76,40 @@ def can_defer(job: Job) -> bool:
 
 
 def _run_forward(
-    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+    job: Job, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
 ) -> VariantOutput:
-    projected = tensors if job.inputs.layer is None else _project(job, tensors, weights)
-    return _attend(job, _arguments(job, projected, plane_BH))
+    projected = tensors if job.inputs.layer is None else layer_pass.project(job, tensors, weights)
+    return _attend(job, _arguments(job, projected, plane_BH), weights)
 
 
 def _run_gradients(
-    job: GradientJob, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+    job: GradientJob, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
 ) -> VariantOutput:
     backend = "closed form" if job.variant.has_closed_form_gradients else "autograd"
-    arguments = _arguments(job, _project(job, tensors, weights), plane_BH)
+    if job.inputs.layer is not None:
+        tensors = _without_hidden(job, tensors)
+    arguments = _arguments(job, layer_pass.project(job, tensors, weights), plane_BH)
     return VariantOutput(_compute_gradients(job, tensors, weights, arguments), backend)
 
 
 def _run_in_float64(
-    job: Float64Job, tensors: Mapping[str, Tensor], weights: LayerWeights, plane_BH: Tensor | None
+    job: Float64Job, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
 ) -> VariantOutput:
-    projected = _project(job, *_to_float64(tensors, weights))
+    tensors, weights = _to_float64(tensors, weights)
+    projected = layer_pass.project(job, tensors, weights)
     arguments = float64_arguments(job.variant, projected, job.arguments, job.inputs.dtype)
     if job.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
-    return _attend(job, arguments)
+    return _attend(job, arguments, weights)
 
 
 def _run_row_divergence(
     job: RowDivergenceJob,
     tensors: Mapping[str, Tensor],
-    weights: LayerWeights,
+    weights: LayerTensors,
     _plane_BH: Tensor | None,
 ) -> VariantOutput:
-    projected = _project(job, *_to_float64(tensors, weights))
+    projected = layer_pass.project(job, *_to_float64(tensors, weights))
     return VariantOutput(compare_rows(job, projected), "explicit")
 
 
@@ -143,7 +142,7 @@ def _defer_size_checks(job: Job, projected: Mapping[str, Tensor]) -> None:
         holds(largest_size(x) < job.variant.stackable_below)
 
 
-def _attend(job: Job, arguments: Mapping[str, Any]) -> VariantOutput:
+def _attend(job: Job, arguments: Mapping[str, Any], weights: LayerTensors) -> VariantOutput:
     """Returns the outputs of a job, its form of the weights included."""
     computed, summary, backend = {}, {}, "blocks"
     if job.form.is_summary:
@@ -154,42 +153,72 @@ def _attend(job: Job, arguments: Mapping[str, Any]) -> VariantOutput:
         computed = {name: getattr(result, name) for name in job.attend_outputs}
         backend = getattr(result, "backend", "explicit")
     if job.inputs.layer is not None and "output" in computed:
-        computed["output"] = _merge_heads(computed["output"])
+        computed["output"] = layer_pass.project_output(computed["output"], weights)
     return VariantOutput(computed | summary if summary else computed, backend)
 
 
 def _to_float64(
-    tensors: Mapping[str, Tensor], weights: LayerWeights
-) -> tuple[dict[str, Tensor], LayerWeights]:
-    wide = {
-        r: (to_float64(w), None if b is None else to_float64(b)) for r, (w, b) in weights.items()
-    }
-    return {name: to_float64(tensor) for name, tensor in tensors.items()}, wide
+    tensors: Mapping[str, Tensor], weights: LayerTensors
+) -> tuple[Mapping[str, Tensor], LayerTensors]:
+    inputs, wide = ({n: to_float64(t) for n, t in group.items()} for group in (tensors, weights))
+    return inputs, wide
+
+
+def _without_hidden(job: GradientJob, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns the tensors with one embedding for each role, zeros in place of hidden NaN.
+
+    Keys and values are hidden at and after `key_lengths`, queries where the row of grad_output is
+    zeros. The product of NaN with their zero gradients would be NaN.
+    """
+    grad, lengths_B = tensors[GRAD_OUTPUT], tensors.get("key_lengths")
+    shown = {n: t for n, t in tensors.items() if n != "x"}
+    for role in job.roles:
+        x_BNM = shown[role] = tensors["x"] if "x" in tensors else tensors[role]
+        if role == "query":
+            hidden_BN = (grad == 0).all(-1)
+        elif lengths_B is not None:
+            hidden_BN = torch.arange(x_BNM.shape[1], device=x_BNM.device) >= lengths_B[:, None]
+        else:
+            continue
+        shown[role] = x_BNM.masked_fill(hidden_BN[..., None] & ~x_BNM.isfinite(), 0)
+    return shown
 
 
 def _compute_gradients(
     job: GradientJob,
     tensors: Mapping[str, Tensor],
-    weights: LayerWeights,
+    weights: LayerTensors,
     arguments: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of each input, and of the layer's projections."""
+    """Returns the gradients of each input, and of the layer's weights."""
     grad, layer, backward = tensors[GRAD_OUTPUT], job.inputs.layer, job.variant.backward
     assert backward is not None
     if layer is None:
         return backward(grad, **arguments)
+    gradients: dict[str, Tensor] = {}
+    if layer.output_width is not None:
+        grad, gradients = _output_gradients(job, grad, weights, arguments)
     _, heads, *_ = job.variant.outputs["output"].letters
-    grad = grad.unflatten(-1, (job.inputs.axes.sizes[heads], -1)).transpose(1, 2).contiguous()
+    grad = projection.split_heads(grad, job.inputs.axes.sizes[heads])
     raw = backward(grad, **arguments)
-    gradients = {name: tensor for name, tensor in raw.items() if name not in weights}
-    for role in weights:
-        name = "x" if "x" in tensors else role
-        x, weight, bias = project_back(_merge_heads(raw[role]), tensors[name], *weights[role])
-        gradients[name] = gradients[name] + x if name in gradients else x
-        gradients[_WEIGHT + role] = weight
-        if bias is not None:
-            gradients[_BIAS + role] = bias
+    gradients |= layer_pass.project_back(job, tensors, weights, raw)
+    if "x" in job.inputs.tensors:
+        gradients["x"] = torch.stack([gradients.pop(role) for role in job.roles]).sum(0)
     return gradients
+
+
+def _output_gradients(
+    job: GradientJob, grad_BLM: Tensor, weights: LayerTensors, arguments: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the gradient of the output projection's input, and those of its weight and bias."""
+    output_BHLE = job.variant.attend(**arguments, outputs=frozenset({"output"})).output
+    unused_BL = (grad_BLM == 0).all(-1)  # their rows may be NaN
+    merged_BLX = projection.merge_heads(output_BHLE).masked_fill(unused_BL[..., None], 0)
+    grad_BLX, weight, bias = projection.project_back(
+        grad_BLM, merged_BLX, weights["output.weight"], weights.get("output.bias")
+    )
+    named = {"output.weight": weight} | ({} if bias is None else {"output.bias": bias})
+    return grad_BLX, {GRADIENT + name: tensor for name, tensor in named.items()}
 
 
 def in_layout(job: Job, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -197,45 +226,12 @@ def in_layout(job: Job, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     layer = job.inputs.layer
     if layer is None or not isinstance(job, GradientJob):
         return tensors
-    projections = []
-    for role, p in zip(ROLES, layer.projections, strict=True):
-        weight, bias = tensors.get(_WEIGHT + role), tensors.get(_BIAS + role)
-        if weight is None:  # the variant does not use this role
-            weight = torch.zeros(p.weight.shape)
-            bias = None if p.bias is None else torch.zeros(p.bias.shape)
-        projections.append(
-            Projection(p.name, weight.numpy(), None if bias is None else bias.numpy())
-        )
-    written = layer.layout.write(Projections(*projections))
-    rest = {n: t for n, t in tensors.items() if not n.startswith((_WEIGHT, _BIAS))}
-    return rest | {name: torch.from_numpy(array) for name, array in written.items()}
-
-
-def _merge_heads(x_BHLE: Tensor) -> Tensor:
-    """Merges the heads: (B, L, H * E)."""
-    return x_BHLE.transpose(1, 2).flatten(2)
-
-
-def _project(
-    job: Job, tensors: Mapping[str, Tensor], weights: LayerWeights
-) -> Mapping[str, Tensor]:
-    """Returns the tensors, with queries, keys and values in place of embeddings.
-
-    If a projection overflows its dtype, all three are float64: the output computed from them may
-    still be finite.
-    """
-    if (layer := job.inputs.layer) is None:
-        return tensors
-    embeddings = {role: tensors.get("x", tensors.get(role)) for role in weights}
-    rest = {n: t for n, t in tensors.items() if n != "x" and n not in weights}
-    for widen in (True,) if are_wide() else (False, True):
-        projected = {}
-        for role, (weight, bias) in weights.items():
-            parts = (embeddings[role], weight, bias)
-            x, w, b = (p.double() if widen and p is not None else p for p in parts)
-            assert x is not None
-            assert w is not None
-            projected[role] = project(x, w, b, layer.head_count(role))
-        if all(holds(t.isfinite()) for t in projected.values()):
-            break
-    return rest | projected
+    gradients = {}
+    for name, weight in layer.weights.items():
+        gradient = tensors.get(GRADIENT + name)  # None: the variant does not use the weight
+        gradients[name] = np.zeros(weight.shape) if gradient is None else gradient.numpy()
+    written = layer.with_spelling(layer.layout.write(gradients, layer.heads))
+    rest = {n: t for n, t in tensors.items() if not n.startswith(GRADIENT)}
+    return rest | {
+        name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in written.items()
+    }

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from qkv.attention import catalogue, contract_results
+from qkv.attention.layers import layer_reader, layout_catalogue
+from qkv.attention.layers.layer_sizes import sizes_of
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import JobOutput, execute
@@ -39,7 +41,10 @@ __all__ = [
     "check_variant",
     "compare",
     "convert_message",
+    "detect",
+    "find_prefix",
     "gradients",
+    "layers",
     "reference",
     "sweep",
     "variants",
@@ -97,8 +102,7 @@ def reference(variant: str, message: Message) -> Message:
         if (tensor := getattr(result, name, None)) is not None:
             array = to_float64(tensor).contiguous().numpy().reshape(job.output_shape(name))
             outputs[name] = RawTensor.from_numpy(array)
-    kind = job.variant.weights_are(job.parameters)
-    annotations = {"weights_are": kind} if "weights" in outputs else {}
+    annotations = {"weights_are": job.weights_are} if "weights" in outputs else {}
     timing = {"compute_ms": compute_ms, "device": "cpu", "backend": "reference"}
     return Message({"variant": variant, "outputs": None, **annotations, "timing": timing}, outputs)
 
@@ -110,6 +114,39 @@ def check_variant(path: Path) -> Iterator[tuple[str, str, str]]:
         The check's name, its status ("pass", "FAIL" or "skip") and the reason.
     """
     yield from contract_results.check_file(path)
+
+
+def layers(shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Returns the attention layers of a model: prefix, layouts and sizes of each, as JSON.
+
+    Args:
+        shapes: of the model's tensors, by name.
+    """
+    return [
+        {
+            "prefix": found.prefix.rstrip("."),
+            "layouts": list(found.layouts),
+            **sizes_of(layout_catalogue.known()[found.layouts[0]], found.shapes)._asdict(),
+        }
+        for found in layout_catalogue.find_layers(shapes)
+    ]
+
+
+def find_prefix(layout: object, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns the prefix of the only attention layer, with its last dot.
+
+    Args:
+        layout: of the layer, or "auto".
+        shapes: of a model's tensors, by name.
+
+    Raises:
+        InvalidContent: there are several layers, or none.
+    """
+    known = None if layout == layout_catalogue.AUTO else layout_catalogue.find(layout, "/from")
+    prefix = layer_reader.find_prefix(None, known, shapes, "")
+    if known is None and not layout_catalogue.find_layers(shapes):
+        layout_catalogue.recognize(shapes, prefix, "/from")  # raises: none fits
+    return prefix
 
 
 def _run(job: Job, group: str) -> Message:
@@ -149,6 +186,18 @@ def compare(message: Message) -> dict[str, Any]:
     timing = CompareTiming(0.0, 0.0, compute_s * 1e3, runs, "cpu", total_ms)
     response: dict[str, Any] = json.load(json.dump(CompareResponse(*report, timing)))
     return response
+
+
+def detect(message: Message) -> list[dict[str, Any]]:
+    """Finds layout, heads and rotary order of the tensors in a message that has a check.
+
+    Raises:
+        QkvError: as the service would respond.
+    """
+    fields = {"check": {}, **message.fields}
+    response = convert_message(replace(message, fields=fields))
+    detected: list[dict[str, Any]] = response.fields["detected"]
+    return detected
 
 
 class _LocalRunner:

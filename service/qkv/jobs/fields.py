@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import pydantic
@@ -12,7 +12,7 @@ from qkv.attention.json_integers import to_integer
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.wire.message import Message
 
-__all__ = ["INTEGER", "JobFields", "LayerField", "LayerFields", "field_error", "parse_fields"]
+__all__ = ["INTEGER", "JobFields", "LayerField", "field_error", "parse_fields"]
 
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -37,21 +37,6 @@ LayerField = Annotated[
     pydantic.BeforeValidator(_check_layer),
 ]
 """The field `layer` of a request, without the tensors in it."""
-
-
-class LayerFields(pydantic.BaseModel):
-    """The fields of a layer in a request, without its tensors."""
-
-    model_config = _CONFIG
-
-    layout: Annotated[str, pydantic.Field(description="The weight layout: v1 or v2.")]
-    heads: Annotated[
-        Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
-        pydantic.Field(
-            description="The number of query heads. By default one head, and no head axis in the "
-            "response."
-        ),
-    ] = None
 
 
 class JobFields(pydantic.BaseModel):
@@ -83,7 +68,10 @@ def parse_fields(message: Message, model: type[_Fields]) -> _Fields:
 
 
 def field_error(
-    error: pydantic.ValidationError, known: Sequence[str], *within: str
+    error: pydantic.ValidationError,
+    known: Sequence[str],
+    *within: str,
+    nested: Collection[str] = (),
 ) -> InvalidContent:
     """Describes the first error of an object's fields in one sentence.
 
@@ -91,13 +79,14 @@ def field_error(
         error: the result of validating an object of the body.
         known: the field names that the object may have.
         within: the path of the object in the body.
+        nested: the field names of objects in the object.
     """
     fault = error.errors(include_url=False, include_context=False)[0]
     # pydantic puts the branches of a union into `loc` too, as words that are no field names
-    path = [p for i, p in enumerate(fault["loc"]) if i == 0 or isinstance(p, int)]
+    path = [p for i, p in enumerate(fault["loc"]) if i == 0 or isinstance(p, int) or p in nested]
     if fault["type"] in ("extra_forbidden", "missing"):  # the field's own name is last
         name = fault["loc"][-1]
-        parents = [*within, *path[: len(fault["loc"]) - 1]]
+        parents = [*within, *(path[:-1] if path[-1] == name else path)]
         pointer, place = pointer_to(*parents, name), ".".join(map(str, parents))
         if fault["type"] == "missing":
             return InvalidContent(f"{place}{'.' * bool(place)}{name} is missing", pointer=pointer)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output
 from qkv.errors import InvalidContent, NotFound, pointer_to
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job, Limits, parse_parameters
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
@@ -50,7 +50,7 @@ class GradientJob(Job):
             known = ", ".join(v.name for v in catalogue.variants().values() if v.backward)
             raise NotFound(f"{variant.name} has no gradients: expected {known}")
         fields = parse_fields(message, JobFields)
-        parameters = variant.parse(fields.parameters)
+        parameters = parse_parameters(variant, fields)
         tensors = dict(message.tensors)
         raw = tensors.pop(GRAD_OUTPUT, None)
         inputs = Inputs.from_message(variant, parameters, fields, replace(message, tensors=tensors))
@@ -95,9 +95,9 @@ class GradientJob(Job):
         return False
 
     @cached_property
-    def annotations(self) -> dict[str, str]:
-        """Always empty: the response has no weights."""
-        return {}
+    def annotations(self) -> dict[str, Any]:
+        """The field `layer` with a layer; the response has no weights."""
+        return self._layer_annotation
 
     def dtype_of(self, output: str) -> str:
         """Returns the dtype of the tensor with this gradient."""
@@ -137,7 +137,7 @@ def _with_grad(inputs: Inputs, output: Output, grad: RawTensor) -> Inputs:
     shape = (
         tuple(sizes[letter] for letter in output.letters)
         if inputs.layer is None
-        else inputs.merged_shape(output)
+        else inputs.block_shape(output)
     )
     return inputs._replace(
         tensors={**inputs.tensors, GRAD_OUTPUT: grad},

@@ -8,20 +8,19 @@ from typing import NamedTuple
 
 import pydantic
 
-from qkv.attention.layers import layouts
-from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.layouts import Layout
-from qkv.attention.layers.projections import ROLES
+from qkv.attention.layers.layer import SLOPES, Layer
+from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import Input, Output
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, pointer_to
 from qkv.jobs.axis_sizes import AxisSizes, bind_axes, omitted_axes
-from qkv.jobs.fields import JobFields, LayerFields, field_error
+from qkv.jobs.fields import JobFields
+from qkv.jobs.layer_inputs import layer_of, parse_layer_options
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.casting import cast_untyped
 from qkv.wire.message import Message
 
-__all__ = ["Inputs", "read_layer"]
+__all__ = ["Inputs"]
 
 
 class Inputs(NamedTuple):
@@ -55,12 +54,14 @@ class Inputs(NamedTuple):
             InvalidContent: a tensor, dtype, shape or value is wrong.
             PayloadTooLarge: the random tensors of the variant would be too large.
         """
-        layer = _parse_layer(fields, message)
+        options = parse_layer_options(fields)
+        layer = None if options is None else layer_of(options, fields.dtype, message)
         specs = _select_specs(variant, message, layer)
         tensors = _read_tensors(specs, fields.dtype, message)
         dtype = _common_dtype(variant, tensors, layer)
         shapes, axes = _bind_shapes(variant, tensors, layer)
         axes.sizes.update(variant.infer_sizes(axes.sizes, parameters))
+        _check_output_projection(variant, layer, axes)
         _check_key_lengths(tensors, axes)
         return cls(tensors, layer, dtype, shapes, axes, specs, fields.dtype)
 
@@ -69,7 +70,7 @@ class Inputs(NamedTuple):
 
         Args:
             message: the request.
-            layer: its layer, as `read_layer` returns it.
+            layer: its layer, as `layer_of` returns it.
 
         Raises:
             InvalidContent: a value is wrong.
@@ -93,6 +94,12 @@ class Inputs(NamedTuple):
         )
 
     @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors, those that the layer gives to the variant included."""
+        of_layer = frozenset() if self.layer is None else self.layer.variant_inputs
+        return of_layer.union(self.tensors)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the request, the layer's included."""
         total = sum(t.nbytes for t in self.tensors.values())
@@ -102,50 +109,23 @@ class Inputs(NamedTuple):
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
         """Returns the shape of an output in the response, where a layer's heads are merged."""
-        if output.name == "output" and self.layer is not None and self.layer.heads is not None:
-            shape = self.merged_shape(output)
+        if output.name == "output" and self.layer is not None:
+            shape = self.block_shape(output)
             return shape[1:] if "B" in self.axes.omitted else shape
         return self.axes.output_shape(output)
 
-    def merged_shape(self, output: Output) -> tuple[int, ...]:
-        """Returns (B, L, H * E), the shape of an output (B, H, L, E) with merged heads."""
+    def block_shape(self, output: Output) -> tuple[int, ...]:
+        """Returns the shape (B, L, X) of the output (B, H, L, E) of a layer.
+
+        X is the width of the output projection, or that of all heads side by side.
+        """
         batch, heads, rows, width = (self.axes.sizes[letter] for letter in output.letters)
-        return batch, rows, heads * width
+        assert self.layer is not None
+        return batch, rows, self.layer.output_width or heads * width
 
     def embedding_shape(self, role: str) -> tuple[int, ...]:
         """Returns the shape (B, length, M) of the embedding that a layer projects to a role."""
         return self.shapes["x" if "x" in self.shapes else role]
-
-
-def read_layer(layout: Layout, heads: int | None, dtype: str, message: Message) -> Layer:
-    """Returns the layer of a request.
-
-    Args:
-        layout: the layout of its tensors.
-        heads: the number of query heads; None: one, without an axis.
-        dtype: for tensors without a dtype.
-        message: the request.
-
-    Raises:
-        InvalidContent: a tensor is wrong.
-    """
-    tensors = {
-        name: cast_untyped(raw, name, FLOATING, dtype, pointer_to("layer", "tensors", name)).numpy()
-        for name, raw in message.layer.items()
-    }
-    return Layer(layout.read(tensors, "/layer/tensors"), heads, layout)
-
-
-def _parse_layer(fields: JobFields, message: Message) -> Layer | None:
-    if fields.layer is None:
-        return None
-    try:
-        layer = LayerFields.model_validate(fields.layer)
-    except pydantic.ValidationError as error:
-        known = [*LayerFields.model_fields, "tensors"]
-        raise field_error(error, known, "layer") from None
-    layout = layouts.find(layer.layout, "/layer/layout")
-    return read_layer(layout, layer.heads, fields.dtype, message)
 
 
 def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> dict[str, Input]:
@@ -160,6 +140,18 @@ def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> di
         raise InvalidContent(
             f"{variant.name} takes no layer: it has no query, key and value", pointer="/layer"
         )
+    for name in () if layer is None else sorted(layer.variant_inputs):
+        if name not in expected:
+            field = "alibi" if name == SLOPES else name
+            raise InvalidContent(
+                f"{variant.name} takes no {field}, which the layer has",
+                pointer="/layer/alibi" if name == SLOPES else "/layer/tensors",
+            )
+        if name in message.tensors:
+            raise InvalidContent(
+                f"{name} is not allowed: the layer has it", pointer=pointer_to("inputs", name)
+            )
+        del expected[name]
     if layer is not None and "x" in message.tensors:
         expected["x"] = replace(expected[roles[0]], name="x")
         for role in roles:
@@ -217,10 +209,7 @@ def _common_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Laye
         if t.dtype in FLOATING and not (name in variant.inputs and _has_own_dtype(variant, name))
     }
     if layer is not None:
-        for p in layer.projections:
-            dtypes[p.name] = p.weight.dtype.name
-            if p.bias is not None:
-                dtypes[f"{p.name}.bias"] = p.bias.dtype.name
+        dtypes.update((name, array.dtype.name) for name, array in layer.tensors.items())
     first, dtype = next(iter(dtypes.items()))
     for name, other in dtypes.items():
         if other != dtype:
@@ -263,7 +252,7 @@ def _bind_shapes(
     projected = layer.projected_shapes(
         {r: embedding_shapes[s] for r, s in sources.items()}, sources
     )
-    heads = omitted | {"H", "G"} if layer.heads is None else omitted
+    heads = omitted if layer.has_heads else omitted | {"H", "G"}
     shapes = {n: s for n, s in sent_shapes.items() if n not in embeddings}
     for role, shape in projected.items():
         letters = zip(variant.inputs[role].letters, shape, strict=True)
@@ -271,6 +260,24 @@ def _bind_shapes(
     axes = bind_axes(variant, {n: shapes[n] for n in variant.inputs if n in shapes}, heads)
     rest = {n: s for n, s in axes.shapes.items() if n not in roles}
     return rest | embedding_shapes, axes
+
+
+def _check_output_projection(variant: Variant, layer: Layer | None, axes: AxisSizes) -> None:
+    """Checks that the variant's output has the heads that the output projection takes.
+
+    Raises:
+        InvalidContent: the output has the key heads, and they are fewer than the query heads.
+    """
+    if layer is None or layer.output_width is None:
+        return
+    _, heads, _, width = variant.outputs["output"].letters
+    found, expected = axes.sizes[heads] * axes.sizes[width], len(layer.weights["output.weight"])
+    if found != expected:
+        raise InvalidContent(
+            f"{variant.name} does not fit the output projection: its output has the "
+            f"{axes.sizes[heads]} key heads, {found} channels, expected {expected}",
+            pointer="/layer/tensors",
+        )
 
 
 def _check_key_lengths(inputs: Mapping[str, RawTensor], axes: AxisSizes) -> None:

@@ -11,17 +11,18 @@ from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 import pydantic
 
 from qkv.attention import catalogue
-from qkv.attention.layers.projections import ROLES
+from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, PayloadTooLarge, format_value, pointer_to
 from qkv.jobs import weight_forms
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
+from qkv.jobs.layer_inputs import parse_layer_options
 from qkv.jobs.weight_forms import FULL, NONE, WeightForm
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
-__all__ = ["SMALL_BYTES", "Job", "Limits", "RunFields"]
+__all__ = ["SMALL_BYTES", "Job", "Limits", "RunFields", "parse_parameters"]
 
 _SMALL_FLOPS: Final = 1 << 26  # half a millisecond of one thread, roughly
 SMALL_BYTES: Final = 1 << 21
@@ -105,7 +106,7 @@ class Job:
         """
         variant = catalogue.find(variant_name)
         fields = parse_fields(message, RunFields)
-        parameters, form = variant.parse(fields.parameters), weight_forms.parse(fields.weights)
+        parameters, form = parse_parameters(variant, fields), weight_forms.parse(fields.weights)
         outputs = _select_outputs(variant, fields, form)
         inputs = Inputs.from_message(variant, parameters, fields, message)
         if form.is_summary:
@@ -151,9 +152,9 @@ class Job:
         )
         layer = self.inputs.layer
         weights = () if layer is None else tuple((n, t.shape) for n, t in layer.tensors.items())
-        heads = None if layer is None else layer.heads
+        options = None if layer is None else layer.options.model_dump_json()
         returned = self.outputs, self.form
-        return type(self), self.variant.name, self.parameters, axes, *returned, weights, heads
+        return type(self), self.variant.name, self.parameters, axes, *returned, weights, options
 
     @property
     def batch_size(self) -> int:
@@ -181,10 +182,12 @@ class Job:
         sizes, layer = self.inputs.axes.sizes, self.inputs.layer
         total = self.variant.flops(sizes)
         if layer is not None:
-            for role, projection in zip(ROLES, layer.projections, strict=True):
-                if role in self.roles:
-                    batch, length, _ = self.inputs.embedding_shape(role)
-                    total += 2 * batch * length * projection.weight.size
+            for role in self.roles:
+                batch, length, _ = self.inputs.embedding_shape(role)
+                total += 2 * batch * length * layer.weights[f"{role}.weight"].size
+            if layer.output_width is not None:
+                size = layer.weights["output.weight"].size
+                total += 2 * self.batch_size * sizes.get("L", 1) * size
         if self.form.kind == "pool":  # pooling runs the variant on values as wide as the bins
             return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
         return total + 2 * self._form_score_count * sizes.get("D", 1)
@@ -245,8 +248,8 @@ class Job:
         A layer's embeddings are not among them: it projects them to the roles.
         """
         inputs, names = self.variant.inputs, set(self.inputs.tensors)
-        if self.inputs.layer is not None:
-            names |= set(self.roles)
+        if (layer := self.inputs.layer) is not None:
+            names |= layer.variant_inputs.union(self.roles)
         return [(name, spec.argument) for name, spec in inputs.items() if name in names]
 
     @cached_property
@@ -277,16 +280,21 @@ class Job:
         )
 
     @cached_property
-    def annotations(self) -> dict[str, str]:
-        """Fields that the response adds to the weights: `weights_are`."""
+    def annotations(self) -> dict[str, Any]:
+        """Fields of the response: `weights_are` with weights, and `layer` with a layer."""
         if "weights" not in self.outputs:
-            return {}
-        return {"weights_are": self.weights_are}
+            return self._layer_annotation
+        return {"weights_are": self.weights_are, **self._layer_annotation}
+
+    @property
+    def _layer_annotation(self) -> dict[str, Any]:
+        layer = self.inputs.layer
+        return {} if layer is None else {"layer": layer.description}
 
     @property
     def weights_are(self) -> str:
         """The kind of the weights: stochastic, signed or unnormalised."""
-        return self.variant.weights_are(self.parameters, self.inputs.tensors)
+        return self.variant.weights_are(self.parameters, self.inputs.names)
 
     def has_batch(self, name: str) -> bool:
         """Returns True if an input has one item for each item of the batch."""
@@ -329,6 +337,30 @@ class Job:
                 f"{self.bytes} bytes, expected at most {limits.job_bytes}",
                 limit=limits.job_bytes,
             )
+
+
+def parse_parameters(variant: Variant, fields: JobFields) -> pydantic.BaseModel:
+    """Returns the parameters of a request, those of its layer included.
+
+    Raises:
+        InvalidContent: a parameter is wrong, or both the request and its layer have it.
+    """
+    options = parse_layer_options(fields)
+    own = {} if options is None else options.parameters
+    for name in own:
+        if name in fields.parameters:
+            raise InvalidContent(
+                f"{name} is given twice: in parameters and in layer",
+                pointer=pointer_to("layer", name),
+            )
+    try:
+        return variant.parse({**fields.parameters, **own})
+    except InvalidContent as error:
+        for name in own:
+            place = pointer_to("parameters", name)
+            if error.pointer is not None and error.pointer.startswith(place):
+                error.pointer = pointer_to("layer", name) + error.pointer.removeprefix(place)
+        raise
 
 
 def _select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> frozenset[str]:

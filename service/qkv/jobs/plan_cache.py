@@ -12,9 +12,9 @@ from typing import Final, Generic, TypeVar
 
 import orjson
 
-from qkv.attention.layers.layouts import Layout
-from qkv.jobs.inputs import read_layer
+from qkv.attention.layers.layer import Layer
 from qkv.jobs.job import Job, Limits
+from qkv.jobs.layer_inputs import arrays_of
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
@@ -66,9 +66,7 @@ class Plan:
         _ = job.has_lasting_key, job.batch_key
         job.__dict__.setdefault("_plan_id", object())
         layer = job.inputs.layer
-        self._layer: tuple[Layout, int | None] | None = (
-            None if layer is None else (layer.layout, layer.heads)
-        )
+        self._layer: Layer | None = None if layer is None else layer.without_numbers()
         self._job = job.with_inputs(job.inputs._replace(tensors={}, layer=None))
 
     def new_job(self, message: Message) -> Job:
@@ -79,7 +77,9 @@ class Plan:
         """
         inputs, layer = self._job.inputs, None
         if self._layer is not None:
-            layer = read_layer(*self._layer, inputs.cast_dtype, message)
+            layer = self._layer.with_numbers(
+                arrays_of(message.layer, inputs.cast_dtype, "layer", "tensors")
+            )
         return self._job.with_inputs(inputs.with_numbers(message, layer))
 
     def with_tensors(self, tensors: Mapping[str, RawTensor]) -> Job:

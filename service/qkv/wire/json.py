@@ -13,7 +13,7 @@ import pybase64
 from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire import json_arrays
-from qkv.wire.json_arrays import MAX_AXES, OBJECT, NestedLists, format_node
+from qkv.wire.json_arrays import LIST, MAX_AXES, OBJECT, NestedLists, format_node
 from qkv.wire.json_document import Document, items
 from qkv.wire.message import Message
 from qkv.wire.response_fields import json_fields
@@ -42,7 +42,9 @@ def aligned_offset(head: bytes) -> None:
 
 
 def decode(body: bytes | memoryview, group: str) -> Message:
-    """Parses a message with tensors in the field `group`, and optionally in layer.tensors.
+    """Parses a message with tensors in the field `group`, and optionally in others.
+
+    These are `layer.tensors` beside inputs, and `check` beside the tensors of a conversion.
 
     Args:
         body: UTF-8 JSON, an object.
@@ -57,6 +59,7 @@ def decode(body: bytes | memoryview, group: str) -> Message:
     fields: dict[str, Any] = {}
     tensors: dict[str, NestedLists | _Base64] = {}
     layer: dict[str, NestedLists | _Base64] = {}
+    check: dict[str, NestedLists | _Base64] = {}
     for name, node in items(document.root, ""):
         if name == group:
             tensors = _tensors(document, node, f"/{group}")
@@ -67,27 +70,43 @@ def decode(body: bytes | memoryview, group: str) -> Message:
                     layer = _tensors(document, inner, "/layer/tensors")
                 else:
                     fields["layer"][key] = document.to_python(inner, f"/layer/{key}")
+        elif name == "check" and group == "tensors" and isinstance(node, OBJECT):
+            fields["check"] = {}
+            for key, inner in items(node, "/check"):
+                pointer = pointer_to("check", key)
+                if isinstance(inner, LIST + OBJECT):
+                    check[key] = _tensor(document, inner, f"check.{key}", pointer)
+                else:  # a response has numbers there
+                    fields["check"][key] = document.to_python(inner, pointer)
         else:
             fields[name] = document.to_python(node, f"/{name}")
     encoding = pop_encoding(fields)
     if encoding is None:
         first = next(iter(tensors.values()), None)
         encoding = "base64" if isinstance(first, _Base64) else "lists"
-    found = (*tensors.values(), *layer.values())
+    found = (*tensors.values(), *layer.values(), *check.values())
     has_visited_all = any(isinstance(t, NestedLists) for t in found) and document.has_visited_all
     return Message(
         fields,
         {name: tensor.read(has_visited_all) for name, tensor in tensors.items()},
         {name: tensor.read(has_visited_all) for name, tensor in layer.items()},
         encoding,
+        {name: tensor.read(has_visited_all) for name, tensor in check.items()},
     )
 
 
 def encode(message: Message, group: str) -> list[bytes | memoryview]:
-    """Encodes a message. Its tensors replace the field `group`, or follow the other fields."""
+    """Encodes a message. Its tensors replace the field `group`, or follow the other fields.
+
+    A response whose fields do not name the group, and that has no tensors, has no such field.
+    """
     document = dict(message.fields)
     write = _write_base64 if message.encoding == "base64" else json_arrays.write
-    document[group] = {n: orjson.Fragment(write(t)) for n, t in message.tensors.items()}
+    if message.tensors or group in document or group == "inputs":
+        document[group] = {n: orjson.Fragment(write(t)) for n, t in message.tensors.items()}
+    if message.check:
+        tensors = {n: orjson.Fragment(write(t)) for n, t in message.check.items()}
+        document["check"] = document.get("check", {}) | tensors
     if message.layer:
         tensors = {n: orjson.Fragment(write(t)) for n, t in message.layer.items()}
         document["layer"] = document.get("layer", {}) | {"tensors": tensors}

@@ -18,6 +18,7 @@ class Message:
         fields: all values that are not tensors, as JSON.
         tensors: the inputs, outputs or weights, by name.
         layer: the tensors of the layer in a request, by name.
+        check: the tensors on which a request for a conversion checks candidates, by name.
         encoding: the encoding of tensors in JSON, "lists" or "base64". By default it is that of
             the first tensor of the request.
     """
@@ -26,3 +27,4 @@ class Message:
     tensors: dict[str, RawTensor] = field(default_factory=dict)
     layer: dict[str, RawTensor] = field(default_factory=dict)
     encoding: str | None = None
+    check: dict[str, RawTensor] = field(default_factory=dict)

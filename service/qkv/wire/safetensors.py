@@ -1,7 +1,8 @@
 """The safetensors codec: tensors as bytes, fields as JSON under `qkv` in the metadata.
 
 Format: 8 bytes N, little-endian; N bytes of JSON header; the tensors' bytes, without gaps
-(github.com/huggingface/safetensors, README). Tensors of an inline layer are named `layer.<name>`.
+(github.com/huggingface/safetensors, README). Beside inputs, the tensors of a layer are named
+`layer.<name>`; beside the tensors of a conversion, those of its check are `check.x` and `check.y`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,26 @@ from qkv.errors import InvalidContent, MalformedRequest, pointer_to
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.json import decode_fields, pop_encoding
 from qkv.wire.message import Message
-from qkv.wire.plain_json import load_object
+from qkv.wire.plain_json import MAX_NAME_LENGTH, load_object
 
-__all__ = ["MEDIA_TYPE", "aligned_offset", "decode", "encode"]
+__all__ = [
+    "DTYPES",
+    "LAYER",
+    "MAX_NAMES",
+    "MEDIA_TYPE",
+    "aligned_offset",
+    "decode",
+    "decode_metadata",
+    "encode",
+]
 
 MEDIA_TYPE: Final = "application/vnd.safetensors"
+LAYER: Final = "layer."
+"""Begins the names of a layer's tensors in a request that has inputs too."""
+MAX_NAMES: Final = 4096
+"""The most tensors of a message."""
 
-_DTYPES: Final = {
+DTYPES: Final = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -30,12 +44,12 @@ _DTYPES: Final = {
     "I64": "int64",
     "BOOL": "bool",
 }
-_CODES: Final = {dtype: code for code, dtype in _DTYPES.items()}
-_LAYER: Final = "layer."
+"""The dtypes of messages, by their code in the format."""
+_CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
+_CHECK: Final = {"check.x": "x", "check.y": "y"}
 _METADATA: Final = "__metadata__"
 _MAX_HEADER: Final = 1 << 20
 _MAX_AXES: Final = 8
-_MAX_NAMES: Final = 256
 _ALIGNMENT: Final = 64
 
 
@@ -75,20 +89,28 @@ def decode(body: bytes | memoryview, group: str) -> Message:
     data = view[8 + length :]
     tensors: dict[str, RawTensor] = {}
     layer: dict[str, RawTensor] = {}
+    check: dict[str, RawTensor] = {}
+    is_checkpoint = group == "tensors"
     end = 0
     for name, entry in sorted(header.items(), key=_byte_range):
-        if name.startswith(_LAYER):
-            inner = name.removeprefix(_LAYER)
+        # elsewhere "layer." begins a tensor's own name, as in a BERT encoder's layer.0.attention
+        if is_checkpoint and name in _CHECK:
+            inner = _CHECK[name]
+            check[inner], end = _tensor(name, entry, data, end, pointer_to("check", inner))
+        elif group == "inputs" and name.startswith(LAYER):
+            inner = name.removeprefix(LAYER)
             pointer = pointer_to("layer", "tensors", inner)
             layer[inner], end = _tensor(name, entry, data, end, pointer)
         else:
             tensors[name], end = _tensor(name, entry, data, end, pointer_to(group, name))
     if end != len(data):
         raise MalformedRequest(f"{len(data) - end} bytes belong to no tensor")
-    fields = _fields(metadata)
+    fields = decode_metadata(metadata)
     if layer:  # as in JSON, where the field contains its tensors
         fields.setdefault("layer", {})
-    return Message(fields, tensors, layer, pop_encoding(fields))
+    if check:
+        fields["check"] = {}
+    return Message(fields, tensors, layer, pop_encoding(fields), check)
 
 
 def encode(message: Message, group: str) -> list[bytes | memoryview]:
@@ -98,7 +120,9 @@ def encode(message: Message, group: str) -> list[bytes | memoryview]:
     """
     fields = {name: value for name, value in message.fields.items() if name != group}
     header: dict[str, Any] = {_METADATA: {"qkv": orjson.dumps(fields).decode()}}
-    named = message.tensors | {_LAYER + name: t for name, t in message.layer.items()}
+    named = message.tensors | {LAYER + name: t for name, t in message.layer.items()}
+    if message.check:
+        named |= {f"check.{name}": t for name, t in message.check.items()}
     end = 0
     for name, tensor in named.items():
         header[name] = {
@@ -122,8 +146,12 @@ def _header(text: bytes) -> dict[str, Any]:
             raise MalformedRequest(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise MalformedRequest("the header must be a JSON object")
-    if len(header) > _MAX_NAMES:
-        raise MalformedRequest(f"the header has more than {_MAX_NAMES} tensors")
+    if len(header) > MAX_NAMES:
+        raise MalformedRequest(f"the header has more than {MAX_NAMES} tensors")
+    if (length := max(map(len, header), default=0)) > MAX_NAME_LENGTH:
+        raise MalformedRequest(
+            f"a name is too long: got {length} characters, expected at most {MAX_NAME_LENGTH}"
+        )
     return header
 
 
@@ -163,12 +191,12 @@ def _tensor(
             f"{name!r:.60} has the wrong fields: expected dtype, shape and data_offsets only"
         )
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(code, str) or code not in _DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise InvalidContent(
-            f"{name!r:.60} has an unknown dtype: got {code!r:.60}, expected {', '.join(_DTYPES)}",
+            f"{name!r:.60} has an unknown dtype: got {code!r:.60}, expected {', '.join(DTYPES)}",
             pointer=pointer,
         )
-    dtype = _DTYPES[code]
+    dtype = DTYPES[code]
     if (
         not isinstance(shape, list)
         or len(shape) > _MAX_AXES
@@ -204,8 +232,13 @@ def _tensor(
     return RawTensor(dtype, tuple(shape), buffer), last
 
 
-def _fields(metadata: Any) -> dict[str, Any]:
-    """Returns the fields under `qkv`; ignores other metadata."""
+def decode_metadata(metadata: Any) -> dict[str, Any]:
+    """Returns the fields under `qkv`; ignores other metadata.
+
+    Raises:
+        MalformedRequest: the metadata are no object, or `qkv` is not a JSON object.
+        InvalidContent: `qkv` is not a string.
+    """
     if not isinstance(metadata, dict):
         raise MalformedRequest(f"{_METADATA} must be an object")
     text = metadata.get("qkv", "{}")

@@ -11,7 +11,6 @@ import pytest
 
 from qkv.api.openapi import examples
 from qkv.attention import catalogue
-from qkv.attention.layers.layouts import LAYOUTS
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
@@ -160,8 +159,8 @@ def test_every_run_matches_the_document(
     assert_matches_document(document, response)
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", ["v1", "v2"])
+@pytest.mark.parametrize("target", ["v1", "v2"])
 def test_every_conversion_matches_the_document(
     server: Server, document: dict[str, Any], source: str, target: str
 ) -> None:
@@ -213,6 +212,9 @@ GOOD: Final = [
     through(LAYER | {"heads": None}), through({"layout": "v2", "tensors": V2}),
     through({"layout": "v2", "tensors": V2 | {"W_key.bias": [1, 2]}}),
     through({"layout": "v1", "tensors": {"W_query": SQUARE, "W_keys": SQUARE, "W_values": SQUARE}}),
+    through(LAYER | {"layout": "auto", "rope": {"base": 100, "order": "interleaved"}}),
+    through(LAYER | {"heads": 1, "kv_heads": 1, "qk_norm": {"eps": 1e-5}, "prefix": None}),
+    through(LAYER | {"tensors": V1 | {"W_output": SQUARE, "other": SQUARE}}),
     converting(), converting(heads=2), converting(heads=None), converting(bias="augment"),
     converting(dtype="float64"), converting(encoding="base64"), converting(to="v1"),
     (CONVERT, {"from": "v2", "to": "v1", "tensors": V2}),
@@ -248,15 +250,15 @@ BAD: Final = [
     sent(key_lengths=[1.5]), sent(key_lengths=["NaN"]), sent(key_lengths=BYTES),
     through({}), through(LAYER | {"more": 1}), through(LAYER | {"heads": 0}),
     through(LAYER | {"heads": 65537}), through(LAYER | {"layout": "v3"}),
-    through(LAYER | {"layout": "v2"}), through({"layout": "v1"}),
-    through(LAYER | {"tensors": V1 | {"W_keys": SQUARE}}),
-    through(LAYER | {"tensors": V1 | {"W_query.bias": [1, 2]}}),
+    through({"layout": "v1"}), through(LAYER | {"tensors": {}}),
     through(LAYER | {"tensors": V1 | {"W_key": [[True]]}}),
-    through({"layout": "v2", "tensors": V2 | {"W_keys.bias": [1, 2]}}),
+    through(LAYER | {"kv_heads": 0}), through(LAYER | {"prefix": 1}),
+    through(LAYER | {"rope": {"order": "meta"}}), through(LAYER | {"rope": {"dims": 3}}),
+    through(LAYER | {"rope": {"scaling": {"factor": 2}}}), through(LAYER | {"alibi": 1}),
+    through(LAYER | {"qk_norm": {"eps": -1}}),
     through(LAYER, "x", "query"), through(LAYER, "query", "key"), through(None, "x"),
     (CONVERT, {}), converting(nope=1), converting(to="v3"), converting(to=None),
-    converting(tensors={}), converting(tensors=[]), converting(tensors=V2),
-    converting(tensors=V1 | {"W_out": SQUARE}), converting(heads=0), converting(bias=None),
+    converting(tensors={}), converting(tensors=[]), converting(heads=0), converting(bias=None),
     converting(bias="drop"), converting(dtype="bool"), converting(encoding="raw"),
     (CONVERT, {"from": "v1", "tensors": V1}), (CONVERT, {"to": "v1", "tensors": V1}),
 ]  # fmt: skip

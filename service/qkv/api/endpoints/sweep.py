@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request, Response
 
 from qkv.api.event_stream import MEDIA_TYPE, Event, EventStreamResponse, error_event
 from qkv.api.job_runner import JobRunner
-from qkv.api.request_body import read_body
+from qkv.api.request_body import read_body, require_json
 from qkv.engine.admission import Admission
-from qkv.errors import ServiceUnavailable, UnsupportedMediaType
+from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.jobs.measure.sweep_request import SweepRequest
 from qkv.jobs.measure.sweep_run import SweepRun
@@ -87,7 +87,7 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
         require_acceptable(
             ", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE
         )
-        _check_media_type(request)
+        require_json(request)
         wait_s = job_runner.deadline_of(request)
         with job_runner.admit(request) as admission:
             body = await read_body(
@@ -99,17 +99,6 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
         )
 
     return routes
-
-
-def _check_media_type(request: Request) -> None:
-    """Raises UnsupportedMediaType if the body is not JSON; JSON is the default Content-Type."""
-    content_type = (
-        request.headers.get("content-type", json.MEDIA_TYPE).partition(";")[0].strip().lower()
-    )
-    if content_type != json.MEDIA_TYPE:
-        raise UnsupportedMediaType(
-            f"Content-Type is not supported: got {content_type!r:.100}, expected {json.MEDIA_TYPE}"
-        )
 
 
 async def _events(sweep_run: SweepRun) -> AsyncGenerator[Event, None]:

@@ -9,7 +9,6 @@ from typing import Final
 
 from qkv.api.openapi import layer_schemas
 from qkv.api.openapi.schemas import COUNT, TEXT, Schema, closed, ref
-from qkv.attention.layers.layouts import LAYOUTS
 from qkv.tensors import DTYPES
 
 __all__ = ["COMPONENTS"]
@@ -82,7 +81,8 @@ COMPONENTS: Final[dict[str, Schema]] = {
         ),
     },
     "Layer": layer_schemas.layer(),
-    **{f"Weights{name.upper()}": layer_schemas.weights(layout) for name, layout in LAYOUTS.items()},
+    "LayerRead": layer_schemas.layer_read(),
+    "LayerTensors": layer_schemas.weights(),
     "Timing": {
         "description": "Measured times in milliseconds; computed counts of flops and bytes.",
         **closed(

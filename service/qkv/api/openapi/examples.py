@@ -11,15 +11,16 @@ from typing import Any, Final
 import numpy as np
 
 from qkv import errors
-from qkv.attention.layers.projections import ROLES
+from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import Input, fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine import local
+from qkv.jobs.layers import list_layers
 from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, open_inference
 from qkv.wire.message import Message
 
-__all__ = ["PROBLEMS", "Examples", "attention", "conversions", "gradients", "inference"]
+__all__ = ["PROBLEMS", "Examples", "attention", "conversions", "gradients", "inference", "layers"]
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def gradients(variant: Variant) -> Examples:
 
 @cache
 def conversions() -> Examples:
-    """Returns examples of conversions: v2 to v1, v1 to v2, and with a bias."""
+    """Returns examples of conversions: v2 to v1, v1 to v2, with a bias, and of a detection."""
     plain = {"from": "v2", "to": "v1", "tensors": _WEIGHTS}
     back = {"from": "v1", "to": "v2", "tensors": _converted(plain)["tensors"]}
     biased = plain | {"tensors": _WEIGHTS | {"W_query.bias": [0.5, -0.5]}, "bias": "augment"}
@@ -126,8 +127,19 @@ def conversions() -> Examples:
         "v2_to_v1": ("nn.Linear's weights to plain parameters", plain),
         "v1_to_v2": ("Plain parameters to nn.Linear's weights", back),
         "bias": ("A bias, as a further row of the weights", biased),
+        "detection": ("Heads and scale from the output of the real module", _detection()),
     }
     return {name: (summary, body, _converted(body)) for name, (summary, body) in requests.items()}
+
+
+@cache
+def layers() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a request for the layers of a model, and its response."""
+    prefix = "model.layers.0.self_attn"
+    sizes = {"q_proj": 2048, "k_proj": 512, "v_proj": 512, "o_proj": 2048}
+    shapes = {f"{prefix}.{name}.weight": [size, 2048] for name, size in sizes.items()}
+    request = {"shapes": shapes | {"model.norm.weight": [2048]}}
+    return request, {"layers": list_layers(request), "max_body_bytes": 268435456}
 
 
 @cache
@@ -194,6 +206,17 @@ def _with_responses(
 
 def _converted(body: dict[str, Any]) -> dict[str, Any]:
     return _encode(local.convert_message(json.decode(json.dump(body), "tensors")), "tensors")
+
+
+def _detection() -> dict[str, Any]:
+    """Returns the request that detects the heads of the layer of these examples."""
+    run = {"inputs": {"x": _EMBEDDINGS}, "layer": _LAYER, "outputs": ["output"]}
+    output = local.attend("softmax", json.decode(json.dump(run), "inputs")).tensors["output"]
+    return {
+        "from": "auto",
+        "tensors": _WEIGHTS,
+        "check": {"x": _EMBEDDINGS, "y": output.numpy().tolist()},
+    }
 
 
 def _encode(message: Message, group: str) -> dict[str, Any]:

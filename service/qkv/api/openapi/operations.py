@@ -48,6 +48,7 @@ def operations() -> dict[str, dict[str, Any]]:
         },
         **measure.operations(),
         "/v1/convert": _convert(),
+        "/v1/layers": _layers(),
         "/v1/variants": _json_operation(
             "Every variant, sorted by name.", all_variants, {"variants": entries}
         ),
@@ -116,23 +117,50 @@ def _run(
 def _convert() -> dict[str, Any]:
     cases = examples.conversions()
     body = _in_both_formats(
-        "The tensors of a layer, and the target layout.",
+        "The tensors of a layer, and the target layout, or a check to detect their layout.",
         layer_schemas.convert_request(),
-        "The tensors by name; all other fields as JSON under `qkv` in the metadata.",
+        "The tensors by name, those of a check as `check.x` and `check.y`; all other fields as "
+        "JSON under `qkv` in the metadata.",
         cases,
         1,
     )
     good = _in_both_formats(
         "The tensors in the target layout, and the difference of both layers' outputs on the same "
-        "random input.",
+        "random input. With a check, the candidates that fit it best.",
         layer_schemas.convert_response(),
-        "The tensors by name; `from`, `to` and `check` as JSON under `qkv` in the metadata.",
+        "The tensors by name; all other fields as JSON under `qkv` in the metadata.",
         cases,
         -1,
     )
     return {
         "requestBody": {"required": True} | body,
         "responses": {"200": good} | problem_responses(*_ERROR_STATUSES),
+    }
+
+
+def _layers() -> dict[str, Any]:
+    request, response = examples.layers()
+    not_json = errors.UnsupportedMediaType(
+        f"Content-Type is not supported: got 'text/plain', expected {json.MEDIA_TYPE}"
+    )
+    not_acceptable = errors.NotAcceptable(
+        f"Accept excludes every format: got 'text/html', expected {json.MEDIA_TYPE}"
+    )
+    body = {"schema": layer_schemas.layers_request(), "example": request}
+    good = {"schema": layer_schemas.layers_response(), "example": response}
+    return {
+        "requestBody": {
+            "required": True,
+            "description": "The names and shapes of a model's tensors.",
+            "content": {json.MEDIA_TYPE: body},
+        },
+        "responses": {
+            "200": {
+                "description": "The attention layers, in the order of their tensors.",
+                "content": {json.MEDIA_TYPE: good},
+            }
+        }
+        | problem_responses(400, 413, 422, 500, 503, extra=[not_json, not_acceptable]),
     }
 
 

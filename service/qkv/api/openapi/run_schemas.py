@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from qkv.api.openapi.schemas import ENCODING, TEXT, Schema, closed, model_fields, ref, tensor
-from qkv.attention.layers.layouts import LAYOUTS
-from qkv.attention.layers.projections import ROLES, SPELLINGS
+from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import Output
 from qkv.attention.variant import Variant
 from qkv.attention.variant_file import WEIGHT_KINDS
@@ -116,6 +115,8 @@ def response(variant: Variant) -> Schema:
         "weights_are": _KINDS
         | {"description": "The kind of the weights, if the response has them."}
     }
+    if any(role in variant.inputs for role in ROLES):
+        annotations["layer"] = ref("LayerRead")
     return closed(fields | annotations, fields)
 
 
@@ -138,19 +139,17 @@ def gradients_response(variant: Variant) -> Schema:
     gradients = {n: tensor(FLOATING, f"Shape and dtype of {n}") for n in inputs}
     if any(role in variant.inputs for role in ROLES):
         gradients["x"] = tensor(FLOATING, "Shape and dtype of x")
-        for layout in LAYOUTS.values():
-            spelled = [s for role in ROLES for s in SPELLINGS[role]]
-            names = [s + suffix for s in spelled for suffix in layout.SUFFIXES]
-            gradients |= {
-                n: tensor(FLOATING, "Shape and dtype of the layer's tensor") for n in names
-            }
-    return closed(
-        {
-            "variant": {"const": variant.name},
-            "gradients": closed(gradients, ()) | {"minProperties": 1},
-            "timing": ref("Timing"),
-        }
-    )
+    named = closed(gradients, ()) | {"minProperties": 1}
+    if any(role in variant.inputs for role in ROLES):
+        named["additionalProperties"] = tensor(FLOATING, "Shape and dtype of the layer's tensor")
+    fields = {
+        "variant": {"const": variant.name},
+        "gradients": named,
+        "timing": ref("Timing"),
+    }
+    if any(role in variant.inputs for role in ROLES):
+        return closed(fields | {"layer": ref("LayerRead")}, fields)
+    return closed(fields)
 
 
 def parameters(variant: Variant) -> Schema:

@@ -63,11 +63,28 @@ def tensor(dtypes: Iterable[str], description: str) -> Schema:
 def model_fields(model: type[pydantic.BaseModel]) -> dict[str, Schema]:
     """Returns the properties of a model without titles, which only repeat the names."""
     schema = model.model_json_schema()
-    assert "$defs" not in schema, "they are plain values"
-    properties: dict[str, Schema] = schema.get("properties", {})
+    properties: dict[str, Schema] = _inlined(schema.get("properties", {}), schema.get("$defs", {}))
     for field in properties.values():
         field.pop("title", None)
     return properties
+
+
+def _inlined(node: Any, definitions: dict[str, Schema]) -> Any:
+    """Returns a schema with definitions in place of the references to them."""
+    if isinstance(node, list):
+        return [_inlined(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if (name := node.get("$ref")) is not None:
+        node = definitions[name.removeprefix("#/$defs/")] | {
+            key: value for key, value in node.items() if key != "$ref"
+        }
+        node = {key: value for key, value in node.items() if key != "title"}
+        node["properties"] = {
+            key: {k: v for k, v in field.items() if k != "title"}
+            for key, field in node.get("properties", {}).items()
+        }
+    return {key: _inlined(value, definitions) for key, value in node.items()}
 
 
 TIMEOUT: Final = {

@@ -2,137 +2,189 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
-from qkv.attention.layers import layout_v1, layouts
+from qkv.attention.layers import bias_rows, layout_catalogue
+from qkv.attention.layers.conversion_check import Side, check
 from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.projections import ROLES, Array, Projection, Projections
-from qkv.errors import InvalidContent
+from qkv.attention.layers.layer_weights import ROLES, Array, Weights
+from qkv.attention.layers.layout_catalogue import Layout, RotaryOrder
+from qkv.attention.layers.rope import reordered
+from qkv.attention.layers.sent_tensors import Heads, SentTensors
+from qkv.errors import InvalidContent, pointer_to
 
 __all__ = ["Converted", "convert"]
 
-_TOKENS: Final = 8  # length of the random input on which both layers run
-
 
 class Converted(NamedTuple):
-    """Tensors in the target layout, and the result of the check."""
+    """Tensors in the target layout, and the result of the check.
+
+    Attributes:
+        tensors: by name.
+        rotary_order: of the query's and key's channels; None: the conversion did not need it.
+        check: largest differences between the outputs of both layers.
+    """
 
     tensors: dict[str, Array]
+    rotary_order: RotaryOrder | None
     check: dict[str, Any]
 
 
 def convert(
-    source: str,
+    layer: Layer,
     target: str,
-    tensors: Mapping[str, Array],
     *,
-    heads: int | None = None,
     bias: Literal["refuse", "augment"] = "refuse",
+    grouped: Literal["refuse", "repeat"] = "refuse",
+    to_order: RotaryOrder | None = None,
 ) -> Converted:
-    """Converts a layer's weights from one layout to another. No number changes.
+    """Converts a layer's weights to another layout. Numbers are moved only, so no bit changes.
 
     Args:
-        source, target: names of layouts.
-        tensors: the tensors in the source layout.
-        heads: the number of query heads, for the check; None: one.
+        layer: in the source layout. The rotary order of its options is that of the source.
+        target: the name of the target layout.
         bias: "augment" appends each bias to its v1 weight as a last row, for x with a column of
             ones. In the other direction it turns the last row into a bias.
+        grouped: "repeat" repeats each key and value head for its query heads, where the target has
+            as many of both.
+        to_order: the rotary order of the result; None: that of the target layout, else the
+            source's.
 
     Raises:
-        InvalidContent: a layout or tensor is unknown or does not fit, or the target layout cannot
-            hold a tensor.
+        InvalidContent: the target layout does not exist, or cannot hold a tensor.
     """
-    reader, writer = layouts.find(source, "/from"), layouts.find(target, "/to")
-    source_projections = reader.read(tensors)
-    projections = source_projections
+    writer = layout_catalogue.find(target, "/to")
+    source, weights, heads = layer.layout, dict(layer.weights), layer.heads
     if bias == "augment":
-        if {source, target} != {"v1", "v2"}:
+        if (source.name == "v1") == (writer.name == "v1"):
             raise InvalidContent(
-                f'bias is "augment": got {source} to {target}, expected v1 to v2 or v2 to v1',
+                f'bias is "augment": got {source.name} to {target}, expected a conversion to v1 or '
+                "from v1",
                 pointer="/bias",
             )
-        change = layout_v1.fold_biases if target == "v1" else layout_v1.separate_biases
-        projections = change(source_projections)
-    converted = writer.write(projections)
-    _refuse_unsplittable(Layer(source_projections, heads, reader))
-    return Converted(
-        converted,
-        _check(reader, source_projections, writer, writer.read(converted), heads or 1),
-    )
-
-
-def _check(
-    reader: layouts.Layout,
-    source: Projections,
-    writer: layouts.Layout,
-    target: Projections,
-    heads: int,
-) -> dict[str, Any]:
-    """Runs both layers in float64 on the same random input, each by its layout's `forward`."""
-    generator = torch.Generator().manual_seed(0)
-    # an augmented weight is one wider and takes a column of ones there
-    widths = [min(len(s.weight), len(t.weight)) for s, t in zip(source, target, strict=True)]
-    embeddings = {
-        m: torch.randn(_TOKENS, m, generator=generator, dtype=torch.float64) for m in set(widths)
-    }
-    outputs = []
-    for layout, projections in ((reader, source), (writer, target)):
-        query, key, value = (
-            _with_ones(embeddings[m], len(p.weight))
-            for m, p in zip(widths, projections, strict=True)
-        )
-        outputs.append(layout.forward(_double(projections), (query, key, value), heads))
-    before, after = outputs
-    return {
-        "largest_absolute_difference": _as_json((before - after).abs().max().item()),
-        "largest_absolute_output": _as_json(before.abs().max().item()),
-        "elements": before.numel(),
-        "dtype": "float64",
-    }
-
-
-def _as_json(number: float) -> float | str:
-    """Returns a number as JSON; weights that are NaN or infinite give a check that is so too."""
-    return number if math.isfinite(number) else {"nan": "NaN"}.get(str(number), "Infinity")
-
-
-def _with_ones(x_LM: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns x, with a column of ones if the layer is wider than x."""
-    if width == x_LM.shape[1]:
-        return x_LM
-    return torch.cat([x_LM, x_LM.new_ones(len(x_LM), 1)], dim=1)
-
-
-def _refuse_unsplittable(layer: Layer) -> None:
-    """Rejects widths that do not split into heads, with pointers into the body of /v1/convert."""
-    embeddings = {r: (1, 1, len(p.weight)) for r, p in zip(ROLES, layer.projections, strict=True)}
-    try:
-        layer.projected_shapes(embeddings, {role: role for role in ROLES})
-        heads, groups = layer.head_count("query"), layer.head_count("key")
-        if heads % groups:
+        change = bias_rows.fold if writer.name == "v1" else bias_rows.separate
+        weights = change(layer, weights)
+    from_order = (layer.options.rope and layer.options.rope.order) or source.rotary_order
+    order = to_order or writer.rotary_order or from_order
+    if from_order is not None and order is not None and order != from_order:
+        dims = layer.options.rope.dims if layer.options.rope else None
+        weights = _reordered(layer, weights, dims, order)
+    if not writer.is_grouped and heads.query != heads.key:
+        if grouped == "refuse":
             raise InvalidContent(
-                f"heads is invalid: got {heads} query heads, expected a multiple of the {groups} "
-                f"key heads of {layer.projections.key.name}",
-                pointer="/layer/heads",
+                f"{target} has as many key heads as query heads: got {heads.key} key heads and "
+                f'{heads.query} query heads. Set "grouped" to "repeat" to repeat each key and '
+                "value head for its query heads, exactly",
+                pointer="/tensors",
             )
+        weights = _repeated(weights, heads)
+        heads = Heads(heads.query, heads.query)
+    # zeros change no result: gpt2 has them where another layout has no biases
+    weights = {
+        name: array
+        for name, array in weights.items()
+        if name in writer.holds or not name.endswith(".bias") or array.any()
+    }
+    _refuse_what_has_no_place(layer, weights, writer)
+    try:
+        known = Heads(heads.query if layer.has_heads else None, heads.key)
+        written = dict(writer.write(weights, known))
     except InvalidContent as error:
-        error.pointer = "/heads" if error.pointer == "/layer/heads" else "/tensors"
+        error.pointer = error.pointer or "/tensors"
         raise
-
-
-def _double(projections: Projections) -> Projections:
-    def double(array: Array) -> Array:
-        with np.errstate(invalid="ignore"):  # a signalling NaN warns
-            return np.ascontiguousarray(array, np.float64)
-
-    return Projections(
-        *(
-            Projection(p.name, double(p.weight), None if p.bias is None else double(p.bias))
-            for p in projections
-        )
+    tensors = {n: np.ascontiguousarray(a) for n, a in _spelled(layer, writer, written).items()}
+    result = check(
+        Side(source, _standard(layer), layer.heads, from_order, _widths(layer.weights)),
+        Side(writer, written, heads, order if from_order else None, _widths(weights)),
+        layer.options,
     )
+    return Converted(tensors, order if from_order else None, result)
+
+
+def _widths(weights: Weights) -> list[int]:
+    return [len(weights[f"{role}.weight"]) for role in ROLES]
+
+
+def _standard(layer: Layer) -> Weights:
+    """Returns the layer's tensors by the names of the layout."""
+    return {name: layer.tensors[sent] for name, sent in layer.names.items()}
+
+
+def _spelled(layer: Layer, writer: Layout, tensors: Weights) -> Weights:
+    """Returns the tensors with the spelling of the source's modules, where the target has them."""
+    sent = SentTensors(layer.tensors, "", layer.options.prefix or "", layer.layout.spellings)
+    stems = {s: spelled for s, spelled in sent.stems.items() if s in writer.modules}
+    if writer.name != layer.layout.name and not set(writer.spellings) & set(stems):
+        return tensors
+    renamed = {}
+    for name, array in tensors.items():
+        stem = next((s for s in stems if name == s or name.startswith(f"{s}.")), "")
+        renamed[stems.get(stem, "") + name.removeprefix(stem)] = array
+    return renamed
+
+
+def _reordered(layer: Layer, weights: Weights, dims: int | None, order: str) -> dict[str, Array]:
+    """Returns the weights with the channels of queries and keys in another rotary order.
+
+    Raises:
+        InvalidContent: the number of heads is not given.
+    """
+    if layer.options.heads is None:
+        raise InvalidContent(
+            "heads is missing: the rotary order of the target is another, and rows move within "
+            "each head",
+            pointer="/heads",
+        )
+    if (dims or layer.head_width) % 2:
+        raise InvalidContent(
+            f"rope.dims is invalid: got {layer.head_width}, the width of a head, expected an even "
+            "number, because rotary channels turn in pairs",
+            pointer="/rope/dims",
+        )
+    changed = dict(weights)
+    for role in ("query", "key"):
+        heads = layer.head_count(role)
+        for name in (f"{role}.weight", f"{role}.bias", f"{role}_norm.weight"):
+            if name in weights:
+                array = weights[name]
+                per_head = name.endswith("_norm.weight") and len(array) == layer.head_width
+                changed[name] = reordered(array, 1 if per_head else heads, dims, order)
+    return changed
+
+
+def _repeated(weights: Weights, heads: Heads) -> dict[str, Array]:
+    """Returns the weights with one key head and one value head for each query head."""
+    assert heads.query is not None
+    assert heads.key is not None
+    repeated = dict(weights)
+    for role in ("key", "value"):
+        for name in (f"{role}.weight", f"{role}.bias"):
+            if name in weights:
+                array = weights[name]
+                split = array.reshape(*array.shape[:-1], heads.key, -1)
+                times = np.repeat(split, heads.query // heads.key, axis=-2)
+                repeated[name] = times.reshape(*array.shape[:-1], -1)
+    return repeated
+
+
+def _refuse_what_has_no_place(layer: Layer, weights: Weights, writer: Layout) -> None:
+    for name in weights:
+        role, _, kind = name.rpartition(".")
+        if (role in ROLES and kind == "weight") or name in writer.holds:
+            continue
+        sent = layer.name_of(name)
+        reason = f"{sent} has no place in {writer.name}"
+        if writer.name == "v1" and role in ROLES:
+            module = sent.removesuffix(".bias")
+            reason += (
+                f", whose layer is x @ {module}. "
+                'Set "bias" to "augment" to store it as one more row of the weight, exactly, for x '
+                "with a column of ones"
+            )
+        elif writer.name == "v1" and role == "output":
+            reason += ", which has no biases. v2 holds it"
+        elif "norm" in name:
+            reason += ", which has no norm of queries and keys. llama holds it"
+        raise InvalidContent(reason, pointer=f"/tensors{pointer_to(sent)}")

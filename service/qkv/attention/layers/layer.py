@@ -1,136 +1,187 @@
-"""A layer around a variant: projects embeddings to the variant's query, key and value."""
+"""A layer around a variant: the weights that project embeddings to query, key and value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from qkv.attention.common.guards import holds, is_finite
-from qkv.attention.layers.layouts import Layout
-from qkv.attention.layers.projections import ROLES, Array, Projections
+from qkv.attention.layers import alibi
+from qkv.attention.layers.layer_checks import check_numbers
+from qkv.attention.layers.layer_options import LayerOptions
+from qkv.attention.layers.layer_weights import ROLES, SINKS, Array, Weights
+from qkv.attention.layers.layout_catalogue import Layout
+from qkv.attention.layers.sent_tensors import Heads, KnownTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["Layer", "project"]
+__all__ = ["FREQUENCIES", "SLOPES", "Layer"]
+
+FREQUENCIES = "rope.frequencies"
+"""The name of the rotary frequencies among the arrays of a layer."""
+SLOPES = "alibi_slopes"
+"""An input of the variant that a layer with ALiBi gives."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Projections and the number of heads that they split into.
+    """The weights of a layer, and how they split into heads.
 
     Attributes:
-        projections: (M, heads * width) each; the three M may differ.
-        heads: query heads, side by side in the width; None: one head and no head axis.
+        options: the request's fields; layout and prefix are not "auto" and None any more.
         layout: the layout of the tensors in the request.
+        tensors: the tensors of the layer as the request has them.
+        names: the name in the request of each tensor, by its name in the layout.
+        weights: the same numbers, independent of the layout.
+        ignored: names of tensors that belong to no part of the attention.
+        pointer: JSON pointer to the layer.
     """
 
-    projections: Projections
-    heads: int | None
+    options: LayerOptions
     layout: Layout
+    tensors: Mapping[str, Array]
+    names: Mapping[str, str]
+    weights: Weights
+    ignored: tuple[str, ...]
+    pointer: str = "/layer"
+
+    @property
+    def has_heads(self) -> bool:
+        """True if the outputs of the variant have an axis of heads."""
+        return self.options.heads is not None
+
+    @property
+    def output_width(self) -> int | None:
+        """The width of the output projection's result; None: there is no output projection."""
+        weight = self.weights.get("output.weight")
+        return None if weight is None else int(weight.shape[1])
+
+    @property
+    def rotary_order(self) -> str:
+        """The order of the channels that a rotary embedding turns together."""
+        rope = self.options.rope
+        return (rope and rope.order) or self.layout.rotary_order or "half"
+
+    @property
+    def heads(self) -> Heads:
+        """The numbers of query heads and key heads."""
+        return Heads(self.head_count("query"), self.head_count("key"))
+
+    @property
+    def head_width(self) -> int:
+        """The width D of a query head."""
+        return int(self.weights["query.weight"].shape[1]) // (self.options.heads or 1)
 
     @cached_property
-    def tensors(self) -> dict[str, Array]:
-        """The tensors of the request by name."""
-        return self.layout.write(self.projections)
+    def variant_inputs(self) -> frozenset[str]:
+        """Inputs of the variant that the layer gives, beside query, key and value."""
+        names = ((SINKS, SINKS in self.weights), (SLOPES, bool(self.options.alibi)))
+        return frozenset(name for name, has in names if has)
+
+    @cached_property
+    def arrays(self) -> Mapping[str, Array]:
+        """The arrays that a run needs: the weights, rotary frequencies (float64) and slopes."""
+        arrays = dict(self.weights)
+        if self.options.rope is not None:
+            arrays[FREQUENCIES] = self.options.rope.frequencies(self.head_width)
+        if self.options.alibi:
+            exact = np.float64 if self.weights["query.weight"].dtype == np.float64 else np.float32
+            arrays[SLOPES] = alibi.slopes(self.options.heads or 1).astype(exact)
+        return arrays
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Layout, prefix, heads and ignored names, as JSON."""
+        return {
+            "layout": self.layout.name,
+            "prefix": (self.options.prefix or "").rstrip("."),
+            "heads": self.options.heads,
+            "kv_heads": self.heads.key if self.has_heads else None,
+            "ignored": list(self.ignored),
+        }
+
+    def without_numbers(self) -> Layer:
+        """Returns the layer with empty arrays, to be kept for requests that mean the same."""
+        empty = dict.fromkeys(self.tensors, np.empty(0))
+        return replace(self, tensors=empty, weights={})
+
+    def with_numbers(self, tensors: Mapping[str, Array]) -> Layer:
+        """Returns a layer with other numbers in tensors of the same names, dtypes and shapes.
+
+        Raises:
+            InvalidContent: a matrix is all zeros.
+        """
+        sent = {name: tensors[sent] for name, sent in self.names.items()}
+        weights = self.layout.read(
+            KnownTensors(sent, Heads(self.options.heads, self.options.kv_heads))
+        )
+        own = {name: tensors[name] for name in self.tensors}
+        layer = replace(self, tensors=own, weights=weights)
+        check_numbers(layer)
+        return layer
+
+    def with_spelling(self, tensors: Weights) -> dict[str, Array]:
+        """Returns tensors of the layout under the names of the request.
+
+        It leaves out those that the request does not have: a layout writes zeros for some biases.
+        """
+        return {self.names[n]: array for n, array in tensors.items() if n in self.names}
+
+    def name_of(self, weight: str) -> str:
+        """Returns the name in the request of the tensor that has a weight."""
+        array = self.weights[weight]
+        for name, sent in self.tensors.items():
+            if np.shares_memory(sent, array):
+                return name
+        # the weight was copied out of a matrix that has the heads of all roles together
+        kind = weight.rpartition(".")[2]
+        matrices = [n.removesuffix("weight") for n in self.layout.query_names if n in self.names]
+        return next((self.names[m + kind] for m in matrices if m + kind in self.names), weight)
 
     def projected_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], sources: Mapping[str, str]
     ) -> dict[str, tuple[int, ...]]:
         """Returns the shapes (B, heads, length, width) of projected embeddings (B, length, M).
 
-        The width of a query head determines the number of key heads.
-
         Args:
             shapes: the shapes of the embeddings by role.
             sources: the name of each role's embedding in the request.
 
         Raises:
-            InvalidContent: an embedding does not fit its projection, or a width does not split.
+            InvalidContent: an embedding does not fit its projection.
         """
-        heads = {role: self.head_count(role) for role in ROLES}
         projected: dict[str, tuple[int, ...]] = {}
-        for role, projection in zip(ROLES, self.projections, strict=True):
+        for role in ROLES:
             if role not in shapes:
                 continue
             B, length, M = shapes[role]
-            if M != len(projection.weight):
+            width, out = self.weights[f"{role}.weight"].shape
+            if M != width:
                 raise InvalidContent(
                     f"{sources[role]} has the wrong width: got M={M}, expected "
-                    f"M={len(projection.weight)} as {projection.name} has",
+                    f"M={width} as {self.module_of(role)} has",
                     pointer=f"/inputs/{sources[role]}",
                 )
-            out = projection.weight.shape[1]
-            if out % heads[role]:
-                raise InvalidContent(
-                    f"{projection.name} does not split into heads: got {out} outputs, expected a "
-                    f"multiple of {heads[role]}",
-                    pointer="/layer/tensors",
-                )
-            projected[role] = (B, heads[role], length, out // heads[role])
+            heads = self.head_count(role)
+            projected[role] = (B, heads, length, out // heads)
         return projected
 
     def head_count(self, role: str) -> int:
-        """Returns the number of heads of a role's projection; key and value have the same.
-
-        Raises:
-            InvalidContent: the widths do not split into heads.
-        """
-        query, key = self.projections.query, self.projections.key
-        heads, out = self.heads or 1, query.weight.shape[1]
-        if out % heads:
-            raise InvalidContent(
-                f"{query.name} does not split into heads: got {out} outputs, expected a "
-                f"multiple of heads={heads}",
-                pointer="/layer/heads",
-            )
+        """Returns the number of heads of a role's projection; key and value have the same."""
+        heads = self.options.heads or 1
         if role == "query":
             return heads
-        width, key_out = out // heads, key.weight.shape[1]
-        if key_out % width or (self.heads is None and key_out != width):
-            raise InvalidContent(
-                f"{key.name} does not fit the query: got {key_out} outputs, expected "
-                f"{'a multiple of ' if self.heads is not None else ''}{width}, the width of a "
-                "query head",
-                pointer="/layer/tensors",
-            )
-        return int(key_out // width)
+        if self.options.kv_heads is not None:
+            return self.options.kv_heads
+        return int(self.weights["key.weight"].shape[1]) // self.head_width
 
+    def module_of(self, role: str) -> str:
+        """Returns the name in the request of the module that projects to a role."""
+        return self.name_of(f"{role}.weight").removesuffix(".weight")
 
-def project(x_BNM: Tensor, weight_MX: Tensor, bias_X: Tensor | None, heads: int) -> Tensor:
-    """Returns x @ weight + bias, split into heads: (B, heads, N, X / heads).
-
-    It is a batched product over an expanded weight. `F.linear` would fold B into the rows, and a
-    request's bits would depend on the size of its batch.
-    """
-    projected_BNX = torch.bmm(x_BNM, weight_MX.expand(len(x_BNM), -1, -1))
-    if bias_X is not None:
-        projected_BNX += bias_X
-    split_BHNX: Tensor = projected_BNX.unflatten(-1, (heads, -1)).transpose(1, 2)
-    return split_BHNX.contiguous()
-
-
-def project_back(
-    grad_BNX: Tensor, x_BNM: Tensor, weight_MX: Tensor, bias_X: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of x (B, N, M), weight (M, X) and bias (X).
-
-    Args:
-        grad_BNX: the gradient of x @ weight + bias, heads side by side. The result has its dtype,
-            or float64 where that overflows.
-        x_BNM, weight_MX, bias_X: as in `project`.
-    """
-    for dtype in (grad_BNX.dtype, torch.float64):
-        grad, x, weight = grad_BNX.to(dtype), x_BNM.to(dtype), weight_MX.to(dtype)
-        gradients = (
-            torch.bmm(grad, weight.mT.expand(len(grad), -1, -1)),
-            x.flatten(0, 1).mT @ grad.flatten(0, 1),
-            None if bias_X is None else grad.sum((0, 1)),
-        )
-        x_grad, *shared = (t for t in gradients if t is not None)
-        finite = [is_finite(x_grad), *(is_finite(t, shared=True) for t in shared)]
-        if all(holds(condition) for condition in finite):
-            break
-    return gradients
+    def error(self, detail: str) -> InvalidContent:
+        """Returns an error that points to the tensors of the layer."""
+        pointer = f"{self.pointer}/tensors" if self.pointer else "/tensors"
+        return InvalidContent(detail, pointer=pointer)

@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 import orjson
 
-from qkv.attention.layers.layouts import LAYOUTS
 from qkv.engine.remote.shared_memory import ALIGNMENT
 from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
@@ -77,8 +76,9 @@ def encode_header(job: Job) -> bytes:
     tensors = [(name, t.dtype, t.shape) for name, t in job.inputs.tensors.items()]
     weights: list[tuple[str, str, tuple[int, ...]]] = []
     if (layer := job.inputs.layer) is not None:
-        (layout,) = (name for name, known in LAYOUTS.items() if known is layer.layout)
-        fields["layer"] = {"layout": layout, "heads": layer.heads}
+        options = layer.options.model_dump(mode="json", exclude_unset=True)
+        # the parameters have these
+        fields["layer"] = {n: v for n, v in options.items() if n not in layer.options.parameters}
         weights = [(name, t.dtype.name, t.shape) for name, t in layer.tensors.items()]
     return orjson.dumps([kind, job.variant.name, fields, tensors, weights])
 

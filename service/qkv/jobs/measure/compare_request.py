@@ -113,6 +113,7 @@ class CompareRequest:
         self.baseline, *self.variants = entries
         for entry in self.variants:
             _check_shapes(entry, self.baseline)
+            _check_positions(entry, self.baseline)
         self._check_size()
 
     def _entry(self, choice: VariantChoice, message: Message) -> CompareEntry:
@@ -243,6 +244,25 @@ def _check_shapes(entry: CompareEntry, baseline: CompareEntry) -> None:
                 f"({baseline.choice.variant.name}) has",
                 pointer=entry.choice.pointer,
             )
+
+
+def _check_positions(entry: CompareEntry, baseline: CompareEntry) -> None:
+    """Checks that a rotary layer gives both variants the same queries.
+
+    Raises:
+        InvalidContent: the positions of the queries differ.
+    """
+    layer = entry.timing.inputs.layer
+    if layer is None or layer.options.rope is None:
+        return
+    own, other = (e.timing.arguments.get("query_offset", 0) for e in (entry, baseline))
+    if own != other:
+        raise InvalidContent(
+            f"{entry.choice.variant.name} cannot be compared: its query_offset is {own}, expected "
+            f"{other} as the baseline ({baseline.choice.variant.name}) has, because the layer "
+            "rotates queries by their position",
+            pointer=entry.choice.pointer,
+        )
 
 
 def _full_shape(job: TimingJob, output: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention import catalogue
-from qkv.attention.layers.projections import ROLES
+from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.variant import Variant
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
@@ -176,7 +176,7 @@ def compare_rows(job: RowDivergenceJob, projected: Mapping[str, Tensor]) -> dict
         _row_block_function(variant, projected, arguments, job.inputs.dtype)
         for variant, _, arguments in pair
     ]
-    inputs = job.inputs.tensors
+    inputs = job.inputs.names
     kinds = [v.weights_are(parameters, inputs) == "stochastic" for v, parameters, _ in pair]
     total = dict.fromkeys(ROW_METRICS, RunningStats())
     *planes, _, S = job.weights_shape

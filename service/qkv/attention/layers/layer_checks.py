@@ -1,0 +1,138 @@
+"""Checks that the weights of a layer fit each other, split into heads, and were loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qkv.attention.layers.layer_weights import ROLES, SINKS
+from qkv.errors import InvalidContent, format_value
+
+if TYPE_CHECKING:
+    from qkv.attention.layers.layer import Layer
+
+__all__ = ["check", "check_numbers"]
+
+
+def check(layer: Layer) -> None:
+    """Checks that the weights fit each other and split into heads.
+
+    Raises:
+        InvalidContent: they do not, or a matrix is all zeros.
+    """
+    _check_heads(layer)
+    check_numbers(layer)
+    H, G = layer.heads
+    assert H is not None
+    assert G is not None
+    value_width = layer.weights["value.weight"].shape[1] // G
+    output = layer.weights.get("output.weight")
+    if output is not None and len(output) != H * value_width:
+        raise layer.error(
+            f"{layer.name_of('output.weight')} has the wrong size: got {len(output)} inputs, "
+            f"expected {H * value_width} for {H} heads of width {value_width}"
+        )
+    for role, heads in (("query", H), ("key", G)):
+        norm = layer.weights.get(f"{role}_norm.weight")
+        if norm is not None and len(norm) not in (layer.head_width, heads * layer.head_width):
+            raise layer.error(
+                f"{layer.name_of(f'{role}_norm.weight')} has the wrong size: got {len(norm)}, "
+                f"expected the width of a head, {layer.head_width}, or of all heads, "
+                f"{heads * layer.head_width}"
+            )
+    sinks = layer.weights.get(SINKS)
+    if sinks is not None and len(sinks) != H:
+        raise layer.error(
+            f"{layer.name_of(SINKS)} has the wrong size: got {len(sinks)}, expected {H}, one "
+            "for each head"
+        )
+    _check_rope(layer)
+    own, given = layer.layout.alibi, layer.options.alibi
+    if own and given and own != given:
+        when = "before" if own == "scaled" else "after"
+        raise InvalidContent(
+            f"alibi is invalid: got {format_value(given)}, expected {format_value(own)}, because "
+            f"models of the layout {layer.layout.name} add the biases {when} the scores are "
+            "divided by sqrt(D)",
+            pointer=f"{layer.pointer}/alibi",
+        )
+
+
+def check_numbers(layer: Layer) -> None:
+    """Checks the numbers of the matrices.
+
+    Raises:
+        InvalidContent: a matrix is all zeros.
+    """
+    for name, array in layer.weights.items():
+        if array.ndim != 2 or array[0, 0]:
+            continue
+        with np.errstate(invalid="ignore"):  # a signalling NaN warns
+            is_zero = not array.any()
+        if is_zero:
+            raise layer.error(
+                f"{layer.name_of(name)} is all zeros in its {name.removesuffix('.weight')} "
+                "part: such a matrix was probably never loaded"
+            )
+
+
+def _check_heads(layer: Layer) -> None:
+    query, key, value = (layer.weights[f"{role}.weight"].shape[1] for role in ROLES)
+    heads, kv_heads = layer.options.heads or 1, layer.options.kv_heads
+    if query % heads:
+        raise InvalidContent(
+            f"{layer.module_of('query')} does not split into heads: got {query} outputs, expected "
+            f"a multiple of heads={heads}",
+            pointer=f"{layer.pointer}/heads",
+        )
+    width = query // heads
+    if kv_heads is not None and (heads % kv_heads or key != kv_heads * width):
+        expected = f"{key // width} as the width {key} of {layer.module_of('key')} gives"
+        if key % width:
+            expected = f"a number with key heads of width {width}, as the query heads have"
+        if key == kv_heads * width:
+            expected = f"a divisor of heads={heads}"
+        raise InvalidContent(
+            f"kv_heads is invalid: got {kv_heads}, expected {expected}",
+            pointer=f"{layer.pointer}/kv_heads",
+        )
+    if layer.options.heads is None and key < width and width % key == 0:
+        raise InvalidContent(
+            f"heads is missing: {layer.module_of('key')} has {key} outputs and "
+            f"{layer.module_of('query')} {query}, so there are fewer key heads than query heads",
+            pointer=f"{layer.pointer}/heads",
+        )
+    if key % width or (layer.options.heads is None and key != width):
+        multiple = "a multiple of " if layer.options.heads is not None else ""
+        raise layer.error(
+            f"{layer.module_of('key')} does not fit the query: got {key} outputs, expected "
+            f"{multiple}{width}, the width of a query head"
+        )
+    groups = key // width
+    if value % groups:
+        raise layer.error(
+            f"{layer.module_of('value')} does not split into heads: got {value} outputs, expected "
+            f"a multiple of {groups}"
+        )
+    if heads % groups:
+        raise InvalidContent(
+            f"heads is invalid: got {heads} query heads, expected a multiple of the {groups} "
+            f"key heads of {layer.module_of('key')}",
+            pointer=f"{layer.pointer}/heads",
+        )
+
+
+def _check_rope(layer: Layer) -> None:
+    rope, width = layer.options.rope, layer.head_width
+    if rope is not None and ((rope.dims or width) > width or (rope.dims or width) % 2):
+        raise InvalidContent(
+            f"rope.dims is invalid: got {rope.dims or width}, expected an even number up to "
+            f"{width}, the width of a head",
+            pointer=f"{layer.pointer}/rope/dims",
+        )
+    if rope is not None and not np.isfinite(rope.frequencies(width)).all():
+        raise InvalidContent(
+            "rope is invalid: its numbers give frequencies that are not finite",
+            pointer=f"{layer.pointer}/rope",
+        )

@@ -1,0 +1,257 @@
+"""The layouts by name: the files of `layouts/`, with defaults for the parts that they leave out.
+
+`find` and `recognize` are the entry points; `find_layers` finds the layers of a whole model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from qkv.attention.layers import layouts
+from qkv.attention.layers.forward_parts import Attend, Embeddings
+from qkv.attention.layers.layer_weights import BIASES, OUTPUT, Weights
+from qkv.attention.layers.sent_tensors import Heads, SentTensors, Spellings
+from qkv.errors import InvalidContent, format_value
+
+__all__ = [
+    "AUTO",
+    "FoundLayer",
+    "Layout",
+    "candidates",
+    "find",
+    "find_layers",
+    "known",
+    "recognize",
+]
+
+AUTO = "auto"
+"""The name that stands for the layout that the names and shapes show."""
+
+RotaryOrder = Literal["half", "interleaved"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A weight layout: a file of `layouts/`.
+
+    Attributes:
+        name: of the file.
+        modules: names of the modules that it reads. Their other tensors are errors.
+        query_names: names of the tensor with the query's weights; one is in every layer.
+        spellings: other names of its modules.
+        holds: what it has a place for, beside the three matrices.
+        is_grouped: True if there may be fewer key heads than query heads.
+        rotary_order: order of the channels that a rotary embedding turns together; None: the
+            layout has no rule.
+        alibi: True if the layout's models may add ALiBi's biases to the scores; "scaled" if they
+            add them before the scores are scaled.
+        parent: the name of the module that contains the layer in the layout's models, where it
+            tells the layout from others.
+    """
+
+    name: str
+    module: ModuleType
+    modules: tuple[str, ...]
+    query_names: tuple[str, ...]
+    spellings: Spellings
+    holds: frozenset[str]
+    is_grouped: bool
+    rotary_order: RotaryOrder | None
+    alibi: bool | Literal["scaled"]
+    parent: str | None
+
+    @classmethod
+    def from_module(cls, name: str, module: ModuleType) -> Layout:
+        """Returns the layout of an imported file."""
+        return cls(
+            name,
+            module,
+            module.MODULES,
+            module.QUERY,
+            getattr(module, "SPELLINGS", {}),
+            getattr(module, "HOLDS", BIASES | OUTPUT),
+            getattr(module, "IS_GROUPED", True),
+            getattr(module, "ROTARY_ORDER", None),
+            getattr(module, "ALIBI", False),
+            getattr(module, "PARENT", None),
+        )
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the file."""
+        return (self.module.__doc__ or "").strip().splitlines()[0]
+
+    def read(self, sent: SentTensors) -> Weights:
+        """Reads the layout's tensors.
+
+        Raises:
+            InvalidContent: a tensor is missing or does not fit.
+        """
+        weights: Weights = self.module.read(sent)
+        return weights
+
+    def write(self, weights: Weights, heads: Heads) -> Weights:
+        """Returns the layout's tensors.
+
+        Raises:
+            InvalidContent: the layout cannot hold the weights.
+        """
+        tensors: Weights = self.module.write(weights, heads)
+        return tensors
+
+    def forward(
+        self, tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
+    ) -> Tensor:
+        """Runs the block from the layout's tensors as its source does, for checks."""
+        output: Tensor = self.module.forward(tensors, embeddings, heads, attend)
+        return output
+
+    def recognizes(self, shapes: Shapes, parent: str = "") -> bool:
+        """Returns True if tensors of these shapes may be a layer in this layout.
+
+        Args:
+            shapes: by name, without the prefix of the layer.
+            parent: the last part of that prefix; "" if it is unknown.
+        """
+        query = next((name for name in self.query_names if name in shapes), None)
+        if query is None or len(shapes[query]) != 2:
+            return False
+        if self.parent is not None and parent and parent != self.parent:
+            return False
+        own = getattr(self.module, "recognizes", None)
+        return own is None or bool(own(shapes))
+
+
+class FoundLayer(NamedTuple):
+    """A layer in the tensors of a model.
+
+    Attributes:
+        prefix: of the names of its tensors, with the last dot.
+        layouts: the names of the layouts that fit its names and shapes.
+        shapes: of its tensors, by name without the prefix.
+    """
+
+    prefix: str
+    layouts: Sequence[str]
+    shapes: Shapes
+
+
+@cache
+def known() -> Mapping[str, Layout]:
+    """Returns every layout by name: the files in `layouts/`."""
+    names = [m.name for m in pkgutil.iter_modules(layouts.__path__) if m.name[0] != "_"]
+    modules = {name: importlib.import_module(f"{layouts.__name__}.{name}") for name in names}
+    return {name: Layout.from_module(name, module) for name, module in sorted(modules.items())}
+
+
+def find(name: object, pointer: str) -> Layout:
+    """Returns the layout of that name.
+
+    Raises:
+        InvalidContent: the layout does not exist.
+    """
+    if isinstance(name, str) and name in known():
+        return known()[name]
+    raise InvalidContent(
+        f"layout is unknown: got {format_value(name)}, expected {', '.join(known())} or {AUTO}",
+        pointer=pointer,
+    )
+
+
+def recognize(shapes: Shapes, prefix: str, pointer: str) -> Layout:
+    """Returns the layout that names and shapes show.
+
+    Args:
+        shapes: of all tensors of the request, by name.
+        prefix: of the layer's names, with its last dot.
+        pointer: JSON pointer to the field that is "auto".
+
+    Raises:
+        InvalidContent: no layout fits, or several do.
+    """
+    found = candidates(shapes, prefix)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InvalidContent(
+            f"layout is ambiguous: names and shapes fit {', '.join(c.name for c in found)}; "
+            "name one of them",
+            pointer=pointer,
+        )
+    own = [name for name in shapes if name.startswith(prefix)]
+    listed = ", ".join(map(repr, own[:6])) or "no tensor"
+    raise InvalidContent(
+        f"layout is not recognized: got {listed}{', ...' if len(own) > 6 else ''}, expected the "
+        f"names and shapes of {', '.join(known())}",
+        pointer=pointer,
+    )
+
+
+def find_layers(shapes: Shapes, only: Layout | None = None) -> list[FoundLayer]:
+    """Returns the attention layers in the tensors of a model, in their order.
+
+    Args:
+        shapes: of all tensors, by name.
+        only: the layout of the layers, whatever the modules around them are called; None: any.
+    """
+    prefixes: dict[str, int] = {}  # with the length of the query's name, the longest that fits
+    for name in shapes:
+        fits = [q for layout in known().values() for q in layout.query_names if _ends(name, q)]
+        if fits:
+            query = max(fits, key=len)
+            prefixes.setdefault(name.removesuffix(query), len(query))
+    beginnings = tuple({m for layout in known().values() for m in _modules(layout)})
+    below: dict[str, dict[str, tuple[int, ...]]] = {prefix: {} for prefix in prefixes}
+    for name, shape in shapes.items():
+        end = 0  # one pass over the names: there may be thousands of names and of prefixes
+        while True:
+            if name.startswith(beginnings, end) and (own := below.get(name[:end])) is not None:
+                own[name[end:]] = shape
+            if (dot := name.find(".", end)) < 0:
+                break
+            end = dot + 1
+    layers = []
+    for prefix, own in below.items():
+        if found := _fitting(own, prefix) if only is None else _fitting(own, "", only):
+            modules = {m for layout in found for m in _modules(layout)}
+            beginnings = tuple(f"{module}." for module in modules)
+            parts = {
+                name: shape
+                for name, shape in own.items()
+                if name in modules or name.startswith(beginnings)
+            }
+            layers.append(FoundLayer(prefix, [layout.name for layout in found], parts))
+    return layers
+
+
+def candidates(shapes: Shapes, prefix: str) -> list[Layout]:
+    """Returns the layouts that names and shapes of the tensors under a prefix fit."""
+    return _fitting(_below(shapes, prefix), prefix)
+
+
+def _fitting(own: Shapes, prefix: str, *only: Layout) -> list[Layout]:
+    """Returns the layouts that tensors fit, whose names have no prefix any more."""
+    parent = prefix.rstrip(".").rpartition(".")[2]
+    own = {n: s for n, s in own.items() if 0 not in s}  # empty tensors are no weights
+    return [layout for layout in only or known().values() if layout.recognizes(own, parent)]
+
+
+def _below(shapes: Shapes, prefix: str) -> Shapes:
+    return {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}
+
+
+def _modules(layout: Layout) -> tuple[str, ...]:
+    return (*layout.modules, *(s for others in layout.spellings.values() for s in others))
+
+
+def _ends(name: str, query: str) -> bool:
+    return name == query or name.endswith(f".{query}")

@@ -1,0 +1,53 @@
+"""Layout bloom: one nn.Linear query_key_value with query, key and value of each head together.
+
+Source: transformers, models/bloom/modeling_bloom.py, BloomAttention: (H, 3, D) rows. Its positions
+are ALiBi biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.head_interleaving import interleaved, interleaved_tensors
+from qkv.attention.layers.layer_weights import Weights, linear_tensors, named
+from qkv.attention.layers.sent_tensors import Heads, SentTensors
+
+MODULES = ("query_key_value", "dense")
+QUERY = ("query_key_value.weight",)
+IS_GROUPED = False
+ALIBI = True
+PARENT = "self_attention"
+
+
+def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns True if the fused matrix is (3 in, in)."""
+    rows, columns = shapes["query_key_value.weight"]
+    return rows == 3 * columns
+
+
+def read(sent: SentTensors) -> Weights:
+    """Reads the layout's tensors."""
+    return named(**interleaved(sent, "query_key_value"), output=sent.optional_pair("dense"))
+
+
+def write(weights: Weights, heads: Heads) -> Weights:
+    """Returns the layout's tensors."""
+    return interleaved_tensors(weights, heads, "query_key_value") | linear_tensors(
+        weights, output="dense"
+    )
+
+
+def forward(
+    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
+) -> Tensor:
+    """Runs the module as transformers does: the output has the axes (H, 3, D)."""
+    fused_LO = linear(
+        embeddings[0], tensors["query_key_value.weight"], tensors.get("query_key_value.bias")
+    )
+    parts = fused_LO.unflatten(-1, (heads.query or 1, 3, -1)).unbind(-2)
+    attended = attend(*(part.flatten(-2) for part in parts))
+    return project_output(attended, tensors, "dense")

@@ -1,0 +1,49 @@
+"""Layout falcon: one nn.Linear query_key_value with the heads of each key head together.
+
+Source: transformers, models/falcon/modeling_falcon.py, FalconAttention. Its three forms are one:
+(G, H / G + 2, D) rows, with G = H (Falcon-RW), G = 1 (multi-query) or in between (new decoder).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.head_interleaving import interleaved, interleaved_tensors
+from qkv.attention.layers.layer_weights import Weights, linear_tensors, named
+from qkv.attention.layers.sent_tensors import Heads, SentTensors
+
+MODULES = ("query_key_value", "dense")
+QUERY = ("query_key_value.weight",)
+ROTARY_ORDER = "half"
+ALIBI = "scaled"
+PARENT = "self_attention"
+
+
+def read(sent: SentTensors) -> Weights:
+    """Reads the layout's tensors."""
+    return named(**interleaved(sent, "query_key_value"), output=sent.optional_pair("dense"))
+
+
+def write(weights: Weights, heads: Heads) -> Weights:
+    """Returns the layout's tensors."""
+    fused = interleaved_tensors(weights, heads, "query_key_value")
+    return fused | linear_tensors(weights, output="dense")
+
+
+def forward(
+    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
+) -> Tensor:
+    """Runs the module as transformers does: the output has the axes (G, H / G + 2, D)."""
+    fused_LO = linear(
+        embeddings[0], tensors["query_key_value.weight"], tensors.get("query_key_value.bias")
+    )
+    H = heads.query or 1
+    G = heads.key or H
+    fused_LGCD = fused_LO.unflatten(-1, (G, H // G + 2, -1))
+    query, key, value = fused_LGCD[..., :-2, :], fused_LGCD[..., -2, :], fused_LGCD[..., -1, :]
+    attended = attend(query.flatten(1), key.flatten(1), value.flatten(1))
+    return project_output(attended, tensors, "dense")

@@ -1,0 +1,47 @@
+"""Layout nanogpt: one nn.Linear c_attn (3 out, in) for query, key and value, in this order.
+
+Source: github.com/karpathy/nanoGPT, model.py, CausalSelfAttention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.layer_weights import Weights, fused, fused_tensors, linear_tensors, named
+from qkv.attention.layers.sent_tensors import Heads, SentTensors
+
+MODULES = ("c_attn", "c_proj")
+QUERY = ("c_attn.weight",)
+IS_GROUPED = False
+
+
+def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns True if the fused matrix is (3 out, in)."""
+    rows, columns = shapes["c_attn.weight"]
+    return rows % 3 == 0 and columns != 3 * rows
+
+
+def read(sent: SentTensors) -> Weights:
+    """Reads the layout's tensors."""
+    return named(
+        **fused(sent.thirds("c_attn.weight"), sent.vector("c_attn.bias")),
+        output=sent.optional_pair("c_proj"),
+    )
+
+
+def write(weights: Weights, heads: Heads) -> Weights:
+    """Returns the layout's tensors."""
+    return fused_tensors(weights, "c_attn") | linear_tensors(weights, output="c_proj")
+
+
+def forward(
+    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
+) -> Tensor:
+    """Runs the module as nanoGPT does."""
+    fused_LO = linear(embeddings[0], tensors["c_attn.weight"], tensors.get("c_attn.bias"))
+    attended = attend(*fused_LO.chunk(3, dim=-1))
+    return project_output(attended, tensors, "c_proj")

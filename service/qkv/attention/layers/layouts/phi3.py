@@ -1,0 +1,54 @@
+"""Layout phi3: one nn.Linear qkv_proj with the rows of all query heads, key heads, value heads.
+
+Source: transformers, models/phi3/modeling_phi3.py, Phi3Attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+from torch.nn.functional import linear
+
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.layer_weights import Weights, fused, fused_tensors, linear_tensors, named
+from qkv.attention.layers.sent_tensors import Heads, SentTensors
+
+MODULES = ("qkv_proj", "o_proj")
+QUERY = ("qkv_proj.weight",)
+ROTARY_ORDER = "half"
+
+
+def read(sent: SentTensors) -> Weights:
+    """Reads the layout's tensors."""
+    weight_OI = sent.matrix("qkv_proj.weight")
+    H, G = sent.required_heads("query, key and value are in one matrix")
+    D, rest = divmod(len(weight_OI), H + 2 * G)
+    if rest:
+        raise sent.error(
+            "qkv_proj.weight",
+            f"does not split into heads: got {len(weight_OI)} rows, expected a multiple of "
+            f"{H + 2 * G} for {H} query heads and {G} key heads",
+        )
+    parts = [H * D, (H + G) * D]
+    return named(
+        **fused(np.split(weight_OI, parts), sent.vector("qkv_proj.bias"), parts),
+        output=sent.optional_pair("o_proj"),
+    )
+
+
+def write(weights: Weights, heads: Heads) -> Weights:
+    """Returns the layout's tensors."""
+    return fused_tensors(weights, "qkv_proj") | linear_tensors(weights, output="o_proj")
+
+
+def forward(
+    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
+) -> Tensor:
+    """Runs the module as transformers does."""
+    fused_LO = linear(embeddings[0], tensors["qkv_proj.weight"], tensors.get("qkv_proj.bias"))
+    H, G = heads.query or 1, heads.key or heads.query or 1
+    D = fused_LO.shape[-1] // (H + 2 * G)
+    query, key, value = fused_LO.split((H * D, G * D, G * D), dim=-1)
+    return project_output(attend(query, key, value), tensors, "o_proj")

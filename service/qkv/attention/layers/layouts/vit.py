@@ -1,0 +1,53 @@
+"""Layout vit: one nn.Linear qkv (3 H D, in) for query, key and value, in this order.
+
+Source: timm, layers/attention.py, Attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
+from qkv.attention.layers.layer_weights import Weights, fused, fused_tensors, linear_tensors, named
+from qkv.attention.layers.sent_tensors import Heads, SentTensors
+
+MODULES = ("qkv", "proj")
+QUERY = ("qkv.weight",)
+IS_GROUPED = False
+
+
+def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns True if the fused matrix is (3 out, in)."""
+    return shapes["qkv.weight"][0] % 3 == 0
+
+
+def read(sent: SentTensors) -> Weights:
+    """Reads the layout's tensors.
+
+    Raises:
+        InvalidContent: there is a part of timm's Attention that changes the result.
+    """
+    for name, what in (("gate.weight", "a gate"), ("norm.weight", "a norm")):
+        if name in sent:
+            raise sent.error(name, f"is not supported: it is {what} before the output projection")
+    return named(
+        **fused(sent.thirds("qkv.weight"), sent.vector("qkv.bias")),
+        output=sent.optional_pair("proj"),
+    )
+
+
+def write(weights: Weights, heads: Heads) -> Weights:
+    """Returns the layout's tensors."""
+    return fused_tensors(weights, "qkv") | linear_tensors(weights, output="proj")
+
+
+def forward(
+    tensors: Mapping[str, Tensor], embeddings: Embeddings, heads: Heads, attend: Attend
+) -> Tensor:
+    """Runs the module as timm does: the output of `qkv` has the axes (3, H, D)."""
+    fused_LO = linear(embeddings[0], tensors["qkv.weight"], tensors.get("qkv.bias"))
+    attended = attend(*fused_LO.unflatten(-1, (3, -1)).unbind(-2))
+    return project_output(attended, tensors, "proj")

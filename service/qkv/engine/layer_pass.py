@@ -1,0 +1,164 @@
+"""The parts of a layer around a variant, forward and backward, on the device.
+
+Forward: projection, QK-norm, rotary embedding; then the variant; then the output projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from qkv.attention.common.guards import are_wide, holds
+from qkv.attention.layers import projection
+from qkv.attention.layers.layer import FREQUENCIES, SLOPES, Layer
+from qkv.attention.layers.layer_weights import SINKS
+from qkv.attention.layers.qk_norm import normalize, normalize_back
+from qkv.attention.layers.rope import rotate
+from qkv.jobs.job import Job
+
+__all__ = ["GRADIENT", "LayerTensors", "project", "project_back", "project_output"]
+
+LayerTensors = Mapping[str, Tensor]
+"""The arrays of a layer on the device, by the names of `Layer.arrays`."""
+
+GRADIENT: Final = "gradient of "
+"""The beginning of the name of a weight's gradient, before the name of the weight."""
+
+
+def project(job: Job, tensors: Mapping[str, Tensor], weights: LayerTensors) -> Mapping[str, Tensor]:
+    """Returns the tensors, with queries, keys and values in place of embeddings.
+
+    If a projection overflows its dtype, all three are float64: the output computed from them may
+    still be finite.
+    """
+    if (layer := job.inputs.layer) is None:
+        return tensors
+    used = [role for role in job.roles if f"{role}.weight" in weights]
+    rest = {n: t for n, t in tensors.items() if n != "x" and n not in used}
+    rest |= {name: weights[name] for name in (SINKS, SLOPES) if name in weights}
+    if layer.options.alibi == "scaled":  # the biases are added before the scores are scaled
+        scale = job.arguments.get("scale")
+        rest[SLOPES] = weights[SLOPES] * (layer.head_width**-0.5 if scale is None else scale)
+    for widen in (True,) if are_wide() else (False, True):
+        projected = {}
+        for role in used:
+            x_BNM = tensors["x"] if "x" in tensors else tensors[role]
+            x_BNM = x_BNM.double() if widen else x_BNM
+            flat = _project_role(layer, role, x_BNM, weights)
+            projected[role] = _position(job, role, flat, tensors, weights)
+        if all(holds(t.isfinite()) for t in projected.values()):
+            break
+    return rest | projected
+
+
+def project_output(output_BHLE: Tensor, weights: LayerTensors) -> Tensor:
+    """Merges the heads (B, L, H * E), and applies the output projection if there is one."""
+    merged_BLX = projection.merge_heads(output_BHLE)
+    weight_XM = weights.get("output.weight")
+    if weight_XM is None:
+        return merged_BLX
+    bias_M = weights.get("output.bias")
+    return projection.apply(
+        merged_BLX,
+        weight_XM.to(merged_BLX.dtype),
+        None if bias_M is None else bias_M.to(merged_BLX.dtype),
+    )
+
+
+def project_back(
+    job: Job, tensors: Mapping[str, Tensor], weights: LayerTensors, raw: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the gradients of the embeddings and of the layer's weights.
+
+    Args:
+        job: a gradient job with a layer.
+        tensors: its inputs, with the embedding of each role under the role's name.
+        weights: of the layer.
+        raw: the gradients of the variant's inputs.
+    """
+    layer = job.inputs.layer
+    assert layer is not None
+    roles = [role for role in job.roles if f"{role}.weight" in weights]
+    from_layer = {*roles, *layer.variant_inputs}
+    gradients = {name: tensor for name, tensor in raw.items() if name not in from_layer}
+    if SINKS in weights:
+        gradients[GRADIENT + SINKS] = raw[SINKS]
+    for role in roles:
+        x_BNM, grad_BHND = tensors[role], raw[role]
+        grad_BHND = _position(job, role, grad_BHND, tensors, weights, inverse=True)
+        norm = weights.get(f"{role}_norm.weight")
+        if norm is not None:
+            flat = _project_linear(layer, role, x_BNM.to(grad_BHND.dtype), weights)
+            grad_BHND, gradients[f"{GRADIENT}{role}_norm.weight"] = normalize_back(
+                grad_BHND, flat, norm, layer.options.qk_norm
+            )
+        x, weight, bias = projection.project_back(
+            projection.merge_heads(grad_BHND),
+            x_BNM,
+            weights[f"{role}.weight"],
+            weights.get(f"{role}.bias"),
+        )
+        gradients[role] = x
+        gradients[f"{GRADIENT}{role}.weight"] = weight
+        if bias is not None:
+            gradients[f"{GRADIENT}{role}.bias"] = bias
+    return gradients
+
+
+def _project_linear(layer: Layer, role: str, x_BNM: Tensor, weights: LayerTensors) -> Tensor:
+    """Returns x @ weight + bias in the dtype of x, split into heads."""
+    weight, bias = weights[f"{role}.weight"], weights.get(f"{role}.bias")
+    projected = projection.apply(
+        x_BNM, weight.to(x_BNM.dtype), None if bias is None else bias.to(x_BNM.dtype)
+    )
+    return projection.split_heads(projected, layer.head_count(role))
+
+
+def _project_role(layer: Layer, role: str, x_BNM: Tensor, weights: LayerTensors) -> Tensor:
+    """Returns queries, keys or values (B, heads, N, D) after the norm."""
+    projected = _project_linear(layer, role, x_BNM, weights)
+    norm = weights.get(f"{role}_norm.weight")
+    return projected if norm is None else normalize(projected, norm, layer.options.qk_norm)
+
+
+def _position(
+    job: Job,
+    role: str,
+    x_BHND: Tensor,
+    tensors: Mapping[str, Tensor],
+    weights: LayerTensors,
+    *,
+    inverse: bool = False,
+) -> Tensor:
+    """Returns queries or keys with their rotary embedding; values unchanged."""
+    layer = job.inputs.layer
+    if role == "value" or FREQUENCIES not in weights:
+        return x_BHND
+    assert layer is not None
+    assert layer.options.rope is not None
+    positions = torch.arange(x_BHND.shape[2], dtype=torch.float64, device=x_BHND.device)
+    if role == "query":
+        positions = positions + _query_offset(job, tensors)
+    return rotate(
+        x_BHND,
+        weights[FREQUENCIES],
+        positions,
+        layer.rotary_order,
+        layer.options.rope.amplitude,
+        inverse=inverse,
+    )
+
+
+def _query_offset(job: Job, tensors: Mapping[str, Tensor]) -> Tensor | int:
+    """Returns the position of the first query on the key axis: a number, or (B, 1, 1)."""
+    offset = job.arguments.get("query_offset", 0)
+    if offset != "end":
+        return int(offset)
+    sizes = job.inputs.axes.sizes
+    lengths_B = tensors.get("key_lengths")
+    if lengths_B is None:
+        return sizes["S"] - sizes["L"]
+    return (lengths_B - sizes["L"]).view(-1, 1, 1)

@@ -1,0 +1,105 @@
+"""A validated request for the layers of a model: finds them by the names and shapes of tensors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import pydantic
+
+from qkv.attention.layers import layout_catalogue
+from qkv.attention.layers.head_counts import head_counts
+from qkv.attention.layers.layer_sizes import sizes_of
+from qkv.attention.layers.layout_catalogue import FoundLayer
+from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
+from qkv.jobs.fields import INTEGER, field_error
+
+__all__ = ["LayersFields", "list_layers"]
+
+_MAX_TENSORS: Final = 65536
+_MAX_NAME: Final = 512
+_MAX_AXES: Final = 8
+_MAX_SIZE: Final = 2**28 - 1
+
+_Size = Annotated[int, pydantic.Field(ge=0, le=_MAX_SIZE), INTEGER]
+_Shape = Annotated[list[_Size], pydantic.Field(max_length=_MAX_AXES)]
+_Name = Annotated[str, pydantic.Field(max_length=_MAX_NAME)]
+
+
+class LayersFields(pydantic.BaseModel):
+    """The fields of a request for the layers of a model."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    shapes: Annotated[
+        dict[_Name, _Shape],
+        pydantic.Field(
+            min_length=1,
+            max_length=_MAX_TENSORS,
+            description="The shape of each tensor, by its name in the checkpoint.",
+        ),
+    ]
+
+
+def list_layers(document: object) -> list[dict[str, Any]]:
+    """Returns the attention layers of a model, as the response has them.
+
+    Args:
+        document: the JSON of the request.
+
+    Raises:
+        MalformedRequest: it is not an object.
+        InvalidContent: a field is wrong.
+    """
+    if not isinstance(document, dict):
+        raise MalformedRequest("the body must be a JSON object")
+    try:
+        fields = LayersFields.model_validate(document)
+    except pydantic.ValidationError as error:
+        raise _error(error) from None
+    shapes = {name: tuple(shape) for name, shape in fields.shapes.items()}
+    layers = map(_describe, layout_catalogue.find_layers(shapes))
+    return [layer for layer in layers if layer["layouts"]]
+
+
+def _error(error: pydantic.ValidationError) -> InvalidContent:
+    """Describes the first error of the fields, with the name of the tensor if it is a shape."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    place = fault["loc"]
+    if len(place) < 2 or place[0] != "shapes":
+        return field_error(error, list(LayersFields.model_fields))
+    name, value = str(place[1]), format_value(fault["input"])
+    if place[-1] == "[key]":
+        return InvalidContent(
+            f"a name is too long: got {value}, expected at most {_MAX_NAME} characters",
+            pointer=pointer_to("shapes"),
+        )
+    return InvalidContent(
+        f"the shape of {name!r:.200} is invalid: got {value}, expected a list of at most "
+        f"{_MAX_AXES} integers from 0 to {_MAX_SIZE}",
+        pointer=pointer_to("shapes", name),
+    )
+
+
+def _describe(found: FoundLayer) -> dict[str, Any]:
+    """Returns a layer with the layouts that its tensors fit."""
+    layouts = []
+    for name in found.layouts:
+        layout = layout_catalogue.known()[name]
+        sizes = sizes_of(layout, found.shapes)
+        if sizes.problem:
+            continue
+        layouts.append(
+            {
+                "layout": name,
+                "summary": layout.summary,
+                "width": sizes.hidden_width,
+                "rotary_order": layout.rotary_order,
+                "alibi": layout.alibi,
+                "heads": [count._asdict() for count in head_counts(layout, sizes)],
+            }
+        )
+    return {
+        "prefix": found.prefix.rstrip("."),
+        "layouts": layouts,
+        "shapes": {name: list(shape) for name, shape in found.shapes.items()},
+    }

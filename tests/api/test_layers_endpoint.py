@@ -1,0 +1,140 @@
+"""POST /v1/layers finds the attention layers of a model by names and shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+from qkv.api.endpoints.layers import MAX_BODY_BYTES
+from qkv.wire import json
+from support.known_requests import assert_problem
+from support.service import Server
+
+PATH: Final = "/v1/layers"
+GPT2: Final = {"c_attn.weight": [768, 2304], "c_attn.bias": [2304], "c_proj.weight": [768, 768]}
+GROUPED: Final = {f"{n}_proj.weight": [o, 2048] for n, o in zip("qkvo", (2048, 512, 512, 2048))}  # noqa: B905
+FUSED: Final = {"query_key_value.weight": [3072, 1024], "dense.weight": [1024, 1024]}
+PHI: Final = {"qkv_proj.weight": [5120, 3072], "o_proj.weight": [3072, 3072]}
+
+
+def listed(server: Server, **groups: dict[str, list[int]]) -> list[dict[str, Any]]:
+    """Returns the layers of tensors below prefixes, in which `_` stands for a dot."""
+    shapes = {
+        f"{prefix.replace('_', '.')}.{name}": shape
+        for prefix, tensors in groups.items()
+        for name, shape in tensors.items()
+    }
+    response = server.http.post(PATH, json={"shapes": shapes})
+    assert response.status_code == 200, response.text
+    layers: list[dict[str, Any]] = response.json()["layers"]
+    return layers
+
+
+def test_layers_of_a_model_have_layout_width_and_heads(server: Server) -> None:
+    other = {"weight": [50257, 768]}
+    first, second = listed(server, h_0_attn=GPT2, h_1_attn=GPT2, wte=other)
+    assert (first["prefix"], second["prefix"]) == ("h.0.attn", "h.1.attn")
+    assert first["shapes"] == GPT2
+    (layout,) = first["layouts"]
+    assert (layout["layout"], layout["width"], layout["rotary_order"]) == ("gpt2", 768, None)
+    assert layout["alibi"] is False
+    assert layout["heads"][0] == {"heads": 12, "kv_heads": 12, "width": 64}
+    assert all(one["heads"] * one["width"] == 768 for one in layout["heads"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout", "heads"),
+    [
+        (GROUPED, "llama", (32, 8, 64)),
+        (GROUPED | {"q_norm.weight": [128], "k_norm.weight": [128]}, "llama", (16, 4, 128)),
+        (GROUPED | {"sinks": [8]}, "llama", (8, 2, 256)),
+        (PHI, "phi3", (24, 8, 128)),
+    ],
+)
+def test_grouped_heads_follow_from_the_widths(
+    server: Server, tensors: dict[str, list[int]], layout: str, heads: tuple[int, int, int]
+) -> None:
+    (found,) = listed(server, model_attn=tensors)
+    (one,) = found["layouts"]
+    assert (one["layout"], tuple(one["heads"][0].values())) == (layout, heads)
+    if "k_norm.weight" in tensors or "sinks" in tensors:
+        assert len(one["heads"]) == 1
+
+
+def test_ambiguous_layer_has_every_layout(server: Server) -> None:
+    response = server.http.post(
+        PATH, json={"shapes": {f"h.0.self_attention.{n}": s for n, s in FUSED.items()}}
+    )
+    (found,) = response.json()["layers"]
+    assert [one["layout"] for one in found["layouts"]] == ["bloom", "falcon"]
+    assert [one["alibi"] for one in found["layouts"]] == [True, "scaled"]
+    assert found["layouts"][0]["heads"][0] == {"heads": 16, "kv_heads": 16, "width": 64}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"lm_head.weight": [8, 8]},
+        {"a.q_proj.weight": [8, 8]},  # a key and a value are missing
+        {f"a.{n}": [0, *shape[1:]] for n, shape in GROUPED.items()},
+        {f"a.{n}": shape * 4 for n, shape in GROUPED.items()},
+        {f"a.{n}": [2**28 - 1, 2**28 - 1, 2] for n in GROUPED},
+    ],
+)
+def test_model_without_attention_has_no_layers(
+    server: Server, shapes: dict[str, list[int]]
+) -> None:
+    response = server.http.post(PATH, json={"shapes": shapes})
+    assert response.json()["layers"] == []
+
+
+def test_sizes_of_any_size_are_read(server: Server) -> None:
+    """Nothing of the size of a tensor is allocated."""
+    size = 2**28 - 8
+    (found,) = listed(server, a={f"{n}_proj.weight": [size, size] for n in "qkvo"})
+    assert found["layouts"][0]["width"] == size
+    shapes = {"a.query_key_value.weight": [3 * (2**24), 2**24]}
+    assert server.http.post(PATH, json={"shapes": shapes}).status_code == 200
+
+
+def test_response_names_the_limit_of_a_body(server: Server) -> None:
+    response = server.http.post(PATH, json={"shapes": {"a": [1.0]}})
+    assert response.json() == {"layers": [], "max_body_bytes": 256 * 2**20}
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer"),
+    [
+        ({}, "/shapes"),
+        ({"shapes": {}}, "/shapes"),
+        ({"shapes": []}, "/shapes"),
+        ({"shapes": {"a": [1]}, "more": 1}, "/more"),
+        ({"shapes": {"a": 1}}, "/shapes/a"),
+        ({"shapes": {"a": [-1]}}, "/shapes/a"),
+        ({"shapes": {"a": [2**28]}}, "/shapes/a"),
+        ({"shapes": {"a": [0.5]}}, "/shapes/a"),
+        ({"shapes": {"a": [True]}}, "/shapes/a"),
+        ({"shapes": {"a": [1] * 9}}, "/shapes/a"),
+    ],
+)
+def test_wrong_field_is_rejected(server: Server, body: dict[str, Any], pointer: str) -> None:
+    problem = assert_problem(server.http.post(PATH, json=body), 422, body)
+    assert problem["pointer"] == pointer
+
+
+def test_wrong_body_is_rejected(server: Server) -> None:
+    for content, status in ((b"[]", 400), (b"{", 400), (b"", 400), (b'{"a": NaN}', 400)):
+        response = server.http.post(
+            PATH, content=content, headers={"Content-Type": json.MEDIA_TYPE}
+        )
+        assert_problem(response, status)
+    assert_problem(
+        server.http.post(PATH, content=b"x", headers={"Content-Type": "text/plain"}), 415
+    )
+    assert_problem(server.http.post(PATH, json={}, headers={"Accept": "text/html"}), 406)
+    large = {"shapes": {"a" * MAX_BODY_BYTES: [1]}}
+    assert_problem(server.http.post(PATH, json=large), 413)
+    names = {"shapes": {str(i): [1] for i in range(65537)}}
+    assert_problem(server.http.post(PATH, json=names), 422)
+    assert_problem(server.http.post(PATH, json={"shapes": {"a" * 513: [1]}}), 422)
