@@ -5,6 +5,7 @@ from typing import Any
 from qkv.client.async_client import AsyncClient
 from qkv.client.client import Client
 from qkv.client.comparison import Comparison, VariantComparison
+from qkv.client.detected import Detected
 from qkv.client.request_builders import Choice
 from qkv.client.results import Converted, Gradients, Run
 from qkv.client.retries import ServiceUnreachable
@@ -22,6 +23,7 @@ __all__ = [
     "Comparison",
     "Converted",
     "Crossover",
+    "Detected",
     "Gradients",
     "QkvError",
     "Run",

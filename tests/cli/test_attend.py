@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 from qkv import Client
 from qkv.cli.main import main
+from support.checkpoints import llama
 from support.commands import (
     SUFFIXES,
     TARGETS,
@@ -215,6 +217,31 @@ def test_layer_flags_override_the_layer_of_the_file(tmp_path: Path) -> None:
     assert read_tensors(tmp_path / "out.npz")["weights"].shape == (2, 4, 5, 5)
     stdout_of(*words, "--layout", "v2", "--heads", "2")
     assert read_tensors(tmp_path / "out.npz")["weights"].shape == (2, 2, 5, 5)
+
+
+@pytest.mark.parametrize("place", TARGETS)
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_layer_flags_select_a_layer_of_a_model(
+    url: str, tmp_path: Path, suffix: str, place: str
+) -> None:
+    """The buffers of the model are left out."""
+    state = {n: t.numpy() for n, t in llama(num_hidden_layers=2).state_dict().items()}
+    state["model.layers.1.self_attn.mask"] = np.ones((2, 2), np.uint8)
+    x, prefix = normal(1, 5, 32), "model.layers.1.self_attn"
+    arrays = {"x": x} | {f"layer.{name}": array for name, array in state.items()}
+    source = write_tensors(tmp_path / f"in{suffix}", "inputs", arrays)
+    layer = {"layout": "auto", "prefix": prefix, "heads": 4, "kv_heads": 2, "tensors": state}
+    layer |= {"rope": {"base": 500.0}, "alibi": True}
+    with Client(url) as client:
+        run = client.attend("softmax", x=x, layer=layer)
+    flags = ("--layout", "auto", "--prefix", prefix, "--heads", "4", "--kv-heads", "2", "--rope",
+             '{"base": 500}', "--alibi", "plain", *target_options(place, url))  # fmt: skip
+    target = tmp_path / "out.npz"
+    stdout_of("attend", "softmax", source, "-o", target, *flags)
+    assert_same_bits(read_tensors(target), run.outputs)
+    for flag, value in (("--rope", '{"base": 0}'), ("--kv-heads", "3"), ("--prefix", "model.7")):
+        words = ("attend", "softmax", source, "-o", target, *flags, flag, value)
+        assert flag in error_of(tmp_path, *words)
 
 
 @pytest.mark.parametrize("place", TARGETS)

@@ -12,18 +12,19 @@ from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import (
     API_KEY,
-    HEADS,
-    LAYOUT,
     LOCAL,
     PARAMETERS,
     SOURCE,
     TARGET,
     URL,
     drop_unset,
+    layer_flags,
+    layer_options,
     override,
     override_object,
     parse_parameter,
     typed_flags,
+    typed_layer,
     typed_parameters,
     typed_tensors,
 )
@@ -50,8 +51,7 @@ __all__ = ["attend", "gradients"]
     metavar="FORM",
     help="The form of the weights: full, none, stats, rows=0,5, top_k=8 or pool=64.",
 )
-@LAYOUT
-@HEADS
+@layer_options
 @URL
 @API_KEY
 @LOCAL
@@ -67,7 +67,8 @@ def attend(
 
     The tensors are query, key and value, and optionally others that the variant takes, such as
     mask. If the file has a layer's weights too (layer.W_query.weight and so on), query, key and
-    value are embeddings. One embedding x may replace all three.
+    value are embeddings. One embedding x may replace all three. The weights may be those of a whole
+    model: --prefix selects the layer.
 
     Files are .safetensors, .npz or .json. A .json file is the body of a request. A .safetensors
     file may have the fields of a request, as JSON under qkv in its metadata. Flags override the
@@ -89,8 +90,7 @@ def attend(
 @SOURCE
 @TARGET
 @PARAMETERS
-@LAYOUT
-@HEADS
+@layer_options
 @URL
 @API_KEY
 @LOCAL
@@ -116,25 +116,23 @@ def _run_file(
     flags: dict[str, Any],
     *,
     parameters: tuple[str, ...],
-    layout: str | None,
-    heads: int | None,
     url: str,
     api_key: str | None,
     local: bool,
+    **options: Any,
 ) -> None:
     """Runs a variant or its gradients on a file, and writes the result."""
-    typed = typed_tensors(source) | typed_parameters(parameters)
-    typed |= typed_flags(layer_layout=layout, layer_heads=heads, weights=flags.get("weights"))
+    layer = layer_flags(options)
+    typed = typed_tensors(source) | typed_parameters(parameters) | typed_layer(layer)
+    typed |= typed_flags(weights=flags.get("weights"))
     if "outputs" in flags:
         typed["/outputs"] = "--return"
-    if heads is not None:
-        typed.setdefault("/layer/layout", "--layout")  # a layer needs both
     with one_line_errors(typed):
         tensor_files.check_target(target)
-        message = tensor_files.read(source, "inputs")
+        message = tensor_files.read(source, "inputs", layer.get("prefix"))
         override(message.fields, **flags)
         override_object(message.fields, "parameters", dict(map(parse_parameter, parameters)))
-        override_object(message.fields, "layer", drop_unset(layout=layout, heads=heads))
+        override_object(message.fields, "layer", layer)
         if local:
             from qkv.engine import local as local_engine
 

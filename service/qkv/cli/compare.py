@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,20 +12,20 @@ from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import (
     API_KEY,
-    HEADS,
-    LAYOUT,
     LOCAL,
     PARAMETERS,
     REPEATS,
     SOURCE,
     URL,
-    drop_unset,
     get_object,
+    layer_flags,
+    layer_options,
     override,
     override_object,
     parse_parameter,
     parse_variant,
     typed_flags,
+    typed_layer,
     typed_parameters,
     typed_tensors,
     typed_variants,
@@ -56,8 +57,7 @@ __all__ = ["compare"]
     metavar="N|all",
     help="How many rows of each head's weights are compared, evenly spread.",
 )
-@LAYOUT
-@HEADS
+@layer_options
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON of the service.")
 @URL
 @API_KEY
@@ -69,12 +69,11 @@ def compare(
     parameters: tuple[str, ...],
     repeats: int | None,
     rows: str,
-    layout: str | None,
-    heads: int | None,
     as_json: bool,
     url: str,
     api_key: str | None,
     local: bool,
+    **options: Any,
 ) -> None:
     """Runs each VARIANT on the tensors in the file SOURCE, and compares it with the baseline.
 
@@ -86,16 +85,16 @@ def compare(
     qkv compare linear taylor in.safetensors -p causal=true
     qkv compare '{"variant": "taylor", "parameters": {"causal": true}}' in.npz
     """
-    typed = typed_tensors(source) | typed_variants(variants, parameters)
-    typed |= typed_parameters(parameters, "/anchor") | typed_flags(
-        anchor=anchor, rows=rows, repeats=repeats, layer_layout=layout, layer_heads=heads
-    )
+    layer = layer_flags(options)
+    typed = typed_tensors(source) | typed_variants(variants, parameters) | typed_layer(layer)
+    typed |= typed_parameters(parameters, "/anchor")
+    typed |= typed_flags(anchor=anchor, rows=rows, repeats=repeats)
     with one_line_errors(typed):
-        message = tensor_files.read(source, "inputs")
+        message = tensor_files.read(source, "inputs", layer.get("prefix"))
         fields = message.fields
         shared = get_object(fields, "parameters") | dict(map(parse_parameter, parameters))
         fields.pop("parameters", None)
-        override_object(fields, "layer", drop_unset(layout=layout, heads=heads))
+        override_object(fields, "layer", layer)
         override(
             fields,
             variants=build_choices([parse_variant(word) for word in variants], shared),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Final
 
 import click
 
@@ -11,28 +13,56 @@ from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import (
     API_KEY,
+    KV_HEADS,
     LOCAL,
+    PREFIX,
+    ROPE,
     SOURCE,
     TARGET,
     URL,
-    override,
-    typed_flags,
+    drop_unset,
     typed_tensors,
 )
 from qkv.cli.service import report, send
+from qkv.cli.weights_file import read_weights
 from qkv.client.request_builders import build_message
 
 __all__ = ["convert"]
+
+_FIELDS: Final = (
+    "from", "to", "prefix", "heads", "kv_heads", "rope", "to_order", "grouped", "bias",
+)  # fmt: skip
 
 
 @click.command(short_help="Converts a layer's weights to another layout.")
 @SOURCE
 @TARGET
 @click.option(
-    "--from", "layout", metavar="NAME", required=True, help="The layout of SOURCE: v1 or v2."
+    "--from",
+    "layout",
+    metavar="NAME",
+    help="The layout of SOURCE, such as v2 or llama.  [default: as names and shapes show]",
 )
 @click.option("--to", "target_layout", metavar="NAME", required=True, help="The layout to write.")
-@click.option("--heads", type=int, help="The number of query heads, for the check.")
+@PREFIX
+@click.option(
+    "--heads",
+    type=int,
+    help="The number of query heads, for layouts that keep the tensors of a head together.",
+)
+@KV_HEADS
+@ROPE
+@click.option(
+    "--to-order",
+    type=click.Choice(["half", "interleaved"]),
+    help="The rotary order to write.  [default: that of the layout, else that of SOURCE]",
+)
+@click.option(
+    "--grouped",
+    type=click.Choice(["refuse", "repeat"]),
+    help="If the layout has as many key heads as query heads: refuse fewer key heads, or repeat "
+    "each for its query heads.  [default: refuse]",
+)
 @click.option(
     "--bias",
     type=click.Choice(["refuse", "augment"]),
@@ -45,30 +75,31 @@ __all__ = ["convert"]
 def convert(
     source: Path,
     target: Path,
-    layout: str,
+    layout: str | None,
     target_layout: str,
-    heads: int | None,
-    bias: str | None,
     url: str,
     api_key: str | None,
     local: bool,
+    **options: Any,
 ) -> None:
-    """Converts the layer's weights in the file SOURCE to another layout.
+    """Converts a layer's weights in the file SOURCE to another layout.
 
-    No bit is lost. Both layers run on the same input to check that. Files are .safetensors, .npz
-    or .json.
+    No bit is lost. Both layers run on the same input to check that. SOURCE may be a whole model:
+    --prefix selects the layer, and `qkv layers` lists them. Only that layer is read and sent.
+
+    Files are .safetensors, .npz or .json. SOURCE may also be the model.safetensors.index.json of a
+    model in several files, or a folder.
 
     \b
     qkv convert in.safetensors --from v2 --to v1 -o out.safetensors
+    qkv convert model.safetensors --prefix model.layers.0.self_attn --to v1 \\
+        --heads 32 --grouped repeat -o out.safetensors
     """
-    typed = typed_tensors(source) | typed_flags(
-        from_=layout, to=target_layout, heads=heads, bias=bias
-    )
-    with one_line_errors(typed):
+    flags = drop_unset(**{"from": layout, "to": target_layout}, **options)
+    typed = {f"/{name}": f"--{name.replace('_', '-')}" for name in _FIELDS}
+    with one_line_errors(typed_tensors(source) | typed):
         tensor_files.check_target(target)
-        message = tensor_files.read(source, "tensors")
-        message.fields.pop("check", None)  # of the conversion that wrote this file
-        override(message.fields, heads=heads, bias=bias, **{"from": layout, "to": target_layout})
+        message = read_weights(source, flags, local)
         if local:
             from qkv.engine.local import convert_message
 
@@ -81,7 +112,18 @@ def convert(
         encoding = "lists" if exact and message.encoding == "lists" else "base64"
         tensor_files.write(target, replace(response, encoding=encoding), "tensors")
     report(response, target)
-    check = response.fields["check"]
+    _describe(response.fields)
+
+
+def _describe(fields: Mapping[str, Any]) -> None:
+    """Prints the layouts, the names that were left out, and the check."""
+    order = f", rotary order {fields['rotary_order']}" if fields["rotary_order"] else ""
+    place = f" at {fields['prefix']}" if fields["prefix"] else ""
+    click.echo(f"from {fields['from']}{place} to {fields['to']}{order}")
+    if ignored := fields["ignored"]:
+        more = f" and {len(ignored) - 8} more" if len(ignored) > 8 else ""
+        click.echo(f"not part of the attention: {', '.join(ignored[:8])}{more}")
+    check = fields["check"]
     click.echo(
         f"on the same input both layers differ by {check['largest_absolute_difference']:.3g} "
         f"at most; the largest output is {check['largest_absolute_output']:.3g}"

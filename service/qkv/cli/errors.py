@@ -16,13 +16,14 @@ from qkv.errors import QkvError
 
 __all__ = ["OneLineErrorGroup", "one_line_errors"]
 
-_FLAGS: Final = "bias|heads|weights|rows|repeats|layout"
+_FLAGS: Final = "bias|heads|weights|rows|repeats|layout|prefix|grouped"
 _AS_TYPED: Final = (  # forms of JSON in an error of the service, and how they are typed
     (re.compile(rf'"({_FLAGS})": "?(\w+)"?'), r"--\1 \2"),
     (re.compile(r'\{"(rows|top_k|pool)": \[?([^\]}]*)\]?\}'), r"\1=\2"),
     (re.compile(rf'"({_FLAGS})" '), r"--\1 "),
     (re.compile(r"`(rows|repeats)`"), r"--\1"),
-    (re.compile(r"\blayer\.(layout|heads)\b"), r"--\1"),
+    (re.compile(r"\blayer\.(layout|heads|prefix|rope|alibi)\b"), r"--\1"),
+    (re.compile(r'"kv_heads"(?= )|\blayer\.kv_heads\b'), "--kv-heads"),
     (re.compile(r"\b(?:(?:variants\.\d+|anchor)\.)?parameters\.(\w+)"), r"\1"),
 )
 

@@ -12,7 +12,9 @@ from qkv.cli.attend import attend, gradients
 from qkv.cli.check_variant import check_variant
 from qkv.cli.compare import compare
 from qkv.cli.convert import convert
+from qkv.cli.detect import detect
 from qkv.cli.errors import OneLineErrorGroup, one_line_errors
+from qkv.cli.layers import layers
 from qkv.cli.sweep import sweep
 from qkv.cli.variants import variants
 from qkv.version import __version__
@@ -64,7 +66,17 @@ def serve(**flags: Any) -> None:
         sys.exit(run_service(settings))
 
 
-for command in (variants, attend, gradients, compare, sweep, convert, check_variant):
+for command in (
+    variants,
+    attend,
+    gradients,
+    compare,
+    sweep,
+    layers,
+    convert,
+    detect,
+    check_variant,
+):
     main.add_command(command)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 
+from qkv.cli.checkpoint import is_checkpoint
 from qkv.client.environment import DEFAULT_URL
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.wire import json
@@ -15,24 +16,31 @@ from qkv.wire import json
 __all__ = [
     "API_KEY",
     "HEADS",
-    "LAYOUT",
+    "KV_HEADS",
     "LOCAL",
     "PARAMETERS",
+    "PREFIX",
     "REPEATS",
+    "ROPE",
     "SOURCE",
     "TARGET",
     "URL",
     "drop_unset",
     "get_object",
+    "layer_flags",
+    "layer_options",
     "override",
     "override_object",
     "parse_parameter",
     "parse_variant",
     "typed_flags",
+    "typed_layer",
     "typed_parameters",
     "typed_tensors",
     "typed_variants",
 ]
+
+_LAYER_FIELDS: Final = ("layout", "prefix", "heads", "kv_heads", "rope", "alibi")
 
 SOURCE: Final = click.argument("source", type=click.Path(path_type=Path))
 TARGET: Final = click.option(
@@ -77,10 +85,67 @@ PARAMETERS: Final = click.option(
 REPEATS: Final = click.option(
     "--repeats", type=int, metavar="N", help="Timed runs of each.  [default: the service's]"
 )
-LAYOUT: Final = click.option(
-    "--layout", metavar="NAME", help="The layout of the layer's weights: v1 or v2."
-)
 HEADS: Final = click.option("--heads", type=int, help="The number of query heads of the layer.")
+KV_HEADS: Final = click.option(
+    "--kv-heads", type=int, help="The number of key heads.  [default: as the weights show]"
+)
+PREFIX: Final = click.option(
+    "--prefix",
+    metavar="NAME",
+    help="The layer's names up to those of its layout, such as model.layers.0.self_attn.  "
+    "[default: the only layer]",
+)
+
+
+def _parse_object(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> dict[str, Any] | None:
+    try:
+        value = None if text is None else json.load(text)
+    except QkvError:
+        value = text
+    if value is None or isinstance(value, dict):
+        return value
+    raise click.BadParameter(f"got {text!r}, expected a JSON object.")
+
+
+ROPE: Final = click.option(
+    "--rope",
+    callback=_parse_object,
+    metavar="JSON",
+    help='The rotary embedding, such as \'{"base": 500000, "order": "half"}\'.',
+)
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def layer_options(command: _Command) -> _Command:
+    """Decorates a command with the options of a layer; `layer_flags` has their values."""
+    layout = click.option(
+        "--layout",
+        metavar="NAME",
+        help="The layout of the layer's weights, such as v2 or llama; auto finds it.",
+    )
+    alibi = click.option(
+        "--alibi",
+        type=click.Choice(["plain", "scaled"]),
+        help="Add ALiBi's biases to the scores; scaled: before these are scaled, as Falcon does.",
+    )
+    for option in (alibi, ROPE, KV_HEADS, HEADS, PREFIX, layout):  # the last is the first in --help
+        command = option(command)
+    return command
+
+
+def layer_flags(options: dict[str, Any]) -> dict[str, Any]:
+    """Removes the values of `layer_options` from a command's options.
+
+    Returns:
+        Those that are set, as members of the field `layer`.
+    """
+    flags = {name: options.pop(name) for name in _LAYER_FIELDS}
+    if flags["alibi"] == "plain":
+        flags["alibi"] = True
+    return drop_unset(**flags)
 
 
 def drop_unset(**values: Any) -> dict[str, Any]:
@@ -147,13 +212,17 @@ def parse_parameter(text: str) -> tuple[str, Any]:
 def typed_flags(**flags: Any) -> dict[str, str]:
     """Returns the words of the flags that are set, for fields of the same names.
 
-    `layer_heads` and `layer_layout` are the members of the field `layer`; a `_` at the end of a
-    name is dropped.
+    A `_` at the end of a name is dropped.
     """
     return {
-        f"/{name.rstrip('_').replace('layer_', 'layer/')}": f"--{name.rpartition('layer_')[2]}"
-        for name, value in drop_unset(**flags).items()
+        f"/{name.rstrip('_')}": f"--{name.rstrip('_').replace('_', '-')}"
+        for name in drop_unset(**flags)
     }
+
+
+def typed_layer(layer: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the words of the flags of a layer: of all if one is set, since it needs others."""
+    return {f"/layer/{n}": f"--{n.replace('_', '-')}" for n in _LAYER_FIELDS if layer}
 
 
 def typed_parameters(words: Iterable[str], within: str = "") -> dict[str, str]:
@@ -175,7 +244,7 @@ def typed_variants(variants: Sequence[str], parameters: Iterable[str]) -> dict[s
 
 def typed_tensors(source: Path) -> dict[str, str]:
     """Returns the names of tensors in a file. A JSON file has the pointers themselves."""
-    if source.suffix == ".json":
+    if source.suffix == ".json" and not is_checkpoint(source):
         return {}
     named = {"/inputs": "{}", "/tensors": "{}", "/layer/tensors": "layer.{}"}
     return {pointer: f"{name} in {source.name}" for pointer, name in named.items()}

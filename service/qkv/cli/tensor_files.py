@@ -6,46 +6,96 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from qkv.cli.checkpoint import Checkpoint
+from qkv.cli.torch_files import refuse_torch_file
+from qkv.client.layer_tensors import below, is_needed
 from qkv.errors import InvalidContent, QkvError
 from qkv.tensors import RawTensor
 from qkv.wire import Chunk, json, safetensors
 from qkv.wire.message import Message
+from qkv.wire.safetensors import LAYER
 
-__all__ = ["SUFFIXES", "check_target", "read", "replace_file", "write"]
+__all__ = ["SUFFIXES", "check_target", "needed", "read", "replace_file", "write"]
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 
-_LAYER_PREFIX: Final = "layer."
 
+def read(path: Path, group: str, prefix: str | None = None) -> Message:
+    """Reads a file: inputs and optionally a layer, or only weights.
 
-def read(path: Path, group: str) -> Message:
-    """Reads a file.
+    Beside inputs, tensors of a layer are named `layer.<name>`; in JSON they are in `layer.tensors`.
+    A .json or .safetensors file may have the fields of a request too.
 
-    Tensors of a layer are named `layer.<name>`; in JSON they are in `layer.tensors`. A .json or
-    .safetensors file may have the fields of a request too.
+    Args:
+        path: of the file.
+        group: "inputs" or "tensors".
+        prefix: of the layer's names; None: that in the file, if it has one.
 
     Raises:
-        QkvError: the content does not match the suffix.
+        QkvError: the content does not match the suffix, or no tensor has the prefix.
         OSError: the file cannot be read.
     """
+    refuse_torch_file(path)
     if path.suffix not in SUFFIXES:
         raise _unknown_suffix(path)
-    content = path.read_bytes()
     try:
         match path.suffix:
             case ".safetensors":
-                # a writable buffer: torch warns about a read-only one
-                return safetensors.decode(memoryview(bytearray(content)), group)
+                message = _read_checkpoint(path, group, prefix)
             case ".json":
-                return json.decode(content, group)
-        return _decode_npz(content)
+                message = json.decode(path.read_bytes(), group)
+            case _:
+                message = _decode_npz(path.read_bytes(), group)
     except QkvError as error:
-        error.detail = f"{path}: {error.detail}"
+        if str(path) not in error.detail:
+            error.detail = f"{path}: {error.detail}"
         raise
+    if group == "inputs":
+        message.layer = needed(message.layer, _prefix_of(message.fields, prefix), "/layer")
+    return message
+
+
+def needed(
+    tensors: Mapping[str, RawTensor], prefix: object, pointer: str = ""
+) -> dict[str, RawTensor]:
+    """Returns the floating tensors below a prefix, and those that have no dtype.
+
+    Raises:
+        InvalidContent: no tensor has the prefix, or a weight is not floating.
+    """
+    return {
+        name: tensors[name]
+        for name in below(tensors, prefix, pointer)
+        if tensors[name].is_untyped or is_needed(name, tensors[name].dtype, pointer)
+    }
+
+
+def _prefix_of(fields: Mapping[str, Any], prefix: str | None) -> object:
+    """Returns the prefix of a flag, else that in the fields of a request."""
+    layer = fields.get("layer")
+    return layer.get("prefix") if prefix is None and isinstance(layer, dict) else prefix
+
+
+def _read_checkpoint(path: Path, group: str, prefix: str | None) -> Message:
+    """Reads inputs, and of the layer only the tensors that a run needs."""
+    checkpoint = Checkpoint(path)
+    fields = checkpoint.fields
+    encoding = json.pop_encoding(fields)
+    layer = [n for n in checkpoint.names if group == "inputs" and n.startswith(LAYER)]
+    tensors = {n: checkpoint.read(n) for n in checkpoint.names if n not in layer}
+    if layer:
+        fields.setdefault("layer", {})
+    names = below((n.removeprefix(LAYER) for n in layer), _prefix_of(fields, prefix), "/layer")
+    weights = {
+        n: checkpoint.read(LAYER + n)
+        for n in names
+        if is_needed(n, checkpoint.dtype(LAYER + n), "/layer")
+    }
+    return Message(fields, tensors, weights, encoding)
 
 
 def write(path: Path, message: Message, group: str) -> None:
@@ -101,22 +151,27 @@ def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
         raise InvalidContent(f"{path} is in a directory that does not exist: {path.parent}")
 
 
-def _decode_npz(content: bytes) -> Message:
+def _decode_npz(content: bytes, group: str) -> Message:
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except Exception as error:  # numpy, zipfile and zlib have a dozen for damaged files
         raise InvalidContent(f"not an .npz file of plain arrays: {error}") from None
-    tensors = {}
+    tensors, layer = {}, {}
     for name, array in arrays.items():
+        in_layer = group == "inputs" and name.startswith(LAYER)
+        if (in_layer or group == "tensors") and not is_needed(name, array.dtype.name):
+            continue
         try:
-            tensors[name] = RawTensor.from_numpy(array)
+            tensor = RawTensor.from_numpy(array)
         except QkvError as error:
             error.detail = f"{name}: {error.detail}"
             raise
-    layer = {n: t for n, t in tensors.items() if n.startswith(_LAYER_PREFIX)}
-    inputs = {n: t for n, t in tensors.items() if n not in layer}
-    return Message({}, inputs, {n.removeprefix(_LAYER_PREFIX): t for n, t in layer.items()})
+        if in_layer:
+            layer[name.removeprefix(LAYER)] = tensor
+        else:
+            tensors[name] = tensor
+    return Message({}, tensors, layer)
 
 
 def _encode_npz(arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -12,6 +12,8 @@ import httpx
 
 from qkv.client.async_connections import AsyncConnections, exchange
 from qkv.client.comparison import Comparison
+from qkv.client.detect_requests import build_detect
+from qkv.client.detected import Detected
 from qkv.client.direct_transport import RequestTemplates, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, aiter_events
@@ -139,13 +141,41 @@ class AsyncClient:
         self,
         tensors: Mapping[str, Any],
         *,
-        source: str,
         target: str,
+        source: str = "auto",
+        prefix: str | None = None,
         heads: int | None = None,
+        kv_heads: int | None = None,
+        rope: Mapping[str, Any] | None = None,
+        to_order: str | None = None,
+        grouped: str | None = None,
         bias: str | None = None,
     ) -> Converted:
         """Converts weights to another layout: see `Client.convert`."""
-        return await self.send(build_convert(tensors, source, target, heads, bias))
+        return await self.send(
+            build_convert(
+                tensors, source, target, prefix=prefix, heads=heads, kv_heads=kv_heads, rope=rope,
+                to_order=to_order, grouped=grouped, bias=bias,
+            )
+        )  # fmt: skip
+
+    async def detect(
+        self,
+        tensors: Mapping[str, Any],
+        x: Any,
+        y: Any,
+        *,
+        source: str = "auto",
+        prefix: str | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        rope: Mapping[str, Any] | None = None,
+        scale: float | None = None,
+    ) -> list[Detected]:
+        """Finds layout, heads and rotary order of a layer: see `Client.detect`."""
+        known = {"prefix": prefix, "heads": heads, "kv_heads": kv_heads, "scale": scale}
+        fields = {"from": source, **known, "rope": rope and dict(rope)}
+        return await self.send(build_detect(tensors, x, y, fields))
 
     async def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue: see `Client.variants`."""

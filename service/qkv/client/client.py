@@ -10,6 +10,8 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from qkv.client.comparison import Comparison
+from qkv.client.detect_requests import build_detect
+from qkv.client.detected import Detected
 from qkv.client.direct_transport import RequestTemplates, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, iter_events
@@ -85,8 +87,9 @@ class Client:
 
         Args:
             variant: its name, for instance "softmax".
-            layer: {"layout": "v1" or "v2", "heads": n, "tensors": {...}}, the weights of the
-                query, key and value projections.
+            layer: {"layout": "auto", "heads": n, "prefix": "...", "tensors": {...}}: the weights of
+                the projections. The tensors may be the `state_dict()` of a whole model: the client
+                sends the floating ones below the prefix.
             outputs: the names of the outputs to return; None: output and weights.
             weights: the form of the weights: "full", "none", "stats", {"rows": [0, 5]},
                 {"top_k": 8} or {"pool": 64}. The run has them in `outputs`: `weights`, and with
@@ -195,25 +198,79 @@ class Client:
         self,
         tensors: Mapping[str, Any],
         *,
-        source: str,
         target: str,
+        source: str = "auto",
+        prefix: str | None = None,
         heads: int | None = None,
+        kv_heads: int | None = None,
+        rope: Mapping[str, Any] | None = None,
+        to_order: str | None = None,
+        grouped: str | None = None,
         bias: str | None = None,
     ) -> Converted:
-        """Converts a layer's weights, such as a `state_dict()`, to another layout.
+        """Converts a layer's weights to another layout. Numbers are moved only; no bit changes.
 
         Args:
-            tensors: the weights, by name.
-            source: the layout of the weights: "v1" or "v2".
-            target: the layout to convert to.
-            heads: query heads; None: one.
+            tensors: weights by name, such as the `state_dict()` of a layer or of a whole model.
+                The client sends the floating tensors below `prefix`.
+            target: the layout to convert to, such as "v1" or "llama".
+            source: the layout of the weights; "auto" is the one that names and shapes show.
+            prefix: the names before those of the layout, such as "model.layers.0.self_attn"; None:
+                the only layer.
+            heads: query heads, for layouts that keep the tensors of a head together.
+            kv_heads: key heads; None: as many as the matrices show, else as many as query heads.
+            rope: the rotary embedding of the source, {"order": "interleaved", "dims": 64}.
+            to_order: the rotary order of the result, "half" or "interleaved"; None: that of the
+                target layout, else that of the source.
+            grouped: "repeat" repeats each key and value head for its query heads if the target has
+                as many of both; "refuse" (the default of the service) rejects grouped heads.
             bias: "augment" stores a bias, for which v1 has no place, as one more row of the
                 weight; "refuse" (the default of the service) rejects it.
 
         Raises:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
-        return self.send(build_convert(tensors, source, target, heads, bias))
+        return self.send(
+            build_convert(
+                tensors, source, target, prefix=prefix, heads=heads, kv_heads=kv_heads, rope=rope,
+                to_order=to_order, grouped=grouped, bias=bias,
+            )
+        )  # fmt: skip
+
+    def detect(
+        self,
+        tensors: Mapping[str, Any],
+        x: Any,
+        y: Any,
+        *,
+        source: str = "auto",
+        prefix: str | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        rope: Mapping[str, Any] | None = None,
+        scale: float | None = None,
+    ) -> list[Detected]:
+        """Finds layout, heads, rotary order and scale of a layer by running it.
+
+        Args:
+            tensors: the weights, such as a `state_dict()`, by name.
+            x: hidden states (L, M) or (B, L, M).
+            y: the output of the real module for x, its output projection included.
+            source: the layout of the weights; "auto" tries those that names and shapes allow.
+            prefix: of the names of the layer's tensors.
+            heads, kv_heads: numbers of query and key heads, if they are known.
+            rope: base, order, dims and scaling of the rotary embedding, if they are known.
+            scale: one more factor of the scores to try.
+
+        Returns:
+            At most ten candidates, best first.
+
+        Raises:
+            QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
+        """
+        known = {"prefix": prefix, "heads": heads, "kv_heads": kv_heads, "scale": scale}
+        fields = {"from": source, **known, "rope": rope and dict(rope)}
+        return self.send(build_detect(tensors, x, y, fields))
 
     def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue.

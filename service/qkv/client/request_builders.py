@@ -18,6 +18,7 @@ import orjson
 from qkv.client.arrays import FromRaw, from_raw_like, is_array, to_raw
 from qkv.client.comparison import Comparison
 from qkv.client.event_source import EVENT_STREAM
+from qkv.client.layer_tensors import select
 from qkv.client.results import Converted, Gradients, Run
 from qkv.errors import InvalidContent
 from qkv.wire import Codec, json, safetensors
@@ -36,8 +37,10 @@ __all__ = [
     "build_gradients",
     "build_inputs_message",
     "build_message",
+    "build_post",
     "build_sweep",
     "build_variants",
+    "choose_codec",
     "gradients_path",
     "run_path",
 ]
@@ -85,7 +88,7 @@ def build_attend(
         weights_are = fields.get("weights_are")
         return Run(fields["variant"], outputs, fields["timing"], weights_are, weights or "full")
 
-    return _build_post(run_path(variant), message, "inputs", parse)
+    return build_post(run_path(variant), message, "inputs", parse)
 
 
 def build_gradients(
@@ -102,7 +105,7 @@ def build_gradients(
         gradients = _restore_tensors(reply, from_raw)
         return Gradients(reply.fields["variant"], gradients, reply.fields["timing"])
 
-    return _build_post(gradients_path(variant), message, "inputs", parse)
+    return build_post(gradients_path(variant), message, "inputs", parse)
 
 
 def build_inputs_message(
@@ -121,7 +124,7 @@ def build_inputs_message(
     layer_tensors: dict[str, Any] = {}
     if isinstance(layer, Mapping):
         fields["layer"] = {k: v for k, v in layer.items() if k != "tensors"}
-        layer_tensors = {n: to_raw(array) for n, array in layer.get("tensors", {}).items()}
+        layer_tensors = select(layer.get("tensors", {}), layer.get("prefix"), "/layer")
     elif layer is not None:
         fields["layer"] = layer  # the service rejects it
     message = Message(fields, {n: to_raw(array) for n, array in arrays.items()}, layer_tensors)
@@ -160,12 +163,12 @@ def build_compare(
 
 def build_compare_message(message: Message) -> RequestSpec[Comparison]:
     """Builds the request that compares variants from a message."""
-    return _build_post(
+    return build_post(
         "/v1/compare",
         message,
         "inputs",
         lambda response: Comparison.from_json(response.json()),
-        _choose_codec(message),
+        choose_codec(message),
         "application/json",
     )
 
@@ -207,26 +210,34 @@ def build_choice(variant: Choice, parameters: Mapping[str, Any]) -> dict[str, An
 
 
 def build_convert(
-    tensors: Mapping[str, Any], source: str, target: str, heads: int | None, bias: str | None
+    tensors: Mapping[str, Any], source: str, target: str, **options: Any
 ) -> RequestSpec[Converted]:
     """Builds the request that converts weights; the arguments are those of `Client.convert`."""
-    fields = {"from": source, "to": target} | _drop_unset(heads=heads, bias=bias)
-    message = Message(fields, {name: to_raw(array) for name, array in tensors.items()})
-    from_raw = from_raw_like(next(iter(tensors.values()), None))
+    fields = {"from": source, "to": target} | _drop_unset(**options)
+    message = Message(fields, select(tensors, options.get("prefix")))
+    from_raw = from_raw_like(tensors[next(iter(message.tensors))] if message.tensors else None)
 
     def parse(response: httpx.Response) -> Converted:
         reply = safetensors.decode(response.content, "tensors")
-        return Converted(_restore_tensors(reply, from_raw), reply.fields["check"])
+        fields = reply.fields
+        return Converted(
+            _restore_tensors(reply, from_raw),
+            fields["check"],
+            fields["from"],
+            fields["prefix"],
+            tuple(fields["ignored"]),
+            fields["rotary_order"],
+        )
 
-    return _build_post("/v1/convert", message, "tensors", parse)
+    return build_post("/v1/convert", message, "tensors", parse)
 
 
 def build_message(
     path: str, message: Message, group: str, response_group: str
 ) -> RequestSpec[Message]:
     """Builds the request that posts a message and parses its response to a message."""
-    codec = _choose_codec(message)
-    return _build_post(
+    codec = choose_codec(message)
+    return build_post(
         path, message, group, lambda r: safetensors.decode(r.content, response_group), codec
     )
 
@@ -251,7 +262,7 @@ def build_variants() -> RequestSpec[list[dict[str, Any]]]:
     return RequestSpec("GET", "/v1/variants", parse)
 
 
-def _build_post(
+def build_post(
     path: str,
     message: Message,
     group: str,
@@ -259,16 +270,18 @@ def _build_post(
     codec: Codec = safetensors,
     accept: str = safetensors.MEDIA_TYPE,
 ) -> RequestSpec[_T]:
+    """Builds the request that posts a message; `parse` reads its response."""
     headers = {"Content-Type": codec.MEDIA_TYPE, "Accept": accept}
     return RequestSpec("POST", path, parse, b"".join(codec.encode(message, group)), headers)
 
 
-def _choose_codec(message: Message) -> Codec:
+def choose_codec(message: Message) -> Codec:
     """Returns JSON if a tensor has no dtype, else safetensors.
 
     A number without a dtype gets one from the input that it is for, which the service knows.
     """
-    has_untyped = any(t.is_untyped for t in (*message.tensors.values(), *message.layer.values()))
+    groups = message.tensors, message.layer, message.check
+    has_untyped = any(tensor.is_untyped for group in groups for tensor in group.values())
     return json if has_untyped else safetensors
 
 

@@ -89,10 +89,19 @@ class Converted:
         tensors: the weights in the target layout, by name.
         check: the largest difference between the outputs of both layers on one random input, and
             the largest output.
+        source: the layout of the tensors that were sent, found by the service for "auto".
+        prefix: of the layer's names among them; "" if they had none.
+        ignored: the names of sent tensors that belong to no part of the attention.
+        rotary_order: the order of the query's and key's channels, "half" or "interleaved"; None if
+            neither layout nor `rope` gives one.
     """
 
     tensors: Mapping[str, Any]
     check: Mapping[str, Any]
+    source: str
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    rotary_order: str | None = None
 
     def __repr__(self) -> str:
         return f"Converted({', '.join(_describe_arrays(self.tensors))})"

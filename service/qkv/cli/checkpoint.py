@@ -1,0 +1,188 @@
+"""A checkpoint: the tensors of a safetensors file, or of several that an index names.
+
+Only the headers are read, until `read` reads a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+
+from qkv.cli.torch_files import refuse_torch_file
+from qkv.errors import InvalidContent, QkvError
+from qkv.tensors import RawTensor
+from qkv.wire import safetensors
+
+__all__ = ["SUFFIX", "Checkpoint", "is_checkpoint"]
+
+SUFFIX: Final = ".safetensors"
+_INDEX: Final = ".index.json"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns True for a safetensors file, an index of some, or a folder."""
+    return path.suffix == SUFFIX or path.name.endswith(_INDEX) or path.is_dir()
+
+
+class Checkpoint:
+    """The tensors of a model, or of a layer, in one or several safetensors files.
+
+    Args:
+        path: a safetensors file, an index of some (`model.safetensors.index.json`), or a folder
+            that contains one of them.
+
+    Attributes:
+        path: of the file or the index.
+        names: of all tensors, layer 2 before layer 10.
+
+    Raises:
+        InvalidContent: a file is damaged or missing, or the folder has none.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = _find_in(path) if path.is_dir() else path
+        self._open: dict[Path, Any] = {}
+        self._files: Mapping[str, Path]  # of each tensor
+        if self.path.name.endswith(_INDEX):
+            self._files = _read_index(self.path)
+        else:
+            self._files = dict.fromkeys(self._file(self.path).keys(), self.path)
+        self.names = sorted(self._files, key=_natural)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a request or response that qkv wrote beside the tensors.
+
+        Raises:
+            QkvError: they are not JSON.
+        """
+        if self.path.name.endswith(_INDEX):
+            return {}
+        try:
+            return safetensors.decode_metadata(self._file(self.path).metadata() or {})
+        except QkvError as error:
+            error.detail = f"{self.path}: {error.detail}"
+            raise
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor, from the header of its file."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Returns the dtype of a tensor; its code in the file, such as U8, if requests have none.
+
+        It is read from the header.
+        """
+        code = str(self._slice(name).get_dtype())
+        return safetensors.DTYPES.get(code, code)
+
+    def read(self, name: str) -> RawTensor:
+        """Reads a tensor whose dtype requests support.
+
+        Raises:
+            InvalidContent: they do not support it.
+        """
+        if (dtype := self.dtype(name)) not in safetensors.DTYPES.values():
+            raise InvalidContent(
+                f"{self._files[name]}: {name} has an unknown dtype: got {dtype}, expected "
+                f"{', '.join(safetensors.DTYPES)}"
+            )
+        return RawTensor.from_numpy(self._file(self._files[name]).get_tensor(name))
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file(self._files[name]).get_slice(name)
+        except SafetensorError:
+            raise InvalidContent(
+                f"{self.path}: {name} is not in {self._files[name].name}, where the index expects "
+                "it"
+            ) from None
+
+    def _file(self, path: Path) -> Any:
+        """Returns an open file: one mapped into memory, of which the header is read."""
+        if path not in self._open:
+            if path != self.path and not path.exists():
+                raise InvalidContent(
+                    f"{self.path}: a file of the index is missing: got no {path.name} beside it"
+                )
+            with path.open("rb"):
+                pass  # raises errors with the name of the file, which safe_open's do not have
+            try:
+                self._open[path] = safe_open(path, framework="np")
+            except SafetensorError as error:
+                raise InvalidContent(f"{path}: not a safetensors file: {error}") from None
+        return self._open[path]
+
+
+def _natural(name: str) -> list[str | int]:
+    """Returns a sort key: numbers in a name count as numbers."""
+    return [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d{1,18})", name))]
+
+
+def _find_in(folder: Path) -> Path:
+    """Returns the model in a folder: as transformers, one file before an index of several.
+
+    Raises:
+        InvalidContent: there is none, or there are several.
+    """
+    for name in (f"model{SUFFIX}", f"model{SUFFIX}{_INDEX}"):
+        if (folder / name).exists():
+            return folder / name
+    files = sorted(p for p in folder.iterdir() if p.is_file())
+    found = [p for p in files if p.name.endswith(f"{SUFFIX}{_INDEX}")]
+    found = found or [p for p in files if p.suffix == SUFFIX]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(p.name for p in found[:4])
+        raise InvalidContent(
+            f"{folder} has {len(found)} models: got {names}{', ...' if len(found) > 4 else ''}; "
+            "name one of them"
+        )
+    for path in files:
+        refuse_torch_file(path)
+    raise InvalidContent(f"{folder} is a directory without a {SUFFIX} file")
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """Returns the file of each tensor of an index.
+
+    Raises:
+        InvalidContent: it is no index of safetensors files in its folder.
+        OSError: it cannot be read.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidContent(f"{path}: not JSON: {error}") from None
+    names = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise InvalidContent(f"{path}: not an index: expected weight_map, an object of file names")
+    for tensor, name in names.items():
+        if not isinstance(name, str) or not _is_inside(name):
+            raise InvalidContent(
+                f"{path}: weight_map is wrong at {tensor}: got {name!r:.200}, expected the name of "
+                "a file in the same folder"
+            )
+        refuse_torch_file(path.parent / name)
+        if not name.endswith(SUFFIX):
+            raise InvalidContent(
+                f"{path}: weight_map is wrong at {tensor}: got {name!r:.200}, expected a {SUFFIX} "
+                "file"
+            )
+    return {tensor: path.parent / name for tensor, name in names.items()}
+
+
+def _is_inside(name: str) -> bool:
+    """Returns True if a path stays in the folder that it begins in, on any system.
+
+    A file may be a link to elsewhere, as in the cache of huggingface_hub.
+    """
+    path = PureWindowsPath(name)  # splits at both kinds of slash
+    return bool(path.name) and not path.anchor and ".." not in path.parts and "\0" not in name

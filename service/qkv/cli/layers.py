@@ -1,0 +1,80 @@
+"""The command `qkv layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from qkv.cli import tensor_files
+from qkv.cli.checkpoint import Checkpoint, is_checkpoint
+from qkv.cli.errors import one_line_errors
+from qkv.cli.options import SOURCE
+from qkv.cli.service import line_width
+from qkv.client.tables import Table
+from qkv.errors import InvalidContent
+from qkv.wire import json
+
+__all__ = ["layers"]
+
+_HEAD: Final = ("layer", "layout", "hidden", "query", "key", "output", "biases", "norms")
+
+
+@click.command(short_help="Lists the attention layers of a model's file.")
+@SOURCE
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def layers(source: Path, as_json: bool) -> None:
+    """Lists the attention layers in the file SOURCE, with the layout and the sizes of each.
+
+    Only the headers of files are read. Needs pip install '.[server]'. SOURCE is a .safetensors
+    file, the model.safetensors.index.json of a model in several files, or a folder with one of
+    them.
+
+    The widths of query and key are those of all heads side by side. Output is the width of the
+    output projection's result, if there is one. Norms are QK-norms.
+
+    \b
+    qkv layers model.safetensors
+    """
+    with one_line_errors():
+        shapes = _shapes(source)
+        from qkv.engine.local import layers as find_layers
+
+        found = find_layers(shapes)
+        if not found and not as_json:
+            names = ", ".join(map(repr, list(shapes)[:4])) or "no tensor"
+            more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
+            raise InvalidContent(f"{source} has no attention layer: got {names}{more}")
+    click.echo(json.dump(found) if as_json else _table(source, found).text(line_width()))
+
+
+def _shapes(source: Path) -> dict[str, tuple[int, ...]]:
+    if is_checkpoint(source):
+        checkpoint = Checkpoint(source)
+        return {name: checkpoint.shape(name) for name in checkpoint.names}
+    message = tensor_files.read(source, "tensors")
+    return {name: tensor.shape for name, tensor in message.tensors.items()}
+
+
+def _table(source: Path, found: Sequence[Mapping[str, Any]]) -> Table:
+    count = "1 attention layer" if len(found) == 1 else f"{len(found)} attention layers"
+    notes = [f"{layer['prefix']}: {layer['problem']}" for layer in found if layer["problem"]]
+    notes += [f"{layer['prefix']} has attention sinks." for layer in found if layer["sinks"]]
+    if any(len(layer["layouts"]) > 1 for layer in found):
+        notes.append("Several layouts fit the same names and shapes: name the right one.")
+    return Table(_HEAD, [(f"{count} in {source.name}", list(map(_row, found)))], notes)
+
+
+def _row(layer: Mapping[str, Any]) -> list[str]:
+    widths = [layer[f"{name}_width"] for name in ("hidden", "query", "key", "output")]
+    biases = layer["biases"]
+    all_of_them = 3 + (layer["output_width"] is not None)
+    return [
+        layer["prefix"] or "(no prefix)",
+        " or ".join(layer["layouts"]),
+        *("–" if width is None else str(width) for width in widths),
+        "all" if len(biases) == all_of_them else " ".join(biases) or "–",
+        "yes" if layer["norms"] else "–",
+    ]

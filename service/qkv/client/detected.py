@@ -1,0 +1,83 @@
+"""A candidate of a detection, as the client returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+__all__ = ["Detected"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Detected:
+    """A way to run a layer, and how well it fits the output of the real module.
+
+    Attributes:
+        layout: of the tensors.
+        heads, kv_heads: the numbers of query heads and key heads.
+        rotary: the order of rotary channels, "half" or "interleaved"; None: there is no rotary
+            embedding.
+        scale: the factor of the scores.
+        causal: True if no query attends to later keys.
+        rope: the rotary embedding as the field of a layer: base, order, dims, scaling; or None.
+        alibi: True if ALiBi's biases are added to the scores, "scaled" if before these are scaled.
+        qk_norm: eps and offset of QK-norm; None: the layer has none.
+        error: largest absolute difference to the module's output, divided by its largest size.
+    """
+
+    layout: str
+    heads: int
+    kv_heads: int
+    rotary: str | None
+    scale: float
+    causal: bool
+    rope: Mapping[str, Any] | None
+    alibi: bool | Literal["scaled"]
+    qk_norm: Mapping[str, Any] | None
+    error: float
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Returns a candidate of a response; ignores members of later versions."""
+        return cls(**{field.name: document[field.name] for field in fields(cls)})
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the members as JSON."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """The argument `layer=` of `attend`, still without `tensors` and `prefix`."""
+        layer: dict[str, Any] = {
+            "layout": self.layout,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+        }
+        if self.rope is not None:
+            layer["rope"] = dict(self.rope)
+        if self.alibi:
+            layer["alibi"] = self.alibi
+        if self.qk_norm is not None:
+            layer["qk_norm"] = dict(self.qk_norm)
+        return layer
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of `softmax`: scale and causal."""
+        return {"scale": self.scale, "causal": self.causal}
+
+    @property
+    def positions(self) -> str:
+        """Rotary embedding, ALiBi, or "none", in a few words."""
+        if self.rope is None:
+            return "alibi" if self.alibi else "none"
+        dims = f", dims {self.rope['dims']}" if "dims" in self.rope else ""
+        return f"{self.rotary}, base {self.rope['base']:g}{dims}"
+
+    def __repr__(self) -> str:
+        mask = "causal" if self.causal else "not causal"
+        return (
+            f"Detected({self.layout}, heads={self.heads}, kv_heads={self.kv_heads}, "
+            f"positions: {self.positions}, scale={self.scale:.4g}, {mask}, error={self.error:.2g})"
+        )

@@ -1,0 +1,82 @@
+"""Tests of the refusal of files of `torch.save`, and of the command in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from support.checkpoints import gpt2
+from support.commands import error_of, stdout_of
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "attend": ("attend", "softmax", "-o", "out.npz"),
+    "gradients": ("gradients", "softmax", "-o", "out.npz"),
+    "compare": ("compare", "softmax"),
+    "convert": ("convert", "--to", "v1", "-o", "out.npz"),
+    "detect": ("detect", "--check", "xy.npz"),
+    "layers": ("layers",),
+}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_a_pickle(tmp_path: Path, command: str, suffix: str) -> None:
+    path = tmp_path / f"model{suffix}"
+    torch.save({"x": torch.ones(2)}, path)
+    name, *words = COMMANDS[command]
+    if name in ("attend", "gradients", "compare"):
+        words.insert(1, str(path))
+    else:
+        words.insert(0, str(path))
+    line = error_of(tmp_path, name, *words)
+    assert f"{path} is a pickle" in line
+    assert "python -c " in line
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pt", "with space.pth", "it's.bin", 'a "quoted" $HOME.ckpt', "bäume.pt"]
+)
+def test_the_printed_command_makes_a_safetensors_file(tmp_path: Path, name: str) -> None:
+    model = gpt2()  # lm_head shares its memory with the embedding
+    path = tmp_path / name
+    torch.save(model.state_dict(), path)
+    assert_command_converts(tmp_path, path, model.state_dict())
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model"])
+def test_the_printed_command_finds_nested_tensors(tmp_path: Path, key: str) -> None:
+    state = gpt2().state_dict()
+    torch.save({key: state, "epoch": 3, "optimizer": {"lr": 0.1}}, tmp_path / "last.ckpt")
+    assert_command_converts(tmp_path, tmp_path / "last.ckpt", state)
+
+
+def assert_command_converts(folder: Path, path: Path, state: dict[str, Any]) -> None:
+    line = error_of(folder, "layers", path)
+    command = line[line.index("python -c ") :]
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True, env=environment())
+    target = path.with_suffix(".safetensors")
+    written = safetensors.torch.load_file(target)
+    assert written.keys() == state.keys()
+    assert all(torch.equal(written[n], t) for n, t in state.items())
+    assert "transformer.h.1.attn" in stdout_of("layers", target)
+
+
+def environment() -> dict[str, str]:
+    """Returns an environment in which `python` is this one."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def test_folder_and_index_of_pickles_are_refused(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    line = error_of(tmp_path, "layers", tmp_path)
+    assert f"{tmp_path / 'pytorch_model.bin'} is a pickle" in line
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text('{"weight_map": {"x": "pytorch_model.bin"}}')
+    assert "pytorch_model.bin is a pickle" in error_of(tmp_path, "layers", index)
