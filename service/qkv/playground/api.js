@@ -1,6 +1,7 @@
 // Sends requests to the service, with the API key if it requires one.
 
 import { forgetKey, getKey, promptForKey } from "./api_key.js";
+import { encodeBody, JSON_TYPE } from "./data/request_body.js";
 
 /** An error response of the service (RFC 9457) or a failed connection. */
 export class Problem extends Error {
@@ -17,7 +18,7 @@ export class Problem extends Error {
 export const get = async (path, signal) => (await sendRequest(path, { signal })).json();
 
 /**
- * Sends JSON by POST and returns the JSON of the response.
+ * Sends a body by POST, as JSON or safetensors, and returns the JSON of the response.
  *
  * @returns {Promise<{result: Object, elapsedMs: number}>} `elapsedMs`: as measured by this page
  */
@@ -59,9 +60,14 @@ async function* readChunks(stream) {
   }
 }
 
-function postOptions(body, signal, accept = "application/json") {
-  const headers = { "Content-Type": "application/json", Accept: accept };
-  return { method: "POST", body: JSON.stringify(body), headers, signal };
+function postOptions(body, signal, accept = JSON_TYPE) {
+  const { content, type } = encodeBody(body);
+  return {
+    method: "POST",
+    body: content,
+    headers: { "Content-Type": type, Accept: accept },
+    signal,
+  };
 }
 
 async function sendRequest(path, init) {

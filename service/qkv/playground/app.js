@@ -1,23 +1,25 @@
 // Builds the page: sends a request for the state of its controls and draws the response.
 
 import { get } from "./api.js";
+import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createComparePanel } from "./compare/compare_panel.js";
 import { createSweepPanel } from "./compare/sweep_panel.js";
 import { createDifferencePanel } from "./compare/weights_difference.js";
 import { createRequestPanel } from "./copy/request_panel.js";
-import { debounce, findById, formatNumber, formatTime, setText } from "./dom.js";
+import { debounce, findById, formatNumber, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { createTerm, listenToTerms } from "./glossary.js";
 import { EXAMPLES } from "./inputs/examples.js";
 import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
-import { createTensorList, inputFiles, missingInputs } from "./inputs/tensor_list.js";
+import { createTensorList, inputFiles, keptLayer, missingInputs } from "./inputs/tensor_list.js";
+import { describeRun, missingMessage } from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
-import { createHeadGrid, describeStack, headName } from "./weights/head_grid.js";
+import { createHeadGrid, headName } from "./weights/head_grid.js";
 import { Heatmap } from "./weights/heatmap.js";
-import { outputMatrix, weightsMatrix } from "./weights/heatmap_data.js";
+import { outputIndex, outputMatrix, weightsMatrix } from "./weights/heatmap_data.js";
 import { createRowSelection } from "./weights/row_selection.js";
 import { buildRequest, fetchView, heatmapBody } from "./weights/weights_request.js";
 import { fillWeightsTable } from "./weights/weights_table.js";
@@ -28,6 +30,7 @@ const state = {
   tensors: [],
   labels: [],
   layer: null,
+  layerError: null, // of a layer of a checkpoint that cannot be sent
   parameters: {},
   dtype: null, // of a pasted request
   pool: null, // bins of a pasted request
@@ -83,13 +86,12 @@ const NO_REQUEST = { layer: null, dtype: null, pool: null };
 const tensorList = createTensorList(
   state,
   (tensors, { isAdded, request }) => {
-    Object.assign(state, isAdded ? {} : NEW_TENSORS, NO_REQUEST, { tensors, example: null });
-    if (!isAdded) state.parameters = {};
+    if (request) checkpoint.close();
+    const kept = { tensors, layer: keptLayer(state), example: null };
+    Object.assign(state, isAdded ? {} : NEW_TENSORS, NO_REQUEST, kept);
+    if (!isAdded && !state.layer) state.parameters = {};
     const note = request && applyRequest(state, request, buildRequest);
-    findById("labels").value = formatLabels(state.labels);
-    findById("example").value = "";
-    setText(findById("example-about"), note);
-    findById("example-about").className = note ? "note" : "hint";
+    showOwn(note, note ? "note" : "hint");
     if (note) announce(note);
     applyState();
   },
@@ -97,7 +99,27 @@ const tensorList = createTensorList(
     state.example = null;
     applyState();
   },
+  (files) => checkpoint.take(files),
 );
+const checkpoint = createCheckpointPanel(state, {
+  onLayer: (isNew) => {
+    if (isNew) Object.assign(state, NEW_TENSORS, { dtype: null, pool: null, example: null });
+    if (!("query" in state.variant.inputs)) state.variant = state.variants.get("softmax");
+    showOwn("A layer of a checkpoint. Upload hidden states as x, or use random ones.");
+    applyState();
+  },
+  onClose: () => useExample(EXAMPLES[0]),
+  onError: tensorList.showError,
+  announce,
+});
+
+/** Shows that the tensors are the user's, with a note. */
+function showOwn(note, className = "hint") {
+  findById("labels").value = formatLabels(state.labels);
+  findById("example").value = state.example ?? "";
+  setText(findById("example-about"), note);
+  findById("example-about").className = className;
+}
 
 /** Updates the controls to the state, then runs. */
 function applyState() {
@@ -125,10 +147,8 @@ function useExample(example) {
   state.example = example.id;
   state.parameters = { ...parameters };
   state.variant = state.variants.get(variant) ?? [...state.variants.values()][0];
-  findById("example").value = example.id;
-  findById("labels").value = formatLabels(labels);
-  setText(findById("example-about"), example.about);
-  findById("example-about").className = "hint";
+  checkpoint.close();
+  showOwn(example.about);
   applyState();
 }
 
@@ -159,6 +179,7 @@ async function run() {
   const main = document.querySelector("main");
   main.setAttribute("aria-busy", "true");
   try {
+    if (state.layerError) throw state.layerError;
     const missing = missingInputs(state);
     if (missing.length) throw new Error(missingMessage(state.variant.variant, missing));
     const request = buildRequest(state);
@@ -170,7 +191,7 @@ async function run() {
     state.head = Math.min(state.head, (view.weights?.stack ?? 1) - 1);
     if (state.selectedRow >= request.rows) state.selectedRow = null;
     showRequest("weights", { path: request.path, body: heatmapBody(request) });
-    setText(findById("status"), summary());
+    setText(findById("status"), describeRun(view));
     draw();
     differencePanel.update(view);
     comparePanel.update(request);
@@ -189,21 +210,6 @@ async function run() {
   }
 }
 
-function missingMessage(variant, names) {
-  const [last, ...before] = [...names].reverse();
-  const list = before.length ? `${before.reverse().join(", ")} and ${last}` : last;
-  return `${variant} requires ${list}: upload ${names.length > 1 ? "them" : "it"} too`;
-}
-
-function summary() {
-  const { request, timing, weights } = view;
-  const queries = request.rows === 1 ? "1 query" : `${request.rows} queries`;
-  const keys = request.cols === 1 ? "1 key" : `${request.cols} keys`;
-  const heads = weights?.stack > 1 ? `, ${describeStack(weights)}` : "";
-  const elapsed = formatTime(timing.total_ms);
-  return `${request.variant.variant}: ${queries}, ${keys}${heads}; ${elapsed} in the service.`;
-}
-
 function draw() {
   if (!view) return;
   showKind(view.kind);
@@ -220,7 +226,7 @@ function draw() {
   output.show(outputMatrix(view, state.head, state.labels));
   const { stack, rows, cols } = view.output;
   const headNote =
-    stack > 1 ? `${headName(Math.min(state.head, stack - 1), view.output)} of ${stack}, ` : "";
+    stack > 1 ? `${headName(outputIndex(view, state.head), view.output)} of ${stack}, ` : "";
   setText(findById("output-about"), `${headNote}${rows} × ${cols}`);
 }
 
@@ -266,9 +272,8 @@ function start() {
     for (const heatmap of [map, output, differencePanel.map]) heatmap.repaint();
     draw();
   });
-  if (matchMedia("(max-width: 62rem)").matches) {
-    for (const part of findById("request-form").querySelectorAll("details")) part.open = false; // on a narrow page the map is more important
-  }
+  const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important
+  for (const part of document.querySelectorAll("form details")) part.open = !isNarrow;
   listen();
   listenToTerms();
   findById("symbols").append(createTerm("Symbols"));

@@ -1,6 +1,7 @@
 // Compares variants with a baseline: differences of outputs and weights, and cost.
 
 import { post } from "../api.js";
+import { AUTO_RUN_BYTES, layerBytes } from "../data/request_body.js";
 import { formatCount, formatNumber, formatTime, h, setText } from "../dom.js";
 import { createTerm } from "../glossary.js";
 import { buildChoice } from "../inputs/parameter_form.js";
@@ -106,7 +107,7 @@ export function createComparePanel(root, state, onRequest) {
       ...allVariants.map((variant) => inputsFor(state.tensors, variant, state.layer)),
     );
     const body = {
-      inputs: encodeInputs(inputs),
+      inputs: encodeInputs(inputs, inputs.x && state.layer),
       anchor: buildChoice(anchorVariant, state.parameters),
       variants: chosen.map((variant) => buildChoice(variant, state.parameters)),
     };
@@ -137,12 +138,15 @@ export function createComparePanel(root, state, onRequest) {
       const canCompare = updateChoices();
       // the service compares all of so few rows anyway
       allRows.hidden = !canCompare || request.rows <= DEFAULT_ROWS;
-      if (canCompare && request.rows * request.cols <= AUTO_RUN_SCORES) return run();
+      const isLarge = layerBytes(state.layer) > AUTO_RUN_BYTES;
+      if (canCompare && !isLarge && request.rows * request.cols <= AUTO_RUN_SCORES) return run();
       setText(error, null);
       area.replaceChildren();
       notes.replaceChildren();
       status.textContent = canCompare
-        ? `Comparing ${request.rows} × ${request.cols} weights takes a moment. Press Compare to start.`
+        ? isLarge
+          ? "Comparing sends the layer again. Press Compare to start."
+          : `Comparing ${request.rows} × ${request.cols} weights takes a moment. Press Compare to start.`
         : `No other variant accepts the same inputs as ${anchor.value}.`;
     },
   };

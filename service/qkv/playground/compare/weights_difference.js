@@ -1,6 +1,7 @@
 // Draws the difference of the weights of two variants.
 
 import { post } from "../api.js";
+import { AUTO_RUN_BYTES, layerBytes } from "../data/request_body.js";
 import { fromWire, toNumbers } from "../data/tensors.js";
 import { formatFixed, h, setText } from "../dom.js";
 import { headName } from "../weights/head_grid.js";
@@ -61,6 +62,7 @@ export function createDifferencePanel(root, state, callbacks) {
     running = new AbortController();
     const { signal } = running;
     const variant = state.variants.get(select.value);
+    if (!variant) return;
     try {
       const request = buildRequest(state, variant);
       const body = { ...heatmapBody(request), outputs: ["weights"] };
@@ -102,6 +104,12 @@ export function createDifferencePanel(root, state, callbacks) {
         ...names.map((name) => new Option(name, name, false, name === selected)),
       );
       label.textContent = `${view.request.variant.variant} minus`;
+      if (layerBytes(state.layer) > AUTO_RUN_BYTES) {
+        select.prepend(new Option("choose", "", true, true));
+        [other, figure.hidden] = [null, true];
+        about.textContent = "The layer is sent again for the variant that you choose.";
+        return;
+      }
       run();
     },
   };

@@ -4,11 +4,25 @@
 // environment variable QKV_API_KEY. Large arrays are read from files: from the uploaded .npy files,
 // or from the body, saved as BODY_FILE.
 
+import { encodeBody, isFromFile } from "../data/request_body.js";
+import { BINARY_FILE, curlArguments, readLines } from "./checkpoint_snippets.js";
+
 /** The file name of a saved body. */
 export const BODY_FILE = "request.json";
 
 const MAX_INLINE_LENGTH = 2 ** 14; // characters
 const PYTHON_CONSTANTS = { NaN: "np.nan", Infinity: "np.inf", "-Infinity": "-np.inf" };
+
+/** Returns a body as a file to save. */
+export function createBodyFile(body) {
+  const { content, type } = isFromFile(body.layer)
+    ? encodeBody(body)
+    : { content: serializeBody(body).json, type: "application/json" };
+  return new File([content], bodyFileName(body), { type });
+}
+
+/** Returns the name of the file of a saved body. */
+export const bodyFileName = ({ layer }) => (isFromFile(layer) ? BINARY_FILE : BODY_FILE);
 
 /**
  * Returns the body as JSON, and whether it is too large to paste.
@@ -28,12 +42,13 @@ export function serializeBody(body) {
  * @param {boolean} needsKey the service requires an API key
  */
 export function curlCommand({ path, body }, url, needsKey = false) {
-  const { json, isLarge } = serializeBody(body);
   const args = ["curl", "-sS"];
   // -N prints events at once; --json alone sets Accept to JSON
   if (path.endsWith("/sweep")) args.push("-N", "-H 'Accept: text/event-stream'");
   args.push(quoteForBash(url.replace(/\/$/, "") + path));
   if (needsKey) args.push('-H "Authorization: Bearer ${QKV_API_KEY:?is not set}"');
+  if (isFromFile(body.layer)) return [...args, ...curlArguments()].join(" \\\n  ");
+  const { json, isLarge } = serializeBody(body);
   return `${args.join(" ")} --json ${isLarge ? `@${BODY_FILE}` : quoteForBash(json)}`;
 }
 
@@ -59,7 +74,8 @@ export function pythonProgram({ path, body, files = {} }, url, needsKey = false)
     lines.unshift(`body = json.loads(Path(${toStringLiteral(BODY_FILE)}).read_text())`);
   }
   const header = `with Client(${toStringLiteral(url.replace(/\/$/, ""))}${key}) as client:`;
-  const code = [header, ...lines.map((line) => `    ${line}`)].join("\n");
+  const before = isFromFile(body.layer) ? [...readLines(body), ""] : [];
+  const code = [...before, header, ...lines.map((line) => `    ${line}`)].join("\n");
   return `${addImports(code)}\n\n${code}\n`;
 }
 
@@ -73,6 +89,7 @@ function addImports(code) {
     ["ml_dtypes", "import ml_dtypes"],
     ["np", "import numpy as np"],
   ].flatMap(([name, line]) => (code.includes(`${name}.`) ? [line] : []));
+  if (code.includes("safe_open(")) thirdParty.push("from safetensors import safe_open");
   return [standard, thirdParty, ["from qkv import Client"]]
     .filter((block) => block.length)
     .map((block) => block.join("\n"))
@@ -129,6 +146,7 @@ function keywordArguments(fields) {
 
 function arrayArguments(tensors, dtype, files) {
   return Object.entries(tensors ?? {}).map(([name, tensor]) => {
+    if (tensor.data instanceof Uint8Array) return `${name}=inputs[${toStringLiteral(name)}]`;
     const isFile = name in files && isLong(tensor);
     const bodyPath = `body["inputs"][${toStringLiteral(name)}]`;
     return `${name}=${isFile ? `np.load(${toStringLiteral(files[name])})` : arrayExpression(tensor, name, dtype, bodyPath)}`;
@@ -139,6 +157,9 @@ const isLong = (tensor) => JSON.stringify(tensor).length > MAX_INLINE_LENGTH;
 
 function layerArgument(layer, dtype) {
   if (layer === undefined || layer === null) return [];
+  const { tensors: _, ...own } = layer;
+  if (isFromFile(layer))
+    return [`layer={${toPythonLiteral(own).slice(1, -1)}, "tensors": tensors}`];
   const tensors = Object.entries(layer.tensors).map(
     ([name, tensor]) =>
       `${toStringLiteral(name)}: ${arrayExpression(tensor, name, dtype, `body["layer"]["tensors"][${toStringLiteral(name)}]`)}`,

@@ -2,7 +2,7 @@
 
 import { getKey } from "../api_key.js";
 import { formatCount, h, setText } from "../dom.js";
-import { BODY_FILE, curlCommand, pythonProgram, serializeBody } from "./code_snippets.js";
+import { bodyFileName, createBodyFile, curlCommand, pythonProgram } from "./code_snippets.js";
 
 const MAX_SHOWN_LENGTH = 4000; // characters; base64 can have millions
 const FORMATS = { curl: curlCommand, Python: pythonProgram };
@@ -24,12 +24,8 @@ export function createRequestPanel(root, announce) {
     code,
   );
   const copyButton = h("button", { type: "button", click: () => copyCode() }, "Copy");
-  const saveBody = () => saveFile(serializeBody(requests.get(requestSelect.value).body).json);
-  const saveButton = h(
-    "button",
-    { type: "button", hidden: true, click: saveBody },
-    `Save ${BODY_FILE}`,
-  );
+  const saveBody = () => saveFile(createBodyFile(requests.get(requestSelect.value).body));
+  const saveButton = h("button", { type: "button", hidden: true, click: saveBody });
   const about = h("p", { class: "hint", hidden: true });
   const tabs = Object.keys(FORMATS).map((name) =>
     h("button", { type: "button", class: "quiet", click: () => chooseFormat(name) }, name),
@@ -60,9 +56,11 @@ export function createRequestPanel(root, announce) {
     for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.textContent === format));
     if (!requests.size) return;
     const source = createSource();
-    saveButton.hidden = !source.includes(BODY_FILE);
-    const files = [...source.matchAll(/np\.load\("(.*)"\)/g)].map(([, file]) => file);
-    const neededFiles = [...(saveButton.hidden ? [] : [BODY_FILE]), ...new Set(files)];
+    const bodyFile = bodyFileName(requests.get(requestSelect.value).body);
+    saveButton.hidden = !source.includes(bodyFile);
+    saveButton.textContent = `Save ${bodyFile}`;
+    const files = [...source.matchAll(/(?:np\.load|safe_open)\("(.*?)"/g)].map(([, file]) => file);
+    const neededFiles = [...new Set([...(saveButton.hidden ? [] : [bodyFile]), ...files])];
     setText(about, neededFiles.length && `Run this in a folder with ${neededFiles.join(", ")}.`);
     const hiddenLength = source.length - MAX_SHOWN_LENGTH;
     code.textContent =
@@ -93,8 +91,8 @@ export function createRequestPanel(root, announce) {
   };
 }
 
-function saveFile(json) {
-  const url = URL.createObjectURL(new Blob([json], { type: "application/json" }));
-  h("a", { href: url, download: BODY_FILE }).click();
+function saveFile(file) {
+  const url = URL.createObjectURL(file);
+  h("a", { href: url, download: file.name }).click();
   setTimeout(() => URL.revokeObjectURL(url));
 }

@@ -11,7 +11,11 @@ const DTYPES = {
   BOOL: "bool",
 };
 const INTEGER_CODES = { I8: "i1", I16: "i2", I32: "i4", U8: "u1", U16: "u2", U32: "u4", U64: "u8" };
-const MAX_HEADER_BYTES = 100_000_000; // the limit of the format
+/** The names of the service's dtypes in files. */
+export const CODES = Object.fromEntries(Object.entries(DTYPES).map(([code, name]) => [name, code]));
+
+/** The limit of the format. */
+export const MAX_HEADER_BYTES = 100_000_000;
 
 /** True if the bytes begin as .safetensors does: the header's length, then `{`. */
 export function isSafetensors(bytes) {
@@ -51,19 +55,30 @@ function splitHeader(bytes) {
       "this .safetensors is cut off inside its header, or its header length is wrong",
     );
   }
+  return { header: parseHeader(bytes.subarray(8, 8 + length)), data: bytes.subarray(8 + length) };
+}
+
+/**
+ * Parses the JSON of a header.
+ *
+ * @param {Uint8Array} bytes
+ * @throws {Error} if it is not an object
+ */
+export function parseHeader(bytes) {
   let header;
   try {
-    header = JSON.parse(
-      new TextDecoder("utf-8", { fatal: true }).decode(bytes.subarray(8, 8 + length)),
-    );
+    header = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(bytes));
   } catch {
     throw new Error("the header of this .safetensors is not JSON");
   }
   if (header === null || typeof header !== "object" || Array.isArray(header)) {
     throw new Error("the header of this .safetensors is not a JSON object");
   }
-  return { header, data: bytes.subarray(8 + length) };
+  return header;
 }
+
+/** Returns the service's name of a dtype in a file; undefined if the service has none. */
+export const dtypeOf = (code) => (Object.hasOwn(DTYPES, code) ? DTYPES[code] : undefined);
 
 function startOf(entry) {
   return entry?.data_offsets?.[0] ?? 0;

@@ -227,7 +227,7 @@ function createDocument() {
 }
 
 /** Returns a generator of normally distributed numbers (mulberry32, Box-Muller). */
-function createNormal(seed) {
+export function createNormal(seed) {
   let state = seed;
   const uniform = () => {
     state = (state + 0x6d2b79f5) | 0;

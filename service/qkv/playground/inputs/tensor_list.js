@@ -1,5 +1,7 @@
 // The list of the request's tensors with the role of each; adds uploaded and pasted tensors.
 
+import { castTo } from "../checkpoint/hidden_states.js";
+import { isFromFile, layerDtype } from "../data/request_body.js";
 import { toWire } from "../data/tensors.js";
 import { readFile } from "../data/uploads.js";
 import { findById, h, setText } from "../dom.js";
@@ -29,9 +31,18 @@ export function inputsFor(tensors, variant, layer) {
   return inputs;
 }
 
-/** Encodes tensors for JSON. Each tensor is encoded once, also if several requests send it. */
-export function encodeInputs(inputs) {
-  const entries = Object.entries(inputs).map(([name, tensor]) => [name, encodeTensor(tensor)]);
+/**
+ * Encodes tensors for a request: for JSON, or in the dtype of the layer if that is from a file. Each
+ * tensor is encoded once, also if several requests send it.
+ */
+export function encodeInputs(inputs, layer = null) {
+  const dtypes = { mask: null, key_lengths: "int64" };
+  const encode = (name, tensor) => {
+    if (!isFromFile(layer)) return encodeTensor(tensor);
+    const dtype = name in dtypes ? dtypes[name] : layerDtype(layer);
+    return castTo(tensor, dtype ?? tensor.dtype);
+  };
+  const entries = Object.entries(inputs).map(([name, tensor]) => [name, encode(name, tensor)]);
   return Object.fromEntries(entries);
 }
 
@@ -55,6 +66,9 @@ export function inputFiles(tensors) {
 
 /** Returns the inputs that a variant requires and the page lacks. */
 export function missingInputs({ tensors, variant, layer }) {
+  if (isFromFile(layer) && "query" in variant.inputs) {
+    return tensors.some(({ role }) => role === "x" || role.includes("query")) ? [] : ["x"];
+  }
   if (layer) return []; // the service knows which inputs the layer projects
   const present = inputsFor(tensors, variant, layer);
   return Object.entries(variant.inputs)
@@ -69,15 +83,19 @@ export function missingInputs({ tensors, variant, layer }) {
  * @param {(tensors: Array, options: {isAdded, request}) => void} onAdd called with all tensors;
  *   `isAdded`: earlier uploads are among them; `request`: the uploaded request, or null
  * @param {() => void} onChange called when a role changed or a tensor was removed
+ * @param {(files: File[]) => Promise<File[]>} takeFiles takes the files of a checkpoint, and returns
+ *   the others
  * @returns {{show: () => void, openPaste: (onCancel: () => void) => void}}
  */
-export function createTensorList(state, onAdd, onChange) {
+export function createTensorList(state, onAdd, onChange, takeFiles) {
   const list = findById("tensors");
   const showError = (text) => setText(findById("inputs-error"), text && toSentence(text));
   const addUploads = (uploads, files = []) => {
     if (!state.variant) throw new Error("the list of variants is not loaded yet");
     const request = uploads.map((upload) => upload.request).find(Boolean) ?? null;
-    const target = request ? { ...state, ...requestTarget(request, state), tensors: [] } : state;
+    const target = request
+      ? { ...state, ...requestTarget(request, state), tensors: [] }
+      : { ...state, layer: keptLayer(state) };
     const tensors = mergeTensors(
       uploads.map((upload) => upload.tensors),
       target,
@@ -89,12 +107,14 @@ export function createTensorList(state, onAdd, onChange) {
     onAdd(tensors, { isAdded: tensors.some((entry) => state.tensors.includes(entry)), request });
   };
 
-  const addFiles = async (files) => {
+  const addFiles = async (chosen) => {
     showError(null);
     try {
+      const files = await takeFiles([...chosen]);
+      if (!files.length) return;
       addUploads(
-        await Promise.all([...files].map((file) => readFile(file))),
-        [...files].map(({ name }) => name).filter((name) => name.endsWith(".npy")),
+        await Promise.all(files.map((file) => readFile(file))),
+        files.map(({ name }) => name).filter((name) => name.endsWith(".npy")),
       );
     } catch (error) {
       showError(error.message);
@@ -126,12 +146,15 @@ export function createTensorList(state, onAdd, onChange) {
     showError(null);
     list.replaceChildren(
       ...state.tensors.map((entry) => createRow(entry, state, onChange)),
-      ...(state.layer ? [createLayerRow(state.layer)] : []),
+      ...(state.layer && !isFromFile(state.layer) ? [createLayerRow(state.layer)] : []),
       ...missingInputs(state).map(createMissingRow),
     );
   };
-  return { show, openPaste };
+  return { show, showError, openPaste };
 }
+
+/** Returns the layer of a checkpoint, to which uploaded tensors are added; null for other layers. */
+export const keptLayer = ({ layer }) => (isFromFile(layer) ? layer : null);
 
 /**
  * Merges new tensors with earlier uploads: a file with one tensor, such as .npy, adds to them, and
@@ -175,6 +198,9 @@ function assignRoles(tensors, state) {
   const entries = Object.entries(tensors);
   return entries.map(([name, tensor]) => {
     const isAlone = entries.length === 1 && state.variant.inputs.query && !state.layer;
+    if (entries.length === 1 && isFromFile(state.layer) && !known.includes(name)) {
+      return { name, role: "x", tensor };
+    }
     const isKnown = isAlone ? name in state.variant.inputs : known.includes(name);
     if (isKnown) return { name, role: name, tensor };
     const role = isAlone ? ALL : (entries.length > 1 && guessRole(name)) || UNUSED;

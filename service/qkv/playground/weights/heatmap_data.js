@@ -98,10 +98,15 @@ function describePooling(request, rows, cols) {
   );
 }
 
+/** Returns the index of the output of a head: a layer merges the heads of an item. */
+export function outputIndex({ output, weights }, head) {
+  return weights ? Math.floor((head * output.stack) / weights.stack) : head;
+}
+
 /** Returns the output of one head. */
 export function outputMatrix(view, head, labels) {
-  const { rows, cols, stack, numbers } = view.output;
-  const at = Math.min(head, stack - 1);
+  const { rows, cols, numbers } = view.output;
+  const at = outputIndex(view, head);
   const tokens = rows === view.request.rows ? matchLabels(labels, rows, view.request.cols).row : [];
   return {
     rows,

@@ -21,8 +21,8 @@ export function buildRequest(state, variant = state.variant) {
   const isProjected = state.layer && "query" in variant.inputs && (inputs.x || inputs.query);
   const layer = isProjected ? { layer: state.layer } : {};
   const parameters = pickParameters(variant.parameters.properties, state.parameters);
-  const [rows, cols, stack] = weightSizes(variant, inputs);
-  const body = { inputs: encodeInputs(inputs), ...layer };
+  const [rows, cols, stack] = weightSizes(variant, inputs, layer.layer);
+  const body = { inputs: encodeInputs(inputs, layer.layer), ...layer };
   if (Object.keys(parameters).length) body.parameters = parameters;
   if (state.dtype) body.dtype = state.dtype;
   // rows that are the items of a batch are short and cannot be pooled
@@ -102,7 +102,7 @@ export async function fetchView(request, signal, onCall) {
   return {
     request,
     kind: result.weights_are,
-    weights: toStack(result.outputs.weights),
+    weights: withHeads(toStack(result.outputs.weights), request.body.layer),
     output: toStack(result.outputs.output),
     stats,
     fetchStats: isFull ? null : fetchStatistics,
@@ -139,8 +139,14 @@ function toStack(value) {
   return { rows, cols, stack, shape, numbers: toNumbers(tensor) };
 }
 
+/** Returns the weights of a layer's heads with an axis of batch: the service omits that of x. */
+function withHeads(weights, layer) {
+  const isOmitted = layer?.heads && weights.shape.length === 3;
+  return isOmitted ? { ...weights, shape: [1, ...weights.shape] } : weights;
+}
+
 /** Returns rows and columns of the weights, and the number of such matrices. */
-function weightSizes(variant, inputs) {
+function weightSizes(variant, inputs, layer) {
   const axes = variant.outputs.weights?.shape.slice(-2) ?? ["L", "S"];
   const size = (axis) => {
     for (const [name, { shape }] of Object.entries(variant.inputs)) {
@@ -153,7 +159,8 @@ function weightSizes(variant, inputs) {
   const [first] = Object.entries(variant.inputs)
     .filter(([name]) => name in inputs)
     .map(([name]) => inputs[name].shape);
-  return [...axes.map(size), countElements(first?.slice(0, -2) ?? [])];
+  const batch = countElements((first ?? inputs.x?.shape)?.slice(0, -2) ?? []);
+  return [...axes.map(size), batch * (layer?.heads ?? 1)];
 }
 
 /** Sums or averages the values of each bin; the bin of position i of n is floor(i bins / n). */

@@ -1,0 +1,59 @@
+// Encodes requests: as JSON, or as safetensors if their layer is from a checkpoint.
+//
+// The tensors of such a layer keep the bytes of their file, so that no number changes:
+//   {dtype: "bfloat16", shape: [768, 768], data: Uint8Array, file: "model.safetensors"}
+
+import { CODES } from "./safetensors.js";
+
+export const JSON_TYPE = "application/json";
+export const SAFETENSORS_TYPE = "application/vnd.safetensors";
+
+/** Comparisons that send a larger layer wait for the user. */
+export const AUTO_RUN_BYTES = 32 * 2 ** 20;
+
+const ALIGNMENT = 64; // of the first tensor, as the service writes files
+
+/** True if the tensors of a layer are bytes of a file. */
+export function isFromFile(layer) {
+  return Object.values(layer?.tensors ?? {}).some(({ data }) => data instanceof Uint8Array);
+}
+
+/**
+ * Encodes the body of a request.
+ *
+ * @param {Object} body as JSON has it; tensors are bytes if its layer is from a file
+ * @returns {{content: string|Blob, type: string}}
+ */
+export function encodeBody(body) {
+  if (!isFromFile(body.layer)) return { content: JSON.stringify(body), type: JSON_TYPE };
+  const { inputs, layer, ...rest } = body;
+  const { tensors: layerTensors, ...fields } = layer;
+  const named = [
+    ...Object.entries(inputs),
+    ...Object.entries(layerTensors).map(([name, tensor]) => [`layer.${name}`, tensor]),
+  ];
+  const qkv = JSON.stringify({ ...rest, layer: fields, encoding: "base64" });
+  const header = { __metadata__: { qkv } };
+  let end = 0;
+  for (const [name, { dtype, shape, data }] of named) {
+    header[name] = { dtype: CODES[dtype], shape, data_offsets: [end, end + data.length] };
+    end += data.length;
+  }
+  const text = new TextEncoder().encode(JSON.stringify(header));
+  const padding = " ".repeat((ALIGNMENT - ((8 + text.length) % ALIGNMENT)) % ALIGNMENT);
+  const length = new DataView(new ArrayBuffer(8));
+  length.setBigUint64(0, BigInt(text.length + padding.length), true);
+  const parts = [length, text, padding, ...named.map(([, { data }]) => data)];
+  return { content: new Blob(parts, { type: SAFETENSORS_TYPE }), type: SAFETENSORS_TYPE };
+}
+
+/** Returns the bytes of a layer's tensors. */
+export function layerBytes(layer) {
+  if (!isFromFile(layer)) return 0;
+  return Object.values(layer.tensors).reduce((sum, { data }) => sum + data.length, 0);
+}
+
+/** Returns the dtype of the matrices of a layer from a file. */
+export function layerDtype({ tensors }) {
+  return Object.values(tensors).find(({ shape }) => shape.length > 1).dtype;
+}
