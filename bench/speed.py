@@ -46,7 +46,8 @@ def make_variant_tensors(variant: Variant, N: int, device: torch.device) -> dict
     generator, tensors = torch.Generator().manual_seed(0), {}
     for spec in variant.inputs.values():
         is_shared = "B" not in spec.letters  # weights and projections: included even if optional
-        is_needed = is_shared or not spec.is_optional
+        # numbers for each head are left out: they change the code path
+        is_needed = spec.letters != ("H",) if is_shared else not spec.is_optional
         if "float32" in spec.dtypes and is_needed and not spec.broadcasts:
             tensor = torch.randn([sizes[a] for a in spec.letters], generator=generator)
             tensor = tensor / tensor.shape[-1] ** 0.5 if is_shared else tensor

@@ -21,16 +21,16 @@ import httpx
 import pytest
 
 from qkv.attention import catalogue
-from qkv.attention.layers.layouts import LAYOUTS
+from qkv.attention.layers import layout_catalogue
 from qkv.cli.main import main
 from qkv.settings import Settings
 from support.paths import ROOT
 
-README, HTTP, PYTHON, RUNNING, V2 = (
+README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL = (
     (ROOT / page).read_text()
     for page in (
         "README.md", "docs/http.md", "docs/python.md", "docs/running.md",
-        "docs/open-inference-protocol.md",
+        "docs/open-inference-protocol.md", "docs/layouts.md", "docs/from-your-model.md",
     )
 )  # fmt: skip
 ADDRESS: Final = "http://127.0.0.1:8000"
@@ -123,7 +123,7 @@ def test_every_documented_response_belongs_to_a_curl_example() -> None:
 
 @pytest.mark.parametrize(
     ("program", "printed"),
-    [each for page in (README, PYTHON, V2) for each in examples("python", page)],
+    [each for page in (README, PYTHON, V2, MODEL) for each in examples("python", page)],
 )
 def test_python_examples_print_the_documented_output(url: str, program: str, printed: str) -> None:
     done = subprocess.run(
@@ -140,7 +140,7 @@ def test_python_examples_print_the_documented_output(url: str, program: str, pri
 
 
 def test_every_python_example_has_its_output_on_the_page() -> None:
-    for page in (README, PYTHON, V2):
+    for page in (README, PYTHON, V2, MODEL):
         programs = [text for language, text in fences(page) if language == "python"]
         assert programs == [program for program, _ in examples("python", page)] != []
 
@@ -253,7 +253,12 @@ def test_every_variant_is_in_the_readme_and_has_a_section(name: str) -> None:
 
 
 def test_every_layout_is_documented() -> None:
-    assert all(re.search(rf"\b{name}\b", HTTP) for name in LAYOUTS)
+    """docs/layouts.md describes each layout and compares it with a real module."""
+    description, _, measured = LAYOUTS.partition("<!-- generated")
+    for name in layout_catalogue.known():
+        assert re.search(rf"\b{name}\b", HTTP)
+        assert f"| `{name}` |" in description
+        assert f"| `{name}` |" in measured
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
