@@ -7,6 +7,7 @@ segment stays in the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -55,6 +56,12 @@ def _mean(value: Tensor, causal: bool) -> Tensor:
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     return scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+
+def _sigmoid(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    scores = (query * query.shape[-1] ** -0.5) @ key.mT
+    weights: Tensor = scores.sub_(math.log(key.shape[-2])).sigmoid_()
+    return (weights.tril_() if causal else weights) @ value
 
 
 def _dot_with_row(x: Tensor, row: Tensor) -> Tensor:
@@ -106,6 +113,7 @@ PLAIN_TORCH: Final[Mapping[str, Callable[..., Tensor]]] = {
     "linear_layer": lambda x, weight: linear(x, weight),
     "linformer": _linformer,
     "mean": _mean,
+    "sigmoid": _sigmoid,
     "softmax": _softmax,
     "taylor": _taylor,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -173,6 +174,20 @@ def roundings(
             "key": (scale * slope.mT @ query.abs() * 2).unflatten(1, (-1, K)).sum(2),
             "value": (share.mT @ grad.double().abs()).unflatten(1, (-1, K)).sum(2) * 2,
         }
+    elif name == "sigmoid":
+        query, key, value = (tensors[a].double() for a in ("query_BHLD", "key_BGSD", "value_BGSE"))
+        K, (L, D), (S, E) = query.shape[1] // key.shape[1], query.shape[2:], value.shape[2:]
+        key, value = key.repeat_interleave(K, 1), value.repeat_interleave(K, 1)
+        scores = scale * query @ key.mT - math.log(S)
+        share = torch.sigmoid(scores)
+        # a weight and its slope have the errors of the score; sums have S or L terms
+        terms = 2 * (D + 2) * scale * query.abs() @ key.abs().mT + 2 * scores.abs() + S + L + E + 16
+        slope = grad.double().abs() @ value.abs().mT * share * (1 - share) * terms
+        bounds = {
+            "query": scale * slope @ key.abs(),
+            "key": (scale * slope.mT @ query.abs()).unflatten(1, (-1, K)).sum(2),
+            "value": ((share * terms).mT @ grad.double().abs()).unflatten(1, (-1, K)).sum(2),
+        }
     else:
         bounds = {}
     return bounds
@@ -220,7 +235,7 @@ def test_padding_may_hold_anything_and_has_zero_gradient(
                 assert not gradient[b, :, length:].any()
 
 
-@pytest.mark.parametrize("name", ["softmax", "linear", "taylor"])
+@pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear", "taylor"])
 def test_rows_without_keys_have_zero_gradient(name: str) -> None:
     tensors = random_inputs(name)
     grad = torch.randn_like(forward_output(name, tensors, {}))
@@ -243,6 +258,8 @@ def plain(
     if name == "softmax":
         scores = (scale * query @ key.mT).masked_fill(~visible, -torch.inf)
         return torch.softmax(scores, -1) @ value
+    if name == "sigmoid":
+        return torch.sigmoid(scale * query @ key.mT - math.log(len(visible))) * visible @ value
     if name == "linear":
         a = (elu(query) + 1) @ (elu(key) + 1).mT
     else:
@@ -253,7 +270,7 @@ def plain(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [65, 1000, pytest.param(4096, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["softmax", "linear", "taylor"])
+@pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear", "taylor"])
 def test_lengths_above_one_block(name: str, length: int, causal: bool) -> None:
     query, key, value, grad = (torch.randn(1, 1, length, 8, dtype=torch.float64) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]

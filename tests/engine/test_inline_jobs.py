@@ -24,7 +24,7 @@ from support.raw_connection import NAMES, inputs_for, random_inputs
 def small_jobs(dtype: str, count: int) -> list[Job]:
     """Returns small jobs of several variants and shapes."""
     random, jobs = np.random.default_rng(0), []
-    for name in ("softmax", "linear", "taylor", "efficient", "linformer"):
+    for name in ("softmax", "sigmoid", "linear", "taylor", "efficient", "linformer"):
         for _ in range(count):
             H, L, D = (int(random.choice([1, 2, 3, 5, 7, 16, 33, 64, 65])) for _ in range(3))
             arrays = {n: random.normal(size=(1, H, L, D)).astype(DTYPES[dtype]) for n in NAMES}

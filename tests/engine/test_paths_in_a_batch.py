@@ -99,7 +99,9 @@ FORMS: Final[tuple[Any, ...]] = (
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("name", ["softmax", "linear", "efficient", "taylor", "linformer"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "sigmoid", "linear", "efficient", "taylor", "linformer"]
+)
 def test_layer_takes_the_path_that_it_takes_alone(name: str, form: Any) -> None:
     """Projections of large embeddings need float64, or their own call."""
     random = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from support.pretended_device import PretendedDevice, counting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAMES: Final = ("softmax", "linear", "efficient", "taylor", "linformer")
+NAMES: Final = ("softmax", "sigmoid", "linear", "efficient", "taylor", "linformer")
 LEAST_SHARE: Final = 0.95
 
 

@@ -106,7 +106,7 @@ def test_slopes_and_sinks_wait_no_longer(
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("name", ["softmax", "linear", "efficient", "taylor"])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "linear", "efficient", "taylor"])
 def test_forward_also_reads_key_lengths_that_give_positions(name: str, form: Any) -> None:
     """Variants with shared sums cut the keys there: for the output, and for a form."""
     variant = variants()[name]
@@ -145,7 +145,7 @@ def test_layer_waits_once(kind: type[Job]) -> None:
     if kind is GradientJob:
         grad = random.normal(size=(2, 33, width)).astype(np.float32)
         tensors[GRAD_OUTPUT] = RawTensor.from_numpy(grad)
-    for name in ("softmax", "linear", "efficient", "taylor", "linformer"):
+    for name in ("softmax", "sigmoid", "linear", "efficient", "taylor", "linformer"):
         job = kind.from_message(name, Message(fields, tensors, layer), LIMITS)
         device = PretendedDevice()
         with counting() as counted:

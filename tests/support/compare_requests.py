@@ -17,7 +17,7 @@ from support.service import Server
 
 COMPARE: Final = "/v1/compare"
 UNLIMITED: Final = Limits(response_bytes=1 << 62, job_bytes=1 << 62)
-VARIANTS: Final = ("efficient", "linear", "linformer", "mean", "softmax", "taylor")
+VARIANTS: Final = ("efficient", "linear", "linformer", "mean", "sigmoid", "softmax", "taylor")
 NEEDED: Final = {"linformer": {"rank": 3}}
 X: Final = [[0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64]]
 INPUTS: Final = {"query": X, "key": X, "value": X}

@@ -1,4 +1,4 @@
-"""Outputs of a softmax by plain products, from blocks of scores."""
+"""Outputs of a softmax or sigmoid by plain products, from blocks of scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _SCORE_ELEMENTS = 1 << 23  # of a block's scores: 32 MiB in float32
 
 
 def explicit_outputs(
-    scores: Scores, value_BGSE: Tensor, outputs: frozenset[str], dtype: torch.dtype
+    scores: Scores,
+    value_BGSE: Tensor,
+    outputs: frozenset[str],
+    dtype: torch.dtype,
+    score_elements: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns output, weights and scores, None for those that are not requested.
 
@@ -28,10 +32,11 @@ def explicit_outputs(
         value_BGSE: values in the scores' dtype.
         outputs: the names of the outputs to return.
         dtype: of the output.
+        score_elements: the most scores of a block; None: 2**23.
     """
     B, G, K, L, _ = scores.query_BGKLD.shape
     H, S, E = G * K, scores.visible.S, value_BGSE.shape[-1]
-    exact, blocks = score_dtype(dtype), row_blocks(L, B * H * S, _SCORE_ELEMENTS)
+    exact, blocks = score_dtype(dtype), row_blocks(L, B * H * S, score_elements or _SCORE_ELEMENTS)
     if len(blocks) == 1:
         block = scores.block(blocks[0])
         if block.keys == slice(0, S):
@@ -65,6 +70,9 @@ def _averaged(scores: Scores, block: ScoreBlock, value_BGSE: Tensor) -> Tensor:
     )  # T: the rows of all heads that read a key head
     if scores.exponents is None:
         return torch.matmul(weights_BGTS, value).view(B, H, R, E)
+    if scores.sigmoid_bias is not None:  # a sum of up to S values, of which parts may overflow
+        room = 2.0 ** (S.bit_length() + 1)
+        return torch.matmul(weights_BGTS, value / room).view(B, H, R, E).mul_(room)
     # the values are near the end of float64's range: their sum may overflow although their average
     # does not, and weights that are rounded up may make an average larger than its values
     room = 2.0 ** math.ceil(math.log2(4 / (1 - scores.dropout)))

@@ -83,7 +83,7 @@ def is_ordinary(
 def gradients_by_scores(
     scores: Scores, grad_BHLE: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor
 ) -> dict[str, Tensor]:
-    """Returns the gradients of exact attention, a block of rows of some heads at a time.
+    """Returns the gradients of a softmax or sigmoid, a block of rows of some heads at a time.
 
     All tensors are in the scores' dtype. `query` and `key` are those of the scores, apart from
     powers of two.
@@ -140,10 +140,13 @@ def _add_block(
     slope = torch.einsum("bgkle,bgse->bgkls", grad, value_BGSE[:, :, keys]).flatten(1, 2)
     if block.kept is not None:
         slope.mul_(block.kept).div_(1.0 - scores.dropout)
-    mean = (slope * block.shares).sum(-1, keepdim=True)
-    if block.sink_shares is not None:  # the slope of a sink is 0: it has no value
-        gradients["sinks"] -= (mean * block.sink_shares).sum((0, 2, 3), dtype=torch.float64)
-    slope.sub_(mean).mul_(block.shares)
+    if scores.sigmoid_bias is not None:  # 1 - A would cancel where A is near 1
+        slope.mul_(block.shares).mul_(torch.sigmoid(-block.scores))
+    else:
+        mean = (slope * block.shares).sum(-1, keepdim=True)
+        if block.sink_shares is not None:  # the slope of a sink is 0: it has no value
+            gradients["sinks"] -= (mean * block.sink_shares).sum((0, 2, 3), dtype=torch.float64)
+        slope.sub_(mean).mul_(block.shares)
     if "alibi_slopes" in gradients:
         distance = scores.visible.distances(rows, keys, slope.device).to(slope.dtype)
         gradients["alibi_slopes"] += (slope * distance).sum((0, 2, 3), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Softmax scores and weights in blocks of rows, without overflow for any finite input."""
+"""Scores and weights of a softmax or sigmoid in blocks of rows, finite for any finite input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class ScoreBlock(NamedTuple):
         keys: the range of these keys.
         scores: the scores.
         weights: the weights after dropout.
-        shares: the weights before dropout; each row sums to 1 with its sink's, or to 0.
+        shares: the weights before dropout. Those of a softmax sum to 1 with the row's sink, or to
+            0.
         kept: True for each weight that dropout keeps; None without dropout.
         sink_shares: the weight of each row's sink, (B, H, R, 1); None without sinks.
     """
@@ -89,6 +90,8 @@ class Scores(NamedTuple):
             (B,G,K,L,1) and each key row (B,G,1,1,S) is divided; otherwise None.
         visible, scale, softcap, dropout, seed, plane_BH: as in `softmax.attend`.
         terms: slopes of ALiBi and sinks, or None.
+        sigmoid_bias: the weights are a sigmoid of the scores, to which this is added last: (B, 1,
+            1, 1). None: the weights are a softmax.
     """
 
     query_BGKLD: Tensor
@@ -101,6 +104,7 @@ class Scores(NamedTuple):
     seed: int
     plane_BH: Tensor
     terms: HeadTerms | None
+    sigmoid_bias: Tensor | None = None
 
     @classmethod
     def of(
@@ -115,6 +119,7 @@ class Scores(NamedTuple):
         plane_BH: Tensor | None,
         safe: bool,
         terms: HeadTerms | None = None,
+        sigmoid_bias: Tensor | None = None,
     ) -> Scores:
         """Converts query and key to the visibility's dtype and, where unsafe, to a safe size."""
         B, H = query_BHLD.shape[:2]
@@ -131,7 +136,10 @@ class Scores(NamedTuple):
                 exponents = (query_exponents, key_exponents[:, :, None].mT)
         if plane_BH is None:
             plane_BH = torch.arange(B * H, device=query.device).view(B, H)
-        return cls(query, key, exponents, visible, scale, softcap, dropout, seed, plane_BH, terms)
+        return cls(
+            query, key, exponents, visible, scale, softcap, dropout, seed, plane_BH, terms,
+            sigmoid_bias,
+        )  # fmt: skip
 
     def block(self, rows: slice) -> ScoreBlock:
         """Returns the scores and weights of the query rows `rows.start` to `rows.stop`."""
@@ -153,6 +161,10 @@ class Scores(NamedTuple):
             scores, grown = self.terms.add_slopes(
                 scores, grown, self.visible, rows, keys, may_overflow
             )
+        if self.sigmoid_bias is not None:
+            scores = times_power_of_2(scores, grown).add_(self.sigmoid_bias)
+            weights = torch.sigmoid(scores)
+            return ScoreBlock(keys, scores, weights, weights, None, None)
         sink_shares = None
         if self.terms is not None and self.terms.sinks_H is not None:
             weights, sink_shares = self.terms.share_with_sinks(scores, grown)
@@ -208,6 +220,10 @@ class Scores(NamedTuple):
             return scores, None
         query_exponents, key_exponents = self.exponents
         exponents = query_exponents[:, :, :, rows] + key_exponents[..., keys]
+        if self.sigmoid_bias is not None:
+            # each weight depends on its own score: those that become inf are 0 or 1, and a common
+            # exponent of the row would lose the small ones
+            return times_power_of_2(scores, exponents.flatten(1, 2)), None
         return _fitted(scores, exponents.flatten(1, 2), bias)
 
 

@@ -24,9 +24,11 @@ from qkv.attention.common.gradients import (
     normalize_size,
     scale_back,
 )
-from qkv.attention.common.guards import are_wide, of_items
+from qkv.attention.common.guards import are_wide
+from qkv.attention.common.halves import in_halves
 from qkv.attention.common.head_terms import HeadTerms
 from qkv.attention.common.score_blocks import Scores, is_safe, score_dtype
+from qkv.attention.common.score_parameters import Scale, Softcap, Window
 from qkv.attention.common.visibility import Visibility
 
 WEIGHTS: Final = "stochastic; unnormalised after dropout, and with sinks"
@@ -39,9 +41,6 @@ _DROPPED = 32  # one pair with dropout takes as long as so many without
 _FEWEST_QUERIES = 64  # with fewer queries, bits may depend on the number of threads
 
 _Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-_Count = Annotated[int, Field(ge=0, lt=2**31)]
-_Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
-_Cap = Annotated[float, Field(ge=1e-30, le=1e9)]  # 1 / cap is a float32
 
 
 class Softmax(NamedTuple):
@@ -106,23 +105,9 @@ def attend(
             'torch\'s is_causal. "end" aligns the last query with the last valid key.'
         ),
     ] = 0,
-    scale: Annotated[
-        _Factor | None, Field(description="Factor of the scores. By default 1/sqrt(D).")
-    ] = None,
-    softcap: Annotated[
-        _Cap | None,
-        Field(
-            description="Scores become softcap * tanh(score / softcap), before the mask. By "
-            "default there is no cap."
-        ),
-    ] = None,
-    window: Annotated[
-        tuple[_Count | None, _Count | None] | None,
-        Field(
-            description="The number of keys that a query sees before and after its position, as "
-            "[left, right]. By default there is no limit on either side."
-        ),
-    ] = None,
+    scale: Scale = None,
+    softcap: Softcap = None,
+    window: Window = None,
     dropout: Annotated[
         float, Field(ge=0, lt=1, description="Probability that a weight is dropped.")
     ] = 0.0,
@@ -158,8 +143,11 @@ def attend(
     scale, terms = D**-0.5 if scale is None else scale, HeadTerms.of(alibi_slopes_H, sinks_H)
     if B * H * S > fused_kernel.BIAS_ELEMENTS and B * H > 1:
         # one row of all heads would be a large matrix by itself
-        return _halved(
-            attend, (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B), terms, plane_BH,
+        if plane_BH is None:
+            plane_BH = torch.arange(B * H, device=query_BHLD.device).view(B, H)
+        tensors = (query_BHLD, key_BGSD, value_BGSE, mask_BHLS, key_lengths_B)
+        return in_halves(
+            attend, tensors, (alibi_slopes_H, sinks_H), plane_BH,
             causal=causal, query_offset=query_offset, scale=scale, softcap=softcap, window=window,
             dropout=dropout, seed=seed, outputs=outputs,
         )  # fmt: skip
@@ -228,42 +216,6 @@ def weights(
         return whole_BHRS
 
     return row_block
-
-
-def _halved(
-    attend: Callable[..., Softmax],
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    terms: HeadTerms | None,
-    plane_BH: Tensor | None,
-    **parameters: Any,
-) -> Softmax:
-    """Runs `attend` on two halves: of the items, else of the key heads, else of the query heads."""
-    query, key, value, mask, lengths = tensors
-    (B, H), G = query.shape[:2], key.shape[1]
-    if plane_BH is None:
-        plane_BH = torch.arange(B * H, device=query.device).view(B, H)
-    axis, size = (0, B) if B > 1 else (1, H)
-    middle = (size if axis == 0 or G == 1 else G) // 2 * (1 if axis == 0 or G == 1 else H // G)
-    parts = []
-    for half in (slice(0, middle), slice(middle, size)):
-        items, heads = (half, slice(0, H)) if axis == 0 else (slice(0, 1), half)
-        groups = slice(heads.start * G // H, -(-heads.stop * G // H))
-        if mask is not None:  # an axis of size 1 is for all items or heads
-            part_mask = mask[items if mask.shape[0] > 1 else slice(1)]
-            part_mask = part_mask[:, heads if mask.shape[1] > 1 else slice(1)]
-        slopes, sinks = terms.of_heads(heads) if terms is not None else (None, None)
-        with of_items(items):
-            part = attend(
-                query[items, heads], key[items, groups], value[items, groups],
-                None if mask is None else part_mask, None if lengths is None else lengths[items],
-                slopes, sinks, plane_BH=plane_BH[items, heads], **parameters,
-            )  # fmt: skip
-        parts.append(part)
-    outputs, weights, scores, backends = zip(*parts, strict=True)
-    output, weight, score = (
-        None if a[0] is None else torch.cat(a, axis) for a in (outputs, weights, scores)
-    )
-    return Softmax(output, weight, score, backends[0] if len(set(backends)) == 1 else "explicit")
 
 
 def reference(
