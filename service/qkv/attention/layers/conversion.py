@@ -56,31 +56,15 @@ def convert(
         InvalidContent: the target layout does not exist, or cannot hold a tensor.
     """
     writer = layout_catalogue.find(target, "/to")
-    source, weights, heads = layer.layout, dict(layer.weights), layer.heads
+    weights: Weights = layer.weights
     if bias == "augment":
-        if (source.name == "v1") == (writer.name == "v1"):
-            raise InvalidContent(
-                f'bias is "augment": got {source.name} to {target}, expected a conversion to v1 or '
-                "from v1",
-                pointer="/bias",
-            )
-        change = bias_rows.fold if writer.name == "v1" else bias_rows.separate
-        weights = change(layer, weights)
-    from_order = (layer.options.rope and layer.options.rope.order) or source.rotary_order
+        weights = _augmented(layer, weights, writer)
+    rope = layer.options.rope
+    from_order = (rope and rope.order) or layer.layout.rotary_order
     order = to_order or writer.rotary_order or from_order
     if from_order is not None and order is not None and order != from_order:
-        dims = layer.options.rope.dims if layer.options.rope else None
-        weights = _reordered(layer, weights, dims, order)
-    if not writer.is_grouped and heads.query != heads.key:
-        if grouped == "refuse":
-            raise InvalidContent(
-                f"{target} has as many key heads as query heads: got {heads.key} key heads and "
-                f'{heads.query} query heads. Set "grouped" to "repeat" to repeat each key and '
-                "value head for its query heads, exactly",
-                pointer="/tensors",
-            )
-        weights = _repeated(weights, heads)
-        heads = Heads(heads.query, heads.query)
+        weights = _reordered(layer, weights, rope.dims if rope else None, order)
+    weights, heads = _in_groups(layer, weights, writer, grouped)
     # zeros change no result: gpt2 has them where another layout has no biases
     weights = {
         name: array
@@ -96,11 +80,49 @@ def convert(
         raise
     tensors = {n: np.ascontiguousarray(a) for n, a in _spelled(layer, writer, written).items()}
     result = check(
-        Side(source, _standard(layer), layer.heads, from_order, _widths(layer.weights)),
+        Side(layer.layout, _standard(layer), layer.heads, from_order, _widths(layer.weights)),
         Side(writer, written, heads, order if from_order else None, _widths(weights)),
         layer.options,
     )
     return Converted(tensors, order if from_order else None, result)
+
+
+def _augmented(layer: Layer, weights: Weights, writer: Layout) -> Weights:
+    """Returns the weights with biases as rows for v1, or with rows of v1 as biases.
+
+    Raises:
+        InvalidContent: neither or both of the layouts are v1.
+    """
+    source = layer.layout.name
+    if (source == "v1") == (writer.name == "v1"):
+        raise InvalidContent(
+            f'bias is "augment": got {source} to {writer.name}, expected a conversion to v1 or '
+            "from v1",
+            pointer="/bias",
+        )
+    change = bias_rows.fold if writer.name == "v1" else bias_rows.separate
+    return change(layer, weights)
+
+
+def _in_groups(
+    layer: Layer, weights: Weights, writer: Layout, grouped: Literal["refuse", "repeat"]
+) -> tuple[Weights, Heads]:
+    """Returns the weights with as many key heads as the target has, and the numbers of heads.
+
+    Raises:
+        InvalidContent: the target has as many key heads as query heads, and the layer has fewer.
+    """
+    heads = layer.heads
+    if writer.is_grouped or heads.query == heads.key:
+        return weights, heads
+    if grouped == "refuse":
+        raise InvalidContent(
+            f"{writer.name} has as many key heads as query heads: got {heads.key} key heads and "
+            f'{heads.query} query heads. Set "grouped" to "repeat" to repeat each key and '
+            "value head for its query heads, exactly",
+            pointer="/tensors",
+        )
+    return _repeated(weights, heads), Heads(heads.query, heads.query)
 
 
 def _widths(weights: Weights) -> list[int]:
