@@ -99,7 +99,8 @@ def test_layout_holds_the_layer_bit_for_bit_or_refuses_it_by_name(
     tensors = decoded(reply["tensors"])
     order = reply["rotary_order"]
     rope = turned(case, order)
-    if not (target == "falcon" and case.fields.get("alibi") is True):  # Falcon's are others
+    # the models of both layouts add their biases in different places
+    if (target, case.fields.get("alibi")) not in (("falcon", True), ("bloom", "scaled")):
         found = calls.output(server.http, case, layout=target, prefix="", tensors=tensors, **rope)
         assert largest_error(found, case.truth.output) < bound(case)
 
