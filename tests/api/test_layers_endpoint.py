@@ -138,3 +138,10 @@ def test_wrong_body_is_rejected(server: Server) -> None:
     names = {"shapes": {str(i): [1] for i in range(65537)}}
     assert_problem(server.http.post(PATH, json=names), 422)
     assert_problem(server.http.post(PATH, json={"shapes": {"a" * 513: [1]}}), 422)
+
+
+def test_too_many_layers_are_rejected(server: Server) -> None:
+    shapes = {f"layers.{i}.qkv.weight": [12, 4] for i in range(4097)}
+    problem = assert_problem(server.http.post(PATH, json={"shapes": shapes}), 422)
+    assert "got 4097, expected at most 4096" in problem["detail"]
+    assert problem["pointer"] == "/shapes"

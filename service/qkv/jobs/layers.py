@@ -16,6 +16,7 @@ from qkv.jobs.fields import INTEGER, field_error
 __all__ = ["LayersFields", "list_layers"]
 
 _MAX_TENSORS: Final = 65536
+_MAX_LAYERS: Final = 4096  # a second of work
 _MAX_NAME: Final = 512
 _MAX_AXES: Final = 8
 _MAX_SIZE: Final = 2**28 - 1
@@ -57,7 +58,13 @@ def list_layers(document: object) -> list[dict[str, Any]]:
     except pydantic.ValidationError as error:
         raise _error(error) from None
     shapes = {name: tuple(shape) for name, shape in fields.shapes.items()}
-    layers = map(_describe, layout_catalogue.find_layers(shapes))
+    found = layout_catalogue.find_layers(shapes)
+    if len(found) > _MAX_LAYERS:
+        raise InvalidContent(
+            f"there are too many layers: got {len(found)}, expected at most {_MAX_LAYERS}",
+            pointer=pointer_to("shapes"),
+        )
+    layers = map(_describe, found)
     return [layer for layer in layers if layer["layouts"]]
 
 
