@@ -38,14 +38,14 @@ serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for 
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 EXPENSIVE = (process or browser or install or slow) and not representative
 
-test: .venv/.installed ## run most tests, some of every kind, in about four minutes
+test: .venv/.installed ## run most tests, some of every kind, in five to ten minutes
 	@$(PYTEST) -m "not ($(EXPENSIVE))" --hypothesis-profile=fast $(ARGS)
 
 # Property tests run here again, with all their examples.
-test-rest: .venv/.installed ## run the other tests and all examples, in about a quarter of an hour
+test-rest: .venv/.installed ## run the other tests and all examples, in about half an hour
 	@$(PYTEST) -m "hypothesis or ($(EXPENSIVE))" $(ARGS)
 
-test-all: .venv/.installed ## run every test with all examples, in about a quarter of an hour
+test-all: .venv/.installed ## run every test with all examples, in about half an hour
 	@$(PYTEST) $(ARGS)
 
 check: .venv/.installed ## check lint, formatting and types
