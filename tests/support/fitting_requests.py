@@ -196,10 +196,15 @@ class Fitting:
             n: given[n] for n in ("from", "to", "bias", "dtype", "encoding") if n in given
         }
         fields = {"from": "v1", "to": "v2"} | given_fields
-        if given.get("heads"):
+        if fields["from"] not in ("v1", "v2"):
+            fields["from"] = "auto"  # the tensors are those of v2
+        if given.get("heads") or fields["to"] in ("neox", "bloom", "falcon", "phi3"):
             fields["heads"] = int(self._draw.choice([1, 2, 4, 8]))
+        if (fields["from"] == "v1") == (fields["to"] == "v1"):
+            fields.pop("bias", None)  # there is no way from or to v1
+        width = _WIDTH if fields["to"] == "mha" else self._size()  # its query is square
         form = self._form or ("lists" if "dtype" in fields or self._chance() else "base64")
-        return fields | {"tensors": self._weights(fields["from"], self._size(), form)}
+        return fields | {"tensors": self._weights(fields["from"], width, form)}
 
     def _inference(self, variant: Variant, given: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: given[name] for name in ("id",) if name in given}
