@@ -7,6 +7,9 @@ head, Falcon's rows of all queries, one key, one value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 import numpy as np
 
 from qkv.attention.layers.layer_weights import (
@@ -16,14 +19,42 @@ from qkv.attention.layers.layer_weights import (
     Weights,
     bias_of,
     concatenated,
+    linear_tensors,
+    named,
 )
 from qkv.attention.layers.sent_tensors import Heads, SentTensors
 from qkv.errors import InvalidContent
 
-__all__ = ["interleaved", "interleaved_tensors"]
+__all__ = ["is_full", "read", "write"]
+
+_NAME: Final = "query_key_value"
 
 
-def interleaved(sent: SentTensors, name: str) -> dict[str, Pair]:
+def is_full(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Returns True if there are as many key heads as query heads: the matrix is (3 in, in)."""
+    rows, columns = shapes[f"{_NAME}.weight"]
+    return rows == 3 * columns
+
+
+def read(sent: SentTensors) -> Weights:
+    """Reads the fused matrix, and the output projection `dense`.
+
+    Raises:
+        InvalidContent: the rows do not split into heads, or `heads` is missing.
+    """
+    return named(**_interleaved(sent, _NAME), output=sent.optional_pair("dense"))
+
+
+def write(weights: Weights, heads: Heads) -> Weights:
+    """Returns the fused matrix, and the output projection `dense`.
+
+    Raises:
+        InvalidContent: the heads are unknown, or of different widths.
+    """
+    return _interleaved_tensors(weights, heads, _NAME) | linear_tensors(weights, output="dense")
+
+
+def _interleaved(sent: SentTensors, name: str) -> dict[str, Pair]:
     """Returns weight (in, out) and bias of each role.
 
     Raises:
@@ -44,7 +75,7 @@ def interleaved(sent: SentTensors, name: str) -> dict[str, Pair]:
     return {r: (w.T, b) for r, w, b in zip(ROLES, parts_OI, biases_O, strict=True)}
 
 
-def interleaved_tensors(weights: Weights, heads: Heads, name: str) -> dict[str, Array]:
+def _interleaved_tensors(weights: Weights, heads: Heads, name: str) -> dict[str, Array]:
     """Returns one nn.Linear with the rows of each head together.
 
     Raises:

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn.functional import linear
 
+from qkv.attention.layers import head_interleaving
 from qkv.attention.layers.forward_parts import Attend, Embeddings, project_output
-from qkv.attention.layers.head_interleaving import interleaved, interleaved_tensors
-from qkv.attention.layers.layer_weights import Weights, linear_tensors, named
-from qkv.attention.layers.sent_tensors import Heads, SentTensors
+from qkv.attention.layers.sent_tensors import Heads
 
 MODULES = ("query_key_value", "dense")
 QUERY = ("query_key_value.weight",)
@@ -22,16 +21,7 @@ ROTARY_ORDER = "half"
 ALIBI = "scaled"
 PARENT = "self_attention"
 
-
-def read(sent: SentTensors) -> Weights:
-    """Reads the layout's tensors."""
-    return named(**interleaved(sent, "query_key_value"), output=sent.optional_pair("dense"))
-
-
-def write(weights: Weights, heads: Heads) -> Weights:
-    """Returns the layout's tensors."""
-    fused = interleaved_tensors(weights, heads, "query_key_value")
-    return fused | linear_tensors(weights, output="dense")
+read, write = head_interleaving.read, head_interleaving.write
 
 
 def forward(
