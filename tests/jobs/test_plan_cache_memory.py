@@ -83,6 +83,19 @@ def test_long_fields_are_not_kept() -> None:
 
 
 @pytest.mark.slow
+def test_names_of_a_whole_model_are_not_kept() -> None:
+    plans = PlanCache(LIMITS)
+    embedding = {"x": RawTensor.from_numpy(np.ones((1, 2, 4), np.float32))}
+    weight = RawTensor.from_numpy(np.ones((4, 4), np.float32))
+    layer = {f"W_{role}": weight for role in ("query", "key", "value")}
+    others = {f"layers.{i}.mlp.up_proj.weight": weight for i in range(400)}
+    for tensors, kept in ((layer | others, 0), (layer, 1)):
+        message = Message({"layer": {"layout": "v1"}}, embedding, tensors)
+        for _ in range(2):
+            assert len(plans.new_job(Job, "softmax", message).inputs.layer.tensors) == 3  # type: ignore[union-attr]
+        assert len(plans._plans) == kept
+
+
 def test_plans_take_little_memory() -> None:
     """The longest fields that are kept, in 2048 plans: at most 64 MiB."""
     plans, count = PlanCache(LIMITS), 200

@@ -22,6 +22,7 @@ __all__ = ["BodyPlan", "BoundedCache", "Plan", "PlanCache"]
 
 _MAX_PLANS: Final = 2048  # about 4 KiB each
 _MAX_FIELDS: Final = 1024  # bytes of the fields of a request whose plan is kept
+_MAX_NAMES: Final = 8192  # characters of the names of its tensors: a whole model has far more
 
 _T = TypeVar("_T")
 
@@ -157,6 +158,8 @@ class PlanCache:
 
 def _key(kind: type[Job], variant: str, message: Message) -> Hashable:
     """Returns all that a plan depends on; None for a request whose plan is not kept."""
+    if sum(map(len, message.layer)) > _MAX_NAMES:
+        return None
     fields = b""
     if message.fields:
         try:
