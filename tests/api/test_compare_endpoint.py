@@ -32,9 +32,13 @@ from support.processes import Process, wait_until
 from support.service import Server
 
 
-def test_service_and_local_run_give_the_same_report(server: Server) -> None:
+@pytest.mark.parametrize("per_head", [False, True])
+def test_service_and_local_run_give_the_same_report(server: Server, per_head: bool) -> None:
     inputs = random_inputs()
-    fields = {"variants": ["linear", variant_entry("taylor", causal=True)], "repeats": 2}
+    fields = {
+        "variants": ["linear", variant_entry("taylor", causal=True)], "repeats": 2,
+        "per_head": per_head,
+    }  # fmt: skip
     for encoding in ("lists", "base64"):
         body = {"inputs": {n: as_json(a, encoding) for n, a in inputs.items()}, **fields}
         response = post(server, body)
@@ -60,12 +64,28 @@ def test_device_process_compares(command: Callable[..., Process]) -> None:
         QKV_MAX_QUEUE_BYTES=str(64 << 20),
     )  # fmt: skip
     inputs = random_inputs() | {"key_lengths": np.array([9, 4])}
-    fields = {"variants": ["linear", "taylor"], "repeats": 2}
+    fields = {"variants": ["linear", "taylor"], "repeats": 2, "per_head": True}
     body = {"inputs": {n: as_json(a, "base64") for n, a in inputs.items()}, **fields}
     response = httpx.post(f"{process.url}{COMPARE}", json=body, timeout=60)
     assert response.status_code == 200, response.text
     assert_same_report(response.json(), compare(inputs, **fields))
     assert process.end() == 0, process.lines
+
+
+def test_most_heads_are_compared(server: Server) -> None:
+    """The figures of so many heads are built and encoded outside the event loop."""
+    inputs = {"value": RawTensor.from_numpy(np.ones((1, 2048, 1, 1), np.float32))}
+    fields = {"variants": ["mean"], "anchor": "mean", "per_head": True, "repeats": 1}
+    file = b"".join(safetensors.encode(Message(fields, inputs), "inputs"))
+    headers = {"Content-Type": safetensors.MEDIA_TYPE}
+    response = server.http.post(COMPARE, content=file, headers=headers)
+    assert response.status_code == 200, response.text
+    (entry,) = response.json()["variants"]
+    assert len(entry["heads"]) == 2048
+    assert all(head == entry["heads"][0] for head in entry["heads"])
+    assert entry["heads"][0]["weights"] == entry["weights"]
+    right = {"relative_error": 0.0, "largest_error": 0.0, "cosine": 1.0}
+    assert entry["heads"][0]["output"] == right
 
 
 def test_optional_inputs_go_to_variants_that_take_them(server: Server) -> None:

@@ -73,6 +73,23 @@ def test_compare_takes_anchor_repeats_rows_and_own_parameters(url: str, source: 
     assert [v["parameters"] for v in printed["variants"]] == [{"causal": True}, {}]
 
 
+@pytest.mark.parametrize("place", ["service", "local"])
+def test_compare_prints_the_heads_below_the_table(url: str, source: Path, place: str) -> None:
+    chosen = ("compare", "linear", source, "--per-head", *target_options(place, url))
+    printed = json.loads(stdout_of(*chosen, "--json"))
+    with Client(url) as client, np.load(source) as arrays:
+        expected = client.compare(["linear"], per_head=True, **arrays)
+    assert len(printed["anchor"]["heads"]) == 2
+    heads = expected.variants[0].heads
+    assert heads is not None
+    for by_command, by_client in zip(printed["variants"][0]["heads"], heads, strict=True):
+        assert by_client.output is not None
+        assert by_command["output"]["relative_error"] == by_client.output.relative_error
+    text = stdout_of(*chosen)
+    assert text.endswith(f"\n\n{expected.heads_table()}\n")
+    assert columns(text) == ["softmax", "linear"]
+
+
 def test_compare_uses_the_fields_of_the_file(url: str, tmp_path: Path) -> None:
     x = np.ones((4, 3), np.float32)
     arrays = {

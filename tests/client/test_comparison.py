@@ -224,6 +224,65 @@ In brackets: the worst row, the range of entropies, the range of times.
 linear is near uniform <here> & there."""
 
 
+HEADS_TABLE: Final = """\
+           relative error   total variation   KL divergence, nats   Jensen-Shannon, nats   rank correlation   entropy, nats
+───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+softmax
+  head 0         1.00e-07                 –                     –                      –                  –       1.5 (0–2)
+  head 1                –                 –                     –                      –                  –               –
+
+linear, causal=true
+  head 0             0.25       0.125 (0.5)           0.01 (0.02)          0.003 (0.004)         0.9 (-0.5)       1.5 (0–2)
+  head 1                –                 –                     –                      –                  –               –
+
+linear
+  head 0                –                 –                     –                      –                  –               –
+  head 1                –                 –                     –                      –                  –               –
+
+In brackets: the worst row, the range of entropies."""  # noqa: E501
+
+
+def with_heads(entry: dict[str, Any], *heads: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"heads": [{n: h[n] for n in ("output", "weights")} for h in heads]}
+
+
+def test_heads_table_has_a_line_for_each_head_of_each_variant() -> None:
+    nothing = entry("linear", output=None, weights=None)
+    causal = entry("linear", parameters={"causal": True})
+    variants = [with_heads(causal, causal, nothing), with_heads(nothing, nothing, nothing)]
+    anchor = with_heads(ANCHOR, ANCHOR, nothing)
+    same = with_heads(entry("softmax"), nothing, nothing)  # shown once, as the baseline
+    response = RESPONSE | {"anchor": anchor, "variants": [same, *variants]}
+    comparison = Comparison.from_json(response)
+    assert comparison.heads_table() == HEADS_TABLE
+    narrow = comparison.heads_table(60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert words(comparison.table()) == words(Comparison.from_json(response).table())
+    head = comparison.variants[1].heads
+    assert head is not None
+    assert head[0].output == comparison.variants[1].output
+    assert head[0].weights == comparison.variants[1].weights
+
+
+@pytest.mark.parametrize("heads", [{}, {"heads": None}])
+def test_comparison_without_heads_has_no_table_of_heads(heads: dict[str, None]) -> None:
+    """An older service does not send the field."""
+    comparison = Comparison.from_json(RESPONSE | {"anchor": ANCHOR | heads})
+    assert comparison.anchor.heads is None
+    with pytest.raises(ValueError, match="got per_head=False, expected True"):
+        comparison.heads_table()
+
+
+def test_request_has_per_head_only_if_set(run_compare: RunCompare) -> None:
+    with scripted_server(json_reply(RESPONSE), json_reply(RESPONSE)) as received:
+        run_compare(received.url, ["linear"], per_head=True, **TENSORS)
+        run_compare(received.url, ["linear"], per_head=False, **TENSORS)
+    asked = [safetensors.decode(body, "inputs").fields for body in received.bodies]
+    assert asked[0]["per_head"] is True
+    assert "per_head" not in asked[1]
+
+
 def words(text: str) -> list[str]:
     return re.sub(r"─+", "", text).split()
 

@@ -80,6 +80,8 @@ MALFORMED: Final = [
     (422, "/repeats", {"variants": ["linear"], "repeats": 0}),
     (422, "/repeats", {"variants": ["linear"], "repeats": 101}),
     (422, "/rows", {"variants": ["linear"], "rows": -1}),
+    (422, "/per_head", {"variants": ["linear"], "per_head": 1}),
+    (422, "/per_head", {"variants": ["linear"], "per_head": None}),
     (422, "/dtype", {"variants": ["linear"], "dtype": "int64"}),
     (422, "/parameters", {"variants": ["linear"], "parameters": {}}),
     (422, "/weights", {"variants": ["linear"], "weights": "none"}),
@@ -97,5 +99,13 @@ UNFITTING: Final = [  # depends on the tensors, which no schema covers
     (422, "/inputs/key", {"variants": ["mean"], "inputs": INPUTS | {"key": [[1, 2]]}}),
     (422, "/inputs", {"variants": ["mean"], "inputs": {"value": X}}),
     (422, "/inputs", {"variants": ["linear_layer"]}),
+    (422, "/per_head", {
+        "variants": ["linear_layer"], "anchor": "linear_layer", "per_head": True,
+        "inputs": {"x": X, "weight": X},
+    }),
+    (413, "/per_head", {
+        "variants": ["mean"], "anchor": "mean", "per_head": True,
+        "inputs": {"value": [[[[1]]] * 2049]},
+    }),
     (422, "/variants/1", {"variants": ["linear", "mean"], "inputs": INPUTS | {"query": L4}}),
 ]  # fmt: skip

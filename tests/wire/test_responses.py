@@ -13,8 +13,10 @@ from qkv.wire.oip_responses import BinarySize, InferResponse, InferTensor
 from qkv.wire.response_fields import from_json
 from qkv.wire.responses import (
     BaselineComparison,
+    BaselineHead,
     BaselineWeights,
     Cell,
+    ComparedHead,
     ComparedVariant,
     CompareResponse,
     CompareTiming,
@@ -32,7 +34,16 @@ ENTROPY: Final = Entropy(1.5, 0.0, 2.0)
 TIMES: Final = VariantTiming(0.5, 0.25, 1.0, 5)
 COMPARISON: Final = CompareResponse(
     BaselineComparison(
-        "softmax", {"causal": True}, "stochastic", None, BaselineWeights(ENTROPY), TIMES, 1, 2, 3
+        "softmax",
+        {"causal": True},
+        "stochastic",
+        None,
+        BaselineWeights(ENTROPY),
+        TIMES,
+        1,
+        2,
+        3,
+        (BaselineHead(None, BaselineWeights(None)),),
     ),
     (
         ComparedVariant(
@@ -46,7 +57,18 @@ COMPARISON: Final = CompareResponse(
             2,
             3,
         ),
-        ComparedVariant("mean", {}, "stochastic", None, None, TIMES, 1, 2, 3),
+        ComparedVariant(
+            "mean",
+            {},
+            "stochastic",
+            None,
+            None,
+            TIMES,
+            1,
+            2,
+            3,
+            (ComparedHead(OutputError(0.5, 1.0, None), None), ComparedHead(None, None)),
+        ),
     ),
     ("A note.",),
     CompareTiming(0.0, 0.5, 1.5, 7, "cpu", 2.5),
@@ -64,13 +86,16 @@ COST: Final = b'"flops":1,"bytes":2,"peak_bytes":3'
             COMPARISON,
             b'{"anchor":{"variant":"softmax","parameters":{"causal":true},'
             b'"weights_are":"stochastic","output":null,'
-            b'"weights":{"entropy":{"mean":1.5,"least":0.0,"most":2.0}},%b,%b},'
+            b'"weights":{"entropy":{"mean":1.5,"least":0.0,"most":2.0}},%b,%b,'
+            b'"heads":[{"output":null,"weights":{"entropy":null}}]},'
             b'"variants":[{"variant":"linear","parameters":{},"weights_are":"signed",'
             b'"output":{"relative_error":0.25,"largest_error":null,"cosine":0.5},'
             b'"weights":{"total_variation":{"mean":0.5,"worst":1.0},"kl_divergence":null,'
             b'"js_divergence":null,"rank_correlation":{"mean":0.5,"worst":-1.0},"entropy":null},'
-            b'%b,%b},{"variant":"mean","parameters":{},"weights_are":"stochastic",'
-            b'"output":null,"weights":null,%b,%b}],"notes":["A note."],'
+            b'%b,%b,"heads":null},{"variant":"mean","parameters":{},"weights_are":"stochastic",'
+            b'"output":null,"weights":null,%b,%b,"heads":['
+            b'{"output":{"relative_error":0.5,"largest_error":1.0,"cosine":null},"weights":null},'
+            b'{"output":null,"weights":null}]}],"notes":["A note."],'
             b'"timing":{"queue_ms":0.0,"transfer_ms":0.5,"compute_ms":1.5,"runs":7,'
             b'"device":"cpu","total_ms":2.5}}' % ((TIMED, COST) * 3),
         ),

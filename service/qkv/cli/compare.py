@@ -57,6 +57,7 @@ __all__ = ["compare"]
     metavar="N|all",
     help="How many rows of each head's weights are compared, evenly spread.",
 )
+@click.option("--per-head", is_flag=True, help="Also print the figures of each query head.")
 @layer_options
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON of the service.")
 @URL
@@ -69,6 +70,7 @@ def compare(
     parameters: tuple[str, ...],
     repeats: int | None,
     rows: str,
+    per_head: bool,
     as_json: bool,
     url: str,
     api_key: str | None,
@@ -78,7 +80,8 @@ def compare(
     """Runs each VARIANT on the tensors in the file SOURCE, and compares it with the baseline.
 
     A table has the distances of outputs and weights from the baseline's, and the costs. Notes
-    explain figures that mean little. Files are as for `qkv attend`. Parameters are for all
+    explain figures that mean little. With --per-head a second table has a line for each query head
+    of each variant. Files are as for `qkv attend`. Parameters are for all
     variants; a variant may be JSON with parameters of its own.
 
     \b
@@ -88,7 +91,7 @@ def compare(
     layer = layer_flags(options)
     typed = typed_tensors(source) | typed_variants(variants, parameters) | typed_layer(layer)
     typed |= typed_parameters(parameters, "/anchor")
-    typed |= typed_flags(anchor=anchor, rows=rows, repeats=repeats)
+    typed |= typed_flags(anchor=anchor, rows=rows, repeats=repeats, per_head=per_head or None)
     with one_line_errors(typed):
         message = tensor_files.read(source, "inputs", layer.get("prefix"))
         fields = message.fields
@@ -100,6 +103,7 @@ def compare(
             variants=build_choices([parse_variant(word) for word in variants], shared),
             anchor=build_choice(parse_variant(anchor), shared),
             repeats=repeats,
+            per_head=per_head or None,
         )
         fields["rows"] = None if rows == "all" else _parse_rows(rows)
         if local:
@@ -108,7 +112,12 @@ def compare(
             comparison = Comparison.from_json(compare_locally(message))
         else:
             comparison = send(url, api_key, build_compare_message(message))
-    click.echo(json.dump(asdict(comparison)) if as_json else comparison.table(line_width()))
+    if as_json:
+        click.echo(json.dump(asdict(comparison)))
+        return
+    click.echo(comparison.table(line_width()))
+    if comparison.anchor.heads is not None:
+        click.echo(f"\n{comparison.heads_table(line_width())}")
 
 
 def _parse_rows(rows: str) -> int:

@@ -106,12 +106,13 @@ class AsyncClient:
         anchor: Choice = "softmax",
         repeats: int | None = None,
         rows: int | None = 1024,
+        per_head: bool = False,
         layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
         """Compares variants with a baseline on the same inputs: see `Client.compare`."""
         return await self.send(
-            build_compare(variants, anchor, repeats, rows, layer, inputs_and_parameters)
+            build_compare(variants, anchor, repeats, rows, per_head, layer, inputs_and_parameters)
         )
 
     def sweep(

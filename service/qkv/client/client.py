@@ -135,6 +135,7 @@ class Client:
         anchor: Choice = "softmax",
         repeats: int | None = None,
         rows: int | None = 1024,
+        per_head: bool = False,
         layer: Mapping[str, Any] | None = None,
         **inputs_and_parameters: Any,
     ) -> Comparison:
@@ -145,6 +146,8 @@ class Client:
             anchor: the baseline, a variant like the others.
             repeats: timed runs of each variant; None: the default of the service.
             rows: how many rows of each head's weights are compared, evenly spread; None: all.
+            per_head: True adds the figures of each query head: `heads` of each variant and of the
+                anchor, in order. With an output projection, a head has weights but no output.
             layer: as for `attend`.
             **inputs_and_parameters: as for `attend`. Parameters are for all variants and the
                 baseline; a variant's own parameters override them.
@@ -153,7 +156,7 @@ class Client:
             QkvError, ServiceUnreachable, httpx.TransportError: as for `attend`.
         """
         return self.send(
-            build_compare(variants, anchor, repeats, rows, layer, inputs_and_parameters)
+            build_compare(variants, anchor, repeats, rows, per_head, layer, inputs_and_parameters)
         )
 
     def sweep(

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from qkv.client.tables import Table, format_number, format_scaled, variant_labels
 from qkv.wire.response_fields import from_json
-from qkv.wire.responses import CompareResponse, VariantComparison
+from qkv.wire.responses import CompareResponse, HeadFigures, VariantComparison
 
 __all__ = ["Comparison", "VariantComparison"]
 
@@ -40,6 +40,32 @@ class Comparison(CompareResponse):
         """
         return self._table().text(width)
 
+    def heads_table(self, width: int | None = None) -> str:
+        """Returns the figures of each query head as text: a line for each head of each variant.
+
+        Args:
+            width: as for `table`.
+
+        Raises:
+            ValueError: the comparison has no figures of the heads.
+        """
+        every = self._every()
+        if self.anchor.heads is None:
+            raise ValueError("the comparison has no heads: got per_head=False, expected True")
+        labels = (label.replace("\n", ", ") for label in _labels(every))
+        sections = [
+            (
+                label,
+                [
+                    [f"head {i}", *(measure(head) for measure in _HEAD_MEASURES.values())]
+                    for i, head in enumerate(entry.heads or ())
+                ],
+            )
+            for label, entry in zip(labels, every, strict=True)
+        ]
+        spread = "In brackets: the worst row, the range of entropies."
+        return Table(["", *_HEAD_MEASURES], sections, [spread]).text(width)
+
     def __repr__(self) -> str:
         """Returns one line; `table()` has all figures."""
         errors = [f"{v.variant}: {_relative_error(v)}" for v in self.variants]
@@ -49,9 +75,7 @@ class Comparison(CompareResponse):
         return self._table().html()
 
     def _table(self) -> Table:
-        others = [v for v in self.variants if not _is_same_variant(v, self.anchor)]
-        every = [self.anchor, *others]
-        names = variant_labels([(v.variant, v.parameters) for v in every])
+        every = self._every()
         anchor = self.anchor.variant
         sections = [
             (f"output: distance to that of {anchor}", _table_rows(_OUTPUT_MEASURES, every)),
@@ -63,7 +87,16 @@ class Comparison(CompareResponse):
         ]
         own = f"{anchor} is the baseline: its own distance is to its run in float64."
         spread = "In brackets: the worst row, the range of entropies, the range of times."
-        return Table(["", *names], sections, [own, spread, *self.notes])
+        return Table(["", *_labels(every)], sections, [own, spread, *self.notes])
+
+    def _every(self) -> list[VariantComparison]:
+        """Returns the baseline, and the variants other than the baseline."""
+        others = [v for v in self.variants if not _is_same_variant(v, self.anchor)]
+        return [self.anchor, *others]
+
+
+def _labels(every: list[VariantComparison]) -> list[str]:
+    return variant_labels([(v.variant, v.parameters) for v in every])
 
 
 def _is_same_variant(one: VariantComparison, other: VariantComparison) -> bool:
@@ -75,23 +108,26 @@ def _relative_error(entry: VariantComparison) -> str:
     return f"relative error {format_number(found)}"
 
 
-Measure = Callable[[VariantComparison], str]
-"""Formats one measure of a variant."""
+Compared: TypeAlias = VariantComparison | HeadFigures
+Measure: TypeAlias = Callable[[Compared], str]
+"""Formats one measure of a variant, or of a head."""
 
 
-def _table_rows(measures: Mapping[str, Measure], every: list[VariantComparison]) -> list[list[str]]:
+def _table_rows(
+    measures: Mapping[str, Callable[[VariantComparison], str]], every: list[VariantComparison]
+) -> list[list[str]]:
     return [[name, *map(measure, every)] for name, measure in measures.items()]
 
 
 def _divergence_text(name: str) -> Measure:
-    def format_entry(entry: VariantComparison) -> str:
+    def format_entry(entry: Compared) -> str:
         found = entry.weights and getattr(entry.weights, name)
         return f"{format_number(found.mean)} ({format_number(found.worst)})" if found else "–"
 
     return format_entry
 
 
-def _entropy_text(entry: VariantComparison) -> str:
+def _entropy_text(entry: Compared) -> str:
     found = entry.weights and entry.weights.entropy
     if not found:
         return "–"
@@ -107,7 +143,7 @@ def _milliseconds_text(entry: VariantComparison) -> str:
 
 
 def _distance_text(name: str) -> Measure:
-    def format_entry(entry: VariantComparison) -> str:
+    def format_entry(entry: Compared) -> str:
         found: float | None = getattr(entry.output, name, None)
         # all digits of a cosine matter: it is close to 1
         return f"{found:.7f}" if found and name == "cosine" else format_number(found)
@@ -121,8 +157,7 @@ _OUTPUT_MEASURES: Final[Mapping[str, Measure]] = {
     "cosine": _distance_text("cosine"),
 }
 
-_WEIGHTS_MEASURES: Final[Mapping[str, Measure]] = {
-    "are": lambda entry: entry.weights_are or "–",
+_ROW_MEASURES: Final[Mapping[str, Measure]] = {
     "total variation": _divergence_text("total_variation"),
     "KL divergence, nats": _divergence_text("kl_divergence"),
     "Jensen-Shannon, nats": _divergence_text("js_divergence"),
@@ -130,7 +165,17 @@ _WEIGHTS_MEASURES: Final[Mapping[str, Measure]] = {
     "entropy, nats": _entropy_text,
 }
 
-_COST_MEASURES: Final[Mapping[str, Measure]] = {
+_HEAD_MEASURES: Final[Mapping[str, Measure]] = {
+    "relative error": _OUTPUT_MEASURES["relative error"],
+    **_ROW_MEASURES,
+}
+
+_WEIGHTS_MEASURES: Final[Mapping[str, Callable[[VariantComparison], str]]] = {
+    "are": lambda entry: entry.weights_are or "–",
+    **_ROW_MEASURES,
+}
+
+_COST_MEASURES: Final[Mapping[str, Callable[[VariantComparison], str]]] = {
     "milliseconds": _milliseconds_text,
     "floating-point operations": lambda e: format_scaled(
         e.flops, ("", "k", "M", "G", "T", "P"), 1000

@@ -148,12 +148,13 @@ def build_compare(
     anchor: Choice,
     repeats: int | None,
     rows: int | None,
+    per_head: bool,
     layer: Mapping[str, Any] | None,
     arguments: Mapping[str, Any],
 ) -> RequestSpec[Comparison]:
     """Builds the request that compares variants; the arguments are those of `Client.compare`."""
     message, _ = build_inputs_message(
-        layer, arguments, {"rows": rows, **_drop_unset(repeats=repeats)}
+        layer, arguments, {"rows": rows, **_drop_unset(repeats=repeats, per_head=per_head or None)}
     )
     parameters = message.fields.pop("parameters")
     message.fields["variants"] = build_choices(variants, parameters)

@@ -1,7 +1,8 @@
 """Fields of the response dataclasses: their JSON schema keywords, and the dataclasses as JSON.
 
 The service encodes with `json_fields`, the client parses with `from_json`. A field whose default is
-None is left out of the JSON while it is None.
+None may be missing in the JSON of an older service. It is left out while it is None, unless its
+metadata have `IS_KEPT`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import (
 )
 
 __all__ = [
+    "IS_KEPT",
     "JSON_NAME",
     "Count",
     "Keywords",
@@ -38,6 +40,8 @@ __all__ = [
 _T = TypeVar("_T")
 JSON_NAME: Final = "json_name"
 """Key of a field's metadata: its name in JSON, if it differs from the attribute."""
+IS_KEPT: Final = "is_kept"
+"""Key of a field's metadata: true if the field is null in JSON while it is None."""
 
 
 class Keywords:
@@ -68,12 +72,14 @@ class _JsonField(NamedTuple):
         name: the attribute.
         key: its name in JSON.
         left_out: it is left out while it is None.
+        may_be_missing: it has a default.
         parse: parses its JSON value.
     """
 
     name: str
     key: str
     left_out: bool
+    may_be_missing: bool
     parse: Callable[[Any], Any]
 
 
@@ -103,7 +109,7 @@ def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
         **{
             f.name: f.parse(values[f.key])
             for f in _json_fields(hashable)
-            if f.key in values or not f.left_out
+            if f.key in values or not f.may_be_missing
         }
     )
 
@@ -115,7 +121,7 @@ def json_name(attribute: Field[Any]) -> str:
 
 def is_left_out(attribute: Field[Any]) -> bool:
     """Returns True if a field is left out of the JSON while it is None."""
-    return attribute.default is None
+    return attribute.default is None and not attribute.metadata.get(IS_KEPT, False)
 
 
 @cache
@@ -124,7 +130,7 @@ def _json_fields(kind: Any) -> tuple[_JsonField, ...]:
         raise TypeError(f"{kind.__name__} is not a response")
     hints = get_type_hints(kind)
     return tuple(
-        _JsonField(f.name, json_name(f), is_left_out(f), _parser(hints[f.name]))
+        _JsonField(f.name, json_name(f), is_left_out(f), f.default is None, _parser(hints[f.name]))
         for f in fields(kind)
     )
 

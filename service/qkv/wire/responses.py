@@ -15,19 +15,30 @@ from typing import (
     TypeAlias,
 )
 
-from qkv.wire.response_fields import JSON_NAME, Count, Keywords, NonNegative, PositiveCount, doc
+from qkv.wire.response_fields import (
+    IS_KEPT,
+    JSON_NAME,
+    Count,
+    Keywords,
+    NonNegative,
+    PositiveCount,
+    doc,
+)
 
 __all__ = [
     "BaselineComparison",
+    "BaselineHead",
     "BaselineWeights",
     "Cell",
     "CompareResponse",
     "CompareTiming",
+    "ComparedHead",
     "ComparedVariant",
     "Crossover",
     "Divergence",
     "Done",
     "Entropy",
+    "HeadFigures",
     "OutputError",
     "Progress",
     "Stopped",
@@ -112,6 +123,34 @@ Weights: TypeAlias = WeightsComparison | BaselineWeights
 
 
 @dataclass(frozen=True, slots=True)
+class HeadFigures:
+    """One query head of a variant; base class for heads of the baseline and of other variants."""
+
+    output: Annotated[
+        OutputError | None,
+        doc(
+            "As of the variant, for the head's part of the output. Null also if the layer has an "
+            "output projection, which adds up the heads."
+        ),
+    ]
+    weights: Weights | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedHead(HeadFigures):
+    """One query head of a variant, and its distance from the same head of the baseline."""
+
+    weights: Annotated[WeightsComparison | None, doc("Null if no rows were compared.")]
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineHead(HeadFigures):
+    """One query head of the baseline."""
+
+    weights: Annotated[BaselineWeights | None, doc("Null if no rows were compared.")]
+
+
+@dataclass(frozen=True, slots=True)
 class VariantTiming:
     """Compute times of the repeats, in milliseconds."""
 
@@ -142,6 +181,10 @@ class VariantComparison:
     peak_bytes: Annotated[
         Count, doc("Peak memory of torch's allocator in a run, beyond the inputs.")
     ]
+    heads: Annotated[
+        tuple[HeadFigures, ...] | None,
+        doc("Each query head, in order; null without `per_head` in the request."),
+    ] = field(default=None, metadata={IS_KEPT: True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +192,10 @@ class ComparedVariant(VariantComparison):
     """The measurements of a variant, and its distance from the baseline."""
 
     weights: Annotated[WeightsComparison | None, doc("Null if no rows were compared.")]
+    heads: Annotated[
+        tuple[ComparedHead, ...] | None,
+        doc("Each query head, in order; null without `per_head` in the request."),
+    ] = field(default=None, metadata={IS_KEPT: True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +203,10 @@ class BaselineComparison(VariantComparison):
     """The measurements of the baseline, which the variants are compared with."""
 
     weights: Annotated[BaselineWeights | None, doc("Null if no rows were compared.")]
+    heads: Annotated[
+        tuple[BaselineHead, ...] | None,
+        doc("Each query head, in order; null without `per_head` in the request."),
+    ] = field(default=None, metadata={IS_KEPT: True})
 
 
 @dataclass(frozen=True, slots=True)

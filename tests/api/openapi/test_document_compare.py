@@ -63,7 +63,7 @@ def test_every_response_matches_the_document(
         "variants": [variant_entry(name), variant_entry("softmax", causal=True)],
         "repeats": 1,
     }
-    for more in ({}, {"rows": 0}, {"dtype": "float64"}):
+    for more in ({}, {"rows": 0}, {"dtype": "float64"}, {"per_head": True}):
         body = {"inputs": inputs} | fields | more
         assert fits(body, asked_schema(document), document)
         response = post(server, body)

@@ -26,6 +26,9 @@ from qkv.engine.remote.sent_plans import SentPlans
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job, Limits
+from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.jobs.measure.head_stats import HEAD_STATS
+from qkv.jobs.measure.row_metrics import ROW_METRICS
 from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -180,6 +183,21 @@ def test_jobs_with_layers_run_remotely() -> None:
                 assert bits(there) == bits(await fixture.engine.submit(job))
 
         run(test)
+
+
+def test_comparison_of_heads_runs_remotely() -> None:
+    draw = np.random.default_rng(0)
+    shapes = {"query": (2, 4, 7, 3), "key": (2, 2, 5, 3), "value": (2, 2, 5, 3)}
+    raw = {n: RawTensor.from_numpy(draw.normal(size=s)) for n, s in shapes.items()}
+    request = CompareRequest(Message({"variants": ["linear"], "per_head": True}, raw), LIMITS)
+    (job,) = request.divergence_jobs(request.variants[0])
+
+    async def test(fixture: Service) -> None:
+        there = await fixture.remotes[0].submit(job)
+        assert there.outputs[HEAD_STATS].shape == (len(ROW_METRICS), 4, 4)
+        assert bits(there) == bits(await fixture.engine.submit(job))
+
+    run(test)
 
 
 def test_jobs_of_several_workers_are_one_batch() -> None:

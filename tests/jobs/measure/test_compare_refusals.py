@@ -64,7 +64,9 @@ ANYTHING: Final = strategies.recursive(
 @examples(300)
 @hypothesis.given(
     strategies.dictionaries(
-        strategies.sampled_from(["variants", "anchor", "repeats", "rows", "dtype", "layer", "no"]),
+        strategies.sampled_from(
+            ["variants", "anchor", "repeats", "rows", "per_head", "dtype", "layer", "no"]
+        ),
         ANYTHING,
     ),
     strategies.dictionaries(strategies.sampled_from([*INPUTS, "x", "mask", "weight"]), ANYTHING),

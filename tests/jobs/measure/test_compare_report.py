@@ -269,9 +269,9 @@ def test_equal_weights_share_their_ranks() -> None:
     b = np.array([[1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
     a = np.array([[2.0, 1.0, 1.0, 1.0, 4.0, 5.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]])
     found = row_metrics(torch.from_numpy(b), torch.from_numpy(a), (False, False))
-    assert found.keys() == set(ROW_METRICS)
+    assert found.values.keys() == set(ROW_METRICS)
     right = row_figures(b[0], a[0])["rank_correlation"]
-    assert found["rank_correlation"].tolist() == [pytest.approx(right, rel=1e-14)]
+    assert found.values["rank_correlation"].tolist() == [pytest.approx(right, rel=1e-14)]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 40, 64, 100, None])

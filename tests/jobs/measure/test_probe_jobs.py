@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from qkv.engine import local
 from qkv.engine.device.cpu import CpuDevice
@@ -39,10 +40,12 @@ def test_peak_has_no_matrix_of_scores() -> None:
     assert softmax < explicit["peak_bytes"]
 
 
-def test_every_job_class_survives_encoding() -> None:
+@pytest.mark.parametrize("per_head", [False, True])
+def test_every_job_class_survives_encoding(per_head: bool) -> None:
     inputs = random_inputs() | {"key_lengths": np.array([9, 4])}
     raw = {name: RawTensor.from_numpy(array) for name, array in inputs.items()}
-    request = CompareRequest(Message({"variants": ["linear"]}, raw), UNLIMITED)
+    fields = {"variants": ["linear"], "per_head": per_head}
+    request = CompareRequest(Message(fields, raw), UNLIMITED)
     (entry,) = request.variants
     for job in (
         entry.timing,

@@ -34,7 +34,8 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         summary="Compares variants with a baseline on the same inputs.",
         description="Output errors are those of the outputs in their dtype, accumulated in "
         "float64. Weights are compared row by row in float64. All logarithms are natural. Each run "
-        "is queued by itself, so that other requests run in between.",
+        "is queued by itself, so that other requests run in between. With `per_head` each figure "
+        "of outputs and weights is also that of each query head.",
     )
     async def compare_variants(request: Request) -> Response:
         require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
@@ -52,8 +53,10 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         pending = _run_comparison(job_runner, comparison, wait_s)
         report, timing = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
         timing["total_ms"] = (time.perf_counter() - received.received_at) * 1e3
+        found = CompareResponse(*report, CompareTiming(**timing))
+        content = await in_thread_if_large(comparison.head_bytes, partial(json.dump, found))
         return Response(
-            json.dump(CompareResponse(*report, CompareTiming(**timing))),
+            content,
             media_type=json.MEDIA_TYPE,
             headers={"Server-Timing": SERVER_TIMING % timing},
         )
@@ -66,7 +69,8 @@ async def _run_comparison(
 ) -> tuple[CompareReport, dict[str, Any]]:
     """Returns the report, and the timing of all its jobs."""
     steps = compare(comparison)
-    size = comparison.baseline.timing.bytes_in  # of the tensors in a step between two jobs
+    # of the tensors and figures in a step between two jobs
+    size = comparison.baseline.timing.bytes_in + comparison.head_bytes
     timing: dict[str, Any] = dict.fromkeys(_PARTS, 0.0) | {"runs": 0}
     measurement: TimedOutputs | None = None
     while True:

@@ -17,6 +17,7 @@ from qkv.wire import json, safetensors
 __all__ = ["examples", "operations"]
 
 _X: Final = [[0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64]]
+_HEADS: Final = [_X, [[0.11, 0.64, 0.32], [0.82, 0.05, 0.47], [0.29, 0.91, 0.18]]]
 _TIMES: Final = {"median_ms": 0.11, "least_ms": 0.1, "most_ms": 0.14}
 _TIMING: Final = {"queue_ms": 0.2, "transfer_ms": 0.2, "compute_ms": 1.1, "total_ms": 2.8}
 _CHOICE: Final = "a variant's name, or an object of `variant` and `parameters`"
@@ -50,6 +51,14 @@ def examples() -> Examples:
                 "anchor": {"variant": "linear"} | causal,
                 "repeats": 3,
                 "rows": 2,
+            },
+        ),
+        "heads": (
+            "Figures of each of two heads",
+            {
+                "inputs": {"query": [_HEADS], "key": [_HEADS], "value": [_HEADS]},
+                "variants": ["linear"],
+                "per_head": True,
             },
         ),
     }

@@ -8,20 +8,17 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from qkv.jobs.job import Job
-from qkv.jobs.measure.compare_request import CompareEntry, CompareRequest
-from qkv.jobs.measure.output_error import measure_output_error
+from qkv.jobs.measure.compare_entry import CompareEntry
+from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.probe_jobs import PEAK_BYTES
-from qkv.jobs.measure.row_metrics import ROW_METRICS, RunningStats
+from qkv.jobs.measure.variant_report import VariantReport, baseline_weights, compared_weights
 from qkv.tensors import RawTensor
 from qkv.wire.responses import (
     BaselineComparison,
-    BaselineWeights,
+    BaselineHead,
+    ComparedHead,
     ComparedVariant,
-    Divergence,
-    Entropy,
-    OutputError,
     VariantTiming,
-    WeightsComparison,
 )
 
 __all__ = ["CompareReport", "TimedOutputs", "compare", "summarize_times"]
@@ -33,23 +30,6 @@ the rows near uniform. It is the entropy of a uniform row of 95 % as many keys."
 
 TimedOutputs = tuple[Mapping[str, RawTensor], float]
 """The outputs of a job, and its compute time in milliseconds."""
-
-
-class VariantReport:
-    """The measurements of a variant.
-
-    Attributes:
-        times_ms: compute time of each timed run.
-        peak_bytes: peak memory of a run.
-        output_error: the error of the output; None if there is no reference.
-        row_stats: statistics of the weights of the variant and of the baseline.
-    """
-
-    def __init__(self) -> None:
-        self.times_ms: list[float] = []
-        self.peak_bytes = 0
-        self.output_error: OutputError | None = None
-        self.row_stats = dict.fromkeys(ROW_METRICS, RunningStats())
 
 
 class CompareReport(NamedTuple):
@@ -66,7 +46,7 @@ def compare(request: CompareRequest) -> Generator[Job, TimedOutputs, CompareRepo
     The timed runs of the variants alternate, so that other load affects all variants alike.
     """
     entries = [request.baseline, *request.variants]
-    reports = [VariantReport() for _ in entries]
+    reports = [VariantReport(request) for _ in entries]
     for entry, report in zip(entries, reports, strict=True):
         outputs, _ = yield entry.peak_memory
         report.peak_bytes = int(outputs[PEAK_BYTES].numpy()[0])
@@ -78,18 +58,15 @@ def compare(request: CompareRequest) -> Generator[Job, TimedOutputs, CompareRepo
             if reference is None:
                 reference = outputs["output"]
             elif report.output_error is None and report is not reports[0]:
-                report.output_error = measure_output_error(outputs["output"], reference)
+                report.measure_error(outputs["output"], reference)
     if request.has_float64_job:
         outputs, _ = yield request.float64_job
         assert reference is not None
-        reports[0].output_error = measure_output_error(reference, outputs["output"])
+        reports[0].measure_error(reference, outputs["output"])
     for entry, report in zip(entries[1:], reports[1:], strict=True):
         for job in request.divergence_jobs(entry):
             outputs, _ = yield job
-            for name, tensor in outputs.items():
-                report.row_stats[name] = report.row_stats[name].merge(
-                    RunningStats(*tensor.numpy().tolist())
-                )
+            report.add_rows(outputs)
     return _report(request, *reports)
 
 
@@ -102,9 +79,7 @@ def _report(
     request: CompareRequest, baseline: VariantReport, *variants: VariantReport
 ) -> CompareReport:
     # the jobs of every variant compare the same rows of the baseline
-    baseline.row_stats |= {
-        name: variants[0].row_stats[f"baseline_{name}"] for name in ("entropy", "unevenness")
-    }
+    baseline.take_baseline_rows(variants[0])
     pairs = list(zip(request.variants, variants, strict=True))
     notes = [
         *_general_notes(request, baseline, variants),
@@ -119,16 +94,21 @@ def _report(
 
 def _baseline_comparison(request: CompareRequest, report: VariantReport) -> BaselineComparison:
     job = request.baseline.timing
+    heads = tuple(
+        BaselineHead(error, baseline_weights(stats) if request.rows else None)
+        for error, stats in report.heads
+    )
     return BaselineComparison(
         variant=job.variant.name,
         parameters=request.baseline.choice.parameters,
         weights_are=job.weights_are,
         output=report.output_error,
-        weights=BaselineWeights(_entropy(report)) if request.rows else None,
+        weights=baseline_weights(report.row_stats) if request.rows else None,
         timing=summarize_times(report.times_ms),
         flops=job.flops,
         bytes=job.bytes_in + job.bytes_out,
         peak_bytes=report.peak_bytes,
+        heads=heads if request.per_head else None,
     )
 
 
@@ -136,43 +116,22 @@ def _compared_variant(
     request: CompareRequest, entry: CompareEntry, report: VariantReport
 ) -> ComparedVariant:
     job = entry.timing
+    heads = tuple(
+        ComparedHead(error, compared_weights(stats) if request.rows else None)
+        for error, stats in report.heads
+    )
     return ComparedVariant(
         variant=job.variant.name,
         parameters=entry.choice.parameters,
         weights_are=job.weights_are,
         output=report.output_error,
-        weights=_weights_comparison(report) if request.rows else None,
+        weights=compared_weights(report.row_stats) if request.rows else None,
         timing=summarize_times(report.times_ms),
         flops=job.flops,
         bytes=job.bytes_in + job.bytes_out,
         peak_bytes=report.peak_bytes,
+        heads=heads if request.per_head else None,
     )
-
-
-def _weights_comparison(report: VariantReport) -> WeightsComparison:
-    return WeightsComparison(
-        total_variation=_divergence(report.row_stats["total_variation"], "most"),
-        kl_divergence=_divergence(report.row_stats["kl_divergence"], "most"),
-        js_divergence=_divergence(report.row_stats["js_divergence"], "most"),
-        rank_correlation=_divergence(report.row_stats["rank_correlation"], "least"),
-        entropy=_entropy(report),
-    )
-
-
-def _divergence(stats: RunningStats, worst: str) -> Divergence | None:
-    values = _finite_stats(stats, worst)
-    return None if values is None else Divergence(*values)
-
-
-def _entropy(report: VariantReport) -> Entropy | None:
-    values = _finite_stats(report.row_stats["entropy"], "least", "most")
-    return None if values is None else Entropy(*values)
-
-
-def _finite_stats(stats: RunningStats, *names: str) -> list[float] | None:
-    """Returns the mean and the named statistics; None if one is not finite or there are no rows."""
-    values = [stats.mean, *(getattr(stats, name) for name in names)]
-    return values if all(map(math.isfinite, values)) else None
 
 
 def _general_notes(

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import pydantic
 
-from qkv.errors import InvalidContent, PayloadTooLarge, QkvError, pointer_to
+from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.fields import INTEGER, LayerField, field_error
 from qkv.jobs.job import Job, Limits
+from qkv.jobs.measure.compare_entry import (
+    CompareEntry,
+    check_has_heads,
+    check_names,
+    check_positions,
+    check_shapes,
+    full_shape,
+)
 from qkv.jobs.measure.probe_jobs import Float64Job, PeakMemoryJob, TimingJob
 from qkv.jobs.measure.row_divergence import Baseline, RowDivergenceJob, select_inputs
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.wire.message import Message
 
-__all__ = ["CompareEntry", "CompareFields", "CompareRequest"]
+__all__ = ["CompareFields", "CompareRequest"]
 
-_TAKEN_BY_ALL: Final = ("mask", "key_lengths")
-"""Inputs that every variant must take, because a variant without them computes something else."""
 _JOB_SCORES: Final = 1 << 22  # compared by one job, in about a second of one thread
 _NEIGHBOURS: Final = 16  # adjacent rows in a range, if not all rows are compared
+_MAX_HEADS: Final = 4096  # of the baseline and the variants together
+_HEAD_BYTES: Final = 1024  # of a head in the response, at most
 
 
 class CompareFields(pydantic.BaseModel):
@@ -52,6 +60,9 @@ class CompareFields(pydantic.BaseModel):
             "evenly spread. null compares all rows, 0 compares none."
         ),
     ] = 1024
+    per_head: Annotated[
+        bool, pydantic.Field(description="If true, each variant has figures for each query head.")
+    ] = False
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16"] | None,
         pydantic.Field(
@@ -60,18 +71,6 @@ class CompareFields(pydantic.BaseModel):
         ),
     ] = None
     layer: LayerField = None
-
-
-class CompareEntry(NamedTuple):
-    """The jobs of a variant that is compared, or of the baseline.
-
-    Attributes:
-        peak_memory: runs before `timing`, so that no first call is timed.
-    """
-
-    choice: VariantChoice
-    timing: TimingJob
-    peak_memory: PeakMemoryJob
 
 
 class CompareRequest:
@@ -85,6 +84,7 @@ class CompareRequest:
         baseline: the variant that the others are compared with, the field `anchor` of the request.
         variants: the variants to compare.
         repeats: timed runs of each variant.
+        per_head: the report has figures for each query head.
 
     Raises:
         QkvError: an error of `Job.from_message`, or the variants cannot be compared.
@@ -97,12 +97,13 @@ class CompareRequest:
             known = ["inputs", *CompareFields.model_fields, "encoding"]
             raise field_error(error, known) from None
         self.repeats, self._max_rows, self._limits = fields.repeats, fields.rows, limits
+        self.per_head = fields.per_head
         self._fields = {"dtype": fields.dtype or "float32", "layer": fields.layer}
         choices = [VariantChoice.parse(fields.anchor, "anchor")]
         choices += [
             VariantChoice.parse(value, "variants", i) for i, value in enumerate(fields.variants)
         ]
-        _check_names(choices, message)
+        check_names(choices, message)
         entries: list[CompareEntry] = []
         for choice in choices:
             message = replace(message, tensors=dict(message.tensors))
@@ -112,8 +113,10 @@ class CompareRequest:
             entries.append(entry)
         self.baseline, *self.variants = entries
         for entry in self.variants:
-            _check_shapes(entry, self.baseline)
-            _check_positions(entry, self.baseline)
+            check_shapes(entry, self.baseline)
+            check_positions(entry, self.baseline)
+        if self.per_head:
+            self._check_heads()
         self._check_size()
 
     def _entry(self, choice: VariantChoice, message: Message) -> CompareEntry:
@@ -174,7 +177,30 @@ class CompareRequest:
                 Baseline(baseline.variant, baseline.parameters),
                 baseline.inputs,
                 part,
+                per_head=self.per_head,
             )
+
+    @property
+    def head_count(self) -> int:
+        """Query heads of the output."""
+        return full_shape(self.baseline.timing, "output")[1]
+
+    @property
+    def head_axes(self) -> tuple[int, int, int] | None:
+        """The number of elements of an output before the axis of its heads, in it, and after it.
+
+        None if the layer has an output projection, which adds up the heads.
+        """
+        B, H, L, E = full_shape(self.baseline.timing, "output")
+        layer = self.baseline.timing.inputs.layer
+        if layer is None:
+            return B, H, L * E
+        return None if layer.output_width is not None else (B * L, H, E)
+
+    @property
+    def head_bytes(self) -> int:
+        """The most bytes of the figures of all heads in the response; 0 without `per_head`."""
+        return self.head_count * (1 + len(self.variants)) * _HEAD_BYTES if self.per_head else 0
 
     @property
     def row_count(self) -> int:
@@ -183,7 +209,21 @@ class CompareRequest:
 
     @property
     def _weights_shape(self) -> tuple[int, ...]:
-        return _full_shape(self.baseline.timing, "weights")
+        return full_shape(self.baseline.timing, "weights")
+
+    def _check_heads(self) -> None:
+        """Checks that the variants have heads, and that the response has room for them."""
+        for entry in (self.baseline, *self.variants):
+            check_has_heads(entry)
+        heads, entries = self.head_count, 1 + len(self.variants)
+        limit = min(_MAX_HEADS, self._limits.response_bytes // _HEAD_BYTES)
+        if heads * entries > limit:
+            raise PayloadTooLarge(
+                f"per_head would give too many heads: got {heads} heads of {entries} variants, the "
+                f"baseline included, {heads * entries} in total, expected at most {limit}",
+                pointer="/per_head",
+                limit=limit,
+            )
 
     def _check_size(self) -> None:
         """Checks the limits that apply to the comparison and not to a single run."""
@@ -205,70 +245,6 @@ class CompareRequest:
                 pointer="/rows",
                 limit=limits.score_count,
             )
-
-
-def _check_names(choices: Sequence[VariantChoice], message: Message) -> None:
-    """Checks that a variant takes every input, and that all take those in `_TAKEN_BY_ALL`."""
-    for name in message.tensors:
-        takers = [c for c in choices if name in select_inputs(c.variant, message).tensors]
-        pointer = pointer_to("inputs", name)
-        if not takers:
-            listed = ", ".join(dict.fromkeys(c.variant.name for c in choices))
-            raise InvalidContent(f"none of {listed} has an input {name!r:.60}", pointer=pointer)
-        if name in _TAKEN_BY_ALL:
-            for choice in choices:
-                if choice not in takers:
-                    hint = (
-                        "; to hide padding from all of them, give key_lengths"
-                        if name == "mask" and "key_lengths" in choice.variant.inputs
-                        else ""
-                    )
-                    raise InvalidContent(
-                        f"{choice.variant.name} takes no {name}: without it, the variant computes "
-                        f"something else than the others{hint}",
-                        pointer=pointer,
-                    )
-
-
-def _check_shapes(entry: CompareEntry, baseline: CompareEntry) -> None:
-    """Checks that output and weights have the same shapes as the baseline's."""
-    for name in ("output", "weights"):
-        if not all(name in e.timing.variant.outputs for e in (entry, baseline)):
-            continue  # a variant may have no weights
-        shape = _full_shape(entry.timing, name)
-        baseline_shape = _full_shape(baseline.timing, name)
-        if shape != baseline_shape:
-            raise InvalidContent(
-                f"{entry.choice.variant.name} cannot be compared: its {name} has shape "
-                f"{list(shape)}, expected {list(baseline_shape)} as the baseline "
-                f"({baseline.choice.variant.name}) has",
-                pointer=entry.choice.pointer,
-            )
-
-
-def _check_positions(entry: CompareEntry, baseline: CompareEntry) -> None:
-    """Checks that a rotary layer gives both variants the same queries.
-
-    Raises:
-        InvalidContent: the positions of the queries differ.
-    """
-    layer = entry.timing.inputs.layer
-    if layer is None or layer.options.rope is None:
-        return
-    own, other = (e.timing.arguments.get("query_offset", 0) for e in (entry, baseline))
-    if own != other:
-        raise InvalidContent(
-            f"{entry.choice.variant.name} cannot be compared: its query_offset is {own}, expected "
-            f"{other} as the baseline ({baseline.choice.variant.name}) has, because the layer "
-            "rotates queries by their position",
-            pointer=entry.choice.pointer,
-        )
-
-
-def _full_shape(job: TimingJob, output: str) -> tuple[int, ...]:
-    """Returns the shape of an output with every axis."""
-    letters = job.variant.outputs[output].letters
-    return tuple(job.inputs.axes.sizes[letter] for letter in letters)
 
 
 def _length(rows: tuple[int, int]) -> int:

@@ -18,6 +18,12 @@ from qkv.attention.variant import Variant
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
 from qkv.jobs.job import Job, Limits
+from qkv.jobs.measure.head_stats import (
+    HEAD_STATS,
+    BlockValues,
+    merge_head_stats,
+    new_head_stats,
+)
 from qkv.jobs.measure.probe_jobs import float64_arguments
 from qkv.jobs.measure.row_metrics import ROW_METRICS, RunningStats, row_metrics
 from qkv.wire.message import Message
@@ -26,6 +32,7 @@ __all__ = ["Baseline", "RowDivergenceJob", "compare_rows", "select_inputs"]
 
 _BLOCK: Final = 1 << 22  # elements of a block of rows of either matrix
 _PART: Final = 1 << 20  # elements of a part of a block, whose metrics are computed at once
+_SHORT_ROW: Final = 16  # elements that take as much memory as the metrics of their row
 _PAIR_FLOPS: Final = 256  # floating-point operations per pair, mostly for sorting
 
 
@@ -39,6 +46,7 @@ class _BaselineFields(pydantic.BaseModel):
 class _RowDivergenceFields(JobFields):
     baseline: _BaselineFields
     rows: list[Annotated[list[int], pydantic.Field(min_length=2, max_length=2)]]
+    per_head: bool = False
 
 
 class Baseline(NamedTuple):
@@ -62,16 +70,18 @@ class RowDivergenceJob(Job):
         outputs: empty.
         baseline: the variant to compare with; its weights have the same shape.
         rows: the ranges of rows to compare, in every head.
+        per_head: the job also returns `HEAD_STATS`. The weights have axes (B, H, L, S).
     """
 
     is_inference: ClassVar[bool] = False
 
     baseline: Baseline
     rows: Sequence[tuple[int, int]]
+    per_head: bool = False
 
     @classmethod
     def from_message(cls, variant_name: str, message: Message, limits: Limits) -> RowDivergenceJob:
-        """Validates a message like `Job.from_message`, with the fields `baseline` and `rows`.
+        """Validates a message like `Job.from_message`, with the fields of `own_fields`.
 
         Raises:
             QkvError: an error of `Job.from_message`.
@@ -85,7 +95,9 @@ class RowDivergenceJob(Job):
             other, baseline.parameters, fields, select_inputs(other, message)
         )
         rows = [(first, last) for first, last in fields.rows]
-        job = cls.from_inputs(variant, parameters, inputs, baseline, baseline_inputs, rows)
+        job = cls.from_inputs(
+            variant, parameters, inputs, baseline, baseline_inputs, rows, per_head=fields.per_head
+        )
         job._check_size(limits)
         return job
 
@@ -98,13 +110,17 @@ class RowDivergenceJob(Job):
         baseline: Baseline,
         baseline_inputs: Inputs,
         rows: Sequence[tuple[int, int]],
+        *,
+        per_head: bool = False,
     ) -> RowDivergenceJob:
         """Returns the job for a variant and a baseline with validated inputs."""
         both = inputs._replace(
             tensors={**baseline_inputs.tensors, **inputs.tensors},
             shapes={**baseline_inputs.shapes, **inputs.shapes},
         )
-        return cls(variant, parameters, both, frozenset(), baseline=baseline, rows=rows)
+        return cls(
+            variant, parameters, both, frozenset(), baseline=baseline, rows=rows, per_head=per_head
+        )
 
     @cached_property
     def batch_key(self) -> Hashable:
@@ -113,8 +129,14 @@ class RowDivergenceJob(Job):
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Four numbers for each metric."""
-        return {name: ("float64", (len(RunningStats._fields),)) for name in ROW_METRICS}
+        """Four numbers for each metric, and as many for each head if requested."""
+        four = len(RunningStats._fields)
+        specs: dict[str, tuple[str, tuple[int, ...]]] = dict.fromkeys(
+            ROW_METRICS, ("float64", (four,))
+        )
+        if self.per_head:
+            specs[HEAD_STATS] = "float64", (len(ROW_METRICS), self.weights_shape[1], four)
+        return specs
 
     @cached_property
     def flops(self) -> int:
@@ -149,7 +171,8 @@ class RowDivergenceJob(Job):
         """The fields of `from_message` that `Job.from_message` does not have."""
         parameters = self.baseline.parameters.model_dump(mode="json", exclude_unset=True)
         baseline = {"variant": self.baseline.variant.name, "parameters": parameters}
-        return {"baseline": baseline, "rows": [list(each) for each in self.rows]}
+        rows = [list(each) for each in self.rows]
+        return {"baseline": baseline, "rows": rows, "per_head": self.per_head}
 
 
 def select_inputs(variant: Variant, message: Message) -> Message:
@@ -178,19 +201,59 @@ def compare_rows(job: RowDivergenceJob, projected: Mapping[str, Tensor]) -> dict
     ]
     inputs = job.inputs.names
     kinds = [v.weights_are(parameters, inputs) == "stochastic" for v, parameters, _ in pair]
-    total = dict.fromkeys(ROW_METRICS, RunningStats())
+    stats = _RowStats(job, (kinds[0], kinds[1]))
     *planes, _, S = job.weights_shape
-    limit = max(1, _BLOCK // (math.prod(planes) * S))
+    # metrics of short rows need more memory than the rows
+    limit = max(1, _BLOCK // (math.prod(planes) * max(S, _SHORT_ROW)))
     for first, last in job.rows:
         for start in range(first, last, limit):
             rows = slice(start, min(last, start + limit))
             variant_NS, baseline_NS = (block(rows).flatten(0, -2) for block in blocks)
-            # one row of all heads may be longer than _PART
-            for part in range(0, len(variant_NS), step := max(1, _PART // S)):
-                some = slice(part, part + step)
-                values = row_metrics(variant_NS[some], baseline_NS[some], (kinds[0], kinds[1]))
-                total = {n: s.merge(RunningStats.from_values(values[n])) for n, s in total.items()}
-    return {name: torch.tensor(stats, dtype=torch.float64) for name, stats in total.items()}
+            stats.add(variant_NS, baseline_NS)
+    return stats.tensors()
+
+
+class _RowStats:
+    """The statistics of the rows of a job.
+
+    Args:
+        job: the job.
+        are_distributions: as `row_metrics` takes them.
+    """
+
+    def __init__(self, job: RowDivergenceJob, are_distributions: tuple[bool, bool]) -> None:
+        self._are_distributions = are_distributions
+        self._total = dict.fromkeys(ROW_METRICS, RunningStats())
+        self._planes = (job.weights_shape[0], job.weights_shape[1]) if job.per_head else None
+        self._heads = new_head_stats(job.weights_shape[1] if job.per_head else 0)
+
+    def add(self, variant_NS: Tensor, baseline_NS: Tensor) -> None:
+        """Adds a block of rows of every head."""
+        N, S = variant_NS.shape
+        block: BlockValues | None = None
+        if self._planes is not None:
+            block = BlockValues(self._planes, N // math.prod(self._planes), variant_NS.device)
+        # one row of all heads may be longer than _PART
+        for part in range(0, N, step := max(1, _PART // S)):
+            some = slice(part, part + step)
+            found = row_metrics(variant_NS[some], baseline_NS[some], self._are_distributions)
+            self._total = {
+                name: stats.merge(RunningStats.from_values(found.values[name]))
+                for name, stats in self._total.items()
+            }
+            if block is not None:
+                block.put(found, part)
+        if block is not None:
+            self._heads = merge_head_stats(self._heads, block.stats())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the outputs of the job."""
+        outputs = {
+            name: torch.tensor(stats, dtype=torch.float64) for name, stats in self._total.items()
+        }
+        if self._planes is not None:
+            outputs[HEAD_STATS] = self._heads
+        return outputs
 
 
 def _row_block_function(
