@@ -1,6 +1,6 @@
 """Draws matrices side by side as one SVG heat map, for light and dark pages, without scripts.
 
-The API draws the pictures of variants with `draw`, the client those of a notebook.
+The API draws the pictures of variants with `draw`. `client/figures` uses the shades and colours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-__all__ = ["LEVELS", "Panel", "draw", "level"]
+__all__ = ["LEVELS", "Panel", "colour", "draw", "level"]
 
 LEVELS: Final = 32
 """Shades from 0 to a panel's largest number: coarser than the differences between processors."""
@@ -177,13 +177,13 @@ def _class(shade: int) -> str:
 def _style(signed: bool) -> str:
     shades = range(-LEVELS if signed else 0, LEVELS + 1)
     light, dark = (
-        "".join(f".{_class(s)}{{fill:{_colour(s / LEVELS, on_dark)}}}" for s in shades)
+        "".join(f".{_class(s)}{{fill:{colour(s / LEVELS, on_dark)}}}" for s in shades)
         for on_dark in (False, True)
     )
     return f"{_FONTS}{_LIGHT}{light}@media(prefers-color-scheme:dark){{{_DARK}{dark}}}"
 
 
-def _colour(share: float, on_dark: bool) -> str:
+def colour(share: float, on_dark: bool) -> str:
     """Returns the colour of a share of the largest number, -1 to 1: blue above 0, orange below.
 
     Perceived lightness changes evenly, from nearly that of the card to far from it.

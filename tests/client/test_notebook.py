@@ -6,6 +6,7 @@ import base64
 import html
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 from xml.etree import ElementTree
 
@@ -16,7 +17,8 @@ import torch
 from qkv import Client, QkvError, Run, heatmap
 from qkv.api import variant_pictures
 from qkv.attention import catalogue
-from qkv.client.notebook import build_picture
+from qkv.client.figures.grid import Grid
+from qkv.client.figures.run_grid import Options, build_grid
 from support.pictures import panel_cells
 
 TIMING: Final = {"compute_ms": 0.1234, "device": "cpu", "backend": "explicit"}
@@ -38,14 +40,25 @@ def run_html(form: Any = "full", **outputs: Any) -> tuple[str, str]:
     return page, base64.b64decode(encoded).decode()
 
 
+CELLS: Final = ((1, 120), (4, 64), (math.inf, 32))
+
+
+def build(outputs: Mapping[str, np.ndarray], form: Any = "full") -> Grid:
+    """Returns the panels of a run in a notebook."""
+    grid = build_grid("softmax", "stochastic", outputs, form, Options(cells=CELLS))
+    assert grid is not None
+    return grid
+
+
 def matrices(form: Any = "full", **outputs: Any) -> list[np.ndarray]:
-    drawn = build_picture(outputs, form)
-    assert drawn is not None
-    return [panel.matrix for panel in drawn.panels]
+    return [panel.matrix for panel in build(outputs, form).panels]
 
 
 def test_every_cell_shows_a_weight() -> None:
-    """A cell is exact to half a shade, and to the three digits of a shade's number."""
+    """A cell is exact to half a shade, and to the three digits of a shade's number.
+
+    All heads share one scale.
+    """
     weights = softmax(2, 3, 5, 7)
     weights[0, 1, 2, 3] = 0
     page, svg = run_html(weights=weights, output=weights)
@@ -54,21 +67,18 @@ def test_every_cell_shows_a_weight() -> None:
     for panel, plane in zip(panels, weights[0], strict=True):
         assert panel.keys() == {(i, j) for i, j in np.argwhere(plane != 0).tolist()}
         for at, number in panel.items():
-            share, exact = np.sqrt(np.array([number, plane[at]]) / plane.max())
+            share, exact = np.sqrt(np.array([number, plane[at]]) / weights[0].max())
             assert abs(share - exact) <= (0.5 + 1e-5) / heatmap.LEVELS + share / 400
     words = [e.text for e in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"softmax, stochastic weights", "head 0", "head 2", "query 0 to 4", "key 0 to 6"} <= set(
-        words
-    )
-    assert "Only the first of 2 sequences is shown." in page
+    assert {"softmax, stochastic weights", "head 0", "head 2", "query", "key"} <= set(words)
+    assert "Only sequence 0 of 2 is shown." in page
+    assert "All panels share one scale." in page
     assert "0.123 ms on cpu (explicit), weights float32 2×3×5×7" in page
 
 
 @pytest.mark.parametrize(("shape", "titles"), [((4, 4), [""]), ((3, 4, 4), ["sequence 0"])])
 def test_weights_without_heads_have_titles(shape: tuple[int, ...], titles: list[str]) -> None:
-    drawn = build_picture({"weights": softmax(*shape)}, "full")
-    assert drawn is not None
-    assert [panel.title for panel in drawn.panels][:1] == titles
+    assert [panel.title for panel in build({"weights": softmax(*shape)}).panels][:1] == titles
 
 
 def test_large_matrix_is_pooled_and_keeps_its_row_sums() -> None:
@@ -120,19 +130,22 @@ def test_row_that_sees_no_key_is_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "axes"),
+    ("form", "axes", "first_rows"),
     [
-        ({"rows": [4, 9000, 2]}, ("query 4, 9,000, 2", "key 0 to 299")),
-        ({"rows": list(range(9))}, ("9 queries, as requested", "key 0 to 299")),
-        ({"pool": 9}, ("bin of queries 0 to 8", "bin of keys 0 to 299")),
-        ("full", ("query 0 to 8", "key 0 to 299")),
+        ({"rows": [4, 9000, 2]}, ("query", "key"), ["4", "9,000", "2"]),
+        ({"pool": 9}, ("bin of queries", "bin of keys"), ["0", "1", "2"]),
+        ("full", ("query", "key"), ["0", "1", "2"]),
     ],
 )
-def test_axes_are_labelled_by_the_form(form: Any, axes: tuple[str, str]) -> None:
+def test_axes_are_labelled_by_the_form(
+    form: Any, axes: tuple[str, str], first_rows: list[str]
+) -> None:
     rows = len(form["rows"]) if "rows" in form else 9
-    drawn = build_picture({"weights": softmax(1, 1, rows, 300)}, form)
-    assert drawn is not None
-    assert (drawn.panels[0].row_axis, drawn.panels[0].column_axis) == axes
+    panel = build({"weights": softmax(1, 1, rows, 300)}, form).panels[0]
+    assert (panel.rows.name, panel.columns.name) == axes
+    assert [label.text for label in panel.rows.labels][:3] == first_rows
+    # a cell is three keys
+    assert [label.text for label in panel.columns.labels] == [str(n) for n in range(0, 300, 3)]
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
@@ -155,7 +168,7 @@ def test_statistics_have_a_row_for_each_head(lead: tuple[int, ...]) -> None:
 def test_only_the_first_sixteen_heads_are_drawn() -> None:
     page, svg = run_html(weights=softmax(1, 20, 40, 40))
     assert len(panel_cells(svg)) == 16
-    assert "Only the first 16 of 20 heads are shown." in page
+    assert "Heads 16 to 19 of 20 are left out." in page
     assert "A cell is 2 queries by 2 keys" in page
     assert len(page) < 300_000
 
@@ -165,7 +178,7 @@ def test_negative_weights_are_orange() -> None:
     page, svg = run_html(weights=weights)
     (panel,) = panel_cells(svg)
     assert {np.sign(number) for number in panel.values()} >= {-1.0, 1.0}
-    assert "Negative numbers are orange." in page
+    assert "Negative weights are orange." in page
     assert "orange" not in run_html(weights=softmax(4, 4))[0]
 
 
@@ -181,7 +194,7 @@ def test_numbers_that_are_not_finite_are_left_out_with_a_note() -> None:
 
 @pytest.mark.parametrize("weights", [np.zeros((0, 4)), np.zeros(3)])
 def test_run_without_a_matrix_has_no_picture(weights: np.ndarray) -> None:
-    assert build_picture({"weights": weights}, "full") is None
+    assert build_grid("mean", None, {"weights": weights}, "full", Options()) is None
     page = Run("mean", {"output": np.zeros((2, 3))}, TIMING, None, "none")._repr_html_()
     assert "<img" not in page
     assert "<b>mean</b>" in page

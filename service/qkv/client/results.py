@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Converted", "Gradients", "Run"]
+if TYPE_CHECKING:
+    from qkv.client.figures.figure import Figure
+    from qkv.client.figures.run_grid import Options
+    from qkv.client.figures.token_labels import Tokens
+
+__all__ = ["Converted", "Gradients", "Run", "draw_run"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -48,6 +54,43 @@ class Run:
         """The scores (B, H, L, S), scaled, capped and masked."""
         return self.outputs["scores"]
 
+    def figure(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tokens: Tokens | None = None,
+        key_tokens: Tokens | None = None,
+        batch: int = 0,
+        heads: Sequence[int] | None = None,
+        shared_scale: bool = True,
+        title: str | None = None,
+    ) -> Figure:
+        """Draws the weights as heat maps, one for each head, with tokens on the axes.
+
+        Args:
+            path: the file to write; its suffix is .svg, .pdf or .png. None: no file.
+            tokens: L strings, or such a list for each sequence. They label the queries, and the
+                keys too if there are as many. The form rows takes the tokens of all queries.
+            key_tokens: S strings that label the keys, or such a list for each sequence.
+            batch: the sequence to draw.
+            heads: the heads to draw; None: the first 16, or all of them if there are fewer.
+            shared_scale: True gives all heads one colour scale, False each head its own.
+            title: above the figure; None: the variant, "": none.
+
+        Raises:
+            ValueError: an argument does not fit the run, the run has no weights, or the suffix of
+                the path is unknown.
+            ModuleNotFoundError: matplotlib is not installed, which .pdf and .png need.
+            OSError: the file cannot be written.
+        """
+        from qkv.client.figures.run_grid import Options  # only figures need it
+
+        options = Options(tokens, key_tokens, batch, heads, shared_scale, title)
+        figure = draw_run(self, options)
+        if path is not None:
+            figure.save(path)
+        return figure
+
     def __repr__(self) -> str:
         return _describe("Run", self.variant, self.outputs, self.timing)
 
@@ -57,6 +100,26 @@ class Run:
         return notebook.run_html(
             self.variant, self.outputs, self.timing, self.weights_are, self.form
         )
+
+
+def draw_run(run: Run, options: Options) -> Figure:
+    """Returns the figure of a run's weights.
+
+    Raises:
+        ValueError: the options do not fit the run, or it has no weights.
+    """
+    from qkv.client.arrays import to_raw  # programs without figures need none of this
+    from qkv.client.figures.figure import draw
+    from qkv.client.figures.run_grid import build_grid
+
+    arrays = {name: to_raw(array).numpy() for name, array in run.outputs.items()}
+    grid = build_grid(run.variant, run.weights_are, arrays, run.form, options)
+    if grid is None:
+        raise ValueError(
+            f"the run has no matrix of weights to draw: got the outputs {', '.join(arrays)}, "
+            "expected a run with weights"
+        )
+    return draw(grid)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -1,0 +1,1 @@
+"""Figures of attention for notebooks and papers, as SVG, PDF and PNG."""
