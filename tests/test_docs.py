@@ -26,11 +26,12 @@ from qkv.cli.main import main
 from qkv.settings import Settings
 from support.paths import ROOT
 
-README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL = (
+README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL, MODELS = (
     (ROOT / page).read_text()
     for page in (
         "README.md", "docs/http.md", "docs/python.md", "docs/running.md",
         "docs/open-inference-protocol.md", "docs/layouts.md", "docs/from-your-model.md",
+        "docs/models.md",
     )
 )  # fmt: skip
 ADDRESS: Final = "http://127.0.0.1:8000"
@@ -123,15 +124,18 @@ def test_every_documented_response_belongs_to_a_curl_example() -> None:
 
 @pytest.mark.parametrize(
     ("program", "printed"),
-    [each for page in (README, PYTHON, V2, MODEL) for each in examples("python", page)],
+    [each for page in (README, PYTHON, V2, MODEL, MODELS) for each in examples("python", page)],
 )
-def test_python_examples_print_the_documented_output(url: str, program: str, printed: str) -> None:
+def test_python_examples_print_the_documented_output(
+    url: str, program: str, printed: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
         [
             sys.executable,
             "-c",
             program.replace(ADDRESS, url).replace(HOST, url.removeprefix("http://")),
         ],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
@@ -140,7 +144,7 @@ def test_python_examples_print_the_documented_output(url: str, program: str, pri
 
 
 def test_every_python_example_has_its_output_on_the_page() -> None:
-    for page in (README, PYTHON, V2, MODEL):
+    for page in (README, PYTHON, V2, MODEL, MODELS):
         programs = [text for language, text in fences(page) if language == "python"]
         assert programs == [program for program, _ in examples("python", page)] != []
 

@@ -18,7 +18,8 @@ PACKAGE = Path(qkv.__file__).parent
 # The imports that each folder or top-level module may make inside qkv, beside its own files.
 # Every one of them may also import `errors`.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"client", "engine", "version"},  # engine: lazily, for `qkv.reference`
+    # lazily: engine for `qkv.reference`, models for `qkv.capture` and `qkv.substitute`
+    "__init__": {"client", "engine", "models", "version"},
     "__main__": {"cli"},
     "cli": {"client", "engine", "server", "settings", "tensors", "version", "wire"},
     "server": {"api", "engine", "settings", "telemetry", "wire"},
@@ -30,8 +31,10 @@ ALLOWED: dict[str, set[str]] = {
     "jobs": {"attention", "tensors", "wire"},
     "attention": {"tensors"},
     "client": {"heatmap", "tensors", "version", "wire"},
+    "models": {"attention", "client", "engine", "heatmap", "jobs", "tensors", "wire"},
     "wire": {"tensors"},
     "telemetry": {"version"},
+    "testing": {"attention", "client", "heatmap", "tensors", "version"},
 }  # fmt: skip
 
 TORCH_FREE = {"__init__", "__main__", "cli", "client", "errors", "heatmap", "tensors", "wire"}

@@ -163,7 +163,12 @@ def _run(job: Job, group: str) -> Message:
 
 
 def _execute(job: Job) -> JobOutput:
-    return execute([job], CpuDevice(), stack=False)[0]
+    threads = torch.get_num_threads()
+    try:
+        with torch.autocast("cpu", enabled=False):  # of the caller, in the same thread
+            return execute([job], CpuDevice(), stack=False)[0]
+    finally:
+        torch.set_num_threads(threads)  # the rest of this process goes on with its threads
 
 
 def compare(message: Message) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Capture and substitution of the attention of a user's torch model."""

@@ -1,0 +1,128 @@
+"""The figure of one sequence of a captured call, without its padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from qkv.client.client import Client
+from qkv.client.figures.run_grid import Options
+from qkv.client.results import draw_run
+from qkv.errors import InvalidContent
+from qkv.models.call_chain import to_numbers
+from qkv.models.masks import is_self_attention, parts_of
+from qkv.models.variant_signature import VariantSignature, variant_run
+
+if TYPE_CHECKING:
+    from qkv.client.figures.figure import Figure
+    from qkv.models.attention_call import AttentionCall
+
+__all__ = ["draw_call"]
+
+_HEADS: Final = 16  # drawn by default
+_LONG: Final = 1024  # queries or keys, beyond which weights are pooled
+_POOLED: Final = {"pool": 128}
+
+
+def draw_call(
+    call: AttentionCall,
+    *,
+    tokens: Sequence[str] | None,
+    key_tokens: Sequence[str] | None,
+    batch: int,
+    heads: Sequence[int] | None,
+    variant: str,
+    weights: str | Mapping[str, Any] | None,
+    shared_scale: bool,
+    title: str | None,
+    client: Client | None,
+    parameters: Mapping[str, Any],
+) -> Figure:
+    """Returns the figure; the arguments are those of `AttentionCall.figure`."""
+    chosen = call.heads[:_HEADS] if heads is None else tuple(to_numbers("heads", heads))
+    single = _select(call, batch, chosen)
+    parts = parts_of(single)
+    if not parts:
+        raise InvalidContent(f"sequence {batch} of {call.layer} is all padding")
+    (part,) = parts
+    L, S = single.query.shape[2], single.key.shape[2]
+    if key_tokens is None and L == S and is_self_attention(call):
+        key_tokens = tokens
+    if weights is None:
+        weights = _POOLED if tokens is None and max(L, S) > _LONG else "full"
+    run = variant_run(
+        variant,
+        {**VariantSignature.find(variant, client).arguments(single, part), **parameters},
+        outputs=["weights"],
+        weights=weights,
+        client=client,
+    )
+    if title is None:
+        title = f"{call.layer}, {variant}"
+        if chosen != tuple(range(len(chosen))):
+            title += f", heads {', '.join(map(str, chosen))}"
+    options = Options(
+        tokens=_tokens_at("tokens", tokens, part.queries, L),
+        key_tokens=_tokens_at("key_tokens", key_tokens, part.keys, S),
+        batch=0,
+        heads=range(len(chosen)),
+        head_numbers=chosen,
+        shared_scale=shared_scale,
+        title=title,
+    )
+    return draw_run(run, options)
+
+
+def _select(call: AttentionCall, batch: int, heads: tuple[int, ...]) -> AttentionCall:
+    """Returns these heads of one sequence of a call.
+
+    Raises:
+        InvalidContent: the call has no such sequence or head.
+    """
+    B, H = call.query.shape[:2]
+    if not B:
+        raise InvalidContent(f"{call.layer} has no sequences: expected at least one to draw")
+    if not 0 <= batch < B:
+        raise InvalidContent(f"batch is invalid: got {batch}, expected 0 to {B - 1}")
+    if not heads or set(heads) - set(call.heads):
+        raise InvalidContent(
+            f"heads is invalid: got {list(heads)}, expected some of {list(call.heads)!r:.200}"
+        )
+    index = [call.heads.index(head) for head in heads]
+    group = H // call.key.shape[1]
+    key_index = [n // group for n in index]
+    mask = call.mask
+    if mask is not None:
+        mask = mask[batch : batch + 1] if len(mask) > 1 else mask
+        mask = mask[:, index] if mask.shape[1] > 1 else mask
+    return replace(
+        call,
+        query=call.query[batch : batch + 1, index],
+        key=call.key[batch : batch + 1, key_index],
+        value=call.value[batch : batch + 1, key_index],
+        output=call.output[batch : batch + 1, index],
+        mask=mask,
+        sinks=None if call.sinks is None else call.sinks[index],
+        heads=heads,
+        items=(call.items[batch],),
+    )
+
+
+def _tokens_at(
+    name: str, tokens: Sequence[str] | None, positions: Tensor | None, length: int
+) -> list[str] | None:
+    """Returns the tokens at the positions that are no padding.
+
+    Raises:
+        InvalidContent: their number is not the length of the sequence.
+    """
+    if tokens is None:
+        return None
+    if len(tokens) != length:
+        raise InvalidContent(
+            f"{name} has the wrong length: got {len(tokens)}, expected {length}, with padding"
+        )
+    return list(tokens) if positions is None else [tokens[n] for n in positions.tolist()]

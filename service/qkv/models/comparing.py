@@ -1,0 +1,208 @@
+"""Compares variants on captured calls, piece by piece, and continues where it broke off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from qkv.client.client import Client
+from qkv.client.comparison import Comparison
+from qkv.client.progress_bar import ProgressBar
+from qkv.client.request_builders import (
+    Choice,
+    build_compare_message,
+    build_inputs_message,
+)
+from qkv.errors import InvalidContent, PayloadTooLarge, QkvError
+from qkv.models.attention_call import AttentionCall
+from qkv.models.call_pieces import Piece, cut
+from qkv.models.compared_variants import ChosenVariant, choose_variants
+from qkv.models.head_comparison import HeadComparison
+from qkv.models.head_row import HeadSums, figures_of
+from qkv.models.masks import Part, parts_of
+
+if TYPE_CHECKING:
+    from qkv.models.calls import Missed
+
+__all__ = ["PieceResults", "compare_calls"]
+
+_VARIANTS: Final = 16  # in a request, the most that the service takes
+
+Found: TypeAlias = list[tuple[int, int, HeadSums]]
+"""Sums by the index of the head in its call, and by the number of the variant."""
+
+
+class _Request(NamedTuple):
+    """Variants on a piece of a call.
+
+    Attributes:
+        piece: of the call.
+        variants: their numbers.
+    """
+
+    piece: Piece
+    variants: tuple[int, ...]
+
+    def smaller(self, error: QkvError) -> list[_Request]:
+        """Returns the requests to send instead of one that was refused; empty if there are none."""
+        if isinstance(error, PayloadTooLarge):
+            if self.mask_problem(error) is not None:
+                return []  # every smaller piece has this mask too
+            return [self._replace(piece=half) for half in self.piece.halves()]
+        alone = [self._replace(variants=(n,)) for n in self.variants]
+        return alone if len(alone) > 1 else []  # the other variants may be valid
+
+    def mask_problem(self, error: QkvError) -> str | None:
+        """Returns the problem if the mask of a head alone exceeds the limit of an error."""
+        limit, size = error.members.get("limit"), self.piece.mask_bytes
+        # other limits are numbers of scores or heads
+        if not isinstance(limit, int) or "bytes" not in error.detail or size <= limit:
+            return None
+        return f"the mask alone is too large: got {size} bytes, expected at most {limit}"
+
+    def failed(self, problem: str) -> Found:
+        """Returns sums that have a problem and no figures."""
+        queries = self.piece.query_count
+        heads = self.piece.heads
+        return [(h, n, HeadSums(queries, problem)) for h in heads for n in self.variants]
+
+
+PieceResults: TypeAlias = dict[Any, Found | list[_Request]]
+"""The results of each request of a comparison, or the smaller requests to send instead."""
+
+
+def compare_calls(
+    calls: Sequence[AttentionCall],
+    unfinished: MutableMapping[str, PieceResults],
+    variants: Sequence[Choice],
+    *,
+    anchor: Choice,
+    rows: int | None,
+    client: Client | None,
+    progress: bool,
+    parameters: Mapping[str, Any],
+    missed: Sequence[Missed],
+) -> HeadComparison:
+    """Returns the comparison; the arguments are those of `Calls.compare`.
+
+    Args:
+        unfinished: results of comparisons that broke off, which this one continues and adds to.
+        missed: the layers that were not captured, for the result.
+    """
+    if not calls:
+        raise InvalidContent("there are no calls to compare: run the model inside qkv.capture")
+    baseline, others = choose_variants(variants, anchor, parameters, client)
+    chosen = [(v.signature.name, v.parameters) for v in (baseline, *others)]
+    key = json.dumps([chosen, rows, client is None], sort_keys=True)
+    comparer = _Comparer(baseline, others, rows, client, unfinished.setdefault(key, {}))
+    sums: dict[tuple[str, int], list[HeadSums]] = {}
+    bar = ProgressBar("call") if progress else None
+    try:
+        for number, call in enumerate(calls):
+            if bar is not None:
+                bar.show(number, len(calls), call.layer)
+            own = [
+                sums.setdefault((call.layer, head), [HeadSums() for _ in others])
+                for head in call.heads
+            ]
+            for head, variant, found in comparer.compare(number, call):
+                own[head][variant].merge(found)
+        if bar is not None:
+            bar.close(finished=True)
+            bar = None
+    finally:
+        if bar is not None:
+            bar.close()
+    del unfinished[key]
+    found_rows = [
+        each.row(layer, head, variant.label)
+        for (layer, head), of_head in sums.items()
+        for variant, each in zip(others, of_head, strict=True)
+    ]
+    return HeadComparison(tuple(found_rows), baseline.label, tuple(missed))
+
+
+class _Comparer:
+    """Compares variants on one call after the other.
+
+    Args:
+        baseline: the variant that the others are compared with.
+        variants: the others.
+        rows, client: those of `Calls.compare`.
+        results: of the pieces that are done.
+    """
+
+    def __init__(
+        self,
+        baseline: ChosenVariant,
+        variants: Sequence[ChosenVariant],
+        rows: int | None,
+        client: Client | None,
+        results: PieceResults,
+    ) -> None:
+        self._baseline, self._variants = baseline, variants
+        self._rows, self._client, self._results = rows, client, results
+
+    def compare(self, number: int, call: AttentionCall) -> Iterator[tuple[int, int, HeadSums]]:
+        """Yields the sums of each piece of a call, as `Found` has them."""
+        for part_number, part in enumerate(parts_of(call)):
+            usable = []
+            for n, variant in enumerate(self._variants):
+                if (problem := self._problem(variant, part)) is None:
+                    usable.append(n)
+                    continue
+                whole = Piece(call, part, 0, len(part.items) * call.query.shape[1])
+                yield from _Request(whole, (n,)).failed(problem)
+            for start in range(0, len(usable), _VARIANTS):
+                group = tuple(usable[start : start + _VARIANTS])
+                for piece in cut(call, part, self._rows, len(group) + 1):
+                    request = _Request(piece, group)
+                    yield from self._results_of((number, part_number), request)
+
+    def _problem(self, variant: ChosenVariant, part: Part) -> str | None:
+        """Returns the reason why a variant cannot be compared on a part; None: it can."""
+        if (problem := self._baseline.signature.problem(part)) is not None:
+            return f"the baseline cannot run: {problem}"
+        return variant.signature.problem(part)
+
+    def _results_of(self, place: tuple[int, int], request: _Request) -> Found:
+        """Returns the results of a request, known or new, or those of smaller requests."""
+        piece = request.piece
+        key = (*place, piece.first, piece.last, request.variants)
+        if key not in self._results:
+            try:
+                self._results[key] = self._send(request)
+            except (PayloadTooLarge, InvalidContent) as error:
+                problem = request.mask_problem(error) or error.detail
+                self._results[key] = request.smaller(error) or request.failed(problem)
+        return [
+            found
+            for each in self._results[key]
+            for found in (self._results_of(place, each) if isinstance(each, _Request) else [each])
+        ]
+
+    def _send(self, request: _Request) -> Found:
+        """Returns the results of a request, from the service or from this process."""
+        piece = request.piece
+        variants = [self._variants[n] for n in request.variants]
+        every = [self._baseline, *variants]
+        inputs = frozenset[str]().union(*(v.signature.inputs for v in every))
+        fields = {"rows": self._rows, "repeats": 1, "per_head": True}
+        message, _ = build_inputs_message(None, piece.tensors(inputs), fields)
+        del message.fields["parameters"]
+        choices = [variant.choice(piece.call, piece.part) for variant in every]
+        message.fields["anchor"], *message.fields["variants"] = choices
+        if self._client is None:
+            from qkv.engine.local import compare
+
+            comparison = Comparison.from_json(compare(message))
+        else:
+            comparison = self._client.send(build_compare_message(message))
+        found: dict[tuple[int, int], HeadSums] = {}
+        for n, entry in zip(request.variants, comparison.variants, strict=True):
+            own = zip(piece.heads, entry.heads or (), comparison.anchor.heads or (), strict=True)
+            for head, compared, baseline in own:
+                sums = found.setdefault((head, n), HeadSums())
+                sums.add(piece.query_count, figures_of(compared, baseline))
+        return [(head, n, sums) for (head, n), sums in found.items()]

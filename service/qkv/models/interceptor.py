@@ -1,0 +1,251 @@
+"""Intercepts the attention calls of a model, in every thread that runs it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+
+from qkv.models import sdpa_calls, torch_modules, transformers_calls
+from qkv.models.layer_names import is_selected
+from qkv.models.model_call import Handler
+from qkv.models.running_modules import count_call, enter_module, without_mode
+
+__all__ = ["Interceptor"]
+
+_ATTENTION_CLASS: Final = re.compile(
+    "[Aa]ttention|[Aa]ttn|Mamba|DeltaNet|[Rr]wkv|RWKV|[Rr]etention|[Rr]et[Nn]et|[Hh]yena|SSM"
+)
+"""Class names of modules that mix positions. One that runs without a call is reported."""
+_PART_CLASS: Final = re.compile(
+    "Norm|MLP|FeedForward|Projection|Embedding|Bias|Mask$|Output$|Adapter|Merger|Structure|Residual"
+)
+"""Class names of parts of such modules, such as MambaRMSNorm, that do not mix positions."""
+_COMPILED: Final = "a compiled graph runs without Python: use the model before torch.compile"
+_WITHOUT_CALLS: Final = "it ran without an attention call that qkv can see"
+_ABSENT: Final = object()
+_ENTRIES: Final = "forward", "_compiled_call_impl"
+"""Attributes of a module that its call runs."""
+_lock: Final = threading.RLock()
+
+
+class Interceptor:
+    """Sends each attention call of a model to a handler. It is a context manager.
+
+    It replaces `forward` of each module by a wrapper that notes that the module runs. It uses no
+    hooks, because torch's fast paths are off for modules with hooks.
+
+    Args:
+        model: any torch model.
+        handler: handles the calls, in the thread that runs the model.
+        is_recorder: the handler returns what `run` returns. Recorders keep torch's fast paths, and
+            see the outputs of all other interceptors.
+    """
+
+    def __init__(self, model: nn.Module, handler: Handler, *, is_recorder: bool) -> None:
+        self.handler, self.is_recorder = handler, is_recorder
+        self.is_active = False
+        self._model = model
+        self._names: dict[int, str] = {}
+        self._modules: list[nn.Module] = []
+        self._graphs: list[str] = []
+        self._has_run = self._has_calls = False
+
+    def __enter__(self) -> Self:
+        with _lock:
+            self.is_active = True
+            transformers_calls.attach()
+            try:
+                for name, module in _modules_of(self._model):
+                    self._names[id(module)] = name
+                    self._modules.append(module)
+                    self._intercept(name, module)
+            except BaseException:
+                self.__exit__()
+                raise
+        return self
+
+    def __exit__(self, error: object = None, *_: object) -> None:
+        if error is None and self.is_recorder and self._has_run and not self._has_calls:
+            self.handler.miss("", _WITHOUT_CALLS)
+        with _lock:
+            self.is_active = False
+            for module in self._modules:
+                _remove_wrappers(module)
+            self._modules.clear()
+            transformers_calls.detach()
+
+    def _intercept(self, name: str, module: nn.Module) -> None:
+        """Puts wrappers on a module; reports it if calls inside it cannot be seen."""
+        if not (reason := _why_closed(module)):
+            module.__dict__["forward"] = _Wrapper(self, name, module)
+            return
+        self._has_calls = True  # they are reported
+        self.handler.miss(name, reason)
+        for attribute in _ENTRIES:
+            if callable(before := module.__dict__.get(attribute)):
+                module.__dict__[attribute] = _ClosedWrapper(self, before)
+
+    def name_of(self, module: nn.Module | None) -> str | None:
+        """Returns the qualified name of a module of the model; None if it has none."""
+        return None if module is None else self._names.get(id(module))
+
+    def note_run(self, has_calls: bool) -> None:
+        """Notes that a module has run, and if it made or missed attention calls."""
+        self._has_run = True
+        self._has_calls |= has_calls
+
+    def report_graph(self, name: str) -> None:
+        """Reports a module of a compiled graph, but none inside a reported one."""
+        self._has_calls = True
+        if self.is_active and not any(not g or is_selected(name, g) for g in self._graphs):
+            self._graphs.append(name)
+            self.handler.miss(name, _COMPILED)
+
+
+class _Wrapper:
+    """`forward` of a module, with a note that the module runs.
+
+    Args:
+        interceptor: gets the calls while it is active.
+        name: qualified name of the module.
+        module: the module.
+    """
+
+    def __init__(self, interceptor: Interceptor, name: str, module: nn.Module) -> None:
+        original = module.forward
+        functools.update_wrapper(self, original, updated=())
+        self.interceptor, self._name = interceptor, name
+        self.before: Any = module.__dict__.get("forward", _ABSENT)
+        self._original = original
+        self._number = next(_numbers)
+        _wrappers[self._number] = self
+        # the innermost wrapper intercepts modules of torch, for all interceptors
+        is_first = not isinstance(original, _Wrapper)
+        self._forward = torch_modules.wrap(module, original) if is_first else original
+        self._kind = type(module).__name__
+        is_attention = _ATTENTION_CLASS.search(self._kind) and not _PART_CLASS.search(self._kind)
+        self._is_attention = bool(is_attention)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        interceptor = self.interceptor
+        if torch.compiler.is_dynamo_compiling():
+            _report_graph(self._number)
+            return self._original(*args, **kwargs)
+        if not interceptor.is_active:
+            return self._forward(*args, **kwargs)
+        with enter_module(interceptor, self._name, sdpa_calls.MODE) as running:
+            result = self._forward(*args, **kwargs)
+        if self._is_attention and not running.calls:
+            reason = (
+                f"{self._kind} ran without an attention call that qkv can see: it computes "
+                "attention in code of its own, or has no softmax"
+            )
+            interceptor.handler.miss(self._name, reason)
+            count_call(interceptor)  # so that the modules around it are not reported
+            interceptor.note_run(True)
+        else:
+            interceptor.note_run(running.calls > 0)
+        return result
+
+    def report_graph(self) -> None:
+        """Reports that the module becomes part of a compiled graph."""
+        self.interceptor.report_graph(self._name)
+
+    def __reduce__(self) -> Any:
+        """Returns the module's own `forward`: copies of the module are not intercepted."""
+        return _same, (self._original,)
+
+
+class _ClosedWrapper:
+    """The compiled code of a module, without the mode: under it torch would compile it again.
+
+    Args:
+        interceptor: whose wrapper it is.
+        before: the compiled code.
+    """
+
+    def __init__(self, interceptor: Interceptor, before: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, before)
+        self.interceptor, self.before = interceptor, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled code."""
+        with without_mode():
+            return self.before(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Returns the compiled code."""
+        return _same, (self.before,)
+
+
+_numbers: Final = itertools.count()
+_wrappers: Final = weakref.WeakValueDictionary[int, _Wrapper]()
+
+
+def _report_graph(number: int) -> None:
+    """Reports a module while torch.compile traces it. Dynamo runs this, and traces it not."""
+    if (wrapper := _wrappers.get(number)) is not None:
+        wrapper.report_graph()
+
+
+torch._dynamo.assume_constant_result(_report_graph)  # marks it
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _remove_wrappers(module: nn.Module) -> None:
+    """Removes a module's wrappers whose interceptors have ended.
+
+    A wrapper below an active one only calls the next. It goes when the active one goes.
+    """
+    for attribute in _ENTRIES:
+        while isinstance(top := module.__dict__.get(attribute), _Wrapper | _ClosedWrapper):
+            if top.interceptor.is_active:
+                break
+            if top.before is _ABSENT:
+                del module.__dict__[attribute]
+            else:
+                module.__dict__[attribute] = top.before
+
+
+def _modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a model with their names, but none inside a closed one."""
+    seen: set[int] = set()
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        is_closed = bool(_why_closed(module))
+        yield name, module
+        if not is_closed:
+            children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children()]
+            stack += reversed(children)
+
+
+def _why_closed(module: nn.Module) -> str:
+    """Returns the reason why calls inside a module cannot be seen; "" if they can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a TorchScript module runs without Python: use the module that it was made from"
+    forward = module.__dict__.get("forward")
+    if (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    ):
+        return _COMPILED
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel runs copies of the model: use its attribute `module`"
+    return ""

@@ -1,0 +1,89 @@
+"""One attention call inside a model, as an interceptor passes it to its handler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CallOutput", "Handler", "Model", "ModelCall", "RunOriginal", "as_four_axes"]
+
+Model: TypeAlias = nn.Module
+"""A torch model."""
+
+
+class ModelCall(NamedTuple):
+    """Inputs of an attention call, with positions already applied.
+
+    Attributes:
+        layer: qualified name of the module that makes the call; "" is the model itself.
+        query: (B, H, L, D).
+        key: (B, G, S, D); query head h reads key head h // (H / G).
+        value: (B, G, S, E).
+        mask: bool (true: may attend) or floating (added to the scores), with four axes that
+            broadcast to (B, H, L, S); None: no mask.
+        causal: query i sees the keys up to i + query_offset.
+        query_offset: position of the first query on the key axis; also for the window.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        softcap: bound of the scores; None: none.
+        window: keys to the left and right that a query sees; None: all.
+        sinks: logits of the sinks (H); None: none.
+        dropout: probability that the model drops a weight.
+        needs_weights: the model reads the weights too.
+        is_self: queries and keys are of one sequence; None: unknown.
+    """
+
+    layer: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    causal: bool = False
+    query_offset: int = 0
+    scale: float | None = None
+    softcap: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    needs_weights: bool = False
+    is_self: bool | None = None
+
+
+class CallOutput(NamedTuple):
+    """The output of a call.
+
+    Attributes:
+        output: (B, H, L, E).
+        weights: (B, H, L, S); None if the model does not read them.
+    """
+
+    output: Tensor
+    weights: Tensor | None = None
+
+
+RunOriginal = Callable[[], CallOutput]
+"""Runs the model's own attention."""
+
+
+class Handler(Protocol):
+    """Handles the attention calls of a model."""
+
+    def handle(self, call: ModelCall, run: RunOriginal) -> CallOutput:
+        """Returns the output that the model goes on with.
+
+        The model keeps its bits if this is the object that `run` returned.
+        """
+
+    def miss(self, layer: str, reason: str) -> None:
+        """Receives the name of a layer whose attention cannot be intercepted, and the reason."""
+
+
+def as_four_axes(x: Tensor) -> Tensor:
+    """Returns a view with four axes: three are (B, L, D), and further ones are merged into B."""
+    if x.ndim == 4:
+        return x
+    if x.ndim > 4:
+        return torch.flatten(x, 0, x.ndim - 4)
+    return x[:, None] if x.ndim == 3 else x[None, None]

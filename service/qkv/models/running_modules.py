@@ -1,0 +1,204 @@
+"""The modules of intercepted models that run in a thread, and the calls that they make."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from qkv.models.model_call import CallOutput, Handler, ModelCall, RunOriginal
+
+__all__ = [
+    "Interception",
+    "RunningModule",
+    "count_call",
+    "dispatch",
+    "enter_module",
+    "has_only_recorders",
+    "innermost_module",
+    "is_intercepted",
+    "paused",
+    "report_miss",
+    "without_mode",
+]
+
+
+class Interception(Protocol):
+    """The interception of one model, as this module needs it.
+
+    Attributes:
+        handler: handles the calls.
+        is_recorder: the handler returns what `run` returns.
+    """
+
+    handler: Handler
+    is_recorder: bool
+
+    def name_of(self, module: nn.Module | None) -> str | None:
+        """Returns the qualified name of a module of the model; None if it has none."""
+
+
+class RunningModule:
+    """A module that runs.
+
+    Attributes:
+        name: its qualified name in the model.
+        calls: the attention calls so far, of the module and of those that it has called.
+        children: the modules that it has called so far.
+    """
+
+    __slots__ = ("calls", "children", "interception", "name")
+
+    def __init__(self, interception: Interception, name: str) -> None:
+        self.interception, self.name = interception, name
+        self.calls = self.children = 0
+
+
+class _Thread(threading.local):
+    """The state of one thread.
+
+    Attributes:
+        modules: the modules that run, the innermost last.
+        mode: sees torch's functions in these modules; None while it is off.
+        is_paused: a handler or the model's own attention runs: nothing is intercepted.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[RunningModule] = []
+        self.mode: TorchFunctionMode | None = None
+        self.is_paused = False
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def enter_module(
+    interception: Interception, name: str, mode: TorchFunctionMode
+) -> Iterator[RunningModule]:
+    """Notes that a module runs, and turns the mode on if it is off."""
+    module = RunningModule(interception, name)
+    is_off = _thread.mode is None and not _thread.is_paused
+    if _thread.modules:
+        _thread.modules[-1].children += 1
+    _thread.modules.append(module)
+    try:
+        if is_off:
+            with _mode_on(mode):
+                yield module
+        else:
+            yield module
+    finally:
+        _thread.modules.pop()
+        count_call(interception, module.calls)
+
+
+@contextmanager
+def _mode_on(mode: TorchFunctionMode) -> Iterator[None]:
+    with mode:
+        _thread.mode = mode
+        try:
+            yield
+        finally:
+            _thread.mode = None
+
+
+@contextmanager
+def without_mode() -> Iterator[None]:
+    """Turns the mode off inside the block: torch's fast paths are off while a mode is on.
+
+    Below a mode of somebody else it stays on: there the fast paths are off anyway.
+    """
+    mode = _thread.mode
+    if mode is None or _get_current_function_mode() is not mode:
+        yield
+        return
+    _thread.mode = None
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
+        _thread.mode = mode
+
+
+def is_intercepted() -> bool:
+    """True if this thread runs an intercepted model, outside of a handler."""
+    return bool(_thread.modules) and not _thread.is_paused
+
+
+def innermost_module() -> RunningModule:
+    """Returns the innermost module that runs."""
+    return _thread.modules[-1]
+
+
+def has_only_recorders() -> bool:
+    """True if no interception in this thread changes an output."""
+    return all(interception.is_recorder for interception in _interceptions())
+
+
+def count_call(interception: Interception, calls: int = 1) -> None:
+    """Adds calls to the innermost running module of an interception."""
+    module = _innermost(interception)
+    if module is not None:
+        module.calls += calls
+
+
+def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None) -> CallOutput:
+    """Sends a call through all interceptions of this thread.
+
+    Args:
+        call: the call; each handler gets it with the layer's name in its own model.
+        run: runs the model's own attention.
+        module: the module that makes the call; None: the innermost that runs.
+
+    Returns:
+        The output that the model goes on with.
+    """
+    for interception in _interceptions():
+        count_call(interception)
+        innermost = _innermost(interception)
+        layer = interception.name_of(module)
+        if layer is None:
+            layer = innermost.name if innermost else ""
+        run = functools.partial(interception.handler.handle, call._replace(layer=layer), run)
+    with paused(), without_mode():  # a compiled function would be compiled again under the mode
+        return run()
+
+
+def report_miss(reason: str) -> None:
+    """Reports a call of the innermost module that cannot be intercepted."""
+    for interception in _interceptions():
+        count_call(interception)
+        innermost = _innermost(interception)
+        interception.handler.miss(innermost.name if innermost else "", reason)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Intercepts nothing inside the block."""
+    before, _thread.is_paused = _thread.is_paused, True
+    try:
+        yield
+    finally:
+        _thread.is_paused = before
+
+
+def _innermost(interception: Interception) -> RunningModule | None:
+    modules = (m for m in reversed(_thread.modules) if m.interception is interception)
+    return next(modules, None)
+
+
+def _interceptions() -> list[Interception]:
+    """Returns the interceptions of this thread, that of the outermost handler last.
+
+    Recorders are outermost, so that they see what the model goes on with. Of the others it is the
+    one that began last: the wrappers of its modules are the outermost ones.
+    """
+    found = list(dict.fromkeys(module.interception for module in reversed(_thread.modules)))
+    return sorted(found, key=lambda interception: interception.is_recorder)
