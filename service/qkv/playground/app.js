@@ -1,15 +1,16 @@
 // Builds the page: sends a request for the state of its controls and draws the response.
 
 import { get } from "./api.js";
+import { createCapturedPanel } from "./captured/captured_panel.js";
 import { createCheckpointPanel } from "./checkpoint/checkpoint_panel.js";
 import { createComparePanel } from "./compare/compare_panel.js";
 import { createSweepPanel } from "./compare/sweep_panel.js";
 import { createDifferencePanel } from "./compare/weights_difference.js";
 import { createRequestPanel } from "./copy/request_panel.js";
-import { debounce, findById, formatNumber, setText } from "./dom.js";
+import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
 import { createTerm, listenToTerms } from "./glossary.js";
-import { EXAMPLES } from "./inputs/examples.js";
+import { EXAMPLES, findExample } from "./inputs/examples.js";
 import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
@@ -20,6 +21,7 @@ import { createTimingList } from "./timing.js";
 import { createHeadGrid, headName } from "./weights/head_grid.js";
 import { Heatmap } from "./weights/heatmap.js";
 import { outputIndex, outputMatrix, weightsMatrix } from "./weights/heatmap_data.js";
+import { createReadout } from "./weights/heatmap_readout.js";
 import { createRowSelection } from "./weights/row_selection.js";
 import { buildRequest, fetchView, heatmapBody } from "./weights/weights_request.js";
 import { fillWeightsTable } from "./weights/weights_table.js";
@@ -42,6 +44,7 @@ let view = null;
 let running = null;
 
 const announce = (text) => setText(findById("announcements"), text);
+const showReadout = createReadout(announce);
 const onCall = createTimingList(findById("timing"));
 const updateRequestPanel = createRequestPanel(findById("request"), announce);
 const showRequest = (purpose, request) =>
@@ -99,7 +102,7 @@ const tensorList = createTensorList(
     state.example = null;
     applyState();
   },
-  (files) => checkpoint.take(files),
+  async (files) => checkpoint.take(await captured.take(files)),
 );
 const checkpoint = createCheckpointPanel(state, {
   onLayer: (isNew) => {
@@ -110,6 +113,19 @@ const checkpoint = createCheckpointPanel(state, {
   },
   onClose: () => useExample(EXAMPLES[0]),
   onError: tensorList.showError,
+  takeOthers: (files) => captured.take(files),
+  announce,
+});
+const captured = createCapturedPanel(state, {
+  onHead: ({ tensors, parameters, note }) => {
+    checkpoint.close();
+    const added = Object.entries(tensors).map(([name, tensor]) => ({ name, role: name, tensor }));
+    Object.assign(state, NEW_TENSORS, NO_REQUEST, { tensors: added, parameters, example: null });
+    state.variant = state.variants.get("softmax");
+    showOwn(note);
+    applyState();
+    findById("weights").focus();
+  },
   announce,
 });
 
@@ -156,19 +172,13 @@ function useExample(example) {
 function chooseVariant(name) {
   state.variant = state.variants.get(name);
   const isMissing = missingInputs(state).length > 0 && state.example;
-  const replacement = isMissing && findExample(state.variant);
+  const hasInputs = (tensors) => !missingInputs({ ...state, tensors, layer: null }).length;
+  const replacement = isMissing && findExample(hasInputs);
   if (replacement) {
     useExample(replacement);
     state.variant = state.variants.get(name);
   }
   applyState();
-}
-
-function findExample(variant) {
-  return EXAMPLES.find((example) => {
-    const { tensors, layer = null } = example.create();
-    return !layer && !missingInputs({ tensors, variant, layer }).length;
-  });
 }
 
 async function run() {
@@ -236,16 +246,6 @@ function showKind(kind) {
   element.hidden = !kind;
 }
 
-/** Shows the cell at the cursor below a heat map; announces it if the keyboard moved the cursor. */
-function showReadout(heatmap, cell, byKey, arrow = " → ") {
-  if (!cell) return heatmap.showReadout(null);
-  const { matrix } = heatmap;
-  const value = formatNumber(matrix.numbers[cell.row * matrix.cols + cell.col]);
-  const text = `${matrix.rowName(cell.row)}${arrow}${matrix.colName(cell.col)}`;
-  heatmap.showReadout(text, value);
-  if (byKey) announce(`${text.replace("→", "to")}: ${value}`);
-}
-
 function listen() {
   findById("example").addEventListener("change", (event) => {
     const example = EXAMPLES.find(({ id }) => id === event.target.value);
@@ -269,7 +269,7 @@ function listen() {
 
 function start() {
   listenToTheme(findById("theme"), () => {
-    for (const heatmap of [map, output, differencePanel.map]) heatmap.repaint();
+    for (const heatmap of [map, output, differencePanel.map, captured]) heatmap.repaint();
     draw();
   });
   const isNarrow = matchMedia("(max-width: 62rem)").matches; // there, the map is more important

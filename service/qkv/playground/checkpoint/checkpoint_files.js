@@ -20,7 +20,7 @@ export async function readHeaders(files) {
   const tensors = new Map();
   for (const file of files) {
     try {
-      for (const [name, tensor] of await readTensorTable(file)) {
+      for (const [name, tensor] of (await readHeader(file)).tensors) {
         if (tensors.has(name)) throw new Error(`another file has ${JSON.stringify(name)} too`);
         tensors.set(name, { ...tensor, file });
       }
@@ -44,16 +44,25 @@ export async function readTensors(table, names) {
     names.map(async (name) => {
       const { file, dtype, shape, start, end } = table.get(name);
       checkDtype(name, dtype);
-      let data;
-      try {
-        data = new Uint8Array(await file.slice(start, end).arrayBuffer());
-      } catch {
-        throw new Error(`${file.name} has changed or moved: choose it again`);
-      }
+      const data = await readRange(file, start, end);
       return [name, { dtype: dtypeOf(dtype), shape, data, file: file.name }];
     }),
   );
   return Object.fromEntries(entries);
+}
+
+/**
+ * Reads bytes of a file whose header is known.
+ *
+ * @returns {Promise<Uint8Array>}
+ * @throws {Error} a message for the user
+ */
+export async function readRange(file, start, end) {
+  try {
+    return new Uint8Array(await file.slice(start, end).arrayBuffer());
+  } catch {
+    throw new Error(`${file.name} has changed or moved: choose it again`);
+  }
 }
 
 /** Returns the bytes of some tensors of a table. */
@@ -69,7 +78,15 @@ function checkDtype(name, dtype) {
   );
 }
 
-async function readTensorTable(file) {
+/**
+ * Reads the header of a file.
+ *
+ * @param {File} file
+ * @returns {Promise<{tensors: Array, metadata: Object}>} `tensors`: pairs of a name and {dtype,
+ *   shape, start, end}; `metadata`: texts by name
+ * @throws {Error} a message for the user
+ */
+export async function readHeader(file) {
   const head = await readBytes(file, 0, LENGTH_BYTES + 1);
   refuseOtherFormats(file, head);
   const length = Number(new DataView(head.buffer).getBigUint64(0, true));
@@ -87,9 +104,11 @@ async function readTensorTable(file) {
   }
   const header = parseHeader(await readBytes(file, LENGTH_BYTES, LENGTH_BYTES + length));
   const dataStart = LENGTH_BYTES + length;
-  const entries = Object.entries(header).filter(([name]) => name !== "__metadata__");
-  if (!entries.length) throw new Error("this .safetensors has no tensors");
-  return entries.map(([name, entry]) => [name, readEntry(name, entry, dataStart, file.size)]);
+  const { __metadata__: metadata, ...entries } = header;
+  const names = Object.keys(entries);
+  if (!names.length) throw new Error("this .safetensors has no tensors");
+  const tensors = names.map((name) => [name, readEntry(name, entries[name], dataStart, file.size)]);
+  return { tensors, metadata: isObject(metadata) ? metadata : {} };
 }
 
 async function readBytes(file, start, end) {

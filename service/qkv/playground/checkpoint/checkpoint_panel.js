@@ -9,7 +9,7 @@ import { toSentence } from "../error_messages.js";
 import { readHeaders, readTensors, tensorBytes } from "./checkpoint_files.js";
 import { isOfModel, noLayersMessage, readConfigFile, tooLargeMessage } from "./file_kinds.js";
 import { createHiddenStates } from "./hidden_states.js";
-import { createLayerFields, OTHER_HEADS } from "./layer_fields.js";
+import { createLayerFields, describeHeads, OTHER_HEADS } from "./layer_fields.js";
 import { buildLayer } from "./layer_request.js";
 import { layerIndex, readConfig } from "./model_config.js";
 
@@ -24,10 +24,13 @@ const ALL_ROLES = "query, key, value";
  * @param {(isNew: boolean) => void} callbacks.onLayer called with a new layer in the state
  * @param {() => void} callbacks.onClose
  * @param {(text: string|null) => void} callbacks.onError called if no checkpoint is open
+ * @param {(files: File[]) => Promise<File[]>} callbacks.takeOthers takes files that are no
+ *   checkpoint, and returns the others
  * @param {(text: string) => void} callbacks.announce
  * @returns {{take, close}} `take`: takes the files of a checkpoint, returns the others
  */
-export function createCheckpointPanel(state, { onLayer, onClose, onError, announce }) {
+export function createCheckpointPanel(state, callbacks) {
+  const { onLayer, onClose, onError, takeOthers, announce } = callbacks;
   const root = findById("checkpoint-panel");
   const fields = createLayerFields((name) => change(name));
   const fileName = h("span", { class: "name" });
@@ -283,13 +286,15 @@ export function createCheckpointPanel(state, { onLayer, onClose, onError, announ
   };
   findById("checkpoint").addEventListener("change", async ({ target }) => {
     onError(null);
-    await open([...target.files]).catch((problem) => onError(problem.message));
+    const files = [...target.files];
+    try {
+      await open(files).catch(async (problem) => {
+        if ((await takeOthers(files)).length) throw problem;
+      });
+    } catch (problem) {
+      onError(problem.message);
+    }
     target.value = ""; // lets the user select the same file again
   });
   return { take, close };
-}
-
-function describeHeads({ heads, kv_heads: keyHeads, width }) {
-  const keys = keyHeads === heads ? "" : `, ${keyHeads} key head${keyHeads > 1 ? "s" : ""}`;
-  return `${heads} head${heads > 1 ? "s" : ""} of width ${width}${keys}`;
 }

@@ -95,3 +95,9 @@ function createField(name, label, input, pointers = null, ...hints) {
     ...hints,
   );
 }
+
+/** Describes a number of heads that a layer may have. */
+export function describeHeads({ heads, kv_heads: keyHeads, width }) {
+  const keys = keyHeads === heads ? "" : `, ${keyHeads} key head${keyHeads > 1 ? "s" : ""}`;
+  return `${heads} head${heads > 1 ? "s" : ""} of width ${width}${keys}`;
+}

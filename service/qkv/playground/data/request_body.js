@@ -1,6 +1,6 @@
-// Encodes requests: as JSON, or as safetensors if their layer is from a checkpoint.
+// Encodes requests: as JSON, or as safetensors if their layer or inputs are from a file.
 //
-// The tensors of such a layer keep the bytes of their file, so that no number changes:
+// Such tensors keep the bytes of their file, so that no number changes:
 //   {dtype: "bfloat16", shape: [768, 768], data: Uint8Array, file: "model.safetensors"}
 
 import { CODES } from "./safetensors.js";
@@ -15,24 +15,30 @@ const ALIGNMENT = 64; // of the first tensor, as the service writes files
 
 /** True if the tensors of a layer are bytes of a file. */
 export function isFromFile(layer) {
-  return Object.values(layer?.tensors ?? {}).some(({ data }) => data instanceof Uint8Array);
+  return areBytes(layer?.tensors);
 }
+
+const areBytes = (tensors) =>
+  Object.values(tensors ?? {}).some(({ data }) => data instanceof Uint8Array);
 
 /**
  * Encodes the body of a request.
  *
- * @param {Object} body as JSON has it; tensors are bytes if its layer is from a file
+ * @param {Object} body as JSON has it; tensors are bytes if its layer or its inputs are from a file
  * @returns {{content: string|Blob, type: string}}
  */
 export function encodeBody(body) {
-  if (!isFromFile(body.layer)) return { content: JSON.stringify(body), type: JSON_TYPE };
+  if (!isFromFile(body.layer) && !areBytes(body.inputs)) {
+    return { content: JSON.stringify(body), type: JSON_TYPE };
+  }
   const { inputs, layer, ...rest } = body;
-  const { tensors: layerTensors, ...fields } = layer;
+  const { tensors: layerTensors = {}, ...fields } = layer ?? {};
   const named = [
     ...Object.entries(inputs),
     ...Object.entries(layerTensors).map(([name, tensor]) => [`layer.${name}`, tensor]),
   ];
-  const qkv = JSON.stringify({ ...rest, layer: fields, encoding: "base64" });
+  const own = layer ? { ...rest, layer: fields } : rest;
+  const qkv = JSON.stringify({ ...own, encoding: "base64" });
   const header = { __metadata__: { qkv } };
   let end = 0;
   for (const [name, { dtype, shape, data }] of named) {

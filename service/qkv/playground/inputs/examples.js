@@ -226,6 +226,14 @@ function createDocument() {
   };
 }
 
+/** Returns the first example without a layer whose tensors meet a condition. */
+export function findExample(isMet) {
+  return EXAMPLES.find((example) => {
+    const { tensors, layer } = example.create();
+    return !layer && isMet(tensors);
+  });
+}
+
 /** Returns a generator of normally distributed numbers (mulberry32, Box-Muller). */
 export function createNormal(seed) {
   let state = seed;

@@ -13,14 +13,18 @@ export class Heatmap {
    * @param {Object} options
    * @param {number} options.maxHeight pixels of all cells together
    * @param {boolean} options.hasRoot adds a control for square-root shades, which show small numbers
+   * @param {boolean} options.isSmall one of several maps: small numbers, and the caption is not
+   *   shown; the caller places `legend`
    * @param {(cell: {row, col}|null, byKey: boolean) => void} options.onPoint
-   * @param {(row: number|null) => void} options.onSelect
+   * @param {(row: number|null, cell: {row, col}|undefined) => void} options.onSelect called with the
+   *   row to pin, and the cell that was clicked
    */
   constructor(
     figure,
-    { maxHeight = 560, hasRoot = false, onPoint = () => {}, onSelect = null } = {},
+    { maxHeight = 560, hasRoot = false, isSmall = false, onPoint = () => {}, onSelect = null } = {},
   ) {
     this.maxHeight = maxHeight;
+    this.isSmall = isSmall;
     this.usesRoot = false;
     this.hint = onSelect
       ? "Move the pointer or use the arrow keys. Click or press Enter to pin a row."
@@ -43,16 +47,9 @@ export class Heatmap {
     });
     const rootLabel = h("label", { class: "small" }, rootCheckbox, "Emphasise small weights");
     const rootToggle = hasRoot ? [rootLabel] : [];
-    figure.append(
-      this.surface,
-      h(
-        "figcaption",
-        {},
-        this.readout,
-        h("div", { class: "shades" }, this.legend, ...rootToggle),
-        this.about,
-      ),
-    );
+    const shades = h("div", { class: "shades" }, this.legend, ...rootToggle);
+    figure.append(this.surface);
+    if (!isSmall) figure.append(h("figcaption", {}, this.readout, shades, this.about));
     this.context = this.canvas.getContext("2d");
     this.cursor = null;
     this.selectedRow = null;
@@ -77,12 +74,13 @@ export class Heatmap {
    *   rowName, colName: (index) => name of a row or column in a sentence
    *   rowAxis, colAxis: axis titles, or null
    *   rowBars, colBars: {values, label, max}, or null
+   *   scaleNumbers: the numbers that set the colour scale, if other maps share it
    */
   show(matrix) {
     this.matrix = matrix;
     this.largest = 0;
     this.isSigned = false;
-    for (const value of matrix.numbers) {
+    for (const value of matrix.scaleNumbers ?? matrix.numbers) {
       if (Math.abs(value) > this.largest && Number.isFinite(value)) this.largest = Math.abs(value);
       if (value < 0) this.isSigned = true;
     }
@@ -112,6 +110,12 @@ export class Heatmap {
   showReadout(text, value = "") {
     this.readout.classList.toggle("idle", text === null);
     this.readout.replaceChildren(text ?? this.hint, " ", h("strong", {}, value));
+  }
+
+  /** Marks a cell as the one at the cursor. */
+  markCell(cell) {
+    this.cursor = cell;
+    this.draw();
   }
 
   /** Marks a row as pinned. */
@@ -145,6 +149,7 @@ export class Heatmap {
     context.imageSmoothingQuality = "high";
     context.drawImage(this.image, layout.left, layout.top, layout.width, layout.height);
     this.drawGrid(layout, colours);
+    if (this.isSmall) this.drawMissing(layout, colours);
     drawAxes(context, matrix, layout, colours, this.cursor, this.selectedRow);
     this.drawCursor(layout, colours);
   }
@@ -161,8 +166,9 @@ export class Heatmap {
     }
     context.strokeStyle = line;
     context.strokeRect(left - 0.5, top - 0.5, width + 1, height + 1);
-    if (cellWidth < 40 || cellHeight < 20) return;
-    context.font = "13px system-ui, -apple-system, 'Segoe UI', sans-serif";
+    const [size, least] = this.isSmall ? [11, 27] : [13, 40];
+    if (cellWidth < least || cellHeight < 1.5 * size) return;
+    context.font = `${size}px system-ui, -apple-system, 'Segoe UI', sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
     matrix.numbers.forEach((value, at) => {
@@ -175,6 +181,19 @@ export class Heatmap {
         left + (col + 0.5) * cellWidth,
         top + (row + 0.5) * cellHeight,
       );
+    });
+  }
+
+  /** Draws a dash in each cell without a number. */
+  drawMissing({ left, top, cellWidth, cellHeight }, { muted }) {
+    const { context, matrix } = this;
+    const width = Math.min(6, cellWidth / 2);
+    context.fillStyle = muted;
+    matrix.numbers.forEach((value, at) => {
+      if (!Number.isNaN(value)) return;
+      const [row, col] = [Math.floor(at / matrix.cols), at % matrix.cols];
+      const x = left + (col + 0.5) * cellWidth - width / 2;
+      context.fillRect(x, top + (row + 0.5) * cellHeight - 0.5, width, 1);
     });
   }
 

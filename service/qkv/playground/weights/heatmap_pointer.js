@@ -1,14 +1,16 @@
 // Moves the cursor of a heat map by pointer and by arrow keys.
 
 /**
- * Calls `onPoint` with the cell at the cursor, and `onSelect` with the row to pin or null.
+ * Calls `onPoint` with the cell at the cursor, and `onSelect` with the row to pin or null
+ * and the chosen cell.
  *
  * @param {Object} heatmap its surface, layout, matrix, cursor and selectedRow
  * @param {{onPoint: Function, onSelect: Function}} callbacks
  */
 export function listenToPointer(heatmap, callbacks) {
   const { surface } = heatmap;
-  const toggleRow = (row) => callbacks.onSelect(row === heatmap.selectedRow ? null : row);
+  const choose = (cell) =>
+    callbacks.onSelect(cell.row === heatmap.selectedRow ? null : cell.row, cell);
   surface.addEventListener("pointermove", (event) => {
     const cell = cellAt(heatmap, event);
     const isSame = cell?.row === heatmap.cursor?.row && cell?.col === heatmap.cursor?.col;
@@ -22,12 +24,12 @@ export function listenToPointer(heatmap, callbacks) {
     const cell = cellAt(heatmap, event);
     if (!cell) return;
     callbacks.onPoint(cell, false);
-    toggleRow(cell.row);
+    choose(cell);
   });
   surface.addEventListener("keydown", (event) => {
     if (!heatmap.matrix || event.ctrlKey || event.metaKey || event.altKey) return;
     const at = heatmap.cursor ?? { row: heatmap.selectedRow ?? 0, col: 0 };
-    if (event.key === "Enter" || event.key === " ") toggleRow(at.row);
+    if (event.key === "Enter" || event.key === " ") choose(at);
     else if (event.key === "Escape") callbacks.onSelect(null);
     else {
       const target = moveCursor(
