@@ -25,11 +25,11 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench gpu accuracy layouts speed soak fuzz audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench gpu accuracy layouts which-heads speed soak fuzz audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
-		printf '  make %-9s %s\n' "$$name" "$$does"; done
+		printf '  make %-11s %s\n' "$$name" "$$does"; done
 
 serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
@@ -67,6 +67,9 @@ accuracy: .venv/.installed ## measure every variant against its reference, into 
 
 layouts: .venv/.installed ## compare layers with real modules, into docs/layouts.md
 	@PYTHONPATH=tests .venv/bin/python bench/layouts.py --write $(ARGS)
+
+which-heads: .venv/.installed ## compare variants in each head of a model, into docs/which-heads.md
+	@PYTHONPATH=tests .venv/bin/python bench/which_heads.py --write $(ARGS)
 
 speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)

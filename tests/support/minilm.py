@@ -88,6 +88,11 @@ def activations() -> tuple[Activations, ...]:
     return tuple(each for sentence in SENTENCES for each in _run(sentence)[0])
 
 
+def activations_of(sentence: str) -> tuple[Activations, ...]:
+    """Returns the activations of all six layers on a sentence."""
+    return _run(sentence)[0]
+
+
 def embedding_of(sentence: str) -> Tensor:
     """Returns the embedding (M) of a sentence: the mean of its last hidden states, of norm 1."""
     return torch.nn.functional.normalize(_run(sentence)[1].mean((0, 1)), dim=0)
@@ -96,6 +101,11 @@ def embedding_of(sentence: str) -> Tensor:
 def bert() -> Any:
     """Returns the model, a BertModel of transformers. Do not change it."""
     return _load()[0]
+
+
+def tokenizer() -> Any:
+    """Returns the tokenizer of the model, a BertTokenizer of transformers."""
+    return _load()[1]
 
 
 @cache
