@@ -1,0 +1,21 @@
+"""The oracle: checks that an attention function is right, and names the bug if it is not.
+
+`verify` returns a report, `assert_matches` raises. The docstring of `budget` derives the errors
+that are allowed. It needs torch, which the extra `server` installs.
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"qkv.testing needs qkv[server]: {error.name} is not installed; "
+        "run `pip install '.[server]'` in a clone of qkv"
+    ) from None
+
+from qkv.testing.cases import Case
+from qkv.testing.families import FAMILIES
+from qkv.testing.known_bugs import KNOWN_BUGS
+from qkv.testing.report import Report
+from qkv.testing.verification import assert_matches, verify
+
+__all__ = ["FAMILIES", "KNOWN_BUGS", "Case", "Report", "assert_matches", "verify"]

@@ -1,0 +1,162 @@
+r"""Error budgets: the error against float64 that a right function may have, for each number.
+
+A budget follows from the numbers of the call, not from measured errors of functions. `u` is the
+unit roundoff of the sums: 2^-24, or 2^-53 for float64 inputs. `t` is that of the inputs' dtype.
+gamma(n) = n u / (1 - n u) bounds the relative error of n roundings, in any order of a sum
+(Higham, Accuracy and Stability of Numerical Algorithms, 2002, lemma 3.1 and section 3.1).
+
+Inputs are exact in their dtype, so reading them costs nothing. A right function may
+
+1. scale and round the queries, or round and scale the scores, in the dtype of the inputs,
+2. sum in float32 (float64 for float64 inputs), in any order,
+3. round the weights to the dtype of the inputs before they average the values,
+4. round the output to that dtype.
+
+The derivation for softmax, with p the weights, o = sum_j p_j v_j and |.| for each number:
+
+- A product of D terms, scaled, in base e or 2: |scale| sum_d |q_d k_d| (gamma(D + 6) + 2 t).
+  2 t is point 1, for dtypes narrower than the sums.
+- A cap has a slope of at most 1, and rounds four times: 4 u |score|.
+- The exponent is a difference of score and maximum. With R changes of a running maximum it is a
+  sum of R + 1 such differences (Blanchard, Higham, Higham, Accurately computing the log-sum-exp
+  and softmax functions, IMA J. Numer. Anal. 41, 2021, section 4): 2 (R + 1) u max |score|. R
+  counts the changes in the order of the keys, or in the opposite order.
+- An exp that is wrong by 20 units in the last place moves a score by 40 u. Fast vector code is.
+- Scores that move by d_j, with |d_j| <= e_j, move the output by
+  sum_j p_j (e^d_j - 1) (v_j - o) / sum_j p_j e^d_j, because sum_j p_j (v_j - o) = 0. It is at most
+  sum_j p_j (e^e_j - 1) |v_j - o| / sum_j p_j e^-e_j, and at most the largest |v_j - o|.
+- exp(score - lse), with the logarithm lse of the sum, needs no quotient, and merges parts of the
+  keys. Rounding lse, whose size is at most M + log n for the largest |score| M, changes all weights
+  of a row alike (Blanchard, Higham, Higham, section 3): 3 u (M + log n) sum_j p_j |v_j|.
+- The sums of weights and of values round n + R + 8 times for n visible keys:
+  gamma(n + R + 8) (sum_j p_j |v_j| + |o|).
+- Points 3 and 4: t sum_j p_j |v_j| + t |o|. Underflow loses at most the smallest number per term.
+
+`gradient_budget` has the bounds of the backward pass of Dao et al., FlashAttention,
+arXiv:2205.14135, appendix B.2, with the same steps. `condition` has a budget for any other variant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv.testing.plain_softmax import Evaluation
+
+__all__ = [
+    "gamma",
+    "output_budget",
+    "score_error",
+    "smallest",
+    "unit_roundoffs",
+    "weight_error",
+]
+
+
+def unit_roundoffs(dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the unit roundoff of the sums, and that of the dtype."""
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.finfo(sums).eps / 2, torch.finfo(dtype).eps / 2
+
+
+def gamma(n: int | Tensor, u: float) -> Tensor:
+    """Returns the bound of the relative error of n roundings; infinite if n u is 1 or more."""
+    product = torch.as_tensor(n, dtype=torch.float64) * u
+    return torch.where(product < 1, product / (1 - product.clamp(max=0.999999)), torch.inf)
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Returns the smallest positive number of a dtype."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+def score_error(steps: Evaluation, dtype: torch.dtype, u: float) -> Tensor:
+    """Returns the bound of the error of each score in the exponent, (B, H, L, S)."""
+    t = _narrow_roundoff(dtype)
+    D = steps.query.shape[-1]
+    size = abs(steps.scale) * (steps.query.abs() @ steps.key.abs().mT)
+    error = size * (gamma(D + 6, u) + 2 * t)
+    error = error + D * torch.finfo(torch.float32).smallest_normal
+    if steps.softcap is not None:
+        nearest = (steps.products.abs() - error).clamp(min=0) / steps.softcap
+        error = error * (1 - nearest.tanh() ** 2) + 4 * u * steps.scores.nan_to_num(neginf=0).abs()
+    scores = steps.scores.nan_to_num(neginf=0.0).abs()
+    largest = scores.amax(-1, keepdim=True)
+    changes = _maximum_changes(steps.scores)
+    return error + 2 * u * (changes + 1) * largest + 40 * u
+
+
+def output_budget(steps: Evaluation, dtype: torch.dtype, u: float | None = None) -> Tensor:
+    """Returns the budget of each number of the output, (B, H, L, E).
+
+    Args:
+        steps: of the call in float64.
+        dtype: of the inputs and of the output.
+        u: unit roundoff of the sums; None: that of float32, or of float64 for float64 inputs.
+    """
+    u, t = (unit_roundoffs(dtype)[0] if u is None else u), unit_roundoffs(dtype)[1]
+    error = score_error(steps, dtype, u)
+    p, value, output = steps.weights, steps.value, steps.output
+    mass = p @ value.abs()
+    if steps.is_normalized:
+        moved = _centred(steps, error)
+    else:
+        moved = (p * error.clamp(max=50).expm1()) @ value.abs()
+    n = steps.visible.sum(-1, keepdim=True)
+    sums = gamma(n + _maximum_changes(steps.scores) + 8, u) * (mass + output.abs())
+    sums = sums + _sum_rounding(steps, u) * mass
+    lost = smallest(dtype) + torch.finfo(torch.float32).smallest_normal
+    underflow = lost * (steps.visible.double() @ value.abs()) + smallest(dtype) + n * lost
+    if dtype == torch.float64:
+        underflow = n * torch.finfo(dtype).smallest_normal * torch.ones_like(mass)
+    narrow = _narrow_roundoff(dtype)
+    return moved + sums + narrow * mass + t * output.abs() * (1 + t) + underflow
+
+
+def weight_error(steps: Evaluation, dtype: torch.dtype, u: float) -> Tensor:
+    """Returns the bound of the error of each weight, (B, H, L, S)."""
+    error = score_error(steps, dtype, u).clamp(max=50)
+    p = steps.weights
+    least = (p * (-error).exp()).sum(-1, keepdim=True).clamp(min=1e-300)
+    moved = p * (error.exp() / least - 1)
+    n = steps.visible.sum(-1, keepdim=True)
+    sums = (gamma(n + _maximum_changes(steps.scores) + 8, u) + _sum_rounding(steps, u)) * p
+    tiny = torch.finfo(torch.float32).smallest_normal
+    return torch.minimum(moved, torch.ones_like(p)) + sums + tiny * steps.visible
+
+
+def _sum_rounding(steps: Evaluation, u: float) -> Tensor:
+    """Returns the relative change of a row's weights by the rounding of its log-sum-exp."""
+    largest = steps.scores.nan_to_num(neginf=0.0).abs().amax(-1, keepdim=True)
+    n = steps.visible.sum(-1, keepdim=True).clamp(min=1)
+    return 3 * u * (largest + n.log())
+
+
+def _narrow_roundoff(dtype: torch.dtype) -> float:
+    """Returns t, or 0 if the inputs are as wide as the sums: gamma then counts the rounding."""
+    u, t = unit_roundoffs(dtype)
+    return t if t > u else 0.0
+
+
+def _maximum_changes(scores: Tensor) -> Tensor:
+    """Returns the largest number of changes of a running maximum, (B, H, L, 1)."""
+
+    def changes(ordered: Tensor) -> Tensor:
+        top = ordered.cummax(-1).values
+        return (top[..., 1:] > top[..., :-1]).sum(-1, keepdim=True)
+
+    return torch.maximum(changes(scores), changes(scores.flip(-1))).double()
+
+
+def _centred(steps: Evaluation, error: Tensor) -> Tensor:
+    """Returns the bound of the change of a normalised average, if scores move by `error`."""
+    p, error = steps.weights, error.clamp(max=50)
+    least = (p * (-error).exp()).sum(-1, keepdim=True).clamp(min=1e-300)
+    factor = p * error.expm1() / least
+    moved = torch.empty_like(steps.output)
+    for e in range(steps.value.shape[-1]):  # a column at a time: (B, H, L, S) in memory
+        distance = (steps.value[..., None, :, e] - steps.output[..., e, None]).abs()
+        farthest = distance.masked_fill(~steps.visible, 0.0).amax(-1)
+        moved[..., e] = torch.minimum((factor * distance).sum(-1), farthest)
+    return moved

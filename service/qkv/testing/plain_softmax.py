@@ -1,0 +1,86 @@
+"""Softmax attention as a plain formula in float64, with the intermediate results of each step.
+
+`budget` derives bounds from the intermediate results. `known_bugs` changes the formula by flags.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qkv.testing.call import Call
+from qkv.testing.visibility import visible_keys
+
+__all__ = ["OVERFLOW", "Evaluation", "evaluate"]
+
+OVERFLOW = 88.72
+"""exp of a greater number is infinite in float32."""
+
+
+class Evaluation(NamedTuple):
+    """The steps of one call; all tensors are float64.
+
+    Attributes:
+        query: (B, H, L, D).
+        key, value: (B, H, S, D) and (B, H, S, E), repeated for each query head.
+        scale: factor of the scores.
+        softcap: the cap of the scores, or None.
+        products: scale * sum_d q_d k_d, (B, H, L, S).
+        scores: after the cap, -inf where hidden, (B, H, L, S).
+        visible: bool, (B, H, L, S).
+        weights: (B, H, L, S).
+        is_normalized: True if the weights of a row sum to 1.
+        output: (B, H, L, E).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    softcap: float | None
+    products: Tensor
+    scores: Tensor
+    visible: Tensor
+    weights: Tensor
+    is_normalized: bool
+    output: Tensor
+
+
+def evaluate(call: Call) -> Evaluation:
+    """Computes softmax attention, changed by the flags of the call.
+
+    The flags are `cap-after-mask`, `no-sum`, `no-sum-no-max`, `no-max` and `blind-nan`. The result
+    is differentiable by autograd.
+    """
+    inputs, parameters, flags = call.exact_inputs, call.parsed, call.flags
+    query, H = inputs["query"], inputs["query"].shape[1]
+    key, value = (inputs[n].repeat_interleave(H // inputs[n].shape[1], 1) for n in ("key", "value"))
+    scale, softcap = parameters.get("scale"), parameters.get("softcap")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    products = (query * scale) @ key.mT
+    scores = products if softcap is None else softcap * (products / softcap).tanh()
+    visible = visible_keys(call)
+    if "cap-after-mask" in flags and softcap is not None:
+        scores = scores.masked_fill(~visible, -softcap)
+        visible = torch.ones_like(visible)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    is_blind = ~visible.any(-1, keepdim=True)
+    without_max = bool(flags & {"no-max", "no-sum-no-max"})
+    weights = (scores - (0.0 if without_max else top)).exp()
+    if without_max:
+        weights = weights.masked_fill(scores.detach() > OVERFLOW, torch.inf)
+        weights = weights.masked_fill(scores.detach() < -OVERFLOW, 0.0)
+    is_normalized = not flags & {"no-sum", "no-sum-no-max"}
+    if is_normalized:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total if without_max else total.masked_fill(is_blind, 1.0))
+    if "blind-nan" in flags:
+        weights = weights.masked_fill(is_blind, torch.nan)
+    output = weights @ value
+    return Evaluation(
+        query, key, value, scale, softcap, products, scores, visible, weights, is_normalized, output
+    )

@@ -1,0 +1,174 @@
+"""`Report`: the result of the oracle, as text, JSON and HTML for a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
+
+import numpy as np
+
+from qkv.heatmap import Panel, draw
+from qkv.testing.cases import Case
+from qkv.version import __version__
+
+__all__ = ["Report"]
+
+_LISTED: Final = 12  # failed cases in the text
+_MOST: Final = 1e6  # infinite errors have this size in a picture
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdicts of the oracle on one function.
+
+    Attributes:
+        function: its name.
+        variant: the variant that it claims to compute.
+        parameters: of the variant.
+        seed: of the inputs.
+        cases: one for each family, dtype and result.
+        diagnosis: names of known bugs that reproduce the function's results, best first; pairs
+            are joined by "+".
+    """
+
+    function: str
+    variant: str
+    parameters: Mapping[str, Any]
+    seed: int
+    cases: Sequence[Case]
+    diagnosis: Sequence[str]
+
+    @property
+    def passed(self) -> bool:
+        """True if a case ran and none failed."""
+        return not self.failures and any(case.passed for case in self.cases)
+
+    @property
+    def failures(self) -> list[Case]:
+        """The failed cases, with the largest error in units of the budget first."""
+        failed = [case for case in self.cases if case.passed is False]
+        return sorted(failed, key=lambda c: -_order(c))
+
+    @property
+    def not_run(self) -> list[Case]:
+        """The cases that did not run."""
+        return [case for case in self.cases if case.not_run]
+
+    def __str__(self) -> str:
+        """Returns the report as text."""
+        failures, ran = self.failures, sum(case.passed is not None for case in self.cases)
+        lines = [self._headline(len(failures), ran)]
+        lines += [f"  looks like: {', '.join(self.diagnosis)}"] if self.diagnosis else []
+        for case in failures[:_LISTED]:
+            lines += _describe(case)
+        if len(failures) > _LISTED:
+            lines.append(f"  and {len(failures) - _LISTED} other failed cases")
+        reasons: dict[str, list[str]] = {}
+        for case in self.not_run:
+            families = reasons.setdefault(case.not_run, [])
+            if case.family not in families:
+                families.append(case.family)
+        lines += [f"  not run: {', '.join(names)}: {why}" for why, names in reasons.items()]
+        if self.passed and (worst := self._nearest()):
+            lines.append(f"  largest error: {worst.units:.2g} of its budget ({worst.name})")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as JSON."""
+        return {
+            "function": self.function,
+            "variant": self.variant,
+            "parameters": dict(self.parameters),
+            "seed": self.seed,
+            "version": __version__,
+            "passed": self.passed,
+            "diagnosis": list(self.diagnosis),
+            "cases": [case.to_json() for case in self.cases],
+        }
+
+    def picture(self) -> str:
+        """Returns an SVG of the worst failed case: its errors by head, and by row and column.
+
+        The string is empty if no failed case has a result to draw.
+        """
+        case = next((c for c in self.failures if c.errors is not None and c.errors.ndim >= 2), None)
+        if case is None or case.errors is None:
+            return ""
+        errors = np.nan_to_num(case.errors, nan=_MOST, posinf=_MOST).clip(max=_MOST)
+        planes = errors.reshape(-1, *errors.shape[-2:]) if errors.ndim > 2 else errors[None]
+        heads = planes.max((1, 2)).reshape(errors.shape[0] if errors.ndim > 3 else 1, -1)
+        worst = int(planes.max((1, 2)).argmax())
+        panels = [
+            Panel("by head", heads, "batch", "head"),
+            Panel(f"plane {worst}", planes[worst], "row", "column"),
+        ]
+        text = "Errors in units of the budget; numbers above 1 are wrong."
+        return draw(case.name, case.name, text, panels)
+
+    def _repr_html_(self) -> str:
+        """Returns the report for a notebook: a table and a picture of the errors."""
+        head = "".join(f"<th>{n}</th>" for n in ("case", "verdict", "units", "worst", "expected",
+                                                 "got", "cosine", "torch units"))  # fmt: skip
+        rows = "".join(_row(case) for case in [*self.failures, *self._others()])
+        ran = sum(case.passed is not None for case in self.cases)
+        named = f"<p>looks like: <b>{escape(', '.join(self.diagnosis))}</b></p>"
+        return (
+            f"<p>{escape(self._headline(len(self.failures), ran))}</p>"
+            f"{named if self.diagnosis else ''}{self.picture()}"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        )
+
+    def _others(self) -> list[Case]:
+        return [case for case in self.cases if case.passed is not False]
+
+    def _headline(self, failed: int, ran: int) -> str:
+        parameters = "".join(f", {n}={v!r}" for n, v in self.parameters.items())
+        claim = f"{self.function} as {self.variant}{parameters}"
+        if not ran:
+            return f"{claim}: no case ran"
+        verdict = "passed" if self.passed else "FAILED"
+        return f"{claim}: {verdict}, {failed} of {ran} cases failed (seed {self.seed})"
+
+    def _nearest(self) -> Case | None:
+        ran = [case for case in self.cases if case.passed and not math.isnan(case.units)]
+        return max(ran, key=lambda c: c.units, default=None)
+
+
+def _order(case: Case) -> float:
+    """Returns the size of an error; a fault is larger than any."""
+    return math.inf if case.problem or math.isnan(case.units) else case.units
+
+
+def _describe(case: Case) -> list[str]:
+    """Returns the lines of a failed case."""
+    if case.problem:
+        return [f"  {case.name}: {case.problem}"]
+    cosine = "not finite" if case.cosine is None else f"{case.cosine:.6f}"
+    lines = [
+        f"  {case.name}: {case.units:.3g} times the budget at {list(case.worst)}",
+        f"    expected {case.expected:.9g}, got {case.got:.9g}: error {case.error:.3g}, "
+        f"budget {case.budget:.3g}; cosine {cosine}",
+    ]
+    if case.torch_units is not None and case.torch_error is not None:
+        units = f"{case.torch_units:.2g} of the budget"
+        lines.append(f"    torch's kernel: error {case.torch_error:.3g}, {units}")
+    return lines
+
+
+def _row(case: Case) -> str:
+    """Returns a row of the HTML table."""
+    verdict = "not run" if case.passed is None else "passed" if case.passed else "FAILED"
+    if note := case.problem or case.not_run:
+        cells = [case.name, verdict]
+        text = "".join(f"<td>{escape(x)}</td>" for x in cells)
+        return f'<tr>{text}<td colspan="6">{escape(note)}</td></tr>'
+    cosine = "" if case.cosine is None else f"{case.cosine:.6f}"
+    torch_units = "" if case.torch_units is None else f"{case.torch_units:.2g}"
+    cells = [
+        case.name, verdict, f"{case.units:.3g}", str(list(case.worst)), f"{case.expected:.6g}",
+        f"{case.got:.6g}", cosine, torch_units,
+    ]  # fmt: skip
+    return "<tr>" + "".join(f"<td>{escape(x)}</td>" for x in cells) + "</tr>"

@@ -1,0 +1,41 @@
+"""Results of torch's own attention kernel on a call, to compare a function's errors with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from qkv.testing.call import Call
+from qkv.testing.truth import has_derivation
+from qkv.testing.visibility import visible_keys
+
+__all__ = ["run_torch_kernel"]
+
+
+def run_torch_kernel(call: Call, gradients: bool = False) -> dict[str, Tensor]:
+    """Returns the results of `scaled_dot_product_attention` by name.
+
+    There are none if torch has no kernel for the call: other variants, and softcap.
+
+    Args:
+        call: the call.
+        gradients: True to add those of query, key and value.
+    """
+    if not has_derivation(call) or call.parsed.get("softcap") is not None:
+        return {}
+    visible = visible_keys(call)
+    sent = {n: call.inputs[n].clone().requires_grad_(gradients) for n in ("query", "key", "value")}
+    output = scaled_dot_product_attention(
+        sent["query"],
+        sent["key"],
+        sent["value"],
+        attn_mask=None if bool(visible.all()) else visible,
+        scale=call.parsed.get("scale"),
+        enable_gqa=sent["query"].shape[1] != sent["key"].shape[1],
+    )
+    results = {"output": output.detach()}
+    if gradients and call.grad_output is not None:
+        found = torch.autograd.grad(output, list(sent.values()), call.grad_output)
+        results |= {f"grad {n}": x for n, x in zip(sent, found, strict=True)}
+    return results

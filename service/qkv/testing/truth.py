@@ -1,0 +1,68 @@
+"""`Truth`: the exact output and gradients of a call, and the errors that a function may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkv.testing import budget, gradient_budget, plain_softmax
+from qkv.testing.call import Call
+from qkv.testing.condition import conditioned_budgets, reference_gradients, reference_result
+
+__all__ = ["Truth", "find_truth", "has_derivation"]
+
+_PLAIN_PARAMETERS = {"causal", "query_offset", "scale", "softcap", "window"}
+_PLAIN_INPUTS = {"query", "key", "value", "mask", "key_lengths"}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The exact results of a call by name, and their budgets, in float64.
+
+    Attributes:
+        results: `output`, and the gradients as `grad query` and so on.
+        budgets: the largest error allowed for each number of the results.
+    """
+
+    results: dict[str, Tensor]
+    budgets: dict[str, Tensor]
+
+
+def has_derivation(call: Call) -> bool:
+    """True if `budget` has a derivation for the call: plain softmax."""
+    plain = call.parsed.keys() <= _PLAIN_PARAMETERS and call.inputs.keys() <= _PLAIN_INPUTS
+    return call.variant.name == "softmax" and plain
+
+
+def find_truth(call: Call, gradients: bool = False) -> Truth:
+    """Returns the exact results of a call, from the variant's float64 reference.
+
+    Args:
+        call: the call.
+        gradients: True to add those of the required inputs.
+    """
+    result = reference_result(call)
+    exact = reference_gradients(call) if gradients else {}
+    if has_derivation(call):
+        steps = plain_softmax.evaluate(call)
+        output = budget.output_budget(steps, call.dtype)
+        allowed: dict[str, Tensor] = {}
+        if exact and call.grad_output is not None:
+            allowed = gradient_budget.gradient_budgets(
+                steps, call.grad_output.double(), call.dtype, call.inputs["key"].shape[1]
+            )
+    else:
+        output, allowed = conditioned_budgets(call, result, exact)
+    results, budgets = {"output": result.output.double()}, {"output": output}
+    for name, gradient in exact.items():
+        results[f"grad {name}"] = gradient
+        budgets[f"grad {name}"] = allowed[name]
+    return Truth(results, {n: _with_rounding(x, results[n]) for n, x in budgets.items()})
+
+
+def _with_rounding(allowed: Tensor, exact: Tensor) -> Tensor:
+    """Adds the rounding of the float64 reference itself."""
+    eps = torch.finfo(torch.float64).eps
+    return (allowed + 4 * eps * exact.abs()).nan_to_num(nan=0.0, posinf=torch.inf)

@@ -1,0 +1,228 @@
+"""The oracle's entry points: `verify` returns a report, `assert_matches` raises if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import torch
+
+from qkv.attention.catalogue import find
+from qkv.errors import InvalidContent
+from qkv.testing.call import Call
+from qkv.testing.cases import Case, compare
+from qkv.testing.diagnosis import Observation, diagnose
+from qkv.testing.families import FAMILIES, NotDrawn, draw
+from qkv.testing.function_runner import Framework, Outcome, run_function
+from qkv.testing.report import Report
+from qkv.testing.torch_kernel import run_torch_kernel
+from qkv.testing.truth import find_truth
+
+__all__ = ["assert_matches", "check_outcome", "select_families", "verify"]
+
+Dtype = str | torch.dtype
+Gradients = bool | Literal["auto"]
+
+_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+
+
+def assert_matches(function: Callable[..., Any], variant: str, **options: Any) -> None:
+    """Checks that a function computes a variant.
+
+    Args:
+        function: as in `verify`.
+        variant: its name.
+        **options: those of `verify`, and parameters of the variant.
+
+    Raises:
+        AssertionError: the report has a failed case, or no case ran; its text is the message.
+        QkvError: the variant or a parameter is invalid.
+    """
+    __tracebackhide__ = True
+    report = verify(function, variant, **options)
+    if not report.passed:
+        raise AssertionError(str(report))
+
+
+def verify(
+    function: Callable[..., Any],
+    variant: str,
+    *,
+    dtype: Dtype | Iterable[Dtype] | None = None,
+    families: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    strict: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    gradients: Gradients = "auto",
+    framework: Framework = "torch",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    **parameters: Any,
+) -> Report:
+    """Runs a function on families of inputs and compares it with the float64 reference.
+
+    The function is called as `function(query, key, value, **keywords)` with tensors (B,H,L,D),
+    (B,G,S,D), (B,G,S,E) and returns (B,H,L,E), in the dtype and on the device of the inputs. Its
+    keywords are the parameters given here, and what a family sends: `mask` (bool, broadcastable to
+    (B,H,L,S)) or `key_lengths` (int64 (B,)). Other variants pass their required inputs in order.
+
+    Args:
+        function: the function to check. It does not run on families with keywords that it lacks.
+        variant: the name of the variant that it claims to compute, for instance "softmax".
+        dtype: one or several; None: float32, bfloat16, float16 and float64, without those for
+            which every call raises.
+        families: names of families; None: all of them, with the strict ones on request.
+        skip: names of families that do not run.
+        strict: True to add rows that see nothing (zeros are expected), NaN in what is masked, and
+            values of another width than the keys.
+        sizes: by axis letter (B, H, G, L, S, D, E); the families choose the others.
+        gradients: True to check the gradients of torch's autograd; "auto": if the first output
+            has one.
+        framework: the kind of arrays that the function takes: "torch", "numpy" or "jax". It may
+            return any array that has `__array__` or `__dlpack__`.
+        device: of torch's tensors.
+        seed: of the inputs; the same seed draws the same inputs.
+        **parameters: of the variant, for instance `causal=True`.
+
+    Raises:
+        QkvError: the variant, a family, a dtype or a parameter is invalid.
+    """
+    chosen = find(variant)
+    if parameters.get("dropout"):
+        raise InvalidContent("dropout cannot be verified: its random numbers are qkv's own")
+    chosen.parse(parameters)
+    if gradients is True and framework != "torch":
+        raise InvalidContent(f"gradients need torch's autograd: got framework {framework!r}")
+    names = select_families(families, skip, strict)
+    cases: list[Case] = [
+        Case(n, "", "output", None, not_run="skipped on request") for n in skip if n in FAMILIES
+    ]
+    observations: list[Observation] = []
+    with_gradients: Gradients = gradients if framework == "torch" else False
+    for each in _dtypes(dtype):
+        for family in names:
+            label = str(each)[6:]
+            try:
+                call = draw(chosen, family, each, parameters=parameters, sizes=sizes, seed=seed)
+            except NotDrawn as reason:
+                cases.append(Case(family, label, "output", None, not_run=str(reason)))
+                continue
+            outcome = run_function(function, call, device=device, framework=framework)
+            if outcome.results and with_gradients:
+                outcome, with_gradients = _add_gradients(
+                    function, call, outcome, device, with_gradients
+                )
+            found, observation = check_outcome(family, call, outcome)
+            cases += found
+            if observation is not None:
+                observations.append(observation)
+    if dtype is None:
+        cases = _without_unsupported(cases)
+    return Report(
+        function=getattr(function, "__name__", type(function).__name__),
+        variant=chosen.name,
+        parameters=parameters,
+        seed=seed,
+        cases=cases,
+        diagnosis=diagnose(observations),
+    )
+
+
+def select_families(families: Iterable[str] | None, skip: Iterable[str], strict: bool) -> list[str]:
+    """Returns the names of the families that run, in order.
+
+    Raises:
+        InvalidContent: a family does not exist.
+    """
+    skip = list(skip)
+    asked = list(families) if families is not None else None
+    for name in [*(asked or []), *skip]:
+        if name not in FAMILIES:
+            raise InvalidContent(f"no family {name!r}; there are {', '.join(FAMILIES)}")
+    names = asked or [n for n, f in FAMILIES.items() if strict or not f.is_strict]
+    return [n for n in names if n not in skip]
+
+
+def check_outcome(
+    family: str, call: Call, outcome: Outcome
+) -> tuple[list[Case], Observation | None]:
+    """Returns the verdicts on the results of one call, and the observation for the diagnosis.
+
+    It needs no function: the results may come from another process or language.
+
+    Args:
+        family: the family of the call.
+        call: the call.
+        outcome: the results of the function.
+    """
+    label = str(call.dtype)[6:]
+    if outcome.not_run:
+        return [Case(family, label, "output", None, not_run=outcome.not_run)], None
+    if outcome.problem:
+        return [Case(family, label, "output", False, problem=outcome.problem)], None
+    with_gradients = len(outcome.results) > 1
+    truth = find_truth(call, with_gradients)
+    kernel = run_torch_kernel(call, with_gradients)
+    cases = [
+        compare(family, n, x, truth.results[n], truth.budgets[n], kernel.get(n))
+        for n, x in outcome.results.items()
+    ]
+    failed = any(not case.passed for case in cases)
+    return cases, Observation(call, truth, outcome.results, failed)
+
+
+def _add_gradients(
+    function: Callable[..., Any],
+    call: Call,
+    outcome: Outcome,
+    device: str | torch.device,
+    gradients: Gradients,
+) -> tuple[Outcome, Gradients]:
+    """Returns the outcome with gradients, and False in place of "auto" if there are none."""
+    both = run_function(function, call, device=device, gradients=True)
+    if both.results:
+        return both, True
+    if gradients == "auto":
+        return outcome, False
+    return Outcome({}, f"gradients: {both.problem or both.not_run}"), gradients
+
+
+def _dtypes(dtype: Dtype | Iterable[Dtype] | None) -> list[torch.dtype]:
+    """Returns dtypes by their names.
+
+    Raises:
+        InvalidContent: a dtype does not exist.
+    """
+    names: Sequence[Dtype]
+    if dtype is None:
+        names = _DTYPES
+    else:
+        names = [dtype] if isinstance(dtype, str | torch.dtype) else list(dtype)
+    short = [str(name).removeprefix("torch.") for name in names]
+    for name in short:
+        if name not in _DTYPES:
+            raise InvalidContent(f"no dtype {name!r}; there are {', '.join(_DTYPES)}")
+    return [getattr(torch, name) for name in short]
+
+
+def _without_unsupported(cases: list[Case]) -> list[Case]:
+    """Returns the cases; a dtype that always raises did not run, if another dtype ran."""
+
+    def is_refused(case: Case) -> bool:
+        of_float64 = case.dtype == "float64" and case.problem.startswith("wrong dtype")
+        return of_float64 or case.problem.startswith("raises ")
+
+    ran = [case for case in cases if not case.not_run]
+    refused = {
+        name for name in _DTYPES
+        if all(is_refused(c) for c in ran if c.dtype == name)
+    }  # fmt: skip
+    if all(case.dtype in refused for case in ran):
+        return cases
+    return [
+        replace(case, passed=None, problem="", not_run=f"{case.dtype} is not taken: {case.problem}")
+        if case.dtype in refused and case.problem
+        else case
+        for case in cases
+    ]

@@ -1,0 +1,143 @@
+"""Tests that the oracle names planted bugs, alone and in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkv.testing import verify
+from support.flash_kernel import Attention, flash_kernel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAST: dict[str, Any] = {"dtype": "float32", "gradients": False}
+BUGS: list[tuple[str, str, dict[str, Any]]] = [
+    ("scale-missing", "scale-missing", {}),
+    ("scale-missing", "scale-missing", {"causal": True}),
+    ("scale-1/D", "scale-wrong", {}),
+    ("scale-sqrt(D)", "scale-wrong", {}),
+    ("scale-1/sqrt(E)", "scale-wrong", {"sizes": {"E": 8}}),
+    ("scale-ignored", "scale-wrong", {"scale": 0.4}),
+    ("causal-top-left", "causal-top-left", {"causal": True, "query_offset": "end"}),
+    ("causal-bottom-right", "causal-bottom-right", {"causal": True}),
+    ("causal-one-more", "causal-off-by-one", {"causal": True}),
+    ("causal-one-fewer", "causal-off-by-one", {"causal": True}),
+    ("causal-missing", "causal-missing", {"causal": True}),
+    ("mask-inverted", "mask-inverted", {}),
+    ("mask-inverted", "mask-inverted", {"causal": True}),
+    ("mask-ignored", "mask-ignored", {}),
+    ("padding-attended", "padding-attended", {}),
+    ("window-left-wider", "window-off-by-one", {"window": (3, 0)}),
+    ("window-<", "window-off-by-one", {"window": (4, 4), "skip": ["more queries"]}),
+    ("window-right-wider", "window-off-by-one", {"window": (None, 2)}),
+    ("gqa-tiled", "gqa-tiled", {}),
+    ("gqa-tiled", "gqa-tiled", {"softcap": 5.0}),
+    ("softcap-after-mask", "softcap-after-mask", {"softcap": 5.0, "causal": True}),
+    ("softcap-missing", "softcap-missing", {"softcap": 5.0}),
+    ("normalizer-missing", "normalizer-missing", {}),
+    ("max-not-subtracted", "max-not-subtracted", {}),
+    ("nan-from-masked-row", "nan-from-masked-row", {"strict": True}),
+    ("value-transposed", "value-transposed", {}),
+    ("heads-swapped", "heads-swapped", {}),
+]
+
+
+@pytest.mark.parametrize(("planted", "name", "options"), BUGS)
+def test_planted_bug_is_named_first(planted: str, name: str, options: dict[str, Any]) -> None:
+    report = verify(flash_kernel(planted), "softmax", **FAST, **options)
+    assert not report.passed
+    assert report.diagnosis
+    assert report.diagnosis[0] == name, report
+
+
+PAIRS: list[tuple[tuple[str, str], str, dict[str, Any]]] = [
+    (("scale-missing", "causal-top-left"), "scale-missing+causal-top-left",
+     {"causal": True, "query_offset": "end"}),
+    (("scale-missing", "gqa-tiled"), "scale-missing+gqa-tiled", {}),
+    (("mask-inverted", "gqa-tiled"), "mask-inverted+gqa-tiled", {}),
+    (("causal-missing", "mask-ignored"), "causal-missing+mask-ignored", {"causal": True}),
+    (("padding-attended", "softcap-missing"), "padding-attended+softcap-missing",
+     {"softcap": 5.0}),
+    (("scale-1/D", "normalizer-missing"), "scale-wrong+normalizer-missing", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("planted", "name", "options"), PAIRS)
+def test_pair_of_planted_bugs_is_named_first(
+    planted: tuple[str, str], name: str, options: dict[str, Any]
+) -> None:
+    report = verify(flash_kernel(*planted), "softmax", **FAST, **options)
+    assert report.diagnosis
+    assert report.diagnosis[0] == name, report
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_sums_in_the_narrow_dtype_of_the_inputs_are_named(dtype: str, block: int) -> None:
+    function = flash_kernel(sums=getattr(torch, dtype), block=block)
+    report = verify(function, "softmax", dtype=dtype, gradients=block == 16)
+    assert not report.passed
+    assert list(report.diagnosis) == ["low-precision-accumulation"], report
+
+
+@pytest.mark.parametrize("sums", [torch.bfloat16, torch.float16])
+def test_narrow_sums_of_float32_inputs_are_named(sums: torch.dtype) -> None:
+    report = verify(flash_kernel(sums=sums), "softmax", dtype="float32", gradients=False)
+    assert not report.passed
+    assert list(report.diagnosis) == ["low-precision-accumulation"], report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_summed_in_a_narrow_dtype_are_named(dtype: torch.dtype) -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = torch.zeros(*query.shape[:3], key.shape[2], dtype=dtype)
+        for d in range(query.shape[-1]):
+            scores += query[..., d, None] * key[..., None, :, d]
+        weights = (scores.float() * query.shape[-1] ** -0.5).softmax(-1)
+        output: Tensor = (weights @ value.float()).to(dtype)
+        return output
+
+    skip = ["grouped heads", "large"]  # products of large numbers overflow float16
+    report = verify(attend, "softmax", dtype=dtype, skip=skip, gradients=False)
+    assert list(report.diagnosis) == ["low-precision-accumulation"], report
+
+
+def unknown_bug(change: Callable[..., Tensor]) -> Attention:
+    """Returns the right kernel with a mistake that is not a known bug."""
+    right = flash_kernel()
+    return lambda q, k, v, **keywords: change(right, q, k, v, keywords)
+
+
+UNKNOWN: dict[str, Callable[..., Tensor]] = {
+    "output times 1.01": lambda f, q, k, v, w: f(q, k, v, **w) * 1.01,
+    "output plus 0.01": lambda f, q, k, v, w: f(q, k, v, **w) + 0.01,
+    "first head times 1.1": lambda f, q, k, v, w: torch.cat(
+        [f(q, k, v, **w)[:, :1] * 1.1, f(q, k, v, **w)[:, 1:]], 1
+    ),
+    "queries times 1.05": lambda f, q, k, v, w: f(q * 1.05, k, v, **w),
+    "zeros": lambda f, q, k, v, w: torch.zeros_like(q),
+    "nan": lambda f, q, k, v, w: torch.full_like(q, torch.nan),
+    "rows reversed": lambda f, q, k, v, w: f(q, k, v, **w).flip(2),
+    "values squared": lambda f, q, k, v, w: f(q, k, v * v, **w),
+    "positive scores only": lambda f, q, k, v, w: f(q.relu(), k, v, **w),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_bug_fails_without_an_accusation(name: str, dtype: str) -> None:
+    function = unknown_bug(UNKNOWN[name])
+    report = verify(function, "softmax", dtype=dtype, gradients=False)
+    assert not report.passed
+    assert not report.diagnosis, report
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_bug_is_named_in_every_dtype(dtype: str) -> None:
+    for planted in ("scale-missing", "gqa-tiled", "mask-inverted"):
+        report = verify(flash_kernel(planted), "softmax", dtype=dtype, gradients=False)
+        assert report.diagnosis[0] == planted, report
