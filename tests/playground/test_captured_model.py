@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls
-from support.browser import Open, WatchedPage, read_weights, wait_until_drawn
+from support.browser import Open, WatchedPage, read_weights, record_slices, wait_until_drawn
 from support.processes import wait_until
 from support.service import Server
 
@@ -357,17 +357,7 @@ def test_only_the_header_and_the_tensors_of_a_call_are_read(
 ) -> None:
     path = write_calls(tmp_path / "calls.safetensors", calls)
     page = wait_until_drawn(open_page(server.url))
-    page.evaluate(
-        """() => {
-            window.slices = [];
-            const { slice } = Blob.prototype;
-            Blob.prototype.slice = function (start, end) {
-                if (this instanceof File) window.slices.push(end - start);
-                return slice.call(this, start, end);
-            };
-            File.prototype.arrayBuffer = () => { throw new Error("a file was read whole") };
-        }"""
-    )
+    record_slices(page)
     read = "() => window.slices.splice(0).reduce((a, b) => a + b, 0)"
     open_calls_of = page.get_by_label("Upload")
     open_calls_of.set_input_files(str(path))

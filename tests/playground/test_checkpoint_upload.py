@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from qkv import Client
-from support.browser import Open, WatchedPage, read_weights, wait_until_drawn
+from support.browser import Open, WatchedPage, read_weights, record_slices, wait_until_drawn
 from support.service import Server
 
 ATOL: Final = 0.51e-4  # the table has four decimals
@@ -321,17 +321,7 @@ def test_only_the_header_and_the_chosen_layer_are_read(
     open_page: Open, server: Server, models: Path
 ) -> None:
     page = wait_until_drawn(opened := open_page(server.url))
-    page.evaluate(
-        """() => {
-            window.slices = [];
-            const { slice } = Blob.prototype;
-            Blob.prototype.slice = function (start, end) {
-                if (this instanceof File) window.slices.push(end - start);
-                return slice.call(this, start, end);
-            };
-            File.prototype.arrayBuffer = () => { throw new Error("a file was read whole") };
-        }"""
-    )
+    record_slices(page)
     file = models / "gpt2/model.safetensors"
     choose(page, file)
     redrawn(opened)

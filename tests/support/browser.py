@@ -200,6 +200,24 @@ def read_weights(page: Page) -> dict[str, list[float]]:
     return {name: [float(n.replace("\u2212", "-")) for n in cells[:-1]] for name, *cells in rows}
 
 
+def record_slices(page: Page) -> None:
+    """Keeps the bytes of each part that the page reads of a file in `window.slices`.
+
+    To read a whole file is an error.
+    """
+    page.evaluate(
+        """() => {
+            window.slices = [];
+            const { slice } = Blob.prototype;
+            Blob.prototype.slice = function (start, end) {
+                if (this instanceof File) window.slices.push(end - start);
+                return slice.call(this, start, end);
+            };
+            File.prototype.arrayBuffer = () => { throw new Error("a file was read whole") };
+        }"""
+    )
+
+
 def choose_example(opened: WatchedPage, example: str) -> Page:
     """Selects an example and waits until the page has drawn it.
 
