@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     # lazily: engine for `qkv.reference`, models for `qkv.capture` and `qkv.substitute`
     "__init__": {"client", "engine", "models", "version"},
     "__main__": {"cli"},
-    "cli": {"client", "engine", "server", "settings", "tensors", "version", "wire"},
+    # lazily: testing for `qkv oracle` and `qkv verify`
+    "cli": {"client", "engine", "server", "settings", "tensors", "testing", "version", "wire"},
     "server": {"api", "engine", "settings", "telemetry", "wire"},
     "api": {
         "attention", "engine", "heatmap", "jobs", "settings", "telemetry", "tensors", "version",
@@ -34,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"attention", "client", "engine", "heatmap", "jobs", "tensors", "wire"},
     "wire": {"tensors"},
     "telemetry": {"version"},
-    "testing": {"attention", "client", "heatmap", "tensors", "version"},
+    "testing": {"attention", "client", "heatmap", "jobs", "tensors", "version", "wire"},
 }  # fmt: skip
 
 TORCH_FREE = {"__init__", "__main__", "cli", "client", "errors", "heatmap", "tensors", "wire"}

@@ -129,7 +129,9 @@ def _run_file(
         typed["/outputs"] = "--return"
     with one_line_errors(typed):
         tensor_files.check_target(target)
-        message = tensor_files.read(source, "inputs", layer.get("prefix"))
+        message = tensor_files.read_request(
+            source, layer.get("prefix"), has_gradient=group == "gradients"
+        )
         override(message.fields, **flags)
         override_object(message.fields, "parameters", dict(map(parse_parameter, parameters)))
         override_object(message.fields, "layer", layer)

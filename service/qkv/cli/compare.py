@@ -93,7 +93,7 @@ def compare(
     typed |= typed_parameters(parameters, "/anchor")
     typed |= typed_flags(anchor=anchor, rows=rows, repeats=repeats, per_head=per_head or None)
     with one_line_errors(typed):
-        message = tensor_files.read(source, "inputs", layer.get("prefix"))
+        message = tensor_files.read_request(source, layer.get("prefix"))
         fields = message.fields
         shared = get_object(fields, "parameters") | dict(map(parse_parameter, parameters))
         fields.pop("parameters", None)

@@ -15,8 +15,10 @@ from qkv.cli.convert import convert
 from qkv.cli.detect import detect
 from qkv.cli.errors import OneLineErrorGroup, one_line_errors
 from qkv.cli.layers import layers
+from qkv.cli.oracle import oracle
 from qkv.cli.sweep import sweep
 from qkv.cli.variants import variants
+from qkv.cli.verify import verify
 from qkv.version import __version__
 
 __all__ = ["main"]
@@ -76,6 +78,8 @@ for command in (
     convert,
     detect,
     check_variant,
+    oracle,
+    verify,
 ):
     main.add_command(command)
 

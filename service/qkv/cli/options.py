@@ -22,6 +22,7 @@ __all__ = [
     "PREFIX",
     "REPEATS",
     "ROPE",
+    "SIZES",
     "SOURCE",
     "TARGET",
     "URL",
@@ -81,6 +82,28 @@ PARAMETERS: Final = click.option(
     multiple=True,
     metavar="NAME=VALUE",
     help="A parameter; the value is JSON or a word.  Repeatable.",
+)
+
+
+def _parse_sizes(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> dict[str, int] | None:
+    if text is None:
+        return None
+    sizes = {}
+    for part in text.split(","):
+        letter, equals, size = part.strip().partition("=")
+        if not letter or not equals or not size.isascii() or not size.isdecimal():
+            raise click.BadParameter(f"got {text!r}, expected letters and numbers as in L=64,S=128")
+        sizes[letter] = int(size)
+    return sizes
+
+
+SIZES: Final = click.option(
+    "--sizes",
+    callback=_parse_sizes,
+    metavar="LETTER=N,...",
+    help="Sizes of axes, such as L=64,S=128,D=64.  [default: the family's]",
 )
 REPEATS: Final = click.option(
     "--repeats", type=int, metavar="N", help="Timed runs of each.  [default: the service's]"

@@ -19,7 +19,7 @@ from qkv.wire import Chunk, json, safetensors
 from qkv.wire.message import Message
 from qkv.wire.safetensors import LAYER
 
-__all__ = ["SUFFIXES", "check_target", "needed", "read", "replace_file", "write"]
+__all__ = ["SUFFIXES", "check_target", "needed", "read", "read_request", "replace_file", "write"]
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
 
@@ -56,6 +56,22 @@ def read(path: Path, group: str, prefix: str | None = None) -> Message:
         raise
     if group == "inputs":
         message.layer = needed(message.layer, _prefix_of(message.fields, prefix), "/layer")
+    return message
+
+
+def read_request(path: Path, prefix: str | None = None, *, has_gradient: bool = False) -> Message:
+    """Reads inputs and optionally a layer. The inputs may be a case that `qkv oracle` wrote.
+
+    Args:
+        path, prefix: as for `read`.
+        has_gradient: True if the request takes the gradient of the output, which a case has.
+
+    Raises:
+        QkvError, OSError: as `read`.
+    """
+    message = read(path, "inputs", prefix)
+    if message.fields.pop("case", None) is not None and not has_gradient:
+        message.tensors.pop("grad_output", None)
     return message
 
 

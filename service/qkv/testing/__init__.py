@@ -7,9 +7,10 @@ that are allowed. It needs torch, which the extra `server` installs.
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ImportError(
+    raise ModuleNotFoundError(
         f"qkv.testing needs qkv[server]: {error.name} is not installed; "
-        "run `pip install '.[server]'` in a clone of qkv"
+        "run `pip install '.[server]'` in a clone of qkv",
+        name=error.name,
     ) from None
 
 from qkv.testing.cases import Case

@@ -50,6 +50,16 @@ class Call:
         return [n for n in self.inputs if n not in positional] + list(self.parameters)
 
     @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        """The size of each axis by its letter, from the inputs that do not broadcast."""
+        return {
+            letter: size
+            for name, x in self.inputs.items()
+            if not (spec := self.variant.inputs[name]).broadcasts
+            for letter, size in zip(spec.letters, x.shape, strict=True)
+        }
+
+    @cached_property
     def parsed(self) -> dict[str, Any]:
         """The parameters after validation.
 

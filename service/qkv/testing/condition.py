@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from qkv.attention.signature import fixed_size
 from qkv.testing.budget import gamma, smallest, unit_roundoffs
 from qkv.testing.call import Call
 
@@ -55,7 +54,7 @@ def conditioned_budgets(
     """
     u, t = unit_roundoffs(call.dtype)
     narrow = t if t > u else 0.0
-    sizes = _axis_sizes(call)
+    sizes = call.axis_sizes
     terms = sum(sizes.get(x, 0) for x in "LSIDE")
     step = 2 * narrow + (sizes.get("D", sizes.get("I", 1)) + 8) * u
     roundings = gamma(2 * terms + 64, u) + 2 * narrow + t
@@ -75,16 +74,6 @@ def conditioned_budgets(
         largest = gradient.abs().amax(plane, keepdim=True)
         budgets[name] = n * changes[name] + 2 * roundings * largest + terms * least
     return output, budgets
-
-
-def _axis_sizes(call: Call) -> dict[str, int]:
-    specs = call.variant.inputs
-    return {
-        letter: size
-        for name, x in call.inputs.items()
-        for letter, size in zip(specs[name].letters, x.shape, strict=True)
-        if not fixed_size(letter)
-    }
 
 
 def _number_count(call: Call, sizes: dict[str, int]) -> int:

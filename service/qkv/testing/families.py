@@ -194,6 +194,11 @@ def _one_hot(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> None
     key /= key.norm(dim=-1, keepdim=True)
 
 
+def _steep(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> None:
+    """Makes scores of tens: a few keys have nearly all of the weight."""
+    tensors["query"] *= 10
+
+
 def _large(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> None:
     """Makes scores of hundreds, whose exponential float32 cannot hold, and large values."""
     for name, x in tensors.items():
@@ -244,6 +249,7 @@ def _long_sum(tensors: Tensors, generator: Generator, dtype: torch.dtype) -> Non
 FAMILIES: Final[Mapping[str, Family]] = {
     "normal": Family("normally distributed"),
     "one-hot": Family("each query picks one key", _one_hot, needs=("query", "key")),
+    "steep": Family("scores of tens", _steep, needs=("query", "key")),
     "large": Family("scores of hundreds", _large),
     "tiny": Family("products below the smallest normal number", _tiny),
     "near-cancelling": Family("values that nearly cancel", _near_cancelling, needs=("value",)),

@@ -66,12 +66,7 @@ class Report:
             lines += _describe(case)
         if len(failures) > _LISTED:
             lines.append(f"  and {len(failures) - _LISTED} other failed cases")
-        reasons: dict[str, list[str]] = {}
-        for case in self.not_run:
-            families = reasons.setdefault(case.not_run, [])
-            if case.family not in families:
-                families.append(case.family)
-        lines += [f"  not run: {', '.join(names)}: {why}" for why, names in reasons.items()]
+        lines += [f"  not run: {', '.join(names)}: {why}" for why, names in self._reasons().items()]
         if self.passed and (worst := self._nearest()):
             lines.append(f"  largest error: {worst.units:.2g} of its budget ({worst.name})")
         return "\n".join(lines)
@@ -120,6 +115,19 @@ class Report:
             f"{named if self.diagnosis else ''}{self.picture()}"
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         )
+
+    def _reasons(self) -> dict[str, list[str]]:
+        """Returns the reasons for cases that did not run, with their families.
+
+        A reason of a dtype has the dtypes instead: its families ran in others.
+        """
+        ran = {case.family for case in self.cases if not case.not_run}
+        reasons: dict[str, dict[str, None]] = {}
+        for why in dict.fromkeys(case.not_run for case in self.not_run):
+            cases = [case for case in self.not_run if case.not_run == why]
+            of_dtype = all(case.dtype for case in cases) and any(c.family in ran for c in cases)
+            reasons[why] = dict.fromkeys(c.dtype if of_dtype else c.family for c in cases)
+        return {why: list(names) for why, names in reasons.items()}
 
     def _others(self) -> list[Case]:
         return [case for case in self.cases if case.passed is not False]

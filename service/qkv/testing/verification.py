@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
 from qkv.attention.catalogue import find
 from qkv.errors import InvalidContent
 from qkv.testing.call import Call
+from qkv.testing.case_spec import DTYPES, CaseSpec, check_sizes
 from qkv.testing.cases import Case, compare
 from qkv.testing.diagnosis import Observation, diagnose
 from qkv.testing.families import FAMILIES, NotDrawn, draw
@@ -19,12 +21,21 @@ from qkv.testing.report import Report
 from qkv.testing.torch_kernel import run_torch_kernel
 from qkv.testing.truth import find_truth
 
-__all__ = ["assert_matches", "check_outcome", "select_families", "verify"]
+__all__ = [
+    "Dtype",
+    "Runner",
+    "assert_matches",
+    "check_outcome",
+    "select_dtypes",
+    "select_families",
+    "verify",
+    "verify_runner",
+]
 
 Dtype = str | torch.dtype
 Gradients = bool | Literal["auto"]
-
-_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+Runner = Callable[[CaseSpec, Call], Outcome]
+"""Computes the results of a call; the spec is that which drew it."""
 
 
 def assert_matches(function: Callable[..., Any], variant: str, **options: Any) -> None:
@@ -88,39 +99,83 @@ def verify(
     Raises:
         QkvError: the variant, a family, a dtype or a parameter is invalid.
     """
-    chosen = find(variant)
+    if gradients is True and framework != "torch":
+        raise InvalidContent(f"gradients need torch's autograd: got framework {framework!r}")
+    with_gradients: Gradients = gradients if framework == "torch" else False
+
+    def run(spec: CaseSpec, call: Call) -> Outcome:
+        nonlocal with_gradients
+        outcome = run_function(function, call, device=device, framework=framework)
+        if outcome.results and with_gradients:
+            outcome, with_gradients = _add_gradients(
+                function, call, outcome, device, with_gradients
+            )
+        return outcome
+
+    return verify_runner(
+        run,
+        variant,
+        parameters,
+        name=getattr(function, "__name__", type(function).__name__),
+        dtype=dtype,
+        families=families,
+        skip=skip,
+        strict=strict,
+        sizes=sizes,
+        seed=seed,
+    )
+
+
+def verify_runner(
+    run: Runner,
+    variant: str,
+    parameters: Mapping[str, Any],
+    *,
+    name: str,
+    dtype: Dtype | Iterable[Dtype] | None = None,
+    families: Iterable[str] | None = None,
+    skip: Iterable[str] = (),
+    strict: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> Report:
+    """Runs anything that computes a variant, such as another program, on families of inputs.
+
+    Args:
+        run: returns the outcome of one call.
+        variant: the name of the variant that it claims to compute.
+        parameters: of the variant.
+        name: of the function or program, for the report.
+        dtype, families, skip, strict, sizes, seed: as in `verify`.
+
+    Raises:
+        QkvError: the variant, a family, a dtype or a parameter is invalid.
+    """
+    chosen, skip = find(variant), list(skip)
     if parameters.get("dropout"):
         raise InvalidContent("dropout cannot be verified: its random numbers are qkv's own")
     chosen.parse(parameters)
-    if gradients is True and framework != "torch":
-        raise InvalidContent(f"gradients need torch's autograd: got framework {framework!r}")
+    check_sizes(chosen, sizes or {})
     names = select_families(families, skip, strict)
-    cases: list[Case] = [
-        Case(n, "", "output", None, not_run="skipped on request") for n in skip if n in FAMILIES
-    ]
+    cases = [Case(n, "", "output", None, not_run="skipped on request") for n in skip]
     observations: list[Observation] = []
-    with_gradients: Gradients = gradients if framework == "torch" else False
-    for each in _dtypes(dtype):
-        for family in names:
-            label = str(each)[6:]
-            try:
-                call = draw(chosen, family, each, parameters=parameters, sizes=sizes, seed=seed)
-            except NotDrawn as reason:
-                cases.append(Case(family, label, "output", None, not_run=str(reason)))
-                continue
-            outcome = run_function(function, call, device=device, framework=framework)
-            if outcome.results and with_gradients:
-                outcome, with_gradients = _add_gradients(
-                    function, call, outcome, device, with_gradients
-                )
-            found, observation = check_outcome(family, call, outcome)
-            cases += found
-            if observation is not None:
-                observations.append(observation)
+    for each, family in itertools.product(select_dtypes(dtype), names):
+        spec = CaseSpec(chosen.name, family, each, parameters, sizes or {}, seed)
+        try:
+            call = draw(
+                chosen, family, getattr(torch, each), parameters=parameters, sizes=sizes, seed=seed
+            )
+        except NotDrawn as reason:
+            cases.append(Case(family, each, "output", None, not_run=str(reason)))
+            continue
+        found, observation = check_outcome(family, call, run(spec, call))
+        cases += found
+        if observation is not None:
+            observations.append(observation)
     if dtype is None:
         cases = _without_unsupported(cases)
     return Report(
-        function=getattr(function, "__name__", type(function).__name__),
+        function=name,
         variant=chosen.name,
         parameters=parameters,
         seed=seed,
@@ -188,22 +243,20 @@ def _add_gradients(
     return Outcome({}, f"gradients: {both.problem or both.not_run}"), gradients
 
 
-def _dtypes(dtype: Dtype | Iterable[Dtype] | None) -> list[torch.dtype]:
-    """Returns dtypes by their names.
+def select_dtypes(dtype: Dtype | Iterable[Dtype] | None) -> list[str]:
+    """Returns the names of the dtypes that run; None: all of them.
 
     Raises:
         InvalidContent: a dtype does not exist.
     """
-    names: Sequence[Dtype]
     if dtype is None:
-        names = _DTYPES
-    else:
-        names = [dtype] if isinstance(dtype, str | torch.dtype) else list(dtype)
-    short = [str(name).removeprefix("torch.") for name in names]
-    for name in short:
-        if name not in _DTYPES:
-            raise InvalidContent(f"no dtype {name!r}; there are {', '.join(_DTYPES)}")
-    return [getattr(torch, name) for name in short]
+        return list(DTYPES)
+    asked = [dtype] if isinstance(dtype, str | torch.dtype) else dtype
+    names = [str(each).removeprefix("torch.") for each in asked]
+    for name in names:
+        if name not in DTYPES:
+            raise InvalidContent(f"no dtype {name!r}; there are {', '.join(DTYPES)}")
+    return names
 
 
 def _without_unsupported(cases: list[Case]) -> list[Case]:
@@ -215,13 +268,13 @@ def _without_unsupported(cases: list[Case]) -> list[Case]:
 
     ran = [case for case in cases if not case.not_run]
     refused = {
-        name for name in _DTYPES
+        name for name in DTYPES
         if all(is_refused(c) for c in ran if c.dtype == name)
     }  # fmt: skip
     if all(case.dtype in refused for case in ran):
         return cases
     return [
-        replace(case, passed=None, problem="", not_run=f"{case.dtype} is not taken: {case.problem}")
+        replace(case, passed=None, problem="", not_run=case.problem)
         if case.dtype in refused and case.problem
         else case
         for case in cases

@@ -1,0 +1,230 @@
+"""The command `qkv verify`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from qkv.cli import tensor_files
+from qkv.cli.errors import one_line_errors
+from qkv.cli.options import (
+    PARAMETERS,
+    SIZES,
+    drop_unset,
+    parse_parameter,
+    typed_flags,
+    typed_parameters,
+)
+from qkv.cli.oracle import check_case_suffix
+from qkv.cli.service import line_width
+from qkv.client.progress_bar import ProgressBar
+from qkv.errors import QkvError
+from qkv.tensors import DTYPES, RawTensor
+from qkv.wire import json
+from qkv.wire.message import Message
+
+if TYPE_CHECKING:
+    from qkv.testing import Case, Report
+
+__all__ = ["verify"]
+
+
+def _split(
+    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> list[str] | None:
+    """Returns the names of an option that is repeated, or has a list with commas."""
+    return [name.strip() for text in texts for name in text.split(",")] or None
+
+
+@click.command(short_help="Judges the results of a kernel in any language.")
+@click.argument("variant")
+@click.argument("case", required=False, type=click.Path(path_type=Path))
+@click.argument("results", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--exec",
+    "program",
+    metavar="COMMAND",
+    help="Run a program on all families, in place of CASE and RESULTS.  {in} and {out} stand for "
+    "the paths of its files.",
+)
+@PARAMETERS
+@click.option(
+    "--dtype", multiple=True, callback=_split, metavar="NAME,...", help="Dtypes.  [default: all]"
+)
+@click.option(
+    "--families",
+    multiple=True,
+    callback=_split,
+    metavar="NAME,...",
+    help="Families of inputs.  [default: all but the strict ones]",
+)
+@click.option(
+    "--skip", multiple=True, callback=_split, metavar="NAME,...", help="Families to leave out."
+)
+@click.option("--strict", is_flag=True, help="Add the strict families: `qkv oracle --list`.")
+@SIZES
+@click.option(
+    "--gradients", is_flag=True, help="Require gradients.  [default: judged if there are any]"
+)
+@click.option("--seed", type=int, metavar="N", help="Seed of the inputs.  [default: 0]")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="The time of one run.  [default: 60]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def verify(
+    variant: str,
+    case: Path | None,
+    results: Path | None,
+    program: str | None,
+    parameters: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compares the results of a kernel with VARIANT in float64, and names its bug.
+
+    CASE is a file of `qkv oracle`, RESULTS the file that the kernel wrote for it: output, and
+    optionally grad_query, grad_key and grad_value. It is .safetensors, .npz or .json. An .npz file
+    has no bfloat16: float32 numbers are taken if bfloat16 holds them exactly.
+
+    With --exec, a program is run on each dtype and family, without a shell. Parameters given with
+    -p are in the cases. A program that does not take a case exits with status 77.
+
+    The exit status is 0 if all cases passed, 1 if one failed or none ran.
+
+    \b
+    qkv verify softmax case.safetensors mine.safetensors
+    qkv verify --exec './my_kernel {in} {out}' softmax -p causal=true
+    qkv verify --exec 'python kernel.py {in} {out}' softmax --dtype float16
+    """
+    if program is None:
+        if case is None or results is None:
+            raise click.UsageError("CASE and RESULTS are missing, or --exec.")
+        given = drop_unset(**options, parameter=parameters or None)
+        if unused := [name for name, value in given.items() if value is not False]:
+            raise click.UsageError(f"--{unused[0]} needs --exec: a case has its own.")
+        report = _verify_file(variant, case, results)
+    else:
+        if case is not None:
+            raise click.UsageError(f"--exec takes no CASE and RESULTS: got {str(case)!r}.")
+        report = _verify_program(variant, program, parameters, **options)
+    if as_json:
+        click.echo(json.dump(report.to_json()))
+    else:
+        click.echo("\n".join(map(_wrap, str(report).splitlines())))
+        if program is not None and report.failures:
+            # not wrapped, so that it can be copied
+            command = _oracle_command(report.failures[0], variant, parameters, options)
+            click.echo(f"  to write the worst case: {command}")
+    sys.exit(0 if report.passed else 1)
+
+
+def _verify_file(variant: str, case: Path, results: Path) -> Report:
+    """Judges the results in a file."""
+    with one_line_errors():
+        check_case_suffix(case)
+        message, found = tensor_files.read(case, "inputs"), tensor_files.read(results, "outputs")
+        from qkv.testing.case_file import CaseFile, read_results
+        from qkv.testing.judgement import judge
+
+        with _errors_name(case):
+            spec, call = CaseFile.from_message(message)
+        if spec.variant != variant:
+            raise click.ClickException(
+                f"{case}: the variant is wrong: got {spec.variant!r}, expected {variant!r}"
+            )
+        with _errors_name(results):
+            if results.suffix == ".npz" and spec.dtype == "bfloat16":
+                found = _to_bfloat16(found)
+            tensors = read_results(found, call)
+            return judge(call, tensors, family=spec.family, seed=spec.seed, function=str(results))
+
+
+def _verify_program(
+    variant: str,
+    command: str,
+    parameters: tuple[str, ...],
+    *,
+    gradients: bool,
+    timeout: float | None,
+    **options: Any,
+) -> Report:
+    """Runs a program on all families, with a progress bar."""
+    typed = typed_flags(exec=command, sizes=options["sizes"], seed=options["seed"])
+    with one_line_errors(typed | typed_parameters(parameters)):
+        from qkv.testing.program import Program
+        from qkv.testing.verification import select_dtypes, select_families, verify_runner
+
+        options["seed"], options["skip"] = options["seed"] or 0, options["skip"] or ()
+        program = Program(command, timeout_s=timeout or 60, needs_gradients=gradients)
+        names = select_families(options["families"], options["skip"], options["strict"])
+        total = len(names) * len(select_dtypes(options["dtype"]))
+        bar, done = ProgressBar("case"), 0
+
+        def run(spec: Any, call: Any) -> Any:
+            nonlocal done
+            bar.show(done, total, f"{spec.dtype}, {spec.family}")
+            done += 1
+            return program(spec, call)
+
+        try:
+            return verify_runner(
+                run, variant, dict(map(parse_parameter, parameters)), name=command, **options
+            )
+        finally:
+            bar.close()
+
+
+def _oracle_command(
+    case: Case, variant: str, parameters: tuple[str, ...], options: dict[str, Any]
+) -> str:
+    """Returns the command that writes the inputs of a case."""
+    words = ["qkv", "oracle", variant, "--family", case.family, "--dtype", case.dtype]
+    if options["seed"]:
+        words += ["--seed", str(options["seed"])]
+    if sizes := options["sizes"]:
+        words += ["--sizes", ",".join(f"{letter}={n}" for letter, n in sizes.items())]
+    words += [word for each in parameters for word in ("-p", each)]
+    return shlex.join([*words, "-o", "case.safetensors"])
+
+
+def _wrap(line: str) -> str:
+    """Returns a line of a report, wrapped in a terminal."""
+    if (width := line_width()) is None or len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Puts the path of a file before the errors of its content."""
+    try:
+        yield
+    except QkvError as error:
+        error.detail, error.pointer = f"{path}: {error.detail}", None
+        raise
+
+
+def _to_bfloat16(message: Message) -> Message:
+    """Returns the message with float32 numbers as bfloat16, where that holds them exactly."""
+    tensors = dict(message.tensors)
+    for name, raw in tensors.items():
+        wide = raw.numpy()
+        narrow = wide.astype(DTYPES["bfloat16"])
+        if raw.dtype == "float32" and np.array_equal(narrow.astype("f4"), wide, equal_nan=True):
+            tensors[name] = RawTensor.from_numpy(narrow)
+    return replace(message, tensors=tensors)

@@ -1,0 +1,156 @@
+"""`CaseSpec`: the arguments that draw one call, as a file, a token or a command line holds them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import torch
+
+from qkv.attention.catalogue import find
+from qkv.attention.signature import fixed_size
+from qkv.attention.variant import Variant
+from qkv.errors import InvalidContent, format_value, pointer_to
+from qkv.testing.call import Call
+from qkv.testing.families import FAMILIES, NotDrawn, draw
+
+__all__ = ["DTYPES", "CaseSpec", "check_sizes", "input_digest"]
+
+DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes of a call, in the order in which they run."""
+
+_MAX_SEED: Final = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class CaseSpec:
+    """The arguments that draw one call; the same spec draws the same numbers.
+
+    Attributes:
+        variant: the name of the variant.
+        family: a key of `FAMILIES`.
+        dtype: of the floating inputs, one of `DTYPES`.
+        parameters: of the variant, as JSON.
+        sizes: by axis letter; the family chooses the others.
+        seed: of the numbers, 0 to 2^63 - 1.
+    """
+
+    variant: str
+    family: str = "normal"
+    dtype: str = "float32"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+
+    @classmethod
+    def from_json(cls, fields: Any) -> CaseSpec:
+        """Returns the spec with the fields that `to_json` writes.
+
+        Raises:
+            InvalidContent: a field is missing, unknown or mistyped.
+        """
+        names = cls.__dataclass_fields__
+        if not isinstance(fields, dict) or fields.keys() != names.keys():
+            raise InvalidContent(
+                f"the case is not valid: got {format_value(fields)}, expected the fields "
+                f"{', '.join(names)}"
+            )
+        spec = cls(**fields)
+        spec.check()
+        return spec
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON."""
+        return asdict(self)
+
+    def check(self) -> Variant:
+        """Checks every field, and returns the variant.
+
+        Raises:
+            NotFound: the variant does not exist.
+            InvalidContent: another field is invalid.
+        """
+        _expect(isinstance(self.variant, str), "variant", self.variant, "a name")
+        variant = find(self.variant)
+        families = ", ".join(FAMILIES)
+        is_family = isinstance(self.family, str) and self.family in FAMILIES
+        _expect(is_family, "family", self.family, f"one of {families}")
+        _expect(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        is_seed = type(self.seed) is int and 0 <= self.seed <= _MAX_SEED
+        _expect(is_seed, "seed", self.seed, "an integer from 0 to 2^63 - 1")
+        _expect(isinstance(self.parameters, dict), "parameters", self.parameters, "an object")
+        if self.parameters.get("dropout"):
+            raise InvalidContent(
+                "dropout cannot be verified: its random numbers are qkv's own",
+                pointer=pointer_to("parameters", "dropout"),
+            )
+        variant.parse(self.parameters)
+        _expect(isinstance(self.sizes, dict), "sizes", self.sizes, "an object")
+        check_sizes(variant, self.sizes)
+        return variant
+
+    def draw(self) -> Call:
+        """Returns the call.
+
+        Raises:
+            NotFound: the variant does not exist.
+            InvalidContent: another field is invalid, or the family does not apply to the variant,
+                the parameters or the sizes.
+        """
+        variant = self.check()
+        try:
+            return draw(
+                variant,
+                self.family,
+                getattr(torch, self.dtype),
+                parameters=self.parameters,
+                sizes=self.sizes,
+                seed=self.seed,
+            )
+        except NotDrawn as reason:
+            raise InvalidContent(
+                f"family {self.family!r} cannot be drawn: {reason}", pointer="/family"
+            ) from None
+
+
+def check_sizes(variant: Variant, sizes: Mapping[str, int]) -> None:
+    """Checks the sizes of axes.
+
+    Raises:
+        InvalidContent: the variant has no such axis, or a size is not a positive integer.
+    """
+    letters = {x for i in variant.inputs.values() for x in i.letters if not fixed_size(x)}
+    known = [x for x in "BHGLSDEIO" if x in letters]
+    for letter, size in sizes.items():
+        if letter not in known:
+            raise InvalidContent(
+                f"{variant.name} has no axis {letter!r} of a free size; it has {', '.join(known)}",
+                pointer=pointer_to("sizes", letter),
+            )
+        if type(size) is not int or size < 1:
+            raise InvalidContent(
+                f"sizes.{letter} is invalid: got {format_value(size)}, expected a positive integer",
+                pointer=pointer_to("sizes", letter),
+            )
+
+
+def input_digest(call: Call) -> str:
+    """Returns a digest of the inputs' names, dtypes, shapes and bits.
+
+    Another version of qkv or torch may draw other numbers from the same spec: the digest tells.
+    """
+    digest = hashlib.sha256()
+    for name, x in call.inputs.items():
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)};".encode())
+        digest.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _expect(is_valid: bool, name: str, value: object, expected: str) -> None:
+    if not is_valid:
+        raise InvalidContent(
+            f"{name} is invalid: got {format_value(value)}, expected {expected}",
+            pointer=pointer_to(name),
+        )

@@ -1,0 +1,138 @@
+"""`Program`: runs another program on the oracle's cases, and reads the results that it writes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Final
+
+from qkv.errors import InvalidContent, QkvError
+from qkv.testing.call import Call
+from qkv.testing.case_file import CaseFile, read_results
+from qkv.testing.case_spec import CaseSpec
+from qkv.testing.function_runner import Outcome
+from qkv.testing.judgement import check_results, results_by_name
+from qkv.wire import safetensors
+
+__all__ = ["Program"]
+
+_NOT_TAKEN: Final = 77  # the status of a skipped test in GNU Automake's protocol
+_PLACES: Final = ("{in}", "{out}")
+_TAIL: Final = 4096  # bytes of stderr in which the last line is looked for
+_LONGEST: Final = 200
+
+
+class Program:
+    """A program that reads a case file and writes a file of results; a `Runner`.
+
+    It is started without a shell, once for each case, in the current directory.
+
+    Args:
+        command: its words, with {in} and {out} for the paths of both files.
+        timeout_s: seconds after which it is ended, with all processes of its group.
+        needs_gradients: True if results without gradients are a fault.
+
+    Raises:
+        InvalidContent: the command has no {in} or {out}, or a quote is open.
+    """
+
+    def __init__(
+        self, command: str, *, timeout_s: float = 60, needs_gradients: bool = False
+    ) -> None:
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise InvalidContent(f"the command is invalid: got {command!r}: {error}") from None
+        for place in _PLACES:
+            if not any(place in word for word in self._words):
+                raise InvalidContent(
+                    f"the command is invalid: got {command!r}, expected {' and '.join(_PLACES)} "
+                    "in it, for the paths of the two files"
+                )
+        self._timeout_s, self._needs_gradients = timeout_s, needs_gradients
+
+    def __call__(self, spec: CaseSpec, call: Call) -> Outcome:
+        """Runs the program on a case.
+
+        Raises:
+            OSError: it cannot be started, or the case cannot be written.
+        """
+        with tempfile.TemporaryDirectory(prefix="qkv-") as folder:
+            source, target = Path(folder, "in.safetensors"), Path(folder, "out.safetensors")
+            with source.open("wb") as file:
+                file.writelines(safetensors.encode(CaseFile(spec, call).to_message(), "inputs"))
+            with Path(folder, "stderr").open("w+b") as stderr:
+                status = self._run(source, target, stderr)
+                said = _last_line(stderr).replace(folder, "...")
+            if status == _NOT_TAKEN:
+                return Outcome({}, not_run=said or f"the program exits with {_NOT_TAKEN}")
+            if status != 0:
+                return Outcome({}, _join(_fault(status, self._timeout_s), said))
+            return self._read(target, call, said)
+
+    def _run(self, source: Path, target: Path, stderr: IO[bytes]) -> int | None:
+        """Returns the exit status, negative for a signal; None after the timeout."""
+        paths = dict(zip(_PLACES, (str(source), str(target)), strict=True))
+        # with a group of its own, the program and what it starts can be ended together
+        process = subprocess.Popen(
+            [_replace(word, paths) for word in self._words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            process_group=0,
+        )
+        try:
+            return process.wait(self._timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.returncode is None:  # the timeout, or Ctrl-C
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _read(self, target: Path, call: Call, said: str) -> Outcome:
+        """Returns the results in the program's file, or the fault of it."""
+        try:
+            content = target.read_bytes()
+        except OSError as error:
+            return Outcome({}, _join(f"no result in {{out}}: {error.strerror}", said))
+        try:
+            results = read_results(safetensors.decode(content, "outputs"), call)
+            check_results(call, results, self._needs_gradients)
+        except QkvError as error:
+            return Outcome({}, _join(f"wrong result in {{out}}: {error.detail}", said))
+        return Outcome(results_by_name(results))
+
+
+def _replace(word: str, paths: Mapping[str, str]) -> str:
+    for place, path in paths.items():
+        word = word.replace(place, path)
+    return word
+
+
+def _fault(status: int | None, timeout_s: float) -> str:
+    if status is None:
+        return f"no result after {timeout_s:g} s"
+    if status > 0:
+        return f"exits with status {status}"
+    try:
+        return f"ended by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"ended by signal {-status}"
+
+
+def _join(fault: str, said: str) -> str:
+    return f"{fault}: {said}" if said else fault
+
+
+def _last_line(stderr: IO[bytes]) -> str:
+    """Returns the last line that is not blank, without control characters."""
+    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _TAIL))
+    lines = stderr.read().decode(errors="replace").split("\n")
+    plain = ("".join(c if c.isprintable() else " " for c in line).strip() for line in lines)
+    return next((line[:_LONGEST] for line in reversed(list(plain)) if line), "")
