@@ -170,7 +170,7 @@ def packages(requirements: list[str]) -> set[str]:
 def package_files() -> set[str]:
     """Returns the files of the package that git does not ignore, relative to service/."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "qkv"],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT / "service",
         capture_output=True,
         text=True,
@@ -266,6 +266,28 @@ def check_command(installed: Installed, folder: Path, *where: str) -> None:
     assert re.search(r"^softmax ", done.stdout, re.MULTILINE), done.stderr
 
 
+def check_pytest_plugin(installed: Installed) -> None:
+    """Runs a right and a wrong function in the pytest of an environment, which finds the plugin."""
+    program = """\
+import pytest, torch
+from torch.nn.functional import scaled_dot_product_attention
+
+pytestmark = pytest.mark.qkv("softmax", dtype="float32", families=["normal"])
+
+def test_right(qkv_oracle):
+    qkv_oracle(scaled_dot_product_attention)
+
+def test_wrong(qkv_oracle):
+    qkv_oracle(lambda query, key, value: (query @ key.mT).softmax(-1) @ value)
+"""
+    (installed.home / "test_kernels.py").write_text(program)
+    installed.install("pytest")
+    words = ("-m", "pytest", "-q", "--strict-markers", "-W", "error", "test_kernels.py")
+    done = installed.run("python", *words)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "FAILED test_kernels.py::test_wrong[float32] - qkv: " in done.stdout
+
+
 def test_client_of_the_base_install_returns_the_dtype_of_the_request(
     installed: Installed, url: str
 ) -> None:
@@ -306,11 +328,12 @@ def test_plot_extra_plots_a_sweep(installed: Installed, url: str, tmp_path: Path
 
 @pytest.mark.timeout(900)  # torch is large
 def test_server_and_tracing_extras_run_a_service(installed: Installed, tmp_path: Path) -> None:
-    """One environment for both, because torch takes a minute and 700 MB to install."""
+    """One environment for all, because torch takes a minute and 700 MB to install."""
     server = installed.extended("server")
     done = server.run("python", "-c", "import torch; print(torch.__version__)")
     assert done.stdout.strip() == torch.__version__, done.stderr
     check_command(server, tmp_path, "--local")
+    check_pytest_plugin(server)
     with serving(server) as url:
         check_client(installed, url)
         check_command(installed, tmp_path, "--url", url)

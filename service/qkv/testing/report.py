@@ -16,7 +16,7 @@ from qkv.version import __version__
 
 __all__ = ["Report"]
 
-_LISTED: Final = 12  # failed cases in the text
+_DETAILED: Final = 3  # failed cases with their numbers in the text
 _MOST: Final = 1e6  # infinite errors have this size in a picture
 
 
@@ -62,10 +62,7 @@ class Report:
         failures, ran = self.failures, sum(case.passed is not None for case in self.cases)
         lines = [self._headline(len(failures), ran)]
         lines += [f"  looks like: {', '.join(self.diagnosis)}"] if self.diagnosis else []
-        for case in failures[:_LISTED]:
-            lines += _describe(case)
-        if len(failures) > _LISTED:
-            lines.append(f"  and {len(failures) - _LISTED} other failed cases")
+        lines += _describe_failures(failures)
         lines += [f"  not run: {', '.join(names)}: {why}" for why, names in self._reasons().items()]
         if self.passed and (worst := self._nearest()):
             lines.append(f"  largest error: {worst.units:.2g} of its budget ({worst.name})")
@@ -150,10 +147,34 @@ def _order(case: Case) -> float:
     return math.inf if case.problem or math.isnan(case.units) else case.units
 
 
+def _describe_failures(failures: Sequence[Case]) -> list[str]:
+    """Returns the lines of the failed cases: the worst with their numbers, the others by name."""
+    problems: dict[str, list[Case]] = {}
+    for case in failures:
+        if case.problem:
+            problems.setdefault(case.problem, []).append(case)
+    lines = [f"  {_names(cases)}: {problem}" for problem, cases in problems.items()]
+    wrong = [case for case in failures if not case.problem]
+    for case in wrong[:_DETAILED]:
+        lines += _describe(case)
+    if others := wrong[_DETAILED:]:
+        lines.append(f"  and {len(others)} other failed cases: {_names(others)}")
+    return lines
+
+
+def _names(cases: Sequence[Case]) -> str:
+    """Returns the families of cases; families that failed in the same dtypes share them."""
+    dtypes: dict[str, dict[str, None]] = {}
+    for case in cases:
+        dtypes.setdefault(case.family, {})[case.dtype] = None
+    families: dict[tuple[str, ...], list[str]] = {}
+    for family, found in dtypes.items():
+        families.setdefault(tuple(sorted(found)), []).append(family)
+    return "; ".join(f"{', '.join(names)} ({', '.join(d)})" for d, names in families.items())
+
+
 def _describe(case: Case) -> list[str]:
-    """Returns the lines of a failed case."""
-    if case.problem:
-        return [f"  {case.name}: {case.problem}"]
+    """Returns the lines of a case that is over budget."""
     cosine = "not finite" if case.cosine is None else f"{case.cosine:.6f}"
     lines = [
         f"  {case.name}: {case.units:.3g} times the budget at {list(case.worst)}",
