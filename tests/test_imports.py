@@ -25,8 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"client", "engine", "server", "settings", "tensors", "testing", "version", "wire"},
     "server": {"api", "engine", "settings", "telemetry", "wire"},
     "api": {
-        "attention", "engine", "heatmap", "jobs", "settings", "telemetry", "tensors", "version",
-        "wire",
+        "attention", "engine", "heatmap", "jobs", "settings", "telemetry", "tensors", "testing",
+        "version", "wire",
     },
     "engine": {"attention", "jobs", "telemetry", "tensors", "wire"},
     "jobs": {"attention", "tensors", "wire"},

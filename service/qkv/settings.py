@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Final, Literal
@@ -28,6 +29,8 @@ _OTEL: Final = (
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, section 11.2
 _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
+_LEAST_SECRET: Final = 32  # characters: 128 bits, if they are random hexadecimal digits
+
 _MiB = 1 << 20
 _GiB = 1 << 30
 
@@ -47,6 +50,14 @@ class Settings(BaseSettings):
             description="Comma-separated API keys. Requests without one (`Authorization: Bearer "
             "<key>`) get 401, except on /livez, /readyz, /v2/health/* and the playground's own "
             "files. By default there is no authentication."
+        ),
+    ] = None
+    verify_secret: Annotated[
+        SecretStr | None,
+        Field(
+            description="Secret that signs the cases of /v1/verify, at least 32 characters. Set "
+            "the same for all machines behind a proxy, and to judge cases after a restart. By "
+            "default the service draws one when it starts."
         ),
     ] = None
     cors_origins: Annotated[
@@ -196,12 +207,25 @@ class Settings(BaseSettings):
             raise ValueError("a key has letters, digits and ._~+/-, may end in =, and is not empty")
         return value
 
+    @field_validator("verify_secret")
+    @classmethod
+    def _is_long(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(value.get_secret_value()) < _LEAST_SECRET:
+            raise ValueError(f"a secret has at least {_LEAST_SECRET} characters")
+        return value
+
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, value: str | None) -> str | None:
         if value is not None and not all(map(_ORIGIN.fullmatch, _split(value))):
             raise ValueError("an origin is https://host or https://host:port in lower case, or *")
         return value
+
+    def with_secret(self) -> Settings:
+        """Returns the settings with a random `verify_secret` if they have none."""
+        if self.verify_secret is not None:
+            return self
+        return self.model_copy(update={"verify_secret": SecretStr(secrets.token_hex())})
 
     @property
     def keys(self) -> list[str]:

@@ -45,6 +45,8 @@ class Fitting:
             return self._comparison(given)
         if self._path == "/v1/sweep":
             return self._sweep(given)
+        if self._path.startswith("/v1/verify"):
+            return self._case(given)
         variant = self._variant
         if self._path.startswith("/v2"):
             return self._inference(variant, given)
@@ -59,6 +61,8 @@ class Fitting:
         if self._path == "/v1/compare":
             fields = self._comparison({})
             return self._file(fields, "inputs", fields.pop("inputs")), None
+        if self._path.startswith("/v1/verify"):
+            return self._file(self._case({}), "outputs", {}), None
         variant = self._variant
         if self._path.startswith("/v2"):
             arrays = self._inputs(variant)
@@ -190,6 +194,12 @@ class Fitting:
         lengths = [int(n) for n in self._draw.choice(64, 2, replace=False) + 1]
         fields = {n: given[n] for n in ("dtype", "seed") if n in given}
         return {"variants": ["softmax", "linear"], "lengths": lengths, **small, **fields}
+
+    def _case(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a request that draws a small case; only the service can write a token."""
+        fields = {n: given[n] for n in ("seed", "dtype", "gradients", "encoding") if n in given}
+        family = "grouped heads" if "key" in self._variant.inputs and self._chance() else "normal"
+        return {"family": family, "sizes": {"B": self._size()}, **fields}
 
     def _conversion(self, given: Mapping[str, Any]) -> dict[str, Any]:
         given_fields = {

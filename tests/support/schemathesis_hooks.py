@@ -29,8 +29,8 @@ def _fitting(case: Case) -> Fitting:
 
 
 def _takes_tensors(path: str) -> bool:
-    families = ("/v1/attention/", "/v1/gradients/", "/v1/convert", "/v1/compare", "/v1/sweep")
-    return path.startswith(families) or path.endswith("/infer")
+    families = ("attention/", "gradients/", "verify/", "convert", "compare", "sweep")
+    return path.startswith(tuple(f"/v1/{f}" for f in families)) or path.endswith("/infer")
 
 
 def _is_number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import shlex
@@ -74,3 +75,19 @@ def test_every_option_is_on_the_page() -> None:
     kinds = inspect.signature(verify).parameters.values()
     options = {p.name for p in kinds if p.kind is p.KEYWORD_ONLY}
     assert options <= set(re.findall(r"`(\w+)`", PAGE.partition("## The report")[0]))
+
+
+def test_script_over_http_gets_the_verdict_on_the_page(url: str, tmp_path: Path) -> None:
+    page = PAGE.partition("## Over HTTP")[2]
+    (script,) = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", script.replace("http://127.0.0.1:8000", url)],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    verdict = json.loads(done.stdout)
+    for name in ("passed", "diagnosis"):
+        assert f'"{name}": {json.dumps(verdict[name])}' in page

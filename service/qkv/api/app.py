@@ -31,6 +31,7 @@ from qkv.api.endpoints import (
     run,
     sweep,
     variants,
+    verify,
 )
 from qkv.api.error_responses import add_error_handlers, error_response
 from qkv.api.job_runner import JobRunner, job_limits
@@ -103,7 +104,7 @@ def create_app(
         worker: this process's part of the shared state; None: this is the only process.
         remote: the device process's engine; None: this process has an engine of its own.
     """
-    runtime = _build_runtime(settings or Settings(), worker, remote)
+    runtime = _build_runtime((settings or Settings()).with_secret(), worker, remote)
     app = FastAPIOffline(  # serves the scripts of /docs itself: no request to another host
         redoc_url=None,
         title="qkv",
@@ -191,6 +192,7 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
         sweep.router(job_runner, settings, shared_state),
         convert.router(job_runner, settings),
         layers.router(job_runner, settings),
+        verify.router(job_runner, settings),
         variants.router(),
         health.router(engine, shared_state),
         playground.router(),

@@ -14,7 +14,7 @@ from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, format_value, pointer_to
 from qkv.testing.call import Call
-from qkv.testing.families import FAMILIES, NotDrawn, draw
+from qkv.testing.families import FAMILIES, NotDrawn, choose_sizes, draw
 
 __all__ = ["DTYPES", "CaseSpec", "check_sizes", "input_digest"]
 
@@ -110,9 +110,24 @@ class CaseSpec:
                 seed=self.seed,
             )
         except NotDrawn as reason:
-            raise InvalidContent(
-                f"family {self.family!r} cannot be drawn: {reason}", pointer="/family"
-            ) from None
+            raise self._not_drawn(reason) from None
+
+    def choose_sizes(self) -> dict[str, int]:
+        """Returns the size of each axis of the inputs; draws nothing, whatever the sizes.
+
+        Raises:
+            NotFound: the variant does not exist.
+            InvalidContent: as for `draw`.
+        """
+        variant = self.check()
+        try:
+            return choose_sizes(variant, FAMILIES[self.family], self.sizes)
+        except NotDrawn as reason:
+            raise self._not_drawn(reason) from None
+
+    def _not_drawn(self, reason: NotDrawn) -> InvalidContent:
+        text = f"family {self.family!r} cannot be drawn: {reason}"
+        return InvalidContent(text, pointer="/family")
 
 
 def check_sizes(variant: Variant, sizes: Mapping[str, int]) -> None:

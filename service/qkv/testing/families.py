@@ -18,7 +18,7 @@ from qkv.attention.variant import Variant
 from qkv.testing.call import Call
 from qkv.testing.visibility import first_position, visible_keys
 
-__all__ = ["FAMILIES", "Family", "NotDrawn", "draw"]
+__all__ = ["FAMILIES", "Family", "NotDrawn", "choose_sizes", "draw"]
 
 _BASE: Final = {"B": 2, "H": 4, "L": 32, "S": 32, "D": 16, "E": 16, "I": 16, "O": 8}
 
@@ -76,7 +76,7 @@ def draw(
         InvalidContent: a parameter is invalid.
     """
     chosen = FAMILIES[family]
-    known = _choose_sizes(variant, chosen, sizes or {})
+    known = choose_sizes(variant, chosen, sizes or {})
     generator = Generator().manual_seed(zlib.crc32(f"{seed} {variant.name} {family}".encode()))
     tensors = _draw_floats(variant, known, generator)
     if missing := [n for n in chosen.needs if n not in tensors and n not in known]:
@@ -99,8 +99,12 @@ def draw(
     return Call(variant, ordered, call.parameters, dtype, gradient)
 
 
-def _choose_sizes(variant: Variant, family: Family, given: Mapping[str, int]) -> dict[str, int]:
-    """Returns the size of each axis letter of the variant's inputs."""
+def choose_sizes(variant: Variant, family: Family, given: Mapping[str, int]) -> dict[str, int]:
+    """Returns the size of each axis letter of the variant's inputs; draws nothing.
+
+    Raises:
+        NotDrawn: the sizes do not fit the family.
+    """
     known = {**_BASE, **family.sizes, **given}
     if ("L" in given) != ("S" in given):  # the family's difference stays
         one, other = ("L", "S") if "L" in given else ("S", "L")
@@ -118,7 +122,7 @@ def _choose_sizes(variant: Variant, family: Family, given: Mapping[str, int]) ->
             raise NotDrawn("the sizes leave no groups of heads")
     if "E" in letters and "E" not in given and "E" not in family.sizes and "D" in letters:
         known["E"] = known["D"]
-    if family.sizes.get("L") != family.sizes.get("S") and known["L"] == known["S"]:
+    if {"L", "S"} <= set(family.needs) and known["L"] == known["S"]:
         raise NotDrawn("the sizes make L and S equal")
     known |= {"R": max(1, known["S"] // 4), "N": known["S"]}
     return {x: known[x] for x in letters if x in known}

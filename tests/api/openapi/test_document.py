@@ -25,6 +25,7 @@ RUNS: Final = [f"/v1/attention/{name}" for name in catalogue.variants()] + [
 ]
 SOFTMAX: Final = "/v1/attention/softmax"
 CONVERT: Final = "/v1/convert"
+VERIFY: Final = "/v1/verify/{variant}"
 MEASURED: Final = ["/v1/compare", "/v1/sweep"]  # these have tests of their own
 POSTS: Final = [CONVERT, *RUNS]
 
@@ -358,7 +359,7 @@ def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
                 continue
             of_body = {"406", "415", "422"} if method == "post" else set()
             named = {"404"} if path in MEASURED or "{" in path else set()
-            of_body |= {"504"} if path in {*RUNS, "/v1/compare"} else set()
+            of_body |= {"504"} if path in {*RUNS, "/v1/compare", VERIFY} else set()
             again = {"304"} if path == "/" or path.endswith("/picture") else set()
             assert responses == {"200", "500", "503"} | of_connection | of_body | named | again, (
                 path

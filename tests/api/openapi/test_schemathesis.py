@@ -49,7 +49,7 @@ def test_every_check_of_schemathesis_passes(serve: Callable[..., Server], tmp_pa
     assert served.http.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("path", [*PATHS, "/v1/convert", "/v1/compare"])
+@pytest.mark.parametrize("path", [*PATHS, "/v1/convert", "/v1/compare", "/v1/verify/softmax"])
 def test_valid_random_requests_succeed(server: Server, path: str) -> None:
     variant = path.rpartition("/")[2]
     if path.startswith("/v1/gradients") and catalogue.find(variant).backward is None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from qkv import errors
 from qkv.api import variant_pictures
 from qkv.api.auth import PUBLIC_PATHS
-from qkv.api.openapi import examples, measure, measure_schemas, open_inference
+from qkv.api.openapi import examples, measure, measure_schemas, open_inference, verify_schemas
 from qkv.api.openapi.components import COMPONENTS
 from qkv.api.openapi.operations import operations
 from qkv.api.openapi.problem_responses import problem_responses
@@ -45,6 +45,10 @@ TAGS: Final = [
     {"name": "attention", "description": "Runs of variants, one path for each variant."},
     {"name": "gradients", "description": "Gradients, one path for each variant that has them."},
     {"name": "layers", "description": "The weights of layers."},
+    {
+        "name": "verification",
+        "description": "Tests of attention functions in any language, against float64.",
+    },
     {"name": "catalogue", "description": "The variants and their inputs."},
     {
         "name": "open inference protocol",
@@ -74,6 +78,7 @@ def prepare_examples() -> None:
     examples.conversions()
     examples.inference()
     measure.examples()
+    verify_schemas.examples()
     for variant in catalogue.variants().values():
         examples.attention(variant)
         if variant.backward is not None:

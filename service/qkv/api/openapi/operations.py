@@ -15,6 +15,7 @@ from qkv.api.openapi import (
     open_inference,
     run_schemas,
     schemas,
+    verify_schemas,
 )
 from qkv.api.openapi.examples import Examples
 from qkv.api.openapi.problem_responses import problem_responses
@@ -49,6 +50,7 @@ def operations() -> dict[str, dict[str, Any]]:
         **measure.operations(),
         "/v1/convert": _convert(),
         "/v1/layers": _layers(),
+        verify_schemas.PATH: verify_schemas.operation(),
         "/v1/variants": _json_operation(
             "Every variant, sorted by name.", all_variants, {"variants": entries}
         ),

@@ -1,0 +1,189 @@
+"""The two requests of /v1/verify: `draw_case` draws inputs, `judge_case` judges outputs for them.
+
+Both are slow and run in a thread. The functions keep nothing: the token of a case has all of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+import pydantic
+import torch
+from torch import Tensor
+
+from qkv.api.case_limits import check_cost
+from qkv.api.case_token import CaseSigner
+from qkv.attention.catalogue import find
+from qkv.errors import InvalidContent, pointer_to
+from qkv.jobs.fields import INTEGER, field_error
+from qkv.tensors import DTYPES, RawTensor
+from qkv.testing.call import Call
+from qkv.testing.case_spec import CaseSpec, input_digest
+from qkv.testing.cases import Case
+from qkv.testing.judgement import expected_shapes, judge
+from qkv.wire.casting import cast_untyped
+from qkv.wire.message import Message
+
+__all__ = ["AXES", "FIGURES", "DrawFields", "JudgeFields", "draw_case", "judge_case"]
+
+AXES: Final = "BHGLSDEIO"
+"""The axes whose sizes a request may give."""
+FIGURES: Final = (
+    "passed", "error", "budget", "units", "worst_index", "expected", "got", "cosine",
+    "torch_error", "torch_units",
+)  # fmt: skip
+"""The figures of each result in a verdict, as `Case` has them."""
+
+_CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+_DRAWN_SEEDS: Final = 2**53  # every JSON parser reads them exactly
+_NAMES: Final = {"worst_index": "worst"}  # of figures that have another name in `Case`
+
+
+class DrawFields(pydantic.BaseModel):
+    """The fields of a request that draws a case."""
+
+    model_config = _CONFIG
+
+    family: Annotated[
+        str, pydantic.Field(description="The family of inputs: docs/oracle.md describes each.")
+    ] = "normal"
+    seed: Annotated[
+        Annotated[int, pydantic.Field(ge=0, lt=2**63), INTEGER] | None,
+        pydantic.Field(
+            description="The same seed draws the same inputs. By default the service draws one, so "
+            "that nobody can foresee the inputs."
+        ),
+    ] = None
+    sizes: Annotated[
+        dict[str, Annotated[int, pydantic.Field(ge=1), INTEGER]],
+        pydantic.Field(description="By axis letter; the family chooses the others."),
+    ] = {}
+    parameters: Annotated[
+        dict[str, Any], pydantic.Field(description="Of the variant, without dropout.")
+    ] = {}
+    dtype: Annotated[
+        Literal["float64", "float32", "float16", "bfloat16"],
+        pydantic.Field(description="Of the inputs and outputs."),
+    ] = "float32"
+    gradients: Annotated[
+        bool,
+        pydantic.Field(description="True: the inputs have `grad_output`, that of the output."),
+    ] = False
+
+
+class JudgeFields(pydantic.BaseModel):
+    """The fields of a request with outputs, without its tensors."""
+
+    model_config = _CONFIG
+
+    case: Annotated[str, pydantic.Field(description="The token of the case, unchanged.")]
+
+
+def draw_case(variant: str, message: Message, signer: CaseSigner) -> Message:
+    """Returns the inputs of a new case, and its token.
+
+    Args:
+        variant: its name.
+        message: the request.
+        signer: signs the token.
+
+    Raises:
+        QkvError: a field is invalid, the family does not fit, or a size is too large.
+    """
+    try:
+        fields = DrawFields.model_validate(message.fields)
+    except pydantic.ValidationError as error:
+        raise field_error(error, [*DrawFields.model_fields, "encoding"], nested=AXES) from None
+    if message.tensors:
+        raise InvalidContent("outputs need a case: case is missing", pointer="/case")
+    spec = CaseSpec(
+        variant,
+        fields.family,
+        fields.dtype,
+        fields.parameters,
+        fields.sizes,
+        secrets.randbelow(_DRAWN_SEEDS) if fields.seed is None else fields.seed,
+    )
+    check_cost(spec)
+    if fields.gradients and find(variant).backward is None:
+        raise InvalidContent(f"{variant} has no gradients", pointer="/gradients")
+    call = spec.draw()
+    inputs = {n: _to_raw(x) for n, x in call.inputs.items()}
+    if fields.gradients:
+        assert call.grad_output is not None
+        inputs["grad_output"] = _to_raw(call.grad_output)
+    token = signer.write(spec, input_digest(call))
+    return Message({"case": token, **spec.to_json()}, inputs, encoding=message.encoding)
+
+
+def judge_case(variant: str, message: Message, signer: CaseSigner) -> dict[str, Any]:
+    """Returns the verdict on outputs, as JSON.
+
+    Args:
+        variant: its name.
+        message: the request.
+        signer: has signed the token.
+
+    Raises:
+        QkvError: a field is invalid, the service did not sign the case, or an output is missing,
+            unknown, or of another shape or dtype.
+    """
+    try:
+        fields = JudgeFields.model_validate(message.fields)
+    except pydantic.ValidationError as error:
+        raise field_error(error, ["case", "outputs", "encoding"]) from None
+    spec, digest = signer.read(fields.case)
+    if spec.variant != variant:
+        raise InvalidContent(
+            f"case is of another variant: got {spec.variant}, expected {variant} as in the path",
+            pointer="/case",
+        )
+    call = spec.draw()
+    if input_digest(call) != digest:
+        raise InvalidContent(
+            "case cannot be judged: this machine or version draws other inputs; draw a new case",
+            pointer="/case",
+        )
+    results = {n: _to_tensor(n, x, call) for n, x in message.tensors.items()}
+    report = judge(call, results, family=spec.family, seed=spec.seed)
+    verdicts = {c.result.replace(" ", "_"): _figures(c) for c in report.cases}
+    worst = max(report.cases, key=lambda c: c.units)
+    name = worst.result.replace(" ", "_")
+    whole = {"passed": report.passed, "diagnosis": list(report.diagnosis), "result": name}
+    return {**verdicts[name], **whole, "results": verdicts}
+
+
+def _figures(case: Case) -> dict[str, Any]:
+    values = case.to_json()
+    return {name: values[_NAMES.get(name, name)] for name in FIGURES}
+
+
+def _to_raw(x: Tensor) -> RawTensor:
+    dense = x.contiguous()
+    if dense.dtype == torch.bfloat16:
+        bits = dense.view(torch.int16).numpy()
+        return RawTensor("bfloat16", tuple(x.shape), bits.reshape(-1).view(np.uint8).data)
+    return RawTensor.from_numpy(dense.numpy())
+
+
+def _to_tensor(name: str, raw: RawTensor, call: Call) -> Tensor:
+    """Returns an output as a tensor; lists get the dtype of the case.
+
+    Raises:
+        InvalidContent: the output is unknown, or has another shape or dtype.
+    """
+    expected = expected_shapes(call)
+    if name in expected and raw.shape != expected[name]:  # before the numbers are converted
+        raise InvalidContent(
+            f"outputs.{name} has the wrong shape: got {list(raw.shape)}, expected "
+            f"{list(expected[name])}",
+            pointer=pointer_to("outputs", name),
+        )
+    dtype = str(call.dtype)[6:]
+    raw = cast_untyped(raw, f"outputs.{name:.60}", [dtype], dtype, pointer_to("outputs", name))
+    if dtype == "bfloat16":
+        bits = np.frombuffer(raw.data, np.int16).reshape(raw.shape).copy()
+        return torch.from_numpy(bits).view(torch.bfloat16)
+    return torch.from_numpy(np.frombuffer(raw.data, DTYPES[dtype]).reshape(raw.shape).copy())

@@ -1,0 +1,163 @@
+"""POST /v1/verify refuses foreign tokens, large cases and invalid requests, always with 4xx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from qkv.api.case_limits import MAX_NUMBERS, MAX_PRODUCTS
+from qkv.api.endpoints.verify import MAX_BODY_BYTES
+from qkv.attention import catalogue
+from qkv.testing import families
+from support.drawn_cases import PATH, arrays, draw, judge, post_outputs, softmax
+from support.known_requests import Array, assert_problem
+from support.service import Server
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+
+def test_token_of_another_variant_or_service_is_refused(
+    server: Server, serve: Callable[..., Server]
+) -> None:
+    case = draw(server.http, encoding="base64")
+    output = {"output": softmax(arrays(case))}
+    for response in (
+        post_outputs(server.http, case["case"], output, "/v1/verify/linear"),
+        post_outputs(server.http, case["case"][:-2] + "AA", output),
+        post_outputs(serve().http, case["case"], output),
+    ):
+        assert assert_problem(response, 422)["pointer"] == "/case"
+
+
+def test_case_whose_inputs_are_drawn_differently_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of torch may draw other numbers from the same seed."""
+    case = draw(server.http, encoding="base64")
+    drawn = families.FAMILIES["normal"]
+    monkeypatch.setitem(
+        families.FAMILIES,
+        "normal",
+        drawn._replace(change=lambda tensors, *_: tensors["query"].mul_(2)),
+    )
+    response = post_outputs(server.http, case["case"], {"output": softmax(arrays(case))})
+    problem = assert_problem(response, 422)
+    assert problem["pointer"] == "/case"
+    assert "draws other inputs" in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "variant"),
+    [
+        ({"B": 10**12}, "softmax"), ({"S": 2**62, "L": 2**62, "H": 2**62}, "softmax"),
+        ({"D": 257}, "softmax"), ({"E": 257}, "softmax"), ({"H": 257, "B": 1}, "softmax"),
+        ({"B": 1, "H": 1, "L": 257, "S": 256, "D": 64}, "softmax"),
+        ({"B": 1, "H": 1, "L": 1, "S": MAX_NUMBERS // 128, "D": 64}, "softmax"),
+        ({"S": 2**11}, "mean"), ({"I": 10**9}, "linear_layer"), ({"O": 10**9}, "linear_layer"),
+        ({"L": 1, "S": 1024, "B": 1, "H": 1, "D": 4}, "linformer"),
+    ],
+)  # fmt: skip
+def test_case_that_is_too_large_is_not_drawn(
+    server: Server, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], variant: str
+) -> None:
+    monkeypatch.delattr(families, "_draw_floats")
+    response = server.http.post(f"/v1/verify/{variant}", json={"sizes": sizes})
+    assert assert_problem(response, 413)["pointer"] == "/sizes"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("variant", catalogue.variants())
+def test_usual_sizes_of_every_family_are_within_the_limits(
+    server: Server, variant: str, name: str
+) -> None:
+    # the two projections of linformer have S / 4 rows of S numbers
+    sizes = {"S": 512} if (variant, name) == ("linformer", "long sum") else {}
+    response = server.http.post(f"/v1/verify/{variant}", json={"family": name, "sizes": sizes})
+    if response.status_code != 200:
+        assert assert_problem(response, 422)["pointer"] == "/family"
+
+
+def test_largest_case_is_drawn_and_judged(server: Server) -> None:
+    sizes = {"B": 1, "H": 1, "L": 256, "S": 256, "D": 64}
+    assert 256 * 256 * 64 == MAX_PRODUCTS
+    case = draw(server.http, sizes=sizes, encoding="base64")
+    assert judge(server.http, case, output=softmax(arrays(case)))["passed"] is True
+
+
+BAD: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"nope": 1}, "/nope"), ({"family": "nope"}, "/family"),
+    ({"family": None}, "/family"), ({"family": []}, "/family"),
+    ({"family": "value width", "sizes": {"E": 0}}, "/sizes/E"),
+    ({"seed": -1}, "/seed"), ({"seed": 2**63}, "/seed"), ({"seed": True}, "/seed"),
+    ({"seed": 0.5}, "/seed"), ({"sizes": {"Z": 1}}, "/sizes/Z"),
+    ({"sizes": {"B": 0}}, "/sizes/B"), ({"sizes": {"B": True}}, "/sizes/B"),
+    ({"sizes": []}, "/sizes"), ({"sizes": {"H": 3, "G": 2}}, "/family"),
+    ({"dtype": "int64"}, "/dtype"), ({"dtype": None}, "/dtype"),
+    ({"parameters": {"nope": 1}}, "/parameters/nope"),
+    ({"parameters": {"dropout": 0.5}}, "/parameters/dropout"),
+    ({"parameters": {"causal": True, "query_offset": -9}}, "/family"),
+    ({"parameters": None}, "/parameters"),
+    ({"encoding": "raw"}, "/encoding"), ({"gradients": 1}, "/gradients"),
+    ({"outputs": {"output": [1]}}, "/case"), ({"outputs": 5}, "/outputs"),
+    ({"case": None}, "/case"), ({"case": 5, "outputs": {}}, "/case"),
+    ({"case": "A" * 10**6}, "/case"), ({"case": "a.b", "seed": 1}, "/seed"),
+    ({"layer": {"tensors": {"x": [1]}}}, "/layer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "pointer"), BAD)
+def test_invalid_request_gets_an_error_that_points_to_its_fault(
+    server: Server, body: dict[str, Any], pointer: str
+) -> None:
+    problem = assert_problem(server.http.post(PATH, json=body), 422)
+    assert problem["pointer"] == pointer
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        (lambda x: {}, "/outputs/output"),
+        (lambda x: {"out": x}, "/outputs/output"),
+        (lambda x: {"output": x, "out": x}, "/outputs/out"),
+        (lambda x: {"output": x[0]}, "/outputs/output"),
+        (lambda x: {"output": np.concatenate([x, x])}, "/outputs/output"),
+        (lambda x: {"output": np.empty((0,), "f4")}, "/outputs/output"),
+        (lambda x: {"output": x.astype("f8")}, "/outputs/output"),
+        (lambda x: {"output": x.astype("i8")}, "/outputs/output"),
+        (lambda x: {"output": x > 0}, "/outputs/output"),
+        (lambda x: {"output": x, "grad_query": x}, "/outputs/grad_key"),
+        (lambda x: {"output": x, "grad_mask": x}, "/outputs/grad_query"),
+    ],
+)
+def test_outputs_that_do_not_fit_the_case_are_refused_before_they_are_judged(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Array], dict[str, Array]],
+    pointer: str,
+) -> None:
+    case = draw(server.http, seed=1, sizes={"L": 4}, encoding="base64")
+    output = softmax(arrays(case))
+    monkeypatch.delattr("qkv.testing.verification.find_truth")
+    problem = assert_problem(post_outputs(server.http, case["case"], change(output)), 422)
+    assert problem["pointer"] == pointer
+
+
+def test_lists_that_do_not_fit_are_refused(server: Server) -> None:
+    case = draw(server.http, dtype="float16", sizes={"B": 1, "H": 1, "L": 1, "E": 2})
+    for output in ([[[[1, 1e9]]]], [[[[True, False]]]], [[[["x", 1]]]], [[[[1]]]], 1, None, "x"):
+        body = {"case": case["case"], "outputs": {"output": output}}
+        problem = assert_problem(server.http.post(PATH, json=body), 422)
+        assert problem["pointer"].startswith("/outputs/output")
+
+
+def test_unknown_variant_is_not_found(server: Server) -> None:
+    assert_problem(server.http.post("/v1/verify/sotfmax", json={}), 404)
+    assert_problem(server.http.get(PATH), 405)
+
+
+def test_body_that_is_too_large_is_refused(server: Server) -> None:
+    response = server.http.post(PATH, content=bytes(MAX_BODY_BYTES + 1))
+    assert assert_problem(response, 413)["limit"] == MAX_BODY_BYTES
