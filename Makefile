@@ -25,7 +25,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench gpu accuracy layouts which-heads speed soak fuzz audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench gpu accuracy oracle layouts which-heads speed soak fuzz audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -64,6 +64,9 @@ gpu: .venv/.installed ## test and measure a GPU in five minutes, into docs/gpu.m
 
 accuracy: .venv/.installed ## measure every variant against its reference, into docs/accuracy.md
 	@.venv/bin/python bench/accuracy.py --write $(ARGS)
+
+oracle: .venv/.installed ## plant bugs in a kernel and show what finds them, into docs/oracle-gallery.md
+	@PYTHONPATH=tests .venv/bin/python bench/oracle_gallery.py --write $(ARGS)
 
 layouts: .venv/.installed ## compare layers with real modules, into docs/layouts.md
 	@PYTHONPATH=tests .venv/bin/python bench/layouts.py --write $(ARGS)

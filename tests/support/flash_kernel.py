@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.flash_blocks import average_blocks, to_tf32
+
 Attention = Callable[..., Tensor]
 
 
@@ -19,7 +21,7 @@ def flash_kernel(*bugs: str, block: int = 16, sums: torch.dtype | None = None) -
     """Returns an attention function.
 
     Args:
-        *bugs: planted bugs, by the names in `_scores`, `_hide` and `_attend`.
+        *bugs: planted bugs, by the names in this file and in `flash_blocks`.
         block: keys in a block.
         sums: dtype of the sums; None: float32, or float64 for float64 inputs.
     """
@@ -37,26 +39,26 @@ def flash_kernel(*bugs: str, block: int = 16, sums: torch.dtype | None = None) -
         softcap: float | None = None,
         window: tuple[int | None, int | None] | None = None,
     ) -> Tensor:
+        if "strides-ignored" in bugs:
+            query, key, value = (_as_contiguous(x) for x in (query, key, value))
         H, G = query.shape[1], key.shape[1]
         heads = torch.arange(H) % G if "gqa-tiled" in bugs else torch.arange(H) // (H // G)
         k, v = key[:, heads], value[:, heads]
         if "value-transposed" in bugs:
             v = v.mT.reshape(v.shape)
         exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-        scores = _scores(bugs, query.to(exact), k.to(exact), v.shape[-1], scale, softcap)
-        hidden = _hide(bugs, scores.shape, mask, key_lengths, causal, query_offset, window)
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = capped_scores(bugs, query.to(exact), k.to(exact), v.shape[-1], scale, softcap)
+        hidden = hidden_pairs(bugs, scores.shape, mask, key_lengths, causal, query_offset, window)
         if softcap is not None and "softcap-after-mask" in bugs:
-            scores = softcap * (scores / softcap).tanh()
-        output = _attend(bugs, scores, v.to(exact), block, sums or exact).to(query.dtype)
-        if "heads-swapped" in bugs:
-            output = output.transpose(1, 2).reshape(output.shape)
-        return output
+            scores = softcap * (scores.masked_fill(hidden, -torch.inf) / softcap).tanh()
+            hidden = torch.zeros_like(hidden)
+        output = average_blocks(bugs, scores, hidden, v.to(exact), block, sums or exact)
+        return _write(bugs, output.to(query.dtype), block)
 
     return attend
 
 
-def _scores(
+def capped_scores(
     bugs: tuple[str, ...], q: Tensor, k: Tensor, E: int, scale: float | None, softcap: float | None
 ) -> Tensor:
     D = q.shape[-1]
@@ -65,13 +67,15 @@ def _scores(
              "scale-sqrt(D)": D**0.5, "scale-ignored": D**-0.5}  # fmt: skip
     for name, value in wrong.items():
         factor = value if name in bugs else factor
+    if "products-tf32" in bugs:
+        q, k = to_tf32(q), to_tf32(k)
     scores = q @ k.mT * factor
     if softcap is not None and not {"softcap-missing", "softcap-after-mask"} & set(bugs):
         scores = softcap * (scores / softcap).tanh()
     return scores
 
 
-def _hide(
+def hidden_pairs(
     bugs: tuple[str, ...],
     shape: torch.Size,
     mask: Tensor | None,
@@ -82,6 +86,8 @@ def _hide(
 ) -> Tensor:
     """Returns the hidden pairs, bool (B, H, L, S)."""
     B, _, L, S = shape
+    if mask is not None and "first-mask-for-all" in bugs:
+        mask = mask[:1]
     lengths = torch.full((B, 1, 1, 1), S) if key_lengths is None else key_lengths.view(-1, 1, 1, 1)
     start = lengths - L if offset == "end" else torch.full((B, 1, 1, 1), offset)
     if "causal-top-left" in bugs:
@@ -106,29 +112,19 @@ def _hide(
     return hidden
 
 
-def _attend(
-    bugs: tuple[str, ...], scores: Tensor, v: Tensor, block: int, sums: torch.dtype
-) -> Tensor:
-    """Returns the average of the values, from blocks of keys."""
-    padding = (scores == -torch.inf).all(2, keepdim=True).mT
-    if "nan-from-padding" not in bugs:
-        v = v.masked_fill(padding.all(1, keepdim=True), 0.0)
-    top = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-    total = torch.zeros_like(top).to(sums)
-    output = v.new_zeros(*scores.shape[:-1], v.shape[-1]).to(sums)
-    for start in range(0, scores.shape[-1], block):
-        part, values = scores[..., start : start + block], v[:, :, start : start + block]
-        new = torch.maximum(top, part.detach().amax(-1, keepdim=True))
-        safe = new.masked_fill(new == -torch.inf, 0.0)
-        if "max-not-subtracted" in bugs:
-            safe = torch.zeros_like(safe)
-        weights = (part - safe).exp()
-        old = (top - safe).exp() if "max-not-subtracted" not in bugs else torch.ones_like(top)
-        total = total * old.to(sums) + weights.sum(-1, keepdim=True).to(sums)
-        output = output * old.to(sums) + (weights @ values).to(sums)
-        top = new
-    if "normalizer-missing" in bugs:
-        return output
-    if not {"nan-from-masked-row", "max-not-subtracted"} & set(bugs):
-        total = total.masked_fill(top == -torch.inf, 1.0)
-    return output / total
+def _as_contiguous(x: Tensor) -> Tensor:
+    """Returns the numbers that a kernel reads if it ignores the strides."""
+    return torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+def _write(bugs: tuple[str, ...], output: Tensor, block: int) -> Tensor:
+    """Returns the output as a kernel with blocks of queries writes it."""
+    L = output.shape[2]
+    if "heads-swapped" in bugs:
+        output = output.transpose(1, 2).reshape(output.shape)
+    if "last-rows-not-written" in bugs:
+        output = output.masked_fill((torch.arange(L) >= L // block * block).view(L, 1), 0.0)
+    if "row-stale" in bugs:
+        output = output.clone()
+        output[0, 0, L // 2] = output[0, 0, L // 2 - 1]
+    return output

@@ -91,6 +91,34 @@ def test_narrow_sums_of_float32_inputs_are_named(sums: torch.dtype) -> None:
     assert list(report.diagnosis) == ["low-precision-accumulation"], report
 
 
+@pytest.mark.parametrize(
+    ("planted", "dtype", "options"),
+    [
+        ("weights-bfloat16", "float32", {}),
+        ("products-tf32", "float32", {}),
+        ("max-starts-at-0", "float16", {"causal": True}),
+    ],
+)
+def test_other_losses_of_digits_are_not_named_narrow_sums(
+    planted: str, dtype: str, options: dict[str, Any]
+) -> None:
+    report = verify(flash_kernel(planted), "softmax", dtype=dtype, gradients=False, **options)
+    assert not report.passed
+    assert not report.diagnosis, report
+
+
+def test_gradients_are_not_explained_by_bugs_that_change_nothing() -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, softcap: float) -> Tensor:
+        scores = query @ key.mT * query.shape[-1] ** -0.5  # rounded after each step
+        scores = softcap * (scores / softcap).tanh()
+        output: Tensor = scores.float().softmax(-1).to(query.dtype) @ value
+        return output
+
+    report = verify(attend, "softmax", dtype="float16", families=["large"], seed=3, softcap=5.0)
+    assert {case.result for case in report.failures} >= {"grad query"}
+    assert not report.diagnosis, report
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_summed_in_a_narrow_dtype_are_named(dtype: torch.dtype) -> None:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

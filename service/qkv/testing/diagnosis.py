@@ -149,7 +149,8 @@ def _find_wrong_gradients(failed: Sequence[Observation]) -> list[str]:
 def _gradient_distance(observation: Observation, hypothesis: _Hypothesis) -> float:
     """Returns the largest distance of the gradients from those of the wrong variant.
 
-    The budgets are those of the right gradients: a wrong backward pass rounds as often.
+    The budgets are those of the right gradients: a wrong backward pass rounds as often. It is
+    infinite if the wrong variant's gradients are right on this call: they explain no failure.
     """
     try:
         result = WrongResult(apply_changes(observation.call, hypothesis.changes))
@@ -158,12 +159,14 @@ def _gradient_distance(observation: Observation, hypothesis: _Hypothesis) -> flo
         return torch.inf
     if not gradients:
         return torch.inf
-    distance = 0.0
+    distance, change = 0.0, 0.0
     for name, wrong in gradients.items():
         found, budget = observation.found[name], observation.truth.budgets[name]
         if wrong.shape != found.shape:
             return torch.inf
-        largest = wrong.abs().amax() + observation.truth.results[name].abs().amax()
+        right = observation.truth.results[name]
+        largest = wrong.abs().amax() + right.abs().amax()
         units = error_units(found, wrong, budget + largest * torch.finfo(found.dtype).eps)
         distance = max(distance, float(units.max()))
-    return distance
+        change = max(change, float(error_units(wrong, right, budget).max()))
+    return distance if change > 1 else torch.inf

@@ -109,7 +109,8 @@ def choose_sizes(variant: Variant, family: Family, given: Mapping[str, int]) -> 
     if ("L" in given) != ("S" in given):  # the family's difference stays
         one, other = ("L", "S") if "L" in given else ("S", "L")
         usual = {**_BASE, **family.sizes}
-        known[other] = max(1, known[one] + usual[other] - usual[one])
+        if usual[other] > 1:  # one query stays one
+            known[other] = max(1, known[one] + usual[other] - usual[one])
     letters = {x for i in variant.inputs.values() for x in i.letters if not fixed_size(x)}
     if "G" in letters:
         group = family.group
@@ -264,6 +265,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "long sum": Family(
         "many equal weights", _long_sum, {"B": 1, "H": 2, "L": 3, "S": 1024, "D": 32, "E": 32},
         needs=("value",),
+    ),
+    "several blocks": Family(
+        "more keys than a block has", sizes={"B": 1, "H": 2, "L": 160, "S": 160},
+        needs=("query", "key"),
     ),
     "odd sizes": Family(
         "odd sizes", sizes={"B": 3, "H": 3, "L": 17, "S": 17, "D": 7, "E": 7, "I": 17, "O": 5}

@@ -39,7 +39,10 @@ def gradient_budgets(
     u, t = (unit_roundoffs(dtype)[0] if u is None else u), unit_roundoffs(dtype)[1]
     (_, H, L, E), S, p = steps.output.shape, steps.key.shape[2], steps.weights
     group = H // key_heads
-    least = smallest(dtype) if dtype != torch.float64 else torch.finfo(dtype).smallest_normal
+    # products of bfloat16 flush numbers below the smallest normal float32 to 0 on some processors
+    least = smallest(dtype) + torch.finfo(torch.float32).smallest_normal
+    if dtype == torch.float64:
+        least = torch.finfo(dtype).smallest_normal
     p_error = weight_error(steps, dtype, u) + t * p + least * steps.visible
 
     dP = grad @ steps.value.mT
@@ -75,7 +78,7 @@ def gradient_budgets(
         "key": _sum_groups(steps.scale * (dS.mT @ steps.query), group),
         "value": _sum_groups(p.mT @ grad, group),
     }
-    return {n: x + 2 * t * exact[n].abs() + (L + S) * least for n, x in finite.items()}
+    return {n: x + 2 * t * exact[n].abs() + (L * group + S) * least for n, x in finite.items()}
 
 
 def _through_cap(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from qkv.testing.budget import smallest, unit_roundoffs
+from qkv.testing.budget import output_budget, smallest, unit_roundoffs
 from qkv.testing.cases import error_units
 from qkv.testing.gradient_budget import gradient_budgets
 from qkv.testing.plain_softmax import Evaluation, evaluate
@@ -41,7 +41,7 @@ def sums_are_narrow(observations: Sequence[Observation]) -> bool:
     """
     if any(not has_derivation(o.call) for o in observations):
         return False
-    if not any(_output_units(o) > 1 and _is_coarse(o) for o in observations):
+    if not any(_output_units(o) > 1 and _is_coarse(o) for o in _longest(observations)):
         return False
     for observation in observations:
         dtype = observation.call.dtype
@@ -56,12 +56,21 @@ def _output_units(observation: Observation) -> float:
     return float(error_units(found, truth.results["output"], truth.budgets["output"]).max())
 
 
+def _longest(observations: Sequence[Observation]) -> list[Observation]:
+    """Returns the observations with the longest sums: errors of narrow sums are largest there."""
+    sizes = [(o.call.score_shape[3], o.call.inputs["query"].shape[-1]) for o in observations]
+    S, D = (max(axis) for axis in zip(*sizes, strict=True))
+    return [o for o, (s, d) in zip(observations, sizes, strict=True) if s == S or d == D]
+
+
 def _is_coarse(observation: Observation) -> bool:
-    """True if an error is as large as roundings to float16 are, next to the values."""
-    steps, exact = evaluate(observation.call), observation.truth.results["output"]
+    """True if an error is larger than right functions of float16 inputs have.
+
+    Inputs, weights or outputs that are rounded to float16 or TF32 cause no such errors.
+    """
+    exact = observation.truth.results["output"]
     error = (observation.found["output"].double() - exact).abs()
-    mass = steps.weights @ steps.value.abs()
-    return bool((error > unit_roundoffs(torch.float16)[1] / 4 * mass).any())
+    return bool((error > output_budget(evaluate(observation.call), torch.float16)).any())
 
 
 def _fits(observation: Observation, t: float) -> bool:
@@ -93,12 +102,15 @@ def _fits(observation: Observation, t: float) -> bool:
 
 
 def _follows(error: Tensor, exact: Tensor) -> bool:
-    """True if errors are like a multiple of the output, by five standard deviations."""
+    """True if errors are like a multiple of the output, by eight standard deviations.
+
+    Weights that are lost beside a large one cause up to five, on the family `steep`.
+    """
     if float(exact.abs().max()) < _LEAST:
         return False
     rows = exact[..., 0].numel()
     size = float(error.norm() * exact.norm())
-    return size > 0 and abs(float((error * exact).sum())) / size > 5 / math.sqrt(rows)
+    return size > 0 and abs(float((error * exact).sum())) / size > 8 / math.sqrt(rows)
 
 
 def _gradients_fit(observation: Observation, steps: Evaluation, t: float) -> bool:
