@@ -72,11 +72,15 @@ def test_wrong_output_fails_and_its_bug_is_named(
 def test_numbers_that_are_not_finite_are_judged(server: Server) -> None:
     case = draw(server.http, encoding="base64")
     output = softmax(arrays(case))
-    for number, got in ((np.nan, None), (np.inf, "inf"), (-np.inf, "-inf")):
+    for number, got in ((np.nan, "NaN"), (np.inf, "Infinity"), (-np.inf, "-Infinity")):
         output[1, 2, 3, 4] = number
         verdict = judge(server.http, case, output=output)
         assert (verdict["passed"], verdict["worst_index"]) == (False, [1, 2, 3, 4])
-        assert (verdict["error"], verdict["units"], verdict["got"]) == ("inf", "inf", got)
+        assert (verdict["error"], verdict["units"], verdict["got"]) == (
+            "Infinity",
+            "Infinity",
+            got,
+        )
         assert verdict["cosine"] is None
 
 
@@ -101,6 +105,24 @@ def test_wrong_gradient_fails_and_is_the_one_described(server: Server) -> None:
     del results["grad_value"]
     problem = assert_problem(post_outputs(server.http, case["case"], results), 422)
     assert problem["pointer"] == "/outputs/grad_value"
+
+
+def test_wrong_results_of_another_variant_fail(server: Server) -> None:
+    path = "/v1/verify/linear"
+    case = draw(server.http, path, gradients=True, dtype="float64", encoding="base64")
+    body = {"inputs": case["inputs"], "encoding": "base64"}
+    gradients = server.http.post("/v1/gradients/linear", json=body).json()["gradients"]
+    results = {f"grad_{name}": as_array(x) for name, x in gradients.items()}
+    del body["inputs"]["grad_output"]
+    run = server.http.post("/v1/attention/linear", json=body | {"outputs": ["output"]}).json()
+    results["output"] = as_array(run["outputs"]["output"])
+    for changed in (None, "output", "grad_key"):
+        sent = {n: 2 * x if n == changed else x for n, x in results.items()}
+        verdict = post_outputs(server.http, case["case"], sent, path).json()
+        wrong = {n for n, figures in verdict["results"].items() if not figures["passed"]}
+        assert wrong == ({changed} if changed else set())
+        assert verdict["passed"] is (changed is None)
+        assert verdict["results"].keys() == results.keys()
 
 
 @pytest.mark.parametrize("name", catalogue.variants())
@@ -174,7 +196,7 @@ def test_files_have_the_same_numbers_as_json(server: Server, dtype: str) -> None
     assert_problem(refused, 406)
 
 
-class Held:
+class BlockedThread:
     """Keeps the thread of a service in the first case until `release`; counts the cases."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,25 +213,30 @@ class Held:
 
 
 def test_waiting_case_ends_with_its_deadline_or_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
+    blocked = BlockedThread(monkeypatch)
     with running_server() as server, httpx.Client(base_url=server.url, timeout=TIMEOUT_S) as other:
         first = threading.Thread(target=lambda: other.post(PATH, json={}))
         first.start()
-        assert held.started.wait(TIMEOUT_S)
+        assert blocked.started.wait(TIMEOUT_S)
         late = server.http.post(PATH, json={}, headers={"X-Request-Timeout": "0.01"})
         assert_problem(late, 504)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + PATH, json={}, timeout=0.2)
         assert server.http.get("/livez").status_code == 200  # the event loop is free
-        held.release.set()
+        blocked.release.set()
         first.join(TIMEOUT_S)
         assert draw(server.http)["case"]
-        assert held.count == 2  # neither the late request nor that of the gone client
+        assert blocked.count == 2  # neither the late request nor that of the gone client
+
+
+def test_case_whose_deadline_has_passed_does_not_begin(server: Server) -> None:
+    response = server.http.post(PATH, json={}, headers={"X-Request-Timeout": "1e-9"})
+    assert_problem(response, 504)
 
 
 def test_too_many_waiting_cases_get_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-    monkeypatch.setattr("qkv.api.endpoints.verify._MOST_WAITING", 2)
+    blocked = BlockedThread(monkeypatch)
+    monkeypatch.setattr("qkv.api.endpoints.verify._MOST_ACCEPTED", 2)
 
     with running_server() as server, ThreadPoolExecutor(5) as threads:
         posts = [
@@ -221,7 +248,7 @@ def test_too_many_waiting_cases_get_503(monkeypatch: pytest.MonkeyPatch) -> None
             if post.done():
                 assert_problem(post.result(), 503)
                 assert int(post.result().headers["retry-after"]) > 0
-        held.release.set()
+        blocked.release.set()
         assert sorted(p.result().status_code for p in posts) == [200, 200, 503, 503, 503]
 
 

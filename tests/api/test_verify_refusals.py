@@ -8,10 +8,12 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from qkv.api.case_limits import MAX_NUMBERS, MAX_PRODUCTS
+from qkv.api.case_limits import MAX_HEADS, MAX_NUMBERS, MAX_PRODUCTS
 from qkv.api.endpoints.verify import MAX_BODY_BYTES
 from qkv.attention import catalogue
+from qkv.errors import InvalidContent
 from qkv.testing import families
+from qkv.testing.case_spec import CaseSpec
 from support.drawn_cases import PATH, arrays, draw, judge, post_outputs, softmax
 from support.known_requests import Array, assert_problem
 from support.service import Server
@@ -53,7 +55,7 @@ def test_case_whose_inputs_are_drawn_differently_is_refused(
     ("sizes", "variant"),
     [
         ({"B": 10**12}, "softmax"), ({"S": 2**62, "L": 2**62, "H": 2**62}, "softmax"),
-        ({"D": 257}, "softmax"), ({"E": 257}, "softmax"), ({"H": 257, "B": 1}, "softmax"),
+        ({"D": 257}, "softmax"), ({"E": 257}, "softmax"), ({"H": MAX_HEADS + 1, "B": 1}, "softmax"),
         ({"B": 1, "H": 1, "L": 257, "S": 256, "D": 64}, "softmax"),
         ({"B": 1, "H": 1, "L": 1, "S": MAX_NUMBERS // 128, "D": 64}, "softmax"),
         ({"S": 2**11}, "mean"), ({"I": 10**9}, "linear_layer"), ({"O": 10**9}, "linear_layer"),
@@ -75,9 +77,14 @@ def test_usual_sizes_of_every_family_are_within_the_limits(
 ) -> None:
     # the two projections of linformer have S / 4 rows of S numbers
     sizes = {"S": 512} if (variant, name) == ("linformer", "long sum") else {}
-    response = server.http.post(f"/v1/verify/{variant}", json={"family": name, "sizes": sizes})
-    if response.status_code != 200:
+    body = {"family": name, "sizes": sizes, "seed": 1}
+    response = server.http.post(f"/v1/verify/{variant}", json=body)
+    try:
+        CaseSpec(variant, name, sizes=sizes, seed=1).draw()
+    except InvalidContent:
         assert assert_problem(response, 422)["pointer"] == "/family"
+    else:
+        assert response.status_code == 200, response.text
 
 
 def test_largest_case_is_drawn_and_judged(server: Server) -> None:

@@ -98,6 +98,8 @@ def test_case_is_a_source_of_the_other_commands(tmp_path: Path, suffix: str) -> 
         (("--seed", "-1"), "seed is invalid: got -1"),
         (("--sizes", "Q=1"), "softmax has no axis 'Q' of a free size"),
         (("--sizes", "L=0"), "sizes.L is invalid: got 0"),
+        (("--sizes", "B=100000000000"), "the case is too large: got 409600000000000 scores"),
+        (("--sizes", f"D={10**18},E=1"), f"too large: got {256 * 10**18} numbers of an input"),
         (("--sizes", "L"), "got 'L', expected letters and numbers as in L=64,S=128"),
         (("--dtype", "int8"), "'int8' is not one of"),
         (("-p", "dropout=0.1"), "dropout cannot be verified"),

@@ -76,7 +76,11 @@ def test_npz_has_bfloat16_as_float32_only_if_it_is_exact(tmp_path: Path) -> None
     output = np.load(mine)["output"]
     np.savez(mine, output=output * np.float32(1 + 2.0**-20))
     line = error_of(tmp_path, "verify", "softmax", case, mine)
-    assert f"{mine}: outputs.output has the wrong dtype: got float32, expected bfloat16" in line
+    assert line.startswith(f"Error: {mine}: outputs.output is not bfloat16: got ")
+    assert line.endswith(" in float32, expected numbers that bfloat16 holds exactly")
+    np.savez(mine, output=output.astype("f8") * 1e300)
+    line = error_of(tmp_path, "verify", "softmax", case, mine)
+    assert f"{mine}: outputs.output has the wrong dtype: got float64, expected bfloat16" in line
 
 
 @pytest.mark.parametrize(

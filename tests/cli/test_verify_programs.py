@@ -78,20 +78,30 @@ def test_gradients_can_be_required(kernel: Command) -> None:
         (("--exec", "true {in} {out}", "--dtype", "int8"), "no dtype 'int8'"),
         (("--exec", "true {in} {out}", "-p", "nosuch=1"), "softmax has no parameter 'nosuch'"),
         (("--exec", "true {in} {out}", "--timeout", "0"), "--timeout"),
+        (("--exec", "true {in} {out}", "--sizes", f"D={10**18}"), "out of memory"),
+        (("--exec", "true {in} {out}", "--seed", "-1"), "seed is invalid: got -1"),
     ],
 )
 def test_wrong_option_is_one_line(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
     assert problem in error_of(tmp_path, "verify", "softmax", *words)
 
 
-@pytest.mark.representative
-def test_ctrl_c_ends_the_program(command: Callable[..., Process], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "lines"),
+    [
+        (signal.SIGINT, ["Error: interrupted"]),
+        pytest.param(signal.SIGTERM, [], marks=pytest.mark.representative),
+    ],
+)
+def test_signal_ends_the_program_too(
+    command: Callable[..., Process], tmp_path: Path, number: int, lines: list[str]
+) -> None:
     script = f"echo $$ > {shlex.quote(str(tmp_path / 'pid'))}; exec sleep 600"
     words = shlex.join(["sh", "-c", script, "{in}", "{out}"])
     process = command("verify", "--exec", words, "softmax", TMPDIR=str(tmp_path))
     wait_until(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
-    assert process.end(signal.SIGINT) == 130
-    assert process.lines == ["Error: interrupted"]
+    assert process.end(number) == 128 + number
+    assert process.lines == lines
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert [path.name for path in tmp_path.iterdir()] == ["pid"]

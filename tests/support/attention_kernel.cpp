@@ -10,6 +10,7 @@
 #include <iostream>
 #include <iterator>
 #include <limits>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -78,6 +79,11 @@ int main(int count, char** words) {
     std::ifstream file(words[1], std::ios::binary);
     const std::string content{std::istreambuf_iterator<char>(file), {}};
     const std::string bug = count > 3 ? words[3] : "";
+    const std::set<std::string> bugs{"", "scale-missing", "causal-off-by-one", "normalizer-missing"};
+    if (!bugs.count(bug)) {
+        std::cerr << "no bug " << bug << std::endl;
+        return 2;
+    }
     uint64_t length;
     std::memcpy(&length, content.data(), sizeof length);
     const std::string header = content.substr(8, length);

@@ -1,4 +1,4 @@
-"""Cases of /v1/verify: requests for them, and an attention in numpy to answer them with."""
+"""Cases of /v1/verify: requests for them, and an attention in numpy that computes outputs."""
 
 from __future__ import annotations
 

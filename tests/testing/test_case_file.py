@@ -55,6 +55,13 @@ def test_file_holds_every_variant(variant: str) -> None:
     assert input_digest(sent(drawn(spec)).call) == input_digest(spec.draw())
 
 
+def test_digest_shows_another_gradient_of_the_output() -> None:
+    call = CaseSpec("softmax").draw()
+    assert call.grad_output is not None
+    other = replace(call, grad_output=call.grad_output * 2)
+    assert input_digest(other) != input_digest(call) == input_digest(replace(call))
+
+
 def test_numbers_of_the_file_are_judged_not_those_of_the_spec() -> None:
     message = drawn(CaseSpec("softmax"))
     message.tensors["value"] = RawTensor.from_numpy(np.ones((2, 4, 32, 16), np.float32))

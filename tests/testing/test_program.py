@@ -66,6 +66,7 @@ def test_dtype_that_is_not_taken_did_not_run(kernel: Command) -> None:
         ("kill -SEGV $$", "ended by SIGSEGV"),
         ("echo late >&2", "no result in {out}: No such file or directory: late"),
         ("mkdir $2", "no result in {out}: Is a directory"),
+        ("mkfifo $2", "no result in {out}: not a regular file"),
         ("echo {} > $2", "wrong result in {out}: a safetensors file is too short"),
         ("cp $1 $2", "wrong result in {out}: outputs.output is missing"),
         (r"printf '\2\0\0\0\0\0\0\0{}' > $2", "wrong result in {out}: outputs.output is missing"),
@@ -132,7 +133,7 @@ def test_relative_program_is_found_from_the_current_folder(
 
 
 @pytest.mark.parametrize("command", ["", "./kernel", "./kernel {in}", "./kernel {out}", "a {in}'"])
-def test_command_without_places_is_an_error(command: str) -> None:
+def test_command_without_placeholders_is_an_error(command: str) -> None:
     with pytest.raises(InvalidContent, match="the command is invalid: got "):
         Program(command)
 

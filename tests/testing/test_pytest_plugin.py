@@ -1,4 +1,4 @@
-"""Tests of the plugin of pytest: its marker, its fixture, and what a terminal shows."""
+"""Tests of the plugin of pytest: its marker and its fixture."""
 
 from __future__ import annotations
 
@@ -6,81 +6,17 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
-from typing import Any, Final
-from xml.etree import ElementTree
+from typing import Final
 
 import pytest
 
 from qkv.testing.case_spec import DTYPES
 from support.paths import ROOT
+from support.plugin_runs import KERNELS, QUICK, Run, one_test
+from support.plugin_runs import run as run
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-Run = Callable[..., pytest.RunResult]
-
-PLUGIN: Final = ("-p", "qkv_pytest", "-p", "no:cacheprovider", "--strict-markers", "-W", "error")
-QUICK: Final = 'families=["normal"], gradients=False'
-KERNELS: Final = """\
-import pytest, torch
-
-QUICK = dict(families=["normal"], gradients=False)
-
-def right(query, key, value, causal=False):
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-    return scores.softmax(-1) @ value
-
-def unscaled(query, key, value):
-    return (query @ key.mT).softmax(-1) @ value
-
-def only_float32(query, key, value):
-    if query.dtype != torch.float32:
-        raise RuntimeError("only float32")
-    return right(query, key, value)
-
-def broken(query, key, value):
-    raise RuntimeError("broken")
-
-def twice(query, key, value):
-    return 2 * right(query, key, value)
-
-def without_causal(query, key, value):
-    return right(query, key, value)
-"""
-
-
-@pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs tests in this process, with the functions of `KERNELS` and no other plugin."""
-    # The tests find the plugin by -p, whether or not the entry point is installed.
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("CI", "BUILD_NUMBER"):  # pytest does not cut lines there
-        monkeypatch.delenv(name, raising=False)
-
-    def run(
-        tests: str, *words: str, where: str = "inprocess", columns: int = 100
-    ) -> pytest.RunResult:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        pytester.makepyfile(test_kernels=KERNELS + tests)
-        result: pytest.RunResult = getattr(pytester, f"runpytest_{where}")(*PLUGIN, *words)
-        return result
-
-    return run
-
-
-def one_test(call: str, *markers: str) -> str:
-    """Returns a test with one call."""
-    lines = [f"@pytest.mark.{marker}" for marker in markers]
-    return "\n".join(["", *lines, "def test_it(qkv_oracle):", f"    {call}", ""])
-
-
-def summary(result: pytest.RunResult) -> list[str]:
-    """Returns the lines of the failed tests at the end of pytest's output."""
-    return [line for line in result.outlines if line.startswith(("FAILED", "ERROR"))]
 
 
 def test_marker_makes_a_test_of_each_dtype_of_verify(run: Run) -> None:
@@ -104,55 +40,6 @@ def test_marker_names_the_dtypes(run: Run, dtype: str, outcomes: dict[str, str])
     result = run(one_test("qkv_oracle(right)", f'qkv("softmax", dtype={dtype}, {QUICK})'), "-v")
     found = dict(re.findall(r"::test_it\[(\w+)\] (\w+)", result.stdout.str()))
     assert found == outcomes
-
-
-def test_failure_shows_the_report_once_and_no_code_of_qkv(run: Run) -> None:
-    test = one_test("qkv_oracle(unscaled)", f'qkv("softmax", dtype="float32", {QUICK})')
-    for style in ("auto", "short"):
-        result = run(test, f"--tb={style}")
-        result.assert_outcomes(failed=1)
-        text = result.stdout.str()
-        (line,) = summary(result)
-        report = text.removesuffix(text.partition(line)[1] + text.partition(line)[2])
-        assert re.search(r"^E +looks like: scale-missing$", report, re.MULTILINE)
-        assert report.count("unscaled as softmax: FAILED, 1 of 1 cases failed (seed 0)") == 1
-        assert report.count("looks like") == 1
-        assert "qkv_oracle(unscaled)" in report
-        assert "qkv_pytest.py" not in text
-        assert "verification.py" not in text
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        ("unscaled", "looks like scale-missing; softmax: 1 of 1 cases failed"),
-        ("broken", "raises RuntimeError: broken; softmax: 1 of 1 cases failed"),
-        ("twice", r"[\d.e+]+ times the budget \(normal, float32, output\); softmax: 1 of 1 cases"),
-        ("without_causal", "the function does not take 'causal'; softmax: no case ran"),
-    ],
-)
-def test_line_of_a_failure_begins_with_the_reason(run: Run, function: str, reason: str) -> None:
-    causal = "causal=True" if function == "without_causal" else ""
-    test = one_test(
-        f"qkv_oracle({function}, {causal})", f'qkv("softmax", dtype="float32", {QUICK})'
-    )
-    (line,) = summary(run(test, "--force-short-summary", columns=200))
-    assert re.match(rf"FAILED test_kernels.py::test_it\[float32\] - qkv: {reason}", line)
-
-
-def test_line_of_a_failure_fits_a_narrow_terminal(run: Run) -> None:
-    test = one_test("qkv_oracle(unscaled)", f'qkv("softmax", dtype="float32", {QUICK})')
-    (line,) = summary(run(test, columns=80))
-    assert (
-        line == "FAILED test_kernels.py::test_it[float32] - qkv: looks like scale-missing; sof..."
-    )
-
-
-def test_line_of_a_failure_is_one_line_on_ci(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CI", "true")
-    result = run(one_test("qkv_oracle(unscaled)", f'qkv("softmax", dtype="float32", {QUICK})'))
-    start = result.outlines.index(summary(result)[0])
-    assert len(result.outlines[start:]) == 2
 
 
 def test_call_without_marker_checks_several_dtypes_in_one_test(run: Run) -> None:
@@ -270,13 +157,6 @@ def test_dtype_that_the_function_does_not_take_is_skipped_at_the_call(run: Run) 
     assert place in result.stdout.str()
 
 
-def test_reason_of_a_skip_is_the_exception_beside_families_that_did_not_run(run: Run) -> None:
-    families = 'families=["mask", "normal"], gradients=False'
-    result = run(one_test("qkv_oracle(only_float32)", f'qkv("softmax", {families})'), "-rs")
-    result.assert_outcomes(passed=1, skipped=3)
-    assert result.stdout.str().count(" is not taken: raises RuntimeError: only float32") == 3
-
-
 @pytest.mark.parametrize(
     ("function", "options"),
     [
@@ -334,28 +214,3 @@ def test_entry_point_registers_the_plugin_once(
     result = pytester.runpytest_inprocess("--markers", "-p", "no:schemathesis", *words)
     assert result.ret == 0
     assert result.stdout.str().count("@pytest.mark.qkv(") == ("no:qkv_pytest" not in words)
-
-
-@pytest.mark.slow
-@pytest.mark.representative
-def test_xdist_and_junitxml_have_the_line_of_the_failure(run: Run, pytester: Any) -> None:
-    test = one_test(
-        "qkv_oracle(unscaled)", f'qkv("softmax", dtype=["float32", "float16"], {QUICK})'
-    )
-    words = ("-p", "xdist", "-n", "1", "--junitxml=junit.xml")
-    result = run(test, *words, where="subprocess")
-    result.assert_outcomes(failed=2)
-    wanted = "qkv: looks like scale-missing; softmax: 1 of 1 cases failed"
-    assert all(" - qkv: looks like scale-missing; softmax" in line for line in summary(result))
-    failures = list(ElementTree.parse(pytester.path / "junit.xml").iter("failure"))
-    assert [failure.get("message") for failure in failures] == [wanted] * 2
-    assert all("unscaled as softmax: FAILED" in str(failure.text) for failure in failures)
-
-
-def test_example_of_the_page_prints_the_documented_lines(run: Run) -> None:
-    page = (ROOT / "docs/oracle.md").read_text().partition("## In pytest")[2]
-    example, printed = re.findall(r"^```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
-    found = summary(run(example, columns=120))
-    assert [re.sub(r"\d+ of \d+", "", line) for line in found] == [
-        re.sub(r"\d+ of \d+", "", line) for line in printed.splitlines()
-    ]

@@ -5,25 +5,21 @@ Both are slow and run in a thread. The functions keep nothing: the token of a ca
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import Annotated, Any, Final, Literal
 
-import numpy as np
 import pydantic
-import torch
-from torch import Tensor
 
 from qkv.api.case_limits import check_cost
 from qkv.api.case_token import CaseSigner
 from qkv.attention.catalogue import find
-from qkv.errors import InvalidContent, pointer_to
+from qkv.errors import InvalidContent
 from qkv.jobs.fields import INTEGER, field_error
-from qkv.tensors import DTYPES, RawTensor
-from qkv.testing.call import Call
+from qkv.testing.case_file import GRAD_OUTPUT, CaseFile, read_results
 from qkv.testing.case_spec import CaseSpec, input_digest
 from qkv.testing.cases import Case
-from qkv.testing.judgement import expected_shapes, judge
-from qkv.wire.casting import cast_untyped
+from qkv.testing.judgement import check_shapes, judge
 from qkv.wire.message import Message
 
 __all__ = ["AXES", "FIGURES", "DrawFields", "JudgeFields", "draw_case", "judge_case"]
@@ -39,6 +35,7 @@ FIGURES: Final = (
 _CONFIG: Final = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
 _DRAWN_SEEDS: Final = 2**53  # every JSON parser reads them exactly
 _NAMES: Final = {"worst_index": "worst"}  # of figures that have another name in `Case`
+_WORDS: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as in tensors
 
 
 class DrawFields(pydantic.BaseModel):
@@ -110,10 +107,9 @@ def draw_case(variant: str, message: Message, signer: CaseSigner) -> Message:
     if fields.gradients and find(variant).backward is None:
         raise InvalidContent(f"{variant} has no gradients", pointer="/gradients")
     call = spec.draw()
-    inputs = {n: _to_raw(x) for n, x in call.inputs.items()}
-    if fields.gradients:
-        assert call.grad_output is not None
-        inputs["grad_output"] = _to_raw(call.grad_output)
+    inputs = CaseFile(spec, call).to_message().tensors
+    if not fields.gradients:
+        del inputs[GRAD_OUTPUT]
     token = signer.write(spec, input_digest(call))
     return Message({"case": token, **spec.to_json()}, inputs, encoding=message.encoding)
 
@@ -146,7 +142,8 @@ def judge_case(variant: str, message: Message, signer: CaseSigner) -> dict[str, 
             "case cannot be judged: this machine or version draws other inputs; draw a new case",
             pointer="/case",
         )
-    results = {n: _to_tensor(n, x, call) for n, x in message.tensors.items()}
+    check_shapes(call, {n: x.shape for n, x in message.tensors.items()})
+    results = read_results(message, call)
     report = judge(call, results, family=spec.family, seed=spec.seed)
     verdicts = {c.result.replace(" ", "_"): _figures(c) for c in report.cases}
     worst = max(report.cases, key=lambda c: c.units)
@@ -156,34 +153,8 @@ def judge_case(variant: str, message: Message, signer: CaseSigner) -> dict[str, 
 
 
 def _figures(case: Case) -> dict[str, Any]:
-    values = case.to_json()
-    return {name: values[_NAMES.get(name, name)] for name in FIGURES}
-
-
-def _to_raw(x: Tensor) -> RawTensor:
-    dense = x.contiguous()
-    if dense.dtype == torch.bfloat16:
-        bits = dense.view(torch.int16).numpy()
-        return RawTensor("bfloat16", tuple(x.shape), bits.reshape(-1).view(np.uint8).data)
-    return RawTensor.from_numpy(dense.numpy())
-
-
-def _to_tensor(name: str, raw: RawTensor, call: Call) -> Tensor:
-    """Returns an output as a tensor; lists get the dtype of the case.
-
-    Raises:
-        InvalidContent: the output is unknown, or has another shape or dtype.
-    """
-    expected = expected_shapes(call)
-    if name in expected and raw.shape != expected[name]:  # before the numbers are converted
-        raise InvalidContent(
-            f"outputs.{name} has the wrong shape: got {list(raw.shape)}, expected "
-            f"{list(expected[name])}",
-            pointer=pointer_to("outputs", name),
-        )
-    dtype = str(call.dtype)[6:]
-    raw = cast_untyped(raw, f"outputs.{name:.60}", [dtype], dtype, pointer_to("outputs", name))
-    if dtype == "bfloat16":
-        bits = np.frombuffer(raw.data, np.int16).reshape(raw.shape).copy()
-        return torch.from_numpy(bits).view(torch.bfloat16)
-    return torch.from_numpy(np.frombuffer(raw.data, DTYPES[dtype]).reshape(raw.shape).copy())
+    values = {name: getattr(case, _NAMES.get(name, name)) for name in FIGURES}
+    return {
+        name: _WORDS[str(x)] if isinstance(x, float) and not math.isfinite(x) else x
+        for name, x in values.items()
+    }

@@ -20,7 +20,7 @@ __all__ = ["MAX_TOKEN_LENGTH", "CaseSigner"]
 MAX_TOKEN_LENGTH: Final = 4096
 """Most characters of a token; the longest that the service writes has about 1,000."""
 
-_PURPOSE: Final = b"qkv case token"  # the same secret signs nothing else with this key
+_PURPOSE: Final = b"qkv case token"  # separates this key from other uses of the secret
 _FORMAT: Final = 1
 
 

@@ -85,7 +85,8 @@ def one_line_errors(typed: Mapping[str, str] | None = None) -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         raise click.ClickException(_one_line(f"{where}{error.strerror or error}")) from None
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate" not in str(error):  # of torch
+        of_torch = ("can't allocate", "Storage size calculation overflowed")
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in of_torch):
             raise
         raise click.ClickException("out of memory") from None
     except KeyboardInterrupt:

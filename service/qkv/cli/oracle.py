@@ -96,7 +96,7 @@ def oracle(
 
         values: dict[str, Any] = dict(map(parse_parameter, parameters))
         spec = CaseSpec(variant, family, dtype, values, sizes or {}, seed)
-        message = CaseFile(spec, spec.draw()).to_message()
+        message = CaseFile.draw(spec).to_message()
         tensor_files.write(target, message, "inputs")
     report(message, target)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,13 +29,16 @@ from qkv.cli.options import (
 from qkv.cli.oracle import check_case_suffix
 from qkv.cli.service import line_width
 from qkv.client.progress_bar import ProgressBar
-from qkv.errors import QkvError
+from qkv.errors import InvalidContent, QkvError
 from qkv.tensors import DTYPES, RawTensor
 from qkv.wire import json
 from qkv.wire.message import Message
 
 if TYPE_CHECKING:
     from qkv.testing import Case, Report
+    from qkv.testing.call import Call
+    from qkv.testing.case_spec import CaseSpec
+    from qkv.testing.function_runner import Outcome
 
 __all__ = ["verify"]
 
@@ -111,23 +116,28 @@ def verify(
     if program is None:
         if case is None or results is None:
             raise click.UsageError("CASE and RESULTS are missing, or --exec.")
-        given = drop_unset(**options, parameter=parameters or None)
-        if unused := [name for name, value in given.items() if value is not False]:
-            raise click.UsageError(f"--{unused[0]} needs --exec: a case has its own.")
+        _refuse_options_of_exec(parameter=parameters or None, **options)
         report = _verify_file(variant, case, results)
     else:
         if case is not None:
             raise click.UsageError(f"--exec takes no CASE and RESULTS: got {str(case)!r}.")
         report = _verify_program(variant, program, parameters, **options)
-    if as_json:
-        click.echo(json.dump(report.to_json()))
-    else:
-        click.echo("\n".join(map(_wrap, str(report).splitlines())))
-        if program is not None and report.failures:
-            # not wrapped, so that it can be copied
-            command = _oracle_command(report.failures[0], variant, parameters, options)
-            click.echo(f"  to write the worst case: {command}")
+    click.echo(json.dump(report.to_json()) if as_json else _wrap(str(report)))
+    if program is not None and report.failures and not as_json:
+        # not wrapped, so that it can be copied
+        command = _oracle_command(report.failures[0], variant, parameters, options)
+        click.echo(f"  to write the worst case: {command}")
     sys.exit(0 if report.passed else 1)
+
+
+def _refuse_options_of_exec(**options: Any) -> None:
+    """Checks that no option of --exec is given.
+
+    Raises:
+        UsageError: one is.
+    """
+    if unused := [n for n, value in drop_unset(**options).items() if value is not False]:
+        raise click.UsageError(f"--{unused[0]} needs --exec: a case has its own.")
 
 
 def _verify_file(variant: str, case: Path, results: Path) -> Report:
@@ -156,34 +166,59 @@ def _verify_program(
     command: str,
     parameters: tuple[str, ...],
     *,
+    dtype: list[str] | None,
+    families: list[str] | None,
+    skip: list[str] | None,
+    strict: bool,
+    sizes: dict[str, int] | None,
     gradients: bool,
+    seed: int | None,
     timeout: float | None,
-    **options: Any,
 ) -> Report:
     """Runs a program on all families, with a progress bar."""
-    typed = typed_flags(exec=command, sizes=options["sizes"], seed=options["seed"])
+    typed = typed_flags(exec=command, sizes=sizes, seed=seed)
     with one_line_errors(typed | typed_parameters(parameters)):
         from qkv.testing.program import Program
         from qkv.testing.verification import select_dtypes, select_families, verify_runner
 
-        options["seed"], options["skip"] = options["seed"] or 0, options["skip"] or ()
-        program = Program(command, timeout_s=timeout or 60, needs_gradients=gradients)
-        names = select_families(options["families"], options["skip"], options["strict"])
-        total = len(names) * len(select_dtypes(options["dtype"]))
+        program = Program(command, needs_gradients=gradients, **drop_unset(timeout_s=timeout))
+        total = len(select_families(families, skip or (), strict)) * len(select_dtypes(dtype))
         bar, done = ProgressBar("case"), 0
 
-        def run(spec: Any, call: Any) -> Any:
+        def run(spec: CaseSpec, call: Call) -> Outcome:
             nonlocal done
             bar.show(done, total, f"{spec.dtype}, {spec.family}")
             done += 1
             return program(spec, call)
 
+        given = drop_unset(dtype=dtype, families=families, skip=skip, sizes=sizes, seed=seed)
+        values = dict(map(parse_parameter, parameters))
         try:
-            return verify_runner(
-                run, variant, dict(map(parse_parameter, parameters)), name=command, **options
-            )
+            with _exit_on_stop_signals():
+                return verify_runner(run, variant, values, name=command, strict=strict, **given)
         finally:
             bar.close()
+
+
+@contextmanager
+def _exit_on_stop_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into `SystemExit`, so that a program and its files are removed.
+
+    A signal that is ignored, as under nohup, stays so.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in handlers.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _oracle_command(
@@ -199,8 +234,12 @@ def _oracle_command(
     return shlex.join([*words, "-o", "case.safetensors"])
 
 
-def _wrap(line: str) -> str:
-    """Returns a line of a report, wrapped in a terminal."""
+def _wrap(text: str) -> str:
+    """Returns a report, with its lines wrapped in a terminal."""
+    return "\n".join(map(_wrap_line, text.splitlines()))
+
+
+def _wrap_line(line: str) -> str:
     if (width := line_width()) is None or len(line) <= width:
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 4)
@@ -220,11 +259,22 @@ def _errors_name(path: Path) -> Iterator[None]:
 
 
 def _to_bfloat16(message: Message) -> Message:
-    """Returns the message with float32 numbers as bfloat16, where that holds them exactly."""
+    """Returns the message with the float32 numbers of results as bfloat16.
+
+    Raises:
+        InvalidContent: bfloat16 does not hold them.
+    """
     tensors = dict(message.tensors)
     for name, raw in tensors.items():
+        if raw.dtype != "float32" or not (name == "output" or name.startswith("grad_")):
+            continue
         wide = raw.numpy()
         narrow = wide.astype(DTYPES["bfloat16"])
-        if raw.dtype == "float32" and np.array_equal(narrow.astype("f4"), wide, equal_nan=True):
-            tensors[name] = RawTensor.from_numpy(narrow)
+        same = (narrow.astype("f4") == wide) | np.isnan(wide)
+        if not same.all():
+            raise InvalidContent(
+                f"outputs.{name:.60} is not bfloat16: got {wide[~same][0]!s} in float32, expected "
+                "numbers that bfloat16 holds exactly"
+            )
+        tensors[name] = RawTensor.from_numpy(narrow)
     return replace(message, tensors=tensors)

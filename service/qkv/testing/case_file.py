@@ -7,13 +7,14 @@ The message is the request of a run: inputs, `parameters` and `dtype`. Beside th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.client.arrays import from_raw_like, to_raw
 from qkv.errors import InvalidContent, format_value, pointer_to
@@ -35,6 +36,7 @@ GRAD_OUTPUT: Final = "grad_output"
 _REQUEST_FIELDS: Final = ("parameters", "dtype")
 _OPTIONAL_INPUTS: Final = {"mask": "bool", "key_lengths": "int64"}  # and their dtypes
 _MOST_NUMBERS: Final = 1 << 26  # of scores or of the output: each takes about 80 bytes to judge
+_MOST_INPUTS: Final = 1 << 30  # numbers of an input: 8 GiB, since they are drawn in float64
 
 _to_tensor = from_raw_like(torch.empty(0))
 
@@ -50,13 +52,23 @@ class CaseFile(NamedTuple):
     spec: CaseSpec
     call: Call
 
+    @classmethod
+    def draw(cls, spec: CaseSpec) -> CaseFile:
+        """Draws a case, if its sizes are not too large for a file.
+
+        Raises:
+            QkvError: a field of the spec is invalid, or a size is too large.
+        """
+        _check_size(spec.check(), spec.choose_sizes(), "/sizes")
+        return cls(spec, spec.draw())
+
     def to_message(self) -> Message:
         """Returns the content of the file.
 
         Raises:
             InvalidContent: the call is too large to be judged.
         """
-        _check_size(self.call)
+        _check_size(self.call.variant, self.call.axis_sizes, "/inputs")
         assert self.call.grad_output is not None
         fields = self.spec.to_json()
         request = {name: fields.pop(name) for name in _REQUEST_FIELDS}
@@ -74,7 +86,7 @@ class CaseFile(NamedTuple):
         variant = spec.check()
         inputs = _read_inputs(spec, variant, message)
         call = Call(variant, inputs, spec.parameters, getattr(torch, spec.dtype))
-        _check_size(call)
+        _check_size(variant, call.axis_sizes, "/inputs")
         shape = expected_shapes(call)["output"]
         grad_output = _read(message.tensors, GRAD_OUTPUT, spec.dtype, "inputs")
         if tuple(grad_output.shape) != shape:
@@ -166,23 +178,27 @@ def _read(tensors: Mapping[str, RawTensor], name: str, dtype: str, group: str) -
     return tensor
 
 
-def _check_size(call: Call) -> None:
-    """Checks that the call can be judged in memory.
+def _check_size(variant: Variant, sizes: Mapping[str, int], pointer: str) -> None:
+    """Checks that a call with these sizes can be drawn and judged in memory.
 
     Raises:
         InvalidContent: it is too large.
     """
-    sizes = call.axis_sizes
-    counts = (
-        math.prod(sizes.get(x, 1) for x in "BHLS"),
-        math.prod(expected_shapes(call)["output"]),
-    )
-    if max(counts) > _MOST_NUMBERS:
-        raise InvalidContent(
-            f"the case is too large: got {max(counts)} scores or numbers of the output, expected "
-            f"at most {_MOST_NUMBERS}",
-            pointer="/inputs",
-        )
+
+    def count(letters: Iterable[str]) -> int:
+        return math.prod(fixed_size(x) or sizes.get(x, 1) for x in letters)
+
+    drawn = [i for i in variant.inputs.values() if not i.is_optional]
+    results = max(count("BHLS"), count(variant.outputs["output"].letters))
+    for found, text, most in (
+        (results, "scores or numbers of the output", _MOST_NUMBERS),
+        (max(count(i.letters) for i in drawn), "numbers of an input", _MOST_INPUTS),
+    ):
+        if found > most:
+            raise InvalidContent(
+                f"the case is too large: got {found} {text}, expected at most {most}",
+                pointer=pointer,
+            )
 
 
 def _check_numbers(call: Call) -> None:

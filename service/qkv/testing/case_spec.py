@@ -99,18 +99,26 @@ class CaseSpec:
             InvalidContent: another field is invalid, or the family does not apply to the variant,
                 the parameters or the sizes.
         """
-        variant = self.check()
+        self.check()
         try:
-            return draw(
-                variant,
-                self.family,
-                getattr(torch, self.dtype),
-                parameters=self.parameters,
-                sizes=self.sizes,
-                seed=self.seed,
-            )
+            return self.draw_unchecked()
         except NotDrawn as reason:
             raise self._not_drawn(reason) from None
+
+    def draw_unchecked(self) -> Call:
+        """Returns the call of a spec whose fields are valid.
+
+        Raises:
+            NotDrawn: the family does not apply to the variant, the parameters or the sizes.
+        """
+        return draw(
+            find(self.variant),
+            self.family,
+            getattr(torch, self.dtype),
+            parameters=self.parameters,
+            sizes=self.sizes,
+            seed=self.seed,
+        )
 
     def choose_sizes(self) -> dict[str, int]:
         """Returns the size of each axis of the inputs; draws nothing, whatever the sizes.
@@ -152,12 +160,15 @@ def check_sizes(variant: Variant, sizes: Mapping[str, int]) -> None:
 
 
 def input_digest(call: Call) -> str:
-    """Returns a digest of the inputs' names, dtypes, shapes and bits.
+    """Returns a digest of the names, dtypes, shapes and bits of the inputs and `grad_output`.
 
-    Another version of qkv or torch may draw other numbers from the same spec: the digest tells.
+    Another version of qkv or torch may draw other numbers from the same spec: the digest shows it.
     """
     digest = hashlib.sha256()
-    for name, x in call.inputs.items():
+    tensors = dict(call.inputs)
+    if call.grad_output is not None:
+        tensors["grad_output"] = call.grad_output
+    for name, x in tensors.items():
         digest.update(f"{name} {x.dtype} {tuple(x.shape)};".encode())
         digest.update(x.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -16,7 +16,14 @@ from qkv.testing.function_runner import Outcome
 from qkv.testing.report import Report
 from qkv.testing.verification import check_outcome
 
-__all__ = ["GRADIENT", "check_results", "expected_shapes", "judge", "results_by_name"]
+__all__ = [
+    "GRADIENT",
+    "check_results",
+    "check_shapes",
+    "expected_shapes",
+    "judge",
+    "results_by_name",
+]
 
 GRADIENT: Final = "grad_"
 """Begins the name of a gradient among results: `grad_query` is that of `query`."""
@@ -71,30 +78,47 @@ def check_results(call: Call, results: Mapping[str, Tensor], needs_gradients: bo
     Raises:
         InvalidContent: a result is missing or unknown, or has another shape or dtype.
     """
-    expected = expected_shapes(call)
-    has_gradients = needs_gradients or any(n.startswith(GRADIENT) for n in results)
-    for name in expected if has_gradients else ["output"]:
-        if name not in results:
+    check_shapes(call, {n: tuple(x.shape) for n, x in results.items()}, needs_gradients)
+    for name, x in results.items():
+        if x.dtype != call.dtype:
             raise InvalidContent(
-                f"outputs.{name} is missing: got {', '.join(results) or 'nothing'}",
+                f"outputs.{name} has the wrong dtype: got {_short(x.dtype)}, expected "
+                f"{_short(call.dtype)}",
                 pointer=pointer_to("outputs", name),
             )
-    for name, x in results.items():
+
+
+def check_shapes(
+    call: Call, shapes: Mapping[str, tuple[int, ...]], needs_gradients: bool = False
+) -> None:
+    """Checks the names and shapes of results, before their numbers are converted.
+
+    Args:
+        call: the call that they are of.
+        shapes: of the results, by name.
+        needs_gradients: True if gradients must be among them.
+
+    Raises:
+        InvalidContent: a result is missing or unknown, or has another shape.
+    """
+    expected = expected_shapes(call)
+    has_gradients = needs_gradients or any(n.startswith(GRADIENT) for n in shapes)
+    for name in expected if has_gradients else ["output"]:
+        if name not in shapes:
+            raise InvalidContent(
+                f"outputs.{name} is missing: got {', '.join(shapes) or 'nothing'}",
+                pointer=pointer_to("outputs", name),
+            )
+    for name, shape in shapes.items():
         if name not in expected:
             raise InvalidContent(
                 f"outputs.{name:.60} is not known: expected {', '.join(expected)}",
                 pointer=pointer_to("outputs", name),
             )
-        if tuple(x.shape) != expected[name]:
+        if shape != expected[name]:
             raise InvalidContent(
-                f"outputs.{name} has the wrong shape: got {list(x.shape)}, expected "
+                f"outputs.{name} has the wrong shape: got {list(shape)}, expected "
                 f"{list(expected[name])}",
-                pointer=pointer_to("outputs", name),
-            )
-        if x.dtype != call.dtype:
-            raise InvalidContent(
-                f"outputs.{name} has the wrong dtype: got {_short(x.dtype)}, expected "
-                f"{_short(call.dtype)}",
                 pointer=pointer_to("outputs", name),
             )
 

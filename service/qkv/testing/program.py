@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from qkv.wire import safetensors
 __all__ = ["Program"]
 
 _NOT_TAKEN: Final = 77  # the status of a skipped test in GNU Automake's protocol
-_PLACES: Final = ("{in}", "{out}")
+_PLACEHOLDERS: Final = ("{in}", "{out}")
 _TAIL: Final = 4096  # bytes of stderr in which the last line is looked for
 _LONGEST: Final = 200
 
@@ -34,7 +36,7 @@ class Program:
 
     Args:
         command: its words, with {in} and {out} for the paths of both files.
-        timeout_s: seconds after which it is ended, with all processes of its group.
+        timeout_s: time limit of one run in seconds; then its process group is killed.
         needs_gradients: True if results without gradients are a fault.
 
     Raises:
@@ -48,11 +50,11 @@ class Program:
             self._words = shlex.split(command)
         except ValueError as error:
             raise InvalidContent(f"the command is invalid: got {command!r}: {error}") from None
-        for place in _PLACES:
-            if not any(place in word for word in self._words):
+        for placeholder in _PLACEHOLDERS:
+            if not any(placeholder in word for word in self._words):
                 raise InvalidContent(
-                    f"the command is invalid: got {command!r}, expected {' and '.join(_PLACES)} "
-                    "in it, for the paths of the two files"
+                    f"the command is invalid: got {command!r}, expected "
+                    f"{' and '.join(_PLACEHOLDERS)} in it, for the paths of the two files"
                 )
         self._timeout_s, self._needs_gradients = timeout_s, needs_gradients
 
@@ -68,16 +70,16 @@ class Program:
                 file.writelines(safetensors.encode(CaseFile(spec, call).to_message(), "inputs"))
             with Path(folder, "stderr").open("w+b") as stderr:
                 status = self._run(source, target, stderr)
-                said = _last_line(stderr).replace(folder, "...")
+                last_line = _last_line(stderr).replace(folder, "...")
             if status == _NOT_TAKEN:
-                return Outcome({}, not_run=said or f"the program exits with {_NOT_TAKEN}")
+                return Outcome({}, not_run=last_line or f"the program exits with {_NOT_TAKEN}")
             if status != 0:
-                return Outcome({}, _join(_fault(status, self._timeout_s), said))
-            return self._read(target, call, said)
+                return Outcome({}, _join(_fault(status, self._timeout_s), last_line))
+            return self._read(target, call, last_line)
 
     def _run(self, source: Path, target: Path, stderr: IO[bytes]) -> int | None:
         """Returns the exit status, negative for a signal; None after the timeout."""
-        paths = dict(zip(_PLACES, (str(source), str(target)), strict=True))
+        paths = dict(zip(_PLACEHOLDERS, (str(source), str(target)), strict=True))
         # with a group of its own, the program and what it starts can be ended together
         process = subprocess.Popen(
             [_replace(word, paths) for word in self._words],
@@ -95,23 +97,35 @@ class Program:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def _read(self, target: Path, call: Call, said: str) -> Outcome:
+    def _read(self, target: Path, call: Call, last_line: str) -> Outcome:
         """Returns the results in the program's file, or the fault of it."""
         try:
-            content = target.read_bytes()
+            content = _read_regular(target)
         except OSError as error:
-            return Outcome({}, _join(f"no result in {{out}}: {error.strerror}", said))
+            return Outcome({}, _join(f"no result in {{out}}: {error.strerror}", last_line))
         try:
             results = read_results(safetensors.decode(content, "outputs"), call)
             check_results(call, results, self._needs_gradients)
         except QkvError as error:
-            return Outcome({}, _join(f"wrong result in {{out}}: {error.detail}", said))
+            return Outcome({}, _join(f"wrong result in {{out}}: {error.detail}", last_line))
         return Outcome(results_by_name(results))
 
 
+def _read_regular(path: Path) -> bytes:
+    """Returns the content of a file; the read of a FIFO or a device might never end.
+
+    Raises:
+        OSError: it is missing, or not a regular file.
+    """
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):  # the error of a folder is the system's
+        raise OSError(errno.EINVAL, "not a regular file")
+    return path.read_bytes()
+
+
 def _replace(word: str, paths: Mapping[str, str]) -> str:
-    for place, path in paths.items():
-        word = word.replace(place, path)
+    for placeholder, path in paths.items():
+        word = word.replace(placeholder, path)
     return word
 
 
@@ -126,8 +140,8 @@ def _fault(status: int | None, timeout_s: float) -> str:
         return f"ended by signal {-status}"
 
 
-def _join(fault: str, said: str) -> str:
-    return f"{fault}: {said}" if said else fault
+def _join(fault: str, last_line: str) -> str:
+    return f"{fault}: {last_line}" if last_line else fault
 
 
 def _last_line(stderr: IO[bytes]) -> str:

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from qkv.attention.catalogue import find
 from qkv.errors import InvalidContent
 from qkv.testing.call import Call
-from qkv.testing.case_spec import DTYPES, CaseSpec, check_sizes
+from qkv.testing.case_spec import DTYPES, CaseSpec
 from qkv.testing.cases import Case, compare
 from qkv.testing.diagnosis import Observation, diagnose
-from qkv.testing.families import FAMILIES, NotDrawn, draw
+from qkv.testing.families import FAMILIES, NotDrawn
 from qkv.testing.function_runner import Framework, Outcome, run_function
 from qkv.testing.report import Report
 from qkv.testing.torch_kernel import run_torch_kernel
@@ -151,37 +150,38 @@ def verify_runner(
     Raises:
         QkvError: the variant, a family, a dtype or a parameter is invalid.
     """
-    chosen, skip = find(variant), list(skip)
-    if parameters.get("dropout"):
-        raise InvalidContent("dropout cannot be verified: its random numbers are qkv's own")
-    chosen.parse(parameters)
-    check_sizes(chosen, sizes or {})
+    skip = list(skip)
+    spec = CaseSpec(variant, parameters=dict(parameters), sizes=dict(sizes or {}), seed=seed)
+    spec.check()
     names = select_families(families, skip, strict)
-    cases = [Case(n, "", "output", None, not_run="skipped on request") for n in skip]
+    pairs = itertools.product(select_dtypes(dtype), names)
+    ran, diagnosis = _run_cases(run, (replace(spec, family=f, dtype=d) for d, f in pairs))
+    cases = [Case(n, "", "output", None, not_run="skipped on request") for n in skip] + ran
+    return Report(
+        function=name,
+        variant=variant,
+        parameters=parameters,
+        seed=seed,
+        cases=_without_unsupported(cases) if dtype is None else cases,
+        diagnosis=diagnosis,
+    )
+
+
+def _run_cases(run: Runner, specs: Iterable[CaseSpec]) -> tuple[list[Case], list[str]]:
+    """Returns the verdicts on all cases, and the names of the bugs that explain them."""
+    cases: list[Case] = []
     observations: list[Observation] = []
-    for each, family in itertools.product(select_dtypes(dtype), names):
-        spec = CaseSpec(chosen.name, family, each, parameters, sizes or {}, seed)
+    for spec in specs:
         try:
-            call = draw(
-                chosen, family, getattr(torch, each), parameters=parameters, sizes=sizes, seed=seed
-            )
+            call = spec.draw_unchecked()
         except NotDrawn as reason:
-            cases.append(Case(family, each, "output", None, not_run=str(reason)))
+            cases.append(Case(spec.family, spec.dtype, "output", None, not_run=str(reason)))
             continue
-        found, observation = check_outcome(family, call, run(spec, call))
+        found, observation = check_outcome(spec.family, call, run(spec, call))
         cases += found
         if observation is not None:
             observations.append(observation)
-    if dtype is None:
-        cases = _without_unsupported(cases)
-    return Report(
-        function=name,
-        variant=chosen.name,
-        parameters=parameters,
-        seed=seed,
-        cases=cases,
-        diagnosis=diagnose(observations),
-    )
+    return cases, diagnose(observations)
 
 
 def select_families(families: Iterable[str] | None, skip: Iterable[str], strict: bool) -> list[str]:

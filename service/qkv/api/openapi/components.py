@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 from qkv.api.openapi import layer_schemas
-from qkv.api.openapi.schemas import COUNT, TEXT, Schema, closed, ref
+from qkv.api.openapi.schemas import COUNT, NON_FINITE, TEXT, Schema, closed, ref
 from qkv.tensors import DTYPES
 
 __all__ = ["COMPONENTS"]
 
-_NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
 _BASE64: Final = "^[A-Za-z0-9+/]*={0,2}$"
 
 
@@ -66,7 +65,7 @@ COMPONENTS: Final[dict[str, Schema]] = {
         "Numbers",
         'Nested lists of numbers, not ragged. "NaN", "Infinity" and "-Infinity" are numbers.',
         {"type": "number"},
-        TEXT | {"enum": _NON_FINITE},
+        TEXT | {"enum": NON_FINITE},
     ),
     **_lists("WholeNumbers", "Nested lists of integers, not ragged.", {"type": "integer"}),
     **_lists("Booleans", "Nested lists of booleans, not ragged.", {"type": "boolean"}),

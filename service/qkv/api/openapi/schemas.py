@@ -13,6 +13,7 @@ from qkv.tensors import FLOATING
 __all__ = [
     "COUNT",
     "ENCODING",
+    "NON_FINITE",
     "TEXT",
     "TIMEOUT",
     "Schema",
@@ -25,6 +26,7 @@ __all__ = [
 Schema = dict[str, Any]
 
 TEXT: Final[Schema] = {"type": "string"}
+NON_FINITE: Final = ["NaN", "Infinity", "-Infinity"]
 COUNT: Final[Schema] = {"type": "integer", "minimum": 0}
 ENCODING: Final[Schema] = {
     "type": ["string", "null"],

@@ -19,6 +19,7 @@ from qkv.api.openapi.problem_responses import problem_responses
 from qkv.api.openapi.schemas import (
     COUNT,
     ENCODING,
+    NON_FINITE,
     TEXT,
     TIMEOUT,
     Schema,
@@ -42,7 +43,7 @@ _SIZES: Final = {"B": 1, "H": 1, "L": 2, "S": 2, "D": 2}
 
 @cache
 def examples() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Returns a request of each kind with its response. Their token is of no service."""
+    """Returns a request of each kind with its response. No service accepts their token."""
     signer = CaseSigner("example")
     drawn = {"family": "normal", "seed": 1, "sizes": _SIZES, "parameters": {"causal": True}}
     case = draw_case("softmax", json.decode(json.dump(drawn), "outputs"), signer)
@@ -162,10 +163,12 @@ def _figures() -> dict[str, Schema]:
         "torch_error": "The largest error of torch's own kernel; null if there is none.",
         "torch_units": "The same in units of the budget.",
     }
-    number: Schema = {"anyOf": [{"type": "number"}, {"enum": ["inf", "-inf", None]}]}
+    number: Schema = {"anyOf": [{"type": "number"}, {"enum": NON_FINITE}]}
+    maybe: Schema = {"anyOf": [*number["anyOf"], {"type": "null"}]}
     kinds: dict[str, Schema] = {
         "passed": {"type": "boolean"},
         "worst_index": {"type": "array", "items": COUNT},
+        **dict.fromkeys(("cosine", "torch_error", "torch_units"), maybe),
     }
     return {n: kinds.get(n, number) | {"description": texts[n]} for n in FIGURES}
 
