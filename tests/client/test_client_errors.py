@@ -163,7 +163,8 @@ def test_response_of_another_server_is_a_qkv_error(
     def respond(_: httpx.Request) -> httpx.Response:
         return httpx.Response(status, headers=headers, content=content)
 
-    with Client("http://elsewhere", transport=httpx.MockTransport(respond)) as client:
+    transport = httpx.MockTransport(respond)
+    with Client("http://elsewhere", transport=transport, retries=0) as client:
         for call in (
             lambda: client.attend("softmax", **numbers()),
             lambda: client.convert({"W": np.ones(2)}, source="v1", target="v2"),

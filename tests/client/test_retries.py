@@ -153,7 +153,7 @@ def test_retries_are_limited(send: Any, retries: int) -> None:
         problem(422, "invalid-content"), problem(422, "invalid-content", retry_after="0"),
         problem(400, "unparseable"), problem(404, "not-found"), problem(413, "too-large"),
         problem(500, "internal"), problem(503, "not-now"), problem(504, "too-late"),
-        (502, {}, b"<h1>Bad gateway</h1>"), (200, {}, b"<h1>Welcome</h1>"),
+        (404, {}, b"<h1>Not found</h1>"), (200, {}, b"<h1>Welcome</h1>"),
     ],
     ids=lambda refusal: str(refusal[0]),
 )  # fmt: skip
@@ -162,6 +162,77 @@ def test_permanent_error_is_not_retried(send: Any, refusal: Reply) -> None:
         with pytest.raises(QkvError):
             send(script.url, catalogue)
         assert len(script.bodies) == 1
+
+
+PROXY_ERRORS: list[Reply] = [
+    (500, {}, b""),
+    (500, {"content-type": "text/plain; charset=utf-8"}, b"Internal Server Error"),
+    (502, {"content-type": "text/html"}, b"<h1>Bad gateway</h1>"),
+    (503, {"content-type": "application/json"}, b'{"status": 503, "detail": "no upstream"}'),
+    (504, {"content-type": "text/plain"}, b"upstream request timeout"),
+]
+of_proxies = pytest.mark.parametrize(
+    "failure", PROXY_ERRORS, ids=["empty 500", "500", "502", "503", "504"]
+)
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The delays between attempts of both clients, which do not wait for them."""
+    delays: list[float] = []
+
+    async def sleeps(delay: float) -> None:
+        delays.append(delay)
+
+    # only the names in the client: other code sleeps too
+    monkeypatch.setattr("qkv.client.client.time", SimpleNamespace(sleep=delays.append))
+    monkeypatch.setattr("qkv.client.async_client.asyncio", SimpleNamespace(sleep=sleeps))
+    return delays
+
+
+@KINDS
+@of_proxies
+def test_server_error_of_a_proxy_is_retried(send: Any, failure: Reply, delays: list[float]) -> None:
+    inputs = numbers()
+    with scripted(failure, busy("3"), None, GOOD) as script:
+        assert send(script.url, catalogue) == [{"variant": "a"}]
+    assert delays == [0.1, 3.0, 1.6]
+    with scripted(failure, failure, problem(422, "invalid-content")) as script:
+        with pytest.raises(errors.InvalidContent):
+            send(script.url, lambda client: client.attend("softmax", **inputs))
+        first, *again = script.bodies
+        assert again == [first] * 2
+
+
+@KINDS
+@of_proxies
+@pytest.mark.parametrize("retries", [0, 2])
+def test_retries_after_errors_of_a_proxy_are_limited(
+    send: Any, failure: Reply, retries: int, delays: list[float]
+) -> None:
+    with scripted(failure) as script:
+        with pytest.raises(QkvError):
+            send(script.url, catalogue, retries=retries)
+        assert len(script.bodies) == retries + 1
+    assert delays == [0.1, 0.4][:retries]
+
+
+@KINDS
+def test_problem_document_of_the_service_ends_the_retries(send: Any, delays: list[float]) -> None:
+    status, _, text = problem(500, "internal")  # type: ignore[misc]
+    written = status, {"content-type": "Application/Problem+JSON; charset=utf-8"}, text
+    with scripted((502, {}, b""), written, GOOD) as script:
+        with pytest.raises(errors.Internal, match="because"):
+            send(script.url, catalogue)
+        assert len(script.bodies) == 2
+
+
+@KINDS
+def test_limit_of_a_proxy_is_service_unavailable(send: Any) -> None:
+    full: Reply = (503, {"retry-after": "7"}, b"Request dropped due to backpressure")
+    with scripted(full) as script, pytest.raises(errors.ServiceUnavailable) as caught:
+        send(script.url, catalogue, retries=0)
+    assert caught.value.retry_after == 7
 
 
 @KINDS
@@ -189,16 +260,8 @@ def test_service_that_starts_later_is_reached(send: Any) -> None:
     ],
 )  # fmt: skip
 def test_any_retry_after_is_a_delay_of_at_most_10_seconds(
-    send: Any, retry_after: str, monkeypatch: pytest.MonkeyPatch
+    send: Any, retry_after: str, delays: list[float]
 ) -> None:
-    delays: list[float] = []
-
-    async def sleeps(delay: float) -> None:
-        delays.append(delay)
-
-    # only the names in the client: other code sleeps too
-    monkeypatch.setattr("qkv.client.client.time", SimpleNamespace(sleep=delays.append))
-    monkeypatch.setattr("qkv.client.async_client.asyncio", SimpleNamespace(sleep=sleeps))
     for retries in (1, 0):
         replies = [busy(retry_after), GOOD] if retries else [busy(retry_after)]
         with scripted(*replies) as script:

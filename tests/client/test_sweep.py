@@ -217,6 +217,7 @@ def test_closed_sweep_yields_no_cells() -> None:
         [drop_connection, drop_connection],
         [drop_connection, problem_reply(503, "not-now", retry_after="0")],
         [event_reply(end="cut"), event_reply(b": nothing yet\n\n", end="cut")],
+        [json_reply(b"Internal Server Error", 500, kind="text/plain"), drop_connection],
     ],
 )
 def test_request_is_sent_again_until_the_first_event(
@@ -264,7 +265,7 @@ def test_broken_connection_after_the_first_event_is_not_retried(run_sweep: RunSw
         (event_reply(b"event: cell\ndata: {\n\n"), 400),
         (json_reply({"cells": []}), 400),
         (json_reply(b"<html>", kind="text/html"), 400),
-        (json_reply(b"<html>", 502, kind="text/html"), 400),
+        (json_reply(b"<html>", 404, kind="text/html"), 400),
     ],
 )
 def test_invalid_response_is_a_qkv_error(run_sweep: RunSweep, line: Reply, status: int) -> None:

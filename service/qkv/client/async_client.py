@@ -205,7 +205,7 @@ class AsyncClient:
             is_last = attempt == self._retries
             try:
                 response = await self._exchange(spec)
-                if is_last or (delay_s := retry_delay_s(response)) is None:
+                if is_last or (delay_s := retry_delay_s(response, attempt)) is None:
                     return parse_response(spec, response)
             except CONNECTION_ERRORS as error:
                 if is_last:
@@ -240,7 +240,7 @@ class AsyncClient:
                                 yield event
                         return
                     await response.aread()
-                    if is_last or (delay_s := retry_delay_s(response)) is None:
+                    if is_last or (delay_s := retry_delay_s(response, attempt)) is None:
                         raise to_error(response)
             except CONNECTION_ERRORS as error:
                 if is_last or has_started:

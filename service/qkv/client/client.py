@@ -50,7 +50,8 @@ class Client:
         api_key: one of the service's keys; None: the variable QKV_API_KEY, else no key.
         timeout: seconds for each step of a request (connect, write, read); None: no limit.
         retries: how often a request is sent again. This happens after a response with Retry-After,
-            and after a connection that was refused or broke.
+            after a server error without a problem document (a proxy sent it), and after a
+            connection that was refused or broke.
         transport: httpx transport, for tests.
 
     Raises:
@@ -307,7 +308,7 @@ class Client:
             is_last = attempt == self._retries
             try:
                 response = self._exchange(spec)
-                if is_last or (delay_s := retry_delay_s(response)) is None:
+                if is_last or (delay_s := retry_delay_s(response, attempt)) is None:
                     return parse_response(spec, response)
             except CONNECTION_ERRORS as error:
                 if is_last:
@@ -342,7 +343,7 @@ class Client:
                             yield event
                         return
                     response.read()
-                    if is_last or (delay_s := retry_delay_s(response)) is None:
+                    if is_last or (delay_s := retry_delay_s(response, attempt)) is None:
                         raise to_error(response)
             except CONNECTION_ERRORS as error:
                 if is_last or has_started:

@@ -12,7 +12,8 @@ from typing import Final, NoReturn, TypeVar
 import httpx
 
 from qkv.client.request_builders import RequestSpec
-from qkv.errors import MalformedRequest, QkvError, from_problem
+from qkv.errors import MalformedRequest, QkvError, ServiceUnavailable, from_problem
+from qkv.wire import json
 
 __all__ = [
     "CONNECTION_ERRORS",
@@ -65,11 +66,27 @@ def raise_connection_error(error: Exception, url: str) -> NoReturn:
     raise error
 
 
-def retry_delay_s(response: httpx.Response) -> float | None:
-    """Returns the delay until a rejected request may be retried; None: it must not be retried."""
-    if response.status_code != 503 or "retry-after" not in response.headers:
-        return None
-    return min(_retry_after_s(response), _MAX_DELAY_S)
+def retry_delay_s(response: httpx.Response, attempt: int) -> float | None:
+    """Returns the delay before a failed request is sent again; None: it must not be sent again.
+
+    A service at its limits responds with Retry-After. A server error without a problem document is
+    not of the service but of a proxy in front of it: for instance, the worker behind it died.
+
+    Args:
+        response: to the request.
+        attempt: how often the request was sent again already.
+    """
+    if "retry-after" in response.headers and response.status_code == 503:
+        return min(_retry_after_s(response), _MAX_DELAY_S)
+    if response.is_server_error and not _is_problem(response):
+        return backoff_s(attempt)
+    return None
+
+
+def _is_problem(response: httpx.Response) -> bool:
+    """Returns True if the media type of a response is that of problem documents."""
+    kind: str = response.headers.get("content-type", "")
+    return kind.partition(";")[0].strip().lower() == json.PROBLEM_TYPE
 
 
 def _retry_after_s(response: httpx.Response) -> float:
@@ -82,7 +99,7 @@ def _retry_after_s(response: httpx.Response) -> float:
 
 
 def backoff_s(attempt: int) -> float:
-    """Returns the delay before a request whose connection failed is retried."""
+    """Returns the delay after a failure for which nothing gives a delay."""
     return min(0.1 * 4.0**attempt, _MAX_DELAY_S)
 
 
@@ -98,10 +115,14 @@ def parse_response(spec: RequestSpec[_T], response: httpx.Response) -> _T:
 
 def to_error(response: httpx.Response) -> QkvError:
     """Builds the exception of an error response."""
+    retry_after = int(_retry_after_s(response) or 1)
     try:
         problem = response.json()
     except ValueError:
         problem = None
-    if not isinstance(problem, dict):
-        return MalformedRequest(f"HTTP {response.status_code} without a problem document")
-    return from_problem(response.status_code, problem, int(_retry_after_s(response) or 1))
+    if isinstance(problem, dict):
+        return from_problem(response.status_code, problem, retry_after)
+    detail = f"HTTP {response.status_code} without a problem document"
+    if response.status_code == 503:  # of a proxy that is at its limits
+        return ServiceUnavailable(detail, retry_after=retry_after)
+    return MalformedRequest(detail)
