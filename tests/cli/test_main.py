@@ -113,7 +113,6 @@ def refuses(host: str, port: int) -> bool:
         ((), {"QKV_READ_TIMEOUT_S": "inf"}, ["QKV_READ_TIMEOUT_S", "inf", "finite"]),
         ((), {"QKV_WORKER": "3"}, ["QKV_WORKER is", "QKV_WORKERS?"]),
         ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
-        (("--port", "0"), {"QKV_COLOUR": "red"}, ["QKV_COLOUR", "QKV_HOST", "QKV_STUCK_S"]),
         (
             ("--port", "-1"),
             {"QKV_URL": "http://127.0.0.1"},

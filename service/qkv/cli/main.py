@@ -87,10 +87,11 @@ for command in (
 def _load_settings(flags: dict[str, Any]) -> Any:
     import pydantic
 
-    from qkv.settings import Settings, reject_unknown_variables
+    from qkv.settings import Settings, find_unknown_variables
 
     try:
-        reject_unknown_variables(os.environ)
+        for unknown in find_unknown_variables(os.environ):
+            click.echo(f"Warning: {unknown} is not a setting and has no effect", err=True)
         return Settings(**{n: v for n, v in flags.items() if v is not None})
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]

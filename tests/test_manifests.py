@@ -1,0 +1,302 @@
+"""Tests of the manifests in deploy/: they conform to the schemas and agree with the service."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import kubernetes_validate
+import pytest
+from jsonschema import ValidationError
+
+from qkv.server.supervisor import _BACKLOG_TIMEOUT_S, _EXIT_TIMEOUT_S
+from qkv.server.worker import DRAIN_NOTICE_S
+from qkv.settings import Settings
+from support.kubernetes_schemas import VERSIONS, check_type, through_sdk
+from support.kustomization import DEPLOY, OVERLAYS, Resource, build, load
+from support.paths import ROOT
+from support.processes import Process
+from support.service_processes import child_pids
+
+DOCKERFILE: Final = (ROOT / "Dockerfile").read_text()
+CLUSTERS: Final = (ROOT / "docs/clusters.md").read_text()
+BUILT: Final = {str(path.relative_to(DEPLOY)): build(path) for path in OVERLAYS}
+GIB: Final = 1 << 30
+each_overlay = pytest.mark.parametrize("overlay", BUILT)
+
+
+def find(resources: list[Resource], kind: str) -> Resource:
+    """Returns the only resource of a kind."""
+    (resource,) = (r for r in resources if r["kind"] == kind)
+    return resource
+
+
+def pod(overlay: str) -> dict[str, Any]:
+    """Returns the pod's specification of an overlay; of KServe's, as far as both kinds state it."""
+    if overlay.startswith("k8s"):
+        spec: dict[str, Any] = find(BUILT[overlay], "Deployment")["spec"]["template"]["spec"]
+        return spec
+    runtime = find(BUILT[overlay], "ClusterServingRuntime")["spec"]
+    predictor = find(BUILT[overlay], "InferenceService")["spec"]["predictor"]
+    return {**predictor, **runtime}
+
+
+def container(overlay: str) -> dict[str, Any]:
+    """Returns the only container of the pods of an overlay."""
+    (only,) = pod(overlay)["containers"]
+    assert isinstance(only, dict)
+    return only
+
+
+def environment(overlay: str) -> dict[str, Any]:
+    """Returns the variables of the container: a value, or its source."""
+    return {v["name"]: v.get("value", v.get("valueFrom")) for v in container(overlay)["env"]}
+
+
+def setting(overlay: str, name: str) -> Any:
+    """Returns the value of a setting in the container."""
+    text = environment(overlay).get(f"QKV_{name.upper()}")
+    return Settings.model_fields[name].default if text is None else int(text)
+
+
+def memory(overlay: str) -> int:
+    """Returns the memory limit in bytes."""
+    limit = re.fullmatch(r"(\d+)Gi", container(overlay)["resources"]["limits"]["memory"])
+    assert limit
+    return int(limit[1]) * GIB
+
+
+# schemas
+
+
+def test_four_overlays_exist() -> None:
+    assert sorted(BUILT) == [
+        f"{folder}/overlays/{device}" for folder in ("k8s", "kserve") for device in ("cpu", "gpu")
+    ]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which contains kustomize")
+@each_overlay
+def test_kustomize_builds_the_same_resources(overlay: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(DEPLOY / overlay)], capture_output=True, text=True, check=True
+    )
+    (tmp_path / "built.yaml").write_text(done.stdout)
+
+    def in_order(resources: list[Resource]) -> list[Resource]:
+        return sorted(resources, key=lambda r: str(r["kind"]))
+
+    assert in_order(load(tmp_path / "built.yaml")) == in_order(BUILT[overlay])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", [o for o in BUILT if o.startswith("k8s")])
+def test_kubernetes_kinds_conform_to_the_strict_schemas(overlay: str, version: str) -> None:
+    for resource in BUILT[overlay]:
+        assert kubernetes_validate.validate(resource, version, strict=True) == version
+
+
+@pytest.mark.parametrize("overlay", [o for o in BUILT if o.startswith("kserve")])
+def test_kserve_kinds_survive_a_round_trip_through_the_sdk(overlay: str) -> None:
+    assert {r["kind"] for r in BUILT[overlay]} == {"ClusterServingRuntime", "InferenceService"}
+    for resource in BUILT[overlay]:
+        assert through_sdk(resource) == resource
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("ClusterServingRuntime", ("spec", "terminationGracePeriodSeconds"), 60),
+        ("ClusterServingRuntime", ("spec", "protocolVersion"), "v2"),
+        ("ClusterServingRuntime", ("spec", "protocolVersions"), "v2"),
+        ("ClusterServingRuntime", ("spec", "containers", 0, "readinesProbe"), {}),
+        ("ClusterServingRuntime", ("spec", "containers", 0, "readinessProbe", "path"), "/readyz"),
+        ("ClusterServingRuntime", ("spec", "containers", 0, "lifecycle", "preStop", "wait"), {}),
+        ("ClusterServingRuntime", ("spec", "containers", 0, "args", 5), 8080),
+        ("ClusterServingRuntime", ("spec", "supportedModelFormats", 0, "autoselect"), True),
+        ("InferenceService", ("spec", "predictor", "terminationGracePeriod"), 60),
+        ("InferenceService", ("spec", "predictor", "minReplicas"), "2"),
+        ("InferenceService", ("spec", "predictor", "model", "format"), "qkv"),
+        ("InferenceService", ("spec", "predictor", "autoScaling", "behavior", "scaleDwn"), {}),
+        ("InferenceService", ("metadata", "annotation"), {}),
+    ],
+)
+def test_round_trip_finds_wrong_fields_of_kserve(
+    kind: str, path: tuple[Any, ...], value: Any
+) -> None:
+    wrong = node = copy.deepcopy(find(BUILT["kserve/overlays/cpu"], kind))
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    with pytest.raises((ValueError, TypeError, ValidationError)):
+        through_sdk(wrong)
+
+
+def test_scaled_object_has_fields_of_keda() -> None:
+    """The fields of KEDA's documentation: kubernetes-validate has no schema of KEDA's kinds."""
+    (scaled,) = load(DEPLOY / "k8s/keda/scaled-object.yaml")
+    assert scaled.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    spec = scaled["spec"]
+    assert spec.keys() == {
+        *("scaleTargetRef", "minReplicaCount", "maxReplicaCount", "triggers", "advanced")
+    }
+    assert spec["scaleTargetRef"] == {"name": "qkv"}
+    (trigger,) = spec["triggers"]
+    assert trigger.keys() == {"type", "metadata"}
+    assert all(isinstance(text, str) for text in trigger["metadata"].values())
+    assert trigger["metadata"].keys() == {"serverAddress", "query", "threshold"}
+    (config,) = spec["advanced"].values()
+    check_type(config["behavior"], "io.k8s.api.autoscaling.v2.HorizontalPodAutoscalerBehavior")
+
+
+# agreement with the image and the service
+
+
+@each_overlay
+def test_container_is_hardened_and_runs_as_the_user_of_the_image(overlay: str) -> None:
+    security = pod(overlay).get("securityContext", {}) | container(overlay)["securityContext"]
+    user = re.search(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)
+    assert user
+    assert security == {
+        "runAsNonRoot": True,
+        "runAsUser": int(user[1]),
+        "runAsGroup": int(user[1]),
+        "seccompProfile": {"type": "RuntimeDefault"},
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod(overlay)["automountServiceAccountToken"] is False
+    assert pod(overlay)["enableServiceLinks"] is False
+    assert [m["mountPath"] for m in container(overlay)["volumeMounts"]] == ["/tmp"]
+
+
+@each_overlay
+def test_ports_are_those_of_the_command(overlay: str) -> None:
+    only = container(overlay)
+    (port,) = only["ports"]
+    command = re.search(r"^CMD (.*)$", DOCKERFILE, re.MULTILINE)
+    assert command
+    arguments = only.get("args", json.loads(command[1]))
+    assert arguments == ["qkv", "serve", "--host", "0.0.0.0", "--port", str(port["containerPort"])]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert only[probe]["httpGet"]["port"] in (port["name"], port["containerPort"])
+    if overlay.startswith("kserve"):
+        assert (only["name"], port["containerPort"]) == ("kserve-container", 8080)
+        annotations = find(BUILT[overlay], "ClusterServingRuntime")["spec"]["annotations"]
+        assert annotations["prometheus.kserve.io/port"] == "8080"
+    else:
+        annotations = find(BUILT[overlay], "Deployment")["spec"]["template"]["metadata"][
+            "annotations"
+        ]
+        assert annotations["prometheus.io/port"] == str(port["containerPort"])
+        (service_port,) = find(BUILT[overlay], "Service")["spec"]["ports"]
+        assert service_port["targetPort"] == port["name"]
+
+
+@each_overlay
+def test_probes_ask_the_service(overlay: str, url: str) -> None:
+    only = container(overlay)
+    paths = {
+        p: only[p]["httpGet"]["path"] for p in ("startupProbe", "readinessProbe", "livenessProbe")
+    }
+    assert paths == {
+        "startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"
+    }  # fmt: skip
+    assert all(httpx.get(url + path).status_code == 200 for path in paths.values())
+
+
+@each_overlay
+def test_grace_period_covers_the_sleep_and_the_longest_drain(overlay: str) -> None:
+    sleep = container(overlay)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    longest = (
+        2 * DRAIN_NOTICE_S + _BACKLOG_TIMEOUT_S + setting(overlay, "drain_s") + _EXIT_TIMEOUT_S
+    )
+    assert pod(overlay)["terminationGracePeriodSeconds"] > sleep + longest
+    probe = container(overlay)["readinessProbe"]
+    assert sleep > 2 * probe["periodSeconds"] * probe["failureThreshold"]
+
+
+@each_overlay
+def test_every_variable_is_a_setting_with_a_valid_value(overlay: str) -> None:
+    known = {f"QKV_{name.upper()}" for name in Settings.model_fields}
+    assert set(environment(overlay)) <= known
+    plain = {n: v for n, v in environment(overlay).items() if isinstance(v, str)}
+    Settings.model_validate({n.removeprefix("QKV_").lower(): v for n, v in plain.items()})
+    for name, key in (("QKV_API_KEYS", "api-keys"), ("QKV_VERIFY_SECRET", "verify-secret")):
+        reference = {"name": "qkv", "key": key, "optional": True}
+        assert environment(overlay)[name] == {"secretKeyRef": reference}
+        assert f"--from-literal={key}=" in CLUSTERS
+
+
+@each_overlay
+def test_workers_and_queues_fit_the_limits(overlay: str) -> None:
+    resources = container(overlay)["resources"]
+    cpus = int(resources["limits"]["cpu"])
+    assert resources["requests"] == {"cpu": str(cpus), "memory": resources["limits"]["memory"]}
+    queue = setting(overlay, "max_queue_bytes")
+    if overlay.endswith("cpu"):
+        assert environment(overlay)["QKV_DEVICE"] == "cpu"
+        assert environment(overlay)["QKV_WORKERS"] == {
+            "resourceFieldRef": {"resource": "limits.cpu"}
+        }
+        transfers = setting(overlay, "max_body_bytes") + 2 * setting(overlay, "max_answer_bytes")
+        assert memory(overlay) > cpus * (queue + transfers + GIB // 2)
+    else:
+        workers = setting(overlay, "workers")
+        assert environment(overlay)["QKV_DEVICE"] == "cuda"
+        assert resources["limits"]["nvidia.com/gpu"] == "1"
+        assert cpus == workers + 1  # the device process
+        assert memory(overlay) > workers * queue + (workers + 1) * GIB
+
+
+@each_overlay
+def test_resources_find_each_other(overlay: str) -> None:
+    resources = BUILT[overlay]
+    if overlay.startswith("kserve"):
+        model = find(resources, "InferenceService")["spec"]["predictor"]["model"]
+        runtime = find(resources, "ClusterServingRuntime")["spec"]
+        assert model["modelFormat"]["name"] == runtime["supportedModelFormats"][0]["name"]
+        assert model["protocolVersion"] in runtime["protocolVersions"]
+        return
+    labels = find(resources, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert find(resources, "Deployment")["spec"]["selector"]["matchLabels"] == labels
+    assert find(resources, "Service")["spec"]["selector"] == labels
+    assert find(resources, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    assert find(resources, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
+    target = find(resources, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", "qkv")
+
+
+def test_scaling_reads_metrics_of_the_queue_that_exist(url: str) -> None:
+    files = [*DEPLOY.rglob("autoscaler.yaml"), *DEPLOY.rglob("scaled-object.yaml")]
+    files += DEPLOY.rglob("base/inference-service.yaml")
+    named = {m for path in files for m in re.findall(r"qkv_[a-z_]+", path.read_text())}
+    assert named == {"qkv_queue_depth", "qkv_queue_wait_seconds_sum"}
+    metrics = httpx.get(f"{url}/metrics").text
+    assert all(re.search(rf"^{name}[ {{]", metrics, re.MULTILINE) for name in named)
+
+
+def test_commands_of_the_page_name_every_overlay() -> None:
+    assert set(re.findall(r"kubectl apply -k deploy/(\S+)", CLUSTERS)) == set(BUILT)
+
+
+@pytest.mark.slow
+def test_device_process_uses_no_shared_memory_of_the_system(
+    shared_process: Callable[..., Process],
+) -> None:
+    """Pods mount no memory for /dev/shm."""
+    started = shared_process("--workers", "2", QKV_DEVICE_PROCESS="one")
+    for pid in [started.popen.pid, *child_pids(started.popen.pid)]:
+        assert "/dev/shm" not in Path(f"/proc/{pid}/maps").read_text()
+        assert not any(
+            str(path.readlink()).startswith("/dev/shm")
+            for path in Path(f"/proc/{pid}/fd").iterdir()
+        )
