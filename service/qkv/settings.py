@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -34,6 +34,7 @@ _OTEL: Final = (
 )
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, section 11.2
+_DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
 _LEAST_SECRET: Final = 32  # characters: 128 bits, if they are random hexadecimal digits
@@ -86,7 +87,7 @@ class Settings(BaseSettings):
             ge=0,
             le=1024,
             description="Number of worker processes. 0 means one per CPU that affinity and cgroup "
-            "quota allow, or 1 on a GPU.",
+            "quota allow. On GPUs it means one per device, but at most one per CPU.",
         ),
     ] = 0
     device_process: Annotated[
@@ -96,6 +97,14 @@ class Settings(BaseSettings):
             "uses it for all workers. auto means one for several workers on a GPU, otherwise each."
         ),
     ] = "auto"
+    devices: Annotated[
+        str | None,
+        Field(
+            description="Comma-separated devices, all cpu or all cuda:N, such as cuda:0,cuda:1. "
+            "Each has a device process. A request runs on the one with the least queued work. By "
+            "default there is one device, QKV_DEVICE."
+        ),
+    ] = None
     threads: Annotated[
         int,
         Field(
@@ -239,6 +248,24 @@ class Settings(BaseSettings):
             raise ValueError(f"a secret has at least {_LEAST_SECRET} characters")
         return value
 
+    @field_validator("devices")
+    @classmethod
+    def _are_devices(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        names = _split(value)
+        kinds = {name.partition(":")[0] for name in names}
+        if not all(map(_DEVICE.fullmatch, names)) or len(kinds) > 1:
+            raise ValueError(
+                "expected cpu, cuda or cuda:N, with commas between several of one kind: requests "
+                "have other bits on another kind"
+            )
+        if info.data.get("device") not in ("auto", *kinds):
+            raise ValueError(f"QKV_DEVICE is {info.data.get('device')}: leave one of both out")
+        if info.data.get("device_process") == "each":
+            raise ValueError("QKV_DEVICE_PROCESS is each: leave one of both out")
+        return value
+
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, value: str | None) -> str | None:
@@ -256,6 +283,12 @@ class Settings(BaseSettings):
     def keys(self) -> list[str]:
         """The API keys; empty: no authentication."""
         return [] if self.api_keys is None else _split(self.api_keys.get_secret_value())
+
+    @property
+    def device_names(self) -> list[str]:
+        """The device of each device process, cuda:0 for cuda; empty: `devices` is not set."""
+        names = [] if self.devices is None else _split(self.devices)
+        return ["cuda:0" if name == "cuda" else name for name in names]
 
     @property
     def origins(self) -> list[str]:

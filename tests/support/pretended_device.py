@@ -280,6 +280,9 @@ class PretendedDevice(Accelerator):
         counts.clear()
         log.clear()
 
+    def use_in_this_thread(self) -> None:
+        """Does nothing: torch cannot select such a device."""
+
     def new_stream(self) -> Any:
         """Returns a stream; the first is for inputs, as `Accelerator` uses it."""
         return _Stream(next(self._names))

@@ -134,16 +134,21 @@ class RawRequest:
         return b"connection: close" in self.head
 
 
-def device_process_pid(service_process: Process) -> int:
-    """Returns the id of the only child that has no listening socket."""
+def device_process_pids(service_process: Process) -> list[int]:
+    """Returns the ids of the children that have no listening socket."""
     _, port = address(service_process)
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     (inode,) = (r[9] for r in rows if r[3] == "0A" and int(r[1].partition(":")[2], 16) == port)
-    (found,) = (
+    return [
         pid
         for pid in child_pids(service_process.popen.pid)
         if f"socket:[{inode}]" not in {os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
-    )
+    ]
+
+
+def device_process_pid(service_process: Process) -> int:
+    """Returns the id of the only child that has no listening socket."""
+    (found,) = device_process_pids(service_process)
     return found
 
 

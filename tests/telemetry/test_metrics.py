@@ -23,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from ruamel.yaml import YAML
 
+from qkv.api.endpoints.metrics import exposition
 from qkv.attention.catalogue import variants
 from qkv.jobs.job import Job
 from qkv.telemetry.metrics import BUCKETS, OUTCOMES, MetricsRecorder, SharedMetrics, Usage
 from qkv.telemetry.model_stats import ModelStatsRecorder
-from qkv.telemetry.worker_state import WorkerState
+from qkv.telemetry.worker_state import SharedState, WorkerState
 from support.paths import ROOT
 from support.processes import Process, running_command, wait_until
 from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
@@ -75,7 +76,7 @@ def test_format_and_names_follow_prometheus(url: str) -> None:
         assert re.fullmatch(r"qkv_[a-z_]+", family.name)
         assert family.documentation.endswith(".")
         assert (f"{family.name}_total " in text) == (family.type == "counter")
-        assert family.samples or family.name.startswith("qkv_device_memory")
+        assert family.samples or family.name.startswith(("qkv_device_memory", "qkv_device_process"))
         assert all(sample.value >= 0 for sample in family.samples)
 
 
@@ -426,10 +427,15 @@ def queries() -> list[str]:
     return panels + [v["query"] for v in DASHBOARD["templating"]["list"]]
 
 
+def text_with_device_processes() -> str:
+    """Returns the page of a service with every metric that there can be on a CPU."""
+    return exposition(SharedState(1, models=tuple(variants()), devices=["cpu"]), "cpu")
+
+
 @pytest.mark.parametrize("query", queries())
-def test_dashboard_queries_name_existing_metrics_and_labels(server: Server, query: str) -> None:
+def test_dashboard_queries_name_existing_metrics_and_labels(query: str) -> None:
     """Every name in a query is a metric of /metrics, and every label one of that metric."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = text_with_device_processes()
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         if not family.samples:  # such as device memory on a CPU
@@ -451,16 +457,18 @@ def test_dashboard_queries_name_existing_metrics_and_labels(server: Server, quer
     assert (query.count("("), query.count("{")) == (query.count(")"), query.count("}"))
 
 
-def test_dashboard_test_fails_for_an_unknown_metric_or_label(server: Server) -> None:
+def test_dashboard_test_fails_for_an_unknown_metric_or_label() -> None:
     for wrong in ("sum(qkv_nothing)", "sum by (outcome) (rate(qkv_batch_size_sum[5m]))"):
         with pytest.raises(AssertionError):
-            test_dashboard_queries_name_existing_metrics_and_labels(server, wrong)
+            test_dashboard_queries_name_existing_metrics_and_labels(wrong)
 
 
 def test_every_metric_is_on_the_dashboard_except_build_info(server: Server) -> None:
     text = httpx.get(f"{server.url}/metrics").text
     query_text = " ".join(queries())
     families = {family.name for family in text_string_to_metric_families(text)}
+    there = text_string_to_metric_families(text_with_device_processes())
+    assert families == {family.name for family in there}
     unseen = {name for name in families if name not in query_text}
     assert unseen == {"qkv_build_info", "qkv_other_requests"}
 

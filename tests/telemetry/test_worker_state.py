@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from qkv.server.process import usable_cpus
+from qkv.telemetry.metrics import Usage
 from qkv.telemetry.worker_state import SharedState
 
 
@@ -37,6 +38,55 @@ def test_service_is_ready_when_every_worker_is() -> None:
     assert shared_state.is_ready
     in_a_fork(lambda: workers[1].set_ready(False))
     assert not shared_state.is_ready
+
+
+def test_service_is_ready_while_one_device_process_is() -> None:
+    shared_state = SharedState(2, devices=["cuda:0", "cuda:1"])
+    one, other, *devices = (shared_state.worker(index) for index in shared_state.processes)
+    for worker in (one, other):
+        worker.set_ready(True)
+    assert (shared_state.is_ready, shared_state.is_complete) == (False, False)
+    in_a_fork(lambda: devices[1].set_ready(True))
+    assert (shared_state.is_ready, shared_state.is_complete) == (True, False)
+    in_a_fork(lambda: devices[0].set_ready(True))
+    assert (shared_state.is_ready, shared_state.is_complete) == (True, True)
+    one.set_ready(False)
+    assert (shared_state.is_ready, shared_state.is_complete) == (False, False)
+
+
+def test_memory_of_devices_is_a_sum_and_processes_of_one_device_share_its_total() -> None:
+    shared_state = SharedState(1, devices=["cuda:0", "cuda:1", "cuda:0"])
+    for number, total in enumerate((10, 7, 10)):
+        shared_state.worker(1 + number).set_usage(Usage(1, 2, 3, 4, total))
+    assert shared_state.usage == Usage(3, 6, 9, 12, 17)
+    shared_state = SharedState(3)  # each uses the same device
+    for number in range(3):
+        shared_state.worker(number).set_usage(Usage(1, 2, 3, 4, 10))
+    assert shared_state.usage == Usage(3, 6, 9, 12, 10)
+
+
+def test_restarts_of_device_processes_are_counted() -> None:
+    shared_state = SharedState(1, devices=["cpu", "cpu"])
+    assert shared_state.device_restarts == [0, 0]
+    for index in (0, 1, 2, 2, 2, 0):
+        shared_state.worker(index)
+    assert shared_state.device_restarts == [0, 2]
+
+
+def test_queued_work_is_the_sum_of_all_workers_and_that_of_an_exited_one_is_cleared() -> None:
+    shared_state = SharedState(2, devices=["cpu", "cpu", "cpu"])
+    for worker, work in ((0, (1.0, 2.0, 3.0)), (1, (10.0, 20.0, 2.0**60))):
+
+        def write(worker: int = worker, work: tuple[float, ...] = work) -> None:
+            for number, each in enumerate(work):
+                shared_state.queued_work.set(worker, number, each)
+
+        in_a_fork(write)
+    assert shared_state.queued_work.totals() == [11.0, 22.0, 3.0 + 2.0**60]
+    shared_state.clear_row(2)  # of a device process
+    assert shared_state.queued_work.totals() == [11.0, 22.0, 3.0 + 2.0**60]
+    shared_state.clear_row(1)
+    assert shared_state.queued_work.totals() == [1.0, 2.0, 3.0]
 
 
 def test_restarted_worker_has_a_cleared_row() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +102,7 @@ def create_app(
     Args:
         settings: None reads them from the environment.
         worker: this process's part of the shared state; None: this is the only process.
-        remote: the device process's engine; None: this process has an engine of its own.
+        remote: the engine of the device processes; None: this process has an engine of its own.
     """
     runtime = _build_runtime((settings or Settings()).with_secret(), worker, remote)
     app = FastAPIOffline(  # serves the scripts of /docs itself: no request to another host
@@ -130,7 +130,7 @@ def _build_runtime(
     if worker is None:
         worker = new_shared_state(settings, 1).worker(0)
         worker.set_ready(True)
-    engine: JobExecutor = remote or _new_engine(settings, worker)
+    engine: JobExecutor = remote or _new_engine(settings, settings.device, worker)
     engine.admission.body_timeout_s = settings.read_timeout_s
     recorder = worker.metrics_recorder
     request_log = None
@@ -235,14 +235,14 @@ def _complete_document(app: FastAPI, is_guarded: bool) -> None:
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend it
 
 
-def _new_engine(settings: Settings, worker: WorkerState) -> Engine:
-    """Returns an engine of this process.
+def _new_engine(settings: Settings, device: str, worker: WorkerState) -> Engine:
+    """Returns an engine of this process on the device of a name.
 
     Raises:
         ValueError: the device does not exist.
     """
     return Engine(
-        new_device(find_device(settings.device), settings.tf32),
+        new_device(find_device(device), settings.tf32),
         max_batch=settings.max_batch,
         threads=settings.threads,
         limit=queue_limits(settings),
@@ -259,29 +259,28 @@ def queue_limits(settings: Settings) -> Load:
 
 def new_device_process(
     settings: Settings,
+    device: str,
     worker: WorkerState,
     shared_memory: SharedMemory,
     control_socket: socket.socket,
     parent_alive_fd: int,
 ) -> DeviceProcess:
-    """Returns the process that owns the device and runs the jobs of all workers.
+    """Returns the process that owns the device of a name and runs jobs of all workers.
 
     Raises:
         ValueError: the device does not exist.
     """
-    engine, limits = _new_engine(settings, worker), job_limits(settings)
+    engine, limits = _new_engine(settings, device, worker), job_limits(settings)
     return DeviceProcess(engine, worker, shared_memory, limits, control_socket, parent_alive_fd)
 
 
-def new_shared_state(
-    settings: Settings, workers: int, *, device_process: bool = False
-) -> SharedState:
-    """Returns the shared state of workers and device process. Call it before the forks."""
+def new_shared_state(settings: Settings, workers: int, devices: Sequence[str] = ()) -> SharedState:
+    """Returns the shared state of workers and device processes. Call it before the forks."""
     return SharedState(
         workers,
         settings.stuck_s,
         settings.stuck_device_s,
         models=tuple(catalogue.variants()),
         max_batch_size=settings.max_batch or GPU_MAX_BATCH,
-        device_process=device_process,
+        devices=devices,
     )

@@ -51,8 +51,13 @@ def main() -> None:
 @click.option(
     "--workers",
     type=int,
-    help="Worker processes; 0 starts one per CPU, or one on a GPU.  [env var: QKV_WORKERS; "
+    help="Worker processes; 0 starts one per CPU, or one per GPU.  [env var: QKV_WORKERS; "
     "default: 0]",
+)
+@click.option(
+    "--devices",
+    metavar="NAMES",
+    help="Devices, such as cuda:0,cuda:1; each has a process.  [env var: QKV_DEVICES]",
 )
 def serve(**flags: Any) -> None:
     """Serves over HTTP until Ctrl-C or SIGTERM.

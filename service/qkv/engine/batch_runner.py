@@ -13,10 +13,15 @@ from typing import Final, NoReturn
 from qkv.engine.accounting import JobAccounting
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device
-from qkv.engine.device_errors import MemoryBudget, release_memory, to_client_error
+from qkv.engine.device_errors import (
+    EngineStopped,
+    MemoryBudget,
+    release_memory,
+    to_client_error,
+)
 from qkv.engine.executor import JobOutput, Launched, launch
 from qkv.engine.work_queue import JobResult
-from qkv.errors import QkvError, ServiceUnavailable
+from qkv.errors import QkvError
 from qkv.jobs.job import Job
 
 __all__ = ["DEVICE_RETRY_AFTER_S", "BatchRunner", "Launch"]
@@ -105,7 +110,7 @@ class BatchRunner:
             return [*self._accounting.record_batch(jobs, enqueued_at, outputs)]
         if self._device.is_fatal(cause):
             _log.critical("the device has failed; this process ends", exc_info=cause)
-            failed = ServiceUnavailable("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
+            failed = EngineStopped("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
             self._on_fatal(failed)
             return [failed for _ in jobs]
         if self._device.is_out_of_memory(cause):

@@ -9,13 +9,20 @@ from typing import Final
 from qkv.engine.device.device import Device
 from qkv.errors import Internal, PayloadTooLarge, QkvError, ServiceUnavailable
 
-__all__ = ["MemoryBudget", "release_memory", "to_client_error"]
+__all__ = ["EngineStopped", "MemoryBudget", "release_memory", "to_client_error"]
 
 _REQUESTED: Final = re.compile(r"allocate ([\d.]+) (bytes|[KMGTPE]iB)")
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NEARLY_ALL: Final = 0.9
 _MIN_BUDGET_BYTES: Final = 1 << 20
 _RECOVERY_STEPS: Final = 64  # full batches without an error that restore an empty budget
+
+
+class EngineStopped(ServiceUnavailable):
+    """The engine runs no more jobs: its device has failed, or its process stops.
+
+    An engine in another process may run the job.
+    """
 
 
 def release_memory(error: BaseException, device: Device) -> None:

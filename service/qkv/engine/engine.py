@@ -22,7 +22,7 @@ from qkv.engine.admission import AdmissionController
 from qkv.engine.batch_runner import DEVICE_RETRY_AFTER_S, BatchRunner, Launch
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device
-from qkv.engine.device_errors import MemoryBudget
+from qkv.engine.device_errors import EngineStopped, MemoryBudget
 from qkv.engine.executor import Launched, launch
 from qkv.engine.warmup import warm_up
 from qkv.engine.work_queue import (
@@ -78,14 +78,11 @@ class Engine:
 
     Attributes:
         device_name: as responses give it.
-        is_shared: always false: another worker has an engine of its own.
         accounting: results and statistics of its jobs.
         admission: admits requests before their bodies are read.
         batch_runner: runs the batches.
         failed: set once no job can run in this process any more.
     """
-
-    is_shared = False
 
     def __init__(
         self,
@@ -299,10 +296,10 @@ class Engine:
             f"the request waited {wait_ms:g} ms in the queue, its deadline passed"
         )
 
-    def _unavailable_error(self) -> ServiceUnavailable:
+    def _unavailable_error(self) -> EngineStopped:
         if self.failed.is_set():
-            return ServiceUnavailable("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
-        return ServiceUnavailable("the service is stopping", retry_after=5)
+            return EngineStopped("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
+        return EngineStopped("the service is stopping", retry_after=5)
 
     def remove(self, queued_job: QueuedJob) -> bool:
         """Removes a job from the queue; returns False if it is not queued any more."""
@@ -312,6 +309,7 @@ class Engine:
             return self._queue.remove(queued_job)
 
     def _run_thread(self) -> None:
+        self.device.use_in_this_thread()
         if self._runs_inline and sys.platform == "linux":
             # the event loop runs small jobs beside a large one, and must not wait for a turn
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

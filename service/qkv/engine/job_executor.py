@@ -15,19 +15,19 @@ __all__ = ["JobExecutor"]
 
 
 class JobExecutor(Protocol):
-    """Runs the jobs of one process, on a device of its own or in the device process.
+    """Runs the jobs of one process, on a device of its own or in device processes.
 
     Attributes:
-        device_name: as responses give it.
-        is_shared: one device runs the jobs of all workers.
         admission: admits requests before their bodies are read.
         failed: set once no job can run in this process any more.
     """
 
-    device_name: str
-    is_shared: bool
     admission: AdmissionController
     failed: asyncio.Event
+
+    @property
+    def device_name(self) -> str:
+        """The device, as responses give it; several have commas between them."""
 
     def start(self) -> None:
         """Starts; call it on the event loop that will submit jobs."""

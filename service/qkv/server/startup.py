@@ -1,4 +1,4 @@
-"""Start of the service: finds the device, binds the socket, and runs the supervisor.
+"""Start of the service: finds the devices, binds the socket, and runs the supervisor.
 
 `serve` is the entry point of `qkv serve`.
 """
@@ -32,16 +32,19 @@ def serve(settings: Settings) -> int:
     _load_tracing(settings)
     limit_malloc_arenas()
     listening = listener.listen(settings.host, settings.port)
-    device_type = _find_device_type(settings.device)
-    workers = settings.workers or (usable_cpus() if device_type == "cpu" else 1)
-    has_device_process = settings.device_process == "one" or (
-        settings.device_process == "auto" and device_type != "cpu" and workers > 1
+    devices = _find_devices(settings)
+    is_cpu = devices[0] == "cpu"
+    # on GPUs, a worker reads requests as fast as one device runs them
+    workers = settings.workers or (usable_cpus() if is_cpu else min(len(devices), usable_cpus()))
+    has_device_processes = bool(settings.device_names) or (
+        settings.device_process == "one"
+        or (settings.device_process == "auto" and not is_cpu and workers > 1)
     )
-    state = new_shared_state(settings, workers, device_process=has_device_process)
+    state = new_shared_state(settings, workers, devices if has_device_processes else ())
     shared_memory = (
-        _new_shared_memory(workers, settings.max_queue_bytes) if has_device_process else None
+        _new_shared_memory(workers, settings.max_queue_bytes) if has_device_processes else None
     )
-    return Supervisor(settings, listening, state, device_type, shared_memory).run()
+    return Supervisor(settings, listening, state, devices, shared_memory).run()
 
 
 def _load_tracing(settings: Settings) -> None:
@@ -68,24 +71,29 @@ def _new_shared_memory(regions: int, size: int) -> SharedMemory:
         ) from None
 
 
-def _find_device_type(name: str) -> str:
-    """Returns the device type that the workers will use.
+def _find_devices(settings: Settings) -> list[str]:
+    """Returns the names of the devices that the service will use; at least one.
 
-    A forked process finds it: if the supervisor initialised the driver, its children could not
+    A forked process finds them: if the supervisor initialised the driver, its children could not
     use it.
 
     Raises:
         click.ClickException: torch finds no such device.
     """
+    names = settings.device_names or [settings.device]
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         with contextlib.suppress(BaseException):
-            os.write(writer, find_device(name).type.encode())
+            for name in names:
+                os.write(writer, f"{find_device(name)}\n".encode())
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        found = pipe.read().decode()
+        found = pipe.read().decode().splitlines()
     os.waitpid(pid, 0)
-    if not found:
-        raise click.ClickException(f"QKV_DEVICE is {name}, but torch finds no such device")
+    if len(found) < len(names):
+        setting = f"QKV_DEVICES has {names[len(found)]}"
+        if not settings.device_names:
+            setting = f"QKV_DEVICE is {settings.device}"
+        raise click.ClickException(f"{setting}, but torch finds no such device")
     return found

@@ -1,6 +1,6 @@
 """Supervisor process: forks, restarts and drains the workers.
 
-The supervisor also forks the device process, if there is one. It imports torch and starts no
+The supervisor also forks the device processes, if there are any. It imports torch and starts no
 thread, so that a forked worker is ready within a fraction of a second. `startup.serve` runs it.
 """
 
@@ -15,9 +15,12 @@ import select
 import signal
 import socket
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import click
+import numpy as np
 import uvloop
 
 from qkv.api.app import new_device_process, queue_limits
@@ -40,8 +43,9 @@ curl {url}/v1/attention/softmax --json \
 '{{"inputs": {{"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}}}'"""
 
 _POLL_INTERVAL_S: Final = 0.05
-# Consecutive polls with every worker stuck before the supervisor responds with 503: after the whole
-# service was suspended, all heartbeats are late for a moment.
+# Consecutive polls with every worker stuck before the supervisor responds with 503, or with a stuck
+# device process before it is replaced: after the whole service was suspended, all heartbeats are
+# late for a moment.
 _STUCK_POLLS: Final = 20
 _BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections in the backlog
 _EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
@@ -49,14 +53,14 @@ _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Supervisor:
-    """Forks, monitors and restarts the workers, and the device process if there is one.
+    """Forks, monitors and restarts the workers, and the device processes if there are any.
 
     Args:
         settings: settings of the service.
         listening: socket that all workers accept from.
         state: state shared by all processes.
-        device_type: type of the device, as torch names it.
-        shared_memory: memory of workers and device process; None: each worker has an engine.
+        devices: names of the devices, as torch has them.
+        shared_memory: memory of workers and device processes; None: each worker has an engine.
     """
 
     def __init__(
@@ -64,17 +68,19 @@ class Supervisor:
         settings: Settings,
         listening: socket.socket,
         state: SharedState,
-        device_type: str,
+        devices: Sequence[str],
         shared_memory: SharedMemory | None,
     ) -> None:
         self._settings = settings
         self._listening = listening
         self._state = state
-        self._device_type = device_type
+        self._devices = devices
         self._shared_memory = shared_memory
         self._broker = None if shared_memory is None else SocketBroker(len(state))
         self._indices: dict[int, int] = {}  # index in the shared state, by process id
         self._started_at: list[float] = [0.0] * len(state.processes)
+        self._restart_at: dict[int, float] = {}  # by index, of the processes that have exited
+        self._stuck_polls: Counter[int] = Counter()  # consecutive ones, by index
         self._signal_count = 0
         # no process writes to it; a child reads end of file once the supervisor has exited
         self._parent_alive_pipe = os.pipe()
@@ -87,24 +93,19 @@ class Supervisor:
         # the processes share.
         gc.collect()
         gc.freeze()
-        for index in reversed(self._state.processes):  # workers wait for the device process
+        for index in reversed(self._state.processes):  # workers wait for a device process
             self._start(index)
-        is_announced, stuck_polls = False, 0
+        is_announced = False
         while not self._signal_count:
-            if not is_announced and self._state.is_ready:
+            if not is_announced and self._state.is_complete:
                 is_announced = True
                 self._announce()
             for index in self._collect_exited():
                 if not is_announced:
                     return self._give_up()
-                self._restart(index)
-            stuck_polls = (
-                stuck_polls + 1
-                if set(range(len(self._state))) <= set(self._state.stuck_processes)
-                else 0
-            )
-            if stuck_polls > _STUCK_POLLS:
-                listener.reject_pending(self._listening, "every worker is stuck")
+                self._plan_restart(index)
+            self._start_planned()
+            self._handle_stuck()
             time.sleep(_POLL_INTERVAL_S)
         return self._drain()
 
@@ -153,30 +154,53 @@ class Supervisor:
         if self._shared_memory is None or self._broker is None or control_socket is None:
             return run_worker(settings, self._listening, worker, None, parent_alive_fd)
         self._broker.close()
-        if index == len(self._state):
+        if index >= len(self._state):
             self._listening.close()
+            device = self._devices[index - len(self._state)]
             device_process = new_device_process(
-                settings, worker, self._shared_memory, control_socket, parent_alive_fd
+                settings, device, worker, self._shared_memory, control_socket, parent_alive_fd
             )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 is_clean = runner.run(device_process.run())
             return 0 if is_clean else 1
         region = self._shared_memory.region(index)
-        remote = RemoteEngine(
-            self._device_type, region, control_socket, self._state, queue_limits(settings)
-        )
+        remote = RemoteEngine(index, region, control_socket, self._state, queue_limits(settings))
         return run_worker(settings, self._listening, worker, remote, parent_alive_fd)
 
-    def _restart(self, index: int) -> None:
-        """Restarts a process, at most once a second."""
+    def _plan_restart(self, index: int) -> None:
+        """Plans to restart a process, at most once a second."""
         lived_s = time.monotonic() - self._started_at[index]
         _print_line(f"{self._name(index)} exited after {lived_s:.1f} s; restarting it")
-        if lived_s < 1:
-            time.sleep(1 - lived_s)
-        self._start(index)
+        self._restart_at[index] = self._started_at[index] + 1
+
+    def _start_planned(self) -> None:
+        """Starts the processes whose time has come."""
+        now = time.monotonic()
+        for index in [i for i, restart_at in self._restart_at.items() if restart_at <= now]:
+            del self._restart_at[index]
+            self._start(index)
+
+    def _handle_stuck(self) -> None:
+        """Rejects new connections while every worker is stuck; kills a stuck device process if
+        another one accepts jobs, which then gets its jobs."""
+        stuck, workers = self._state.stuck_processes, range(len(self._state))
+        self._stuck_polls = Counter({index: self._stuck_polls[index] + 1 for index in stuck})
+        if min(self._stuck_polls[index] for index in workers) > _STUCK_POLLS:
+            listener.reject_pending(self._listening, "every worker is stuck")
+        ready = set(len(self._state) + np.flatnonzero(self._state.device_rows["ready"]))
+        for pid, index in self._indices.items():
+            is_device = index not in workers
+            if is_device and self._stuck_polls[index] > _STUCK_POLLS and ready - set(stuck):
+                _print_line(f"{self._name(index)} is stuck; ending it")
+                os.kill(pid, signal.SIGKILL)
+                self._stuck_polls[index] = 0  # it may take a while to end
 
     def _name(self, index: int) -> str:
-        return f"worker {index}" if index < len(self._state) else "the device process"
+        if (number := index - len(self._state)) < 0:
+            return f"worker {index}"
+        if len(self._devices) == 1:
+            return "the device process"
+        return f"device process {number} ({self._devices[number]})"
 
     def _collect_exited(self) -> list[int]:
         """Returns the indices of the processes that have exited since the last call."""
@@ -213,7 +237,7 @@ class Supervisor:
         self._listening.close()
         deadline = time.monotonic() + DRAIN_NOTICE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
         workers = range(len(self._state))
-        for group in (workers, self._state.processes):  # the device process after the workers
+        for group in (workers, self._state.processes):  # device processes after the workers
             for pid, index in self._indices.items():
                 if index in group:
                     os.kill(pid, signal.SIGTERM)
@@ -239,7 +263,9 @@ class Supervisor:
         host = f"[{host}]" if ":" in host else host
         workers = f"{len(self._state)} worker{'s' if len(self._state) > 1 else ''}"
         url = f"http://{host}:{port}"
-        _print_line(_TRY.format(url=url, device=self._device_type, workers=workers))
+        counts = Counter(self._devices).items()
+        device = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
+        _print_line(_TRY.format(url=url, device=device, workers=workers))
 
 
 def _print_line(text: str) -> None:

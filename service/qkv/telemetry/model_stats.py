@@ -113,6 +113,13 @@ class ModelStats:
             ],
         }
 
+    def process_totals(self, process: int) -> tuple[int, float]:
+        """Returns the number of inferences of a process, and their seconds of computation, each
+        batch counted once."""
+        sizes = self._counts[process, :, _HEAD:].reshape(len(self._indices), -1, _PER_SIZE).sum(0)
+        counts, seconds = sizes[:, 0], sizes[:, 3 + _STAGES.index("compute_infer")]
+        return int(counts @ np.arange(1, len(counts) + 1)), float(seconds.sum())
+
 
 class ModelStatsRecorder:
     """Records the jobs of one process; safe across its threads."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from qkv.telemetry.metrics import MetricsRecorder, SharedMetrics, Usage
 from qkv.telemetry.model_stats import ModelStats, ModelStatsRecorder
+from qkv.telemetry.queued_work import QueuedWork
 
 __all__ = ["SharedState", "WorkerState"]
 
@@ -25,7 +26,8 @@ _ROW: Final = np.dtype(
         ("busy_since", "f8"),  # start of the batch that its device runs; 0: idle
         ("in_flight", "i8"),  # requests that run a job and have no response yet
         ("connections", "i8"),  # open connections
-        ("ready", "?"),  # accepts requests
+        ("ready", "?"),  # accepts requests or jobs
+        ("was_ready", "?"),  # has accepted some since it started
         ("usage", [(name, "i8") for name in Usage._fields]),  # as of its last heartbeat
     ],
     align=True,
@@ -44,11 +46,14 @@ class SharedState:
         stuck_device_s: seconds of one batch after which a device counts as stuck.
         models: names of the variants.
         max_batch_size: limit of requests in a batch.
-        device_process: True if a device process runs the workers' jobs; it has the last row.
+        devices: name of the device of each device process; they have the last rows. Empty: each
+            worker runs its jobs itself.
 
     Attributes:
+        devices: as the argument.
         models: loaded flags and statistics of the variants.
         metrics: request counts of all processes.
+        queued_work: work on each device.
     """
 
     def __init__(
@@ -58,16 +63,19 @@ class SharedState:
         stuck_device_s: float = 600.0,
         models: Sequence[str] = (),
         max_batch_size: int = 1,
-        device_process: bool = False,
+        devices: Sequence[str] = (),
     ) -> None:
         self._stuck_s, self._stuck_device_s = stuck_s, stuck_device_s
-        self._workers, rows = workers, workers + device_process
+        self.devices = tuple(devices)
+        self._workers, rows = workers, workers + len(devices)
         self.models = ModelStats(models, rows, max_batch_size)
         self.metrics = SharedMetrics(models, rows)
-        block = mmap.mmap(-1, _ROW.itemsize * rows + 1)  # anonymous, shared with forks
+        self.queued_work = QueuedWork(workers, len(devices))
+        block = mmap.mmap(-1, (_ROW.itemsize + 8) * rows + 1)  # anonymous, shared with forks
         self._rows = np.frombuffer(block, _ROW, rows)
+        self._starts = np.frombuffer(block, "i8", rows, self._rows.nbytes)
         # read for each request: a memoryview is faster than an array
-        self._draining = memoryview(block)[_ROW.itemsize * rows :].cast("?")
+        self._draining = memoryview(block)[self._rows.nbytes + self._starts.nbytes :].cast("?")
 
     def __len__(self) -> int:
         """Returns the number of workers."""
@@ -75,16 +83,19 @@ class SharedState:
 
     @property
     def processes(self) -> range:
-        """The indices of all processes, the device process last."""
+        """The indices of all processes, the device processes last."""
         return range(len(self._rows))
 
     def clear_row(self, index: int) -> None:
-        """Clears the row of a process that has exited."""
+        """Clears the row of a process that has exited, and its queued work if it is a worker."""
         self._rows[index] = np.zeros((), _ROW)
+        if index < self._workers:
+            self.queued_work.clear(index)
 
     def worker(self, index: int) -> WorkerState:
-        """Clears the row of a process; returns its state."""
+        """Clears the row of a process that starts; returns its state."""
         self.clear_row(index)
+        self._starts[index] += 1
         row, metrics_recorder = self._rows[index : index + 1], self.metrics.recorder(index)
         return WorkerState(self, row, self.models.recorder(index), metrics_recorder)
 
@@ -99,13 +110,35 @@ class SharedState:
 
     @property
     def is_ready(self) -> bool:
-        """True while all workers accept requests, and the device process accepts jobs."""
-        return bool(self._rows["ready"].all()) and not self.is_draining
+        """True while all workers accept requests, and a device process accepts jobs."""
+        devices = self.device_rows["ready"]
+        has_device = bool(devices.any()) or not len(devices)
+        return has_device and bool(self.worker_rows["ready"].all()) and not self.is_draining
+
+    @property
+    def is_complete(self) -> bool:
+        """True while every process accepts requests or jobs."""
+        return bool(self._rows["ready"].all())
+
+    @property
+    def engine_count(self) -> int:
+        """The number of processes that run jobs."""
+        return len(self.devices) or self._workers
 
     @property
     def worker_rows(self) -> np.ndarray:
         """The rows of the workers."""
         return self._rows[: self._workers]
+
+    @property
+    def device_rows(self) -> np.ndarray:
+        """The rows of the device processes."""
+        return self._rows[self._workers :]
+
+    @property
+    def device_restarts(self) -> list[int]:
+        """The number of restarts of each device process."""
+        return [max(0, int(starts) - 1) for starts in self._starts[self._workers :]]
 
     @property
     def in_flight(self) -> int:
@@ -114,10 +147,15 @@ class SharedState:
 
     @property
     def usage(self) -> Usage:
-        """The queues of all processes, and their use of device memory."""
+        """The queues of all processes, and their use of device memory. Processes on one device
+        share its total."""
         usages = self._rows["usage"]
         totals = [int(usages[name].sum()) for name in Usage._fields]
-        return Usage(*totals)._replace(total_bytes=int(usages["total_bytes"].max()))
+        names = [""] * self._workers + list(self.devices)
+        sizes: dict[str, int] = {}
+        for name, size in zip(names, usages["total_bytes"].tolist(), strict=True):
+            sizes[name] = max(size, sizes.get(name, 0))
+        return Usage(*totals)._replace(total_bytes=sum(sizes.values()))
 
     @property
     def stuck_processes(self) -> list[int]:
@@ -191,3 +229,5 @@ class WorkerState:
     def set_ready(self, is_ready: bool) -> None:
         """Records whether this process accepts requests or jobs."""
         self._row["ready"] = is_ready
+        if is_ready:
+            self._row["was_ready"] = True

@@ -49,7 +49,8 @@ def starter(command: Start, module: str) -> Start:
     """Returns a function that starts the service of a module."""
 
     def started(workers: int = WORKERS, **environment: str) -> Process:
-        tests = {"PYTHONPATH": str(ROOT / "tests")}
+        paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        tests = {"PYTHONPATH": os.pathsep.join(paths)}
         environment = {"QKV_DEVICE_PROCESS": "one"} | tests | environment
         arguments = ("serve", "--port", "0", "--workers", str(workers))
         process = command(*arguments, module=module, **environment)

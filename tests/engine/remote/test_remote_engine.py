@@ -3,148 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
-from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import launch
-from qkv.engine.remote.channel import Channel, SocketBroker
-from qkv.engine.remote.device_process import DeviceProcess
+from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import MessageType
-from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.sent_plans import SentPlans
-from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.head_stats import HEAD_STATS
 from qkv.jobs.measure.row_metrics import ROW_METRICS
-from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support import engines
 from support.any_device import any_device as any_device
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import bits, hold, hold_device_thread
+from support.remote_service import (
+    LIMITS,
+    Service,
+    end_connection,
+    free_bytes,
+    plain,
+    queued_count,
+    run,
+    until,
+    wait_until_free,
+)
 
 pytestmark = pytest.mark.usefixtures("any_device")
-
-LIMITS: Final = Limits(response_bytes=1 << 30, job_bytes=1 << 30)
-
-
-class Service:
-    """The remote engines of several workers, and a device process."""
-
-    def __init__(self, workers: int, size: int, **options: Any) -> None:
-        self.shared_state = SharedState(
-            workers, models=tuple(variants()), max_batch_size=32, device_process=True
-        )
-        self.shared_memory = SharedMemory(workers, size)
-        defaults: dict[str, Any] = {
-            "device": engines.new_test_device(), "max_batch": 32, "stack": True,
-            "verifier": BatchVerifier("off"),
-        }  # fmt: skip
-        self.engine = Engine(**defaults | options)
-        self.socket_broker = SocketBroker(workers)
-        self._control_sockets = [self.socket_broker.create_control_socket(workers)]
-        self._alive_pipe = os.pipe()
-        worker = self.shared_state.worker(workers)
-        process = DeviceProcess(
-            self.engine,
-            worker,
-            self.shared_memory,
-            LIMITS,
-            self._control_sockets[0],
-            self._alive_pipe[0],
-        )
-        self._running = asyncio.ensure_future(process.run())
-        self.remotes = [self.remote(index) for index in range(workers)]
-
-    def remote(self, index: int) -> RemoteEngine:
-        """Starts the remote engine of a worker, or replaces it."""
-        self._control_sockets.append(self.socket_broker.create_control_socket(index))
-        remote = RemoteEngine(
-            "cpu", self.shared_memory.region(index), self._control_sockets[-1], self.shared_state
-        )
-        remote.start()
-        self.socket_broker.connect(index)
-        return remote
-
-    async def close(self) -> None:
-        """Stops as if the supervisor was killed: remote engines first."""
-        for remote in self.remotes:
-            await remote.stop()
-        os.close(self._alive_pipe[1])
-        await self._running
-        os.close(self._alive_pipe[0])
-        for control_socket in self._control_sockets:
-            control_socket.close()
-        self.socket_broker.close()
-
-
-@asynccontextmanager
-async def service(workers: int = 2, size: int = 64 << 20, **options: Any) -> AsyncIterator[Service]:
-    fixture = Service(workers, size, **options)
-    try:
-        for remote in fixture.remotes:
-            await remote.wait_until_ready()
-        yield fixture
-    finally:
-        await fixture.close()
-
-
-def run(test: Callable[[Service], Awaitable[None]], *sizes: int, **options: Any) -> None:
-    """Runs a test on its own event loop."""
-
-    async def whole() -> None:
-        async with service(*sizes, **options) as fixture:
-            await test(fixture)
-
-    asyncio.run(whole())
-
-
-def plain(seed: int, length: int = 4, **fields: Any) -> Job:
-    """Returns a job of one batch item; its batch key depends on its length."""
-    draw = np.random.default_rng(seed)
-    tensors = {
-        name: RawTensor.from_numpy(draw.normal(size=(1, 2, length, 8)).astype(np.float32))
-        for name in ("query", "key", "value")
-    }
-    return Job.from_message("softmax", Message({"outputs": ["output"]} | fields, tensors), LIMITS)
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not happened():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-def queued_count(engine: Engine) -> int:
-    return engine.usage().queued_count
-
-
-async def wait_until_free(remote: RemoteEngine, shared_memory: SharedMemory) -> None:
-    """Waits until all blocks of a remote engine's region are released."""
-    await until(lambda: _free(remote) == shared_memory._size)
-
-
-def _free(remote: RemoteEngine) -> int:
-    """Returns the free bytes of the region, after released blocks are merged."""
-    remote._region.allocate(0)
-    remote._region.allocate(0)
-    holes = remote._region._holes
-    back = sum(size for _, size in remote._region._released)
-    return sum(size for _, size in holes) + back
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
@@ -282,7 +177,7 @@ def test_memory_of_a_running_cancelled_job_stays_allocated(monkeypatch: pytest.M
         future.cancel()
         del future
         await asyncio.sleep(0.1)
-        assert _free(fixture.remotes[0]) < fixture.shared_memory._size
+        assert free_bytes(fixture.remotes[0]) < fixture.shared_memory._size
         may_continue.set()
         await wait_until_free(fixture.remotes[0], fixture.shared_memory)
 
@@ -298,8 +193,7 @@ def test_restarted_worker_waits_for_running_jobs_of_the_previous_one(
         lost = old.submit(plain(0))
         await asyncio.to_thread(runs.wait)
         fixture.remotes[0] = fixture.remote(0)
-        assert old._channel is not None
-        old._channel.close()
+        end_connection(old)
         with pytest.raises(ServiceUnavailable):
             await lost
         with pytest.raises(TimeoutError):
@@ -352,7 +246,7 @@ def test_a_thousand_jobs_leave_no_block_allocated() -> None:
             del responses, futures, future
         for remote in fixture.remotes:
             await wait_until_free(remote, fixture.shared_memory)
-            assert not remote._submitted
+            assert not remote.links[0].jobs
 
     run(test)
 
@@ -402,8 +296,7 @@ def test_pending_jobs_fail_when_the_device_process_ends() -> None:
         with hold(fixture.engine):
             small, large = remote.submit(plain(0)), remote.submit(plain(0, 20000))
             await until(lambda: queued_count(fixture.engine) == 2)
-            assert remote._channel is not None
-            remote._channel.close()
+            end_connection(remote)
             for future in (small, large):
                 with pytest.raises(ServiceUnavailable, match="ended"):
                     await future
@@ -467,7 +360,7 @@ def test_more_plans_than_are_kept_give_right_results(monkeypatch: pytest.MonkeyP
 
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
-        remote._plans = SentPlans(2)
+        remote.links[0]._plans = SentPlans(2)
         jobs = [plain(seed, 1 + seed % 5) for seed in range(40)]
         futures = [remote.submit(job) for job in jobs]
         for job, response in zip(jobs, await asyncio.gather(*futures), strict=True):
@@ -479,7 +372,7 @@ def test_more_plans_than_are_kept_give_right_results(monkeypatch: pytest.MonkeyP
 def test_plan_of_a_large_job_may_lose_its_number_while_it_is_copied() -> None:
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
-        remote._plans = SentPlans(1)
+        remote.links[0]._plans = SentPlans(1)
         large = plain(0, 6000)
         future = remote.submit(large)  # a thread copies it
         small = [remote.submit(plain(seed, seed)) for seed in (1, 2)]
@@ -496,8 +389,7 @@ def test_restarted_processes_get_the_plans_again() -> None:
         expected = bits(await fixture.engine.submit(job))
         remote = fixture.remotes[0]
         assert bits(await remote.submit(job)) == expected
-        assert remote._channel is not None
-        remote._channel.close()  # as if the device process had ended
+        end_connection(remote)
         await until(lambda: not remote.is_ready)
         fixture.socket_broker.connect(0)
         await remote.wait_until_ready()
@@ -516,7 +408,7 @@ def test_job_with_an_unknown_plan_fails_alone(caplog: pytest.LogCaptureFixture) 
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
         await remote.submit(plain(0))
-        (plan,) = remote._plans._plans.values()
+        (plan,) = remote.links[0]._plans._plans.values()
         plan.number, number = 99, plan.number
         lost = remote.submit(plain(0))
         plan.number = number

@@ -25,7 +25,7 @@ def router(engine: JobExecutor, shared_state: SharedState) -> APIRouter:
     @routes.get(
         "/readyz",
         operation_id="readyz",
-        summary="Readiness: every worker accepts requests.",
+        summary="Readiness: every worker accepts requests, and a device runs them.",
     )
     async def readyz(response: Response) -> dict[str, str]:
         return _status(response, engine.is_ready and shared_state.is_ready)

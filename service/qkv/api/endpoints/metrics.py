@@ -8,7 +8,7 @@ from typing import Final
 
 from fastapi import APIRouter, Response
 
-from qkv.telemetry.metrics import BUCKETS, HISTOGRAMS, OTHER
+from qkv.telemetry.metrics import BUCKETS, HISTOGRAMS, OTHER, Usage
 from qkv.telemetry.worker_state import SharedState
 from qkv.version import __version__
 
@@ -47,6 +47,7 @@ def exposition(shared_state: SharedState, device: str) -> str:
     _add_requests(page, shared_state)
     _add_runs(page, shared_state)
     _add_gauges(page, shared_state)
+    _add_device_processes(page, shared_state)
     return page.text
 
 
@@ -172,3 +173,47 @@ def _add_gauges(page: _Page, shared_state: SharedState) -> None:
         page.add(f"device_memory_{name}_bytes", "gauge", help_text)
         if usage.total_bytes:  # 0 on a CPU
             page.sample(f"device_memory_{name}_bytes", value)
+
+
+def _add_device_processes(page: _Page, shared_state: SharedState) -> None:
+    """Adds what differs between device processes; without any, the families are empty."""
+    rows, first = shared_state.device_rows, len(shared_state)
+    usages = [dict(zip(Usage._fields, row, strict=True)) for row in rows["usage"].tolist()]
+    ran = [shared_state.models.process_totals(first + i) for i in range(len(rows))]
+    gauge, counter = "gauge", "counter"
+    for name, kind, help_text, values in (
+        ("up", gauge, "1 while the device process accepts jobs.", rows["ready"].tolist()),
+        (
+            "restarts_total",
+            counter,
+            "Restarts of the device process.",
+            shared_state.device_restarts,
+        ),
+        (
+            "queue_depth",
+            gauge,
+            "Requests in the queue of the device process.",
+            [usage["queued_count"] for usage in usages],
+        ),
+        (
+            "requests_total",
+            counter,
+            "Requests that the device process ran, without gradients.",
+            [count for count, _ in ran],
+        ),
+        (
+            "seconds_total",
+            counter,
+            "Compute time in seconds, once for each batch, without gradients.",
+            [seconds for _, seconds in ran],
+        ),
+        (
+            "memory_reserved_bytes",
+            gauge,
+            "Bytes of device memory that the device process has reserved.",
+            [usage["reserved_bytes"] for usage in usages],
+        ),
+    ):
+        page.add(f"device_process_{name}", kind, help_text)
+        for number, (device, value) in enumerate(zip(shared_state.devices, values, strict=True)):
+            page.sample(f"device_process_{name}", value, process=str(number), device=device)

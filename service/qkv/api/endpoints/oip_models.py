@@ -150,7 +150,10 @@ def _add_server(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
         is_good = engine.is_alive and not shared_state.stuck_processes
         return respond(ServerLive(is_good), 200 if is_good else 503)
 
-    @routes.get("/v2/health/ready", summary="Readiness: every worker accepts requests.")
+    @routes.get(
+        "/v2/health/ready",
+        summary="Readiness: every worker accepts requests, and a device runs them.",
+    )
     async def ready() -> Response:
         is_good = engine.is_ready and shared_state.is_ready
         return respond(ServerReady(engine.is_alive, is_good), 200 if is_good else 503)
@@ -200,7 +203,7 @@ def _add_models(routes: APIRouter, engine: JobExecutor, shared_state: SharedStat
     )
     @routes.get("/v2/models/{model}/versions/{version}/config", include_in_schema=False)
     async def model_config(model: str, version: str = VERSION) -> Response:
-        instances = 1 if engine.is_shared else len(shared_state)
+        instances = shared_state.engine_count
         return respond(_config(find_loaded(models, model, version), engine, instances))
 
     @routes.get(
@@ -264,7 +267,9 @@ def _config(variant: Variant, engine: JobExecutor, instances: int) -> ModelConfi
         ),
         instance_group=(
             ModelInstances(
-                variant.name, "KIND_CPU" if engine.device_name == "cpu" else "KIND_GPU", instances
+                variant.name,
+                "KIND_CPU" if engine.device_name.startswith("cpu") else "KIND_GPU",  # of one kind
+                instances,
             ),
         ),
         parameters={  # pydantic's encoder: a bound may exceed 64 bits

@@ -32,6 +32,11 @@ class Accelerator:
         self.torch_device = torch_device
         self.synchronizations = 0
 
+    def use_in_this_thread(self) -> None:
+        """Makes it torch's current device; another one would get a context, and its memory."""
+        if self.torch_device.index is not None:
+            torch.accelerator.set_device_index(self.torch_device.index)
+
     def new_stream(self) -> torch.Stream:
         """Returns a new queue of work."""
         return torch.Stream(self.torch_device)

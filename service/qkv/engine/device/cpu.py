@@ -51,6 +51,9 @@ class CpuDevice:
     is_accelerator = False
     synchronizations = 0
 
+    def use_in_this_thread(self) -> None:
+        """Does nothing: the CPU is torch's default."""
+
     def empty_on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a tensor of the CPU."""
         return torch.empty(shape, dtype=dtype)

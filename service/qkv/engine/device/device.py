@@ -64,6 +64,9 @@ class Device(Protocol):
     is_accelerator: bool
     synchronizations: int
 
+    def use_in_this_thread(self) -> None:
+        """Makes it the device that torch uses in this thread if a call names none."""
+
     def empty_on_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns a tensor of the CPU from which copies to the device wait for nothing."""
 

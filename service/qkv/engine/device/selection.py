@@ -12,17 +12,22 @@ __all__ = ["find_device", "new_device"]
 
 
 def find_device(name: str) -> torch.device:
-    """Returns the device of a name; "auto" is the accelerator if torch finds one, else the CPU.
+    """Returns the device of a name: cpu, cuda, or cuda:1 for the second one.
 
-    Call it in the process that uses the device: a process that has looked for it cannot fork.
+    "auto" is the accelerator if torch finds one, else the CPU. Call it in the process that uses the
+    device: a process that has looked for it cannot fork.
 
     Raises:
         ValueError: torch finds no such device.
     """
-    found = None if name == "cpu" else torch.accelerator.current_accelerator(check_available=True)
-    if name not in ("auto", "cpu") and (found is None or found.type != name):
+    kind, _, index = name.partition(":")
+    found = None if kind == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    is_missing = kind not in ("auto", "cpu") and (found is None or found.type != kind)
+    if is_missing or (index and int(index) >= torch.accelerator.device_count()):
         raise ValueError(f"QKV_DEVICE is {name}, but torch finds no such device")
-    return torch.device("cpu") if found is None else torch.device(found.type)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, int(index)) if index else torch.device(found.type)
 
 
 def new_device(torch_device: torch.device, tf32: bool = False) -> Device:

@@ -1,1 +1,1 @@
-"""Remote engine: one device process runs the jobs of all workers."""
+"""Remote engine: device processes run the jobs of all workers."""

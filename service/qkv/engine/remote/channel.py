@@ -1,7 +1,8 @@
-"""Channels between workers and the device process: message frames on a socket pair.
+"""Channels between workers and device processes: message frames on a socket pair.
 
 A frame is a header (payload bytes, type) and a payload, as `messages` defines them. The supervisor
-creates a socket pair for each worker, and sends one end to each side when either process starts.
+creates a socket pair for each worker and device process, and sends one end to each side when either
+process starts.
 It sends them through control sockets, which it creates before each fork. So there is no address
 that another process could connect to, and each side sees at once that the other end closes.
 """
@@ -81,48 +82,52 @@ class Channel(asyncio.Protocol):
 
 
 class SocketBroker:
-    """Connects workers and device process through their control sockets; for the supervisor.
+    """Connects workers and device processes through their control sockets; for the supervisor.
 
     Args:
-        device_process: its index; the workers have the indices below.
+        workers: number of workers; the device processes have the indices above theirs.
     """
 
-    def __init__(self, device_process: int) -> None:
-        self._device_process = device_process
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
         self._control_sockets: dict[int, socket.socket] = {}
 
     def create_control_socket(self, index: int) -> socket.socket:
         """Creates the control socket of the next process to fork; returns the process's end."""
         if index in self._control_sockets:
             self._control_sockets[index].close()
-        self._control_sockets[index], child_end = socket.socketpair()
+        own_end, child_end = socket.socketpair()
+        own_end.setblocking(False)  # a process that is stopped must not stop the supervisor
+        self._control_sockets[index] = own_end
         return child_end
 
     def connect(self, index: int) -> None:
-        """Connects a forked worker to the device process, or the device process to all workers."""
-        workers = range(self._device_process)
-        for worker in workers if index == self._device_process else [index]:
-            if worker in self._control_sockets and self._device_process in self._control_sockets:
-                self._send_pair(worker)
+        """Connects a forked worker to all device processes, or a device process to all workers."""
+        is_worker = index < self._workers
+        for other in self._control_sockets:
+            if (other < self._workers) != is_worker:
+                self._send_pair(*(index, other) if is_worker else (other, index))
 
     def close(self) -> None:
         """Closes the supervisor's ends."""
         for control_socket in self._control_sockets.values():
             control_socket.close()
 
-    def _send_pair(self, worker: int) -> None:
-        name = worker.to_bytes(2)
+    def _send_pair(self, worker: int, device: int) -> None:
+        """Sends one end of a socket pair to each, with the number of the other process."""
+        sockets, number = self._control_sockets, device - self._workers
         one, other = socket.socketpair()
         with one, other, suppress(OSError):  # the process has just ended: connected at its restart
-            socket.send_fds(self._control_sockets[self._device_process], [name], [one.fileno()])
-            socket.send_fds(self._control_sockets[worker], [name], [other.fileno()])
+            socket.send_fds(sockets[device], [worker.to_bytes(2)], [one.fileno()])
+            socket.send_fds(sockets[worker], [number.to_bytes(2)], [other.fileno()])
 
 
 def receive_connection(control_socket: socket.socket) -> tuple[int, socket.socket] | None:
     """Receives a connection from a control socket that has something to read.
 
     Returns:
-        The worker's index, and one end of a socket pair; None once the supervisor has exited.
+        The worker's index, or the device process's number, and one end of a socket pair; None once
+        the supervisor has exited.
     """
     name, ends, _, _ = socket.recv_fds(control_socket, 2, 1)
     return (int.from_bytes(name), socket.socket(fileno=ends[0])) if ends else None

@@ -44,7 +44,7 @@ class MessageType(IntEnum):
     CANCEL = 3  # from the worker: cancel a job
     READY = 4  # from the device process: it accepts jobs
     RESULTS = 5  # from the device process: a label, and a `JobTimes` for each of its jobs
-    ERROR = 6  # from the device process: a job failed; the payload has the problem
+    ERROR = 6  # from the device process: it did not complete a job; the payload has the problem
     RELEASED = 7  # from the device process: it no longer reads a cancelled job's inputs
 
 

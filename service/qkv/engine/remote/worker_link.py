@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import orjson
 
+from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.job_codec import DecodedPlan, JobDecoder, encode_label
@@ -299,4 +300,5 @@ def _encode_error(error: Exception) -> bytes:
         _log.error("a job could not be decoded, or its result could not be sent", exc_info=error)
         error = Internal("the computation failed")
     retry_after = error.retry_after if isinstance(error, ServiceUnavailable) else 1
-    return orjson.dumps([error.status, error.problem(), retry_after])
+    is_stopped = isinstance(error, EngineStopped)
+    return orjson.dumps([error.status, error.problem(), retry_after, is_stopped])

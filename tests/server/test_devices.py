@@ -1,0 +1,241 @@
+"""`qkv serve --devices cpu,cpu`: two device processes behind the workers, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from qkv.client.request_builders import build_attend
+from qkv.settings import Settings
+from qkv.wire import safetensors
+from support.paths import ROOT
+from support.processes import TIMEOUT_S, Process, wait_until
+from support.service_processes import (
+    PATH,
+    SAFETENSORS,
+    address,
+    child_pids,
+    device_process_pids,
+    refuses_connections,
+    repeat_in_threads,
+    status_of,
+)
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start(command: Start) -> Start:
+    """Starts the service with two device processes and two workers."""
+
+    def started(module: str = "qkv", **environment: str) -> Process:
+        paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        tests = {"PYTHONPATH": os.pathsep.join(paths)}
+        words = ("serve", "--port", "0", "--workers", "2", "--devices", "cpu,cpu")
+        process = command(*words, module=module, **tests | environment)
+        assert process.url
+        return process
+
+    return started
+
+
+def body(seed: int, length: int = 64) -> bytes:
+    draw = np.random.default_rng(seed)
+    arrays: dict[str, Any] = {
+        name: draw.normal(size=(1, 4, length, 16)).astype(np.float32)
+        for name in ("query", "key", "value")
+    }
+    return build_attend("softmax", None, ["output"], "none", arrays).content
+
+
+def output(response: httpx.Response) -> bytes:
+    assert response.status_code == 200, response.text
+    return bytes(safetensors.decode(response.content, "outputs").tensors["output"].data)
+
+
+def metric(url: str, name: str) -> dict[str, float]:
+    """Returns a metric of the device processes, by their number."""
+    text = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text
+    return {
+        sample.labels["process"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"qkv_device_process_{name}"
+    }
+
+
+@contextmanager
+def clients(url: str) -> Iterator[list[str]]:
+    """Sends requests from eight threads, without any retry; yields whether outputs are right."""
+    bodies = [body(seed, 64 if seed % 2 else 256) for seed in range(8)]
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+        expected = [output(http.post(PATH, content=b, headers=SAFETENSORS)) for b in bodies]
+
+        def once(index: int) -> str:
+            try:
+                response = http.post(PATH, content=bodies[index], headers=SAFETENSORS)
+            except httpx.TransportError as error:
+                return type(error).__name__
+            if response.status_code != 200:
+                return response.text
+            return "right" if output(response) == expected[index] else "wrong"
+
+        with repeat_in_threads(8, once) as seen:
+            yield seen
+
+
+def wait_for_more(seen: list[str], count: int = 100) -> None:
+    before = len(seen)
+    wait_until(lambda: len(seen) > before + count)
+
+
+@pytest.mark.representative
+def test_killed_device_process_costs_no_request_and_gets_work_again(start: Start) -> None:
+    service = start()
+    with clients(service.url) as seen:
+        wait_for_more(seen)
+        assert min(metric(service.url, "requests_total").values()) > 0
+        victim, other = device_process_pids(service)
+        os.kill(victim, signal.SIGKILL)
+        while victim in child_pids(service.popen.pid):
+            assert status_of(service.url, "/readyz") == 200
+        wait_until(lambda: min(metric(service.url, "up").values()) == 1)
+        assert sum(metric(service.url, "restarts_total").values()) == 1
+        before = metric(service.url, "requests_total")
+        wait_for_more(seen)
+        after = metric(service.url, "requests_total")
+        assert status_of(service.url, "/readyz") == status_of(service.url, "/livez") == 200
+    assert Counter(seen).keys() == {"right"}
+    assert all(after[number] > before[number] for number in before)
+    assert other in device_process_pids(service)
+    assert service.end() == 0
+
+
+def test_metrics_and_statistics_are_sums_over_both(start: Start) -> None:
+    service = start()
+    assert any("(2 x cpu, 2 workers)" in line for line in service.lines)
+    assert len(device_process_pids(service)) == 2
+    with httpx.Client(base_url=service.url, timeout=TIMEOUT_S) as http:
+        small, large = body(1), body(1, 2048)
+        sent = [small, large] * 10
+        with ThreadPoolExecutor(4) as pool:
+            outputs = list(
+                pool.map(lambda b: output(http.post(PATH, content=b, headers=SAFETENSORS)), sent)
+            )
+        assert len(set(outputs)) == 2  # the same bits on both
+        ran = metric(service.url, "requests_total")
+        assert sum(ran.values()) == len(sent)
+        assert min(ran.values()) > 0
+        (stats,) = http.get("/v2/models/softmax/stats").json()["model_stats"]
+        assert stats["inference_count"] == len(sent)
+        assert set(metric(service.url, "queue_depth").values()) == {0}
+        config = http.get("/v2/models/softmax/config").json()
+        assert (config["instance_group"][0]["count"], config["instance_group"][0]["kind"]) == (
+            2, "KIND_CPU",
+        )  # fmt: skip
+        text = http.get("/metrics").text
+        assert 'qkv_build_info{version="0.1.0",device="cpu,cpu"} 1' in text
+    assert service.end() == 0
+
+
+def test_sigterm_completes_the_jobs_of_both(start: Start) -> None:
+    """Both device processes are stopped until jobs wait for each of them and the drain begins."""
+    service = start()
+    pids = device_process_pids(service)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    content, in_progress = body(1), "qkv_requests_in_progress 6"
+    with ThreadPoolExecutor(6) as pool:
+        url = service.url + PATH
+        runs = [
+            pool.submit(httpx.post, url, content=content, headers=SAFETENSORS, timeout=TIMEOUT_S)
+            for _ in range(6)
+        ]
+        wait_until(lambda: in_progress in httpx.get(f"{service.url}/metrics").text)
+        service.popen.terminate()
+        wait_until(lambda: refuses_connections(*address(service)))
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert len({output(run.result(TIMEOUT_S)) for run in runs}) == 1
+    assert service.wait() == 0
+    assert not any("exited" in line for line in service.lines)
+
+
+def test_stuck_device_process_is_replaced_and_its_jobs_run_on_the_other(start: Start) -> None:
+    service = start(QKV_STUCK_S="1")
+    victim, _ = device_process_pids(service)
+    with clients(service.url) as seen:
+        wait_for_more(seen)
+        os.kill(victim, signal.SIGSTOP)
+        wait_until(lambda: victim not in child_pids(service.popen.pid))
+        wait_until(lambda: min(metric(service.url, "up").values()) == 1)
+        wait_until(lambda: status_of(service.url, "/livez") == 200)
+        wait_for_more(seen)
+    assert Counter(seen).keys() == {"right"}
+    assert any("is stuck; ending it" in line for line in service.lines)
+    assert service.end() == 0
+
+
+def test_service_continues_without_a_device_process_that_fails_at_each_start(
+    start: Start, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    service = start("support.broken_start", BROKEN=str(broken))
+    broken.touch()
+    with clients(service.url) as seen:
+        os.kill(device_process_pids(service)[0], signal.SIGKILL)
+        wait_until(lambda: sum(metric(service.url, "restarts_total").values()) >= 3)
+        assert sum(metric(service.url, "up").values()) == 1
+        assert status_of(service.url, "/readyz") == 200
+        wait_for_more(seen)
+        broken.unlink()
+        wait_until(lambda: sum(metric(service.url, "up").values()) == 2)
+    assert Counter(seen).keys() == {"right"}
+    assert service.end() == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"QKV_DEVICES": "cuda:99", "QKV_DEVICE": "auto"},
+         "QKV_DEVICES has cuda:99, but torch finds no such device"),
+        ({"QKV_DEVICES": "cpu,cuda:0"}, "with commas between several of one kind"),
+        ({"QKV_DEVICES": "cpu,"}, "expected cpu, cuda or cuda:N"),
+        ({"QKV_DEVICES": "cuda:0"}, "QKV_DEVICE is cpu: leave one of both out"),
+        ({"QKV_DEVICES": "cpu", "QKV_DEVICE_PROCESS": "each"},
+         "QKV_DEVICE_PROCESS is each: leave one of both out"),
+    ],
+)  # fmt: skip
+def test_wrong_devices_are_a_one_line_error(
+    command: Start, environment: dict[str, str], message: str
+) -> None:
+    process = command("serve", "--port", "0", **environment)
+    assert process.wait() == 1
+    (line,) = process.lines
+    assert line.startswith("Error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [
+        (None, []),
+        ("cpu", ["cpu"]),
+        ("cuda, cuda:1", ["cuda:0", "cuda:1"]),
+        ("cuda:0,cuda:0", ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_names_of_devices(devices: str | None, names: list[str]) -> None:
+    assert Settings(devices=devices).device_names == names
