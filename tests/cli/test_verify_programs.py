@@ -112,8 +112,9 @@ def test_terminal_gets_a_progress_bar_and_wrapped_lines(kernel: Command) -> None
     screen, end = open_terminal(60)
     words = ("verify", "--exec", kernel("scale-missing"), "softmax", *QUICK)
     program = [sys.executable, "-m", "qkv", *words]
-    # readline sets COLUMNS behind the back of os.environ
-    with subprocess.Popen(program, stdout=end, stderr=end, env=dict(os.environ)) as process:
+    # readline sets COLUMNS for child processes, which the workers of pytest-xdist are
+    environment = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(program, stdout=end, stderr=end, env=environment) as process:
         os.close(end)
         drawn = b""
         while True:
