@@ -25,7 +25,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench gpu accuracy oracle layouts which-heads speed soak fuzz audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench clusters gpu accuracy oracle layouts which-heads speed soak fuzz audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -58,6 +58,9 @@ docs: .venv/.installed ## write docs/variants.md, docs/files.md, the README's ta
 
 bench: .venv/.installed ## measure the cost of a request, into docs/performance.md
 	@.venv/bin/python bench/run.py --write $(ARGS)
+
+clusters: .venv/.installed ## measure replicas on Ray in ten minutes, into docs/clusters.md
+	@.venv/bin/python bench/clusters.py --write $(ARGS)
 
 gpu: .venv/.installed ## test and measure a GPU in five minutes, into docs/gpu.md
 	@.venv/bin/python bench/on_gpu.py --write $(ARGS)

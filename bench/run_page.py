@@ -99,14 +99,18 @@ class BenchResults(NamedTuple):
     body_sizes: list[BodySizeResult]
 
 
-def write_page(texts: Mapping[str, str]) -> None:
-    """Writes each text between its marks; the hand-written text around them stays."""
-    page = PAGE.read_text()
+def write_page(texts: Mapping[str, str], path: Path | None = None) -> None:
+    """Writes each text between its marks; the hand-written text around them stays.
+
+    `path` is the page; None: docs/performance.md.
+    """
+    path = path or PAGE
+    page = path.read_text()
     for name, text in texts.items():
         begin = BEGIN.format(name)
         before, rest = page.split(begin)
         page = before + begin + text.rstrip("\n") + "\n" + END + rest.split(END, 1)[1]
-    PAGE.write_text(page)
+    path.write_text(page)
 
 
 def build_tables(about: str, results: BenchResults) -> dict[str, str]:

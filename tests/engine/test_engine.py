@@ -153,6 +153,18 @@ def test_running_job_may_be_cancelled() -> None:
 # ---------------------------------------------------------------- limits
 
 
+def test_unfinished_operations_count_until_the_results() -> None:
+    async def test(engine: Engine) -> None:
+        jobs = [plain(seed) for seed in range(3)]
+        with hold(engine):
+            futures = [engine.submit(job) for job in jobs]
+            assert engine.unfinished_flops >= sum(job.flops for job in jobs) > 0
+        await asyncio.gather(*futures)
+        assert engine.unfinished_flops == 0
+
+    with_engine(test)
+
+
 def test_queued_bytes_are_limited() -> None:
     """More jobs are rejected until queued ones are run or cancelled."""
     job = plain(1)

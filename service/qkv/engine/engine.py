@@ -124,6 +124,7 @@ class Engine:
             on_fatal=self._fail_permanently,
         )
         self._finished_at = 0.0  # the last batch, by time.perf_counter
+        self._running_flops = 0  # of the batches that have begun; only the device thread writes it
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run_thread, name="qkv-device", daemon=True)
@@ -164,6 +165,11 @@ class Engine:
         """Returns the size of the queue, and this process's use of the device's memory."""
         queued = self._queue.queued
         return Usage(queued.requests, queued.bytes, *self.device.memory_usage())
+
+    @property
+    def unfinished_flops(self) -> int:
+        """Floating-point operations of the jobs that are queued or run, without small ones."""
+        return self._queue.queued.flops + self._running_flops
 
     def submit(
         self,
@@ -341,6 +347,7 @@ class Engine:
     def _begin(self, batch: list[QueuedJob]) -> _BegunBatch | None:
         """Begins to run the jobs of a batch that have not expired; a busy event loop may not have
         called `_on_deadline` yet. Returns None if there are none."""
+        flops = 0
         try:
             expired = [q for q in batch if q.is_expired]
             if expired:
@@ -350,9 +357,12 @@ class Engine:
                 return None
             self._report_busy(True)
             started_at = time.perf_counter()
+            flops = _flops_of(batch)
+            self._running_flops += flops
             return _BegunBatch(batch, started_at, self.batch_runner.begin([q.job for q in batch]))
         except BaseException:
             _log.exception("the engine failed")
+            self._running_flops -= flops
             error = Internal("the engine failed")
             self._resolve([(queued_job, error) for queued_job in batch])
             return None
@@ -370,6 +380,7 @@ class Engine:
         except BaseException:
             _log.exception("the engine failed")
         self._report_busy(not is_last)
+        self._running_flops -= _flops_of(batch)
         self._resolve(list(zip(batch, results, strict=True)))
         # batches overlap on an accelerator: the time since the previous one is this one's
         now = time.perf_counter()
@@ -430,3 +441,7 @@ class Engine:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: nothing awaits the results
             self._loop.call_soon_threadsafe(set_results)
+
+
+def _flops_of(batch: list[QueuedJob]) -> int:
+    return sum([queued_job.load.flops for queued_job in batch])

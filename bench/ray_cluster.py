@@ -1,0 +1,130 @@
+"""Ray on this machine, with deployments behind its HTTP proxy, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+os.environ |= {
+    "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+import ray
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+__all__ = ["RayCluster", "running_ray"]
+
+_CPUS: Final = 4  # as Ray counts them: every replica reserves one
+_OBJECT_STORE_BYTES: Final = 100 << 20
+_MARK: Final = "RAY_CLUSTER_MARK"
+_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A running Ray.
+
+    Attributes:
+        address: host and port of the HTTP proxy.
+        metrics_port: port at which Prometheus would find the metrics of this machine.
+        folder: of sessions and logs; a short path, because it has sockets.
+        mark: an environment variable that all processes of this Ray have.
+    """
+
+    address: tuple[str, int]
+    metrics_port: int
+    folder: Path
+    mark: str
+
+    @property
+    def url(self) -> str:
+        """URL of the proxy."""
+        return "http://{}:{}".format(*self.address)
+
+    @property
+    def processes(self) -> list[int]:
+        """The processes of this Ray, without the one that started it."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:  # it has ended, or belongs to another user
+                continue
+        return found
+
+    def run(self, deployment: Any, replicas: int, name: str = "default", **arguments: Any) -> None:
+        """Runs a deployment with this number of replicas, or changes the number.
+
+        Returns once the replicas run.
+
+        Args:
+            deployment: the deployment.
+            replicas: number of its replicas.
+            name: of the application. The proxy keeps the request router of a name for good.
+            **arguments: of the deployment's class.
+
+        Raises:
+            RuntimeError: no replica can start; the message has the reason.
+        """
+        sized = deployment.options(
+            num_replicas=replicas, autoscaling_config=None, ray_actor_options={"num_cpus": 1}
+        )
+        try:
+            serve.run(sized.bind(**arguments), name=name, route_prefix="/")
+        except RuntimeError as error:
+            (state,) = serve.status().applications[name].deployments.values()
+            raise RuntimeError(state.message) from error
+
+
+@contextmanager
+def running_ray() -> Iterator[RayCluster]:
+    """Runs Ray and the HTTP proxy of Ray Serve; at the end no process of it is left."""
+    folder = Path(tempfile.mkdtemp(prefix="qkv-ray-"))
+    port, metrics_port = _free_port(), _free_port()
+    mark, paths = uuid.uuid4().hex, os.environ.get("PYTHONPATH")
+    os.environ |= {_MARK: mark, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{paths or ''}"}
+    cluster = RayCluster(("127.0.0.1", port), metrics_port, folder, f"{_MARK}={mark}")
+    try:
+        ray.init(
+            num_cpus=_CPUS,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=str(folder),
+            _metrics_export_port=metrics_port,
+            _system_config={"metrics_report_interval_ms": 1000},
+        )
+        quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+        yield cluster
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        del os.environ[_MARK], os.environ["PYTHONPATH"]
+        if paths is not None:
+            os.environ["PYTHONPATH"] = paths
+        end = time.monotonic() + _TIMEOUT_S
+        while (left := cluster.processes) and time.monotonic() < end:
+            time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"processes of Ray are left: {left}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port

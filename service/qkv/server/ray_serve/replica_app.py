@@ -1,0 +1,50 @@
+"""The application of a replica: what Ray's proxy in front of it changes."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qkv.api.error_responses import error_response
+from qkv.api.observability import REQUEST_ID_HEADER
+from qkv.errors import InvalidContent
+
+__all__ = ["ReplicaApp"]
+
+_CHANGE: Final = re.compile(r"/v2/repository/models/[^/]+/(?:load|unload)")
+_REFUSAL: Final = (
+    "loading and unloading of models is not allowed under Ray Serve: it would reach one replica, "
+    "or miss those that start later; deploy another configuration instead"
+)
+
+
+class ReplicaApp:
+    """The service as a replica serves it.
+
+    Ray's proxy gives each request an id, which the log has too, and adds it to the response. The
+    service's own header is removed: a response has the id once. Bodies become bytes: Ray pickles
+    them, and views do not pickle. Loading and unloading of models is refused, with the status of
+    Triton if its models cannot be changed by requests.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def send_to_proxy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = message.get("headers", ())
+                message["headers"] = [h for h in headers if h[0].lower() != REQUEST_ID_HEADER]
+            elif not isinstance(message.get("body", b""), bytes):
+                message["body"] = bytes(message["body"])
+            await send(message)
+
+        if scope["method"] == "POST" and _CHANGE.fullmatch(scope["path"]):
+            refusal = error_response(InvalidContent(_REFUSAL), scope["path"])
+            return await refusal(scope, receive, send_to_proxy)
+        return await self._app(scope, receive, send_to_proxy)
