@@ -79,6 +79,7 @@ def test_gradients_can_be_required(kernel: Command) -> None:
         (("--exec", "true {in} {out}", "-p", "nosuch=1"), "softmax has no parameter 'nosuch'"),
         (("--exec", "true {in} {out}", "--timeout", "0"), "--timeout"),
         (("--exec", "true {in} {out}", "--sizes", f"D={10**18}"), "out of memory"),
+        (("--exec", "true {in} {out}", "--sizes", f"B={10**20}"), "sizes.B is invalid"),
         (("--exec", "true {in} {out}", "--seed", "-1"), "seed is invalid: got -1"),
     ],
 )

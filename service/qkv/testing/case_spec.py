@@ -22,6 +22,7 @@ DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes of a call, in the order in which they run."""
 
 _MAX_SEED: Final = 2**63 - 1
+_MAX_SIZE: Final = 2**63 - 1  # torch's
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,10 @@ def check_sizes(variant: Variant, sizes: Mapping[str, int]) -> None:
                 f"{variant.name} has no axis {letter!r} of a free size; it has {', '.join(known)}",
                 pointer=pointer_to("sizes", letter),
             )
-        if type(size) is not int or size < 1:
+        if type(size) is not int or not 1 <= size <= _MAX_SIZE:
             raise InvalidContent(
-                f"sizes.{letter} is invalid: got {format_value(size)}, expected a positive integer",
+                f"sizes.{letter} is invalid: got {format_value(size)}, expected a positive integer "
+                "of at most 63 bits",
                 pointer=pointer_to("sizes", letter),
             )
 
