@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from qkv import Client
-from support.browser import Open, WatchedPage, read_weights, record_slices, wait_until_drawn
+from support.browser import Open, read_weights, record_slices, wait_until_drawn
 from support.service import Server
 
 ATOL: Final = 0.51e-4  # the table has four decimals
@@ -53,16 +53,9 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def choose(page: Page, *files: Path) -> None:
-    """Chooses the files of a checkpoint and waits until its first layer is drawn."""
-    page.evaluate("() => (document.getElementById('status').textContent = '')")
+    """Chooses the files of a checkpoint and waits until its layers are listed."""
     page.locator("#checkpoint").set_input_files([str(file) for file in files])
     expect(page.locator("#checkpoint-panel")).to_be_visible()
-
-
-def redrawn(opened: WatchedPage) -> Page:
-    page = wait_until_drawn(opened)
-    page.wait_for_load_state("networkidle")
-    return page
 
 
 def random_x(page: Page, width: int, dtype: str) -> torch.Tensor:
@@ -87,6 +80,26 @@ def shown(page: Page) -> np.ndarray[Any, Any]:
     return np.array(list(read_weights(page).values()))
 
 
+@pytest.mark.parametrize("control", ["#parameter-causal", "#layer-positions", "#layer-layer"])
+def test_page_is_busy_from_the_event_of_a_change(
+    open_page: Open, server: Server, models: Path, control: str
+) -> None:
+    opened = open_page(server.url)
+    page = wait_until_drawn(opened)
+    choose(page, models / "gpt2/model.safetensors")
+    wait_until_drawn(opened)
+    busy = page.locator(control).evaluate(
+        """(element) => {
+            if (element.type === "checkbox") element.checked = true;
+            else element.selectedIndex = 1;
+            element.dispatchEvent(new Event("change"));
+            return document.querySelector("main").getAttribute("aria-busy");
+        }"""
+    )
+    assert busy == "true"
+    wait_until_drawn(opened)
+
+
 @pytest.mark.representative
 def test_layer_of_gpt2_gives_the_weights_of_the_client(
     open_page: Open, server: Server, client: Client, models: Path
@@ -101,9 +114,9 @@ def test_layer_of_gpt2_gives_the_weights_of_the_client(
     page.locator("#layer-heads").select_option("4/4")
     expect(page.get_by_role("button", name="head 3")).to_be_visible()
     page.get_by_role("button", name="head 3").click()
-    redrawn(opened)
+    wait_until_drawn(opened)
     page.get_by_label("causal", exact=True).check()
-    redrawn(opened)
+    wait_until_drawn(opened)
     run = client.attend(
         "softmax",
         x=random_x(page, 128, "float32"),
@@ -130,14 +143,13 @@ def test_config_sets_heads_positions_and_parameters(
     )
     expect(page.get_by_label("causal", exact=True)).to_be_checked()
     expect(page.locator("#status")).to_contain_text("8 heads")
-    redrawn(opened)
+    wait_until_drawn(opened)
     x, weights = random_x(page, 64, "bfloat16"), {}
     for index in (0, 1):
-        page.evaluate("() => (document.getElementById('status').textContent = '')")
         page.locator("#layer-layer").select_option(index=index)
         if index == 0:
             page.locator("#layer-order").select_option("interleaved")
-        redrawn(opened)
+        wait_until_drawn(opened)
         order = "interleaved" if index == 0 else "half"
         tensors = tensors_of(folder / "model.safetensors", LLAMA.format(index))
         layer = {
@@ -243,10 +255,10 @@ def test_parameters_of_the_layer_before_do_not_stay(
     page = wait_until_drawn(opened)
     choose(page, models / "llama/model.safetensors", tmp_path / "config.json")
     expect(page.locator("#config-about")).to_contain_text("window [3,null]")
-    redrawn(opened)
+    wait_until_drawn(opened)
     page.locator("#layer-layer").select_option(index=1)
     expect(page.locator("#config-about")).not_to_contain_text("window")
-    redrawn(opened)
+    wait_until_drawn(opened)
     assert np.tril(shown(page), -4).any()  # a window of 4 would hide these
 
 
@@ -264,10 +276,10 @@ def test_falcon_with_alibi_runs(open_page: Open, server: Server, tmp_path: Path)
     opened.expect_status(422)  # linear attention takes no ALiBi, and the page compares with it
     page = wait_until_drawn(opened)
     choose(page, tmp_path / "model.safetensors", tmp_path / "config.json")
-    redrawn(opened)
+    wait_until_drawn(opened)
     page.get_by_label("Layout", exact=True).select_option("falcon")
     expect(page.locator("#layer-positions")).to_have_value("alibi")
-    redrawn(opened)
+    wait_until_drawn(opened)
     expect(page.locator("#status")).to_contain_text("4 heads")
     expect(page.locator("#alert")).to_be_hidden()
 
@@ -276,7 +288,7 @@ def test_config_can_be_chosen_later(open_page: Open, server: Server, models: Pat
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     choose(page, models / "gpt2/model.safetensors")
-    redrawn(opened)
+    wait_until_drawn(opened)
     expect(page.get_by_label("causal", exact=True)).not_to_be_checked()
     page.locator("#config").set_input_files(str(models / "gpt2/config.json"))
     expect(page.locator("#layer-heads")).to_have_value("4/4")
@@ -294,14 +306,14 @@ def test_uploaded_hidden_states_replace_the_random_ones(
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     choose(page, file)
-    redrawn(opened)
+    wait_until_drawn(opened)
     page.get_by_label("Upload").set_input_files(str(tmp_path / "hidden.npy"))
     expect(page.locator("#tensors .name")).to_have_text(["hidden"])
     expect(page.get_by_label("Role of hidden")).to_have_value("x")
     expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
     page.locator("#layer-heads").select_option("8/2")
     expect(page.locator("#status")).to_contain_text("8 heads")
-    redrawn(opened)
+    wait_until_drawn(opened)
     layer = {
         "layout": "llama",
         "heads": 8,
@@ -324,7 +336,7 @@ def test_only_the_header_and_the_chosen_layer_are_read(
     record_slices(page)
     file = models / "gpt2/model.safetensors"
     choose(page, file)
-    redrawn(opened)
+    wait_until_drawn(opened)
     header = struct.unpack("<Q", file.read_bytes()[:8])[0]
     layer = sum(t.nbytes for t in tensors_of(file, "h.0.attn").values() if t.ndim < 4)
     assert page.evaluate("() => window.slices.reduce((a, b) => a + b)") == 9 + header + layer
@@ -355,7 +367,7 @@ def test_shards_are_chosen_together(
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     choose(page, tmp_path / "model-0.safetensors", tmp_path / "model-1.safetensors")
-    redrawn(opened)
+    wait_until_drawn(opened)
     expect(page.locator("#checkpoint-panel")).to_contain_text("2 files")
     expect(page.locator("#layer-layer option")).to_have_count(2)
     expect(page.locator("#alert")).to_be_hidden()
@@ -441,13 +453,12 @@ def test_ambiguous_layout_is_a_choice(open_page: Open, server: Server, tmp_path:
     page = wait_until_drawn(opened)
     choose(page, tmp_path / "model.safetensors")
     expect(page.get_by_label("Layout", exact=True)).to_be_visible()
-    redrawn(opened)
+    wait_until_drawn(opened)
     page.locator("#layer-heads").select_option("4/4")
-    page.evaluate("() => (document.getElementById('status').textContent = '')")
     page.get_by_label("Layout", exact=True).select_option("falcon")
     expect(page.locator("#layer-positions")).to_have_value("rotary")
     expect(page.locator("#layer-heads")).to_have_value("4/4")
-    redrawn(opened)
+    wait_until_drawn(opened)
     expect(page.locator("#alert")).to_be_hidden()
 
 
@@ -458,7 +469,7 @@ def test_wrong_heads_are_explained_beside_the_field(
     opened.expect_status(422)
     page = wait_until_drawn(opened)
     choose(page, models / "llama/model.safetensors")
-    redrawn(opened)
+    wait_until_drawn(opened)
     page.locator("#layer-heads").select_option("other")
     page.get_by_label("Query heads").fill("")
     page.keyboard.press("Enter")
@@ -501,7 +512,7 @@ def test_example_or_the_button_closes_the_checkpoint(
         lambda: page.get_by_role("button", name="Close the checkpoint").click(),
     ):
         choose(page, models / "gpt2/model.safetensors")
-        redrawn(opened)
+        wait_until_drawn(opened)
         close()
         expect(page.locator("#checkpoint-panel")).to_be_hidden()
         expect(page.locator("#status")).to_contain_text("6 queries")
@@ -515,7 +526,7 @@ def test_code_of_a_layer_gives_the_same_weights(
     folder = models / "llama"
     choose(page, folder / "model.safetensors", folder / "config.json")
     expect(page.locator("#status")).to_contain_text("8 heads")
-    redrawn(opened)
+    wait_until_drawn(opened)
     panel = page.locator("#request")
     panel.get_by_label("Code for").select_option("weights")
     with page.expect_download() as download:
@@ -549,9 +560,9 @@ def test_section_has_no_axe_violation_and_no_overflow(
     opened = open_page(server.url, width=width, theme=theme)
     page = wait_until_drawn(opened)
     choose(page, models / "llama/model.safetensors", models / "llama/config.json")
-    redrawn(opened)
+    wait_until_drawn(opened)
     page.locator("#layer-heads").select_option("other")
-    redrawn(opened)
+    wait_until_drawn(opened)
     found = Axe().run(page).response["violations"]
     assert [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in found] == []
     wider = "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"

@@ -178,7 +178,11 @@ def modules(browser: Browser, url: str) -> Iterator[Page]:
 
 
 def wait_until_drawn(opened: WatchedPage) -> Page:
-    """Waits until the page has drawn its last request; returns the page."""
+    """Waits until the page has drawn its last request; returns the page.
+
+    The page is busy from the event that changes the request. After an upload it is busy only when
+    the file is read: then wait for an effect of the upload first.
+    """
     page = opened.page
     page.wait_for_function(
         """() => {
@@ -219,15 +223,9 @@ def record_slices(page: Page) -> None:
 
 
 def choose_example(opened: WatchedPage, example: str) -> Page:
-    """Selects an example and waits until the page has drawn it.
-
-    The page writes its status only after a run, so an empty status means that the example is not
-    drawn yet. A response does not mean that: other panels send requests too.
-    """
+    """Selects an example and waits until the page has drawn it."""
     page = wait_until_drawn(opened)
-    if page.get_by_label("Example").input_value() != example:
-        page.evaluate("() => { document.getElementById('status').textContent = ''; }")
-        page.get_by_label("Example").select_option(example)
+    page.get_by_label("Example").select_option(example)
     return wait_until_drawn(opened)
 
 

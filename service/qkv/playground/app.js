@@ -15,12 +15,12 @@ import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
 import { applyRequest } from "./inputs/pasted_request.js";
 import { createTensorList, inputFiles, keptLayer, missingInputs } from "./inputs/tensor_list.js";
-import { describeRun, missingMessage } from "./run_summary.js";
+import { describeOutput, describeRun, missingMessage, showKind } from "./run_summary.js";
 import { listenToTheme } from "./theme.js";
 import { createTimingList } from "./timing.js";
-import { createHeadGrid, headName } from "./weights/head_grid.js";
+import { createHeadGrid } from "./weights/head_grid.js";
 import { Heatmap } from "./weights/heatmap.js";
-import { outputIndex, outputMatrix, weightsMatrix } from "./weights/heatmap_data.js";
+import { outputMatrix, weightsMatrix } from "./weights/heatmap_data.js";
 import { createReadout } from "./weights/heatmap_readout.js";
 import { createRowSelection } from "./weights/row_selection.js";
 import { buildRequest, fetchView, heatmapBody } from "./weights/weights_request.js";
@@ -40,8 +40,9 @@ const state = {
   head: 0,
   selectedRow: null,
 };
+const main = document.querySelector("main");
 let view = null;
-let running = null;
+let running = null; // AbortController of the current or next run
 
 const announce = (text) => setText(findById("announcements"), text);
 const showReadout = createReadout(announce);
@@ -84,6 +85,10 @@ const sweepPanel = createSweepPanel(findById("sweep"), state, {
   onRequest: (body) => showRequest("sweep", { path: "/v1/sweep", body }),
 });
 const runDebounced = debounce(() => run(), 120);
+const runSoon = () => {
+  expectRun();
+  runDebounced();
+};
 const NEW_TENSORS = { labels: [], head: 0, selectedRow: null };
 const NO_REQUEST = { layer: null, dtype: null, pool: null };
 const tensorList = createTensorList(
@@ -105,6 +110,7 @@ const tensorList = createTensorList(
   async (files) => checkpoint.take(await captured.take(files)),
 );
 const checkpoint = createCheckpointPanel(state, {
+  onChange: expectRun,
   onLayer: (isNew) => {
     if (isNew) Object.assign(state, NEW_TENSORS, { dtype: null, pool: null, example: null });
     if (!("query" in state.variant.inputs)) state.variant = state.variants.get("softmax");
@@ -139,6 +145,7 @@ function showOwn(note, className = "hint") {
 
 /** Updates the controls to the state, then runs. */
 function applyState() {
+  runSoon();
   const { variant } = state;
   findById("variant").value = variant.variant;
   setText(findById("variant-about"), variant.summary);
@@ -149,12 +156,11 @@ function applyState() {
   findById("parameters").replaceChildren(
     createControls(variant.parameters.properties, state.parameters, () => {
       updateNote();
-      runDebounced();
+      runSoon();
     }),
   );
   updateNote();
   tensorList.show();
-  runDebounced();
 }
 
 function useExample(example) {
@@ -181,13 +187,18 @@ function chooseVariant(name) {
   applyState();
 }
 
-async function run() {
-  if (!state.variant) return loadCatalogue();
+/** Stops the current or waiting run, which is out of date. The page is busy until the next. */
+function expectRun() {
+  runDebounced.cancel();
   running?.abort();
   running = new AbortController();
-  const { signal } = running;
-  const main = document.querySelector("main");
-  main.setAttribute("aria-busy", "true");
+  if (state.variant) main.setAttribute("aria-busy", "true");
+  return running.signal;
+}
+
+async function run() {
+  if (!state.variant) return loadCatalogue();
+  const signal = expectRun();
   try {
     if (state.layerError) throw state.layerError;
     const missing = missingInputs(state);
@@ -234,16 +245,7 @@ function draw() {
     rowSelection.draw(view);
   }
   output.show(outputMatrix(view, state.head, state.labels));
-  const { stack, rows, cols } = view.output;
-  const headNote =
-    stack > 1 ? `${headName(outputIndex(view, state.head), view.output)} of ${stack}, ` : "";
-  setText(findById("output-about"), `${headNote}${rows} × ${cols}`);
-}
-
-function showKind(kind) {
-  const element = findById("kind");
-  if (element.textContent !== (kind ?? "")) element.replaceChildren(kind ? createTerm(kind) : "");
-  element.hidden = !kind;
+  setText(findById("output-about"), describeOutput(view, state.head));
 }
 
 function listen() {
@@ -277,10 +279,8 @@ function start() {
   listen();
   listenToTerms();
   findById("symbols").append(createTerm("Symbols"));
-  findById("example").append(
-    ...EXAMPLES.map(({ id, title }) => new Option(title, id)),
-    new Option("Your own…", ""),
-  );
+  const options = EXAMPLES.map(({ id, title }) => new Option(title, id));
+  findById("example").append(...options, new Option("Your own…", ""));
   loadCatalogue();
 }
 

@@ -70,8 +70,10 @@ export function formatCount(value, unit = "") {
 /** Returns a function that calls `callback` after `ms` without another call. */
 export function debounce(callback, ms) {
   let timer = 0;
-  return (...values) => {
+  const debounced = (...values) => {
     clearTimeout(timer);
     timer = setTimeout(() => callback(...values), ms);
   };
+  debounced.cancel = () => clearTimeout(timer);
+  return debounced;
 }

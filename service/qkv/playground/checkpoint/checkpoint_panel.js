@@ -21,6 +21,7 @@ const ALL_ROLES = "query, key, value";
  *
  * @param {Object} state of the page; its layer and tensors are set
  * @param {Object} callbacks
+ * @param {() => void} callbacks.onChange called before the tensors of a layer are read
  * @param {(isNew: boolean) => void} callbacks.onLayer called with a new layer in the state
  * @param {() => void} callbacks.onClose
  * @param {(text: string|null) => void} callbacks.onError called if no checkpoint is open
@@ -30,7 +31,7 @@ const ALL_ROLES = "query, key, value";
  * @returns {{take, close}} `take`: takes the files of a checkpoint, returns the others
  */
 export function createCheckpointPanel(state, callbacks) {
-  const { onLayer, onClose, onError, takeOthers, announce } = callbacks;
+  const { onChange, onLayer, onClose, onError, takeOthers, announce } = callbacks;
   const root = findById("checkpoint-panel");
   const fields = createLayerFields((name) => change(name));
   const fileName = h("span", { class: "name" });
@@ -217,14 +218,9 @@ export function createCheckpointPanel(state, callbacks) {
   };
 
   const change = (name) => {
-    if (name === "layer") {
-      showLayer();
-      applyConfig();
-    }
-    if (name === "layout") {
-      showLayout();
-      applyConfig();
-    }
+    if (name === "layer") showLayer();
+    if (name === "layout") showLayout();
+    if (name === "layer" || name === "layout") applyConfig();
     if (name === "heads" && !fields.queryHeads.value) {
       const [{ heads, kv_heads: keyHeads }] = [...layout().heads, { heads: 1, kv_heads: 1 }];
       [fields.queryHeads.value, fields.keyHeads.value] = [heads, keyHeads];
@@ -235,8 +231,8 @@ export function createCheckpointPanel(state, callbacks) {
 
   /** Reads the tensors of the chosen layer and makes it the layer of the page. */
   const choose = async (isNew, drawsRows = false) => {
-    choosing += 1;
-    const own = choosing;
+    onChange();
+    const own = (choosing += 1);
     const names = tensorNames(found());
     const bytes = tensorBytes(table, names);
     const info = names.map((name) => {
