@@ -21,17 +21,12 @@ from pydantic_settings import (
 )
 
 from qkv.service_links import is_service_link
+from qkv.tracing_variables import is_tracing_enabled
 
-__all__ = ["Settings", "find_unknown_variables", "is_tracing_enabled"]
+__all__ = ["Settings", "find_unknown_variables"]
 
 _PREFIX: Final = "QKV_"
 _CLI_VARIABLES: Final = {"QKV_URL", "QKV_API_KEY"}  # of the client commands
-
-_OTLP: Final = "EXPORTER_OTLP"
-_OTEL: Final = (
-    *("SDK_DISABLED", "TRACES_EXPORTER", f"{_OTLP}_ENDPOINT", f"{_OTLP}_TRACES_ENDPOINT"),
-    *(f"{_OTLP}_PROTOCOL", f"{_OTLP}_TRACES_PROTOCOL"),
-)
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, section 11.2
 _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
@@ -303,37 +298,6 @@ class Settings(BaseSettings):
             ValueError: they require an unsupported exporter or protocol.
         """
         return is_tracing_enabled(os.environ)
-
-
-def is_tracing_enabled(environment: Mapping[str, str]) -> bool:
-    """Returns True if OpenTelemetry's environment variables enable traces.
-
-    Raises:
-        ValueError: they require an unsupported exporter or protocol.
-    """
-    variables = {name: environment.get(f"OTEL_{name}", "").strip() for name in _OTEL}
-    if variables["SDK_DISABLED"].lower() == "true" or variables["TRACES_EXPORTER"] == "none":
-        return False
-    exporter = (
-        variables["TRACES_EXPORTER"]
-        or variables[f"{_OTLP}_ENDPOINT"]
-        or variables[f"{_OTLP}_TRACES_ENDPOINT"]
-    )
-    if not exporter:
-        return False
-    protocol = (
-        variables[f"{_OTLP}_TRACES_PROTOCOL"] or variables[f"{_OTLP}_PROTOCOL"] or "http/protobuf"
-    )
-    if variables["TRACES_EXPORTER"] not in ("", "otlp"):
-        raise ValueError(
-            "OTEL_TRACES_EXPORTER is not supported: "
-            f"got {variables['TRACES_EXPORTER']}, expected otlp or none"
-        )
-    if protocol != "http/protobuf":
-        raise ValueError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is not supported: got {protocol}, expected http/protobuf"
-        )
-    return True
 
 
 def _split(text: str) -> list[str]:

@@ -25,7 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from qkv import __version__
-from qkv.settings import is_tracing_enabled
+from qkv.tracing_variables import is_tracing_enabled
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.raw_connection import PATH as INFER
 from support.raw_connection import encode_body, encode_request, random_inputs, raw_client

@@ -31,6 +31,7 @@ from qkv.engine.remote.messages import (
     unpack_id,
     unpack_plan,
 )
+from qkv.engine.remote.pending_job import PendingJob
 from qkv.engine.remote.sent_plans import NOT_KEPT
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.work_queue import JobResult, QueuedJob
@@ -43,53 +44,6 @@ _log = logging.getLogger("qkv.device")
 
 _LARGE_BYTES: Final = 1 << 20  # larger outputs are copied in a thread, not on the event loop
 _POLL_S: Final = 0.01
-
-
-class _PendingJob:
-    """A worker's job without a result: a `ResultReceiver`.
-
-    Args:
-        link: sends its result.
-        request: the received request.
-        plan: its plan.
-        inputs: bytes of its tensors; the job refers to them as long as the device may read them.
-
-    Attributes:
-        request, plan, inputs: as the arguments.
-        queued_job: its place in the engine's queue, until it is done.
-    """
-
-    __slots__ = ("_is_cancelled", "_is_done", "_link", "inputs", "plan", "queued_job", "request")
-
-    def __init__(
-        self, link: WorkerLink, request: JobRequest, plan: DecodedPlan, inputs: np.ndarray
-    ) -> None:
-        self._link, self.request, self.plan, self.inputs = link, request, plan, inputs
-        self.queued_job: QueuedJob | None = None
-        self._is_done = self._is_cancelled = False
-
-    def done(self) -> bool:
-        """Returns True if it has a result or an error, or is cancelled."""
-        return self._is_done
-
-    def cancelled(self) -> bool:
-        """Returns True if the worker does not wait for it any more."""
-        return self._is_cancelled
-
-    def cancel(self) -> None:
-        """Drops the result that it may still get."""
-        self._is_done = self._is_cancelled = True
-        self.queued_job = None  # which refers to this object
-
-    def set_result(self, result: JobResult, /) -> None:
-        """Sends the result."""
-        self._is_done, self.queued_job = True, None
-        self._link.send_result(self, result)
-
-    def set_exception(self, error: QkvError, /) -> None:
-        """Sends the error."""
-        self._is_done, self.queued_job = True, None
-        self._link.send_error(self.request.id, error)
 
 
 class WorkerLink:
@@ -118,7 +72,7 @@ class WorkerLink:
         self._engine, self._shared_memory, self._decoder = engine, shared_memory, decoder
         self._on_lost = on_lost
         self._plans: dict[int, DecodedPlan] = {}
-        self._pending: dict[int, _PendingJob] = {}
+        self._pending: dict[int, PendingJob] = {}
         self._results: dict[bytes, list[bytes]] = defaultdict(list)  # packed times, by label
         self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
         self._channel: Channel | None = None
@@ -171,7 +125,7 @@ class WorkerLink:
         for request in requests:
             try:
                 plan = self._plans[request.plan]
-                pending = _PendingJob(self, request, plan, self._view_inputs(request, plan))
+                pending = PendingJob(self, request, plan, self._view_inputs(request, plan))
                 job = plan.new_job(pending.inputs)
                 if (result := self._run_inline(job, request)) is not None:
                     self._pending[request.id] = pending
@@ -204,7 +158,7 @@ class WorkerLink:
             return None
         return self._engine.run_inline(job, request.enqueued_at)
 
-    def send_result(self, pending: _PendingJob, result: JobResult) -> None:
+    def send_result(self, pending: PendingJob, result: JobResult) -> None:
         """Copies the outputs of a job into shared memory, and sends its times."""
         slices = pending.plan.output_slices(result.outputs)
         if slices[-1].stop > _LARGE_BYTES:
@@ -220,7 +174,7 @@ class WorkerLink:
             self._send_times(pending, result)
 
     async def _send_large_result(
-        self, pending: _PendingJob, result: JobResult, slices: Sequence[slice]
+        self, pending: PendingJob, result: JobResult, slices: Sequence[slice]
     ) -> None:
         failure = None
         try:
@@ -235,14 +189,14 @@ class WorkerLink:
             self.send_error(pending.request.id, failure)
 
     def _write_outputs(
-        self, pending: _PendingJob, result: JobResult, slices: Sequence[slice]
+        self, pending: PendingJob, result: JobResult, slices: Sequence[slice]
     ) -> None:
         offset = pending.request.outputs_offset
         target = self._shared_memory.view(self._index, offset, slices[-1].stop).data
         for where, tensor in zip(slices, result.outputs.values(), strict=True):
             target[where] = tensor.data
 
-    def _send_times(self, pending: _PendingJob, result: JobResult) -> None:
+    def _send_times(self, pending: PendingJob, result: JobResult) -> None:
         """Sends the times of a job at the end of this turn of the event loop."""
         id, timing = pending.request.id, result.timing
         del self._pending[id]
@@ -264,7 +218,7 @@ class WorkerLink:
         if self._channel is not None:
             self._channel.send(MessageType.ERROR, pack_id(id) + _encode_error(error))
 
-    def _cancel(self, pending: _PendingJob) -> None:
+    def _cancel(self, pending: PendingJob) -> None:
         """Cancels a job; sends RELEASED once the device does not read its inputs any more."""
         del self._pending[pending.request.id]
         if pending.queued_job is not None:
