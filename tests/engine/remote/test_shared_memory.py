@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import MessageType
-from qkv.engine.remote.shared_memory import ALIGNMENT, RETAINED_BYTES, SharedMemory
+from qkv.engine.remote.shared_memory import (
+    ALIGNMENT,
+    RETAINED_BYTES,
+    SharedMemory,
+    WorkerRegion,
+)
 from qkv.errors import ServiceUnavailable
 
 
@@ -74,14 +79,55 @@ def test_forked_process_shares_the_memory() -> None:
     assert not shared_memory.view(0, 0, 1 << 20).any()
 
 
-def test_memory_beyond_retained_bytes_returns_to_the_system() -> None:
+def end_period(region: WorkerRegion) -> None:
+    """Ends a period, and returns the idle pages."""
+    region.begin_period()
+    while region.release_idle_pages():
+        pass
+
+
+def test_idle_memory_beyond_retained_bytes_returns_to_the_system() -> None:
     region = SharedMemory(1, 4 * RETAINED_BYTES).region(0)
+    end_period(region)  # pages of a worker before it
     before = resident_shared_bytes()
     block = region.allocate(4 * RETAINED_BYTES)
     block.bytes[:] = 1
     assert resident_shared_bytes() - before >= 4 * RETAINED_BYTES
     del block
+    end_period(region)  # they were used in the period that ended
+    assert resident_shared_bytes() - before >= 4 * RETAINED_BYTES
+    kept = [region.keeps_pages]
+    end_period(region)
+    kept.append(region.keeps_pages)
+    assert kept == [True, False]
     assert abs(resident_shared_bytes() - before - RETAINED_BYTES) < 1 << 21
+
+
+def test_pages_of_live_and_recent_blocks_stay() -> None:
+    region = SharedMemory(1, 4 * RETAINED_BYTES).region(0)
+    first, live, last = (region.allocate(RETAINED_BYTES) for _ in range(3))
+    live.bytes[:] = 7
+    last.bytes[:] = 8
+    del first, last
+    for _ in range(3):
+        end_period(region)
+    assert (live.bytes == 7).all()
+    assert not region._shared_memory.view(0, 2 * RETAINED_BYTES, RETAINED_BYTES).any()
+    region.begin_period()
+    new = region.allocate(2 * RETAINED_BYTES)  # while idle pages return
+    new.bytes[:] = 9
+    while region.release_idle_pages():
+        pass
+    assert (new.bytes == 9).all()
+    assert (live.bytes == 7).all()
+
+
+def test_pages_of_a_worker_that_has_ended_return_to_the_system() -> None:
+    shared_memory = SharedMemory(1, 2 * RETAINED_BYTES)
+    shared_memory.region(0).allocate(2 * RETAINED_BYTES).bytes[:] = 1
+    region = shared_memory.region(0)
+    end_period(region)
+    assert not shared_memory.view(0, RETAINED_BYTES, RETAINED_BYTES).any()
 
 
 def test_frames_survive_any_fragmentation() -> None:

@@ -19,6 +19,7 @@ from qkv.engine.engine import DEFAULT_LIMIT
 from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.device_link import DeviceLink, LinkOwner, SubmittedJob
 from qkv.engine.remote.messages import NO_DEADLINE
+from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
 from qkv.engine.work_queue import JobResult, Load, ThroughputEstimate
 from qkv.errors import QkvError, ServiceUnavailable
@@ -62,7 +63,7 @@ class RemoteEngine:
         shared_state: SharedState,
         limit: Load = DEFAULT_LIMIT,
     ) -> None:
-        self._region = region
+        self._region, self._page_releaser = region, PageReleaser(region)
         self._control_socket = control_socket
         self._shared_state = shared_state
         self._queued_work = shared_state.queued_work
@@ -115,6 +116,7 @@ class RemoteEngine:
             await asyncio.wait(futures)
         assert self._loop is not None
         self._loop.remove_reader(self._control_socket)
+        self._page_releaser.close()
         for link in self.links:
             link.close()
 
@@ -161,6 +163,7 @@ class RemoteEngine:
         except ServiceUnavailable as full:
             full.retry_after = self._throughput.retry_after(self._load)
             raise
+        self._page_releaser.on_allocated()
         future: asyncio.Future[JobResult] = self._loop.create_future()
         now = time.perf_counter()
         deadline = NO_DEADLINE if wait_s is None else now + wait_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import time
 import weakref
 from bisect import insort
 from collections import deque
@@ -24,10 +25,12 @@ ALIGNMENT: Final = 64
 
 RETAINED_BYTES: Final = 64 << 20
 """Bytes at the start of each region whose memory the service keeps once used. Memory beyond them
-returns to the system with each released block."""
+returns to the system when no block has used it for a while."""
 
 _PADDING_BYTES: Final = 1 << 20  # for the padding between tensors
 _PAGE_BYTES: Final = mmap.PAGESIZE
+_CHUNK_BYTES: Final = 1 << 20  # returned to the system at once: 0.1 to 0.3 ms
+_STEP_S: Final = 1e-3
 _NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # mman.h; Python names it since 3.13
 
 
@@ -68,10 +71,9 @@ class SharedMemory:
         start = index * self._size + offset
         return self._bytes[start : start + size]
 
-    def release_pages(self, index: int, offset: int, size: int) -> None:
-        """Returns the whole pages of these bytes to the system, beyond `RETAINED_BYTES`."""
-        start = -(-max(offset, RETAINED_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
-        end = (offset + size) // _PAGE_BYTES * _PAGE_BYTES
+    def release_pages(self, index: int, start: int, end: int) -> None:
+        """Returns the whole pages between two offsets to the system; they are zero afterwards."""
+        start, end = -(-start // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
         if start < end and sys.platform == "linux":
             self._memory.madvise(mmap.MADV_REMOVE, index * self._size + start, end - start)
 
@@ -79,7 +81,11 @@ class SharedMemory:
 class WorkerRegion:
     """Allocates blocks, first fit: so few requests at a time reuse the same cached memory.
 
-    Only one thread may call `allocate`. Any thread may release a block.
+    The first write to a page that has returned to the system costs ten times a later one. So pages
+    stay while blocks use them again and again. The region may be that of a worker that has ended:
+    at first, any page may be used.
+
+    Only one thread may call the methods. Any thread may release a block.
     """
 
     def __init__(self, shared_memory: SharedMemory, index: int, size: int) -> None:
@@ -88,6 +94,13 @@ class WorkerRegion:
         self._released: deque[tuple[int, int]] = deque()
         # reference to the view, offset and bytes, by the id of the reference
         self._blocks: dict[int, tuple[weakref.ref[np.ndarray], int, int]] = {}
+        self._kept_end = size  # no page beyond it is used
+        self._recent_end = self._idle_end = 0  # of blocks of this period, and of the one before
+
+    @property
+    def keeps_pages(self) -> bool:
+        """True if pages beyond `RETAINED_BYTES` may be used."""
+        return self._kept_end > RETAINED_BYTES
 
     def allocate(self, size: int) -> Block:
         """Allocates a block of `size` bytes.
@@ -107,6 +120,8 @@ class WorkerRegion:
         else:
             self._holes[position] = (offset + padded, room - padded)
         view = self._shared_memory.view(self._index, offset, size)
+        end = offset + padded
+        self._recent_end, self._kept_end = max(self._recent_end, end), max(self._kept_end, end)
         # weakref.finalize would take four times as long
         reference = weakref.ref(view, self._release)
         self._blocks[id(reference)] = reference, offset, padded
@@ -115,8 +130,23 @@ class WorkerRegion:
     def _release(self, reference: weakref.ref[np.ndarray]) -> None:
         """Releases the block of a view that nothing refers to."""
         _, offset, size = self._blocks.pop(id(reference))
-        self._shared_memory.release_pages(self._index, offset, size)
         self._released.append((offset, size))
+
+    def begin_period(self) -> None:
+        """Begins a period. Pages beyond all blocks of the one before are idle."""
+        blocks = self._blocks.copy().values()  # another thread may release one
+        live_end = max((offset + size for _, offset, size in blocks), default=0)
+        self._idle_end, self._recent_end = max(self._recent_end, live_end), live_end
+
+    def release_idle_pages(self) -> bool:
+        """Returns idle pages to the system for about a millisecond; True if more are left."""
+        end = max(self._idle_end, self._recent_end, RETAINED_BYTES)
+        stop_at = time.perf_counter() + _STEP_S
+        while self._kept_end > end and time.perf_counter() < stop_at:
+            start = max(end, self._kept_end - _CHUNK_BYTES)
+            self._shared_memory.release_pages(self._index, start, self._kept_end)
+            self._kept_end = start
+        return self._kept_end > end
 
     def _add_hole(self, offset: int, size: int) -> None:
         """Adds a hole and merges it with its neighbours."""
