@@ -18,7 +18,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from qkv.server.supervisor import _BACKLOG_TIMEOUT_S
-from qkv.server.worker import DRAIN_NOTICE_S
+from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S
 from qkv.settings import Settings
 from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until
@@ -127,7 +127,10 @@ def test_stop_grace_period_is_longer_than_a_graceful_shutdown(name: str) -> None
     assert re.fullmatch(r"\d+s", grace)
     assert (
         int(grace[:-1])
-        > Settings.model_fields["drain_s"].default + _BACKLOG_TIMEOUT_S + 3 * DRAIN_NOTICE_S
+        > DRAIN_ACCEPT_S
+        + _BACKLOG_TIMEOUT_S
+        + DRAIN_IDLE_S
+        + Settings.model_fields["drain_s"].default
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 from jsonschema import ValidationError
 
 from qkv.server.supervisor import _BACKLOG_TIMEOUT_S, _EXIT_TIMEOUT_S
-from qkv.server.worker import DRAIN_NOTICE_S
+from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S
 from qkv.settings import Settings
 from support.kubernetes_schemas import VERSIONS, check_type, through_sdk
 from support.kustomization import DEPLOY, OVERLAYS, Resource, build, load
@@ -217,7 +217,11 @@ def test_probes_ask_the_service(overlay: str, url: str) -> None:
 def test_grace_period_covers_the_sleep_and_the_longest_drain(overlay: str) -> None:
     sleep = container(overlay)["lifecycle"]["preStop"]["sleep"]["seconds"]
     longest = (
-        2 * DRAIN_NOTICE_S + _BACKLOG_TIMEOUT_S + setting(overlay, "drain_s") + _EXIT_TIMEOUT_S
+        DRAIN_ACCEPT_S
+        + _BACKLOG_TIMEOUT_S
+        + DRAIN_IDLE_S
+        + setting(overlay, "drain_s")
+        + _EXIT_TIMEOUT_S
     )
     assert pod(overlay)["terminationGracePeriodSeconds"] > sleep + longest
     probe = container(overlay)["readinessProbe"]

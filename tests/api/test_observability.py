@@ -88,10 +88,9 @@ def test_error_responses_have_an_id(
     monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
     ask("POST", PATH)
     assert statuses == [400, 422, 413, 415, 404, 405, 400, 500]
-    service_process = server.runtime.worker.shared_state
-    service_process.drain()
-    ask("POST", PATH)
-    ask("GET", "/v1/variants")
+    server.runtime.worker.shared_state.drain()
+    ask("POST", "/v1/sweep")
+    ask("GET", "/v2/models/softmax/ready")
     assert statuses[-2:] == [503, 503]
 
 

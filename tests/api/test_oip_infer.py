@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from qkv.attention import catalogue
-from qkv.telemetry.worker_state import SharedState
 from support.known_requests import assert_problem
 from support.oip_requests import (
     INFER_PATH,
@@ -393,23 +392,15 @@ def test_server_timing_matches_the_parameters(server: Server) -> None:
         assert {"batch_size", "device", "backend", "flops", "bytes"} < set(timing)
 
 
-@pytest.fixture
-def draining(serve: Callable[..., Server]) -> Server:
-    stopping = serve()
-    shared_state = stopping.app.user_middleware[0].kwargs["shared_state"]
-    assert isinstance(shared_state, SharedState)
-    shared_state.drain()
-    return stopping
-
-
-def test_draining_service_rejects_requests(draining: Server) -> None:
+def test_draining_service_runs_requests_and_is_not_ready(serve: Callable[..., Server]) -> None:
+    draining = serve()
+    draining.runtime.worker.shared_state.drain()
     assert draining.http.get("/v2/health/live").json() == {"live": True}
     ready = draining.http.get("/v2/health/ready")
     assert (ready.status_code, ready.json()["ready"]) == (503, False)
-    for response in (
-        post(draining, request_with_lists()),
-        draining.http.get("/v2/models/softmax/ready"),
-    ):
-        assert "stopping" in error_of(response, 503)
-        assert int(response.headers["retry-after"]) > 0
-        assert response.headers["connection"] == "close"
+    model_ready = draining.http.get("/v2/models/softmax/ready")
+    assert "not ready" in error_of(model_ready, 503)
+    assert int(model_ready.headers["retry-after"]) > 0
+    response = post(draining, request_with_lists())
+    assert response.status_code == 200
+    assert response.headers["connection"] == "close"

@@ -18,7 +18,7 @@ from qkv.api import event_stream
 from qkv.engine.work_queue import WorkQueue
 from qkv.jobs.job import Job
 from qkv.jobs.measure.sweep_request import SweepRequest
-from qkv.telemetry.worker_state import SharedState
+from support.known_requests import assert_problem
 from support.paths import ROOT
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server, running_server
@@ -191,16 +191,18 @@ def test_internal_error_ends_the_stream(
 
 def test_stopping_service_sends_an_error_event() -> None:
     with running_server() as stopping:
-        shared_state = stopping.app.user_middleware[0].kwargs["shared_state"]
-        assert isinstance(shared_state, SharedState)
         body = SMALL | {"variants": ["mean"], "lengths": [8, 16], "repeats": 100}
         with stopping.http.stream("POST", SWEEP, json=body) as response:
             events = parse_events(response.iter_lines())
             assert next(events)[0] == "progress"
-            shared_state.drain()
+            stopping.runtime.worker.shared_state.drain()
             *_, (name, what) = events
         assert name == "error"
         assert what["problem"]["type"] == "urn:qkv:problem:not-now"
+        response = stopping.http.post(SWEEP, json=body)
+        assert assert_problem(response, 503)["detail"] == what["problem"]["detail"]
+        assert int(response.headers["retry-after"]) > 0
+        assert response.headers["connection"] == "close"
 
 
 def test_sigterm_does_not_wait_for_the_sweep(command: Callable[..., Process]) -> None:

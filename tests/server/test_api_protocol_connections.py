@@ -1,4 +1,4 @@
-"""Connections of the API: read together, failing to write, not read from, idle."""
+"""Connections of the API: read together, failing to write, not read from, idle, draining."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from support.raw_connection import (
     in_flight_count,
     random_inputs,
     raw_client,
+    read_responses,
 )
 from support.raw_connection import server_jobs as server_jobs
 from support.service import Server, running_server
@@ -116,3 +117,38 @@ def test_idle_connection_is_closed_and_one_in_use_is_not() -> None:
         idle_since = time.monotonic()
         assert caller.socket.recv(1) == b""
         assert time.monotonic() - idle_since > 0.9
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_last_response_of_a_draining_connection_closes_it(is_late: bool) -> None:
+    """All requests that came before the drain have responses, and else the first one."""
+    request = encode_request(*encode_body(random_inputs(0)))
+    with running_server() as server, raw_client(server) as caller:
+        drain = server.runtime.worker.shared_state.drain
+        with server.hold():
+            if is_late:
+                drain()
+            caller.send(request * 3)
+            wait_until(lambda: in_flight_count(server) == 1)
+            drain()
+        found = read_responses(caller.socket)
+    assert [status for status, *_ in found] == [200] * (1 if is_late else 3)
+    assert ["connection" in headers for _, headers, _ in found] == [False] * (len(found) - 1) + [
+        True
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [("GET /v1/variants", 200), ("GET /readyz", 503), ("GET /none", 404), ("POST " + PATH, 400)],
+)
+def test_every_path_is_served_in_the_drain(line: str, status: int) -> None:
+    with running_server() as server, raw_client(server) as caller:
+        request = f"{line} HTTP/1.1\r\nHost: here\r\nContent-Length: 0\r\n\r\n".encode()
+        caller.send(request)
+        assert caller.status() in (status, 200)
+        caller.rest()
+        server.runtime.worker.shared_state.drain()
+        caller.send(request)
+        ((found, headers, _),) = read_responses(caller.socket)
+        assert (found, headers["connection"]) == (status, "close")

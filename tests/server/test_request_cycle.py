@@ -33,6 +33,7 @@ def new_cycle() -> RequestCycle:
         Mock(),
         [],
         keep_alive=True,
+        is_last=lambda: False,
         expects_continue=False,
         on_response=Mock(),
         close=Mock(),

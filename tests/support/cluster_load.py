@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, RemoteDisconnected
+from http.client import HTTPConnection
 from typing import Final
 
 import numpy as np
@@ -24,6 +25,8 @@ from support.service_processes import PATH
 SHAPES: Final = {"small": (1, 2, 5, 4), "large": (1, 8, 256, 64)}
 KINDS: Final = [(size, is_kept) for size in SHAPES for is_kept in (False, True)]
 """Size of the requests of a client, and True if it keeps its connections."""
+PAUSES_S: Final = ((0, 0.005, 0.02, 0.1), (0.1, 0.5, 1, 2))
+"""Seconds between the requests of a client. With long ones its connection is idle at a stop."""
 
 
 class Call:
@@ -51,8 +54,9 @@ class Seen:
     """Results of all clients.
 
     Attributes:
-        counts: responses by the kind of client; and `moved` and `closed`, the requests on kept
-            connections of a pod after SIGTERM that it rejected, or closed the connection of.
+        counts: responses by the kind of client. Of pods after SIGTERM also `last`, the responses
+            that end a connection, and `closed`, the requests whose kept connection was closed
+            before a byte of a response.
         faults: lost, refused and wrong ones.
     """
 
@@ -68,6 +72,7 @@ class Client:
         delay_s: the delay.
         size: size of its requests.
         is_kept: True if it keeps its connection until the service closes it.
+        pauses_s: seconds between two requests, one of which it draws.
         seed: of its choices.
         seen: receives the results.
     """
@@ -78,12 +83,13 @@ class Client:
         delay_s: float,
         size: str,
         is_kept: bool,
+        pauses_s: Sequence[float],
         seed: int,
         seen: Seen,
     ) -> None:
         self._endpoints, self._delay_s = endpoints, delay_s
         self._kind, self._call = (size, is_kept), Call(size)
-        self._draw, self._seen = random.Random(seed), seen
+        self._pauses_s, self._draw, self._seen = pauses_s, random.Random(seed), seen
         self._pod: Pod | None = None
         self._connection: HTTPConnection | None = None
 
@@ -92,11 +98,16 @@ class Client:
         while not ended.is_set():
             while not self._send():
                 pass  # again, on a new connection
-            time.sleep(self._draw.choice((0, 0.005, 0.02, 0.1)))
+            time.sleep(self._draw.choice(self._pauses_s))
         self._close()
 
     def _send(self) -> bool:
-        """Sends a request; returns False if it must be sent again."""
+        """Sends a request; returns False if it must be sent again (RFC 9112, section 9.3.1).
+
+        As connection pools do, it uses no connection that is already closed.
+        """
+        if self._connection is not None and select.select([self._connection.sock], [], [], 0)[0]:
+            self._close()
         is_new = self._connection is None
         if self._connection is None:
             while not (pods := self._endpoints.seen(self._delay_s)):
@@ -107,30 +118,31 @@ class Client:
         try:
             self._connection.request("POST", PATH, self._call.body, self._call.headers)
             response = self._connection.getresponse()
-            body = response.read()
-        except (RemoteDisconnected, ConnectionError) as error:
-            return self._end("closed", repr(error), is_new)
+        except ConnectionError as error:
+            is_right = self._pod.is_stopping and not is_new
+            return self._end("closed", error, is_right)
         except Exception as error:
-            return self._end("lost", repr(error), is_new=True)
-        if response.status == 503 and response.will_close:
-            return self._end("moved", body.decode(), is_new)
+            return self._end("lost", error, is_right=False)
+        try:
+            body = response.read()
+        except Exception as error:
+            return self._end("cut", error, is_right=False)
         if response.status != 200 or not self._call.is_right(body):
             self._seen.faults.append(f"{response.status} {body[:200]!r}")
         self._seen.counts[self._kind] += 1
+        if response.will_close:
+            self._seen.counts["last"] += self._pod.is_stopping
         if response.will_close or not self._kind[1]:
             self._close()
         return True
 
-    def _end(self, name: str, detail: str, is_new: bool) -> bool:
-        """Ends the connection after no response or 503; returns False.
-
-        This is right only of a kept connection of a pod that has got SIGTERM.
-        """
+    def _end(self, name: str, error: Exception, is_right: bool) -> bool:
+        """Ends the connection of a request without a complete response; returns False."""
         assert self._pod is not None
         self._seen.counts[name] += 1
-        if is_new or not self._pod.is_stopping:
+        if not is_right:
             self._seen.faults.append(
-                f"{name}: {detail} ({self._kind}, new connection: {is_new}, "
+                f"{name}: {error!r} ({self._kind}, "
                 f"terminating: {self._pod.is_terminating}, SIGTERM: {self._pod.is_stopping})"
             )
         self._close()
@@ -144,11 +156,14 @@ class Client:
 
 @contextlib.contextmanager
 def load(endpoints: Endpoints, longest_delay_s: float, seed: int) -> Iterator[Seen]:
-    """Runs two clients of each kind; yields their results so far."""
+    """Runs two clients of each kind, with short and with long pauses; yields their results."""
     draw, seen, ended = random.Random(seed), Seen(), threading.Event()
     clients = [
-        Client(endpoints, draw.uniform(0, longest_delay_s), *kind, draw.getrandbits(32), seen)
-        for kind in 2 * KINDS
+        Client(
+            endpoints, draw.uniform(0, longest_delay_s), *kind, pauses_s, draw.getrandbits(32), seen
+        )
+        for kind in KINDS
+        for pauses_s in PAUSES_S
     ]
     with ThreadPoolExecutor(len(clients)) as pool:
         loops = [pool.submit(client.run, ended) for client in clients]

@@ -111,6 +111,13 @@ class RawClient:
             self._more()
         return int(self._received.split()[1])
 
+    def header(self, name: str) -> str:
+        """Returns a header of the next response without consuming the response."""
+        self.status()
+        head = self._received.partition(b"\r\n\r\n")[0]
+        (value,) = re.findall(rf"(?im)^{name}: (.*?)\r?$", head.decode())
+        return str(value)
+
     def body(self) -> bytes:
         """Returns the body of the next response, whose status must be 200."""
         assert self.status() == 200, self._received

@@ -36,7 +36,7 @@ from qkv.api.endpoints import (
 from qkv.api.error_responses import add_error_handlers, error_response
 from qkv.api.job_runner import JobRunner, job_limits
 from qkv.api.middleware import (
-    DrainMiddleware,
+    DrainTimeoutMiddleware,
     HeadMiddleware,
     InternalErrorMiddleware,
     allow_origins,
@@ -212,7 +212,7 @@ def _add_middleware(app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint])
     """Adds middleware to FastAPI, and returns it with the direct routes in front."""
     worker, api_keys = runtime.worker, runtime.api_keys
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(DrainMiddleware, shared_state=worker.shared_state)
+    app.add_middleware(DrainTimeoutMiddleware)
     asgi: ASGIApp = DirectRouter(InternalErrorMiddleware(app), direct, error_response, worker)
     if api_keys is not None:
         # FastAPI needs it too, for servers that serve `app` instead of `app.state.asgi`

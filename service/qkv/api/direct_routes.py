@@ -28,10 +28,10 @@ class DirectRouter:
     takes longer than a small attention.
 
     Args:
-        app: handles all other requests, and all requests while the service drains.
+        app: handles all other requests.
         endpoints: by path.
         error_response: returns the response for an error at a path.
-        worker: counts requests in flight; its shared state has the drain flag.
+        worker: counts requests in flight.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DirectRouter:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and not self._is_draining():
+        if scope["type"] == "http" and scope["method"] == "POST":
             path = scope["path"]
             if (endpoint := self._endpoints.get(path)) is not None:
                 self._worker.add_in_flight(1)
@@ -57,21 +57,15 @@ class DirectRouter:
                     response = await self._call(endpoint, Request(scope, receive, send), path)
                 finally:
                     self._worker.add_in_flight(-1)
-                # the drain may have begun while the endpoint ran
-                if self._is_draining():
-                    response.raw_headers.append((b"connection", b"close"))
                 return await response(scope, receive, send)
         return await self._app(scope, receive, send)
-
-    def _is_draining(self) -> bool:
-        return self._worker.shared_state.is_draining
 
     async def _call(self, endpoint: Endpoint, request: Request, path: str) -> Response:
         try:
             return await endpoint(request)
         except QkvError as error:
             return self._error_response(error, path)
-        except asyncio.CancelledError:  # the drain timed out before the body was received
+        except asyncio.CancelledError:  # the drain has timed out
             return self._error_response(
                 ServiceUnavailable("the service is stopping", retry_after=5), path
             )

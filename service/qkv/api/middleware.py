@@ -1,21 +1,16 @@
-"""ASGI middleware: HEAD requests, drain, internal errors, and cross-origin requests."""
+"""ASGI middleware: HEAD requests, timed-out drains, internal errors, and cross-origin requests."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv.api.endpoints.oip_models import HEALTH_PATHS
 from qkv.api.error_responses import error_response
 from qkv.errors import ServiceUnavailable
-from qkv.telemetry.worker_state import SharedState
 
-__all__ = ["DrainMiddleware", "HeadMiddleware", "InternalErrorMiddleware", "allow_origins"]
-
-_SERVED_WHILE_DRAINING: Final = frozenset(("/livez", "/readyz", *HEALTH_PATHS))
+__all__ = ["DrainTimeoutMiddleware", "HeadMiddleware", "InternalErrorMiddleware", "allow_origins"]
 
 
 class HeadMiddleware:
@@ -30,36 +25,27 @@ class HeadMiddleware:
         return await self._app(scope, receive, send)
 
 
-class DrainMiddleware:
-    """Rejects new requests while the service drains, and makes clients close their connections.
+class DrainTimeoutMiddleware:
+    """Responds with 503 to a request that is cancelled because the drain has timed out."""
 
-    Completes requests that the service accepted before the drain.
-    """
-
-    def __init__(self, app: ASGIApp, shared_state: SharedState) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._shared_state = shared_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         has_response = False
 
-        async def send_closing(message: Message) -> None:
+        async def send_noting(message: Message) -> None:
             nonlocal has_response
             has_response = True
-            if message["type"] == "http.response.start" and self._shared_state.is_draining:
-                message["headers"] = [*message.get("headers", []), (b"connection", b"close")]
             await send(message)
 
-        if not self._shared_state.is_draining or scope["path"] in _SERVED_WHILE_DRAINING:
-            try:
-                return await self._app(scope, receive, send_closing)
-            except asyncio.CancelledError:  # the drain timed out before the body was received
-                if has_response:
-                    raise
-        stopping = ServiceUnavailable("the service is stopping", retry_after=5)
-        return await error_response(stopping, scope["path"])(scope, receive, send_closing)
+        try:
+            await self._app(scope, receive, send_noting)
+        except asyncio.CancelledError:
+            if has_response or scope["type"] != "http":
+                raise
+            stopping = ServiceUnavailable("the service is stopping", retry_after=5)
+            await error_response(stopping, scope["path"])(scope, receive, send)
 
 
 class InternalErrorMiddleware:

@@ -63,7 +63,7 @@ class ApiProtocol(LimitedHttpProtocol):
 
     Args:
         config, server_state, app_state, _loop: as uvicorn's protocols take them.
-        timeouts, error_response: as `LimitedHttpProtocol` takes them.
+        timeouts, error_response, is_draining: as `LimitedHttpProtocol` takes them.
         observer: counts received bytes and requests that do not reach the application.
     """
 
@@ -76,10 +76,17 @@ class ApiProtocol(LimitedHttpProtocol):
         *,
         timeouts: ConnectionTimeouts,
         error_response: Callable[[QkvError, str], Response],
+        is_draining: Callable[[], bool],
         observer: RequestObserver,
     ) -> None:
         super().__init__(
-            config, server_state, app_state, _loop, timeouts=timeouts, error_response=error_response
+            config,
+            server_state,
+            app_state,
+            _loop,
+            timeouts=timeouts,
+            error_response=error_response,
+            is_draining=is_draining,
         )
         self._observer = observer
         self._body_receiver: BodyReceiver | None = None

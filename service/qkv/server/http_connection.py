@@ -51,6 +51,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         config, server_state, app_state, _loop: as in uvicorn's protocols.
         timeouts: checks this connection periodically.
         error_response: builds the response for an error at a path.
+        is_draining: True once each connection may bring only one more request.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         *,
         timeouts: ConnectionTimeouts,
         error_response: Callable[[QkvError, str], Response],
+        is_draining: Callable[[], bool],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._timeouts, self._error_response = timeouts, error_response
+        self._is_draining = is_draining
         self.url = b""
         self._reading = HEAD
         self._chunk_bytes = self._framing_bytes = self._received_bytes = self._ignored_bytes = 0
@@ -187,7 +190,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport,
             self.flow,
             self.server_state.default_headers,
-            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            keep_alive=version != "1.0"
+            and self.parser.should_keep_alive()
+            and not self._is_draining(),
+            is_last=self._is_last_request,
             expects_continue=self.expect_100_continue,
             on_response=self.on_response_complete,
             close=self._close_after_response,
@@ -216,6 +222,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._ignored_bytes > _MAX_IGNORED_BYTES:
             self.transport.close()
 
+    def _is_last_request(self) -> bool:
+        """Returns True if the service drains, and no received request waits."""
+        return self._is_draining() and not self.queued_cycles
+
     def _close_after_response(self) -> None:
         """Closes the connection after a response without keep-alive."""
         if self._reading == BODY:
@@ -243,9 +253,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._send_last_response()
 
     def shutdown(self) -> None:
+        """Closes an idle connection; any other one closes after its last response."""
         if self._is_lingering:
             self.transport.close()
-        super().shutdown()
+        if self._reading != HEAD or self.scope is None:  # else a part of a head has arrived
+            super().shutdown()
 
     def resume_writing(self) -> None:
         self._has_drained = True

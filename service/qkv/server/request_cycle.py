@@ -38,6 +38,7 @@ class RequestCycle:
         flow: pauses reading and writing.
         default_headers: of every response.
         keep_alive: the connection stays open after the response.
+        is_last: True at the start of the response if the connection must close after it anyway.
         expects_continue: the client waits for 100 Continue before it sends the body.
         on_response: called once the response is complete.
         close: closes the connection after a response without keep-alive.
@@ -59,13 +60,15 @@ class RequestCycle:
         default_headers: Sequence[_Header],
         *,
         keep_alive: bool,
+        is_last: Callable[[], bool],
         expects_continue: bool,
         on_response: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
         self.scope, self._transport, self._flow = scope, transport, flow
         self._default_headers, self._on_response, self._close = default_headers, on_response, close
-        self.keep_alive, self._expects_continue = keep_alive, expects_continue
+        self.keep_alive, self._is_last = keep_alive, is_last
+        self._expects_continue = expects_continue
         self.chunks: list[bytes] = []
         self.chunk_bytes = 0
         self.more_body = True
@@ -176,7 +179,8 @@ class RequestCycle:
         named = dict(headers)
         if b"close" in named.get(b"connection", b"").lower():
             self.keep_alive = False
-        elif not self.keep_alive:
+        elif not self.keep_alive or self._is_last():
+            self.keep_alive = False
             headers = [*headers, (b"connection", b"close")]
         has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
         if (length := named.get(b"content-length")) is not None:

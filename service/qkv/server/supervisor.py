@@ -28,7 +28,7 @@ from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.server import listener
-from qkv.server.worker import DRAIN_NOTICE_S, run_worker
+from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S, run_worker
 from qkv.settings import Settings
 from qkv.telemetry.log_writer import StderrHandler
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -220,11 +220,12 @@ class Supervisor:
     def _drain(self) -> int:
         """Stops the service gracefully; returns the exit status.
 
-        First the workers accept new connections and respond with 503. Then the kernel drops new
-        SYNs, and the workers accept the backlog, so that closing the socket resets no connection.
+        First the workers accept new connections, and serve one more request on each connection.
+        Then the kernel drops new SYNs, and the workers accept the backlog, so that closing the
+        socket resets no connection. Device processes accept jobs until the workers have exited.
         """
         self._state.drain()
-        time.sleep(DRAIN_NOTICE_S)
+        time.sleep(DRAIN_ACCEPT_S)
         listener.stop_accepting(self._listening)
         deadline = time.monotonic() + _BACKLOG_TIMEOUT_S
         while (
@@ -235,7 +236,7 @@ class Supervisor:
         # connections that no worker has accepted
         listener.reject_pending(self._listening, "the service is stopping")
         self._listening.close()
-        deadline = time.monotonic() + DRAIN_NOTICE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
+        deadline = time.monotonic() + DRAIN_IDLE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
         workers = range(len(self._state))
         for group in (workers, self._state.processes):  # device processes after the workers
             for pid, index in self._indices.items():

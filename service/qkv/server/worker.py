@@ -27,10 +27,19 @@ from qkv.server.connection_timeouts import ConnectionTimeouts
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["DRAIN_NOTICE_S", "WorkerServer", "new_uvicorn_config", "run_worker"]
+__all__ = ["DRAIN_ACCEPT_S", "DRAIN_IDLE_S", "WorkerServer", "new_uvicorn_config", "run_worker"]
 
-DRAIN_NOTICE_S: Final = 0.3
-"""Seconds after the start of the drain in which new requests are accepted and get 503."""
+DRAIN_ACCEPT_S: Final = 0.3
+"""Seconds after the start of the drain in which new connections are accepted."""
+
+DRAIN_IDLE_S: Final = 0.7
+"""Seconds after that in which idle connections stay open.
+
+A client that sends a request while its connection closes gets no response. A client that sends one
+every second gets one with `Connection: close` instead.
+"""
+
+_POLL_S: Final = 0.1
 
 
 def run_worker(
@@ -79,17 +88,18 @@ def new_uvicorn_config(app: FastAPI) -> uvicorn.Config:
 
 def _new_protocol_factory(runtime: Runtime) -> Callable[..., ApiProtocol]:
     """Returns the factory of connection protocols."""
-    settings = runtime.settings
+    settings, shared_state = runtime.settings, runtime.worker.shared_state
     return partial(
         ApiProtocol,
         timeouts=ConnectionTimeouts(settings.read_timeout_s, settings.write_timeout_s),
         error_response=error_response,
+        is_draining=lambda: shared_state.is_draining,
         observer=runtime.observer,
     )
 
 
 class WorkerServer(uvicorn.Server):
-    """uvicorn in a worker: marks it ready, and rejects requests for 0.3 s before it closes.
+    """uvicorn in a worker: marks it ready, and keeps idle connections for a moment before it stops.
 
     Args:
         config: as `new_uvicorn_config` returns it.
@@ -128,7 +138,12 @@ class WorkerServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.set_ready(False)
-        await asyncio.sleep(DRAIN_NOTICE_S)  # uvicorn closes connections without a request at once
+        for _ in range(
+            round(DRAIN_IDLE_S / _POLL_S)
+        ):  # then uvicorn closes idle connections at once
+            await asyncio.sleep(_POLL_S)
+            if self._failed.is_set() or not self.server_state.connections:
+                break
         self._acceptor.close()
         await super().shutdown(sockets)
 

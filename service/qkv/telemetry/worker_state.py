@@ -101,11 +101,11 @@ class SharedState:
 
     @property
     def is_draining(self) -> bool:
-        """True once the service rejects new work because it stops."""
+        """True once the service stops: each connection may bring one more request."""
         return self._draining[0]
 
     def drain(self) -> None:
-        """Starts the drain: all processes reject new work."""
+        """Starts the drain: the service is not ready, and closes connections after responses."""
         self._draining[0] = True
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import httpx
@@ -9,10 +10,12 @@ import numpy as np
 import openapi_spec_validator
 import pytest
 
+from qkv.api.endpoints.oip_infer import InferHandler
+from qkv.api.endpoints.run import RunHandler
+from qkv.api.middleware import HeadMiddleware
 from qkv.api.openapi import examples
 from qkv.attention import catalogue
 from qkv.jobs.job import Job
-from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, safetensors
 from qkv.wire.message import Message
@@ -313,12 +316,24 @@ def test_payload_too_large_matches_the_document(document: dict[str, Any]) -> Non
         assert_matches_document(document, response)
 
 
-def test_service_unavailable_matches_the_document(document: dict[str, Any]) -> None:
-    """Every operation of a stopping service is 503; probes have a form of their own."""
+def test_service_unavailable_matches_the_document(
+    document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every operation is 503 that the end of the drain cancels; probes have a form of their own."""
+    probes, serve = ("/readyz", "/v2/health/ready"), HeadMiddleware.__call__
+
+    async def cancel(*_: Any, **__: Any) -> Any:
+        raise asyncio.CancelledError
+
+    async def serve_or_cancel(self: HeadMiddleware, scope: Any, *channels: Any) -> None:
+        is_served = scope["type"] == "lifespan" or scope["path"] in probes
+        await (serve if is_served else cancel)(self, scope, *channels)
+
+    monkeypatch.setattr(HeadMiddleware, "__call__", serve_or_cancel)
+    for handler in (RunHandler, InferHandler):  # called without middleware
+        monkeypatch.setattr(handler, "handle", cancel)
     with running_server() as stopping:
-        shared_state = stopping.app.user_middleware[0].kwargs["shared_state"]
-        assert isinstance(shared_state, SharedState)
-        shared_state.drain()
+        stopping.runtime.worker.shared_state.drain()
         shown = next(e for e in examples.PROBLEMS if e.status == 503).problem()
         for path, methods in document["paths"].items():
             (method,) = methods

@@ -63,7 +63,7 @@ VERSION: Final = "1"
 """The only version of every model."""
 
 HEALTH_PATHS: Final = ("/v2/health/live", "/v2/health/ready")
-"""The paths that are served while the service drains."""
+"""The paths of the probes of the server."""
 
 _EXTENSIONS: Final = (
     "binary_tensor_data",

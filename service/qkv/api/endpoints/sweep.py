@@ -88,6 +88,8 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
             ", ".join(request.headers.getlist("accept")), MEDIA_TYPE, json.MEDIA_TYPE
         )
         require_json(request)
+        if shared_state.is_draining:  # before the first event, a client can send it again
+            raise ServiceUnavailable("the service is stopping", retry_after=5)
         wait_s = job_runner.deadline_of(request)
         with job_runner.admit(request) as admission:
             body = await read_body(
