@@ -13,7 +13,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,11 +21,12 @@ import numpy as np
 import ray
 import torch
 from bodies import SHAPES, build_request, tensors_of
+from haproxy_cluster import running_haproxy
 from load import BenchRequest, load
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray_cluster import RayCluster, running_ray
-from run_page import format_number, format_table, write_page
+from run_page import format_range, format_table, write_page
 from service import running_service
 
 import qkv
@@ -35,8 +36,9 @@ from qkv.server.ray_serve import Replica
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "clusters.md"
 FORMAT: Final = "V2 binary"
-BARE: Final = "Ray, a bare ASGI application"
 SERVE: Final = "`qkv serve`, 2 workers"
+RAY: Final = "Ray"
+HAPROXY: Final = "Ray with HAProxy"
 _LONG: Final = (1, 4, 16384, 4)  # a few seconds of one thread
 _SHORT: Final = (1, 2, 1024, 16)  # a few milliseconds, but too large to run on the event loop
 _SHORT_CLIENTS: Final = 8
@@ -57,12 +59,13 @@ class Plan(NamedTuple):
     rounds: int = 3
     shapes: tuple[str, ...] = tuple(SHAPES)
     replicas: tuple[int, ...] = (1, 2, 3)
+    haproxy_replicas: tuple[int, ...] = (1, 2)
     clients: int = 16
     router_seconds: float = 20.0
     router_rounds: int = 3
 
 
-QUICK: Final = Plan(0.2, 1, ("S",), (1,), 2, 0.5, 1)
+QUICK: Final = Plan(0.2, 1, ("S",), (1,), (1,), 2, 0.5, 1)
 
 
 class RateResult(NamedTuple):
@@ -79,6 +82,13 @@ class RouterResult(NamedTuple):
     by_flops: bool
     short_ms: list[float]
     long_count: int
+
+
+class Workload(NamedTuple):
+    """A request of each shape, and the responses of `qkv serve` to them."""
+
+    requests: Mapping[str, BenchRequest]
+    responses: Responses
 
 
 class _BareApplication:
@@ -115,26 +125,34 @@ class _Bare:
 
 
 Bare: Final[Any] = serve.deployment(name="bare", max_ongoing_requests=256)(serve.ingress()(_Bare))
+RayRouted: Final[Any] = Replica.options(request_router_config=RequestRouterConfig())
+"""Replicas with Ray's own request router; HAProxy allows no other one."""
 
 
-def measure_rates(cluster: RayCluster, plan: Plan) -> Iterator[RateResult]:
-    """Measures the service without Ray, then replicas behind Ray's proxy, then a bare one."""
-    responses = {}
+def measure_service(plan: Plan) -> tuple[Workload, list[RateResult]]:
+    """Measures the service without Ray. Returns its requests and responses too."""
     with running_service(QKV_WORKERS="2") as service:
         requests = {
             shape: build_request(service.address, FORMAT, tensors_of(SHAPES[shape]))
             for shape in plan.shapes
         }
-        for request in requests.values():
-            responses[len(request.body)] = _record(service.address, request)
-        yield from _measure(SERVE, service.address, requests, plan)
-    for count in plan.replicas:
-        cluster.run(Replica, count, device="cpu")
-        row = f"Ray, {count} replica{'s' * (count > 1)}"
-        yield from _measure(row, cluster.address, requests, plan)
+        responses = {len(r.body): _record(service.address, r) for r in requests.values()}
+        rates = list(_measure(SERVE, service.address, requests, plan))
+        return Workload(requests, responses), rates
+
+
+def measure_replicas(
+    cluster: RayCluster, proxy: str, replicas: Sequence[int], workload: Workload, plan: Plan
+) -> Iterator[RateResult]:
+    """Measures replicas behind a proxy, then a bare ASGI application."""
+    for count in replicas:
+        cluster.run(RayRouted if proxy == HAPROXY else Replica, count, device="cpu")
+        row = f"{proxy}, {count} replica{'s' * (count > 1)}"
+        yield from _measure(row, cluster.address, workload.requests, plan)
     serve.delete("default")
-    cluster.run(Bare, 1, responses=responses)
-    yield from _measure(BARE, cluster.address, requests, plan)
+    cluster.run(Bare, 1, responses=workload.responses)
+    row = f"{proxy}, a bare ASGI application"
+    yield from _measure(row, cluster.address, workload.requests, plan)
     serve.delete("default")
 
 
@@ -165,11 +183,10 @@ def _record(
 
 def measure_routers(cluster: RayCluster, plan: Plan) -> Iterator[RouterResult]:
     """Measures short requests beside long ones, on two replicas, by turns with both routers."""
-    ray_router = Replica.options(request_router_config=RequestRouterConfig())
     for number in range(plan.router_rounds):
         for by_flops in (False, True):
             name = f"{'flops' if by_flops else 'count'}-{number}"
-            cluster.run(Replica if by_flops else ray_router, 2, name, device="cpu")
+            cluster.run(Replica if by_flops else RayRouted, 2, name, device="cpu")
             yield RouterResult(by_flops, *_time_short_requests(cluster.url, plan.router_seconds))
             serve.delete(name)
 
@@ -207,7 +224,7 @@ def build_tables(
     by_cell = {(r.row, r.shape): r.rates for r in rates}
     shapes = list(dict.fromkeys(r.shape for r in rates))
     rows = [
-        [row, *(_with_range(by_cell[row, shape]) for shape in shapes)]
+        [row, *(format_range(by_cell[row, shape]) for shape in shapes)]
         for row in dict.fromkeys(r.row for r in rates)
     ]
     rate_table = format_table(["requests/s", *shapes], rows)
@@ -223,17 +240,11 @@ def _build_routers(results: list[RouterResult]) -> str:
         p50s = [statistics.median(r.short_ms) for r in own]
         counts = f"{sum(len(r.short_ms) for r in own)} / {sum(r.long_count for r in own)}"
         name = "operations to do (qkv)" if by_flops else "numbers of requests (Ray)"
-        rows.append([name, _with_range(p50s), _with_range(p99s[by_flops]), counts])
+        rows.append([name, format_range(p50s), format_range(p99s[by_flops]), counts])
     ratios = [b / a for a, b in zip(p99s[False], p99s[True], strict=True)]
-    rows.append(["ratio", "", _with_range(ratios), ""])
+    rows.append(["ratio", "", format_range(ratios), ""])
     header = ["router compares", "p50, ms", "p99, ms", "short / long requests"]
     return format_table(header, rows)
-
-
-def _with_range(values: list[float]) -> str:
-    """Returns the median, and the least and the largest value in brackets."""
-    least, most = format_number(min(values)), format_number(max(values))
-    return f"{format_number(statistics.median(values))} ({least}–{most})"
 
 
 def main() -> None:
@@ -252,9 +263,12 @@ def main() -> None:
         f"{SHAPES['S']}, M {SHAPES['M']}, L {SHAPES['L']}. Each number is the median of "
         f"{plan.rounds} rounds of {plan.seconds:g} s, with the least and the largest in brackets."
     )
+    workload, rates = measure_service(plan)
     with running_ray() as cluster:
-        rates = list(measure_rates(cluster, plan))
+        rates += measure_replicas(cluster, RAY, plan.replicas, workload, plan)
         routers = list(measure_routers(cluster, plan))
+    with running_haproxy() as cluster:
+        rates += measure_replicas(cluster, HAPROXY, plan.haproxy_replicas, workload, plan)
     tables = build_tables(about, rates, routers)
     print("\n\n".join(tables.values()))
     if arguments.write:

@@ -39,12 +39,14 @@ class RayCluster:
     Attributes:
         address: host and port of the HTTP proxy.
         metrics_port: port at which Prometheus would find the metrics of this machine.
+        dashboard_port: port of the dashboard, if it runs.
         folder: of sessions and logs; a short path, because it has sockets.
         mark: an environment variable that all processes of this Ray have.
     """
 
     address: tuple[str, int]
     metrics_port: int
+    dashboard_port: int
     folder: Path
     mark: str
 
@@ -52,6 +54,11 @@ class RayCluster:
     def url(self) -> str:
         """URL of the proxy."""
         return "http://{}:{}".format(*self.address)
+
+    @property
+    def dashboard_url(self) -> str:
+        """URL of the dashboard, if it runs."""
+        return f"http://127.0.0.1:{self.dashboard_port}"
 
     @property
     def processes(self) -> list[int]:
@@ -65,22 +72,29 @@ class RayCluster:
                 continue
         return found
 
-    def run(self, deployment: Any, replicas: int, name: str = "default", **arguments: Any) -> None:
+    def run(
+        self,
+        deployment: Any,
+        replicas: int | dict[str, Any],
+        name: str = "default",
+        **arguments: Any,
+    ) -> None:
         """Runs a deployment with this number of replicas, or changes the number.
 
         Returns once the replicas run.
 
         Args:
             deployment: the deployment.
-            replicas: number of its replicas.
+            replicas: number of its replicas, or options of Ray's autoscaler.
             name: of the application. The proxy keeps the request router of a name for good.
             **arguments: of the deployment's class.
 
         Raises:
             RuntimeError: no replica can start; the message has the reason.
         """
+        number, scaling = (replicas, None) if isinstance(replicas, int) else (None, replicas)
         sized = deployment.options(
-            num_replicas=replicas, autoscaling_config=None, ray_actor_options={"num_cpus": 1}
+            num_replicas=number, autoscaling_config=scaling, ray_actor_options={"num_cpus": 1}
         )
         try:
             serve.run(sized.bind(**arguments), name=name, route_prefix="/")
@@ -90,38 +104,57 @@ class RayCluster:
 
 
 @contextmanager
-def running_ray() -> Iterator[RayCluster]:
-    """Runs Ray and the HTTP proxy of Ray Serve; at the end no process of it is left."""
+def running_ray(dashboard: bool = False) -> Iterator[RayCluster]:
+    """Runs Ray and the HTTP proxy of Ray Serve; at the end no process of it is left.
+
+    Args:
+        dashboard: also run the dashboard, for `serve deploy` and Prometheus. It has a dozen
+            processes and starts in five seconds.
+    """
     folder = Path(tempfile.mkdtemp(prefix="qkv-ray-"))
-    port, metrics_port = _free_port(), _free_port()
-    mark, paths = uuid.uuid4().hex, os.environ.get("PYTHONPATH")
-    os.environ |= {_MARK: mark, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{paths or ''}"}
-    cluster = RayCluster(("127.0.0.1", port), metrics_port, folder, f"{_MARK}={mark}")
+    port, metrics_port, dashboard_port = _free_port(), _free_port(), _free_port()
+    mark = uuid.uuid4().hex
+    cluster = RayCluster(
+        ("127.0.0.1", port), metrics_port, dashboard_port, folder, f"{_MARK}={mark}"
+    )
     try:
-        ray.init(
-            num_cpus=_CPUS,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level="error",
-            _temp_dir=str(folder),
-            _metrics_export_port=metrics_port,
-            _system_config={"metrics_report_interval_ms": 1000},
-        )
-        quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+        with _environment(mark):
+            ray.init(
+                num_cpus=_CPUS,
+                include_dashboard=dashboard,
+                dashboard_port=dashboard_port,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level="error",
+                _temp_dir=str(folder),
+                _metrics_export_port=metrics_port,
+                _system_config={"metrics_report_interval_ms": 1000},
+            )
+            quiet = LoggingConfig(enable_access_log=False, log_level="WARNING")
+            serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
         yield cluster
     finally:
         serve.shutdown()
         ray.shutdown()
-        del os.environ[_MARK], os.environ["PYTHONPATH"]
-        if paths is not None:
-            os.environ["PYTHONPATH"] = paths
         end = time.monotonic() + _TIMEOUT_S
         while (left := cluster.processes) and time.monotonic() < end:
             time.sleep(0.1)
         shutil.rmtree(folder, ignore_errors=True)
     assert not left, f"processes of Ray are left: {left}"
+
+
+@contextmanager
+def _environment(mark: str) -> Iterator[None]:
+    """Sets the variables of Ray's processes; others that start later do not inherit them."""
+    before = os.environ.get("PYTHONPATH")
+    paths = f"{Path(__file__).parent}{os.pathsep}{before or ''}"
+    os.environ |= {_MARK: mark, "PYTHONPATH": paths}
+    try:
+        yield
+    finally:
+        del os.environ[_MARK], os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _free_port() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -285,6 +285,12 @@ def format_table(header: list[str], rows: Iterable[list[str]], labels: int = 1) 
 def format_number(x: float) -> str:
     """Formats a number with three digits."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:#.3g}"
+
+
+def format_range(values: Sequence[float]) -> str:
+    """Formats the median, and the least and the largest value in brackets."""
+    least, most = format_number(min(values)), format_number(max(values))
+    return f"{format_number(statistics.median(values))} ({least}–{most})"
 
 
 def format_quartiles(values: list[float]) -> str:

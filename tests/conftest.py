@@ -17,6 +17,9 @@ from support.browser import modules as modules
 from support.browser import open_page as open_page
 from support.examples import register_profiles
 from support.processes import Process, running_command
+from support.ray_replicas import cluster as cluster
+from support.ray_replicas import end_ray
+from support.ray_replicas import ray_url as ray_url
 from support.service import Server, running_server
 
 register_profiles()
@@ -26,6 +29,7 @@ MARKERS: Final = {
     "shared_process": "process",
     "service_process": "process",
     "command": "process",
+    "cluster": "process",
     "browser": "browser",
     "installed": "install",
 }
@@ -39,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKERS:
                 item.add_marker(MARKERS[fixture])
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the test
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Ends the Ray that tests share, after the last one of them."""
+    end_ray(nextitem)
+
+
+def pytest_sessionfinish() -> None:
+    """Ends it after Ctrl-C too."""
+    end_ray(None)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from qkv.attention.catalogue import variants
 from qkv.engine.engine import DEFAULT_LIMIT, Engine, JobResult
 from qkv.engine.executor import JobOutput, Launched, launch
 from qkv.engine.work_queue import Load
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
+from qkv.telemetry.worker_state import SharedState
 from support.any_device import any_device as any_device
 from support.engines import hold, job_of, plain, run_together, with_engine
 
@@ -316,6 +318,22 @@ def test_flops_and_bytes_are_counted() -> None:
         assert timing["bytes"] == 4 * (3 * 5 * 6 + 3 * 6 * 8 + 3 * 5 * 8)
 
     with_engine(test)
+
+
+def test_rate_is_known_after_the_first_long_batch_of_a_client() -> None:
+    def slow(jobs: Sequence[Job], *how: Any) -> Launched:
+        time.sleep(0.011)
+        return launch(jobs, *how)
+
+    async def test(engine: Engine) -> None:
+        await engine.prepare(SharedState(1, models=tuple(variants())).worker(0))
+        after_warm_up = engine.flops_per_s
+        job = plain(1)
+        await engine.submit(job)
+        assert after_warm_up is None
+        assert 0 < (engine.flops_per_s or 0) <= job.flops / 0.011
+
+    with_engine(test, launch=slow)
 
 
 def test_throughput_counts_the_time_of_the_work(any_device: str) -> None:

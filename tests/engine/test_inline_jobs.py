@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -64,6 +67,29 @@ def test_no_job_is_run_inline_where_batches_are_stacked() -> None:
         assert engine.run_inline(new_job(random_inputs(0))) is None
 
     with_engine(test, stack=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
+@pytest.mark.parametrize("more", [0, 10, 15])
+def test_device_thread_is_nicer_than_the_event_loop(more: int) -> None:
+    """Ray starts processes with a niceness of 15. Only root may lower it, so the thread adds."""
+    before = set(threading.enumerate())  # other tests may have engines
+
+    async def test(engine: Engine) -> int:
+        await engine.submit(new_job(random_inputs(0)))
+        threads = set(threading.enumerate()) - before
+        (thread,) = (t for t in threads if t.name == "qkv-device")
+        assert thread.native_id is not None
+        return os.getpriority(os.PRIO_PROCESS, thread.native_id)
+
+    def run() -> None:
+        loop = threading.get_native_id()
+        niceness = min(os.getpriority(os.PRIO_PROCESS, loop) + more, 19)
+        os.setpriority(os.PRIO_PROCESS, loop, niceness)
+        assert with_engine(test) == min(niceness + 6, 19)
+
+    with ThreadPoolExecutor(1) as pool:  # niceness belongs to a thread, and its threads inherit it
+        pool.submit(run).result()
 
 
 def test_small_job_runs_while_the_device_thread_is_held() -> None:

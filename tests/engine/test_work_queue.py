@@ -49,6 +49,19 @@ def test_throughput_follows_recent_batches() -> None:
     assert rate.retry_after(Load(100, 100, 0)) in (10, 11)
 
 
+def test_rate_is_that_of_long_batches() -> None:
+    rate = ThroughputEstimate()
+    rate.add(Load(64, 64, 1_000_000), 0.001)
+    assert rate.flops_per_s is None  # a short batch's time is mostly overhead
+    for _ in range(100):
+        rate.add(Load(1, 1, 8_000), 2.0)
+        rate.add(Load(1, 1, 1), 0.001)
+    assert rate.flops_per_s == pytest.approx(4_000)
+    rate.reset()
+    assert rate.flops_per_s is None
+    assert rate.retry_after(Load(1000, 1000, 1000)) == 1
+
+
 def test_admission_counts_queued_and_incoming_load() -> None:
     waits = [Load()]
     admission = AdmissionController(

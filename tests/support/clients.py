@@ -30,6 +30,15 @@ def numbers(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
     return {n: draw.normal(size=shape).astype(DTYPES[dtype]) for n, shape in shapes.items()}
 
 
+def exact_softmax(query: Array, key: Array, value: Array) -> Any:
+    """Returns the output of softmax attention in float64, with grouped heads."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (np.repeat(array.astype(float), repeats, 1) for array in (key, value))
+    scores = query.astype(float) @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ value
+
+
 def as_torch(array: Array) -> torch.Tensor:
     if array.dtype == DTYPES["bfloat16"]:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

@@ -49,7 +49,8 @@ DEFAULT_LIMIT: Final = Load(1024, 4 << 30, 1 << 50)
 
 _WARM_UP_BATCH: Final = 4  # requests
 
-_NICE: Final = 6  # of the device thread on a CPU: a quarter of the event loop's weight
+_NICE: Final = 6  # added for the device thread on a CPU: a quarter of the event loop's weight
+_MAX_NICE: Final = 19
 
 
 class _BegunBatch(NamedTuple):
@@ -140,6 +141,7 @@ class Engine:
         # an accelerator begins the first request at once; the others are a batch
         count = 1 + _WARM_UP_BATCH if self.device.is_accelerator else 1
         await warm_up(self, min(count, self._queue.limit.requests))
+        self._queue.throughput.reset()  # a first call takes tens of milliseconds more
         self.accounting.stats_recorder = worker.stats_recorder
         worker.set_usage(self.usage())
 
@@ -170,6 +172,11 @@ class Engine:
     def unfinished_flops(self) -> int:
         """Floating-point operations of the jobs that are queued or run, without small ones."""
         return self._queue.queued.flops + self._running_flops
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Operations in a second of the last long batches; None if none has run."""
+        return self._queue.throughput.flops_per_s
 
     def submit(
         self,
@@ -318,7 +325,10 @@ class Engine:
         self.device.use_in_this_thread()
         if self._runs_inline and sys.platform == "linux":
             # the event loop runs small jobs beside a large one, and must not wait for a turn
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            thread = threading.get_native_id()
+            # only root may lower niceness, and Ray starts processes with 15
+            niceness = min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, _MAX_NICE)
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
         begun: _BegunBatch | None = None
         while begun is not None or self._wait_for_job():
             try:
@@ -381,12 +391,12 @@ class Engine:
             _log.exception("the engine failed")
         self._report_busy(not is_last)
         self._running_flops -= _flops_of(batch)
-        self._resolve(list(zip(batch, results, strict=True)))
         # batches overlap on an accelerator: the time since the previous one is this one's
         now = time.perf_counter()
         started_at = max(started_at, self._finished_at)
         self._finished_at = now
         self._queue.throughput.add(Load.of(batch), now - started_at)
+        self._resolve(list(zip(batch, results, strict=True)))
 
     def _report_busy(self, is_busy: bool) -> None:
         try:

@@ -32,6 +32,7 @@ DEFAULT_PRIORITY: Final = 2
 _UNITS: Final = ("requests", "bytes of tensors", "floating-point operations")
 _DECAY: Final = 0.9  # of the weight of a batch in the estimate, with each later batch
 _MAX_RETRY_AFTER_S: Final = 60  # longer estimates are not reliable
+_LONG_BATCH_S: Final = 0.01  # the time of a shorter one is mostly independent of its operations
 
 
 class Load(NamedTuple):
@@ -85,12 +86,26 @@ class ThroughputEstimate:
     """Estimates the work done in a second from the last batches."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all batches."""
         self._done, self._seconds = [0.0, 0.0, 0.0], 0.0
+        self._long_flops, self._long_seconds = 0.0, 0.0
 
     def add(self, done: Load, seconds: float) -> None:
         """Adds the work and the seconds of a batch."""
         self._done = [_DECAY * was + more for was, more in zip(self._done, done, strict=True)]
         self._seconds = _DECAY * self._seconds + seconds
+        if seconds >= _LONG_BATCH_S:
+            # the event loop reads them meanwhile, so the divisor is first
+            self._long_seconds = _DECAY * self._long_seconds + seconds
+            self._long_flops = _DECAY * self._long_flops + done.flops
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Operations in a second of the last batches of at least 10 ms; None: there was none."""
+        return self._long_flops / self._long_seconds if self._long_flops else None
 
     def retry_after(self, queued: Load) -> int:
         """Estimates the whole seconds, from 1 to 60, until the queued load is done."""

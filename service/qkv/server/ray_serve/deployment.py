@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pydantic
 from ray import serve
-from ray.serve.config import BackpressureConfig, RequestRouterConfig
+from ray.serve._private import constants
+from ray.serve.config import AutoscalingPolicy, BackpressureConfig, RequestRouterConfig
 
+from qkv.server.ray_serve.autoscaling_policy import QueuedWorkPolicy
 from qkv.server.ray_serve.request_router import FlopsRouter
 from qkv.settings import Settings
 
@@ -72,8 +74,15 @@ class _Replica:
             raise RuntimeError("the device is stuck in one batch")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the floating-point operations of the jobs that are queued or run."""
-        return {"queued_flops": float(self._runtime.engine.unfinished_flops)}
+        """Returns the operations of the jobs that are queued or run, and the rate if it is known.
+
+        `QueuedWorkPolicy` reads them. Ray calls this method every few seconds.
+        """
+        engine = self._runtime.engine
+        stats = {"queued_flops": float(engine.unfinished_flops)}
+        if (rate := engine.flops_per_s) is not None:
+            stats["flops_per_s"] = rate
+        return stats
 
 
 Replica: Any = serve.deployment(
@@ -90,6 +99,7 @@ Replica: Any = serve.deployment(
         "target_ongoing_requests": _BATCH,  # Ray's default is 2
         "upscale_delay_s": 5,
         "downscale_delay_s": 120,
+        "policy": AutoscalingPolicy(policy_function=QueuedWorkPolicy),
     },
     request_router_config=RequestRouterConfig(request_router_class=FlopsRouter),
 )(serve.ingress()(_Replica))
@@ -99,7 +109,8 @@ Replica: Any = serve.deployment(
 def app(arguments: dict[str, Any]) -> serve.Application:
     """Returns the application for `serve run` and for configuration files.
 
-    A replica reserves `threads` CPUs, and a GPU if `device` is cuda.
+    A replica reserves `threads` CPUs, and a GPU if `device` is cuda. With HAProxy, which chooses
+    the replica itself, the deployment has no router of its own: Ray rejects it.
 
     Args:
         arguments: settings of the replicas by name, such as {"threads": 2}.
@@ -112,7 +123,10 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     assert settings.verify_secret is not None
     secret = settings.verify_secret.get_secret_value()  # replicas judge each other's cases
     bound = arguments | {"verify_secret": secret}
-    return Replica.options(ray_actor_options=resources).bind(**bound)
+    replica = Replica
+    if constants.RAY_SERVE_ENABLE_HA_PROXY:  # as Ray itself has read the variable
+        replica = Replica.options(request_router_config=RequestRouterConfig())
+    return replica.options(ray_actor_options=resources).bind(**bound)
 
 
 def read_settings(arguments: Mapping[str, Any]) -> Settings:

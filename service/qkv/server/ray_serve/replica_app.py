@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Final
 
+from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.error_responses import error_response
@@ -25,7 +27,8 @@ class ReplicaApp:
 
     Ray's proxy gives each request an id, which the log has too, and adds it to the response. The
     service's own header is removed: a response has the id once. Bodies become bytes: Ray pickles
-    them, and views do not pickle. Loading and unloading of models is refused, with the status of
+    them, and views do not pickle. A cancelled request becomes one whose client has disconnected.
+    Loading and unloading of models is refused, with the status of
     Triton if its models cannot be changed by requests.
     """
 
@@ -47,4 +50,39 @@ class ReplicaApp:
         if scope["method"] == "POST" and _CHANGE.fullmatch(scope["path"]):
             refusal = error_response(InvalidContent(_REFUSAL), scope["path"])
             return await refusal(scope, receive, send_to_proxy)
-        return await self._app(scope, receive, send_to_proxy)
+        return await _run(self._app, scope, receive, send_to_proxy)
+
+
+async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Runs the application; whatever Ray does if a client disconnects becomes `http.disconnect`.
+
+    Ray sends this message, cancels the request, and makes `receive` fail, in any order. Without
+    this function, the application counted the last two as 503 or as an error of its own.
+    """
+    is_cancelled, pending = False, set[asyncio.Future[Message]]()
+
+    async def receive_or_disconnect() -> Message:
+        message = asyncio.ensure_future(receive())
+        pending.add(message)
+        try:
+            if is_cancelled:
+                message.cancel()
+            return await message
+        except RayError:  # the request is cancelled, or the proxy has died
+            return {"type": "http.disconnect"}
+        except asyncio.CancelledError:
+            if not is_cancelled:
+                raise
+            return {"type": "http.disconnect"}
+        finally:
+            pending.discard(message)
+
+    task = asyncio.ensure_future(app(scope, receive_or_disconnect, send))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        is_cancelled = True
+        for message in pending:
+            message.cancel()
+        await task  # a second cancellation ends it
+        raise
