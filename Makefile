@@ -25,7 +25,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench clusters gpu accuracy oracle layouts which-heads speed soak fuzz audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy oracle layouts which-heads speed soak fuzz audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -61,6 +61,9 @@ bench: .venv/.installed ## measure the cost of a request, into docs/performance.
 
 clusters: .venv/.installed ## measure replicas on Ray in ten minutes, into docs/clusters.md
 	@.venv/bin/python bench/clusters.py --write $(ARGS)
+
+capacity: .venv/.installed ## measure what a request costs each process, into docs/clusters.md
+	@.venv/bin/python bench/capacity.py --write $(ARGS)
 
 gpu: .venv/.installed ## test and measure a GPU in five minutes, into docs/gpu.md
 	@.venv/bin/python bench/on_gpu.py --write $(ARGS)

@@ -94,10 +94,17 @@ class ResponseTiming(NamedTuple):
 
 
 class LoadResult(NamedTuple):
-    """Timings of all responses of a measurement; `rate` is in responses per second."""
+    """Responses of a measurement.
+
+    Attributes:
+        timings: of all responses.
+        rate: responses per second.
+        cpu_s: CPU time of the client processes.
+    """
 
     timings: list[ResponseTiming]
     rate: float
+    cpu_s: float = 0.0
 
 
 def load(
@@ -136,13 +143,15 @@ def load(
             _receive(process)
         for process in processes:
             _send(process, "go")
-        results = [_receive(process) for process in processes]
+        results: list[LoadResult] = [_receive(process) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     return LoadResult(
-        [timing for timings, _ in results for timing in timings], sum(rate for _, rate in results)
+        [timing for result in results for timing in result.timings],
+        sum(result.rate for result in results),
+        sum(result.cpu_s for result in results),
     )
 
 
@@ -227,19 +236,18 @@ class LoadClient:
         pickle.load(sys.stdin.buffer)
         _report(await self._send_requests(instructions.duration_s, MIN_RESPONSES))
 
-    async def _send_requests(
-        self, duration_s: float, min_responses: int
-    ) -> tuple[list[ResponseTiming], float]:
-        """Returns the timings and the rate per second; at the end waits for those in flight."""
+    async def _send_requests(self, duration_s: float, min_responses: int) -> LoadResult:
+        """Returns the responses of this process; at the end waits for those in flight."""
         self._timings: list[ResponseTiming] = []
         self._completion = asyncio.get_running_loop().create_future()
         self._in_flight, self._min_responses = self._instructions.in_flight, min_responses
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self._end = start + duration_s
         for _ in range(self._in_flight):
             self._idle.popleft().send_request()
         await self._completion
-        return self._timings, len(self._timings) / (time.perf_counter() - start)
+        rate = len(self._timings) / (time.perf_counter() - start)
+        return LoadResult(self._timings, rate, time.process_time() - cpu_start)
 
     def on_response(
         self, connection: _Connection, latency_ms: float, response: bytearray, head_bytes: int

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _SAMPLE_PERIOD_S: Final = 0.25  # each sample takes a few milliseconds of CPU per process
 _SETTLE_S: Final = 0.5  # after the last response, until buffers are freed
@@ -32,6 +32,13 @@ class ResidentMemory:
     def peak(self) -> int:
         """The largest sample; short peaks can fall between samples."""
         return max(self.before, self.after, *self.samples)
+
+
+class ProcessTimes(NamedTuple):
+    """CPU seconds of the HTTP workers, and of the device processes."""
+
+    http: float
+    device: float
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,17 @@ class Service:
     def resident_bytes(self) -> int:
         """Resident bytes of all processes of the service; shared pages count once."""
         return sum(map(_proportional_bytes, _process_tree(self.pid)))
+
+    @property
+    def cpu_s(self) -> ProcessTimes:
+        """CPU time of the HTTP workers and of the device processes since their start."""
+        listening, others = 0.0, 0.0
+        for pid in _process_tree(self.pid)[1:]:
+            if _listens(pid, self.address[1]):
+                listening += _cpu_s(pid)
+            else:
+                others += _cpu_s(pid)
+        return ProcessTimes(listening, others)
 
     @contextmanager
     def sample_memory(self) -> Iterator[ResidentMemory]:
@@ -120,3 +138,24 @@ def _proportional_bytes(pid: int) -> int:
         if match := re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE):
             return int(match[1]) * 1024
     return 0
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Returns True if a process has the socket that listens at this port: it is a worker."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = {
+        f"socket:[{inode}]"
+        for _, local, _, state, *_, inode in (row[:10] for row in rows)
+        if state == "0A" and int(local.partition(":")[2], 16) == port
+    }
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed
+            if os.readlink(path) in listening:
+                return True
+    return False
+
+
+def _cpu_s(pid: int) -> float:
+    """Returns the CPU seconds of a process, in user and in kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
