@@ -4,7 +4,11 @@ The reference runs in float64 on inputs that move by d = 2 t + (D + 8) u in rand
 u and t of `budget`: t is counted for dtypes narrower than the sums. By first order, the change is
 d sum_k s_k J_k x_k with random signs s_k, whose mean square is d^2 sum_k (J_k x_k)^2. The largest
 change over all signs is d sum_k |J_k x_k|, at most sqrt(n) times the root of the mean square, for
-n numbers (Cauchy-Schwarz). The roundings of sums, weights and output are added as in `budget`.
+n numbers (Cauchy-Schwarz).
+
+The roundings of sums, weights and results are added as in `budget`. They are in proportion to the
+size of the terms at each place: sum_j |A_j v_j| for the output, and `term_sizes` of the variant's
+backward pass for a gradient. Terms of gradients often cancel.
 
 The bound is wider than the derived one of softmax: sqrt(n) is about 20 at the usual sizes.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +26,9 @@ from torch import Generator, Tensor
 
 from qkv.testing.budget import gamma, smallest, unit_roundoffs
 from qkv.testing.call import Call
+from qkv.testing.term_sizes import TermSizes
 
-__all__ = ["conditioned_budgets", "reference_gradients", "reference_result"]
+__all__ = ["gradient_budgets", "output_budget", "reference_gradients", "reference_result"]
 
 _PATTERNS = 8  # random directions
 
@@ -42,42 +47,64 @@ def reference_gradients(call: Call) -> dict[str, Tensor]:
     return {n: x.double() for n, x in gradients.items() if n in call.positional}
 
 
-def conditioned_budgets(
-    call: Call, result: Any, gradients: dict[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the budgets of the output and of each gradient.
+@dataclass(frozen=True)
+class _Roundings:
+    """The relative errors that a right function of a call may have.
+
+    Attributes:
+        step: of each input: it may be rounded twice, and its products are summed.
+        sums: of each result, in proportion to its terms.
+        least: the absolute error of the terms of a result, by underflow.
+    """
+
+    step: float
+    sums: float
+    least: float
+
+    @classmethod
+    def of(cls, call: Call) -> _Roundings:
+        """Returns the errors for the dtype and the sizes of a call."""
+        u, t = unit_roundoffs(call.dtype)
+        narrow = t if t > u else 0.0
+        sizes = call.axis_sizes
+        terms = sum(sizes.get(x, 0) for x in "LSIDE")
+        step = 2 * narrow + (sizes.get("D", sizes.get("I", 1)) + 8) * u
+        least = smallest(call.dtype) + torch.finfo(torch.float32).smallest_normal
+        if call.dtype == torch.float64:
+            least = torch.finfo(torch.float64).smallest_normal
+        return cls(step, float(gamma(2 * terms + 64, u)) + 2 * narrow + t, terms * least)
+
+
+def output_budget(call: Call, result: Any) -> Tensor:
+    """Returns the budget of each number of the output.
 
     Args:
         call: the call.
         result: of `reference_result`.
-        gradients: of `reference_gradients`.
     """
-    u, t = unit_roundoffs(call.dtype)
-    narrow = t if t > u else 0.0
-    sizes = call.axis_sizes
-    terms = sum(sizes.get(x, 0) for x in "LSIDE")
-    step = 2 * narrow + (sizes.get("D", sizes.get("I", 1)) + 8) * u
-    roundings = gamma(2 * terms + 64, u) + 2 * narrow + t
-    mass = _mass(call, result)
-    least = smallest(call.dtype) + torch.finfo(torch.float32).smallest_normal
-    if call.dtype == torch.float64:
-        least = torch.finfo(torch.float64).smallest_normal
-    changes = _root_mean_square(call, step, lambda c: {"": reference_result(c).output})
-    n = math.sqrt(_number_count(call, sizes))
-    output = n * changes[""] + roundings * (mass + result.output.abs()) + terms * least
-    if not gradients:
-        return output, {}
-    changes = _root_mean_square(call, step, reference_gradients)
-    budgets = {}
-    for name, gradient in gradients.items():
-        plane = tuple(range(max(0, gradient.ndim - 2), gradient.ndim))
-        largest = gradient.abs().amax(plane, keepdim=True)
-        budgets[name] = n * changes[name] + 2 * roundings * largest + terms * least
-    return output, budgets
+    roundings, n = _Roundings.of(call), math.sqrt(_number_count(call))
+    changes = _root_mean_square(call, roundings.step, lambda c: {"": reference_result(c).output})
+    size: Tensor = _mass(call, result) + result.output.abs()
+    return n * changes[""] + roundings.sums * size + roundings.least
 
 
-def _number_count(call: Call, sizes: dict[str, int]) -> int:
+def gradient_budgets(call: Call) -> dict[str, Tensor]:
+    """Returns the budget of each number of each gradient, by input name."""
+    roundings, n = _Roundings.of(call), math.sqrt(_number_count(call))
+    changes = _root_mean_square(call, roundings.step, reference_gradients)
+    # in float64 the reference rounds as often as the function
+    sums = 2 * roundings.sums * (2 if call.dtype == torch.float64 else 1)
+    with TermSizes(torch.finfo(call.dtype).smallest_normal) as sizes:
+        gradients = reference_gradients(call)
+    return {
+        name: n * changes[name] + sums * (sizes.of(x) + x.abs()) + roundings.least
+        for name, x in gradients.items()
+    }
+
+
+def _number_count(call: Call) -> int:
     """Returns the numbers of the inputs on which a row of one head depends, at least."""
+    sizes = call.axis_sizes
     specs = (call.variant.inputs[n] for n in call.inputs if call.inputs[n].is_floating_point())
     return sum(
         math.prod(sizes.get(x, 1) for x in spec.letters if x not in "BHGL") for spec in specs
@@ -104,15 +131,16 @@ def _root_mean_square(
     generator = Generator().manual_seed(0)
     exact = replace(call, inputs=call.exact_inputs)
     before = compute(exact)
-    squares = {n: torch.zeros_like(x) for n, x in before.items()}
+    changes = {n: torch.zeros_like(x) for n, x in before.items()}
     # a step below the rounding of float64 would be lost in that of the reference
     used = max(step, 1e-9)
     for _ in range(_PATTERNS):
         moved = {n: _move(x, used, generator) for n, x in exact.inputs.items()}
         after = compute(replace(exact, inputs=moved))
         for name, x in after.items():
-            squares[name] += ((x - before[name]) * (step / used)).nan_to_num(0.0) ** 2
-    return {n: (x / _PATTERNS).sqrt() for n, x in squares.items()}
+            change = ((x - before[name]) * (step / used)).nan_to_num(0.0)
+            changes[name] = changes[name].hypot(change)  # the square of a tiny number is 0
+    return {n: x / math.sqrt(_PATTERNS) for n, x in changes.items()}
 
 
 def _move(x: Tensor, step: float, generator: Generator) -> Tensor:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qkv.testing import budget, gradient_budget, plain_softmax
+from qkv.testing import budget, condition, gradient_budget, plain_softmax
 from qkv.testing.call import Call
-from qkv.testing.condition import conditioned_budgets, reference_gradients, reference_result
+from qkv.testing.condition import reference_gradients, reference_result
 
 __all__ = ["Truth", "find_truth", "has_derivation"]
 
@@ -54,7 +54,8 @@ def find_truth(call: Call, gradients: bool = False) -> Truth:
                 steps, call.grad_output.double(), call.dtype, call.inputs["key"].shape[1]
             )
     else:
-        output, allowed = conditioned_budgets(call, result, exact)
+        output = condition.output_budget(call, result)
+        allowed = condition.gradient_budgets(call) if exact else {}
     results, budgets = {"output": result.output.double()}, {"output": output}
     for name, gradient in exact.items():
         results[f"grad {name}"] = gradient

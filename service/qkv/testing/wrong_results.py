@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from qkv.errors import QkvError
+from qkv.testing import condition
 from qkv.testing.budget import output_budget
 from qkv.testing.call import Call
 from qkv.testing.cases import error_units
-from qkv.testing.condition import conditioned_budgets, reference_result
+from qkv.testing.condition import reference_result
 from qkv.testing.known_bugs import OUTPUT_FLAGS, Change
 from qkv.testing.plain_softmax import OVERFLOW, evaluate
 from qkv.testing.truth import has_derivation
@@ -97,7 +98,7 @@ class WrongResult:
         if self._result is None:
             allowed = output_budget(self._steps, self.call.dtype)
         else:
-            allowed, _ = conditioned_budgets(self.call, self._result, {})
+            allowed = condition.output_budget(self.call, self._result)
         return self._arranged(allowed)
 
     def gradients(self) -> dict[str, Tensor]:

@@ -1,0 +1,31 @@
+"""Tests that right functions of every variant are not accused, and wrong gradients are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qkv.testing import verify
+from support.right_draws import DTYPES, RightDraw
+from support.wrong_gradients import WRONG_GRADIENTS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_right_function_with_gradients_passes_and_is_not_accused(seed: int) -> None:
+    draw = RightDraw.of(seed)
+    report = draw.verify(family_count=5)
+    assert report.passed, (draw, report)
+    assert {case.result for case in report.cases if case.passed} > {"output"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("variant", "name"), list(WRONG_GRADIENTS))
+def test_wrong_gradient_is_found(variant: str, name: str, dtype: str) -> None:
+    function = WRONG_GRADIENTS[variant, name]
+    options: dict[str, Any] = {"dtype": dtype, "families": ["normal", "odd sizes", "grouped heads"]}
+    report = verify(function, variant, gradients=True, **options)
+    assert any(case.result != "output" for case in report.failures), report
+    assert verify(function, variant, gradients=False, **options).passed
