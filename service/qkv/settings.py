@@ -157,7 +157,12 @@ class Settings(BaseSettings):
         ),
     ] = 1024
     max_queue_bytes: Annotated[
-        int, Field(ge=1, description="Largest number of queued tensor bytes; more get 503.")
+        int,
+        Field(
+            ge=1,
+            description="Largest number of bytes of queued tensors, and of bodies that are being "
+            "received or decompressed; more get 503.",
+        ),
     ] = 4 * _GiB
     read_timeout_s: Annotated[
         float,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
+import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import httpx
 import pytest
@@ -35,6 +39,11 @@ from support.small_requests import (
     read_head,
 )
 from support.small_requests import executed_jobs as executed_jobs
+
+COMPRESSIONS: Final[dict[str, Callable[[bytes], bytes]]] = {
+    "identity": bytes, "gzip": gzip.compress, "deflate": zlib.compress
+}  # fmt: skip
+"""By the name of a Content-Encoding."""
 
 
 def test_requests_beyond_max_queue_get_503(serve: Serve) -> None:
@@ -100,6 +109,36 @@ def test_bodies_being_received_count(serve: Serve, declared: bool) -> None:
         lambda: server.engine.admission.incoming.requests == 0
     )  # the response is sent, or the client has disconnected
     assert post(server.url, body(rows=40)).is_success
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/convert", INFER])
+@pytest.mark.parametrize("coding", COMPRESSIONS)
+def test_body_that_outgrows_the_queue_gets_503_while_it_arrives(
+    serve: Serve, path: str, coding: str
+) -> None:
+    """Its length is not declared, or its compressed length says little about its size."""
+    server = serve(max_queue_bytes=1 << 21)
+    content = COMPRESSIONS[coding](bytes(4 << 20))
+    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Encoding: {coding}\r\n"
+    if coding == "identity":
+        head += f"Transfer-Encoding: chunked\r\n\r\n{len(content):x}\r\n"
+    else:
+        head += f"Content-Length: {len(content) + 1}\r\n\r\n"
+    with open_connection(server) as other, open_connection(server) as large:
+        other.sendall(f"{HEAD}Content-Length: 9\r\n\r\n".encode())
+        wait_until(lambda: server.engine.admission.incoming.requests == 1)
+        large.sendall(head.encode() + content)  # the end of the body is missing
+        rejection = read_head(large)
+        assert rejection.startswith("HTTP/1.1 503 ")
+        assert "retry-after: " in rejection
+        assert server.engine.admission.incoming == Load(1, 9)
+        headers = {"Content-Encoding": coding}
+        for _ in range(2):  # on one connection, by a client that sends all before it reads
+            response = server.http.post(path, content=iter([content]), headers=headers)
+            assert response.status_code == 503
+            assert "the limit is 2097152" in response.text
+    wait_until(lambda: server.engine.admission.incoming == Load())
+    assert server.http.post(path, content=iter([content]), headers=headers).status_code == 400
 
 
 def test_body_over_the_limit_gets_413_even_with_a_full_queue(serve: Serve) -> None:

@@ -83,6 +83,23 @@ def test_admission_counts_queued_and_incoming_load() -> None:
     assert admission.incoming == Load()
 
 
+def test_body_that_grows_is_admitted_anew() -> None:
+    waits = [Load()]
+    admission = AdmissionController(Load(3, 100, 1), lambda: waits[0], lambda _: 1)
+    with admission.admit(0) as growing:
+        growing.grow(1000)  # there is no other
+        waits[0] = Load(1, 50, 0)
+        with pytest.raises(ServiceUnavailable, match="50 bytes"):
+            growing.grow(1)
+        assert admission.incoming == Load()
+    with admission.admit(0) as growing, admission.admit(20):
+        growing.grow(30)
+        with pytest.raises(ServiceUnavailable, match="70 bytes"):
+            growing.grow(1)
+        assert admission.incoming == Load(1, 20)
+    assert admission.incoming == Load()
+
+
 def test_slow_body_stops_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = AdmissionController(Load(2, 100, 1), Load, lambda _: 1)
     with admission.admit(100) as slow:
@@ -90,9 +107,13 @@ def test_slow_body_stops_counting(monkeypatch: pytest.MonkeyPatch) -> None:
             admission.admit(1)
         admission.body_timeout_s = 0.0
         monkeypatch.setattr("qkv.engine.admission._MIN_BYTES_PER_S", 1e12)
-        with admission.admit(60):
-            slow.grow(1)  # it may still arrive, but no longer counts
+        with admission.admit(60):  # the slow body may still arrive, but no longer counts
             assert admission.incoming == Load(1, 60)
+            admission.body_timeout_s = 30.0
+            with pytest.raises(ServiceUnavailable, match="60 bytes"):
+                slow.grow(1)  # unless it grows
+        slow.grow(1)
+        assert admission.incoming == Load(1, 102)
     assert admission.incoming == Load()
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import json as stdlib
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from qkv.api.request_body import _decompress, _join_aligned
+from qkv.api import compressed_body
 from qkv.errors import QkvError
 from qkv.tensors import RawTensor
 from qkv.wire import json, open_inference, safetensors
@@ -27,6 +28,7 @@ LIMIT: Final = 1 << 16  # of unpacked bytes in these tests
 # Python objects are some dozens of times as large as their JSON text: an object, of 56 bytes
 # and more, for every two characters.
 PER_BYTE, AT_LEAST = 64, 256 * KiB
+_PART: Final = 1 << 16
 PIECE: Final = 3 * MiB  # unpacking uses pieces of 1 MiB, which zlib joins from smaller ones
 ARRAYS: Final[dict[str, Array]] = {
     "query": np.eye(2, dtype="f4"), "mask": np.array([[True, False]]), "key_lengths": np.array([2]),
@@ -120,5 +122,11 @@ def assert_decodes_or_refuses(decode: Callable[[bytes], Any], body: bytes) -> No
     json.dump(message.fields)
 
 
-def decompress(packed: bytes, limit: int = LIMIT) -> bytes | memoryview:
-    return _join_aligned(_decompress(packed, limit), lambda _: 0)
+def decompress(packed: bytes, limit: int = LIMIT) -> list[bytes]:
+    """Returns the pieces of a compressed body that arrives in parts of 64 KiB."""
+
+    async def receive() -> AsyncIterator[bytes]:
+        for begin in range(0, len(packed), _PART):
+            yield packed[begin : begin + _PART]
+
+    return asyncio.run(compressed_body.decompress(receive(), limit, lambda _: None))

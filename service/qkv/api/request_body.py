@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -17,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from qkv.api.compressed_body import decompress, is_compressed
 from qkv.api.request_headers import Header, headers_of
-from qkv.errors import ClientDisconnected, MalformedRequest, PayloadTooLarge, UnsupportedMediaType
+from qkv.errors import ClientDisconnected, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type, json
 from qkv.wire.message import Message
 
@@ -60,8 +60,6 @@ _INLINE_BYTES: Final = 1 << 18  # the event loop parses and encodes no more at o
 _JOINED_BYTES: Final = 1 << 16  # copied sooner than sent in pieces
 _ALIGNMENT: Final = 64
 _HEAD_BYTES: Final = 8  # the bytes that `aligned_offset` needs
-_DECOMPRESS_CHUNK_BYTES: Final = 1 << 20
-_GZIP_OR_ZLIB: Final = zlib.MAX_WBITS | 32  # "deflate" in HTTP is the format of zlib
 
 
 class ReceivedMessage(NamedTuple):
@@ -165,7 +163,8 @@ async def read_body(
         limit: most bytes, as received and decompressed.
         aligned_offset: returns, for the first 8 bytes, the index of the byte that should have an
             aligned address; None if alignment does not matter, and the caller needs `bytes`.
-        grow: called with the number of bytes that were not declared, or were decompressed.
+        grow: called with the size of each part that was not declared, or was decompressed. Its
+            error ends the request.
 
     Raises:
         UnsupportedMediaType: the Content-Encoding is not supported.
@@ -174,7 +173,7 @@ async def read_body(
         ClientDisconnected: the client disconnected during the body.
     """
     headers = headers_of(request.scope)
-    encoding = _content_encoding(headers)
+    has_coding = is_compressed(headers)
     declared = None
     if (length := headers.get(b"content-length")) is not None:
         declared = int(length)  # the server has checked that it is a number
@@ -184,14 +183,11 @@ async def read_body(
                 limit=limit,
             )
     count = grow if declared is None else None
-    if encoding != "identity":
+    if has_coding:
         chunks = _receive_chunks(request.receive, limit, count)
-        compressed = b"".join([chunk async for chunk in chunks])
-        whole = await asyncio.to_thread(
-            lambda: _join_aligned(_decompress(compressed, limit), aligned_offset)
-        )
-        grow(len(whole))
-        return whole
+        pieces = await decompress(chunks, limit, grow)
+        size = sum(map(len, pieces))
+        return await in_thread_if_large(size, lambda: _join_aligned(pieces, aligned_offset))
     reader: BodyReader | None = request.scope.get("state", {}).get(BODY_READER_STATE)
     if reader is not None and declared and len(first := reader.first_bytes) >= _HEAD_BYTES:
         at = aligned_offset(first[:_HEAD_BYTES])
@@ -233,18 +229,6 @@ async def _fill(reader: BodyReader, buffer: memoryview) -> None:
         raise ClientDisconnected("the client disconnected during the body")
 
 
-def _content_encoding(headers: Mapping[bytes, bytes]) -> str:
-    if (value := headers.get(b"content-encoding")) is None:
-        return "identity"
-    encoding = value.decode("latin-1").strip().lower()
-    if encoding not in ("identity", "gzip", "deflate"):
-        raise UnsupportedMediaType(
-            f"Content-Encoding is not supported: got {encoding!r:.60}, expected gzip, deflate, or "
-            "no such header"
-        )
-    return encoding
-
-
 def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
 
@@ -275,36 +259,6 @@ async def _receive_chunk(receive: Receive) -> tuple[bytes, bool]:
 def _check_size(size: int, limit: int) -> None:
     if size > limit:
         raise PayloadTooLarge(f"the body is too large: got more than {limit} bytes", limit=limit)
-
-
-def _decompress(compressed: bytes, limit: int) -> list[bytes]:
-    """Decompresses gzip or zlib, up to the limit.
-
-    Returns parts: zlib would join them, and hold all bytes twice.
-    """
-    decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
-    pieces: list[bytes] = []
-    size = read_bytes = 0
-    try:
-        while read_bytes < len(compressed) and not decompressor.eof:
-            part = compressed[read_bytes : read_bytes + _DECOMPRESS_CHUNK_BYTES]
-            read_bytes += len(part)
-            while part and not decompressor.eof:
-                pieces.append(decompressor.decompress(part, _DECOMPRESS_CHUNK_BYTES))
-                part = decompressor.unconsumed_tail
-                size += len(pieces[-1])
-                if size > limit:
-                    raise PayloadTooLarge(
-                        f"the decompressed body is too large: got more than {limit} bytes",
-                        limit=limit,
-                    )
-    except zlib.error as error:
-        raise MalformedRequest(f"the body cannot be decompressed: {error}") from None
-    if not decompressor.eof:
-        raise MalformedRequest("the compressed body ends too early")
-    if decompressor.unused_data or read_bytes < len(compressed):
-        raise MalformedRequest("bytes follow the compressed body")
-    return pieces
 
 
 def _join_aligned(

@@ -1,4 +1,4 @@
-"""Admission control: accepts or rejects a request before its body is read.
+"""Admission control: accepts or rejects a request before its body is read, and while it grows.
 
 Counts what is queued and the bodies that are being received. HTTP handlers call
 `AdmissionController.admit`.
@@ -48,15 +48,27 @@ class AdmissionController:
         Raises:
             ServiceUnavailable: too much is queued or being received.
         """
-        added = Load(1, size_bytes)
-        if not self.incoming.requests and not self._queued().requests:
-            return Admission(self, added)  # any size is allowed while there is no other
+        admission = Admission(self, Load(1, size_bytes))
+        self.count(admission)
+        return admission
+
+    def count(self, admission: Admission) -> None:
+        """Counts an admission that is not counted.
+
+        Raises:
+            ServiceUnavailable: its load does not fit; any load fits while there is no other.
+        """
+        if self.incoming.requests or self._queued().requests:
+            self._require_room(admission.load)
+        self.admissions.add(admission)
+        self.incoming = self.incoming.plus(admission.load)
+
+    def _require_room(self, added: Load) -> None:
+        if self._limit.over_limit(self._total, added) is None:
+            return
+        self._release_slow_bodies()
         if (why := self._limit.over_limit(self._total, added)) is not None:
-            self._release_slow_bodies()
-            why = self._limit.over_limit(self._total, added)
-        if why is not None:
             raise ServiceUnavailable(why, retry_after=self._retry_after(self._total))
-        return Admission(self, added)
 
     @property
     def _total(self) -> Load:
@@ -75,6 +87,10 @@ class AdmissionController:
 class Admission:
     """One admitted request whose body is being received; a context manager that releases it.
 
+    Args:
+        controller: counts it.
+        load: the load that it counts as at first.
+
     Attributes:
         load: the load that it counts as.
         admitted_at: time of admission, by `time.perf_counter`.
@@ -82,8 +98,6 @@ class Admission:
 
     def __init__(self, controller: AdmissionController, load: Load) -> None:
         self._controller, self.load, self.admitted_at = controller, load, time.perf_counter()
-        controller.incoming = controller.incoming.plus(load)
-        controller.admissions.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +117,13 @@ class Admission:
             self._controller.incoming = self._controller.incoming.minus(self.load)
 
     def grow(self, size_bytes: int) -> None:
-        """Counts received bytes that `Content-Length` did not declare."""
-        if self in self._controller.admissions:
-            self.load = self.load.plus(Load(0, size_bytes))
-            self._controller.incoming = self._controller.incoming.plus(Load(0, size_bytes))
+        """Adds bytes that `Content-Length` did not declare; the request is admitted anew with them.
+
+        A body that stopped counting because it was slow counts again.
+
+        Raises:
+            ServiceUnavailable: too much is queued or being received.
+        """
+        self.release()
+        self.load = self.load.plus(Load(0, size_bytes))
+        self._controller.count(self)
