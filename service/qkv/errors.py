@@ -23,6 +23,7 @@ __all__ = [
     "ServiceUnavailable",
     "Unauthorized",
     "UnsupportedMediaType",
+    "UnsupportedTransferCoding",
     "format_value",
     "from_problem",
     "pointer_to",
@@ -175,6 +176,13 @@ class HeadersTooLarge(QkvError):
 
 class Internal(QkvError):
     """An internal error. The detail does not describe it; the log does."""
+
+
+class UnsupportedTransferCoding(QkvError):
+    """The body of the request has a transfer coding other than chunked."""
+
+    status = 501
+    name = "unsupported-transfer-coding"
 
 
 class ServiceUnavailable(QkvError):

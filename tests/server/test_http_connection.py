@@ -136,6 +136,30 @@ def test_chunked_body_with_trailers_is_read(server: Server, trailers: bytes, sta
     assert found == ([200, 400] if status == 200 else [400])
 
 
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"Transfer-Encoding: gzip, chunked\r\n", 501),
+        (b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n", 501),
+        (b"Transfer-Encoding: chunked, chunked\r\n", 400),
+        (b"Transfer-Encoding: gzip\r\n", 501),
+        (b"transfer-encoding: Chunked \r\n", 200),
+    ],
+)
+def test_only_the_transfer_coding_chunked_is_supported(
+    server: Server, lines: bytes, status: int
+) -> None:
+    """An ignored coding would make another request of the body (RFC 9112, section 6.1)."""
+    head = CHUNKED.replace(b"Transfer-Encoding: chunked\r\n", lines)
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    with connected(server) as connection:
+        connection.sendall(
+            head + chunks + LIVE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        )
+        found = [status for status, *_ in read_responses(connection)]
+    assert found == ([200, 200] if status == 200 else [status])
+
+
 @pytest.mark.parametrize("hosts", [b"", b"Host: a\r\nHost: b\r\n"])
 @pytest.mark.parametrize("start", [b"GET /livez", b"POST " + PATH.encode()])
 def test_missing_or_second_host_gets_400(server: Server, start: bytes, hosts: bytes) -> None:

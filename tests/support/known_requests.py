@@ -43,6 +43,7 @@ PROBLEMS: Final = {
     413: "too-large",
     415: "unsupported-media-type",
     422: "invalid-content",
+    501: "unsupported-transfer-coding",
     503: "not-now",
     504: "too-late",
 }

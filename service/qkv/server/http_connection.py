@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import unquote
@@ -27,6 +27,7 @@ from qkv.errors import (
     PayloadTooLarge,
     QkvError,
     RequestTimeout,
+    UnsupportedTransferCoding,
 )
 from qkv.server.connection_timeouts import ConnectionTimeouts, unsent_bytes
 from qkv.server.request_cycle import RequestCycle, encode_head
@@ -149,7 +150,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Checks a complete head. Returns False if it requests an upgrade: it is parsed again.
 
         Raises:
-            HeadersTooLarge, MalformedRequest: the head is rejected; the parser stops.
+            HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding: the head is rejected; the
+                parser stops.
         """
         names = [name for name, _ in self.headers]
         if len(names) > _MAX_HEADERS:
@@ -167,6 +169,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         hosts = names.count(b"host")
         if hosts != 1 and (hosts or self.parser.get_http_version() == "1.1"):
             raise MalformedRequest(f"the request needs one Host header: got {hosts}")
+        if b"transfer-encoding" in names:
+            _check_transfer_coding(self.headers)
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise MalformedRequest("CONNECT is not supported: this server is no proxy")
@@ -380,6 +384,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         headers = [*response.raw_headers, *more, (b"connection", b"close")]
         head = encode_head(response.status_code, [*self.server_state.default_headers, *headers])
         return head + bytes(response.body)
+
+
+def _check_transfer_coding(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Checks that chunked is the only transfer coding; the parser accepts others before it.
+
+    Raises:
+        UnsupportedTransferCoding: there is another one (RFC 9112, section 6.1).
+    """
+    codings = b", ".join([value for name, value in headers if name == b"transfer-encoding"])
+    if codings.strip().lower() != b"chunked":
+        raise UnsupportedTransferCoding(
+            "Transfer-Encoding is not supported: "
+            f"got {codings.decode('latin-1')!r:.60}, expected chunked"
+        )
 
 
 def path_of(url: bytes) -> str:

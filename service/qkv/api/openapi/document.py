@@ -66,6 +66,9 @@ _CONNECTION_ERRORS: Final = (
     errors.MalformedRequest("malformed HTTP/1.1 request"),
     errors.RequestTimeout("the rest of the request did not arrive in time"),
     errors.HeadersTooLarge("the request has too many headers: got 101, expected at most 100"),
+    errors.UnsupportedTransferCoding(
+        "Transfer-Encoding is not supported: got 'gzip, chunked', expected chunked"
+    ),
 )
 _FRAMING_ERROR: Final = errors.PayloadTooLarge(
     "the request has more than 1048576 bytes beside its body; send larger chunks"

@@ -42,6 +42,7 @@ _ERROR_DESCRIPTIONS: Final = {
     413: "The request exceeds a limit.",
     431: "The headers are too large.",
     500: "Internal error; it was logged.",
+    501: "The transfer coding is not supported.",
     503: "The service is unavailable, or the deadline was exceeded.",
 }
 
