@@ -141,8 +141,11 @@ def test_retrying_clients_get_right_outputs_when_workers_are_killed(
         client.close()
 
 
-def test_partially_received_requests_are_completed_after_sigterm(service_process: Process) -> None:
-    """Head and part of the body of a slow upload arrive before SIGTERM."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_partially_received_requests_are_completed_after_a_stop_signal(
+    service_process: Process, number: int
+) -> None:
+    """Head and part of the body of a slow upload arrive before it."""
     host, port = address(service_process)
     head = f"POST {PATH} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(TINY_BODY)}\r\n"
     uploads = [socket.create_connection((host, port), TIMEOUT_S) for _ in range(9)]
@@ -150,7 +153,12 @@ def test_partially_received_requests_are_completed_after_sigterm(service_process
         upload.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
         assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
         upload.sendall(TINY_BODY[:20])
-    service_process.popen.send_signal(signal.SIGTERM)
+    supervisor = service_process.popen.pid
+    reached = [supervisor]
+    if number == signal.SIGHUP:  # a closing terminal sends it to every process, its shell again
+        reached = [*child_pids(supervisor), supervisor] * 2
+    for pid in reached:
+        os.kill(pid, number)
     wait_until(lambda: refuses_connections(host, port))
     for upload in uploads:
         upload.sendall(TINY_BODY[20:])
@@ -251,6 +259,19 @@ def test_second_sigterm_exits_at_once(service_process: Process) -> None:
             time.monotonic() - started_at < 10
         )  # of the 30 seconds that the drain allows the upload
     wait_until(lambda: not any(map(is_alive, workers)))
+
+
+def test_ignored_sighup_stays_ignored(command: Command) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        started = command("serve", "--port", "0", "--workers", "1")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert started.url
+    for pid in (started.popen.pid, *child_pids(started.popen.pid)):
+        os.kill(pid, signal.SIGHUP)
+    assert started.end() == 0  # after a first stop signal, the second would end it with status 1
 
 
 def test_sigterm_before_ready_exits_cleanly(command: Command) -> None:

@@ -23,7 +23,7 @@ __all__ = ["serve"]
 
 
 def serve(settings: Settings) -> int:
-    """Serves until SIGINT or SIGTERM, then completes the accepted requests.
+    """Serves until SIGINT, SIGTERM or SIGHUP, then completes the accepted requests.
 
     Returns:
         The exit status: 0 after a clean stop.

@@ -49,7 +49,7 @@ _POLL_INTERVAL_S: Final = 0.05
 _STUCK_POLLS: Final = 20
 _BACKLOG_TIMEOUT_S: Final = 2.0  # for workers to accept the connections in the backlog
 _EXIT_TIMEOUT_S: Final = 10.0  # for workers to exit after the drain period
-_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
@@ -87,8 +87,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Serves until a stop signal; returns the exit status."""
-        for s in _STOP_SIGNALS:
-            signal.signal(s, self._on_signal)
+        for number in _STOP_SIGNALS:
+            # nohup ignores SIGHUP, so that the service outlives its terminal
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
         # A full collection would take a fifth of a second in each worker, and copy every page that
         # the processes share.
         gc.collect()
@@ -109,7 +111,9 @@ class Supervisor:
             time.sleep(_POLL_INTERVAL_S)
         return self._drain()
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
+        if self._signal_count and number == signal.SIGHUP:
+            return  # both the shell and the kernel send it when a terminal closes
         self._signal_count += 1
         if self._signal_count > 1:
             self._kill_all()
@@ -132,8 +136,9 @@ class Supervisor:
         status, errors = 1, StderrHandler()
         try:
             errors.start()
-            # Ctrl-C reaches all processes; only the supervisor reacts to it
+            # Ctrl-C and a closing terminal reach all processes; only the supervisor reacts to them
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
             os.close(self._parent_alive_pipe[1])
