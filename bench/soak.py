@@ -158,7 +158,7 @@ class SoakClient:
 
     def _cancel(self, request: SoakRequest) -> None:
         """Disconnects in the middle of the body, or after the body without reading the response."""
-        head = f"POST {request.path} HTTP/1.1\r\nHost: here\r\n" + "".join(
+        head = f"POST {request.path} HTTP/1.1\r\nHost: localhost\r\n" + "".join(
             f"{name}: {value}\r\n" for name, value in request.headers.items()
         )
         data = f"{head}Content-Length: {len(request.body)}\r\n\r\n".encode() + request.body

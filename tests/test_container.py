@@ -102,9 +102,12 @@ def test_the_gpu_profile_reserves_one_gpu() -> None:
 
 
 @each_of_ours
-def test_every_service_passes_keys_origins_and_trace_endpoint(name: str) -> None:
+def test_every_service_passes_keys_origins_hosts_and_trace_endpoint(name: str) -> None:
     environment = SERVICES[name]["environment"]
-    expected = ("QKV_API_KEYS", "QKV_CORS_ORIGINS", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    expected = (
+        *("QKV_API_KEYS", "QKV_CORS_ORIGINS", "QKV_ALLOWED_HOSTS"),
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
     assert environment.items() >= dict.fromkeys(expected).items()
 
 
@@ -259,7 +262,7 @@ def test_health_check_fails_during_a_graceful_shutdown(command: Callable[..., Pr
     body = b'{"inputs": {"query": [[1]], "key": [[1]], "value": [[1]]}}'
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as upload:  # busy worker
         upload.sendall(
-            b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
+            b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body)
         )
         assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")

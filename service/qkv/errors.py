@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 __all__ = [
     "ClientDisconnected",
     "DeadlineExceeded",
+    "Forbidden",
     "HeadersTooLarge",
     "Internal",
     "InvalidContent",
@@ -108,6 +109,13 @@ class Unauthorized(QkvError):
     def headers(self) -> dict[str, str]:
         """Returns WWW-Authenticate (RFC 6750, section 3)."""
         return {"WWW-Authenticate": 'Bearer realm="qkv"'}
+
+
+class Forbidden(QkvError):
+    """The request is for another host, or from a page of another origin."""
+
+    status = 403
+    name = "forbidden"
 
 
 class NotFound(QkvError):

@@ -32,6 +32,8 @@ _KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, sectio
 _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
+_HOST: Final = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]|\*")
+
 _LEAST_SECRET: Final = 32  # characters: 128 bits, if they are random hexadecimal digits
 
 _MiB = 1 << 20
@@ -67,7 +69,15 @@ class Settings(BaseSettings):
         str | None,
         Field(
             description="Comma-separated origins whose pages may send requests from a browser, or "
-            "`*`. By default no origin may."
+            "`*`. By default no origin may but the service's own."
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        Field(
+            description="Comma-separated names that the `Host` of a request may have, besides the "
+            "names and addresses of the machine, or `*`. By default any, except if the service "
+            "listens on a loopback address only."
         ),
     ] = None
     device: Annotated[
@@ -273,6 +283,13 @@ class Settings(BaseSettings):
             raise ValueError("an origin is https://host or https://host:port in lower case, or *")
         return value
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, value: str | None) -> str | None:
+        if value is not None and not all(map(_HOST.fullmatch, _split(value))):
+            raise ValueError("a host is a name or an address in lower case, without a port, or *")
+        return value
+
     def with_secret(self) -> Settings:
         """Returns the settings with a random `verify_secret` if they have none."""
         if self.verify_secret is not None:
@@ -294,6 +311,11 @@ class Settings(BaseSettings):
     def origins(self) -> list[str]:
         """The origins whose pages may send requests."""
         return [] if self.cors_origins is None else _split(self.cors_origins)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names that requests may have as `Host`, besides those of the machine."""
+        return [] if self.allowed_hosts is None else _split(self.allowed_hosts)
 
     @property
     def traces(self) -> bool:

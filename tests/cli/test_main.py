@@ -78,7 +78,7 @@ def test_request_that_is_being_read_at_sigterm_gets_its_response(command: Comman
     body = shlex.split(served.lines[-1])[-1].encode()
     with socket.create_connection((url.host, url.port), TIMEOUT_S) as connection:
         connection.sendall(
-            b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\n"
+            b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body)
         )
         assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
@@ -111,6 +111,7 @@ def refuses(host: str, port: int) -> bool:
         ((), {"QKV_MAX_BODY_BYTES": "256MB"}, ["QKV_MAX_BODY_BYTES", "256MB"]),
         ((), {"QKV_THREADS": "1.5"}, ["QKV_THREADS", "1.5"]),
         ((), {"QKV_READ_TIMEOUT_S": "inf"}, ["QKV_READ_TIMEOUT_S", "inf", "finite"]),
+        ((), {"QKV_ALLOWED_HOSTS": "a.example:80"}, ["QKV_ALLOWED_HOSTS", "without a port"]),
         ((), {"QKV_WORKER": "3"}, ["QKV_WORKER is", "QKV_WORKERS?"]),
         ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
         (

@@ -166,7 +166,7 @@ def test_device_error_fails_one_request_only(
 
 
 def head(headers: dict[str, str], body: bytes, path: str = PATH) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 

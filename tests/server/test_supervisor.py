@@ -147,7 +147,7 @@ def test_partially_received_requests_are_completed_after_a_stop_signal(
 ) -> None:
     """Head and part of the body of a slow upload arrive before it."""
     host, port = address(service_process)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(TINY_BODY)}\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(TINY_BODY)}\r\n"
     uploads = [socket.create_connection((host, port), TIMEOUT_S) for _ in range(9)]
     for upload in uploads:
         upload.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
@@ -247,7 +247,7 @@ def test_second_sigterm_exits_at_once(service_process: Process) -> None:
     workers = child_pids(service_process.popen.pid)
     host, port = address(service_process)
     with socket.create_connection((host, port), TIMEOUT_S) as upload:  # keeps a worker from exiting
-        upload.sendall(f"POST {PATH} HTTP/1.1\r\nHost: here\r\n".encode())
+        upload.sendall(f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n".encode())
         upload.sendall(b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
         assert upload.recv(4096).startswith(b"HTTP/1.1 100 ")
         service_process.popen.send_signal(signal.SIGTERM)

@@ -37,6 +37,7 @@ ARGUMENTS: Final = {
 }
 PROBLEMS: Final = {
     400: "unparseable",
+    403: "forbidden",
     404: "not-found",
     405: "method-not-allowed",
     406: "not-acceptable",

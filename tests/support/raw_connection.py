@@ -71,7 +71,7 @@ def encode_body(
 
 def encode_request(body: bytes, length: int, path: str = PATH, *lines: str) -> bytes:
     head = [
-        f"POST {path} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}",
+        f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}",
         f"{open_inference.LENGTH_HEADER}: {length}", *lines,
     ]  # fmt: skip
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body

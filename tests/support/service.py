@@ -67,11 +67,16 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(**settings: Any) -> Iterator[Server]:
-    """Runs a service in a thread of this process; `settings` are those of `Settings`."""
+def running_server(bound: tuple[str, int] | None = None, **settings: Any) -> Iterator[Server]:
+    """Runs a service in a thread of this process.
+
+    Args:
+        bound: as for `create_app`.
+        **settings: those of `Settings`.
+    """
     settings.setdefault("device", "cpu")
     settings.setdefault("threads", 2)
-    app = create_app(Settings(**settings))
+    app = create_app(Settings(**settings), bound=bound)
     config = new_uvicorn_config(app)
     server = uvicorn.Server(config)
     runtime, protocol = app.state.runtime, cast("Any", config.http)

@@ -98,7 +98,7 @@ class RawRequest:
     """
 
     def __init__(self, connection: socket.socket, body: bytes, headers: dict[str, str]) -> None:
-        lines = [f"POST {PATH} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}"]
+        lines = [f"POST {PATH} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.connection = connection
         self.answer = b""

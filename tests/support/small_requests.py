@@ -23,7 +23,7 @@ from support.service import Server
 PATH: Final = "/v1/attention/softmax"
 SAFETENSORS: Final = {"Content-Type": "application/vnd.safetensors"}
 INFER: Final = "/v2/models/softmax/infer"
-HEAD: Final = "POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\n"
+HEAD: Final = "POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
 Serve = Callable[..., Server]
 
 

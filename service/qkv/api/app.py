@@ -43,6 +43,7 @@ from qkv.api.middleware import (
 )
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
+from qkv.api.request_source import RequestSourceMiddleware, SourceRules
 from qkv.attention import catalogue
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.selection import find_device, new_device
@@ -93,6 +94,7 @@ def create_app(
     settings: Settings | None = None,
     worker: WorkerState | None = None,
     remote: JobExecutor | None = None,
+    bound: tuple[str, int] | None = None,
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
@@ -103,6 +105,7 @@ def create_app(
         settings: None reads them from the environment.
         worker: this process's part of the shared state; None: this is the only process.
         remote: the engine of the device processes; None: this process has an engine of its own.
+        bound: address and port of the server's socket, as for `SourceRules`.
     """
     runtime = _build_runtime((settings or Settings()).with_secret(), worker, remote)
     app = FastAPIOffline(  # serves the scripts of /docs itself: no request to another host
@@ -119,7 +122,7 @@ def create_app(
     direct = _add_routes(app, runtime)
     add_error_handlers(app)
     app.state.runtime = runtime
-    app.state.asgi = _add_middleware(app, runtime, direct)
+    app.state.asgi = _add_middleware(app, runtime, direct, bound)
     _complete_document(app, is_guarded=runtime.api_keys is not None)
     return app
 
@@ -208,17 +211,24 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
     return direct
 
 
-def _add_middleware(app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint]) -> ASGIApp:
-    """Adds middleware to FastAPI, and returns it with the direct routes in front."""
-    worker, api_keys = runtime.worker, runtime.api_keys
+def _add_middleware(
+    app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint], bound: tuple[str, int] | None
+) -> ASGIApp:
+    """Adds middleware to FastAPI, and returns it with the direct routes in front.
+
+    Keys and sources are checked in both, for servers that serve `app` instead of `app.state.asgi`.
+    """
+    settings, worker, api_keys = runtime.settings, runtime.worker, runtime.api_keys
+    rules = SourceRules(settings.origins, settings.hosts, settings.host, bound)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(DrainTimeoutMiddleware)
     asgi: ASGIApp = DirectRouter(InternalErrorMiddleware(app), direct, error_response, worker)
     if api_keys is not None:
-        # FastAPI needs it too, for servers that serve `app` instead of `app.state.asgi`
         app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, error_response=error_response)
         asgi = ApiKeyMiddleware(asgi, api_keys, error_response)
-    return ObservabilityMiddleware(allow_origins(asgi, runtime.settings.origins), runtime.observer)
+    app.add_middleware(RequestSourceMiddleware, rules=rules, error_response=error_response)
+    asgi = RequestSourceMiddleware(allow_origins(asgi, settings.origins), rules, error_response)
+    return ObservabilityMiddleware(asgi, runtime.observer)
 
 
 def _complete_document(app: FastAPI, is_guarded: bool) -> None:

@@ -61,7 +61,7 @@ def run_worker(
     Returns:
         The exit status: 0 after a clean stop.
     """
-    app = create_app(settings, worker, remote)
+    app = create_app(settings, worker, remote, listening.getsockname()[:2])
     failed: asyncio.Event = app.state.runtime.engine.failed
     server = WorkerServer(new_uvicorn_config(app), worker, parent_alive_fd, failed)
     with torch.inference_mode():  # once, instead of for each small job on the event loop

@@ -368,7 +368,9 @@ def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"].keys()
-            of_connection = {"400", "408", "431", "501"} | ({"413"} if method == "post" else set())
+            of_connection = {"400", "403", "408", "431", "501"} | (
+                {"413"} if method == "post" else set()
+            )
             assert of_connection <= responses, path
             if path.startswith("/v2"):
                 continue

@@ -15,14 +15,14 @@ from support.processes import TIMEOUT_S
 from support.raw_connection import read_responses
 from support.service import Server, running_server
 
-REFUSED: Final = (400, 408, 413, 431, 501)
+REFUSED: Final = (400, 403, 408, 413, 431, 501)
 CHUNKS: Final = b"1\r\n \r\n" * 400_000  # 2 MB around 400 KB
 
 
 @pytest.fixture(scope="module")
 def short_read_timeout() -> Iterator[Server]:
-    """A service with a short read timeout."""
-    with running_server(read_timeout_s=0.8) as server:
+    """A service with a short read timeout, for two hosts."""
+    with running_server(read_timeout_s=0.8, allowed_hosts="here") as server:
         yield server
 
 
@@ -44,6 +44,8 @@ def rejected_request(line: bytes, status: int) -> bytes:
     """Returns a request with that first line that is rejected with that status."""
     if status == 400:
         return line + b"\r\n"  # no Host
+    if status == 403:
+        return line + b"Host: elsewhere\r\nConnection: close\r\n\r\n"
     line += b"Host: here\r\n"
     if status == 408:
         return line
@@ -63,7 +65,7 @@ def assert_documented(document: dict[str, Any], path: str, method: str, response
         assert fits(json.loads(body), schema, document), body
 
 
-@pytest.mark.parametrize("status", [400, 408, 431, 501])
+@pytest.mark.parametrize("status", [400, 403, 408, 431, 501])
 def test_connection_errors_are_documented_for_every_operation(
     short_read_timeout: Server, document: dict[str, Any], status: int
 ) -> None:

@@ -64,6 +64,10 @@ _KEY_DESCRIPTION: Final = (
 )
 _CONNECTION_ERRORS: Final = (
     errors.MalformedRequest("malformed HTTP/1.1 request"),
+    errors.Forbidden(
+        "Host is not allowed: got 'pages.example', expected a name of this machine or one of "
+        "QKV_ALLOWED_HOSTS"
+    ),
     errors.RequestTimeout("the rest of the request did not arrive in time"),
     errors.HeadersTooLarge("the request has too many headers: got 101, expected at most 100"),
     errors.UnsupportedTransferCoding(

@@ -37,6 +37,7 @@ _RESPONSES: Final[dict[str, type]] = {
 """The response of each operation, or an item of its list."""
 _ERROR_DESCRIPTIONS: Final = {
     400: "The request is invalid.",
+    403: "The request is for another host, or from a page of another origin.",
     404: "The model or the version does not exist, or the model is unloaded.",
     408: "The request did not arrive in time.",
     413: "The request exceeds a limit.",

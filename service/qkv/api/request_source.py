@@ -1,0 +1,155 @@
+"""The source of requests: refuses pages of other origins, and names of other hosts.
+
+A browser sends a page's POST to any address, also to one of the user's own machine. A name that
+resolves to this machine makes the service part of the page's origin (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from ipaddress import ip_address
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qkv.api.request_headers import headers_of
+from qkv.errors import Forbidden, QkvError
+
+__all__ = ["RequestSourceMiddleware", "SourceRules"]
+
+_SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))  # RFC 9110, section 9.2.1
+_LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
+_DEFAULT_PORTS: Final = {b"http": b":80", b"https": b":443"}
+_ANY: Final = "*"
+
+
+class SourceRules:
+    """The hosts that a service serves, and the origins whose pages may send requests.
+
+    Starlette's TrustedHostMiddleware knows neither IPv6 addresses nor networks, and its errors are
+    plain text.
+
+    Args:
+        origins: the allowed origins besides the service's own; `*`: every origin.
+        hosts: the served names, besides those of this machine; `*`: every name.
+        bound_host: the name or address that the server listens on.
+        bound: address and port of its socket; None: unknown, since another server runs the
+            application. Every name is served then, and on an address that is not a loopback
+            address, unless there are `hosts`.
+    """
+
+    def __init__(
+        self,
+        origins: Iterable[str],
+        hosts: Iterable[str],
+        bound_host: str,
+        bound: tuple[str, int] | None,
+    ) -> None:
+        self._origins = frozenset(origin.encode() for origin in origins)
+        names = {*hosts}
+        is_local = bound is not None and ip_address(bound[0]).is_loopback
+        self._serves_any_host = _ANY in names or not (names or is_local)
+        names.update(_LOOPBACK_NAMES)
+        if bound is not None:
+            names.add(f"[{bound_host}]" if ":" in bound_host else bound_host.lower())
+            names.update([f"{name}:{bound[1]}" for name in names])  # found without parsing
+        self._hosts = frozenset(name.encode("idna") for name in names)
+
+    def find_error(self, scope: Scope) -> Forbidden | None:
+        """Returns the error of a request that must be refused; None if it may run."""
+        headers = headers_of(scope)
+        host = headers.get(b"host")
+        if not self._is_served(host, scope):
+            return Forbidden(
+                f"Host is not allowed: got {_quote(host or b'')}, expected a name of this "
+                "machine or one of QKV_ALLOWED_HOSTS"
+            )
+        if scope["method"] in _SAFE_METHODS:
+            return None
+        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
+        if (origin is None and site is None) or self._is_allowed(origin, site, host):
+            return None
+        got = f"Sec-Fetch-Site {_quote(site or b'')}" if origin is None else _quote(origin)
+        return Forbidden(
+            f"Origin is not allowed: got {got}, expected the service's own or one of "
+            "QKV_CORS_ORIGINS"
+        )
+
+    def _is_served(self, host: bytes | None, scope: Scope) -> bool:
+        if self._serves_any_host or host is None or host in self._hosts:  # HTTP/1.0 needs no Host
+            return True
+        name, _, port = host.rpartition(b":")
+        if not port.isdigit():
+            name = host
+        if name in self._hosts:
+            return True
+        name = name.lower()
+        return name in self._hosts or _is_of_this_machine(name.decode("latin-1"), scope)
+
+    def _is_allowed(self, origin: bytes | None, site: bytes | None, host: bytes | None) -> bool:
+        """Returns True if a request comes from an allowed origin.
+
+        Sec-Fetch-Site (W3C Fetch Metadata) is right even if a proxy has replaced Host. Browsers
+        leave it out without https, except on the same machine. Other values of it are ignored.
+        """
+        if _ANY.encode() in self._origins or origin in self._origins:
+            return True
+        if origin is not None and host is not None and _is_origin_of(origin, host):
+            return True
+        if site in (b"cross-site", b"same-site"):
+            return False
+        return origin is None or site in (b"same-origin", b"none")
+
+
+class RequestSourceMiddleware:
+    """Refuses requests by their source, before their body is read.
+
+    Args:
+        app: the application to protect.
+        rules: decide which requests are refused.
+        error_response: returns the response for an error at a path.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        rules: SourceRules,
+        error_response: Callable[[QkvError, str], Response],
+    ) -> None:
+        self._app, self._rules, self._error_response = app, rules, error_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and (error := self._rules.find_error(scope)) is not None:
+            app = self._error_response(error, scope["path"])
+        return await app(scope, receive, send)
+
+
+def _is_of_this_machine(name: str, scope: Scope) -> bool:
+    """Returns True for other loopback names, and for the local address of the connection.
+
+    A probe or Prometheus uses the address of a pod. No page can make a name out of it.
+    """
+    if name.endswith(".localhost"):  # RFC 6761, section 6.3
+        return True
+    try:
+        address = ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    server = scope.get("server")
+    return address.is_loopback or (server is not None and str(address) == server[0])
+
+
+def _is_origin_of(origin: bytes, host: bytes) -> bool:
+    """Returns True if an origin has the name and port of a Host.
+
+    The scheme may differ: a proxy in front of the service speaks https.
+    """
+    scheme, _, authority = origin.lower().partition(b"://")
+    port = _DEFAULT_PORTS.get(scheme)
+    return port is not None and authority.removesuffix(port) == host.lower().removesuffix(port)
+
+
+def _quote(value: bytes) -> str:
+    return f"{value.decode('latin-1')!r:.100}"
