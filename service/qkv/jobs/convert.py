@@ -15,7 +15,7 @@ from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.conversion import convert
 from qkv.attention.layers.detection import MAX_TOKENS, detect
 from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.layer_options import NESTED_FIELDS, LayerOptions
+from qkv.attention.layers.layer_options import MAX_HEADS, NESTED_FIELDS, LayerOptions
 from qkv.attention.layers.layer_reader import read_layer
 from qkv.attention.layers.layer_weights import Array
 from qkv.attention.layers.rope import Rope
@@ -45,14 +45,14 @@ class ConvertFields(pydantic.BaseModel):
         ),
     ] = None
     heads: Annotated[
-        Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
+        Annotated[int, pydantic.Field(ge=1, le=MAX_HEADS)] | None,
         pydantic.Field(
             description="The number of query heads. Needed by layouts that keep the tensors of a "
             "head together, by grouped key heads, and to move rotary channels."
         ),
     ] = None
     kv_heads: Annotated[
-        Annotated[int, pydantic.Field(ge=1, le=65536)] | None,
+        Annotated[int, pydantic.Field(ge=1, le=MAX_HEADS)] | None,
         pydantic.Field(description="The number of key heads, as in a layer."),
     ] = None
     prefix: Annotated[str | None, pydantic.Field(max_length=1024, description="As in a layer.")] = (

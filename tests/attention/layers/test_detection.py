@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from qkv import AsyncClient, Client, Detected, QkvError
-from qkv.attention.layers.detection import MAX_DETECTED, MAX_TOKENS
+from qkv.attention.layers.detection import MAX_DETECTED, MAX_TOKENS, Check, detect
+from qkv.attention.layers.layer_options import LayerOptions
 from qkv.client.detect_requests import build_detect
+from qkv.errors import InvalidContent
 from qkv.jobs.convert import working_bytes
 from qkv.tensors import RawTensor
 from qkv.wire import safetensors
@@ -161,7 +163,7 @@ def post(server: Server, x: Any, y: Any, tensors: Any = None, **fields: Any) -> 
     tensors = {n: as_json(t, "base64") for n, t in (tensors or plain()[0]).items()}
     check = {n: as_json(t, "base64") for n, t in (("x", x), ("y", y))}
     return server.http.post(
-        "/v1/convert", json={"from": "auto", "tensors": tensors, "check": check, **fields}
+        "/v1/convert", json={"from": "auto", "tensors": tensors, "check": check} | fields
     )
 
 
@@ -263,8 +265,8 @@ def wide(width: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "detail", "pointer"),
     [
-        ({}, "heads is missing: got about ", "/heads"),
-        ({"heads": 8192}, "check.x is too large: got about ", "/check/x"),
+        ({}, "heads is missing: got ", "/heads"),
+        ({"heads": 8192}, "check.x is too large: got ", "/check/x"),
     ],
 )
 def test_work_of_many_heads_is_refused(
@@ -275,6 +277,61 @@ def test_work_of_many_heads_is_refused(
     problem = assert_problem(post(server, x, x, wide(8192), **fields), 422)
     assert problem["detail"].startswith(detail)
     assert problem["pointer"] == pointer
+
+
+class Pieces:
+    """Counts the pieces of the work of a detection."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def pieces_until_refused(tensors: Mapping[str, Any], detail: str, **fields: Any) -> int:
+    """Returns the count of pieces that run before a detection is refused."""
+    pieces, x = Pieces(), np.ones((2, 4), np.float32)
+    with pytest.raises(InvalidContent, match=detail):
+        detect(tensors, Check(x, x), LayerOptions(**fields), raise_if_stopped=pieces)
+    return pieces.count
+
+
+def no_numbers(*shape: int, dtype: str = "float32") -> Any:
+    """Returns an array of any shape that takes no memory."""
+    return np.broadcast_to(np.ones((), dtype), shape)
+
+
+def test_tensors_that_no_layout_reads_add_no_work() -> None:
+    sent = {f"{r}_proj.weight": no_numbers(4, 4) for r in "qkvo"}
+    sizes = [2**40, 720720, *range(200, 300)]
+    more = {f"q_proj.{i}": no_numbers(size, dtype="bool") for i, size in enumerate(sizes)}
+    detail = "q_proj.0 does not belong to this layout"
+    assert pieces_until_refused(sent | more, detail, layout="llama") < 10
+
+
+def test_too_many_numbers_of_heads_are_refused_before_one_is_tried() -> None:
+    sizes = (720720, 665280), (554400, 498960)
+    names = ("query_key_value.weight", "dense.weight")
+    sent = {name: no_numbers(*shape) for name, shape in zip(names, sizes, strict=True)}
+    detail = "heads is missing: got more than 4096 possible numbers of heads for falcon"
+    assert pieces_until_refused(sent, detail, layout="falcon") == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("llama", "q_proj"), ("auto", "q_proj"), ("phi3", "qkv_proj"),
+        ("neox", "query_key_value"), ("bloom", "query_key_value"), ("falcon", "query_key_value"),
+    ],
+)  # fmt: skip
+def test_empty_bias_is_refused_by_name(server: Server, layout: str, name: str) -> None:
+    one = np.ones((1, 1), np.float32)
+    tensors = {f"{n}_proj.weight": one for n in "kv"} if name == "q_proj" else {}
+    rows = 1 if name == "q_proj" else 3
+    tensors |= {f"{name}.weight": one.repeat(rows, 0), f"{name}.bias": one[0, :0]}
+    problem = assert_problem(post(server, one, one, tensors, **{"from": layout}), 422)
+    assert problem["detail"].startswith(f"{name}.bias is invalid: got float32 of shape [0]")
 
 
 def test_memory_of_projections_and_scores_is_admitted() -> None:

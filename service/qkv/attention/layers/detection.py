@@ -17,16 +17,10 @@ import numpy as np
 import torch
 
 from qkv.attention.layers import layout_catalogue
-from qkv.attention.layers.detection_candidates import (
-    Candidate,
-    Split,
-    blanks,
-    complexity,
-    list_splits,
-    list_variations,
-)
+from qkv.attention.layers.detection_candidates import Candidate, complexity, list_variations
 from qkv.attention.layers.detection_outputs import Projections, SplitOutputs
-from qkv.attention.layers.detection_work import attention_time, check_time, projection_time
+from qkv.attention.layers.detection_splits import Split, blanks, is_fused, list_splits, readable
+from qkv.attention.layers.detection_work import DetectionSize, check_work
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import LayerOptions
 from qkv.attention.layers.layer_reader import find_prefix, read_layer
@@ -87,7 +81,11 @@ def _one_thread() -> Iterator[None]:
 @torch.inference_mode()
 @_one_thread()
 def detect(
-    tensors: Mapping[str, Array], check: Check, options: LayerOptions, scale: float | None = None
+    tensors: Mapping[str, Array],
+    check: Check,
+    options: LayerOptions,
+    scale: float | None = None,
+    raise_if_stopped: Callable[[], object] = lambda: None,
 ) -> Detection:
     """Returns the candidates that come next to the module's output.
 
@@ -97,6 +95,7 @@ def detect(
         options: of the layer. What they give is not varied: a layout that is not "auto", heads,
             kv_heads, prefix, and the numbers of the rotary embedding.
         scale: one more factor of the scores to try.
+        raise_if_stopped: called between pieces of the work; it raises to end the detection.
 
     Raises:
         InvalidContent: the check is degenerate or too large, or the tensors fit no layout.
@@ -105,12 +104,10 @@ def detect(
     shapes = {name: array.shape for name, array in tensors.items()}
     layouts, prefix = _layouts(options, shapes)
     bare = options.model_copy(update={"prefix": prefix, "rope": None})
-    search = _Search(tensors, bare, x_BLM, y_BLM)
+    search = _Search(tensors, bare, x_BLM, y_BLM, raise_if_stopped)
     splits = search.splits(layouts)
-    time = search.screening_time(splits, options.rope, scale)
-    check_time(time, len(splits))
+    search.check_work(splits, options.rope, scale)
     screened = search.screen(splits, options.rope, scale)[:_EXACT_RUNS]
-    check_time(time + search.exact_time(screened), len(splits))
     exact = search.run_exactly(screened)
     if not exact:
         raise InvalidContent(
@@ -119,7 +116,7 @@ def detect(
             pointer="/check/x",
         )
     tied = sum(c.error - exact[0].error <= _TIE[torch.float64] for c in exact)
-    ignored = search.read(exact[0].split).ignored
+    ignored = search.ignored(exact[0].split)
     return Detection(exact[:MAX_DETECTED], tied, prefix, ignored)
 
 
@@ -180,24 +177,37 @@ class _Search:
     """The two passes of a detection."""
 
     def __init__(
-        self, tensors: Mapping[str, Array], options: LayerOptions, x_BLM: Array, y_BLM: Array
+        self,
+        tensors: Mapping[str, Array],
+        options: LayerOptions,
+        x_BLM: Array,
+        y_BLM: Array,
+        raise_if_stopped: Callable[[], object],
     ) -> None:
         self._tensors, self._options = tensors, options
         self._x_BLM, self._y_BLM = x_BLM, y_BLM
+        self._raise_if_stopped = raise_if_stopped
         self._size = np.abs(y_BLM).max()
         self._widths: dict[Split, int] = {}
-        self._blanks = blanks(tensors, options.prefix or "")
+        self._own: dict[str, Mapping[str, Array]] = {}  # what a layout may read, by its name
         is_wide = any(array.dtype == np.float64 for array in tensors.values())
         self._dtype = torch.float64 if is_wide else torch.float32
 
     def read(self, split: Split, *, blank: bool = False) -> Layer:
         """Returns the layer with a layout and its numbers of heads, with ones if it is blank."""
-        asked = {"layout": split.layout, "heads": split.heads, "kv_heads": split.kv_heads}
-        layer = read_layer(
-            self._options.model_copy(update=asked), self._blanks if blank else self._tensors, ""
-        )
+        self._raise_if_stopped()
+        own = self._own[split.layout]
+        layer = read_layer(self._with(split), blanks(own, "") if blank else own, "")
         self._widths[split] = layer.head_width
         return layer
+
+    def ignored(self, split: Split) -> Sequence[str]:
+        """Returns the names of the tensors that belong to no part of the layer."""
+        every = blanks(self._tensors, self._options.prefix or "")
+        return read_layer(self._with(split), every, "").ignored
+
+    def _with(self, split: Split) -> LayerOptions:
+        return self._options.model_copy(update=split._asdict())
 
     def splits(self, layouts: Sequence[Layout]) -> list[Split]:
         """Returns the splits of all layouts.
@@ -209,39 +219,38 @@ class _Search:
         problem = None
         widths = self._x_BLM.shape[-1], self._y_BLM.shape[-1]
         for layout in layouts:
+            self._own[layout.name] = readable(layout, self._tensors, self._options.prefix or "")
             try:
-                splits += list_splits(layout, self._tensors, self._options, widths)
+                splits += list_splits(
+                    layout, self._tensors, self._options, widths, self._raise_if_stopped
+                )
             except InvalidContent as error:
                 problem = problem or error
         if not splits and problem is not None:
             raise problem
         return splits
 
-    def screening_time(
-        self, splits: Sequence[Split], rope: Rope | None, scale: float | None
-    ) -> float:
-        """Returns about how long `screen` takes, in ns."""
-        length, rows = int(self._x_BLM.shape[1]), self._screened_rows()
-        layers = [self.read(split, blank=True) for split in splits]
-        time = projection_time(layers, length, self._dtype)
-        for layer in layers:
-            for _, _, variations in list_variations(layer, rope, scale):
-                time += attention_time(
-                    layer, variations, 1, length, rows, _SCREENED_COLUMNS, self._dtype
-                )
-        return time
+    def check_work(self, splits: Sequence[Split], rope: Rope | None, scale: float | None) -> None:
+        """Checks the work of both passes, from sizes only.
 
-    def exact_time(self, candidates: Sequence[Candidate]) -> float:
-        """Returns about how long `run_exactly` takes, in ns."""
+        Raises:
+            InvalidContent: it is too much.
+        """
+        layers, last = [], ""
+        for split in splits:
+            layer = self.read(split, blank=True)
+            is_shared = split.layout == last and not is_fused(
+                layer.layout, layer.tensors, layer.options.prefix or ""
+            )
+            groups = [len(group) for _, _, group in list_variations(layer, rope, scale)]
+            layers.append((layer, is_shared, groups))
+            last = split.layout
         B, L, _ = self._x_BLM.shape
-        splits = sorted({candidate.split for candidate in candidates})
-        layers = {split: self.read(split, blank=True) for split in splits}
         columns = self._y_BLM.shape[-1]
-        time = projection_time(layers.values(), B * L, torch.float64)
-        return time + int(B) * sum(
-            attention_time(layers[c.split], [c.variation], 1, L, L, columns, torch.float64)
-            for c in candidates
+        size = DetectionSize(
+            B, L, columns, self._screened_rows(), min(columns, _SCREENED_COLUMNS), _EXACT_RUNS
         )
+        check_work(layers, size)
 
     def _screened_rows(self) -> int:
         return min(8, max(2, _SCREENED_SCORES // int(self._y_BLM.shape[1])))
@@ -258,7 +267,7 @@ class _Search:
                 y_LM.shape, (self._screened_rows(), _SCREENED_COLUMNS), strict=True
             )
         )
-        projections = Projections(torch.from_numpy(x_LM).to(self._dtype))
+        projections = Projections(torch.from_numpy(x_LM).to(self._dtype), self._raise_if_stopped)
         expected = torch.from_numpy(y_LM[np.ix_(rows, columns)])
         candidates = []
         for split in splits:
@@ -276,7 +285,8 @@ class _Search:
     def run_exactly(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Returns those of the candidates with a finite output, best first, with exact errors."""
         B, L, M = self._x_BLM.shape
-        projections = Projections(torch.from_numpy(self._x_BLM.reshape(B * L, M)))
+        x_NM = torch.from_numpy(self._x_BLM.reshape(B * L, M))
+        projections = Projections(x_NM, self._raise_if_stopped)
         expected_BLM, rows = torch.from_numpy(self._y_BLM), torch.arange(L)
         exact = []
         by_split = sorted(candidates, key=lambda c: c.split)

@@ -1,53 +1,32 @@
-"""The candidates of a detection: layouts, numbers of heads, and what positions and scores may be.
+"""The candidates of a detection: what positions and scores may be for each split into heads.
 
-`list_splits` lists the ways to split a layer's tensors into heads. `list_variations` lists, for
-each of them, rotary embeddings, scales, masks, ALiBi and numbers of QK-norm.
+`list_variations` lists rotary embeddings, scales, masks, ALiBi and numbers of QK-norm.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, Final, Literal
 
 from qkv.attention.layers import layout_catalogue
+from qkv.attention.layers.detection_splits import Split
 from qkv.attention.layers.layer import Layer
-from qkv.attention.layers.layer_options import LayerOptions
-from qkv.attention.layers.layer_reader import read_layer
-from qkv.attention.layers.layer_weights import Array
-from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.attention.layers.rope import Rope
-from qkv.errors import InvalidContent
 
 __all__ = [
     "Candidate",
-    "Split",
     "Variation",
-    "blanks",
     "complexity",
-    "list_splits",
     "list_variations",
-    "most_heads",
 ]
 
 _BASES: Final = (10000.0, 500000.0, 1000000.0)
 _PARTS: Final = (1, 2, 4)  # the divisors of the width of a head that give the rotated channels
 _NORMS: Final = tuple(QKNorm(eps=eps, offset=n) for n in (0, 1) for eps in (1e-6, 1e-5))
-_HEAD_WIDTHS: Final = range(8, 257)
 _MOST_ROTATED: Final = 65536  # the bound of Rope.dims
-_SMALL: Final = 64  # a query of so many channels may have narrower heads
-
-
-class Split(NamedTuple):
-    """A layout and the numbers of heads into which its tensors split."""
-
-    layout: str
-    heads: int
-    kv_heads: int
 
 
 @dataclass(frozen=True)
@@ -123,125 +102,6 @@ def complexity(candidate: Candidate, width: int) -> tuple[Any, ...]:
     general = layout.is_grouped and split.heads == split.kv_heads
     in_layout = not own_order, general, split.layout
     return rope, v.causal, bool(v.alibi), unusual, split.heads, in_layout, norm, split, v.scale
-
-
-def list_splits(
-    layout: Layout,
-    tensors: Mapping[str, Array],
-    options: LayerOptions,
-    widths: tuple[int, int],
-) -> list[Split]:
-    """Returns the numbers of heads into which a layout's tensors may split.
-
-    Args:
-        layout: of the tensors.
-        tensors: all tensors of the request.
-        options: of the layer; heads and kv_heads that it gives are the only ones.
-        widths: of the hidden states and of the expected output.
-
-    Raises:
-        InvalidContent: the tensors split in no way; the message says why.
-    """
-    blank = blanks(tensors, options.prefix or "")
-    splits: dict[Split, None] = {}
-    problem: InvalidContent | None = None
-    for heads in _head_counts(layout, blank, options, widths[1]):
-        for kv_heads in _kv_head_counts(layout, options, heads):
-            asked = {"layout": layout.name, "heads": heads, "kv_heads": kv_heads}
-            try:
-                layer = read_layer(options.model_copy(update=asked), blank, "")
-                _check_widths(layer, widths)
-            except InvalidContent as error:
-                if problem is None or _is_about_check(error) > _is_about_check(problem):
-                    problem = error
-                continue
-            if options.heads is not None or _is_plausible(layer):
-                splits[Split(layout.name, heads, layer.head_count("key"))] = None
-    if not splits:
-        raise problem or InvalidContent(
-            f"no number of heads fits the tensors of {layout.name}: expected heads",
-            pointer="/heads",
-        )
-    return list(splits)
-
-
-def blanks(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """Returns ones of the same shapes and dtypes that need no memory, below a prefix."""
-    return {
-        name: np.broadcast_to(array.dtype.type(1), array.shape)
-        for name, array in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def _is_about_check(error: InvalidContent) -> bool:
-    """True if the tensors fit the layout, and x or y does not fit the tensors."""
-    return (error.pointer or "").startswith("/check")
-
-
-def _head_counts(
-    layout: Layout, tensors: Mapping[str, Array], options: LayerOptions, width: int
-) -> Iterable[int]:
-    """Returns the divisors of the axes that may have all heads side by side."""
-    if options.heads is not None:
-        return [options.heads]
-    names = (*layout.modules, *itertools.chain(*layout.spellings.values()), *layout.query_names)
-    prefix = options.prefix or ""
-    sizes = {width}
-    for name, array in tensors.items():
-        own = name.removeprefix(prefix)
-        if any(own == module or own.startswith(f"{module}.") for module in names):
-            sizes.update(array.shape)
-    return sorted({size // d for size in sizes for d in (size, *_divisors(size))})
-
-
-def _divisors(size: int) -> Iterator[int]:
-    """Yields the divisors of a size that may be the width of a head."""
-    widths = range(1, size + 1) if size <= 3 * _SMALL else _HEAD_WIDTHS
-    return (d for d in widths if size % d == 0)
-
-
-def _kv_head_counts(layout: Layout, options: LayerOptions, heads: int) -> Iterable[int | None]:
-    """Returns numbers of key heads to try; None: those that the widths of the matrices give."""
-    if options.kv_heads is not None:
-        return [options.kv_heads]
-    if not layout.is_grouped:
-        return [None]
-    return [None, *(g for g in range(1, heads) if heads % g == 0)]
-
-
-def _check_widths(layer: Layer, widths: tuple[int, int]) -> None:
-    """Checks that hidden states and output have the widths of the layer.
-
-    Raises:
-        InvalidContent: they have not.
-    """
-    M, out = widths
-    inputs = [len(layer.weights[f"{role}.weight"]) for role in ("query", "key", "value")]
-    if any(width != M for width in inputs):
-        raise InvalidContent(
-            f"check.x has the wrong width: got {M}, expected {max(inputs)} as "
-            f"{layer.name_of('query.weight')} has",
-            pointer="/check/x",
-        )
-    value = layer.weights["value.weight"].shape[1] // layer.head_count("key")
-    expected = layer.output_width or layer.head_count("query") * value
-    if out != expected:
-        raise InvalidContent(
-            f"check.y has the wrong width: got {out}, expected {expected} as "
-            f"{layer.name_of('output.weight' if layer.output_width else 'value.weight')} gives",
-            pointer="/check/y",
-        )
-
-
-def most_heads(width: int) -> int:
-    """Returns the most heads into which queries of a width split if heads is not given."""
-    return max(min(width, _SMALL), width // _HEAD_WIDTHS.start)
-
-
-def _is_plausible(layer: Layer) -> bool:
-    width = layer.weights["query.weight"].shape[1]
-    return layer.options.heads == 1 or layer.head_width in _HEAD_WIDTHS or width <= _SMALL
 
 
 def list_variations(

@@ -6,7 +6,7 @@ variations of few rows are computed at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -39,10 +39,11 @@ class Projections:
 
     Args:
         x_NM: the hidden states of all sequences, one after the other.
+        raise_if_stopped: called before each product of large matrices; may raise.
     """
 
-    def __init__(self, x_NM: Tensor) -> None:
-        self.x_NM = x_NM
+    def __init__(self, x_NM: Tensor, raise_if_stopped: Callable[[], object]) -> None:
+        self.x_NM, self.raise_if_stopped = x_NM, raise_if_stopped
         self._last: dict[str, tuple[object, Tensor]] = {}
 
     def tensor(self, array: Array) -> Tensor:
@@ -56,17 +57,16 @@ class Projections:
         weight, bias = layer.weights[f"{role}.weight"], layer.weights.get(f"{role}.bias")
         # a copy that belongs to one split only has an address that may be used again
         is_shared = any(np.may_share_memory(weight, sent) for sent in layer.tensors.values())
-        key = (weight.__array_interface__["data"][0], weight.shape, weight.strides)
+        address = (weight.__array_interface__["data"][0], weight.shape, weight.strides)
+        key: object = address if is_shared else layer
         last = self._last.pop(role, None)
-        if is_shared and last is not None and last[0] == key:
-            self._last[role] = last
-            return last[1]
-        projected = self.x_NM @ self.tensor(weight)
-        if bias is not None:
-            projected += self.tensor(bias)
-        if is_shared:
-            self._last[role] = key, projected
-        return projected
+        if last is None or last[0] != key:
+            self.raise_if_stopped()
+            last = key, self.x_NM @ self.tensor(weight)
+            if bias is not None:
+                last[1].add_(self.tensor(bias))
+        self._last[role] = last
+        return last[1]
 
 
 class SplitOutputs:
@@ -87,7 +87,7 @@ class SplitOutputs:
         columns: slice | Array = slice(None),
     ) -> None:
         self._layer = layer
-        self._tensor = projections.tensor
+        self._tensor, self._raise_if_stopped = projections.tensor, projections.raise_if_stopped
         query, key, value = (
             projections.project(layer, role)[tokens]
             .unflatten(-1, (layer.head_count(role), -1))
@@ -133,6 +133,7 @@ class SplitOutputs:
         size = max(1, _BLOCK // (V * H * key_GLD.shape[1]))
         outputs = []
         for rows in rows_R.split(size):
+            self._raise_if_stopped()
             query_GCD = query_HLD[:, rows].reshape(G, -1, query_HLD.shape[-1])
             scores_HRL = (query_GCD @ key_GLD.mT).reshape(H, len(rows), -1)
             scores_VHRL = torch.stack([self._varied(scores_HRL, v, rows) for v in variations])

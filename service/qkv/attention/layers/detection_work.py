@@ -1,113 +1,98 @@
-"""The time that a detection takes, estimated before it runs.
+"""The work of a detection, counted in numbers from the sizes of its candidates.
 
-All times are in nanoseconds, on one core. The factors are measured, and rounded up.
+Counted are the numbers that the candidates read and compute. A weight counts once, and once more
+for each 32 hidden states with which it is multiplied. A score counts eight times, because product,
+scale, mask and the steps of softmax each write it; so does a channel that a rotary embedding turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
-import torch
-
-from qkv.attention.layers.detection_candidates import Variation
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.errors import InvalidContent
 
-__all__ = ["LIMIT", "attention_time", "check_time", "projection_time"]
+__all__ = ["MAX_WORK", "DetectionSize", "check_work"]
 
-LIMIT: Final = 10e9
-"""The longest estimated time of an accepted detection."""
-_PRODUCT: Final = {torch.float32: 0.03, torch.float64: 0.15}  # in a product of matrices
-_WEIGHT: Final = 2.5  # reading a number of a weight matrix, and writing it in another order
-_ROTATED: Final = 20.0
-_SCORE: Final = {torch.float32: 12.0, torch.float64: 20.0}  # factor, mask and softmax
-_MOVED: Final = 2.0
+MAX_WORK: Final = 2**32
+"""Most numbers of a detection. They take 2 to 30 s of one core."""
+_STEPS: Final = 8
+_BLOCK: Final = 32
 
 
-def projection_time(layers: Iterable[Layer], tokens: int, dtype: torch.dtype) -> float:
-    """Returns the time to read layers and to project hidden states by each.
+class DetectionSize(NamedTuple):
+    """The sizes of a check, and how much of it the first pass runs.
 
-    Args:
-        layers: in the order in which they run. They may be blank.
-        tokens: number of hidden states.
-        dtype: of the projections.
-    """
-    time = 0.0
-    last: dict[str, object] = {}
-    for layer in layers:
-        time += _WEIGHT * sum(array.size for array in layer.tensors.values())
-        shapes = [layer.weights[f"{role}.weight"].shape for role in ROLES]
-        for role, (rows, columns) in zip(ROLES, shapes, strict=True):
-            # the same part of the same tensors is projected once
-            key = (sorted(layer.names.items()), shapes) if _is_sent(layer, role) else None
-            if key is None or last.get(role) != key:
-                time += rows * columns * (tokens * _PRODUCT[dtype] + _WEIGHT)
-            last[role] = key
-    return time
-
-
-def _is_sent(layer: Layer, role: str) -> bool:
-    """True if a weight is a part of a tensor as it was sent, and no copy in another order."""
-    weight = layer.weights[f"{role}.weight"]
-    addresses = {a.__array_interface__["data"][0] for a in layer.tensors.values()}
-    return weight.__array_interface__["data"][0] in addresses
-
-
-def attention_time(
-    layer: Layer,
-    variations: Iterable[Variation],
-    positioned: int,
-    tokens: int,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> float:
-    """Returns the time of attention and of the output projection for one sequence.
-
-    Args:
-        layer: with its numbers of heads. It may be blank.
-        variations: to run.
-        positioned: how often queries and keys get a norm or a rotary embedding.
-        tokens: of the sequence.
-        rows: of the output.
+    Attributes:
+        sequences, length: of the hidden states.
         columns: of the output.
-        dtype: of the scores.
+        screened_rows, screened_columns: of one sequence, which every candidate runs.
+        exact_runs: the most candidates that run as a whole.
     """
-    query, key, value = (layer.weights[f"{role}.weight"].shape[1] for role in ROLES)
-    heads, product = layer.head_count("query"), _PRODUCT[dtype]
-    merged = heads * (value // layer.head_count("key"))
-    projected = columns if "output.weight" in layer.weights else 0
-    once: float = tokens * (query + key) * _ROTATED + rows * tokens * query * product
-    each: float = (
-        rows * tokens * (heads * _SCORE[dtype] + merged * product)
-        + rows * merged * projected * product
-        + tokens * (value + key) * _MOVED
-        + merged * projected * _WEIGHT
-    )
-    return positioned * once + sum(1 for _ in variations) * each
+
+    sequences: int
+    length: int
+    columns: int
+    screened_rows: int
+    screened_columns: int
+    exact_runs: int
 
 
-def check_time(time: float, splits: int) -> None:
-    """Checks the estimated time of a detection.
+def check_work(layers: Sequence[tuple[Layer, bool, Sequence[int]]], size: DetectionSize) -> None:
+    """Checks the work of a detection.
 
     Args:
-        time: of all splits.
-        splits: their number.
+        layers: for each split, the layer, which may be blank; True if its projections are those of
+            the split before; and the numbers of variations with the same queries and keys.
+        size: of the check.
 
     Raises:
-        InvalidContent: it is too long.
+        InvalidContent: it is too much.
     """
-    if time <= LIMIT:
+    work, whole, projected = 0, 0, []
+    for layer, is_shared, groups in layers:
+        if not is_shared:
+            work += _projection(layer, size.length)
+            projected.append(_projection(layer, size.sequences * size.length))
+        once, each = _attention(layer, size.length, size.screened_rows, size.screened_columns)
+        work += len(groups) * once + sum(groups) * each
+        run = size.sequences * sum(_attention(layer, size.length, size.length, size.columns))
+        whole = max(whole, min(size.exact_runs, len(layers) * sum(groups)) * run)
+    # any candidates may be the best: the largest ones count
+    work += whole + sum(sorted(projected)[-size.exact_runs :])
+    if work <= MAX_WORK:
         return
-    seconds = f"got about {time / 1e9:.3g} s of work, expected at most {LIMIT / 1e9:g} s"
-    if splits > 1 and time / splits <= LIMIT:
+    counted = f"got {work} numbers to read and compute, expected at most {MAX_WORK}"
+    if len(layers) > 1 and work / len(layers) <= MAX_WORK:
         raise InvalidContent(
-            f"heads is missing: {seconds} for {splits} possible splits into heads. Give heads, "
-            "kv_heads or the layout, or fewer hidden states",
+            f"heads is missing: {counted}, for {len(layers)} possible splits into heads. Give "
+            "heads, kv_heads or the layout, or fewer hidden states",
             pointer="/heads",
         )
     raise InvalidContent(
-        f"check.x is too large: {seconds}. Give fewer hidden states", pointer="/check/x"
+        f"check.x is too large: {counted}. Give fewer hidden states", pointer="/check/x"
     )
+
+
+def _projection(layer: Layer, tokens: int) -> int:
+    """Returns the numbers of the projections of hidden states."""
+    weights = sum(layer.weights[f"{role}.weight"].size for role in ROLES)
+    outputs = sum(layer.weights[f"{role}.weight"].shape[1] for role in ROLES)
+    return int(weights * (1 + tokens // _BLOCK) + tokens * outputs)
+
+
+def _attention(layer: Layer, tokens: int, rows: int, columns: int) -> tuple[int, int]:
+    """Returns the numbers of attention for one sequence.
+
+    They are those of queries and keys with positions, and those of one variation on them: scores,
+    values, and the output projection.
+    """
+    query, key, value = (layer.weights[f"{role}.weight"].shape[1] for role in ROLES)
+    heads = layer.head_count("query")
+    merged = heads * (value // layer.head_count("key"))
+    projection = merged * columns if "output.weight" in layer.weights else 0
+    once = _STEPS * tokens * (query + key)
+    each = _STEPS * rows * tokens * heads + tokens * value + rows * merged
+    return int(once), int(each + projection * (1 + rows // _BLOCK))

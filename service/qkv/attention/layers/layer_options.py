@@ -9,14 +9,17 @@ import pydantic
 from qkv.attention.layers.qk_norm import QKNorm
 from qkv.attention.layers.rope import Rope, RopeScaling
 
-__all__ = ["NESTED_FIELDS", "LayerOptions"]
+__all__ = ["MAX_HEADS", "NESTED_FIELDS", "LayerOptions"]
+
+MAX_HEADS: Final = 65536
+"""Most query heads of a layer."""
 
 NESTED_FIELDS: Final = frozenset(
     name for model in (Rope, RopeScaling, QKNorm) for name in model.model_fields
 )
 """The names of the fields of objects in a layer."""
 
-_Heads = Annotated[int, pydantic.Field(ge=1, le=65536)]
+_Heads = Annotated[int, pydantic.Field(ge=1, le=MAX_HEADS)]
 
 
 class LayerOptions(pydantic.BaseModel):
