@@ -7,6 +7,7 @@ from typing import Any, Final
 import pytest
 
 from qkv.api.endpoints.layers import MAX_BODY_BYTES
+from qkv.jobs.layers import MAX_LIST_BYTES
 from qkv.wire import json
 from support.known_requests import assert_problem
 from support.service import Server
@@ -144,4 +145,37 @@ def test_too_many_layers_are_rejected(server: Server) -> None:
     shapes = {f"layers.{i}.qkv.weight": [12, 4] for i in range(4097)}
     problem = assert_problem(server.http.post(PATH, json={"shapes": shapes}), 422)
     assert "got 4097, expected at most 4096" in problem["detail"]
+    assert problem["pointer"] == "/shapes"
+
+
+def test_list_of_too_many_bytes_is_rejected(server: Server) -> None:
+    """Sizes with many divisors have many numbers of heads."""
+    matrices = [f"{r}_proj" for r in "qkv"] + [f"w{r}" for r in "qkv"]
+    matrices += [f"W_{role}" for role in ("query", "key", "value")]
+    sizes = {f"{name}.weight": [5040, 5040] for name in matrices}
+    sizes |= {"qkv.weight": [15120, 5040], "in_proj_weight": [15120, 5040]}
+    shapes = {f"{i}.{name}": size for i in range(4000) for name, size in sizes.items()}
+    problem = assert_problem(server.http.post(PATH, json={"shapes": shapes}), 413)
+    assert problem["limit"] == MAX_LIST_BYTES
+    assert "got more than 16777216 bytes for 4000 layers" in problem["detail"]
+
+
+def test_name_that_fits_nested_layers_is_in_one_of_them(server: Server) -> None:
+    shapes = {f"{'q_proj.' * n}{r}_proj.weight": [8, 8] for n in range(60) for r in "qkv"}
+    found = server.http.post(PATH, json={"shapes": shapes}).json()["layers"]
+    assert [len(layer["shapes"]) for layer in found] == [3] * 60
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_fused_matrix_without_rows_for_keys_is_no_layer(server: Server, rows: int) -> None:
+    shapes = {"a.query_key_value.weight": [rows, 8], "a.dense.weight": [8, 8]}
+    response = server.http.post(PATH, json={"shapes": shapes})
+    assert response.json()["layers"] == []
+
+
+@pytest.mark.parametrize("body", ['{"shapes": {"a": [1], "a": [2]}}', '{"shapes": 1, "shapes": 2}'])
+def test_repeated_name_is_rejected(server: Server, body: str) -> None:
+    headers = {"Content-Type": json.MEDIA_TYPE}
+    problem = assert_problem(server.http.post(PATH, content=body, headers=headers), 422)
+    assert problem["detail"].endswith("is repeated")
     assert problem["pointer"] == "/shapes"

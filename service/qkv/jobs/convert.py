@@ -6,7 +6,7 @@ With `check`, the candidates run on its hidden states before the best is convert
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -105,8 +105,14 @@ class ConvertFields(pydantic.BaseModel):
     ] = "float32"
 
 
-def convert_message(message: Message) -> Message:
+def convert_message(
+    message: Message, raise_if_stopped: Callable[[], object] = lambda: None
+) -> Message:
     """Converts the weights in a message with the fields of POST /v1/convert.
+
+    Args:
+        message: the request.
+        raise_if_stopped: called between pieces of the work; it raises to end the conversion.
 
     Raises:
         InvalidContent: a field or tensor is wrong, or the target layout cannot hold a tensor.
@@ -118,15 +124,16 @@ def convert_message(message: Message) -> Message:
     if fields.target is not None:
         layout_catalogue.find(fields.target, "/to")
     tensors = arrays_of(message.tensors, fields.dtype, "tensors")
+    raise_if_stopped()
     if fields.check is None:
         if fields.scale is not None:
             raise InvalidContent("scale needs check, whose outputs it changes", pointer="/scale")
         if fields.target is None:
             sent = "invalid: got null" if "target" in fields.model_fields_set else "missing"
             raise InvalidContent(f"to is {sent}, expected a layout, or check", pointer="/to")
-        return _converted(_read_layer(fields, tensors), fields, message)
+        return _converted(_read_layer(fields, tensors), fields, message, raise_if_stopped)
     check = read_check(fields.check or {}, arrays_of(message.check, fields.dtype, "check"))
-    detection = detect(tensors, check, _options(fields), fields.scale)
+    detection = detect(tensors, check, _options(fields), fields.scale, raise_if_stopped)
     listed = {"detected": [candidate.as_json() for candidate in detection.candidates]}
     best = detection.candidates[0]
     if fields.target is None:
@@ -146,7 +153,7 @@ def convert_message(message: Message) -> Message:
     fields = fields.model_copy(update=found)
     layer = _read_layer(fields, tensors)
     refuse_doubtful(detection, [*layer.tensors.values(), *check])
-    return _converted(layer, fields, message, listed)
+    return _converted(layer, fields, message, raise_if_stopped, listed)
 
 
 def working_bytes(message: Message) -> int:
@@ -161,7 +168,11 @@ def working_bytes(message: Message) -> int:
 
 
 def _converted(
-    layer: Layer, fields: ConvertFields, message: Message, listed: Mapping[str, Any] | None = None
+    layer: Layer,
+    fields: ConvertFields,
+    message: Message,
+    raise_if_stopped: Callable[[], object],
+    listed: Mapping[str, Any] | None = None,
 ) -> Message:
     """Returns the response with the tensors of the target layout."""
     assert fields.target is not None
@@ -171,6 +182,7 @@ def _converted(
         bias=fields.bias,
         grouped=fields.grouped,
         to_order=fields.to_order,
+        raise_if_stopped=raise_if_stopped,
     )
     response = {
         "from": layer.layout.name,

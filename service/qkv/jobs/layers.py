@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import pydantic
@@ -10,13 +11,18 @@ from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.head_counts import head_counts
 from qkv.attention.layers.layer_sizes import sizes_of
 from qkv.attention.layers.layout_catalogue import FoundLayer
-from qkv.errors import InvalidContent, MalformedRequest, format_value, pointer_to
+from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, format_value, pointer_to
 from qkv.jobs.fields import INTEGER, field_error
+from qkv.wire import json
+from qkv.wire.plain_json import RepeatedName, load_names
 
-__all__ = ["LayersFields", "list_layers"]
+__all__ = ["MAX_LIST_BYTES", "LayersFields", "list_layers"]
+
+MAX_LIST_BYTES: Final = 16 << 20
+"""Most bytes of a list of layers: twice a request of the most bytes."""
 
 _MAX_TENSORS: Final = 65536
-_MAX_LAYERS: Final = 4096  # a second of work
+_MAX_LAYERS: Final = 4096
 _MAX_NAME: Final = 512
 _MAX_AXES: Final = 8
 _MAX_SIZE: Final = 2**28 - 1
@@ -41,31 +47,63 @@ class LayersFields(pydantic.BaseModel):
     ]
 
 
-def list_layers(document: object) -> list[dict[str, Any]]:
-    """Returns the attention layers of a model, as the response has them.
+def list_layers(text: bytes, raise_if_stopped: Callable[[], object] = lambda: None) -> bytes:
+    """Returns the attention layers of a model, as the response has them: a list in JSON.
 
     Args:
-        document: the JSON of the request.
+        text: the JSON of the request.
+        raise_if_stopped: called between pieces of the work; it raises to end it.
 
     Raises:
-        MalformedRequest: it is not an object.
-        InvalidContent: a field is wrong.
+        MalformedRequest: the text is not a JSON object.
+        InvalidContent: a field is wrong, or there are too many layers.
+        PayloadTooLarge: the list is too long.
     """
-    if not isinstance(document, dict):
-        raise MalformedRequest("the body must be a JSON object")
-    try:
-        fields = LayersFields.model_validate(document)
-    except pydantic.ValidationError as error:
-        raise _error(error) from None
-    shapes = {name: tuple(shape) for name, shape in fields.shapes.items()}
+    shapes = _read_shapes(text)
+    raise_if_stopped()
     found = layout_catalogue.find_layers(shapes)
     if len(found) > _MAX_LAYERS:
         raise InvalidContent(
             f"there are too many layers: got {len(found)}, expected at most {_MAX_LAYERS}",
             pointer=pointer_to("shapes"),
         )
-    layers = map(_describe, found)
-    return [layer for layer in layers if layer["layouts"]]
+    described, size = [], 0
+    for layer in found:
+        raise_if_stopped()
+        description = _describe(layer)
+        if not description["layouts"]:
+            continue
+        described.append(json.dump(description))
+        size += len(described[-1])
+        if size > MAX_LIST_BYTES:
+            raise PayloadTooLarge(
+                f"the list of layers is too long: got more than {MAX_LIST_BYTES} bytes for "
+                f"{len(found)} layers, expected fewer layers",
+                limit=MAX_LIST_BYTES,
+            )
+    return b"[%b]" % b",".join(described)
+
+
+def _read_shapes(text: bytes) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes by name.
+
+    Raises:
+        MalformedRequest: the text is not a JSON object.
+        InvalidContent: a field is wrong, or a name is repeated.
+    """
+    try:
+        document = load_names(text)
+    except RepeatedName as error:
+        raise InvalidContent(str(error), pointer=pointer_to("shapes")) from None
+    except ValueError as error:
+        raise MalformedRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise MalformedRequest("the body must be a JSON object")
+    try:
+        fields = LayersFields.model_validate(document)
+    except pydantic.ValidationError as error:
+        raise _error(error) from None
+    return {name: tuple(shape) for name, shape in fields.shapes.items()}
 
 
 def _error(error: pydantic.ValidationError) -> InvalidContent:

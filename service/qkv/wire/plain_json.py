@@ -1,18 +1,20 @@
-"""Parses short JSON at once into Python objects, where `json_document.Document` visits each.
+"""Parses JSON at once into Python objects, where `json_document.Document` visits each.
 
 `Document` calls `load_object` first, and visits what that does not parse: long lists of numbers,
-and JSON that breaks a limit or a rule, for which `Document` has the error.
+and JSON that breaks a limit or a rule, for which `Document` has the error. `load_names` parses
+objects of many names, such as the header of a checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import orjson
 
-__all__ = ["MAX_DEPTH", "MAX_NAMES", "MAX_NAME_LENGTH", "load_object"]
+__all__ = ["MAX_DEPTH", "MAX_NAMES", "MAX_NAME_LENGTH", "RepeatedName", "load_names", "load_object"]
 
 MAX_DEPTH: Final = 32
 """Objects and lists within one another, outside tensors."""
@@ -49,6 +51,45 @@ def load_object(text: bytes) -> dict[str, Any] | None:
         return None
     is_short = brackets <= MAX_DEPTH and len(text) <= MAX_NAME_LENGTH
     return root if is_short or _is_within_limits(root, 0) else None
+
+
+class RepeatedName(ValueError):
+    """An object has a name twice; `name` is it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name!r:.60} is repeated")
+        self.name = name
+
+
+def load_names(text: bytes) -> Any:
+    """Parses JSON whose objects may have any number of names, with the standard library's parser.
+
+    Other parsers do not report repeated names, or search all names for each.
+
+    Raises:
+        RepeatedName: an object has a name twice.
+        ValueError: the text is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(
+            str(text, "utf-8"), object_pairs_hook=_unique_names, parse_constant=_refuse_constant
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in unique:
+            raise RepeatedName(name)
+        unique[name] = value
+    "".join(unique).encode()  # raises if a name has half a surrogate pair
+    return unique
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
 
 
 def _count(text: bytes, character: bytes) -> int:

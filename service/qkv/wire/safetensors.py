@@ -7,7 +7,6 @@ Format: 8 bytes N, little-endian; N bytes of JSON header; the tensors' bytes, wi
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +16,7 @@ from qkv.errors import InvalidContent, MalformedRequest, pointer_to
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.json import decode_fields, pop_encoding
 from qkv.wire.message import Message
-from qkv.wire.plain_json import MAX_NAME_LENGTH, load_object
+from qkv.wire.plain_json import MAX_NAME_LENGTH, load_names, load_object
 
 __all__ = [
     "DTYPES",
@@ -140,9 +139,8 @@ def _header(text: bytes) -> dict[str, Any]:
     header = load_object(text)
     if header is None:
         try:
-            # the standard library's parser, because it reports repeated names
-            header = json.loads(str(text, "utf-8"), object_pairs_hook=_unique_names)
-        except (ValueError, RecursionError) as error:
+            header = load_names(text)
+        except ValueError as error:
             raise MalformedRequest(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise MalformedRequest("the header must be a JSON object")
@@ -153,16 +151,6 @@ def _header(text: bytes) -> dict[str, Any]:
             f"a name is too long: got {length} characters, expected at most {MAX_NAME_LENGTH}"
         )
     return header
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in unique:
-            raise ValueError(f"{name!r:.60} is repeated")
-        unique[name] = value
-    "".join(unique).encode()  # raises if a name has half a surrogate pair
-    return unique
 
 
 def _byte_range(entry: tuple[str, Any]) -> list[int]:

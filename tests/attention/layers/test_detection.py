@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -316,6 +317,19 @@ def test_too_many_numbers_of_heads_are_refused_before_one_is_tried() -> None:
     sent = {name: no_numbers(*shape) for name, shape in zip(names, sizes, strict=True)}
     detail = "heads is missing: got more than 4096 possible numbers of heads for falcon"
     assert pieces_until_refused(sent, detail, layout="falcon") == 0
+
+
+@pytest.mark.parametrize("last", [1, 5, 30, 60])
+def test_detection_ends_at_any_piece(last: int) -> None:
+    tensors, x, y = plain()
+    count = itertools.count(1)
+
+    def stop_at_last() -> None:
+        if next(count) == last:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        detect(tensors, Check(x, y), LayerOptions(layout="auto"), raise_if_stopped=stop_at_last)
 
 
 @pytest.mark.parametrize(

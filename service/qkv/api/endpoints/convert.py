@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, read_message
+from qkv.api.work_threads import WorkThreads
 from qkv.jobs.convert import convert_message, working_bytes
 from qkv.settings import Settings
 
@@ -21,8 +21,7 @@ _THREADS: Final = 2
 def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     """Returns the route."""
     routes = APIRouter(tags=["layers"])
-    # their own: a detection takes seconds, and the other endpoints share asyncio's threads
-    threads = ThreadPoolExecutor(_THREADS, "convert")
+    threads = WorkThreads("convert", _THREADS)
 
     @routes.post(
         "/v1/convert",
@@ -35,15 +34,20 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         "real module.",
     )
     async def convert_weights(request: Request) -> Response:
+        wait_s = job_runner.deadline_of(request)
         with job_runner.admit(request) as admission:
             received = await read_message(
                 request, "tensors", settings.max_body_bytes, admission.grow
             )
             admission.grow(working_bytes(received.message))
             codec = received.response_codec
-            chunks = await asyncio.get_running_loop().run_in_executor(
-                threads, lambda: codec.encode(convert_message(received.message), "tensors")
-            )
+
+            def work(raise_if_stopped: Callable[[], None]) -> list[bytes | memoryview]:
+                converted = convert_message(received.message, raise_if_stopped)
+                raise_if_stopped()
+                return codec.encode(converted, "tensors")
+
+            chunks = await threads.run(request, received.received_at, wait_s, work)
         return TensorResponse(chunks, codec.MEDIA_TYPE)
 
     return routes

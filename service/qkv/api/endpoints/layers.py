@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
+from collections.abc import Callable
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import read_body, require_json
+from qkv.api.work_threads import WorkThreads
 from qkv.jobs.layers import list_layers
 from qkv.settings import Settings
 from qkv.wire import json, require_acceptable
@@ -22,7 +24,7 @@ MAX_BODY_BYTES: Final = 8 << 20
 def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     """Returns the route."""
     routes = APIRouter(tags=["layers"])
-    limit = min(MAX_BODY_BYTES, settings.max_body_bytes)
+    threads, limit = WorkThreads("layers", 1), min(MAX_BODY_BYTES, settings.max_body_bytes)
 
     @routes.post(
         "/v1/layers",
@@ -35,16 +37,16 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     async def find(request: Request) -> Response:
         require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
         require_json(request)
+        wait_s = job_runner.deadline_of(request)
         with job_runner.admit(request) as admission:
             body = await read_body(request, limit, json.aligned_offset, admission.grow)
-            content = await asyncio.to_thread(
-                lambda: json.dump(
-                    {
-                        "layers": list_layers(json.load(bytes(body))),
-                        "max_body_bytes": settings.max_body_bytes,
-                    }
-                )
-            )
+            received_at = time.perf_counter()
+
+            def work(raise_if_stopped: Callable[[], None]) -> bytes:
+                layers = list_layers(bytes(body), raise_if_stopped)
+                return b'{"layers":%b,"max_body_bytes":%d}' % (layers, settings.max_body_bytes)
+
+            content = await threads.run(request, received_at, wait_s, work)
         return Response(content, media_type=json.MEDIA_TYPE)
 
     return routes

@@ -139,7 +139,8 @@ def layers() -> tuple[dict[str, Any], dict[str, Any]]:
     sizes = {"q_proj": 2048, "k_proj": 512, "v_proj": 512, "o_proj": 2048}
     shapes = {f"{prefix}.{name}.weight": [size, 2048] for name, size in sizes.items()}
     request = {"shapes": shapes | {"model.norm.weight": [2048]}}
-    return request, {"layers": list_layers(request), "max_body_bytes": 268435456}
+    layers = json.load(list_layers(json.dump(request)))
+    return request, {"layers": layers, "max_body_bytes": 268435456}
 
 
 @cache

@@ -135,8 +135,9 @@ def _convert() -> dict[str, Any]:
         -1,
     )
     return {
+        "parameters": [schemas.TIMEOUT],
         "requestBody": {"required": True} | body,
-        "responses": {"200": good} | problem_responses(*_ERROR_STATUSES),
+        "responses": {"200": good} | problem_responses(*_ERROR_STATUSES, 504),
     }
 
 
@@ -151,6 +152,7 @@ def _layers() -> dict[str, Any]:
     body = {"schema": layer_schemas.layers_request(), "example": request}
     good = {"schema": layer_schemas.layers_response(), "example": response}
     return {
+        "parameters": [schemas.TIMEOUT],
         "requestBody": {
             "required": True,
             "description": "The names and shapes of a model's tensors.",
@@ -162,7 +164,7 @@ def _layers() -> dict[str, Any]:
                 "content": {json.MEDIA_TYPE: good},
             }
         }
-        | problem_responses(400, 413, 422, 500, 503, extra=[not_json, not_acceptable]),
+        | problem_responses(400, 413, 422, 500, 503, 504, extra=[not_json, not_acceptable]),
     }
 
 

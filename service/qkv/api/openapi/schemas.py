@@ -93,7 +93,8 @@ TIMEOUT: Final = {
     "name": TIMEOUT_HEADER,
     "in": "header",
     "required": False,
-    "description": "Seconds that the request may be queued. After them it does not run.",
+    "description": "Seconds that the request may be queued. After them it does not run. "
+    "Conversions and lists of layers also end after them.",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000},
 }
-"""The header parameter of every operation that runs jobs."""
+"""The header parameter of every operation that has a deadline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ def convert(
     bias: Literal["refuse", "augment"] = "refuse",
     grouped: Literal["refuse", "repeat"] = "refuse",
     to_order: RotaryOrder | None = None,
+    raise_if_stopped: Callable[[], object] = lambda: None,
 ) -> Converted:
     """Converts a layer's weights to another layout. Numbers are moved only, so no bit changes.
 
@@ -51,6 +53,7 @@ def convert(
             as many of both.
         to_order: the rotary order of the result; None: that of the target layout, else the
             source's.
+        raise_if_stopped: called between pieces of the work; it raises to end the conversion.
 
     Raises:
         InvalidContent: the target layout does not exist, or cannot hold a tensor.
@@ -83,6 +86,7 @@ def convert(
         Side(layer.layout, _standard(layer), layer.heads, from_order, _widths(layer.weights)),
         Side(writer, written, heads, order if from_order else None, _widths(weights)),
         layer.options,
+        raise_if_stopped,
     )
     return Converted(tensors, order if from_order else None, result)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -40,7 +40,9 @@ class Side(NamedTuple):
     widths: Sequence[int]
 
 
-def check(source: Side, target: Side, options: LayerOptions) -> dict[str, Any]:
+def check(
+    source: Side, target: Side, options: LayerOptions, raise_if_stopped: Callable[[], object]
+) -> dict[str, Any]:
     """Returns the largest difference of the outputs, and the size of the largest output.
 
     Each side runs by the `forward` of its layout, from its own tensors. With a rotary order, both
@@ -49,6 +51,7 @@ def check(source: Side, target: Side, options: LayerOptions) -> dict[str, Any]:
     Args:
         source, target: the layers.
         options: of the source, with the numbers of rotary embedding and QK-norm.
+        raise_if_stopped: called before each layer runs; may raise.
     """
     widths = [source.widths, target.widths]
     generator = torch.Generator().manual_seed(0)
@@ -59,6 +62,7 @@ def check(source: Side, target: Side, options: LayerOptions) -> dict[str, Any]:
     }
     outputs = []
     for side, own in zip((source, target), widths, strict=True):
+        raise_if_stopped()
         query, key, value = (
             _with_ones(embeddings[min(m, other)], m)
             for m, other in zip(own, widths[side is source], strict=True)

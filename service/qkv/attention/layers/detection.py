@@ -19,7 +19,7 @@ import torch
 from qkv.attention.layers import layout_catalogue
 from qkv.attention.layers.detection_candidates import Candidate, complexity, list_variations
 from qkv.attention.layers.detection_outputs import Projections, SplitOutputs
-from qkv.attention.layers.detection_splits import Split, blanks, is_fused, list_splits, readable
+from qkv.attention.layers.detection_splits import Split, blanks, is_fused, list_splits
 from qkv.attention.layers.detection_work import DetectionSize, check_work
 from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_options import LayerOptions
@@ -219,7 +219,7 @@ class _Search:
         problem = None
         widths = self._x_BLM.shape[-1], self._y_BLM.shape[-1]
         for layout in layouts:
-            self._own[layout.name] = readable(layout, self._tensors, self._options.prefix or "")
+            self._own[layout.name] = layout.select(self._tensors, self._options.prefix or "")
             try:
                 splits += list_splits(
                     layout, self._tensors, self._options, widths, self._raise_if_stopped

@@ -27,7 +27,6 @@ __all__ = [
     "is_fused",
     "list_splits",
     "most_heads",
-    "readable",
 ]
 
 MAX_TRIED: Final = 4096
@@ -65,7 +64,7 @@ def list_splits(
             message says why.
     """
     prefix = options.prefix or ""
-    blank = blanks(readable(layout, tensors, prefix), prefix)
+    blank = blanks(layout.select(tensors, prefix), prefix)
     splits: dict[Split, None] = {}
     problem: InvalidContent | None = None
     for heads, kv_heads in _pairs(layout, blank, options, widths[1]):
@@ -88,13 +87,6 @@ def list_splits(
     # the other names below the prefix are an error for all numbers of heads, or for none
     read_layer(options.model_copy(update=next(iter(splits))._asdict()), blanks(tensors, prefix), "")
     return list(splits)
-
-
-def readable(layout: Layout, tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """Returns the tensors with the names that a layout may read."""
-    stems = (*layout.modules, *itertools.chain(*layout.spellings.values()))
-    names = {f"{prefix}{stem}{kind}" for stem in stems for kind in ("", ".weight", ".bias")}
-    return {name: array for name, array in tensors.items() if name in names}
 
 
 def blanks(tensors: Mapping[str, Array], prefix: str) -> dict[str, Array]:

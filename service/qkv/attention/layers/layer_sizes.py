@@ -48,7 +48,8 @@ def sizes_of(layout: Layout, shapes: Shapes) -> LayerSizes:
         shapes: of its tensors, by name without the prefix.
     """
     # views of one number, which `read` does not copy; no layout reads more than two axes
-    arrays = {n: np.broadcast_to(np.float16(0), s) for n, s in shapes.items() if len(s) <= 2}
+    own = layout.select(shapes)
+    arrays = {n: np.broadcast_to(np.float16(0), s) for n, s in own.items() if len(s) <= 2}
     sent = SentTensors(arrays, "", "", layout.spellings)
     try:
         weights = layout.read(sent)
@@ -85,6 +86,11 @@ def _fused_sizes(layout: Layout, shapes: Shapes) -> LayerSizes:
     output = next(matrices, None)
     query = None if output is None else shapes[output][1]
     key = None if query is None else (rows - query) // 2
+    if key is not None and key < 1:
+        return LayerSizes(
+            problem=f"{fused} has too few rows: got {rows}, expected more than the {query} inputs "
+            f"of {output}"
+        )
     has_bias = {
         role: name is not None and name.replace(".weight", ".bias") in shapes
         for role, name in (*((r, fused) for r in ROLES), ("output", output))

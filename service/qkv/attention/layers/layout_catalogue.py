@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -37,6 +38,7 @@ AUTO = "auto"
 
 RotaryOrder = Literal["half", "interleaved"]
 Shapes = Mapping[str, tuple[int, ...]]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +91,12 @@ class Layout:
     def summary(self) -> str:
         """The first sentence of the file."""
         return (self.module.__doc__ or "").strip().splitlines()[0]
+
+    def select(self, tensors: Mapping[str, _T], prefix: str = "") -> dict[str, _T]:
+        """Returns those of the tensors, or shapes, whose names the layout may read."""
+        stems = _modules(self)
+        names = {f"{prefix}{stem}{kind}" for stem in stems for kind in ("", ".weight", ".bias")}
+        return {name: tensor for name, tensor in tensors.items() if name in names}
 
     def read(self, sent: SentTensors) -> Weights:
         """Reads the layout's tensors.
@@ -204,21 +212,18 @@ def find_layers(shapes: Shapes, only: Layout | None = None) -> list[FoundLayer]:
         only: the layout of the layers, whatever the modules around them are called; None: any.
     """
     prefixes: dict[str, int] = {}  # with the length of the query's name, the longest that fits
-    for name in shapes:
-        fits = [q for layout in known().values() for q in layout.query_names if _ends(name, q)]
+    queries = tuple(q for layout in known().values() for q in layout.query_names)
+    for name in filter(lambda n: n.endswith(queries), shapes):
+        fits = [query for query in queries if _ends(name, query)]
         if fits:
             query = max(fits, key=len)
             prefixes.setdefault(name.removesuffix(query), len(query))
-    beginnings = tuple({m for layout in known().values() for m in _modules(layout)})
     below: dict[str, dict[str, tuple[int, ...]]] = {prefix: {} for prefix in prefixes}
     for name, shape in shapes.items():
-        end = 0  # one pass over the names: there may be thousands of names and of prefixes
-        while True:
-            if name.startswith(beginnings, end) and (own := below.get(name[:end])) is not None:
-                own[name[end:]] = shape
-            if (dot := name.find(".", end)) < 0:
-                break
-            end = dot + 1
+        # one pass over the names, and each is in one layer: there may be thousands of both
+        ends = [end for m in _module_starts().finditer(name) if name[: (end := m.start())] in below]
+        if ends:
+            below[name[: ends[-1]]][name[ends[-1] :]] = shape
     layers = []
     for prefix, own in below.items():
         if found := _fitting(own, prefix) if only is None else _fitting(own, "", only):
@@ -251,6 +256,13 @@ def _below(shapes: Shapes, prefix: str) -> Shapes:
 
 def _modules(layout: Layout) -> tuple[str, ...]:
     return (*layout.modules, *(s for others in layout.spellings.values() for s in others))
+
+
+@cache
+def _module_starts() -> re.Pattern[str]:
+    """Returns the pattern of the places in a name where the name of a module may begin."""
+    modules = {re.escape(m) for layout in known().values() for m in _modules(layout)}
+    return re.compile(rf"(?<![^.])(?={'|'.join(sorted(modules))})")
 
 
 def _ends(name: str, query: str) -> bool:
