@@ -138,6 +138,17 @@ def test_every_variant_judges_its_own_output_as_right(server: Server, name: str)
     assert response.json()["passed"] is True, response.text
 
 
+@pytest.mark.parametrize("rank", [3, 40])
+def test_projections_have_the_rank_of_the_parameter(server: Server, rank: int) -> None:
+    path, parameters = "/v1/verify/linformer", {"rank": rank}
+    case = draw(server.http, path, parameters=parameters, dtype="float64", encoding="base64")
+    assert {x.shape[0] for n, x in arrays(case).items() if n.endswith("projection")} == {rank}
+    body = {"inputs": case["inputs"], "parameters": parameters, "outputs": ["output"]}
+    run = server.http.post("/v1/attention/linformer", json=body | {"encoding": "base64"})
+    results = {"output": as_array(run.json()["outputs"]["output"])}
+    assert post_outputs(server.http, case["case"], results, path).json()["passed"] is True
+
+
 def test_seeds_that_the_service_draws_differ(server: Server) -> None:
     cases = [draw(server.http), draw(server.http), draw(server.http, seed=None)]
     assert len({str(case["inputs"]) for case in cases}) == 3

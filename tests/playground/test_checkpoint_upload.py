@@ -399,6 +399,16 @@ WRONG: Final[dict[str, tuple[str, bytes, str]]] = {
         struct.pack("<Q", 100_000_001) + b"{}",
         "the format allows 100000000",
     ),
+    "large header": (
+        "a.safetensors",
+        file_with(header_of(a=entry(1)).ljust(17 * 2**20), bytes(4)),
+        "takes 17 MiB, and this page reads at most 16 MiB: save the attention layers that you need",
+    ),
+    "many tensors": (
+        "a.safetensors",
+        file_with(json.dumps({f"{i}": entry(0) for i in range(65537)}).encode()),
+        "there are 65537 tensors, and this page reads 65536: save the attention layers",
+    ),
     "cut header": ("a.safetensors", struct.pack("<Q", 99) + b"{}", "is cut off inside its header"),
     "cut data": ("a.safetensors", file_with(header_of(a=entry(8, 8))), "it is cut off"),
     "no JSON": ("a.safetensors", file_with(b"{nope}"), "the header of this .safetensors is not"),

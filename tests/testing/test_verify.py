@@ -32,6 +32,19 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scores.softmax(-1) @ value
 
 
+def test_drawn_projections_have_the_rank_of_the_parameter() -> None:
+    ranks = set()
+
+    def linformer(*tensors: Tensor, rank: int, **projections: Tensor) -> Tensor:
+        ranks.update(len(projection) for projection in projections.values())
+        keys, values = (projections[f"{role}_projection"] for role in ("key", "value"))
+        query, key, value = tensors
+        return plain(query, keys @ key, values @ value)
+
+    assert verify(linformer, "linformer", rank=5, **QUICK).passed
+    assert ranks == {5}
+
+
 @pytest.mark.slow
 def test_right_function_passes_in_every_dtype_with_gradients() -> None:
     report = verify(flash_kernel(), "softmax")

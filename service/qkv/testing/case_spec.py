@@ -130,7 +130,7 @@ class CaseSpec:
         """
         variant = self.check()
         try:
-            return choose_sizes(variant, FAMILIES[self.family], self.sizes)
+            return choose_sizes(variant, FAMILIES[self.family], self.sizes, self.parameters)
         except NotDrawn as reason:
             raise self._not_drawn(reason) from None
 

@@ -76,7 +76,7 @@ def draw(
         InvalidContent: a parameter is invalid.
     """
     chosen = FAMILIES[family]
-    known = choose_sizes(variant, chosen, sizes or {})
+    known = choose_sizes(variant, chosen, sizes or {}, parameters or {})
     generator = Generator().manual_seed(zlib.crc32(f"{seed} {variant.name} {family}".encode()))
     tensors = _draw_floats(variant, known, generator)
     if missing := [n for n in chosen.needs if n not in tensors and n not in known]:
@@ -99,11 +99,20 @@ def draw(
     return Call(variant, ordered, call.parameters, dtype, gradient)
 
 
-def choose_sizes(variant: Variant, family: Family, given: Mapping[str, int]) -> dict[str, int]:
+def choose_sizes(
+    variant: Variant, family: Family, given: Mapping[str, int], parameters: Mapping[str, Any]
+) -> dict[str, int]:
     """Returns the size of each axis letter of the variant's inputs; draws nothing.
+
+    Args:
+        variant: the variant to call.
+        family: a value of `FAMILIES`.
+        given: sizes by axis letter.
+        parameters: of the variant; `rank` is R.
 
     Raises:
         NotDrawn: the sizes do not fit the family.
+        InvalidContent: a parameter is invalid.
     """
     known = {**_BASE, **family.sizes, **given}
     if ("L" in given) != ("S" in given):  # the family's difference stays
@@ -125,7 +134,8 @@ def choose_sizes(variant: Variant, family: Family, given: Mapping[str, int]) -> 
         known["E"] = known["D"]
     if {"L", "S"} <= set(family.needs) and known["L"] == known["S"]:
         raise NotDrawn("the sizes make L and S equal")
-    known |= {"R": max(1, known["S"] // 4), "N": known["S"]}
+    rank = getattr(variant.parse(parameters), "rank", None)
+    known |= {"R": rank or max(1, known["S"] // 4), "N": known["S"]}
     return {x: known[x] for x in letters if x in known}
 
 

@@ -2,7 +2,7 @@
 // read whole.
 
 import { byteLength } from "../data/dtypes.js";
-import { dtypeOf, MAX_HEADER_BYTES, parseHeader } from "../data/safetensors.js";
+import { checkHeaderLength, checkTensorCount, dtypeOf, parseHeader } from "../data/safetensors.js";
 import { isObject } from "../data/tensors.js";
 
 const LENGTH_BYTES = 8;
@@ -24,6 +24,7 @@ export async function readHeaders(files) {
         if (tensors.has(name)) throw new Error(`another file has ${JSON.stringify(name)} too`);
         tensors.set(name, { ...tensor, file });
       }
+      checkTensorCount(tensors.size);
     } catch (error) {
       throw new Error(`${file.name}: ${error.message}`);
     }
@@ -90,12 +91,7 @@ export async function readHeader(file) {
   const head = await readBytes(file, 0, LENGTH_BYTES + 1);
   refuseOtherFormats(file, head);
   const length = Number(new DataView(head.buffer).getBigUint64(0, true));
-  if (length > MAX_HEADER_BYTES) {
-    throw new Error(
-      `this is not a safetensors file: its first 8 bytes give a header of ${length} bytes, ` +
-        `and the format allows ${MAX_HEADER_BYTES}`,
-    );
-  }
+  checkHeaderLength(length);
   if (length > file.size - LENGTH_BYTES) {
     throw new Error(
       `this .safetensors is cut off inside its header: it has ${file.size} bytes, ` +

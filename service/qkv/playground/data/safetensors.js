@@ -1,5 +1,6 @@
 // Parses .safetensors: a header in JSON, then the bytes of any number of named tensors.
 
+import { formatCount } from "../dom.js";
 import { countElements, DTYPE_BYTES, toInt64 } from "./dtypes.js";
 
 const DTYPES = {
@@ -10,12 +11,14 @@ const DTYPES = {
   I64: "int64",
   BOOL: "bool",
 };
+const SMALLER = "save the attention layers that you need in a file of their own";
 const INTEGER_CODES = { I8: "i1", I16: "i2", I32: "i4", U8: "u1", U16: "u2", U32: "u4", U64: "u8" };
 /** The names of the service's dtypes in files. */
 export const CODES = Object.fromEntries(Object.entries(DTYPES).map(([code, name]) => [name, code]));
 
-/** The limit of the format. */
-export const MAX_HEADER_BYTES = 100_000_000;
+const FORMAT_HEADER_BYTES = 100_000_000;
+const MAX_HEADER_BYTES = 16 * 2 ** 20; // a header of 59 MB took a minute
+const MAX_TENSORS = 65536; // of a request to /v1/layers
 
 /** True if the bytes begin as .safetensors does: the header's length, then `{`. */
 export function isSafetensors(bytes) {
@@ -50,12 +53,42 @@ function splitHeader(bytes) {
   if (bytes.length < 8) throw new Error("this .safetensors is cut off inside its header");
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const length = Number(view.getBigUint64(0, true));
-  if (length > MAX_HEADER_BYTES || length > bytes.length - 8) {
+  checkHeaderLength(length);
+  if (length > bytes.length - 8) throw new Error("this .safetensors is cut off inside its header");
+  return { header: parseHeader(bytes.subarray(8, 8 + length)), data: bytes.subarray(8 + length) };
+}
+
+/**
+ * Throws if a header is too long for the format or for this page.
+ *
+ * @param {number} length as the first 8 bytes of the file give it
+ * @throws {Error} a message for the user
+ */
+export function checkHeaderLength(length) {
+  if (length > FORMAT_HEADER_BYTES) {
     throw new Error(
-      "this .safetensors is cut off inside its header, or its header length is wrong",
+      `this is not a safetensors file: its first 8 bytes give a header of ${length} bytes, ` +
+        `and the format allows ${FORMAT_HEADER_BYTES}`,
     );
   }
-  return { header: parseHeader(bytes.subarray(8, 8 + length)), data: bytes.subarray(8 + length) };
+  if (length > MAX_HEADER_BYTES) {
+    throw new Error(
+      `the header of this .safetensors takes ${formatCount(length, "B")}, and this page reads at ` +
+        `most ${formatCount(MAX_HEADER_BYTES, "B")}: ${SMALLER}`,
+    );
+  }
+}
+
+/**
+ * Throws if there are more tensors than the service takes in a list of names.
+ *
+ * @param {number} count
+ * @throws {Error} a message for the user
+ */
+export function checkTensorCount(count) {
+  if (count > MAX_TENSORS) {
+    throw new Error(`there are ${count} tensors, and this page reads ${MAX_TENSORS}: ${SMALLER}`);
+  }
 }
 
 /**
