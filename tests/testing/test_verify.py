@@ -33,7 +33,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_drawn_projections_have_the_rank_of_the_parameter() -> None:
-    ranks = set()
+    ranks: set[int] = set()
 
     def linformer(*tensors: Tensor, rank: int, **projections: Tensor) -> Tensor:
         ranks.update(len(projection) for projection in projections.values())
