@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,18 +15,12 @@ from torch import nn
 from qkv.models import sdpa_calls, torch_modules, transformers_calls
 from qkv.models.layer_names import is_selected
 from qkv.models.model_call import Handler
-from qkv.models.running_modules import count_call, enter_module, without_mode
+from qkv.models.recomputation import is_recomputed
+from qkv.models.running_modules import RunningModule, enter_module, report_miss, without_mode
+from qkv.models.token_places import enter, following, leave
 
 __all__ = ["Interceptor"]
 
-_ATTENTION_CLASS: Final = re.compile(
-    "[Aa]ttention|[Aa]ttn|Mamba|DeltaNet|[Rr]wkv|RWKV|[Rr]etention|[Rr]et[Nn]et|[Hh]yena|SSM"
-)
-"""Class names of modules that mix positions. One that runs without a call is reported."""
-_PART_CLASS: Final = re.compile(
-    "Norm|MLP|FeedForward|Projection|Embedding|Bias|Mask$|Output$|Adapter|Merger|Structure|Residual"
-)
-"""Class names of parts of such modules, such as MambaRMSNorm, that do not mix positions."""
 _COMPILED: Final = "a compiled graph runs without Python: use the model before torch.compile"
 _WITHOUT_CALLS: Final = "it ran without an attention call that qkv can see"
 _ABSENT: Final = object()
@@ -56,7 +49,9 @@ class Interceptor:
         self._names: dict[int, str] = {}
         self._modules: list[nn.Module] = []
         self._graphs: list[str] = []
+        self._closed: list[str] = []
         self._has_run = self._has_calls = False
+        self.runs_with_calls = 0
 
     def __enter__(self) -> Self:
         with _lock:
@@ -88,6 +83,7 @@ class Interceptor:
             module.__dict__["forward"] = _Wrapper(self, name, module)
             return
         self._has_calls = True  # they are reported
+        self._closed.append(name)
         self.handler.miss(name, reason)
         for attribute in _ENTRIES:
             if callable(before := module.__dict__.get(attribute)):
@@ -97,10 +93,15 @@ class Interceptor:
         """Returns the qualified name of a module of the model; None if it has none."""
         return None if module is None else self._names.get(id(module))
 
+    def has_closed(self, name: str) -> bool:
+        """True if calls in a module, or in a part of it, cannot be seen, and are reported."""
+        return any(not name or is_selected(closed, name) for closed in self._closed)
+
     def note_run(self, has_calls: bool) -> None:
         """Notes that a module has run, and if it made or missed attention calls."""
         self._has_run = True
         self._has_calls |= has_calls
+        self.runs_with_calls += has_calls
 
     def report_graph(self, name: str) -> None:
         """Reports a module of a compiled graph, but none inside a reported one."""
@@ -128,11 +129,10 @@ class _Wrapper:
         self._number = next(_numbers)
         _wrappers[self._number] = self
         # the innermost wrapper intercepts modules of torch, for all interceptors
-        is_first = not isinstance(original, _Wrapper)
-        self._forward = torch_modules.wrap(module, original) if is_first else original
-        self._kind = type(module).__name__
-        is_attention = _ATTENTION_CLASS.search(self._kind) and not _PART_CLASS.search(self._kind)
-        self._is_attention = bool(is_attention)
+        self._is_innermost = not isinstance(original, _Wrapper)
+        self._forward = torch_modules.wrap(module, original) if self._is_innermost else original
+        self._module = module
+        self._is_followed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -142,18 +142,29 @@ class _Wrapper:
             return self._original(*args, **kwargs)
         if not interceptor.is_active:
             return self._forward(*args, **kwargs)
-        with enter_module(interceptor, self._name, sdpa_calls.MODE) as running:
-            result = self._forward(*args, **kwargs)
-        if self._is_attention and not running.calls:
-            reason = (
-                f"{self._kind} ran without an attention call that qkv can see: it computes "
-                "attention in code of its own, or has no softmax"
-            )
-            interceptor.handler.miss(self._name, reason)
-            count_call(interceptor)  # so that the modules around it are not reported
-            interceptor.note_run(True)
-        else:
-            interceptor.note_run(running.calls > 0)
+        is_wanted = not self._is_followed and not is_recomputed()
+        with (
+            enter_module(interceptor, self._name, sdpa_calls.MODE) as running,
+            following(is_wanted) as has_positions,
+        ):
+            result = self._run(running, args, kwargs)
+            self._is_followed |= has_positions()
+        interceptor.note_run(running.calls > 0)
+        return result
+
+    def _run(self, running: RunningModule, args: Any, kwargs: Any) -> Any:
+        """Runs the module, and reports it if it mixes positions where qkv cannot see it."""
+        interceptor = self.interceptor
+        entry = enter(self._module, args, kwargs) if self._is_innermost else None
+        runs = interceptor.runs_with_calls
+        result = self._forward(*args, **kwargs)
+        if entry is None:
+            return result
+        # parts may run in threads of the model
+        has_calls = running.calls > 0 or interceptor.runs_with_calls > runs
+        has_calls |= interceptor.has_closed(self._name)
+        if leave(entry, result, has_calls, self._forward) and not running.misses:
+            report_miss(_describe_mixer(type(self._module).__name__, running.calls > 0))
         return result
 
     def report_graph(self) -> None:
@@ -198,6 +209,16 @@ def _report_graph(number: int) -> None:
 
 
 torch._dynamo.assume_constant_result(_report_graph)  # marks it
+
+
+def _describe_mixer(kind: str, has_calls: bool) -> str:
+    """Returns the reason why a module is reported that mixes positions."""
+    if has_calls:
+        return f"{kind} mixes positions outside of its attention calls"
+    return (
+        f"{kind} mixes positions without an attention call that qkv can see: it computes attention "
+        "in code of its own, or has no softmax"
+    )
 
 
 def _same(x: Any) -> Any:

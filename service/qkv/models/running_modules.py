@@ -16,7 +16,6 @@ from qkv.models.model_call import CallOutput, Handler, ModelCall, RunOriginal
 __all__ = [
     "Interception",
     "RunningModule",
-    "count_call",
     "dispatch",
     "enter_module",
     "has_only_recorders",
@@ -49,14 +48,15 @@ class RunningModule:
     Attributes:
         name: its qualified name in the model.
         calls: the attention calls so far, of the module and of those that it has called.
+        misses: those of the calls that were reported.
         children: the modules that it has called so far.
     """
 
-    __slots__ = ("calls", "children", "interception", "name")
+    __slots__ = ("calls", "children", "interception", "misses", "name")
 
     def __init__(self, interception: Interception, name: str) -> None:
         self.interception, self.name = interception, name
-        self.calls = self.children = 0
+        self.calls = self.misses = self.children = 0
 
 
 class _Thread(threading.local):
@@ -95,7 +95,9 @@ def enter_module(
             yield module
     finally:
         _thread.modules.pop()
-        count_call(interception, module.calls)
+        if outer := _innermost(interception):
+            outer.calls += module.calls
+            outer.misses += module.misses
 
 
 @contextmanager
@@ -142,13 +144,6 @@ def has_only_recorders() -> bool:
     return all(interception.is_recorder for interception in _interceptions())
 
 
-def count_call(interception: Interception, calls: int = 1) -> None:
-    """Adds calls to the innermost running module of an interception."""
-    module = _innermost(interception)
-    if module is not None:
-        module.calls += calls
-
-
 def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None) -> CallOutput:
     """Sends a call through all interceptions of this thread.
 
@@ -161,8 +156,9 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
         The output that the model goes on with.
     """
     for interception in _interceptions():
-        count_call(interception)
         innermost = _innermost(interception)
+        if innermost:
+            innermost.calls += 1
         layer = interception.name_of(module)
         if layer is None:
             layer = innermost.name if innermost else ""
@@ -174,8 +170,10 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
 def report_miss(reason: str) -> None:
     """Reports a call of the innermost module that cannot be intercepted."""
     for interception in _interceptions():
-        count_call(interception)
         innermost = _innermost(interception)
+        if innermost:
+            innermost.calls += 1
+            innermost.misses += 1
         interception.handler.miss(innermost.name if innermost else "", reason)
 
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from qkv.models.model_call import CallOutput, ModelCall, as_four_axes
 from qkv.models.running_modules import dispatch, is_intercepted, report_miss
+from qkv.models.token_places import follow, follow_attention
 
 __all__ = ["MODE"]
 
@@ -27,18 +28,20 @@ class _AttentionMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls a function of torch; sends attention through the interceptions."""
+        kwargs = kwargs or {}
         # a compiled graph contains no calls of Python; the interceptor reports its module
-        if not torch.compiler.is_dynamo_compiling() and is_intercepted():
-            if func is F.scaled_dot_product_attention:
-                return _intercept(*args, **(kwargs or {}))
-            if func is F.multi_head_attention_forward:
-                report_miss(
-                    "it calls multi_head_attention_forward itself, not nn.MultiheadAttention"
-                )
-            # an operator of higher order, which flex_attention calls
-            elif getattr(func, "__name__", "") == "flex_attention":
-                report_miss("it calls flex_attention itself")
-        return func(*args, **(kwargs or {}))
+        if torch.compiler.is_dynamo_compiling() or not is_intercepted():
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _intercept(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            report_miss("it calls multi_head_attention_forward itself, not nn.MultiheadAttention")
+            return func(*args, **kwargs)
+        # an operator of higher order, which flex_attention calls
+        if getattr(func, "__name__", "") == "flex_attention":
+            report_miss("it calls flex_attention itself")
+            return func(*args, **kwargs)
+        return follow(func, args, kwargs)
 
 
 MODE: Final = _AttentionMode()
@@ -77,9 +80,10 @@ def _intercept(
         "", query_BHLD, key_BGSD, value_BGSE, mask, is_causal, scale=scale, dropout=dropout_p
     )
     result = dispatch(call, run)
-    if original and result is original[-1][1]:
-        return original[-1][0]
-    return result.output.reshape(shape)
+    is_own = original and result is original[-1][1]
+    output = original[-1][0] if is_own else result.output.reshape(shape)
+    follow_attention(query, key, value, output)
+    return output
 
 
 def _to_four_axes(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qkv.models.model_call import CallOutput, ModelCall
 from qkv.models.running_modules import dispatch, is_intercepted, paused, report_miss
+from qkv.models.token_places import follow_attention
 
 __all__ = ["attach", "detach"]
 
@@ -114,8 +115,11 @@ def _intercept(
     )
     result = dispatch(call, run, module)
     if original and result is original[-1][1]:
-        return original[-1][0]
-    return result.output.transpose(1, 2).contiguous(), result.weights
+        returned = original[-1][0]
+    else:
+        returned = result.output.transpose(1, 2).contiguous(), result.weights
+    follow_attention(query, key, value, returned[0], is_length_first=True)
+    return returned
 
 
 def _why_unreadable(implementation: str, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> str:

@@ -1,0 +1,241 @@
+"""Tests of `qkv.capture` on layers that mix positions without attention: they are named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qkv
+from qkv.errors import InvalidContent
+from qkv.models.calls import Calls
+from qkv.models.capture import CaptureWarning
+from support.captured_models import WIDTH, PlainAttention, tensors_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+F = nn.functional
+LENGTH = 7
+_SHARED = {
+    "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 29,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+HYBRIDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "FalconH1": (
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+         "mamba_n_groups": 1, "mamba_chunk_size": 4},
+        ["layers.0.mamba", "layers.1.mamba", "layers.2.mamba"],
+    ),
+    "Lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv"]}, ["layers.0.conv", "layers.2.conv"]
+    ),
+    "RecurrentGemma": (
+        {"lru_width": 16, "attention_window_size": 8},
+        ["layers.0.temporal_block.rg_lru", "layers.1.temporal_block.rg_lru"],
+    ),
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Llama4Text": {"num_local_experts": 2, "intermediate_size_mlp": 24},
+}
+
+
+def capture(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Calls:
+    """Captures a model, which must keep its bits and its random numbers."""
+    torch.manual_seed(0)
+    before, number = tensors_of(model(*inputs, **named)), torch.rand(1)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)
+        with qkv.capture(model) as calls:
+            during = tensors_of(model(*inputs, **named))
+    assert torch.equal(torch.rand(1), number)
+    assert all(torch.equal(a, b) for a, b in zip(during, before, strict=True))
+    return calls
+
+
+def missed_layers(calls: Calls) -> list[str]:
+    return [missed.layer for missed in calls.missed]
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**_SHARED | options, use_cache=False)
+    model: nn.Module = getattr(transformers, f"{name}Model")(config).eval()
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.arange(3, 3 + LENGTH).expand(2, -1)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_beside_attention_are_named_and_rollout_refuses(name: str) -> None:
+    options, expected = HYBRIDS[name]
+    calls = capture(build(name, **options), input_ids=tokens())
+    assert missed_layers(calls) == expected
+    assert len(calls) > 0
+    assert all("mixes positions" in missed.reason for missed in calls.missed)
+    with pytest.raises(InvalidContent, match=f"{expected[0]} was not captured"):
+        calls.rollout()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_and_routers_mix_no_positions(name: str) -> None:
+    assert capture(build(name, **MIXTURES[name]), input_ids=tokens()).missed == []
+
+
+class Function(nn.Module):
+    """A module of one function, with modules that it uses."""
+
+    def __init__(self, function: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns what the function returns."""
+        return self.function(x, *self.parts)
+
+
+def shift(x: Tensor) -> Tensor:
+    return (x + torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1)) / 2
+
+
+def pad(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, -1))
+
+
+def recur(x: Tensor) -> Tensor:
+    state, output = torch.zeros_like(x[:, 0]), torch.empty_like(x)
+    for n in range(x.shape[1]):
+        state = state / 2 + x[:, n]
+        output[:, n] = state
+    return output
+
+
+def add_in_place(x: Tensor) -> Tensor:
+    output = x.clone()
+    output[:, 1:] += x[:, :-1]
+    return output
+
+
+def clear_first(x: Tensor) -> Tensor:
+    output = x.clone()
+    output[:, 0] = 1.0
+    output[x > 2] = -1.0
+    return output
+
+
+def convolve(kernel: int) -> nn.Module:
+    conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=kernel // 2)
+    return Function(lambda x, c: x + c(x.transpose(1, 2)).transpose(1, 2), conv)
+
+
+MIXERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "convolution": (lambda: convolve(3), "1.parts.0"),
+    "GRU": (
+        lambda: Function(lambda x, g: g(x)[0], nn.GRU(WIDTH, WIDTH, 1, True, True)),
+        "1.parts.0",
+    ),
+    "shift": (lambda: Function(shift), "1"),
+    "pad": (lambda: Function(pad), "1"),
+    "recurrence": (lambda: Function(recur), "1"),
+    "in place": (lambda: Function(add_in_place), "1"),
+    "mean": (lambda: Function(lambda x: x * x.mean(1, keepdim=True).sigmoid()), "1"),
+    "sum": (lambda: Function(lambda x: x.cumsum(1)), "1"),
+    "Fourier": (lambda: Function(lambda x: torch.fft.fft(x, dim=1).real), "1"),
+    "attention": (lambda: Function(lambda x: (x @ x.mT).softmax(-1) @ x), "1"),
+    "beside its call": (lambda: Function(lambda x, a: a(shift(x)), PlainAttention()), "1"),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", MIXERS)
+def test_module_that_mixes_positions_is_named(name: str, batch: int) -> None:
+    build_mixer, layer = MIXERS[name]
+    model = nn.Sequential(PlainAttention(), build_mixer(), PlainAttention()).eval()
+    with torch.no_grad():
+        calls = capture(model, torch.randn(batch, LENGTH, WIDTH))
+    assert missed_layers(calls) == [layer]
+    has_calls = name == "beside its call"
+    assert ("outside of its attention calls" in calls.missed[0].reason) == has_calls
+
+
+def route(x: Tensor, router: nn.Module, *experts: nn.Module) -> Tensor:
+    """Returns a mixture of the two best experts of each token."""
+    rows = x.flatten(0, 1)
+    weights, chosen = router(rows).softmax(-1).topk(2, -1)
+    output = torch.zeros_like(rows)
+    for n, expert in enumerate(experts):
+        row, rank = torch.where(chosen == n)
+        output.index_add_(0, row, expert(rows[row]) * weights[row, rank, None])
+    return output.reshape(x.shape)
+
+
+def rotate(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    angles = torch.arange(x.shape[1])[:, None].expand(-1, WIDTH) / 10
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+class Classifier(nn.Module):
+    """Embeddings, blocks without mixing beside attention, and heads that pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(29, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(WIDTH), PlainAttention(), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH),
+                nn.GELU(), nn.Dropout(0.1), Function(rotate), convolve(1), nn.BatchNorm1d(LENGTH),
+                Function(clear_first),
+                Function(route, *(nn.Linear(WIDTH, n) for n in (3, WIDTH, WIDTH, WIDTH))),
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns similarities of two pools."""
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = x + block(x)
+        similarities: Tensor = F.normalize(self.head(x.mean(1)), dim=-1) @ self.head(x[:, 0]).T
+        return similarities
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_parts_that_mix_no_positions_are_not_named(training: bool) -> None:
+    calls = capture(Classifier().train(training), tokens())
+    assert calls.missed == []
+    assert len(calls) == 2
+
+
+def test_code_that_cannot_be_seen_runs_again_or_is_named() -> None:
+    """numpy stands for the kernels of a GPU."""
+
+    def scale(x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy() * 2)
+
+    def accumulate(x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy().cumsum(1))
+
+    model = nn.Sequential(PlainAttention(), Function(scale), Function(accumulate))
+    with torch.no_grad():
+        assert missed_layers(capture(model, torch.randn(2, LENGTH, WIDTH))) == ["2"]
+
+
+def test_random_and_stateful_functions_run_once() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(LENGTH), PlainAttention(), nn.Dropout(0.5)).train()
+    x = torch.randn(3, LENGTH, WIDTH)
+    with qkv.capture(model) as calls:
+        model(x)
+    assert calls.missed == []
+    assert int(model[0].num_batches_tracked) == 1  # type: ignore[arg-type]
+    torch.testing.assert_close(model[0].running_mean, x.mean((0, 2)) / 10)
