@@ -210,3 +210,12 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["calls.safetensors"]
     calls_of(make_call("new")).save(path)
     assert qkv.load_calls(path).layers == ["new"]
+
+
+def test_any_number_of_a_head_has_a_table_in_a_notebook(tmp_path: Path) -> None:
+    """A map has a column for each number up to the largest one: this one would fill the memory."""
+    found = saved(tmp_path, calls_of(make_call("a", heads=(0, 2**63 - 1))))
+    compared = found.compare(["linear"], progress=False)
+    assert str(2**63 - 1) in compared._repr_html_()
+    with pytest.raises(InvalidContent, match="the map is too large: got 9,223,372,036,854,775,808"):
+        compared.figure()

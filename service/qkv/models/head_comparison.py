@@ -22,6 +22,8 @@ __all__ = ["HeadComparison"]
 
 _COLUMNS: Final = tuple(each.name for each in fields(HeadRow))
 _SHOWN: Final = 10  # rows in a notebook, below the map
+_MOST_CELLS: Final = 1 << 18
+"""The most cells of all maps in a figure. 126 layers of 128 heads with 16 variants have fewer."""
 _NAMES: Final = {
     "relative_error": "relative error",
     "largest_error": "largest error",
@@ -125,7 +127,7 @@ class HeadComparison:
             shared_scale: True gives all maps one colour scale, False each map its own.
 
         Raises:
-            InvalidContent: there is no such figure or variant.
+            InvalidContent: there is no such figure or variant, or the map is too large.
             ValueError: the suffix of the path is unknown, or the limits are.
             ModuleNotFoundError: matplotlib is not installed, which .pdf and .png need.
             OSError: the file cannot be written.
@@ -140,6 +142,12 @@ class HeadComparison:
                     f"variants is invalid: got {name!r:.60}, expected some of {', '.join(found)}"
                 )
         layers = self.layers
+        cells = self._cells() * len(variants or found)
+        if cells > _MOST_CELLS:
+            raise InvalidContent(
+                f"the map is too large: got {cells:,} cells, one for each variant, layer and "
+                f"number of a head, expected at most {_MOST_CELLS:,}"
+            )
         maps = {name: self._map(name, value, layers) for name in variants or found}
         label = _NAMES[value].replace("-\n", "-").replace("\n", " ")
         caption = " ".join([*self._problems(), *self._missed_layers()])
@@ -171,7 +179,14 @@ class HeadComparison:
     def _repr_html_(self) -> str:
         """Returns the map of relative errors, above the heads with the least error."""
         best = self.sorted()._table(_SHOWN).html()
-        return f"{self.figure()._repr_html_()}\n{best}" if self.rows else best
+        variants = {row.variant for row in self.rows}
+        if not self.rows or self._cells() * len(variants) > _MOST_CELLS:
+            return best
+        return f"{self.figure()._repr_html_()}\n{best}"
+
+    def _cells(self) -> int:
+        """Returns the number of cells in the map of a variant."""
+        return len(self.layers) * (1 + max((row.head for row in self.rows), default=-1))
 
     def _map(self, variant: str, value: str, layers: Sequence[str]) -> list[list[float | None]]:
         """Returns the values of each layer by the numbers of its heads; None: there is none."""
