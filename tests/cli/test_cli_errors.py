@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.lib.format import write_array_header_1_0 as write_header
 
 from qkv.cli import tensor_files
 from qkv.errors import QkvError
@@ -22,6 +24,7 @@ from support.commands import (
     normal,
     one_error,
     run_with_rlimit,
+    stdout_of,
     target_options,
     tensors,
     write_tensors,
@@ -40,6 +43,44 @@ def test_npz_with_an_unsupported_dtype_names_the_array(tmp_path: Path) -> None:
     )
     assert "key: dtype" in line
     assert "in.npz" in line
+
+
+def test_npz_of_zeros_is_not_unpacked(tmp_path: Path) -> None:
+    """Headers are read first: the archive takes 1/1000 of its arrays."""
+    source, target = tmp_path / "in.npz", tmp_path / "out.npz"
+    with (
+        zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("query.npy", "w") as file,
+    ):
+        write_header(file, {"descr": "<f4", "fortran_order": False, "shape": (300 << 20,)})
+        for _ in range(300):
+            file.write(bytes(4 << 20))
+    words = ("attend", "softmax", source, "-o", target, "--local")
+    done = run_with_rlimit("RLIMIT_DATA", 1 << 30, *words)
+    assert "compressed arrays are too large: got 1,258,291," in one_error(done.stderr)
+
+
+def test_npz_has_only_the_arrays_below_the_prefix_unpacked(tmp_path: Path) -> None:
+    arrays = {f"a.W_{role}": normal(6, 4) for role in ("query", "key", "value")}
+    source = write_tensors(tmp_path / "in.npz", "tensors", arrays | {"b.other": normal(64, 64)})
+    content = source.read_bytes()
+    with zipfile.ZipFile(source) as archive:  # a byte of the other layer's numbers is wrong
+        start = archive.getinfo("b.other.npy").header_offset
+    at = start + 10_000
+    source.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    words = ("convert", source, "--to", "v2", "-o", tmp_path / "out.npz", "--local")
+    assert "not an .npz file" in error_of(tmp_path, *words)
+    assert "written to" in stdout_of(*words, "--prefix", "a")
+
+
+def test_npz_with_a_header_of_more_than_it_has_is_an_error(tmp_path: Path) -> None:
+    with (
+        zipfile.ZipFile(tmp_path / "in.npz", "w") as archive,
+        archive.open("query.npy", "w") as file,
+    ):
+        write_header(file, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40,)})
+    words = ("attend", "softmax", tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--local")
+    assert "query.npy is smaller than its shape" in error_of(tmp_path, *words)
 
 
 def test_heads_without_a_layer_are_an_error(source: Path, tmp_path: Path) -> None:

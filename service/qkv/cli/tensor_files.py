@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
+from numpy.lib import format as npy_format
 
 from qkv.cli.checkpoint import Checkpoint
 from qkv.cli.torch_files import refuse_torch_file
@@ -22,6 +25,8 @@ from qkv.wire.safetensors import LAYER
 __all__ = ["SUFFIXES", "check_target", "needed", "read", "read_request", "replace_file", "write"]
 
 SUFFIXES: Final = (".safetensors", ".npz", ".json")
+_MOST_UNPACKED: Final = 1 << 30
+"""The most bytes of compressed arrays in one .npz file: zeros take a thousandth of their size."""
 
 
 def read(path: Path, group: str, prefix: str | None = None) -> Message:
@@ -49,7 +54,7 @@ def read(path: Path, group: str, prefix: str | None = None) -> Message:
             case ".json":
                 message = json.decode(path.read_bytes(), group)
             case _:
-                message = _decode_npz(path.read_bytes(), group)
+                message = _decode_npz(path.read_bytes(), group, prefix)
     except QkvError as error:
         if str(path) not in error.detail:
             error.detail = f"{path}: {error.detail}"
@@ -167,27 +172,66 @@ def check_target(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
         raise InvalidContent(f"{path} is in a directory that does not exist: {path.parent}")
 
 
-def _decode_npz(content: bytes, group: str) -> Message:
+def _decode_npz(content: bytes, group: str, prefix: str | None = None) -> Message:
+    """Decodes the arrays that the headers in the archive show to be needed, and no others."""
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+            members = {i.filename.removesuffix(".npy"): i for i in archive.zip.infolist()}
+            dtypes = {n: _dtype_of_member(archive.zip, info) for n, info in members.items()}
+            chosen = _chosen_members(dtypes, group, prefix)
+            unpacked = sum(members[n].file_size for n in chosen if members[n].compress_type)
+            if unpacked <= _MOST_UNPACKED:
+                arrays = {name: archive[name] for name in chosen}
+    except QkvError:
+        raise
     except Exception as error:  # numpy, zipfile and zlib have a dozen for damaged files
         raise InvalidContent(f"not an .npz file of plain arrays: {error}") from None
+    if unpacked > _MOST_UNPACKED:
+        raise InvalidContent(
+            f"compressed arrays are too large: got {unpacked:,} bytes, expected at most "
+            f"{_MOST_UNPACKED:,}; numpy.savez writes arrays without compression"
+        )
     tensors, layer = {}, {}
     for name, array in arrays.items():
-        in_layer = group == "inputs" and name.startswith(LAYER)
-        if (in_layer or group == "tensors") and not is_needed(name, array.dtype.name):
-            continue
         try:
             tensor = RawTensor.from_numpy(array)
         except QkvError as error:
             error.detail = f"{name}: {error.detail}"
             raise
-        if in_layer:
+        if group == "inputs" and name.startswith(LAYER):
             layer[name.removeprefix(LAYER)] = tensor
         else:
             tensors[name] = tensor
     return Message({}, tensors, layer)
+
+
+def _dtype_of_member(archive: ZipFile, info: ZipInfo) -> str:
+    """Returns the dtype in the header of an array.
+
+    Raises:
+        ValueError: the member is no array, or is smaller than its header says.
+    """
+    with archive.open(info) as file:
+        version = npy_format.read_magic(file)
+        read_header = {
+            (1, 0): npy_format.read_array_header_1_0,
+            (2, 0): npy_format.read_array_header_2_0,
+        }.get(version)
+        if read_header is None:
+            raise ValueError(f"{info.filename} has version {version} of the format .npy")
+        shape, _, dtype = read_header(file)
+        if math.prod(shape) * dtype.itemsize > info.file_size:  # numpy would allocate it
+            raise ValueError(f"{info.filename} is smaller than its shape {shape}")
+    return dtype.name
+
+
+def _chosen_members(dtypes: Mapping[str, str], group: str, prefix: str | None) -> list[str]:
+    """Returns the names of the arrays that a request needs: all inputs, and floating weights."""
+    start = LAYER if group == "inputs" else ""
+    weights = [n for n in dtypes if group == "tensors" or n.startswith(LAYER)]
+    below_prefix = below((n.removeprefix(start) for n in weights), prefix, "/layer" * bool(start))
+    needed_weights = {start + n for n in below_prefix if is_needed(start + n, dtypes[start + n])}
+    return [n for n in dtypes if n in needed_weights or n not in weights]
 
 
 def _encode_npz(arrays: Mapping[str, np.ndarray]) -> bytes:

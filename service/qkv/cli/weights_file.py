@@ -33,7 +33,7 @@ def read_weights(source: Path, flags: dict[str, Any], local: bool) -> Message:
         OSError: the file cannot be read.
     """
     if not is_checkpoint(source):
-        message = tensor_files.read(source, "tensors")
+        message = tensor_files.read(source, "tensors", flags.get("prefix"))
         fields = _request_fields(message.fields) | flags
         fields.setdefault("from", "auto")
         tensors = tensor_files.needed(message.tensors, fields.get("prefix"))
