@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
@@ -251,3 +252,12 @@ def test_names_may_begin_with_layer(url: str, tmp_path: Path, suffix: str, place
     options = ("-o", target, *target_options(place, url))
     stdout_of("convert", path, "--prefix", "layer.0", "--to", "v1", *options)
     assert load(target)["W_key"].numpy().T.tobytes() == arrays["layer.0.W_key.weight"].tobytes()
+
+
+@pytest.mark.parametrize("place", TARGETS)
+def test_weights_that_are_not_numbers_are_converted(url: str, tmp_path: Path, place: str) -> None:
+    arrays = {f"W_{r}.weight": normal(4, 6, seed=i) for i, r in enumerate(("query", "key"))}
+    arrays["W_value.weight"] = np.full((4, 6), np.nan, np.float32)
+    path = write_tensors(tmp_path / "in.safetensors", "tensors", arrays)
+    options = ("--to", "v1", "-o", tmp_path / "out.safetensors", *target_options(place, url))
+    assert "both layers differ by nan at most" in stdout_of("convert", path, *options)

@@ -28,6 +28,7 @@ from qkv.cli.options import (
     typed_parameters,
     typed_tensors,
 )
+from qkv.cli.output import echo
 from qkv.cli.service import report, send
 from qkv.client.request_builders import build_message, gradients_path, run_path
 
@@ -145,7 +146,7 @@ def _run_file(
         tensor_files.write(target, replace(response, encoding=message.encoding), group)
     report(response, target)
     timing = response.fields["timing"]
-    click.echo(f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})")
+    echo(f"{timing['compute_ms']:.3f} ms on {timing['device']} ({timing['backend']})")
 
 
 def _parse_weight_form(text: str) -> Any:

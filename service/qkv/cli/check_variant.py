@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from qkv.cli.errors import one_line_errors
+from qkv.cli.output import echo
 
 __all__ = ["check_variant"]
 
@@ -27,6 +28,6 @@ def check_variant(file: Path) -> None:
         for name, status, reason in run_checks(file):
             count += status != "skip"
             failures += status == "FAIL"
-            click.echo(f"{status}  {name}{': ' if reason else ''}{reason.rstrip()}")
-    click.echo(f"{file.stem}: {count} checks, {failures} failed")
+            echo(f"{status}  {name}{': ' if reason else ''}{reason.rstrip()}")
+    echo(f"{file.stem}: {count} checks, {failures} failed")
     sys.exit(1 if failures else 0)

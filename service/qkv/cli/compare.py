@@ -30,6 +30,7 @@ from qkv.cli.options import (
     typed_tensors,
     typed_variants,
 )
+from qkv.cli.output import echo
 from qkv.cli.service import line_width, send
 from qkv.client.comparison import Comparison
 from qkv.client.request_builders import build_choice, build_choices, build_compare_message
@@ -113,11 +114,11 @@ def compare(
         else:
             comparison = send(url, api_key, build_compare_message(message))
     if as_json:
-        click.echo(json.dump(asdict(comparison)))
+        echo(json.dump(asdict(comparison)))
         return
-    click.echo(comparison.table(line_width()))
+    echo(comparison.table(line_width()))
     if comparison.anchor.heads is not None:
-        click.echo(f"\n{comparison.heads_table(line_width())}")
+        echo(f"\n{comparison.heads_table(line_width())}")
 
 
 def _parse_rows(rows: str) -> int:

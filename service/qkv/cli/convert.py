@@ -23,6 +23,7 @@ from qkv.cli.options import (
     drop_unset,
     typed_tensors,
 )
+from qkv.cli.output import echo
 from qkv.cli.service import report, send
 from qkv.cli.weights_file import read_weights
 from qkv.client.request_builders import build_message
@@ -119,12 +120,15 @@ def _describe(fields: Mapping[str, Any]) -> None:
     """Prints the layouts, the names that were left out, and the check."""
     order = f", rotary order {fields['rotary_order']}" if fields["rotary_order"] else ""
     place = f" at {fields['prefix']}" if fields["prefix"] else ""
-    click.echo(f"from {fields['from']}{place} to {fields['to']}{order}")
+    echo(f"from {fields['from']}{place} to {fields['to']}{order}")
     if ignored := fields["ignored"]:
         more = f" and {len(ignored) - 8} more" if len(ignored) > 8 else ""
-        click.echo(f"not part of the attention: {', '.join(ignored[:8])}{more}")
-    check = fields["check"]
-    click.echo(
-        f"on the same input both layers differ by {check['largest_absolute_difference']:.3g} "
-        f"at most; the largest output is {check['largest_absolute_output']:.3g}"
+        echo(f"not part of the attention: {', '.join(ignored[:8])}{more}")
+    # NaN and infinity are strings in JSON
+    difference, largest = (
+        float(fields["check"][f"largest_absolute_{name}"]) for name in ("difference", "output")
+    )
+    echo(
+        f"on the same input both layers differ by {difference:.3g} at most; "
+        f"the largest output is {largest:.3g}"
     )

@@ -10,6 +10,7 @@ import click
 from qkv.cli import tensor_files
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import API_KEY, LOCAL, SOURCE, URL, drop_unset, typed_flags, typed_tensors
+from qkv.cli.output import echo
 from qkv.cli.service import line_width, send
 from qkv.cli.weights_file import read_weights
 from qkv.client.detect_requests import build_detect_message
@@ -95,9 +96,9 @@ def detect(
         else:
             found = send(url, api_key, build_detect_message(message))
     if as_json:
-        click.echo(json.dump({"detected": [candidate.as_json() for candidate in found]}))
+        echo(json.dump({"detected": [candidate.as_json() for candidate in found]}))
     else:
-        click.echo(_table(found).text(line_width()))
+        echo(_table(found).text(line_width()))
 
 
 def _read_check(path: Path) -> dict[str, RawTensor]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import click
 
+from qkv.cli.output import escape_controls
 from qkv.errors import QkvError
 
 __all__ = ["OneLineErrorGroup", "one_line_errors"]
@@ -46,6 +47,10 @@ class OneLineErrorGroup(click.Group):
             with _one_line_usage():
                 return super().invoke(ctx)
         except BrokenPipeError:  # the reader of stdout has closed it; click exits silently
+            raise
+        except click.ClickException as error:
+            # it may quote a file; another error would lose the exit status
+            error.message = escape_controls(error.message)  # type: ignore[misc]
             raise
         except OSError as error:  # such as a full disk behind stdout
             raise click.ClickException(_one_line(error.strerror or str(error))) from None

@@ -12,6 +12,7 @@ from qkv.cli import tensor_files
 from qkv.cli.checkpoint import Checkpoint, is_checkpoint
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import SOURCE
+from qkv.cli.output import echo
 from qkv.cli.service import line_width
 from qkv.client.tables import Table
 from qkv.errors import InvalidContent
@@ -47,7 +48,7 @@ def layers(source: Path, as_json: bool) -> None:
             names = ", ".join(map(repr, list(shapes)[:4])) or "no tensor"
             more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
             raise InvalidContent(f"{source} has no attention layer: got {names}{more}")
-    click.echo(json.dump(found) if as_json else _table(source, found).text(line_width()))
+    echo(json.dump(found) if as_json else _table(source, found).text(line_width()))
 
 
 def _shapes(source: Path) -> dict[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from qkv.cli.detect import detect
 from qkv.cli.errors import OneLineErrorGroup, one_line_errors
 from qkv.cli.layers import layers
 from qkv.cli.oracle import oracle
+from qkv.cli.output import echo
 from qkv.cli.sweep import sweep
 from qkv.cli.variants import variants
 from qkv.cli.verify import verify
@@ -96,7 +97,7 @@ def _load_settings(flags: dict[str, Any]) -> Any:
 
     try:
         for unknown in find_unknown_variables(os.environ):
-            click.echo(f"Warning: {unknown} is not a setting and has no effect", err=True)
+            echo(f"Warning: {unknown} is not a setting and has no effect", err=True)
         return Settings(**{n: v for n, v in flags.items() if v is not None})
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False)[0]

@@ -17,6 +17,7 @@ from qkv.cli.options import (
     typed_flags,
     typed_parameters,
 )
+from qkv.cli.output import echo
 from qkv.cli.service import report
 from qkv.errors import InvalidContent
 from qkv.tensors import FLOATING
@@ -34,7 +35,7 @@ def _list_families(context: click.Context, option: click.Parameter, is_set: bool
         from qkv.testing.families import FAMILIES
     width = max(map(len, FAMILIES))
     for name, family in FAMILIES.items():
-        click.echo(f"{name:{width}}  {family.text}{' (strict)' * family.is_strict}")
+        echo(f"{name:{width}}  {family.text}{' (strict)' * family.is_strict}")
     context.exit()
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import click
 import httpx
 
+from qkv.cli.output import echo
 from qkv.client.client import Client
 from qkv.client.request_builders import RequestSpec
 from qkv.client.retries import ServiceUnreachable
@@ -49,10 +50,10 @@ def open_client(url: str, api_key: str | None) -> Iterator[Client]:
 def report(response: Message, target: Path) -> None:
     """Prints name, dtype and shape of each tensor, and the file."""
     for name, tensor in response.tensors.items():
-        click.echo(f"{name:16} {tensor.dtype:9} {'x'.join(map(str, tensor.shape))}")
+        echo(f"{name:16} {tensor.dtype:9} {'x'.join(map(str, tensor.shape))}")
     has_bfloat16 = any(tensor.dtype == "bfloat16" for tensor in response.tensors.values())
     note = " (bfloat16 as float32)" if has_bfloat16 and target.suffix == ".npz" else ""
-    click.echo(f"written to {target}{note}")
+    echo(f"written to {target}{note}")
 
 
 def line_width() -> int | None:

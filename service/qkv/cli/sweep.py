@@ -23,6 +23,7 @@ from qkv.cli.options import (
     typed_flags,
     typed_variants,
 )
+from qkv.cli.output import echo
 from qkv.cli.service import line_width, open_client
 from qkv.client.event_source import ServerSentEvent
 from qkv.client.request_builders import build_choices, build_sweep
@@ -140,14 +141,14 @@ def _check_targets(csv: Path | None, plot: Path | None) -> None:
 
 
 def _write_results(results: SweepResults, csv: Path | None, plot: Path | None) -> None:
-    click.echo(results.table(line_width()))
+    echo(results.table(line_width()))
     if csv is not None:
         tensor_files.replace_file(csv, [results.csv().encode()])
-        click.echo(f"written to {csv}")
+        echo(f"written to {csv}")
     if plot is not None:
         from qkv.client.sweep_plot import draw_sweep
 
         image = BytesIO()
         draw_sweep(results).savefig(image, format=plot.suffix.removeprefix("."))
         tensor_files.replace_file(plot, [image.getvalue()])
-        click.echo(f"written to {plot}")
+        echo(f"written to {plot}")

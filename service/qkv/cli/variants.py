@@ -8,6 +8,7 @@ import click
 
 from qkv.cli.errors import one_line_errors
 from qkv.cli.options import API_KEY, LOCAL, URL
+from qkv.cli.output import echo
 from qkv.cli.service import send
 from qkv.client.request_builders import build_variants
 from qkv.wire import json
@@ -32,7 +33,7 @@ def variants(name: str | None, url: str, api_key: str | None, local: bool) -> No
     if name is None:
         width = max(len(v["variant"]) for v in catalogue)
         for v in catalogue:
-            click.echo(f"{v['variant']:{width}}  {v['summary']}")
+            echo(f"{v['variant']:{width}}  {v['summary']}")
         return
     found = [v for v in catalogue if v["variant"] == name]
     if not found:
@@ -43,17 +44,17 @@ def variants(name: str | None, url: str, api_key: str | None, local: bool) -> No
 
 
 def _describe(variant: dict[str, Any]) -> None:
-    click.echo(f"{variant['variant']}: {variant['summary']}\n")
+    echo(f"{variant['variant']}: {variant['summary']}\n")
     for label in ("formula", "paper", "cost"):
-        click.echo(f"  {label:9}{variant[label]}")
-    click.echo("\ninputs")
+        echo(f"  {label:9}{variant[label]}")
+    echo("\ninputs")
     for name, spec in variant["inputs"].items():
         optional = " (optional)" if spec["optional"] else ""
-        click.echo(f"  {name:14}({', '.join(spec['shape'])}){optional}")
-    click.echo("\nparameters")
+        echo(f"  {name:14}({', '.join(spec['shape'])}){optional}")
+    echo("\nparameters")
     for name, schema in variant["parameters"]["properties"].items():
-        click.echo(
+        echo(
             f"  {name:14}{json.dump(schema.get('default')).decode():7}"
             f"{schema.get('description', '')}"
         )
-    click.echo(f"\noutputs\n  {', '.join(variant['outputs'])}")
+    echo(f"\noutputs\n  {', '.join(variant['outputs'])}")

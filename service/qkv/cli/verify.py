@@ -27,6 +27,7 @@ from qkv.cli.options import (
     typed_parameters,
 )
 from qkv.cli.oracle import check_case_suffix
+from qkv.cli.output import echo
 from qkv.cli.service import line_width
 from qkv.client.progress_bar import ProgressBar
 from qkv.errors import InvalidContent, QkvError
@@ -122,11 +123,11 @@ def verify(
         if case is not None:
             raise click.UsageError(f"--exec takes no CASE and RESULTS: got {str(case)!r}.")
         report = _verify_program(variant, program, parameters, **options)
-    click.echo(json.dump(report.to_json()) if as_json else _wrap(str(report)))
+    echo(json.dump(report.to_json()) if as_json else _wrap(str(report)))
     if program is not None and report.failures and not as_json:
         # not wrapped, so that it can be copied
         command = _oracle_command(report.failures[0], variant, parameters, options)
-        click.echo(f"  to write the worst case: {command}")
+        echo(f"  to write the worst case: {command}")
     sys.exit(0 if report.passed else 1)
 
 
