@@ -7,13 +7,13 @@ can know this of every device: the engine compares while it serves.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from qkv.engine.executor import JobOutput
 from qkv.jobs.job import Job
+from qkv.jobs.plan_cache import BoundedCache, plain_bytes
 
 __all__ = ["BatchVerifier", "VerifyMode"]
 
@@ -25,6 +25,8 @@ all."""
 
 _EVERY: Final = 1024  # in the mode "sample", the first batch of a kind and every so many later ones
 _MAX_KINDS: Final = 4096  # kinds of batches that are known, the most recent ones
+_MAX_BYTES: Final = 32 << 20  # that they hold
+_KIND_BYTES: Final = 1 << 10  # of a kind beside its key
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class BatchVerifier:
         self, mode: VerifyMode = "sample", on_check: Callable[[bool], None] = lambda _: None
     ) -> None:
         self._mode, self._on_check = mode, on_check
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
+        self._kinds: BoundedCache[_Kind] = BoundedCache(_MAX_KINDS, _MAX_BYTES)
         self._has_different = False
 
     def may_stack(self, jobs: Sequence[Job]) -> bool:
@@ -97,9 +99,9 @@ class BatchVerifier:
         """Returns the kind of a batch; forgets the least recently used one."""
         sizes = [job.batch_size for job in jobs]
         key = jobs[0].kind, sum(sizes), tuple(sorted(set(sizes)))
-        kind = self._kinds[key] = self._kinds.pop(key, _Kind())
-        if len(self._kinds) > _MAX_KINDS:
-            self._kinds.popitem(last=False)
+        if (kind := self._kinds.get(key)) is None:
+            kind = _Kind()
+            self._kinds.put(key, kind, _KIND_BYTES + plain_bytes((key, jobs[0].arguments)))
         return kind
 
 

@@ -6,9 +6,10 @@ requests with the same ones are checked for their numbers only.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Hashable, Mapping
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
@@ -18,13 +19,40 @@ from qkv.jobs.layer_inputs import arrays_of
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["BodyPlan", "BoundedCache", "Plan", "PlanCache"]
+__all__ = ["BodyPlan", "BoundedCache", "Plan", "PlanCache", "plain_bytes", "plan_bytes"]
 
-_MAX_PLANS: Final = 2048  # about 4 KiB each
+_MAX_PLANS: Final = 2048
+_MAX_BYTES: Final = 32 << 20  # of plans; usual ones need a third
 _MAX_FIELDS: Final = 1024  # bytes of the fields of a request whose plan is kept
-_MAX_NAMES: Final = 8192  # characters of the names of its tensors: a whole model has far more
+_MAX_PART: Final = 64  # an entry that takes more than this part of a cache would displace too many
+_PLAN_BYTES: Final = 6 << 10  # of a plan beside what grows with its request
+_COPIES: Final = 3  # a plan has names, shapes and parameters as sent, validated and derived
 
 _T = TypeVar("_T")
+
+
+def plain_bytes(value: object) -> int:
+    """Returns the bytes of texts and numbers, and of tuples, lists, sets and dicts of them.
+
+    A value of another class counts without the values that it refers to.
+    """
+    size = sys.getsizeof(value)
+    if isinstance(value, dict):
+        return size + sum(map(plain_bytes, value)) + sum(map(plain_bytes, value.values()))
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return size + sum(map(plain_bytes, value))
+    return size
+
+
+def plan_bytes(*request: object) -> int:
+    """Returns a bound of the bytes that a plan holds, with its key.
+
+    To visit the objects of the plan itself takes twice as long as to validate its request.
+
+    Args:
+        request: the plain values that the plan depends on.
+    """
+    return _PLAN_BYTES + _COPIES * plain_bytes(request)
 
 
 class BoundedCache(Generic[_T]):
@@ -32,11 +60,17 @@ class BoundedCache(Generic[_T]):
 
     Args:
         size: the number of values.
+        max_bytes: what the values may hold together, with their keys.
+
+    Attributes:
+        held_bytes: what they hold, as `put` was told.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, max_bytes: int) -> None:
+        self._size, self._max_bytes = size, max_bytes
+        self.held_bytes = 0
         self._values: dict[Hashable, _T] = {}  # the order is that of the last uses
+        self._bytes: dict[Hashable, int] = {}  # of each value
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -50,12 +84,24 @@ class BoundedCache(Generic[_T]):
                 self._values[key] = value
         return value
 
-    def put(self, key: Hashable, value: _T) -> None:
-        """Adds a value; drops the one that was not used for longest."""
+    def put(self, key: Hashable, value: _T, held_bytes: int) -> None:
+        """Adds a value, unless it is too large; drops those that were not used for longest.
+
+        Args:
+            key: of the value.
+            value: the value.
+            held_bytes: what both hold.
+        """
+        if held_bytes * _MAX_PART > self._max_bytes:
+            return
         with self._lock:
             self._values[key] = value
-            if len(self._values) > self._size:
-                del self._values[next(iter(self._values))]
+            self.held_bytes += held_bytes - self._bytes.get(key, 0)
+            self._bytes[key] = held_bytes
+            while len(self._values) > self._size or self.held_bytes > self._max_bytes:
+                oldest = next(iter(self._values))
+                del self._values[oldest]
+                self.held_bytes -= self._bytes.pop(oldest)
 
 
 class Plan:
@@ -133,7 +179,12 @@ class PlanCache:
 
     def __init__(self, limits: Limits, size: int = _MAX_PLANS) -> None:
         self._limits = limits
-        self._plans: BoundedCache[Plan] = BoundedCache(size)
+        self._plans: BoundedCache[Plan] = BoundedCache(size, _MAX_BYTES)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the plans hold."""
+        return self._plans.held_bytes
 
     def new_job(self, kind: type[Job], variant: str, message: Message) -> Job:
         """Returns the job of a request.
@@ -152,14 +203,12 @@ class PlanCache:
             return plan.new_job(message)
         job = kind.from_message(variant, message, self._limits)
         if key is not None:
-            self._plans.put(key, Plan(job))
+            self._plans.put(key, Plan(job), plan_bytes(message.fields, key[1:]))
         return job
 
 
-def _key(kind: type[Job], variant: str, message: Message) -> Hashable:
+def _key(kind: type[Job], variant: str, message: Message) -> tuple[Any, ...] | None:
     """Returns all that a plan depends on; None for a request whose plan is not kept."""
-    if sum(map(len, message.layer)) > _MAX_NAMES:
-        return None
     fields = b""
     if message.fields:
         try:

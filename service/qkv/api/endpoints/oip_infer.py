@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Annotated, Any, Final, NamedTuple
 
 import orjson
@@ -21,7 +20,7 @@ from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.fields import field_error
 from qkv.jobs.job import Job
-from qkv.jobs.plan_cache import BodyPlan, BoundedCache
+from qkv.jobs.plan_cache import BodyPlan, BoundedCache, plain_bytes, plan_bytes
 from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
@@ -35,9 +34,12 @@ _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
 _LENGTH_NAME: Final = open_inference.LENGTH_HEADER.lower().encode()
-_MAX_PLANS: Final = 2048  # about 4 KiB each
-_MAX_KNOWN: Final = 1024  # fields of requests that are kept, with at most
-_MAX_KNOWN_BYTES: Final = 2048  # bytes of JSON each
+_MAX_PLANS: Final = 2048
+_MAX_PLANS_BYTES: Final = 20 << 20
+_MAX_KNOWN: Final = 1024  # fields of requests that are kept
+_MAX_KNOWN_BYTES: Final = 4 << 20
+_MAX_KNOWN_TEXT: Final = 2048  # bytes of JSON each
+_KNOWN_BYTES: Final = 2 << 10  # of fields beside what grows with their JSON
 _SEQUENCE_PARAMETERS: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
@@ -109,7 +111,8 @@ class InferHandler:
     def __init__(self, job_runner: JobRunner, models: ModelStats, settings: Settings) -> None:
         self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
-        self._planned: BoundedCache[_PlannedRequest] = BoundedCache(_MAX_PLANS)
+        self._planned: BoundedCache[_PlannedRequest] = BoundedCache(_MAX_PLANS, _MAX_PLANS_BYTES)
+        self._known: BoundedCache[_InferFields] = BoundedCache(_MAX_KNOWN, _MAX_KNOWN_BYTES)
 
     async def handle(self, request: Request, model: str, version: str = VERSION) -> Response:
         """Runs one request.
@@ -162,7 +165,10 @@ class InferHandler:
         if head is not None and is_as_sent:
             plan = BodyPlan(job, message.tensors)
             if plan.size == len(head.data):
-                self._planned.put((model, version, head.text), _PlannedRequest(fields, plan))
+                key = model, version, head.text
+                specs = [(name, t.dtype, t.shape) for name, t in message.tensors.items()]
+                held_bytes = plan_bytes(head.text, fields, specs)
+                self._planned.put(key, _PlannedRequest(fields, plan), held_bytes)
         return id, fields, job
 
     def _parse_fields(
@@ -176,10 +182,14 @@ class InferHandler:
             text = orjson.dumps(given)
         except TypeError:  # an integer past 64 bits: the validation has the error
             return id, _validate_fields(given, catalogue.find(model), version)
-        if len(text) > _MAX_KNOWN_BYTES:
+        if len(text) > _MAX_KNOWN_TEXT:
             return id, _validate_fields(given, catalogue.find(model), version)
         # a copy: bytes from orjson take 4 KiB to 64 KiB, however short they are
-        return id, _known_fields(memoryview(text).tobytes(), model, version)
+        key = memoryview(text).tobytes(), model, version
+        if (fields := self._known.get(key)) is None:
+            fields = _validate_fields(given, catalogue.find(model), version)
+            self._known.put(key, fields, _KNOWN_BYTES + plain_bytes((text, fields)))
+        return id, fields
 
 
 def router(infer: InferHandler) -> APIRouter:
@@ -197,12 +207,6 @@ def router(infer: InferHandler) -> APIRouter:
         include_in_schema=False,
     )
     return routes
-
-
-@lru_cache(_MAX_KNOWN)
-def _known_fields(text: bytes, model: str, version: str) -> _InferFields:
-    """Returns the fields of a request, which are the same for many requests."""
-    return _validate_fields(orjson.loads(text), catalogue.find(model), version)
 
 
 def _validate_fields(given: dict[str, Any], variant: Variant, version: str) -> _InferFields:

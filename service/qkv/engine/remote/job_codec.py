@@ -17,7 +17,7 @@ from qkv.jobs.gradient_job import GradientJob
 from qkv.jobs.job import Job, Limits
 from qkv.jobs.measure.probe_jobs import Float64Job, PeakMemoryJob, TimingJob
 from qkv.jobs.measure.row_divergence import RowDivergenceJob
-from qkv.jobs.plan_cache import BoundedCache, Plan
+from qkv.jobs.plan_cache import BoundedCache, Plan, plan_bytes
 from qkv.tensors import RawTensor, nbytes
 from qkv.wire.message import Message
 
@@ -31,7 +31,8 @@ __all__ = [
     "encode_label",
 ]
 
-_MAX_PLANS: Final = 4096  # about 4 KiB each
+_MAX_PLANS: Final = 4096
+_MAX_BYTES: Final = 64 << 20  # of plans; usual ones need half
 _MAX_LABELS: Final = 256
 
 _JOB_TYPES: Final[dict[str, type[Job]]] = {
@@ -80,7 +81,9 @@ def encode_header(job: Job) -> bytes:
         # the parameters have these
         fields["layer"] = {n: v for n, v in options.items() if n not in layer.options.parameters}
         weights = [(name, t.dtype.name, t.shape) for name, t in layer.tensors.items()]
-    return orjson.dumps([kind, job.variant.name, fields, tensors, weights])
+    header = orjson.dumps([kind, job.variant.name, fields, tensors, weights])
+    # a copy: bytes from orjson take 4 KiB to 64 KiB, however short they are
+    return memoryview(header).tobytes()
 
 
 @lru_cache(_MAX_LABELS)
@@ -105,7 +108,12 @@ class JobDecoder:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._plans: BoundedCache[DecodedPlan] = BoundedCache(_MAX_PLANS)
+        self._plans: BoundedCache[DecodedPlan] = BoundedCache(_MAX_PLANS, _MAX_BYTES)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the plans hold."""
+        return self._plans.held_bytes
 
     def plan(self, header: bytes, *, is_kept: bool = True) -> DecodedPlan:
         """Returns the plan of a header; keeps it for other workers, unless it is for one job."""
@@ -113,7 +121,7 @@ class JobDecoder:
         if plan is None:
             plan = DecodedPlan(header, self._limits)
             if is_kept:
-                self._plans.put(header, plan)
+                self._plans.put(header, plan, plan.held_bytes)
         return plan
 
 
@@ -129,10 +137,13 @@ class DecodedPlan:
 
     Attributes:
         input_bytes: size of the memory for inputs.
+        held_bytes: what it holds, with its header.
     """
 
     def __init__(self, header: bytes, limits: Limits) -> None:
-        self._kind, self._variant, self._fields, tensors, weights = orjson.loads(header)
+        request = orjson.loads(header)
+        self._kind, self._variant, self._fields, tensors, weights = request
+        self.held_bytes = plan_bytes(header, request)
         self._limits = limits
         self._layer_names = [name for name, *_ in weights]
         self._tensors = _place(tensors + weights)

@@ -19,6 +19,9 @@ from qkv.tensors import RawTensor, nbytes
 __all__ = ["NOT_KEPT", "SentPlan", "SentPlans"]
 
 _MAX_PLANS: Final = 2048  # as many as a worker validates once
+_MAX_BYTES: Final = 8 << 20  # of plans; usual ones need half
+_PLAN_BYTES: Final = 1 << 10  # of a plan beside what grows with its header
+_HEADER_FACTOR: Final = 5  # one wide character in a name takes four bytes for each of the others
 _MAX_HEADER_BYTES: Final = 4096  # of a plan that is kept
 NOT_KEPT: Final = 0
 """The number of a plan that is sent with each of its jobs."""
@@ -39,15 +42,18 @@ class SentPlan:
     Args:
         number: the number by which the device process knows the plan.
         job: any job of the plan.
+        header: of the plan.
 
     Attributes:
         number: as the argument.
+        held_bytes: what the plan holds, with its header.
         input_bytes, output_bytes: sizes of the memory for inputs and outputs.
         load: the work of a job.
     """
 
-    def __init__(self, number: int, job: Job) -> None:
+    def __init__(self, number: int, job: Job, header: bytes) -> None:
         self.number = number
+        self.held_bytes = _PLAN_BYTES + _HEADER_FACTOR * len(header)
         tensors = job.inputs.tensors
         layer = {} if job.inputs.layer is None else job.inputs.layer.tensors
         sizes = [t.nbytes for t in tensors.values()] + [t.nbytes for t in layer.values()]
@@ -87,16 +93,21 @@ class SentPlan:
 class SentPlans:
     """The plans that were used last, for one connection. The device process keeps as many.
 
-    The least recently used plan loses its number to a new one. The device process then
-    replaces it, as soon as it receives the new one.
+    The least recently used plans lose their numbers to new ones. The device process then
+    replaces one, as soon as it receives the new one.
 
     Args:
         size: the number of plans.
+
+    Attributes:
+        held_bytes: what they hold.
     """
 
     def __init__(self, size: int = _MAX_PLANS) -> None:
         self._size = size
+        self.held_bytes = 0
         self._plans: dict[Hashable, SentPlan] = {}  # the order is that of the last uses
+        self._free_numbers: list[int] = []
 
     def find(self, job: Job) -> tuple[SentPlan, bytes | None]:
         """Returns the plan of a job; and its header, if it must be sent before the job."""
@@ -109,11 +120,18 @@ class SentPlans:
             return plan, None
         header = encode_header(job) if header is None else header
         if isinstance(job, RowDivergenceJob) or len(header) > _MAX_HEADER_BYTES:
-            return SentPlan(NOT_KEPT, job), header
-        plan = self._plans[key] = SentPlan(self._free_number(), job)
+            return SentPlan(NOT_KEPT, job, header), header
+        plan = SentPlan(self._free_number(), job, header)
+        self._plans[key] = plan
+        self.held_bytes += plan.held_bytes
         return plan, header
 
     def _free_number(self) -> int:
-        if len(self._plans) < self._size:
-            return NOT_KEPT + 1 + len(self._plans)
-        return self._plans.pop(next(iter(self._plans))).number
+        """Returns the number of a new plan; drops plans that were not used for longest."""
+        while len(self._plans) >= self._size or self.held_bytes > _MAX_BYTES:
+            oldest = self._plans.pop(next(iter(self._plans)))
+            self.held_bytes -= oldest.held_bytes
+            self._free_numbers.append(oldest.number)
+        if self._free_numbers:
+            return self._free_numbers.pop()
+        return NOT_KEPT + 1 + len(self._plans)

@@ -71,7 +71,7 @@ class WorkerLink:
         self._index = index
         self._engine, self._shared_memory, self._decoder = engine, shared_memory, decoder
         self._on_lost = on_lost
-        self._plans: dict[int, DecodedPlan] = {}
+        self._headers: dict[int, bytes] = {}  # of the worker's plans, by number
         self._pending: dict[int, PendingJob] = {}
         self._results: dict[bytes, list[bytes]] = defaultdict(list)  # packed times, by label
         self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
@@ -88,7 +88,7 @@ class WorkerLink:
         if self._channel is not None:  # the loss of the previous worker may not be seen yet
             self._channel.close()
             self._on_connection_lost(self._channel)
-        self._plans = {}
+        self._headers = {}
         channel = self._channel = Channel(
             self._on_message, lambda: self._on_connection_lost(channel)
         )
@@ -113,7 +113,7 @@ class WorkerLink:
             self._run_jobs(JobRequest.unpack_all(payload))
         elif kind == MessageType.PLAN:
             number, header = unpack_plan(payload)
-            self._plans[number] = self._decoder.plan(header, is_kept=number != NOT_KEPT)
+            self._headers[number] = header
         elif kind == MessageType.CANCEL:
             pending = self._pending.get(unpack_id(payload)[0])
             if pending is not None and not pending.done():
@@ -124,7 +124,7 @@ class WorkerLink:
         queued_jobs: list[QueuedJob] = []
         for request in requests:
             try:
-                plan = self._plans[request.plan]
+                plan = self._find_plan(request.plan)
                 pending = PendingJob(self, request, plan, self._view_inputs(request, plan))
                 job = plan.new_job(pending.inputs)
                 if (result := self._run_inline(job, request)) is not None:
@@ -145,6 +145,10 @@ class WorkerLink:
                 if failure is not None:
                     queued_job.future.set_exception(failure)
         self._flush()  # the results of small jobs
+
+    def _find_plan(self, number: int) -> DecodedPlan:
+        """Returns the plan of a number. The decoder alone keeps plans, for all workers together."""
+        return self._decoder.plan(self._headers[number], is_kept=number != NOT_KEPT)
 
     def _view_inputs(self, request: JobRequest, plan: DecodedPlan) -> np.ndarray:
         return self._shared_memory.view(self._index, request.inputs_offset, plan.input_bytes)
