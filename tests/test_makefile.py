@@ -6,21 +6,19 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.paths import ROOT
 
-_PYTHON = f"""#!/bin/sh
+_PYTHON = """#!/bin/sh
 case "$*" in
 -c*) ;;
-.ci/*) exec {sys.executable} "$@" ;;
 *venv*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python
     printf '#!/bin/sh\\necho "qkv $*" >> calls' > .venv/bin/qkv; chmod +x .venv/bin/qkv
     echo venv >> calls ;;
-*) echo "$*" | sed 's/^-m pip //' >> calls; test ! -e fails || exit 1 ;;
+*) echo "$*" | sed 's/^-m pip -qq //' >> calls; test ! -e fails || exit 1 ;;
 esac
 """
 SERVER = "install -e .[server]"
@@ -32,8 +30,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / ".ci").mkdir()
-        for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/with_progress.py"):
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, folder / name)
         (folder / "python").write_text(_PYTHON)
         (folder / "python").chmod(0o755)
