@@ -101,7 +101,7 @@ def test_small_job_runs_while_the_device_thread_is_held() -> None:
             assert inline is not None
             assert inline.timing["batch_size"] == 1
             assert not any(future.done() for future in queued)
-            assert engine.usage().queued_count == 2
+            assert engine.queued.requests == 2
         await queued[0]
         assert bits(inline) == bits(await queued[1])
 

@@ -145,7 +145,7 @@ async def until(happened: Callable[[], bool]) -> None:
 
 
 def queued_count(engine: Engine) -> int:
-    return engine.usage().queued_count
+    return engine.queued.requests
 
 
 async def wait_until_free(remote: RemoteEngine, shared_memory: SharedMemory) -> None:

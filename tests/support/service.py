@@ -51,7 +51,7 @@ class Server:
     @property
     def queued_count(self) -> int:
         """Number of jobs in the queue."""
-        return self.engine.usage().queued_count
+        return self.engine.queued.requests
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
         """Keeps the engine from running any job, so that a test can fill the queue."""

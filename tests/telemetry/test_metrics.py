@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ from ruamel.yaml import YAML
 from qkv.api.endpoints.metrics import exposition
 from qkv.attention.catalogue import variants
 from qkv.jobs.job import Job
-from qkv.telemetry.metrics import BUCKETS, OUTCOMES, MetricsRecorder, SharedMetrics, Usage
+from qkv.telemetry.metrics import BUCKETS, OUTCOMES, MetricsRecorder, SharedMetrics
 from qkv.telemetry.model_stats import ModelStatsRecorder
 from qkv.telemetry.worker_state import SharedState, WorkerState
 from support.paths import ROOT
@@ -198,10 +198,10 @@ def test_metrics_are_updated_before_the_response(
 def test_warm_up_jobs_do_not_count_as_queued(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def once(worker: WorkerState, load: Callable[[], Usage]) -> None:
+    async def once(worker: WorkerState, memory: Callable[[], Iterable[int]]) -> None:
         """Records the only heartbeat of the warm-up."""
         worker.record_heartbeat()
-        worker.set_usage(load())
+        worker.set_memory(memory())
 
     monkeypatch.setattr(WorkerState, "run_heartbeat", once)
     now = page(serve().url)

@@ -12,7 +12,7 @@ import pytest
 
 from qkv.server.process import usable_cpus
 from qkv.telemetry.metrics import Usage
-from qkv.telemetry.worker_state import SharedState
+from qkv.telemetry.worker_state import SharedState, WorkerState
 
 
 def in_a_fork(function: Callable[[], object]) -> None:
@@ -54,14 +54,19 @@ def test_service_is_ready_while_one_device_process_is() -> None:
     assert (shared_state.is_ready, shared_state.is_complete) == (False, False)
 
 
+def use(worker: WorkerState, total_bytes: int) -> None:
+    worker.set_queue((1, 2, 0))
+    worker.set_memory((3, 4, total_bytes))
+
+
 def test_memory_of_devices_is_a_sum_and_processes_of_one_device_share_its_total() -> None:
     shared_state = SharedState(1, devices=["cuda:0", "cuda:1", "cuda:0"])
     for number, total in enumerate((10, 7, 10)):
-        shared_state.worker(1 + number).set_usage(Usage(1, 2, 3, 4, total))
+        use(shared_state.worker(1 + number), total)
     assert shared_state.usage == Usage(3, 6, 9, 12, 17)
     shared_state = SharedState(3)  # each uses the same device
     for number in range(3):
-        shared_state.worker(number).set_usage(Usage(1, 2, 3, 4, 10))
+        use(shared_state.worker(number), 10)
     assert shared_state.usage == Usage(3, 6, 9, 12, 10)
 
 

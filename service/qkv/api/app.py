@@ -158,7 +158,7 @@ async def _run(runtime: Runtime) -> AsyncIterator[None]:
     """Runs the engine and the background tasks while the server runs."""
     engine, worker = runtime.engine, runtime.worker
     engine.start()
-    heartbeat = asyncio.create_task(worker.run_heartbeat(engine.usage))
+    heartbeat = asyncio.create_task(worker.run_heartbeat(engine.memory_usage))
     if runtime.request_log is not None:
         runtime.request_log.start()
     failure = asyncio.create_task(_watch_device(engine, worker))

@@ -21,7 +21,7 @@ from qkv.engine.accounting import JobAccounting
 from qkv.engine.admission import AdmissionController
 from qkv.engine.batch_runner import DEVICE_RETRY_AFTER_S, BatchRunner, Launch
 from qkv.engine.batch_verifier import BatchVerifier
-from qkv.engine.device.device import Device
+from qkv.engine.device.device import Device, MemoryUsage
 from qkv.engine.device_errors import EngineStopped, MemoryBudget
 from qkv.engine.executor import Launched, launch
 from qkv.engine.warmup import warm_up
@@ -33,7 +33,6 @@ from qkv.engine.work_queue import (
 )
 from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
-from qkv.telemetry.metrics import Usage
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine", "JobResult"]
@@ -108,7 +107,7 @@ class Engine:
         self._on_busy = on_busy
         self._queue = WorkQueue(limit)
         self.admission = AdmissionController(
-            limit, lambda: self._queue.queued, self._queue.throughput.retry_after
+            limit, lambda: self.queued, self._queue.throughput.retry_after
         )
         self.failed = asyncio.Event()
         self._small_jobs: list[tuple[Job, asyncio.Future[JobResult | None]]] = []
@@ -143,7 +142,8 @@ class Engine:
         await warm_up(self, min(count, self._queue.limit.requests))
         self._queue.throughput.reset()  # a first call takes tens of milliseconds more
         self.accounting.stats_recorder = worker.stats_recorder
-        worker.set_usage(self.usage())
+        self._queue.on_change = worker.set_queue
+        worker.set_memory(self.memory_usage())
 
     async def stop(self) -> None:
         """Rejects new jobs, runs those that are queued, and ends the thread."""
@@ -163,10 +163,14 @@ class Engine:
         # `is_alive` takes a lock; the device thread ends only if the engine stops or fails
         return self._loop is not None and not self._closing and not self.failed.is_set()
 
-    def usage(self) -> Usage:
-        """Returns the size of the queue, and this process's use of the device's memory."""
-        queued = self._queue.queued
-        return Usage(queued.requests, queued.bytes, *self.device.memory_usage())
+    @property
+    def queued(self) -> Load:
+        """The load of all queued jobs."""
+        return self._queue.queued
+
+    def memory_usage(self) -> MemoryUsage:
+        """Returns this process's use of the device's memory."""
+        return self.device.memory_usage()
 
     @property
     def unfinished_flops(self) -> int:

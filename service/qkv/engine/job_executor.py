@@ -6,9 +6,9 @@ import asyncio
 from typing import Protocol
 
 from qkv.engine.admission import AdmissionController
+from qkv.engine.device.device import MemoryUsage
 from qkv.engine.work_queue import JobResult
 from qkv.jobs.job import Job
-from qkv.telemetry.metrics import Usage
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["JobExecutor"]
@@ -50,8 +50,8 @@ class JobExecutor(Protocol):
     def is_ready(self) -> bool:
         """True while jobs are accepted."""
 
-    def usage(self) -> Usage:
-        """Returns the size of this process's queue, and its use of the device's memory."""
+    def memory_usage(self) -> MemoryUsage:
+        """Returns this process's use of the device's memory."""
 
     def submit(
         self, job: Job, *, priority: int = 0, wait_s: float | None = None

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -188,12 +188,14 @@ class WorkQueue:
     Attributes:
         limit: as the argument.
         queued: the load of all queued jobs.
+        on_change: called with that load when it changes.
         throughput: estimate from the batches that ran; the engine adds them.
     """
 
     def __init__(self, limit: Load) -> None:
         self.limit = limit
         self.queued = Load()
+        self.on_change: Callable[[Load], None] = lambda _: None
         self.throughput = ThroughputEstimate()
         self._groups: dict[Hashable, deque[QueuedJob]] = defaultdict(deque)
         self._orders: dict[int, OrderedDict[QueuedJob, None]] = {
@@ -215,6 +217,7 @@ class WorkQueue:
         self._groups[queued_job.batch_key].append(queued_job)
         self._orders[queued_job.priority][queued_job] = None
         self.queued = self.queued.plus(load)
+        self.on_change(self.queued)
 
     def remove(self, queued_job: QueuedJob) -> bool:
         """Removes a job; returns False if it is not queued any more."""
@@ -225,6 +228,7 @@ class WorkQueue:
         if not group:
             del self._groups[queued_job.batch_key]
         self._discard(queued_job)
+        self.on_change(self.queued)
         return True
 
     def clear(self) -> list[QueuedJob]:
@@ -234,6 +238,7 @@ class WorkQueue:
         for order in self._orders.values():
             order.clear()
         self.queued = Load()
+        self.on_change(self.queued)
         return removed
 
     def find_oldest(self) -> QueuedJob | None:
@@ -266,6 +271,7 @@ class WorkQueue:
             self._discard(queued_job)
         if not group:
             del self._groups[oldest.batch_key]
+        self.on_change(self.queued)
         return batch
 
     def _discard(self, queued_job: QueuedJob) -> None:

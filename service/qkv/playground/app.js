@@ -105,6 +105,7 @@ const tensorList = createTensorList(
   },
   () => {
     state.example = null;
+    forgetView();
     applyState();
   },
   async (files) => checkpoint.take(await captured.take(files)),
@@ -135,12 +136,19 @@ const captured = createCapturedPanel(state, {
   announce,
 });
 
-/** Shows that the tensors are the user's, with a note. */
+/** Shows a note on new tensors. */
 function showOwn(note, className = "hint") {
+  forgetView();
   findById("labels").value = formatLabels(state.labels);
   findById("example").value = state.example ?? "";
   setText(findById("example-about"), note);
   findById("example-about").className = className;
+}
+
+/** Forgets the numbers of other tensors: their rows must not get the labels of the new ones. */
+function forgetView() {
+  view = null;
+  findById("table").lastElementChild.replaceChildren();
 }
 
 /** Updates the controls to the state, then runs. */

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,7 +28,7 @@ _ROW: Final = np.dtype(
         ("connections", "i8"),  # open connections
         ("ready", "?"),  # accepts requests or jobs
         ("was_ready", "?"),  # has accepted some since it started
-        ("usage", [(name, "i8") for name in Usage._fields]),  # as of its last heartbeat
+        ("usage", [(name, "i8") for name in Usage._fields]),
     ],
     align=True,
 )
@@ -187,21 +187,29 @@ class WorkerState:
         self._row = row
         # views, which are fast to assign
         self._busy_since, self._in_flight = row["busy_since"], row["in_flight"].data
+        usage = row["usage"]
+        self._queue = usage["queued_count"].data, usage["queued_bytes"].data
+        self._memory = [usage[name].data for name in Usage._fields[2:]]
 
-    async def run_heartbeat(self, usage: Callable[[], Usage] = Usage) -> None:
-        """Records heartbeats and the device's usage, until it is cancelled."""
+    async def run_heartbeat(self, memory: Callable[[], Iterable[int]] = tuple) -> None:
+        """Records heartbeats and the use of the device's memory, until it is cancelled."""
         while True:
             self.record_heartbeat()
-            self.set_usage(usage())
+            self.set_memory(memory())
             await asyncio.sleep(_HEARTBEAT_S)
 
     def record_heartbeat(self) -> None:
         """Records that the event loop runs."""
         self._row["heartbeat"] = _now()
 
-    def set_usage(self, usage: Usage) -> None:
-        """Sets the size of the queue and the use of the device's memory."""
-        self._row["usage"] = usage
+    def set_queue(self, load: tuple[int, int, int]) -> None:
+        """Sets the size of the queue: jobs, bytes and operations."""
+        self._queue[0][0], self._queue[1][0], _ = load
+
+    def set_memory(self, sizes: Iterable[int]) -> None:
+        """Sets the bytes of the device's memory: allocated, reserved and in total."""
+        for cell, size in zip(self._memory, sizes, strict=False):
+            cell[0] = size
 
     def set_busy(self, is_busy: bool) -> None:
         """Records that the device starts or ends a batch."""

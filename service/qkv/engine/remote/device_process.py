@@ -61,7 +61,7 @@ class DeviceProcess:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._is_ending.set)
         self._engine.start()
-        heartbeat = asyncio.create_task(self._worker.run_heartbeat(self._engine.usage))
+        heartbeat = asyncio.create_task(self._worker.run_heartbeat(self._engine.memory_usage))
         failure_watch = asyncio.create_task(self._end_on_failure())
         await self._engine.prepare(self._worker)
         loop.add_reader(self._parent_alive_fd, self._on_parent_exit)

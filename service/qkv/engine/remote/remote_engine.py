@@ -15,6 +15,7 @@ from functools import partial
 from typing import Final
 
 from qkv.engine.admission import AdmissionController
+from qkv.engine.device.device import MemoryUsage
 from qkv.engine.engine import DEFAULT_LIMIT
 from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.device_link import DeviceLink, LinkOwner, SubmittedJob
@@ -24,7 +25,6 @@ from qkv.engine.remote.shared_memory import WorkerRegion
 from qkv.engine.work_queue import JobResult, Load, ThroughputEstimate
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
-from qkv.telemetry.metrics import Usage
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
 __all__ = ["RemoteEngine"]
@@ -130,9 +130,9 @@ class RemoteEngine:
         """True while a device process accepts jobs and this engine is not stopping."""
         return bool(self._usable) and not self._closing
 
-    def usage(self) -> Usage:
-        """Returns zeros: the device processes count their queues."""
-        return Usage()
+    def memory_usage(self) -> MemoryUsage:
+        """Returns zeros: only the device processes use a device."""
+        return MemoryUsage()
 
     def run_inline(self, _job: Job) -> JobResult | None:
         """Returns None: no job runs in this process."""
