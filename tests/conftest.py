@@ -16,6 +16,7 @@ from support.browser import browser as browser
 from support.browser import modules as modules
 from support.browser import open_page as open_page
 from support.examples import register_profiles
+from support.folder_times import FolderTimes
 from support.processes import Process, running_command
 from support.ray_replicas import cluster as cluster
 from support.ray_replicas import end_ray
@@ -34,6 +35,12 @@ MARKERS: Final = {
     "installed": "install",
 }
 """Marker of a test by an expensive fixture that it uses, directly or indirectly."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds the table of seconds, once: not in the processes of xdist."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FolderTimes())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,10 +80,12 @@ def pytest_sessionstart() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> None:
-    """Sets two threads on any machine: bits may depend on their number."""
-    torch.set_num_threads(2)
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Uses one thread of torch, beside other test processes: small tensors are slower on more."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -159,12 +168,3 @@ def nothing_is_logged_as_an_error() -> Iterator[None]:
     yield
     logging.getLogger().removeHandler(handler)
     assert [(r.name, r.getMessage(), r.exc_info and r.exc_info[1]) for r in records] == []
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Uses one CPU thread: small tensors are slower on more, most of all beside other processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import threading
@@ -24,6 +25,7 @@ KINDS: Final = 60  # of shapes, dtypes and parameters
 OF_EACH: Final = 10
 
 
+@functools.cache
 def cases() -> list[Case]:
     """Requests in an order in which equal batch keys are both adjacent and far apart."""
     drawn = [random_case(kind, seed) for kind in range(KINDS) for seed in range(OF_EACH)]
@@ -34,8 +36,12 @@ def cases() -> list[Case]:
 
 
 HEAD: Final = b"POST /v1/attention/softmax HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
-CASES: Final = cases()
-BODIES: Final = [json.dumps(case.document | {"encoding": "base64"}).encode() for case in CASES]
+
+
+@functools.cache
+def bodies() -> list[bytes]:
+    """The cases as JSON with base64."""
+    return [json.dumps(case.document | {"encoding": "base64"}).encode() for case in cases()]
 
 
 @contextmanager
@@ -55,7 +61,7 @@ def ask(http: httpx.Client, body: bytes) -> Any:
 @pytest.fixture(scope="module")
 def alone(server: Server) -> list[Any]:
     """The outputs of each request, sent alone."""
-    return [ask(server.http, body)["outputs"] for body in BODIES]
+    return [ask(server.http, body)["outputs"] for body in bodies()]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +72,8 @@ def batching(_clean_environment: None) -> Iterator[Server]:
 
 
 def test_every_response_is_correct(alone: list[Any]) -> None:
-    assert len(CASES) == 600
-    for case, outputs in zip(CASES, alone, strict=True):
+    assert len(cases()) == 600
+    for case, outputs in zip(cases(), alone, strict=True):
         case.check(outputs)
 
 
@@ -77,7 +83,7 @@ def test_concurrent_requests_have_the_bits_of_single_ones(
 ) -> None:
     with open_client(server) as http, ThreadPoolExecutor(THREADS) as pool:
         for outputs, response in zip(
-            alone[::order], pool.map(lambda b: ask(http, b), BODIES[::order]), strict=True
+            alone[::order], pool.map(lambda b: ask(http, b), bodies()[::order]), strict=True
         ):
             assert response["outputs"] == outputs
             assert response["timing"]["batch_size"] == 1
@@ -87,16 +93,16 @@ def test_batched_requests_have_the_bits_of_single_ones(batching: Server, alone: 
     """The device is blocked while requests arrive, so that they are batched."""
     sizes: list[int] = []
     with open_client(batching) as http, ThreadPoolExecutor(THREADS) as pool:
-        for start in range(0, len(BODIES), THREADS):
+        for start in range(0, len(bodies()), THREADS):
             wave = slice(start, start + THREADS)
             with batching.hold():
-                futures = [pool.submit(ask, http, body) for body in BODIES[wave]]
+                futures = [pool.submit(ask, http, body) for body in bodies()[wave]]
                 batching.wait_until_queued(len(futures))
             responses = [future.result() for future in futures]
-            for case, outputs, response in zip(CASES[wave], alone[wave], responses, strict=True):
+            for case, outputs, response in zip(cases()[wave], alone[wave], responses, strict=True):
                 assert response["outputs"] == outputs, str(case)
             sizes += [response["timing"]["batch_size"] for response in responses]
-    assert len(sizes) == len(CASES)
+    assert len(sizes) == len(cases())
     assert max(sizes) >= 4  # four requests in a batch
     assert batching.queued_count == 0
 
@@ -106,14 +112,14 @@ def test_errors_and_disconnects_do_not_affect_other_requests(
     batching: Server, alone: list[Any]
 ) -> None:
     """Other requests fail, or their clients disconnect."""
-    some = range(0, len(BODIES), 5)
+    some = range(0, len(bodies()), 5)
     stop = threading.Event()
 
     def disturb(number: int) -> int:
         count = 0
         with httpx.Client(base_url=batching.url, timeout=TIMEOUT_S) as http:
             while not stop.is_set():
-                body = BODIES[(number + 7 * count) % len(BODIES)]
+                body = bodies()[(number + 7 * count) % len(bodies())]
                 if number % 2:
                     assert_problem(http.post("/v1/attention/softmax", content=body[:-9]), 400)
                 else:
@@ -126,7 +132,7 @@ def test_errors_and_disconnects_do_not_affect_other_requests(
         disturbing = [pool.submit(disturb, number) for number in range(4)]
         try:
             for i, response in zip(
-                some, pool.map(lambda i: ask(http, BODIES[i]), some), strict=True
+                some, pool.map(lambda i: ask(http, bodies()[i]), some), strict=True
             ):
                 assert response["outputs"] == alone[i]
         finally:

@@ -16,7 +16,7 @@ from support.minilm import SENTENCES, activations, embedding_of, layer_weights
 from support.tolerances import assert_within, bounds
 
 # the first test imports transformers, which takes 3 s
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 HEADS: Final = 12
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LENGTHS: Final = (1, 2, 7, 17, 65)  # 1, and both sides of a vector's width and of a chunk
 PAGE: Final = accuracy.PAGE.read_text()
 

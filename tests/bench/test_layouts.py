@@ -11,7 +11,7 @@ import torch
 from qkv.attention.layers import layout_catalogue
 from support.real_modules import CASES
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.representative

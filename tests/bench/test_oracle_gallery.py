@@ -14,8 +14,6 @@ from oracle_gallery_results import Row
 
 from support.paths import ROOT
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PAGE = oracle_gallery.PAGE.read_text()
 SHOWN = ("max-not-subtracted", "zero-keys-counted", "products-tf32", "gqa-tiled")
 

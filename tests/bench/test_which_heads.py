@@ -33,7 +33,6 @@ def rows_of(heading: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.representative
-@pytest.mark.usefixtures("one_thread")
 def test_command_writes_the_page_and_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,7 +57,6 @@ def test_page_says_what_made_it_and_shows_its_figures() -> None:
     assert which_heads.EXAMPLE in PAGE
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_closest_head_of_linear_attention_has_the_figures_of_the_page() -> None:
     """Computes them again from the formula, in float64, with the model's own queries and keys."""
     place, (error, variation, _, _, entropy, baseline_entropy) = next(
@@ -95,7 +93,6 @@ def assert_printed(printed: Sequence[str], numbers: Sequence[float]) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 6])
-@pytest.mark.usefixtures("one_thread")
 def test_six_closest_heads_of_taylor_attention_have_the_effect_on_the_page(k: int) -> None:
     """Computes it again with one sentence after the other, without padding."""
     places = [tuple(map(int, place.split(", "))) for place in list(rows_of("taylor:"))[:k]]

@@ -16,8 +16,6 @@ from qkv.testing import FAMILIES
 from qkv.testing.case_spec import CaseSpec
 from support.commands import error_of, invoke, one_error, read_tensors, stdout_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEEP = ("--family", "steep", "--seed", 7, "--dtype", "bfloat16", "--sizes", "L=8,S=12,H=2")
 
 

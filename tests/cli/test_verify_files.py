@@ -14,8 +14,6 @@ from qkv.testing.case_spec import CaseSpec
 from qkv.testing.truth import find_truth
 from support.commands import error_of, invoke, stdout_of, write_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = ("--sizes", "L=6,S=9,D=4")
 
 

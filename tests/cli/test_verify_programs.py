@@ -19,8 +19,6 @@ from support.compiled_kernel import kernel as kernel
 from support.processes import Process, wait_until
 from support.terminals import open_terminal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 QUICK = ("--dtype", "float32", "--families", "normal,more keys")
 
 

@@ -31,8 +31,6 @@ from support.pretended_device import PretendedDevice, faults, live_tensors
 from support.processes import TIMEOUT_S
 from support.raw_connection import random_inputs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SEEDS: Final = range(8, 18)
 
 

@@ -18,8 +18,6 @@ from support.engines import CPU, LIMITS, new_job
 from support.minilm import Activations, activations, layer_weights
 from support.pretended_device import PretendedDevice, counting
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAMES: Final = ("softmax", "sigmoid", "linear", "efficient", "taylor", "linformer")
 LEAST_SHARE: Final = 0.95
 

@@ -16,8 +16,6 @@ from qkv.models.calls import Calls
 from support.attention_calls import make_call, padding_mask
 from support.captured_models import FAMILIES, build
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def captured(name: str, implementation: str = "eager") -> Calls:
     with qkv.capture(build(name, implementation)) as calls, torch.no_grad():

@@ -13,7 +13,6 @@ from qkv.models import call_figure
 from qkv.models.variant_signature import variant_run
 from support.attention_calls import make_call, padding_mask
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = ["the", "dog", "saw", "it", "pad1", "pad2"]
 
 

@@ -21,7 +21,6 @@ from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls, Missed
 from support.attention_calls import calls_of, make_call, padding_mask
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TENSORS = ("query", "key", "value", "output", "mask", "sinks")
 
 

@@ -26,8 +26,6 @@ from support.captured_models import (
     state_of,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def _flex_attention_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -17,7 +17,6 @@ from qkv.models.capture import CaptureWarning
 from qkv.models.interceptor import Interceptor
 from qkv.models.model_call import CallOutput, ModelCall, RunOriginal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 F = nn.functional
 
 

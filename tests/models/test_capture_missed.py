@@ -17,7 +17,6 @@ from qkv.models.capture import CaptureWarning
 from support.captured_models import HEADS, WIDTH, PlainAttention
 from support.small_modules import NanoGPT
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 F = nn.functional
 
 

@@ -21,8 +21,6 @@ from support.captured_models import (
     state_of,
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("layers", [["nothing"], ["model.layers.7"], "model.layers.0"])
 def test_unknown_layer_is_an_error_by_name(layers: Any) -> None:

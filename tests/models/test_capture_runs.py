@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import qkv
 from support.captured_models import FAMILIES, LENGTH, WIDTH, PlainAttention, build, state_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW_TOKENS: Final = 4
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import qkv
 from support.captured_models import FAMILIES, WIDTH, PlainAttention, build, state_of
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_two_models_captured_in_one_thread_are_apart() -> None:

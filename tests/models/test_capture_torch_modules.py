@@ -11,8 +11,6 @@ from torch import Tensor, nn
 import qkv
 from support.captured_models import state_of, tensors_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 M: Final = 16
 HEADS: Final = 4
 

@@ -31,7 +31,6 @@ from support.attention_calls import (
 from support.peak_memory import needs_proc, peaks
 from support.service import Server
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 EPS = torch.finfo(torch.float64).eps
 ROUNDING = 1000 * EPS  # a few hundred operations
 

@@ -17,8 +17,6 @@ from qkv.models.masks import Part, parts_of, whole_of
 from support.captured_models import FAMILIES, LENGTH, build
 from support.examples import examples
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 _LOWEST: Final = torch.finfo(torch.float32).min
 
 

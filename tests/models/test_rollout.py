@@ -17,7 +17,6 @@ from qkv.models.calls import Calls, Missed
 from support.attention_calls import calls_of, linear_rows, make_call, padding_mask, softmax_rows
 from support.peak_memory import needs_proc, peaks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROUNDING = 1000 * torch.finfo(torch.float64).eps
 LAYERS = 3
 

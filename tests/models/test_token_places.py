@@ -16,7 +16,6 @@ from qkv.models.calls import Calls
 from qkv.models.capture import CaptureWarning
 from support.captured_models import WIDTH, PlainAttention, tensors_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 F = nn.functional
 LENGTH = 7
 _SHARED = {

@@ -385,49 +385,63 @@ def header_of(**tensors: dict[str, Any]) -> bytes:
     return json.dumps(tensors).encode()
 
 
-WRONG: Final[dict[str, tuple[str, bytes, str]]] = {
-    "pickle": (
-        "model.pt",
-        b"PK\x03\x04" + bytes(99),
-        "torch.load('model.pt', weights_only=True, map",
-    ),
-    "text": ("a.safetensors", b"hello, world", "this is not a safetensors file"),
-    "short": ("a.safetensors", b"12", "this is not a safetensors file"),
-    "empty": ("a.safetensors", b"", "this is not a safetensors file"),
-    "long header": (
-        "a.safetensors",
-        struct.pack("<Q", 100_000_001) + b"{}",
-        "the format allows 100000000",
-    ),
-    "large header": (
-        "a.safetensors",
-        file_with(header_of(a=entry(1)).ljust(17 * 2**20), bytes(4)),
-        "takes 17 MiB, and this page reads at most 16 MiB: save the attention layers that you need",
-    ),
-    "many tensors": (
-        "a.safetensors",
-        file_with(json.dumps({f"{i}": entry(0) for i in range(65537)}).encode()),
-        "there are 65537 tensors, and this page reads 65536: save the attention layers",
-    ),
-    "cut header": ("a.safetensors", struct.pack("<Q", 99) + b"{}", "is cut off inside its header"),
-    "cut data": ("a.safetensors", file_with(header_of(a=entry(8, 8))), "it is cut off"),
-    "no JSON": ("a.safetensors", file_with(b"{nope}"), "the header of this .safetensors is not"),
-    "wrong entry": ("a.safetensors", file_with(b'{"a": 1}'), "invalid shape or invalid offsets"),
-    "no layers": (
-        "a.safetensors",
-        file_with(header_of(a=entry(2)), bytes(8)),
-        'No attention layers found among 1 tensors, such as "a"',
-    ),
-    "no tensors": ("a.safetensors", file_with(b"{}"), "has no tensors"),
-    "index": ("model.safetensors.index.json", b"{}", "choose the .safetensors files beside it"),
-    "config": ("config.json", b'{"model_type": "gpt2"}', "choose the .safetensors file too"),
-    "other JSON": ("config.json", b'{"a": 1}', "no configuration of a model"),
-}
+def wrong_files() -> dict[str, tuple[str, bytes, str]]:
+    """Returns the name, the content and the message of files that cannot be read."""
+    return {
+        "pickle": (
+            "model.pt",
+            b"PK\x03\x04" + bytes(99),
+            "torch.load('model.pt', weights_only=True, map",
+        ),
+        "text": ("a.safetensors", b"hello, world", "this is not a safetensors file"),
+        "short": ("a.safetensors", b"12", "this is not a safetensors file"),
+        "empty": ("a.safetensors", b"", "this is not a safetensors file"),
+        "long header": (
+            "a.safetensors",
+            struct.pack("<Q", 100_000_001) + b"{}",
+            "the format allows 100000000",
+        ),
+        "large header": (
+            "a.safetensors",
+            file_with(header_of(a=entry(1)).ljust(17 * 2**20), bytes(4)),
+            "takes 17 MiB, and this page reads at most 16 MiB: save the attention layers",
+        ),
+        "many tensors": (
+            "a.safetensors",
+            file_with(json.dumps({f"{i}": entry(0) for i in range(65537)}).encode()),
+            "there are 65537 tensors, and this page reads 65536: save the attention layers",
+        ),
+        "cut header": (
+            "a.safetensors",
+            struct.pack("<Q", 99) + b"{}",
+            "is cut off inside its header",
+        ),
+        "cut data": ("a.safetensors", file_with(header_of(a=entry(8, 8))), "it is cut off"),
+        "no JSON": (
+            "a.safetensors",
+            file_with(b"{nope}"),
+            "the header of this .safetensors is not",
+        ),
+        "wrong entry": (
+            "a.safetensors",
+            file_with(b'{"a": 1}'),
+            "invalid shape or invalid offsets",
+        ),
+        "no layers": (
+            "a.safetensors",
+            file_with(header_of(a=entry(2)), bytes(8)),
+            'No attention layers found among 1 tensors, such as "a"',
+        ),
+        "no tensors": ("a.safetensors", file_with(b"{}"), "has no tensors"),
+        "index": ("model.safetensors.index.json", b"{}", "choose the .safetensors files beside it"),
+        "config": ("config.json", b'{"model_type": "gpt2"}', "choose the .safetensors file too"),
+        "other JSON": ("config.json", b'{"a": 1}', "no configuration of a model"),
+    }
 
 
 def test_wrong_file_has_a_readable_message(open_page: Open, server: Server, tmp_path: Path) -> None:
     page = wait_until_drawn(open_page(server.url))
-    for kind, (name, content, message) in WRONG.items():
+    for kind, (name, content, message) in wrong_files().items():
         folder = tmp_path / kind
         folder.mkdir()
         (folder / name).write_bytes(content)

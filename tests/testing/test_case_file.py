@@ -22,8 +22,6 @@ from qkv.testing.judgement import expected_shapes, judge
 from qkv.wire import json, safetensors
 from qkv.wire.message import Message
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def drawn(spec: CaseSpec) -> Message:
     return CaseFile(spec, spec.draw()).to_message()

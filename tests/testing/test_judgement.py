@@ -15,8 +15,6 @@ from qkv.testing.case_spec import CaseSpec
 from qkv.testing.judgement import judge
 from qkv.testing.truth import find_truth
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def right_results(call: Call) -> dict[str, Tensor]:
     """Returns the exact output and gradients, rounded to the dtype of the call."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from qkv.testing import verify
 from support.flash_kernel import Attention, flash_kernel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FAST: dict[str, Any] = {"dtype": "float32", "gradients": False}
 BUGS: list[tuple[str, str, dict[str, Any]]] = [
     ("scale-missing", "scale-missing", {}),

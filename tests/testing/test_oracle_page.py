@@ -22,8 +22,6 @@ from support.compiled_kernel import Command
 from support.compiled_kernel import kernel as kernel
 from support.paths import ROOT
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FLAGS = re.MULTILINE | re.DOTALL
 PAGE = (ROOT / "docs/oracle.md").read_text()
 

@@ -18,8 +18,6 @@ from support.compiled_kernel import Command
 from support.compiled_kernel import kernel as kernel
 from support.processes import wait_until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NORMAL = CaseSpec("softmax", sizes={"B": 1, "H": 1, "L": 2, "S": 2, "D": 2})
 
 

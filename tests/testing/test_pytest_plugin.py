@@ -16,7 +16,6 @@ from support.plugin_runs import KERNELS, QUICK, Run, one_test
 from support.plugin_runs import run as run
 
 pytest_plugins = ["pytester"]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_marker_makes_a_test_of_each_dtype_of_verify(run: Run) -> None:

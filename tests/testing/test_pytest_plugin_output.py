@@ -13,7 +13,6 @@ from support.plugin_runs import QUICK, Run, one_test, summary
 from support.plugin_runs import run as run
 
 pytest_plugins = ["pytester"]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_failure_shows_the_report_once_and_no_code_of_qkv(run: Run) -> None:

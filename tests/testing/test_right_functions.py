@@ -10,8 +10,6 @@ from qkv.testing import verify
 from support.flash_kernel import Attention
 from support.right_functions import right_functions
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FUNCTIONS = dict(right_functions())
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
 CAUSAL: dict[str, Any] = {"causal": True, "query_offset": "end"}

@@ -10,8 +10,6 @@ from qkv.testing import verify
 from support.right_draws import DTYPES, RightDraw
 from support.wrong_gradients import WRONG_GRADIENTS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("seed", range(20))
 def test_right_function_with_gradients_passes_and_is_not_accused(seed: int) -> None:

@@ -21,8 +21,6 @@ from qkv.testing.plain_softmax import evaluate
 from qkv.testing.truth import find_truth
 from support.flash_kernel import flash_kernel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 QUICK: dict[str, Any] = {"dtype": "float32", "families": ["normal"], "gradients": False}
 
 

@@ -9,7 +9,7 @@ import { createDifferencePanel } from "./compare/weights_difference.js";
 import { createRequestPanel } from "./copy/request_panel.js";
 import { debounce, findById, setText } from "./dom.js";
 import { clearProblems, showProblem } from "./error_messages.js";
-import { createTerm, listenToTerms } from "./glossary.js";
+import { listenToTerms } from "./glossary.js";
 import { EXAMPLES, findExample } from "./inputs/examples.js";
 import { formatLabels, matchLabels, parseLabels } from "./inputs/labels.js";
 import { createControls, showCausalNote } from "./inputs/parameter_form.js";
@@ -24,7 +24,7 @@ import { outputMatrix, weightsMatrix } from "./weights/heatmap_data.js";
 import { createReadout } from "./weights/heatmap_readout.js";
 import { createRowSelection } from "./weights/row_selection.js";
 import { buildRequest, fetchView, heatmapBody } from "./weights/weights_request.js";
-import { fillWeightsTable } from "./weights/weights_table.js";
+import { showWeightsTable } from "./weights/weights_table.js";
 
 const state = {
   variants: new Map(),
@@ -105,7 +105,6 @@ const tensorList = createTensorList(
   },
   () => {
     state.example = null;
-    forgetView();
     applyState();
   },
   async (files) => checkpoint.take(await captured.take(files)),
@@ -136,19 +135,12 @@ const captured = createCapturedPanel(state, {
   announce,
 });
 
-/** Shows a note on new tensors. */
+/** Shows that the tensors are the user's, with a note. */
 function showOwn(note, className = "hint") {
-  forgetView();
   findById("labels").value = formatLabels(state.labels);
   findById("example").value = state.example ?? "";
   setText(findById("example-about"), note);
   findById("example-about").className = className;
-}
-
-/** Forgets the numbers of other tensors: their rows must not get the labels of the new ones. */
-function forgetView() {
-  view = null;
-  findById("table").lastElementChild.replaceChildren();
 }
 
 /** Updates the controls to the state, then runs. */
@@ -195,8 +187,10 @@ function chooseVariant(name) {
   applyState();
 }
 
-/** Stops the current or waiting run, which is out of date. The page is busy until the next. */
+/** Forgets the current or waiting run, which is out of date. The page is busy until the next. */
 function expectRun() {
+  view = null; // its numbers must not get the labels of the next
+  showWeightsTable(null);
   runDebounced.cancel();
   running?.abort();
   running = new AbortController();
@@ -249,7 +243,7 @@ function draw() {
     const matrix = weightsMatrix(view, state.head, state.labels);
     map.show(matrix);
     showHeads(view.weights, state.head);
-    if (findById("table").open) fillWeightsTable(findById("table").lastElementChild, matrix);
+    showWeightsTable(matrix);
     rowSelection.draw(view);
   }
   output.show(outputMatrix(view, state.head, state.labels));
@@ -274,7 +268,6 @@ function listen() {
     event.preventDefault();
     run();
   });
-  findById("table").addEventListener("toggle", () => draw());
 }
 
 function start() {
@@ -286,7 +279,6 @@ function start() {
   for (const part of document.querySelectorAll("form details")) part.open = !isNarrow;
   listen();
   listenToTerms();
-  findById("symbols").append(createTerm("Symbols"));
   const options = EXAMPLES.map(({ id, title }) => new Option(title, id));
   findById("example").append(...options, new Option("Your own…", ""));
   loadCatalogue();

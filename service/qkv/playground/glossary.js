@@ -1,6 +1,6 @@
 // Explains the terms of the page in tooltips, on hover, on focus and for screen readers.
 
-import { h } from "./dom.js";
+import { findById, h } from "./dom.js";
 
 const TERMS = {
   stochastic: "No weight is negative, and each row of weights sums to 1.",
@@ -89,6 +89,7 @@ export function listenToTerms() {
     if (termOf(event)) timer = setTimeout(hide, HIDE_DELAY_MS);
   };
   document.body.append(tooltip);
+  findById("symbols").append(createTerm("Symbols"));
   for (const name of ["pointerover", "focusin", "click"]) document.addEventListener(name, show);
   for (const name of ["pointerout", "focusout"]) document.addEventListener(name, hideSoon);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());

@@ -16,7 +16,7 @@ from support.service import Server
 from support.small_modules import MetaAttention
 
 # building the models imports transformers and timm, which takes seconds
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 FULL_HEADS: Final = {"mha", "gpt2", "nanogpt", "bloom", "neox", "vit"}
 ONE_MATRIX: Final = {"gpt2", "nanogpt", "phi3", "bloom", "neox", "falcon", "vit"}

@@ -14,7 +14,7 @@ from support.real_modules import find
 from support.service import Server
 
 # building the models imports transformers and timm, which takes seconds
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 MATRICES: Final = {
     "mha": ("in_proj_weight", "out_proj.weight"),

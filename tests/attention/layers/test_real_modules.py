@@ -14,7 +14,7 @@ from support.real_modules import CASES, find
 from support.service import Server
 
 # building the models imports transformers and timm, which takes seconds
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

@@ -29,8 +29,6 @@ from support.remote_service import (
     wait_until_free,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def counts(fixture: Service) -> list[int]:
     """Returns the number of queued jobs of each device process."""

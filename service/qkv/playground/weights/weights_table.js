@@ -1,17 +1,27 @@
 // Shows the weights as a table, for screen readers and for exact numbers.
 
-import { formatFixed, formatNumber, h } from "../dom.js";
+import { findById, formatFixed, formatNumber, h } from "../dom.js";
 
 const MAX_COLUMNS = 24;
 const MAX_ROWS = 256;
 
 /**
- * Fills the table: all weights if there are few columns, otherwise the largest of each row.
+ * Shows the table while it is open: all weights if there are few columns, otherwise the largest of
+ * each row.
  *
- * @param {HTMLElement} root
- * @param {Object} matrix of the heat map, with its bars
+ * @param {Object|null} matrix of the heat map, with its bars; null: the table is empty
  */
-export function fillWeightsTable(root, matrix) {
+export function showWeightsTable(matrix) {
+  const details = findById("table");
+  const root = details.lastElementChild;
+  details.ontoggle = () => {
+    if (details.open && matrix) fillTable(root, matrix);
+  };
+  if (!matrix) root.replaceChildren();
+  details.ontoggle();
+}
+
+function fillTable(root, matrix) {
   const { rows, cols, numbers, rowName, colName, rowBars } = matrix;
   const showsAll = cols <= MAX_COLUMNS;
   const columns = Array.from({ length: cols }, (_, col) => col);
