@@ -32,7 +32,7 @@ _KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, sectio
 _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
-_HOST: Final = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]|\*")
+_HOST: Final = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*|\[[0-9a-f:.]+\]|\*")
 
 _LEAST_SECRET: Final = 32  # characters: 128 bits, if they are random hexadecimal digits
 

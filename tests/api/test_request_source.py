@@ -102,6 +102,7 @@ def test_safe_methods_need_no_origin(local: Server) -> None:
     "host",
     [
         *("localhost", "LocalHost:8000", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "a.localhost"),
+        *("localhost:", "localhost.", "attention.example.:443"),
         *("attention.example", "attention.example:443", "ATTENTION.example", "[fd00::1]:8000"),
     ],
 )

@@ -112,6 +112,7 @@ def refuses(host: str, port: int) -> bool:
         ((), {"QKV_THREADS": "1.5"}, ["QKV_THREADS", "1.5"]),
         ((), {"QKV_READ_TIMEOUT_S": "inf"}, ["QKV_READ_TIMEOUT_S", "inf", "finite"]),
         ((), {"QKV_ALLOWED_HOSTS": "a.example:80"}, ["QKV_ALLOWED_HOSTS", "without a port"]),
+        ((), {"QKV_ALLOWED_HOSTS": ".example"}, ["QKV_ALLOWED_HOSTS", "'.example'"]),
         ((), {"QKV_WORKER": "3"}, ["QKV_WORKER is", "QKV_WORKERS?"]),
         ((), {"qkv_max_bodybytes": "3"}, ["qkv_max_bodybytes", "QKV_MAX_BODY_BYTES?"]),
         (

@@ -13,8 +13,9 @@ from typing import Final
 import httpx
 import pytest
 
-from qkv.engine.admission import Admission
+from qkv.engine.admission import Admission, AdmissionController
 from qkv.engine.work_queue import Load
+from qkv.errors import ServiceUnavailable
 from qkv.jobs.convert import convert_message
 from qkv.jobs.job import Job
 from qkv.wire.message import Message
@@ -257,3 +258,15 @@ def test_bodies_count_only_while_they_are_received(
         lambda: admission.incoming == Load()
     )  # the client disconnects before the end of the body
     assert in_flight_count(server) == 0
+
+
+def test_request_counts_while_its_work_waits_and_a_slow_body_does_not() -> None:
+    controller = AdmissionController(Load(8, 1000, 1), Load, lambda _: 1)
+    controller.body_timeout_s = -1e-3
+    slow = controller.admit(900)
+    with controller.admit(900) as received:
+        assert slow not in controller.admissions
+        received.is_received = True
+        with pytest.raises(ServiceUnavailable):
+            controller.admit(900)
+    controller.admit(900)

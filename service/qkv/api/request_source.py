@@ -7,6 +7,7 @@ resolves to this machine makes the service part of the page's origin (DNS rebind
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Final
 
@@ -54,7 +55,7 @@ class SourceRules:
         if bound is not None:
             names.add(f"[{bound_host}]" if ":" in bound_host else bound_host.lower())
             names.update([f"{name}:{bound[1]}" for name in names])  # found without parsing
-        self._hosts = frozenset(name.encode("idna") for name in names)
+        self._hosts = frozenset(name.encode("latin-1", "replace") for name in names)
 
     def find_error(self, scope: Scope) -> Forbidden | None:
         """Returns the error of a request that must be refused; None if it may run."""
@@ -79,12 +80,10 @@ class SourceRules:
     def _is_served(self, host: bytes | None, scope: Scope) -> bool:
         if self._serves_any_host or host is None or host in self._hosts:  # HTTP/1.0 needs no Host
             return True
-        name, _, port = host.rpartition(b":")
-        if not port.isdigit():
-            name = host
-        if name in self._hosts:
-            return True
-        name = name.lower()
+        name, colon, port = host.lower().rpartition(b":")
+        if not colon or (port and not port.isdigit()):
+            name = host.lower()
+        name = name.removesuffix(b".")
         return name in self._hosts or _is_of_this_machine(name.decode("latin-1"), scope)
 
     def _is_allowed(self, origin: bytes | None, site: bytes | None, host: bytes | None) -> bool:
@@ -137,8 +136,12 @@ def _is_of_this_machine(name: str, scope: Scope) -> bool:
         address = ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
         return False
+    if address.is_loopback:
+        return True
     server = scope.get("server")
-    return address.is_loopback or (server is not None and str(address) == server[0])
+    with suppress(ValueError):  # a socket for both versions of IP has ::ffff:10.0.0.5
+        return server is not None and address == ip_address(server[0].removeprefix("::ffff:"))
+    return False
 
 
 def _is_origin_of(origin: bytes, host: bytes) -> bool:

@@ -68,10 +68,12 @@ class WorkThreads:
             raise ServiceUnavailable(text, retry_after=_RETRY_AFTER_S)
         deadline = None if wait_s is None else received_at + wait_s
         self._accepted += 1
+        pending = asyncio.ensure_future(self._run(deadline, work))
         try:
-            pending = asyncio.ensure_future(self._run(deadline, work))
             return await cancel_on_disconnect(request, pending)
         finally:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)  # until its thread is free
             self._accepted -= 1
 
     async def _run(self, deadline: float | None, work: Work[_T]) -> _T:

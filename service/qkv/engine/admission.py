@@ -80,7 +80,7 @@ class AdmissionController:
         now = time.perf_counter()
         for admission in list(self.admissions):
             allowed_s = self.body_timeout_s + admission.load.bytes / _MIN_BYTES_PER_S
-            if now - admission.admitted_at > allowed_s:
+            if not admission.is_received and now - admission.admitted_at > allowed_s:
                 admission.release()
 
 
@@ -94,10 +94,12 @@ class Admission:
     Attributes:
         load: the load that it counts as.
         admitted_at: time of admission, by `time.perf_counter`.
+        is_received: its body is here, and its work is not done; it counts until then.
     """
 
     def __init__(self, controller: AdmissionController, load: Load) -> None:
         self._controller, self.load, self.admitted_at = controller, load, time.perf_counter()
+        self.is_received = False
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
@@ -69,8 +70,8 @@ class BoundedCache(Generic[_T]):
     def __init__(self, size: int, max_bytes: int) -> None:
         self._size, self._max_bytes = size, max_bytes
         self.held_bytes = 0
-        self._values: dict[Hashable, _T] = {}  # the order is that of the last uses
-        self._bytes: dict[Hashable, int] = {}  # of each value
+        # with the bytes of each; the order is that of the last uses
+        self._values: OrderedDict[Hashable, tuple[_T, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -79,10 +80,10 @@ class BoundedCache(Generic[_T]):
     def get(self, key: Hashable) -> _T | None:
         """Returns the value of a key; None if it is not there."""
         with self._lock:
-            value = self._values.pop(key, None)
-            if value is not None:
-                self._values[key] = value
-        return value
+            if (found := self._values.get(key)) is None:
+                return None
+            self._values.move_to_end(key)  # and keep the key that was counted
+        return found[0]
 
     def put(self, key: Hashable, value: _T, held_bytes: int) -> None:
         """Adds a value, unless it is too large; drops those that were not used for longest.
@@ -95,13 +96,12 @@ class BoundedCache(Generic[_T]):
         if held_bytes * _MAX_PART > self._max_bytes:
             return
         with self._lock:
-            self._values[key] = value
-            self.held_bytes += held_bytes - self._bytes.get(key, 0)
-            self._bytes[key] = held_bytes
+            _, before = self._values.pop(key, (None, 0))
+            self._values[key] = value, held_bytes
+            self.held_bytes += held_bytes - before
             while len(self._values) > self._size or self.held_bytes > self._max_bytes:
-                oldest = next(iter(self._values))
-                del self._values[oldest]
-                self.held_bytes -= self._bytes.pop(oldest)
+                _, (_, dropped) = self._values.popitem(last=False)
+                self.held_bytes -= dropped
 
 
 class Plan:

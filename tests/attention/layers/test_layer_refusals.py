@@ -168,3 +168,22 @@ def test_layer_of_a_named_layout_is_found_below_any_module(server: Server) -> No
     response = attend(server, state, layout="neox", heads=2)
     assert response.status_code == 200, response.text
     assert response.json()["layer"]["prefix"] == "my.block"
+
+
+@pytest.mark.parametrize("size", [3, 17, 64])
+@pytest.mark.parametrize(
+    ("layout", "weight"),
+    [
+        *(("nanogpt", "c_attn"), ("vit", "qkv"), ("phi3", "qkv_proj"), ("gpt2", "c_attn")),
+        *(("neox", "query_key_value"), ("bloom", "query_key_value"), ("falcon", "query_key_value")),
+    ],
+)
+def test_bias_of_a_fused_matrix_has_its_size(
+    server: Server, layout: str, weight: str, size: int
+) -> None:
+    rows = (8, 24) if layout == "gpt2" else (24, 8)
+    state = drawn(**{f"{weight}__weight": rows, f"{weight}__bias": (size,)})
+    response = attend(server, state, layout=layout, heads=2, kv_heads=2)
+    assert f"{weight}.bias" in assert_problem(response, 422)["detail"]
+    body = {"from": layout, "to": "v2", "heads": 2, "tensors": encoded(state)}
+    assert_problem(server.http.post("/v1/convert", json=body), 422)

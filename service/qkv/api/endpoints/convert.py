@@ -39,6 +39,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
             received = await read_message(
                 request, "tensors", settings.max_body_bytes, admission.grow
             )
+            admission.is_received = True
             admission.grow(working_bytes(received.message))
             codec = received.response_codec
 

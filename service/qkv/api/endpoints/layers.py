@@ -40,7 +40,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         wait_s = job_runner.deadline_of(request)
         with job_runner.admit(request) as admission:
             body = await read_body(request, limit, json.aligned_offset, admission.grow)
-            received_at = time.perf_counter()
+            received_at, admission.is_received = time.perf_counter(), True
 
             def work(raise_if_stopped: Callable[[], None]) -> bytes:
                 layers = list_layers(bytes(body), raise_if_stopped)

@@ -45,6 +45,7 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         wait_s = job_runner.deadline_of(request)
         with job_runner.admit(request) as admission:
             received = await read_message(request, "outputs", limit, admission.grow)
+            admission.is_received = True
             work = _work(request, variant, received, signer)
             # admitted until the end: the tensors of the request stay in memory while it waits
             return await threads.run(request, received.received_at, wait_s, lambda _: work())

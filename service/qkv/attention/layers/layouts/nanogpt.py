@@ -27,8 +27,9 @@ def recognizes(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def read(sent: SentTensors) -> Weights:
     """Reads the layout's tensors."""
+    weights_OI = sent.thirds("c_attn.weight")
     return named(
-        **fused(sent.thirds("c_attn.weight"), sent.vector("c_attn.bias")),
+        **fused(weights_OI, sent.vector("c_attn.bias", sum(map(len, weights_OI)))),
         output=sent.optional_pair("c_proj"),
     )
 

@@ -33,7 +33,7 @@ def read(sent: SentTensors) -> Weights:
         )
     parts = [H * D, (H + G) * D]
     return named(
-        **fused(np.split(weight_OI, parts), sent.vector("qkv_proj.bias"), parts),
+        **fused(np.split(weight_OI, parts), sent.vector("qkv_proj.bias", len(weight_OI)), parts),
         output=sent.optional_pair("o_proj"),
     )
 

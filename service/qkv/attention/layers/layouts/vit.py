@@ -33,8 +33,9 @@ def read(sent: SentTensors) -> Weights:
     for name, what in (("gate.weight", "a gate"), ("norm.weight", "a norm")):
         if name in sent:
             raise sent.error(name, f"is not supported: it is {what} before the output projection")
+    weights_OI = sent.thirds("qkv.weight")
     return named(
-        **fused(sent.thirds("qkv.weight"), sent.vector("qkv.bias")),
+        **fused(weights_OI, sent.vector("qkv.bias", sum(map(len, weights_OI)))),
         output=sent.optional_pair("proj"),
     )
 
