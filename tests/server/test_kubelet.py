@@ -31,7 +31,6 @@ def roll(updates: int, seed: int) -> tuple[Seen, list[str]]:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.representative
 def test_rolling_update_loses_and_refuses_no_request() -> None:
     seen, faults = roll(updates=1, seed=0)
     assert seen.faults == []

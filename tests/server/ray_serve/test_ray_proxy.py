@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ray_cluster import RayCluster
 
 
-@pytest.mark.representative
 def test_clients_are_answered_through_the_proxy(ray_url: str) -> None:
     inputs, long = numbers(), np.ones((1, 2, 512, 8), np.float32)
     with Client(ray_url, retries=0) as client:
