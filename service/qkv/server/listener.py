@@ -23,6 +23,13 @@ __all__ = ["has_pending", "listen", "reject_pending", "stop_accepting"]
 _BACKLOG: Final = 2048
 _MAX_REJECTED: Final = 64  # per call, since clients may reconnect at once for ever
 _SO_ATTACH_FILTER: Final = 26  # of Linux's asm-generic/socket.h; Python has no name for it
+_DROP_SYNS: Final = (  # BPF: code, jumps if true and false, operand
+    (0x30, 0, 0, 13),  # load the byte of flags in the TCP header, RFC 9293, section 3.1
+    (0x54, 0, 0, 0x12),  # keep SYN and ACK
+    (0x15, 0, 1, 0x02),  # a SYN without ACK
+    (0x06, 0, 0, 0),  # is dropped
+    (0x06, 0, 0, 0xFFFFFFFF),  # another packet passes whole
+)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,13 +54,16 @@ def stop_accepting(listening: socket.socket) -> None:
     """Drops new SYNs; connections already in the backlog can still be accepted.
 
     Closing a socket resets the connections in its backlog; emptying the backlog first leaves a gap
-    before the close. A packet filter that drops everything (socket(7), SO_ATTACH_FILTER) closes the
-    gap. The kernel ignores a SYN; its repetition a second later meets a closed socket, which
-    refuses it. On systems other than Linux the gap stays.
+    before the close. A packet filter that drops SYNs (socket(7), SO_ATTACH_FILTER) closes the gap.
+    Their repetition a second later meets a closed socket, which refuses them. The ACK that ends a
+    handshake passes: without it, the client would write to a connection that is reset later. On
+    systems other than Linux the gap stays.
     """
     if sys.platform == "linux":
-        drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
-        program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+        drop_syns = ctypes.create_string_buffer(
+            b"".join(struct.pack("HBBI", *x) for x in _DROP_SYNS)
+        )
+        program = struct.pack("HL", len(_DROP_SYNS), ctypes.addressof(drop_syns))
         with contextlib.suppress(OSError):  # some sandboxes lack the option
             listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
