@@ -136,7 +136,7 @@ _SUMS: Final = frozenset({
 """Operations that add, multiply or move numbers: those of the sizes give the size."""
 
 _RULES: Final[Mapping[str, Callable[..., Any]]] = {
-    "add": _added, "sub": _added, "div": _quotient, "copy": _copied, "sum": _sum,
+    "add": _added, "sub": _added, "rsub": _added, "div": _quotient, "copy": _copied, "sum": _sum,
     "exp": _exponential, "_softmax": _softmax, "_softmax_backward_data": _slope_of_softmax,
     "abs": lambda sizes, x: sizes.of(x),
     "nan_to_num": lambda sizes, x, *to: sizes.of(x).nan_to_num(*to),
