@@ -36,14 +36,13 @@ serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for ano
 
 # Two processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
-EXPENSIVE = (process or browser or install or slow) and not representative
 
 test: .venv/.installed ## run most tests, some of every kind, in five to ten minutes
-	@$(PYTEST) -m "not ($(EXPENSIVE))" --hypothesis-profile=fast $(ARGS)
+	@$(PYTEST) --part quick --hypothesis-profile=fast $(ARGS)
 
 # Property tests run here again, with all their examples.
 test-rest: .venv/.installed ## run the other tests and all examples, in about half an hour
-	@$(PYTEST) -m "hypothesis or ($(EXPENSIVE))" $(ARGS)
+	@$(PYTEST) --part rest $(ARGS)
 
 test-all: .venv/.installed ## run every test with all examples, in about half an hour
 	@$(PYTEST) $(ARGS)

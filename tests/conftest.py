@@ -18,6 +18,7 @@ from support.browser import open_page as open_page
 from support.examples import register_profiles
 from support.folder_times import FolderTimes
 from support.processes import Process, running_command
+from support.quick_tests import PARTS, part_of
 from support.ray_replicas import cluster as cluster
 from support.ray_replicas import end_ray
 from support.ray_replicas import ray_url as ray_url
@@ -37,19 +38,29 @@ MARKERS: Final = {
 """Marker of a test by an expensive fixture that it uses, directly or indirectly."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that `make test` and `make test-rest` use."""
+    parser.addoption("--part", choices=PARTS, help="run only this part of the tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Adds the table of seconds, once: not in the processes of xdist."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FolderTimes())
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by cost. `make test` runs the unmarked ones and the representative ones."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Any:
+    """Marks tests by cost, and selects the part that the command line names."""
     for item in items:
         for fixture in getattr(item, "fixturenames", ()):
             if fixture in MARKERS:
                 item.add_marker(MARKERS[fixture])
+    yield  # -m selects here, and Hypothesis marks its tests
+    if part := config.getoption("part"):
+        chosen = part_of(items, part)
+        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+        items[:] = chosen
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
