@@ -208,7 +208,9 @@ def _report_graph(number: int) -> None:
         wrapper.report_graph()
 
 
-torch._dynamo.assume_constant_result(_report_graph)  # marks it
+# torch.compiler.assume_constant_result sets this and nothing else, but it imports Dynamo: a second
+# or two that only compiled models need.
+setattr(_report_graph, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _describe_mixer(kind: str, has_calls: bool) -> str:
