@@ -100,7 +100,6 @@ def wait_for_more(seen: list[str], count: int = 100) -> None:
     wait_until(lambda: len(seen) > before + count)
 
 
-@pytest.mark.representative
 def test_killed_device_process_costs_no_request_and_gets_work_again(start: Start) -> None:
     service = start()
     with clients(service.url) as seen:

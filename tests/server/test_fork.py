@@ -56,7 +56,6 @@ def replace(service: Process, victim: int) -> None:
     )
 
 
-@pytest.mark.representative
 def test_driver_is_untouched_before_each_fork(serve_checked: Serve) -> None:
     """Each: the search for the device, two workers, the device process, and both kinds again."""
     service, forks = serve_checked("--workers", "2", QKV_DEVICE_PROCESS="one")
