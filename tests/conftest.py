@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.browser import browser as browser
+from support.browser import end_browser
 from support.browser import modules as modules
 from support.browser import open_page as open_page
 from support.examples import register_profiles
@@ -65,13 +66,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """Ends the Ray that tests share, after the last one of them."""
+    """Ends the Ray and the browser that tests share, after the last one of them."""
     end_ray(nextitem)
+    end_browser(nextitem)
 
 
 def pytest_sessionfinish() -> None:
-    """Ends it after Ctrl-C too."""
+    """Ends them after Ctrl-C too."""
     end_ray(None)
+    end_browser(None)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -74,29 +74,42 @@ def bash(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def python(program: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    file = path / "copied.py"
-    file.write_text(program)
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(file)],
-        cwd=path,
+_RUN_ALL: Final = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+    print(end="\\f")
+"""
+
+
+def python(folder: Path, *programs: str, **environment: str) -> list[str]:
+    """Runs programs in a folder, one after another in a process; returns what each prints."""
+    files = [folder / f"copied{index}.py" for index in range(len(programs))]
+    for file, program in zip(files, programs, strict=True):
+        file.write_text(program)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _RUN_ALL, *files],
+        cwd=folder,
         env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
+    assert not result.stderr, result.stderr
+    return result.stdout.split("\f")[:-1]
 
 
-@pytest.mark.parametrize("name", REQUESTS)
 def test_curl_command_gets_the_response_of_the_request(
-    written: Callable[..., str], server: Server, name: str
+    written: Callable[..., str], server: Server
 ) -> None:
-    variant, body = REQUESTS[name]
-    path = f"/v1/attention/{variant}"
-    result = bash(written("curl", path, body))
+    requests = [(f"/v1/attention/{variant}", body) for variant, body in REQUESTS.values()]
+    result = bash("\necho\n".join(written("curl", path, body) for path, body in requests))
     assert not result.stderr
-    response, expected = json.loads(result.stdout), server.http.post(path, json=body).json()
-    assert response["outputs"] == expected["outputs"]
+    for name, (path, body), line in zip(
+        REQUESTS, requests, result.stdout.splitlines(), strict=True
+    ):
+        expected = server.http.post(path, json=body).json()
+        assert json.loads(line)["outputs"] == expected["outputs"], name
 
 
 def test_large_body_is_read_from_a_file(
@@ -124,10 +137,9 @@ def test_large_body_is_read_from_a_file(
     assert (
         json.loads(result.stdout)["outputs"] == server.http.post(path, json=body).json()["outputs"]
     )
-    result = python(program, tmp_path)
-    assert not result.stderr
+    (printed,) = python(tmp_path, program)
     expected = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
-    assert str(np.array(expected["output"], np.float64).astype(np.float32)) in result.stdout
+    assert str(np.array(expected["output"], np.float64).astype(np.float32)) in printed
 
 
 def test_arrays_are_loaded_from_their_uploaded_files(
@@ -141,38 +153,33 @@ def test_arrays_are_loaded_from_their_uploaded_files(
         "([request, url]) => code_snippets.pythonProgram(request, url, false)", [request, url]
     )
     assert 'value=np.load("my value.npy")' in program
-    result = python(program, tmp_path)
-    assert not result.stderr
+    (printed,) = python(tmp_path, program)
     expected = server.http.post("/v1/attention/mean", json=body).json()["outputs"]["output"]
-    assert str(np.array(expected, np.float64).astype(np.float32)) in result.stdout
+    assert str(np.array(expected, np.float64).astype(np.float32)) in printed
 
 
-@pytest.mark.parametrize("value", ["it's", '$(exit 9) `exit 9` \\ \n ! "', "é 😀 \u2028"])
-def test_quotes_in_a_body_are_preserved(
-    written: Callable[..., str], server: Server, value: str
-) -> None:
-    body = {"inputs": _LISTS, "parameters": {"scale": value}, "dtype": value}
-    result = bash(written("curl", "/v1/attention/softmax", body))
-    assert not result.stderr
-    expected = server.http.post("/v1/attention/softmax", json=body).json()
-    assert json.loads(result.stdout)["detail"] == expected["detail"]
+def test_quotes_in_a_body_are_preserved(written: Callable[..., str], server: Server) -> None:
+    for value in ("it's", '$(exit 9) `exit 9` \\ \n ! "', "é 😀 \u2028"):
+        body = {"inputs": _LISTS, "parameters": {"scale": value}, "dtype": value}
+        result = bash(written("curl", "/v1/attention/softmax", body))
+        assert not result.stderr
+        expected = server.http.post("/v1/attention/softmax", json=body).json()
+        assert json.loads(result.stdout)["detail"] == expected["detail"]
 
 
-@pytest.mark.parametrize("name", REQUESTS)
 def test_program_prints_the_response(
-    written: Callable[..., str], server: Server, name: str, tmp_path: Path
+    written: Callable[..., str], server: Server, tmp_path: Path
 ) -> None:
-    variant, body = REQUESTS[name]
-    path = f"/v1/attention/{variant}"
-    result = python(written("python", path, body), tmp_path)
-    assert not result.stderr
-    expected = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
-    for output, lists in expected.items():
-        numbers = np.array(lists, np.float64)
-        assert f"{output}\n{numbers.shape}\n" in result.stdout
-        dtype = np.float64 if body.get("dtype") == "float64" else np.float32
-        if "data" not in str(body):
-            assert str(numbers.astype(dtype)) in result.stdout
+    requests = [(f"/v1/attention/{variant}", body) for variant, body in REQUESTS.values()]
+    printed = python(tmp_path, *(written("python", path, body) for path, body in requests))
+    for (path, body), text in zip(requests, printed, strict=True):
+        expected = server.http.post(path, json=body | {"encoding": "lists"}).json()["outputs"]
+        for output, lists in expected.items():
+            numbers = np.array(lists, np.float64)
+            assert f"{output}\n{numbers.shape}\n" in text
+            dtype = np.float64 if body.get("dtype") == "float64" else np.float32
+            if "data" not in str(body):
+                assert str(numbers.astype(dtype)) in text
 
 
 def test_api_key_is_read_from_the_environment(
@@ -186,9 +193,8 @@ def test_api_key_is_read_from_the_environment(
     assert "sec-ret" not in command + program
     assert "outputs" in json.loads(bash(command, QKV_API_KEY="sec-ret").stdout)
     assert "QKV_API_KEY: is not set" in bash(command, QKV_API_KEY="").stderr
-    result = python(program, tmp_path, QKV_API_KEY="sec-ret")
-    assert not result.stderr
-    assert "output\n(2, 2)" in result.stdout
+    (printed,) = python(tmp_path, program, QKV_API_KEY="sec-ret")
+    assert "output\n(2, 2)" in printed
 
 
 def test_comparison_and_sweep_can_be_copied(
@@ -202,7 +208,10 @@ def test_comparison_and_sweep_can_be_copied(
     assert [entry["variant"] for entry in response["variants"]] == ["linear", "taylor"]
     events = bash(written("curl", "/v1/sweep", swept)).stdout
     assert events.count("event: cell") == 4
-    result = python(written("python", "/v1/compare", compared), tmp_path)
-    assert all(name in result.stdout for name in ("softmax", "linear", "taylor")), result.stderr
-    result = python(written("python", "/v1/sweep", swept), tmp_path)
-    assert result.stdout.count("median_ms=") == 4, result.stderr
+    comparison, sweep = python(
+        tmp_path,
+        written("python", "/v1/compare", compared),
+        written("python", "/v1/sweep", swept),
+    )
+    assert all(name in comparison for name in ("softmax", "linear", "taylor"))
+    assert sweep.count("median_ms=") == 4

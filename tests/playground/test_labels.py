@@ -17,22 +17,22 @@ from support.service import Server
 SIX: Final = ["New York", "is", "a", "big", "old", "city"]
 
 
-@pytest.mark.parametrize(
-    ("text", "labels"),
-    [
-        ("a b  c", ["a", "b", "c"]),
-        ('"New York" is big', ["New York", "is", "big"]),
-        ('["New York", "is", 7]', ["New York", "is", "7"]),
-        ("New York\nis\r\nbig\n", ["New York", "is", "big"]),
-        ("[CLS] the cat [SEP]", ["[CLS]", "the", "cat", "[SEP]"]),
-        ('he said " hi "', ["he", "said", '"', "hi", '"']),
-        (r'"a \"b\" c" d', ['a "b" c', "d"]),
-        ('" "', ['"', '"']),
-        ("", []),
-    ],
-)
-def test_labels_are_parsed(modules: Page, text: str, labels: list[str]) -> None:
-    assert modules.evaluate("text => labels.parseLabels(text)", text) == labels
+PARSED: Final = {
+    "a b  c": ["a", "b", "c"],
+    '"New York" is big': ["New York", "is", "big"],
+    '["New York", "is", 7]': ["New York", "is", "7"],
+    "New York\nis\r\nbig\n": ["New York", "is", "big"],
+    "[CLS] the cat [SEP]": ["[CLS]", "the", "cat", "[SEP]"],
+    'he said " hi "': ["he", "said", '"', "hi", '"'],
+    r'"a \"b\" c" d': ['a "b" c', "d"],
+    '" "': ['"', '"'],
+    "": [],
+}
+
+
+def test_labels_are_parsed(modules: Page) -> None:
+    parsed = modules.evaluate("texts => texts.map(labels.parseLabels)", list(PARSED))
+    assert dict(zip(PARSED, parsed, strict=True)) == PARSED
 
 
 @examples(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import pytest
 import qkv
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Route
 
 CHROMIUM_FLAGS: Final = (
     "--no-sandbox",  # CI runs as root in a container
@@ -83,25 +84,41 @@ Open = Callable[..., WatchedPage]
 """Opens a page: `open_page(url, width=390, theme="dark")`."""
 
 
+_running = contextlib.ExitStack()
+_browsers: list[Browser] = []
+_modules: list[Page] = []
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Starts Debian's Chromium with an empty profile.
+def browser() -> Browser:
+    """Returns Debian's Chromium; it runs until a test of this process does not use it.
 
     Skips the tests if Chromium is not installed, unless NEED_CHROMIUM is set, as in .ci/run.
-    The scope is a module: while Playwright runs, its thread cannot use asyncio for anything else.
     """
     from playwright.sync_api import expect, sync_playwright  # slow to import
 
     executable = shutil.which("chromium")
     if not executable and "NEED_CHROMIUM" not in os.environ:
         pytest.skip("needs Debian's chromium")
-    expect.set_options(timeout=TIMEOUT_MS)
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=executable or "chromium", args=list(CHROMIUM_FLAGS)
+    if not _browsers:
+        expect.set_options(timeout=TIMEOUT_MS)
+        chromium = _running.enter_context(sync_playwright()).chromium
+        _browsers.append(
+            chromium.launch(executable_path=executable or "chromium", args=list(CHROMIUM_FLAGS))
         )
-        yield launched
-        launched.close()
+        _running.callback(_browsers[0].close)
+    return _browsers[0]
+
+
+def end_browser(next_test: pytest.Item | None) -> None:
+    """Ends Chromium unless the next test uses it.
+
+    While Playwright runs, its event loop occupies the thread: `asyncio.run` of another test fails.
+    """
+    if "browser" not in getattr(next_test, "fixturenames", ()):
+        _modules.clear()
+        _browsers.clear()
+        _running.close()
 
 
 @pytest.fixture
@@ -160,21 +177,31 @@ def watch(watched: WatchedPage, host: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def modules(browser: Browser, url: str) -> Iterator[Page]:
-    """Opens an empty page with the modules, by their names."""
-    page = browser.new_page()
-    page.route(
-        "**/playground/**/*.js",
-        lambda route: route.fulfill(
-            path=PLAYGROUND / route.request.url.partition("/playground/")[2]
-        ),
-    )
-    page.goto(f"{url}/livez")
-    for module in MODULES:
-        name = module.rpartition("/")[2]
-        page.evaluate(f"async () => {{ window.{name} = await import('/playground/{module}.js') }}")
-    yield page
-    page.close()
+def modules(browser: Browser) -> Page:
+    """Returns the empty page with the modules, by their names; all tests share it.
+
+    Its files come from the disk: it needs no service.
+    """
+    if not _modules:
+        page = browser.new_page()
+        page.route("**", _send_file)
+        page.goto("http://127.0.0.1/")
+        for module in MODULES:
+            name = module.rpartition("/")[2]
+            page.evaluate(
+                f"async () => {{ window.{name} = await import('/playground/{module}.js') }}"
+            )
+        _modules.append(page)
+    return _modules[0]
+
+
+def _send_file(route: Route) -> None:
+    """Sends a module of the playground, or an empty page."""
+    _, _, name = route.request.url.partition("/playground/")
+    if name:
+        route.fulfill(path=PLAYGROUND / name)
+    else:
+        route.fulfill(content_type="text/html", body="<!doctype html>")
 
 
 def wait_until_drawn(opened: WatchedPage) -> Page:
