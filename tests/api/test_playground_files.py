@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 import qkv
 from qkv.api.auth import PUBLIC_PATHS
 from qkv.api.endpoints.playground import PATHS
@@ -34,20 +32,20 @@ def test_each_file_has_a_public_path() -> None:
     assert PATHS <= PUBLIC_PATHS
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_file_is_served_unchanged(server: Server, name: str) -> None:
-    content = (FOLDER / name).read_bytes()
-    response = server.http.get(path_of(name))
-    assert response.status_code == 200
-    assert response.content == content
-    assert response.headers["content-type"] == TYPES[Path(name).suffix]
-    assert response.headers["cache-control"] == "no-cache"
-    assert response.headers["x-content-type-options"] == "nosniff"
-    head = server.http.head(path_of(name))
-    assert head.status_code == 200
-    assert not head.content
-    assert head.headers["content-length"] == str(len(content))
-    assert head.headers["etag"] == response.headers["etag"]
+def test_files_are_served_unchanged(server: Server) -> None:
+    for name in FILES:
+        content = (FOLDER / name).read_bytes()
+        response = server.http.get(path_of(name))
+        assert response.status_code == 200
+        assert response.content == content
+        assert response.headers["content-type"] == TYPES[Path(name).suffix]
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-content-type-options"] == "nosniff"
+        head = server.http.head(path_of(name))
+        assert head.status_code == 200
+        assert not head.content
+        assert head.headers["content-length"] == str(len(content))
+        assert head.headers["etag"] == response.headers["etag"]
 
 
 def test_unchanged_file_gets_304(server: Server) -> None:
@@ -62,9 +60,8 @@ def test_unchanged_file_gets_304(server: Server) -> None:
     assert other.status_code == 200
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_other_paths_get_404(server: Server) -> None:
+    for path in (
         "/playground", "/playground/", "/playground/index.html", "/playground/none.js",
         "/playground/..%2fapp.py", "/playground/%2e%2e/app.py", "/playground/app.js%00",
         "/playground//app.js", "/playground/app.js/", "/playground/App.js",
@@ -72,35 +69,35 @@ def test_unchanged_file_gets_304(server: Server) -> None:
         "/playground/weights%2f..%2fapp.js",
         "/playground/weights//heatmap.js", "/playground/css/weights/heatmap.js",
         "/playground/app.js%3fx", "/playground/app.js%23x",
-    ],
-)  # fmt: skip
-def test_other_paths_get_404(server: Server, path: str) -> None:
-    response = server.http.get(path)
-    assert response.status_code == 404
-    assert response.headers["content-type"] == "application/problem+json"
+    ):  # fmt: skip
+        response = server.http.get(path)
+        assert response.status_code == 404, path
+        assert response.headers["content-type"] == "application/problem+json"
 
 
-@pytest.mark.parametrize("name", ["index.html", "app.js", "weights/heatmap.js", "icon.svg"])
-def test_content_security_policy_allows_no_other_host(server: Server, name: str) -> None:
-    header = server.http.get(path_of(name)).headers["content-security-policy"]
-    policy = dict(directive.strip().split(" ", 1) for directive in header.split(";"))
-    assert policy["default-src"] == "'none'"
-    assert {*policy.values()} == {"'none'", "'self'"}
-    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+def test_content_security_policy_allows_no_other_host(server: Server) -> None:
+    for name in ("index.html", "app.js", "weights/heatmap.js", "icon.svg"):
+        header = server.http.get(path_of(name)).headers["content-security-policy"]
+        policy = dict(directive.strip().split(" ", 1) for directive in header.split(";"))
+        assert policy["default-src"] == "'none'"
+        assert {*policy.values()} == {"'none'", "'self'"}
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_file_refers_only_to_existing_files(name: str) -> None:
+def test_files_refer_only_to_existing_files() -> None:
     """The only other URL is an XML namespace."""
-    text = (FOLDER / name).read_text()
-    folder = (FOLDER / name).parent
-    for found in re.findall(r'(?:from|import) "(\.\.?/[^"]+)"', text):
-        assert (folder / found).resolve().relative_to(FOLDER.resolve()).as_posix() in FILES, found
-    for found in re.findall(r'(?:src|href)="/playground/([^"]+)"', text):
-        assert found in FILES, found
-    assert not set(re.findall(r"https?://[^\s\"'`)]+", text)) - {"http://www.w3.org/2000/svg"}
-    assert len(text.splitlines()) <= 300
+    for name in FILES:
+        text = (FOLDER / name).read_text()
+        folder = (FOLDER / name).parent
+        for found in re.findall(r'(?:from|import) "(\.\.?/[^"]+)"', text):
+            file = (folder / found).resolve().relative_to(FOLDER.resolve())
+            assert file.as_posix() in FILES, (name, found)
+        for found in re.findall(r'(?:src|href)="/playground/([^"]+)"', text):
+            assert found in FILES, (name, found)
+        urls = set(re.findall(r"https?://[^\s\"'`)]+", text))
+        assert not urls - {"http://www.w3.org/2000/svg"}, name
+        assert len(text.splitlines()) <= 300, name
 
 
 def test_page_has_no_inline_script_or_style() -> None:

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from playwright.sync_api import FilePayload, Page, expect
 
-from support.browser import Open, WatchedPage, read_weights, wait_until_drawn
+from support.browser import Open, WatchedPage, choose_example, read_weights, wait_until_drawn
 from support.service import Server
 
 RNG: Final = np.random.default_rng(3)
@@ -46,14 +46,15 @@ UPLOADS: Final = {
 }
 
 
-@pytest.mark.parametrize("kind", UPLOADS)
-def test_uploaded_files_are_drawn(open_page: Open, server: Server, kind: str) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("Upload").set_input_files(UPLOADS[kind])
-    expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
-    expect(page.get_by_label("Example")).to_have_value("")
-    shown = np.array(list(read_weights(page).values()))
-    np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4)
+def test_uploaded_files_are_drawn(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    for kind, files in UPLOADS.items():
+        page = choose_example(opened, "words")
+        page.get_by_label("Upload").set_input_files(files)
+        expect(page.locator("#status")).to_have_text(re.compile("5 queries, 5 keys"))
+        expect(page.get_by_label("Example")).to_have_value("")
+        shown = np.array(list(read_weights(page).values()))
+        np.testing.assert_allclose(shown, softmax(QUERY, KEY), rtol=0, atol=0.51e-4, err_msg=kind)
 
 
 def test_files_with_one_tensor_are_combined(open_page: Open, server: Server) -> None:
@@ -150,21 +151,16 @@ def test_pasted_tensors_are_drawn(open_page: Open, server: Server) -> None:
     expect(page.locator("#paste-error")).to_be_hidden()
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
+def test_file_error_is_shown_beside_the_upload(open_page: Open, server: Server) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    for name, data, message in (
         ("cut.npy", npy(QUERY)[:-3], "cut.npy: this .npy has 77 bytes of data"),
         ("x.npz", b"PK\x03\x04", "x.npz: archives"),
         ("words.json", b'{"query": ["Your"]}', 'words.json: query: [0] is "Your"'),
-    ],
-)
-def test_file_error_is_shown_beside_the_upload(
-    open_page: Open, server: Server, name: str, data: bytes, message: str
-) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("Upload").set_input_files([payload(name, data)])
-    expect(page.locator("#inputs-error")).to_contain_text(message)
-    expect(page.get_by_label("Example")).to_have_value("words")  # unchanged
+    ):
+        page.get_by_label("Upload").set_input_files([payload(name, data)])
+        expect(page.locator("#inputs-error")).to_contain_text(message)
+        expect(page.get_by_label("Example")).to_have_value("words")  # unchanged
     page.get_by_label("Upload").set_input_files(UPLOADS["npy"])
     expect(page.locator("#inputs-error")).to_be_hidden()
 
@@ -286,14 +282,9 @@ def test_large_request_is_saved_or_uses_the_uploaded_files(
     expect(save).to_be_hidden()
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [((7, 3, 4), "7 heads of 3 positions"), ((3, 7, 4), None), ((1, 8, 1, 4), None)],
-)
-def test_possibly_swapped_axes_are_reported(
-    open_page: Open, server: Server, shape: tuple[int, ...], message: str | None
-) -> None:
-    page = uploaded(open_page(server.url), **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))
-    expect(page.locator("#tensors .swapped")).to_have_count(3 if message else 0)
-    if message:
-        expect(page.locator("#tensors .swapped").first).to_contain_text(message)
+def test_possibly_swapped_axes_are_reported(open_page: Open, server: Server) -> None:
+    opened = open_page(server.url)
+    for shape, reported in (((7, 3, 4), 3), ((3, 7, 4), 0), ((1, 8, 1, 4), 0), ((7, 3, 4), 3)):
+        page = uploaded(opened, **dict.fromkeys(TENSORS, RNG.standard_normal(shape)))
+        expect(page.locator("#tensors .swapped")).to_have_count(reported)
+    expect(page.locator("#tensors .swapped").first).to_contain_text("7 heads of 3 positions")

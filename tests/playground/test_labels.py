@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Final
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import Page, expect
@@ -42,15 +41,15 @@ def test_formatted_labels_parse_to_themselves(modules: Page, labels: list[str]) 
     assert modules.evaluate(round_trip, labels) == labels
 
 
-@pytest.mark.parametrize("text", [json.dumps(SIX), "\n".join(SIX), '"New York" is a big old city'])
-def test_labels_with_spaces_name_queries_and_keys(
-    open_page: Open, server: Server, text: str
-) -> None:
+def test_labels_with_spaces_name_queries_and_keys(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("Token labels").fill(text)
-    expect(page.locator("#row").get_by_role("heading")).to_have_text("is")
-    assert list(read_weights(page)) == SIX
-    expect(page.locator("#labels-note")).to_be_hidden()
+    for text in (json.dumps(SIX), "\n".join(SIX), '"New York" is a big old city'):
+        page.get_by_label("Token labels").fill("a b c d e f")
+        expect(page.locator("#row").get_by_role("heading")).to_have_text("b")
+        page.get_by_label("Token labels").fill(text)
+        expect(page.locator("#row").get_by_role("heading")).to_have_text("is")
+        assert list(read_weights(page)) == SIX
+        expect(page.locator("#labels-note")).to_be_hidden()
 
 
 def test_wrong_number_of_labels_is_reported_and_the_given_ones_are_shown(

@@ -125,13 +125,6 @@ def test_unparsable_field_is_reported_and_not_sent(open_page: Open, server: Serv
     assert len(opened.requests) == before
 
 
-def test_labels_name_queries_and_keys(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    page.get_by_label("Token labels").fill("a b c d e f")
-    expect(page.locator("#row").get_by_role("heading")).to_have_text("b")
-    assert list(read_weights(page)) == list("abcdef")
-
-
 def test_unreachable_service_is_reported(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)

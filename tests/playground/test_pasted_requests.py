@@ -86,39 +86,32 @@ def test_copied_command_can_be_pasted_again(open_page: Open, server: Server) -> 
     assert list(read_weights(page).values()) == list(before.values())
 
 
-@pytest.mark.parametrize(
-    ("fields", "note"),
-    [
-        (
-            {"outputs": ["output"]},
-            "Ignored: outputs (the page requests the output and the weights)",
-        ),
-        ({"weights": "full"}, "Applied: full weights."),
-        ({"weights": {"rows": [1, 0]}}, "Applied: row 1. Ignored: 1 more rows"),
-        (
-            {"weights": {"top_k": 2}},
-            'Ignored: weights {"top_k":2} (the page does not show this form)',
-        ),
-        ({"dtype": "float64"}, "Applied: dtype float64."),
-        ({"variant": "none"}, "Ignored: variant none (the service has no such variant)."),
-        ({"anchor": "linear", "variants": ["taylor"]}, "Ignored: variants (select variants below"),
-        ({"colour": 1}, "Ignored: colour (the page has no such control)."),
-        ({"layer": 5}, "Ignored: layer (expected an object with tensors)."),
-    ],
-)
-def test_other_fields_of_a_request_are_applied_or_listed(
-    open_page: Open, server: Server, fields: dict[str, Any], note: str
-) -> None:
+NOTES: Final[list[tuple[dict[str, Any], str]]] = [
+    ({"outputs": ["output"]}, "Ignored: outputs (the page requests the output and the weights)"),
+    ({"weights": "full"}, "Applied: full weights."),
+    ({"weights": {"rows": [1, 0]}}, "Applied: row 1. Ignored: 1 more rows"),
+    ({"weights": {"top_k": 2}}, 'Ignored: weights {"top_k":2} (the page does not show this form)'),
+    ({"dtype": "float64"}, "Applied: dtype float64."),
+    ({"variant": "none"}, "Ignored: variant none (the service has no such variant)."),
+    ({"anchor": "linear", "variants": ["taylor"]}, "Ignored: variants (select variants below"),
+    ({"colour": 1}, "Ignored: colour (the page has no such control)."),
+    ({"layer": 5}, "Ignored: layer (expected an object with tensors)."),
+]
+
+
+def test_other_fields_of_a_request_are_applied_or_listed(open_page: Open, server: Server) -> None:
     opened = open_page(server.url)
-    page = wait_until_drawn(opened)
-    paste(page, json.dumps({"inputs": INPUTS} | fields))
-    wait_until_drawn(opened)
-    expect(page.locator("#example-about")).to_contain_text(note)
-    expect(page.locator("#alert")).to_be_hidden()
-    body = [b for b in opened.bodies if b[0].startswith("/v1/attention/")][-1][1]
-    assert body.get("dtype") == fields.get("dtype")
-    if "rows" in str(fields):
-        expect(page.get_by_role("button", name="Unpin this row")).to_be_visible()
+    for fields, note in NOTES:
+        page = choose_example(opened, "words")
+        page.get_by_role("button", name="Unpin this row").click()
+        paste(page, json.dumps({"inputs": INPUTS} | fields))
+        wait_until_drawn(opened)
+        expect(page.locator("#example-about")).to_contain_text(note)
+        expect(page.locator("#alert")).to_be_hidden()
+        body = [b for b in opened.bodies if b[0].startswith("/v1/attention/")][-1][1]
+        assert body.get("dtype") == fields.get("dtype")
+        unpin = page.get_by_role("button", name="Unpin this row")
+        expect(unpin).to_have_count(int("rows" in str(fields)))
 
 
 def test_pooled_weights_of_a_request_are_drawn(open_page: Open, server: Server) -> None:
@@ -156,30 +149,27 @@ def test_uploaded_request_applies_its_parameters(open_page: Open, server: Server
     expect(page.locator("#example-about")).to_contain_text("Applied: softcap 3.")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("curl http://localhost/livez", "This curl command has no body"),
-        ("curl http://a/v1/attention/softmax --json @request.json", "is in request.json: upload"),
-        (json.dumps({"variants": ["mean"], "lengths": [4]}), "This request has no inputs"),
-        (
-            json.dumps({"inputs": [{"name": "query", "datatype": "FP32", "shape": [1]}]}),
-            "Open Inference Protocol",
-        ),
-        ("{oh", "This is not JSON"),
-        ("", "The text is empty."),
-    ],
-)
-def test_unusable_text_is_reported_in_the_dialog(
-    open_page: Open, server: Server, text: str, message: str
-) -> None:
+UNUSABLE: Final = {
+    "curl http://localhost/livez": "This curl command has no body",
+    "curl http://a/v1/attention/softmax --json @request.json": "is in request.json: upload",
+    json.dumps({"variants": ["mean"], "lengths": [4]}): "This request has no inputs",
+    json.dumps({"inputs": [{"name": "query", "datatype": "FP32", "shape": [1]}]}): (
+        "Open Inference Protocol"
+    ),
+    "{oh": "This is not JSON",
+    "": "The text is empty.",
+}
+
+
+def test_unusable_text_is_reported_in_the_dialog(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_role("button", name="Paste").click()
-    page.get_by_label("Tensors or request").fill(text)
-    page.get_by_role("button", name="Use these").click()
-    expect(page.locator("#paste-error")).to_contain_text(message)
-    expect(page.get_by_role("dialog")).to_be_visible()
-    expect(page.get_by_label("Tensors or request")).to_be_focused()
+    for text, message in UNUSABLE.items():
+        page.get_by_label("Tensors or request").fill(text)
+        page.get_by_role("button", name="Use these").click()
+        expect(page.locator("#paste-error")).to_contain_text(message)
+        expect(page.get_by_role("dialog")).to_be_visible()
+        expect(page.get_by_label("Tensors or request")).to_be_focused()
 
 
 @pytest.mark.parametrize("width", [390, 1440])

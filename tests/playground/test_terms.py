@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import expect
 
 from support.browser import Open, choose_example, wait_until_drawn
 from support.service import Server
@@ -24,34 +24,31 @@ TERMS: Final = {
 }
 
 
-def term(page: Page, name: str) -> Locator:
-    return page.locator(f"button.term[data-term='{name}']").first
-
-
 @pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", TERMS)
 def test_term_has_a_tooltip_on_focus_and_on_hover(
-    open_page: Open, server: Server, name: str, width: int
+    open_page: Open, server: Server, width: int
 ) -> None:
     page = wait_until_drawn(open_page(server.url, width=width))
     page.locator("#comparison table").wait_for()
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
-    button, tooltip = term(page, name), page.get_by_role("tooltip")
-    expect(button).to_have_accessible_description(re.compile(re.escape(TERMS[name])))
-    expect(tooltip).to_be_hidden()
-    button.focus()
-    expect(tooltip).to_contain_text(TERMS[name])
-    expect(tooltip).to_be_in_viewport(ratio=1)
-    page.keyboard.press("Escape")
-    expect(tooltip).to_be_hidden()
-    button.blur()
-    button.hover()
-    expect(tooltip).to_contain_text(TERMS[name])
-    tooltip.hover()  # the pointer can move onto the tooltip
-    page.wait_for_timeout(300)
-    expect(tooltip).to_be_visible()
-    page.mouse.move(1, 1)
-    expect(tooltip).to_be_hidden()
+    tooltip = page.get_by_role("tooltip")
+    for name, words in TERMS.items():
+        button = page.locator(f"button.term[data-term='{name}']").first
+        expect(button).to_have_accessible_description(re.compile(re.escape(words)))
+        expect(tooltip).to_be_hidden()
+        button.focus()
+        expect(tooltip).to_contain_text(words)
+        expect(tooltip).to_be_in_viewport(ratio=1)
+        page.keyboard.press("Escape")
+        expect(tooltip).to_be_hidden()
+        button.blur()
+        button.hover()
+        expect(tooltip).to_contain_text(words)
+        tooltip.hover()  # the pointer can move onto the tooltip
+        page.wait_for_timeout(300)
+        expect(tooltip).to_be_visible()
+        page.mouse.move(1, 1)
+        expect(tooltip).to_be_hidden()
 
 
 def test_each_column_of_the_metrics_has_a_tooltip(open_page: Open, server: Server) -> None:
