@@ -6,12 +6,12 @@ import re
 import runpy
 import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
+from support.accessibility import THEMES, WIDTHS, overflow, problems
 from support.browser import Open, choose_example, wait_until_drawn
 from support.paths import ROOT
 from support.service import Server
@@ -19,25 +19,6 @@ from support.service import Server
 SCREENSHOTS: Final = runpy.run_path(str(ROOT / "docs/screenshots.py"))
 PICTURES: Final = SCREENSHOTS["README_PICTURES"] | SCREENSHOTS["OTHER_PICTURES"]
 PREPARE: Final = SCREENSHOTS["prepare"]
-WIDTHS: Final = {390: 844, 1440: 900}
-THEMES: Final = ("light", "dark")
-BOTH: Final = pytest.mark.parametrize(
-    ("width", "theme"), [(width, theme) for width in WIDTHS for theme in THEMES]
-)
-
-
-def violations(page: Page) -> list[tuple[str, list[str]]]:
-    """Returns the violations that axe reports, each with its elements."""
-    found: list[dict[str, Any]] = Axe().run(page).response["violations"]
-    return [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in found]
-
-
-def overflow(page: Page) -> int:
-    """Returns by how many pixels the page is wider than its window."""
-    pixels: int = page.evaluate(
-        "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
-    )
-    return pixels
 
 
 def unfold(page: Page) -> None:
@@ -45,7 +26,8 @@ def unfold(page: Page) -> None:
     page.evaluate("() => document.querySelectorAll('details').forEach((d) => (d.open = true))")
 
 
-@BOTH
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("theme", THEMES)
 def test_page_has_no_axe_violation_and_no_overflow(
     open_page: Open, server: Server, width: int, theme: str
 ) -> None:
@@ -53,16 +35,16 @@ def test_page_has_no_axe_violation_and_no_overflow(
     opened.expect_status(422)
     page = wait_until_drawn(opened)
     expect(page.get_by_role("region", name="Comparison").get_by_role("table")).to_be_visible()
-    assert (violations(page), overflow(page)) == ([], 0)
+    assert problems(page) == []
     unfold(page)
     page.get_by_role("button", name="Paste").click()
     page.get_by_role("button", name="Use these").click()
     expect(page.locator("#paste-error")).to_be_visible()
-    assert (violations(page), overflow(page)) == ([], 0)
+    assert problems(page) == []
     page.keyboard.press("Escape")
     page.get_by_label("softcap", exact=True).fill("-1")
     expect(page.locator("#alert")).to_be_visible()
-    assert (violations(page), overflow(page)) == ([], 0)
+    assert problems(page) == []
     page.get_by_label("Example").select_option("induction")  # has heads and signed differences
     expect(page.get_by_role("group", name="Heads")).to_be_visible()
     page.locator("#map [role=application]").focus()
@@ -75,7 +57,7 @@ def test_page_has_no_axe_violation_and_no_overflow(
     sweep.get_by_role("button", name="Measure").click()
     expect(sweep.get_by_role("status")).to_contain_text("measurements")
     unfold(page)
-    assert (violations(page), overflow(page)) == ([], 0)
+    assert problems(page) == []
 
 
 def test_examples_fit_a_narrow_window(open_page: Open, server: Server) -> None:
@@ -157,7 +139,7 @@ def test_page_asks_for_the_api_key_and_keeps_it(
     dialogue = page.get_by_role("dialog", name="API key required")
     expect(dialogue).to_be_visible()
     expect(dialogue.get_by_label("API key")).to_be_focused()
-    assert violations(page) == []
+    assert problems(page) == []
     dialogue.get_by_label("API key").fill("neither")
     page.keyboard.press("Enter")
     expect(dialogue).to_contain_text("rejected this key")

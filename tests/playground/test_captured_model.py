@@ -9,17 +9,17 @@ import struct
 from collections.abc import Iterable
 from io import StringIO
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from safetensors.torch import save_file
 
 from qkv.models.attention_call import AttentionCall
 from qkv.models.calls import Calls
+from support.accessibility import looks, problems
 from support.browser import Open, WatchedPage, read_weights, record_slices, wait_until_drawn
 from support.processes import wait_until
 from support.service import Server
@@ -28,7 +28,6 @@ VARIANTS: Final = ("efficient", "linear", "sigmoid", "taylor")
 LAYER: Final = "model.layers.{}.self_attn"
 D: Final = 8
 ATOL: Final = 32 * 2.0**-23  # of figures below 4: eps of float32 times D times 4
-SCREENS: Final[tuple[tuple[int, Literal["light", "dark"]], ...]] = ((390, "dark"), (1440, "light"))
 Call = dict[str, Any]
 
 
@@ -424,11 +423,6 @@ def test_section_has_no_axe_violation_and_no_overflow(
         page.locator(f"#heads-{name}").uncheck()
     compare(page, 2)
     read_maps(page)
-    overflow = "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
-    for width, theme in SCREENS:
-        page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=theme)
+    for look in looks(page):
         page.get_by_role("application").first.hover()
-        found = Axe().run(page, context="#captured").response["violations"]
-        assert [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in found] == []
-        assert page.evaluate(overflow) == 0
+        assert problems(page, "#captured") == [], look

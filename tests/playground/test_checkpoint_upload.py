@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from qkv import Client
+from support.accessibility import looks, problems
 from support.browser import Open, read_weights, record_slices, wait_until_drawn
 from support.service import Server
 
@@ -80,23 +80,23 @@ def shown(page: Page) -> np.ndarray[Any, Any]:
     return np.array(list(read_weights(page).values()))
 
 
-@pytest.mark.parametrize("control", ["#parameter-causal", "#layer-positions", "#layer-layer"])
 def test_page_is_busy_from_the_event_of_a_change(
-    open_page: Open, server: Server, models: Path, control: str
+    open_page: Open, server: Server, models: Path
 ) -> None:
     opened = open_page(server.url)
     page = wait_until_drawn(opened)
     choose(page, models / "gpt2/model.safetensors")
-    wait_until_drawn(opened)
-    busy = page.locator(control).evaluate(
-        """(element) => {
-            if (element.type === "checkbox") element.checked = true;
-            else element.selectedIndex = 1;
-            element.dispatchEvent(new Event("change"));
-            return document.querySelector("main").getAttribute("aria-busy");
-        }"""
-    )
-    assert busy == "true"
+    for control in ("#parameter-causal", "#layer-positions", "#layer-layer"):
+        wait_until_drawn(opened)
+        busy = page.locator(control).evaluate(
+            """(element) => {
+                if (element.type === "checkbox") element.checked = true;
+                else element.selectedIndex = 1;
+                element.dispatchEvent(new Event("change"));
+                return document.querySelector("main").getAttribute("aria-busy");
+            }"""
+        )
+        assert busy == "true", control
     wait_until_drawn(opened)
 
 
@@ -165,16 +165,6 @@ def test_config_sets_heads_positions_and_parameters(
     assert np.abs(weights[0] - weights[1]).max() > 0.01
 
 
-def read_config(page: Page, config: dict[str, Any], index: int) -> dict[str, Any]:
-    """Returns what the page reads from a config.json about a layer."""
-    read: dict[str, Any] = page.evaluate(
-        "async ([config, index]) => (await import('/playground/checkpoint/model_config.js'))"
-        ".readConfig(config, index)",
-        [config, index],
-    )
-    return read
-
-
 GEMMA3: Final = {
     "model_type": "gemma3_text",
     "rope_theta": 1e6,
@@ -229,18 +219,20 @@ READ: Final[list[tuple[dict[str, Any], int, str, dict[str, Any], dict[str, Any]]
 ]
 
 
-def test_layers_of_known_models_are_read(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    for config, index, positions, rope, parameters in READ:
-        read = read_config(page, config, index)
-        got = (read["positions"], read["rope"], read["parameters"])
+READ_CONFIGS: Final = "cases => cases.map(([c, index]) => model_config.readConfig(c, index))"
+
+
+def test_layers_of_known_models_are_read(modules: Page) -> None:
+    read = modules.evaluate(READ_CONFIGS, [case[:2] for case in READ])
+    for (config, _, positions, rope, parameters), layer in zip(READ, read, strict=True):
+        got = (layer["positions"], layer["rope"], layer["parameters"])
         assert got == (positions, rope, {"causal": True} | parameters), config
-        assert read["notes"] == []
+        assert layer["notes"] == []
 
 
-def test_positions_of_other_models_are_not_guessed(open_page: Open, server: Server) -> None:
-    page = wait_until_drawn(open_page(server.url))
-    read = read_config(page, {"model_type": "codegen", "rope_theta": 1e4}, 0)
+def test_positions_of_other_models_are_not_guessed(modules: Page) -> None:
+    other = {"model_type": "codegen", "rope_theta": 1e4}
+    (read,) = modules.evaluate(READ_CONFIGS, [[other, 0]])
     assert read.get("positions") is None
     assert read["notes"] == ["positions of codegen are not known: set them"]
 
@@ -576,18 +568,14 @@ def done(command: list[str], folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("theme", ["light", "dark"])
 def test_section_has_no_axe_violation_and_no_overflow(
-    open_page: Open, server: Server, models: Path, width: int, theme: str
+    open_page: Open, server: Server, models: Path
 ) -> None:
-    opened = open_page(server.url, width=width, theme=theme)
+    opened = open_page(server.url)
     page = wait_until_drawn(opened)
     choose(page, models / "llama/model.safetensors", models / "llama/config.json")
     wait_until_drawn(opened)
     page.locator("#layer-heads").select_option("other")
     wait_until_drawn(opened)
-    found = Axe().run(page).response["violations"]
-    assert [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in found] == []
-    wider = "() => document.scrollingElement.scrollWidth - document.documentElement.clientWidth"
-    assert page.evaluate(wider) == 0
+    for look in looks(page):
+        assert problems(page, "#request-form") == [], look
