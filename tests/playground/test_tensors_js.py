@@ -75,6 +75,7 @@ def as_sent(array: np.ndarray) -> np.ndarray:
 
 def test_npy_of_every_version_and_byte_and_axis_order_is_parsed(modules: Page) -> None:
     orders = "float64", "float16", "int64", "bool", "empty", "one"
+    written: list[tuple[str, Any, bytes]]
     written = [(k, v, npy(ARRAYS[k], v)) for k in ARRAYS for v in ((1, 0), (2, 0), (3, 0))]
     for name, end, order in itertools.product(orders, "<>", "CF"):
         dtype = ARRAYS[name].dtype.newbyteorder(end)
