@@ -65,7 +65,6 @@ WRONG: Final[tuple[dict[str, str], ...]] = (
 )
 
 
-@pytest.mark.parametrize("headers", WRONG)
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -77,18 +76,15 @@ WRONG: Final[tuple[dict[str, str], ...]] = (
         ("POST", "/v2/repository/models/softmax/unload"), ("GET", "/livez%2f..%2fdocs"),
     ],
 )  # fmt: skip
-def test_requests_without_a_key_are_rejected(
-    guarded: Server, method: str, path: str, headers: dict[str, str]
-) -> None:
-    with httpx.Client(
-        timeout=TIMEOUT_S
-    ) as http:  # without a base URL: httpx reads //livez as a host
-        response = http.request(method, guarded.url + path, headers=headers)
-    if method == "HEAD":
-        assert response.status_code == 401
-        assert not response.content
-    else:
-        unauthorized(response)
+def test_requests_without_a_key_are_rejected(guarded: Server, method: str, path: str) -> None:
+    # an absolute URL: httpx reads //livez as a host
+    for headers in WRONG:
+        response = guarded.http.request(method, guarded.url + path, headers=headers)
+        if method == "HEAD":
+            assert response.status_code == 401
+            assert not response.content
+        else:
+            unauthorized(response)
 
 
 @pytest.mark.parametrize("path", OPEN)

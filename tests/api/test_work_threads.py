@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, Final
 
 import httpx
@@ -13,7 +16,7 @@ import pytest
 
 from support.known_requests import as_json, assert_problem
 from support.processes import TIMEOUT_S, wait_until
-from support.service import Server, running_server
+from support.service import Server
 
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
@@ -45,12 +48,6 @@ class EndlessWork:
                 self.running -= 1
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with running_server() as server:
-        yield server
-
-
 def send_large_run(server: Server) -> httpx.Response:
     """Sends a run that uses a thread of asyncio to decode its body."""
     query = as_json(np.ones((1, 1, 2048, 64), np.float32), "base64")
@@ -63,19 +60,20 @@ def test_work_of_clients_that_leave_ends_and_runs_do_not_wait(
     server: Server, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     clients = 12  # more than asyncio has threads on two cores
-    with monkeypatch.context() as patch, ThreadPoolExecutor(clients) as pool:
+    with monkeypatch.context() as patch, ExitStack() as leaving:
         work = EndlessWork(patch, path)
 
-        def abandon(_: int) -> None:
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(server.url + path, json=BODIES[path], timeout=2)
-
-        leaving = [pool.submit(abandon, i) for i in range(clients)]
+        body = json.dumps(BODIES[path])
+        head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+        for _ in range(clients):
+            leaving.enter_context(socket.create_connection(server.address, TIMEOUT_S)).sendall(
+                (head + body).encode()
+            )
         wait_until(lambda: server.engine.admission.incoming.requests == clients)
-        assert work.running in (1, 2)
+        wait_until(lambda: work.running in (1, 2))
         assert send_large_run(server).is_success
-        for client in leaving:
-            client.result(TIMEOUT_S)
+        assert work.running in (1, 2)
+        leaving.close()
         wait_until(lambda: server.engine.admission.incoming.requests == 0)
         assert work.running == 0
     assert server.http.post(path, json=BODIES[path]).is_success

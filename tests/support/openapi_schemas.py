@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,27 @@ def fits(value: Any, schema: dict[str, Any], document: dict[str, Any]) -> bool:
     return bool(jsonschema.Draft202012Validator(whole).is_valid(value))
 
 
+def find_operation(document: dict[str, Any], method: str, path: str) -> dict[str, Any]:
+    """Returns the operation of a path, which may have a template such as `/v2/models/{model}`."""
+    paths = document["paths"]
+    templates = [path] if path in paths else [
+        t for t in paths if "{" in t and re.fullmatch(re.sub(r"{\w+}", "[^/]+", t), path)
+    ]  # fmt: skip
+    found: dict[str, Any] = paths[templates[0]][method.lower()]
+    return found
+
+
+def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns the schema of the JSON body that is sent to a path."""
+    body = find_operation(document, "POST", path)["requestBody"]
+    schema: dict[str, Any] = body["content"]["application/json"]["schema"]
+    return schema
+
+
 def response_content(document: dict[str, Any], response: httpx.Response) -> dict[str, Any]:
     """Returns the documented content of a response; asserts that it has the documented headers."""
     request = response.request
-    operation = document["paths"][request.url.path][request.method.lower()]
+    operation = find_operation(document, request.method, request.url.path)
     found: dict[str, Any] = operation["responses"][str(response.status_code)]
     assert all(name in response.headers for name in found.get("headers", {}))
     assert ("Retry-After" in response.headers) == ("Retry-After" in found.get("headers", {}))

@@ -70,32 +70,3 @@ def submitted_jobs(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tupl
 
     monkeypatch.setattr(server.engine, "submit", counting)
     return jobs
-
-
-REFUSED: Final[list[tuple[int, str, dict[str, Any]]]] = [
-    (422, "/variants", {"variants": []}),
-    (422, "/variants", {"variants": None}),
-    (422, "/variants", {"variants": ["mean"] * 17}),
-    (404, "/variants/0", {"variants": ["sotfmax"]}),
-    (422, "/variants/0", {"variants": ["linear_layer"]}),
-    (422, "/variants/1/parameters/scale", {
-        "variants": ["mean", {"variant": "taylor", "parameters": {"scale": 2}}],
-    }),
-    (422, "/variants/0/params", {"variants": [{"variant": "mean", "params": {}}]}),
-    (422, "/lengths", {"lengths": []}),
-    (422, "/lengths", {"lengths": list(range(1, 66))}),
-    (422, "/lengths/1", {"lengths": [8, 8]}),
-    (422, "/lengths/1", {"lengths": [8, 0]}),
-    (422, "/lengths/0", {"lengths": [(1 << 20) + 1]}),
-    (422, "/lengths/0", {"lengths": [8.5]}),
-    (422, "/lengths/0", {"lengths": [True]}),
-    (422, "/repeats", {"repeats": 0}),
-    (422, "/repeats", {"repeats": 101}),
-    (422, "/batch", {"batch": 0}),
-    (422, "/heads", {"heads": 4097}),
-    (422, "/width", {"width": "64"}),
-    (422, "/dtype", {"dtype": "int64"}),
-    (422, "/seed", {"seed": -1}),
-    (422, "/seed", {"seed": 1 << 63}),
-    (422, "/inputs", {"inputs": {}}),
-]  # fmt: skip

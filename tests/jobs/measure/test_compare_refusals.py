@@ -16,8 +16,6 @@ from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.wire import json as wire_json
 from support.compare_requests import (
     INPUTS,
-    MALFORMED,
-    UNFITTING,
     UNLIMITED,
     VARIANTS,
     post,
@@ -26,14 +24,6 @@ from support.compare_requests import (
 from support.examples import examples
 from support.known_requests import assert_client_error, assert_problem
 from support.service import Server
-
-
-@pytest.mark.parametrize(("status", "pointer", "fields"), [*MALFORMED, *UNFITTING])
-def test_invalid_comparison_is_rejected_with_a_pointer(
-    server: Server, status: int, pointer: str, fields: dict[str, Any]
-) -> None:
-    body = {"inputs": INPUTS} | fields
-    assert assert_problem(post(server, body), status, body)["pointer"] == pointer
 
 
 def test_too_large_comparison_is_rejected_before_it_runs(serve: Callable[..., Server]) -> None:
