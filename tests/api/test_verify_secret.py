@@ -25,29 +25,38 @@ pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 SECRET: Final = "0123456789abcdef" * 2
 
 
-@pytest.mark.representative
-def test_every_worker_of_the_same_secret_judges_a_case(command: Callable[..., Process]) -> None:
-    """Also a worker that was killed and restarted: the supervisor has drawn the secret."""
+def verdicts(process: Process, token: str, output: dict[str, Array]) -> set[int]:
+    """Returns the statuses of 12 requests; each has its own connection, to any worker."""
+    found = set()
+    for _ in range(12):
+        with httpx.Client(base_url=process.url, timeout=TIMEOUT_S, verify=False) as http:
+            found.add(post_outputs(http, token, output).status_code)
+    return found
 
-    def verdicts(process: Process, token: str, output: dict[str, Array], count: int) -> set[int]:
-        """Returns the statuses; each request has its own connection, to any worker."""
-        found = set()
-        for _ in range(count):
-            with httpx.Client(base_url=process.url, timeout=TIMEOUT_S) as http:
-                found.add(post_outputs(http, token, output).status_code)
-        return found
 
-    started = command("serve", "--port", "0", "--workers", "2")
-    with httpx.Client(base_url=started.url, timeout=TIMEOUT_S) as http:
+def judged_case(process: Process) -> tuple[str, dict[str, Array]]:
+    """Returns the token of a case, and a right output for it."""
+    with httpx.Client(base_url=process.url, timeout=TIMEOUT_S) as http:
         case = draw(http, sizes={"L": 4}, encoding="base64")
-    output = {"output": softmax(arrays(case))}
-    assert verdicts(started, case["case"], output, 12) == {200}
+    return case["case"], {"output": softmax(arrays(case))}
+
+
+@pytest.mark.representative
+def test_every_worker_judges_a_case(shared_process: Callable[..., Process]) -> None:
+    """The supervisor has drawn the secret."""
+    started = shared_process("--workers", "2")
+    assert verdicts(started, *judged_case(started)) == {200}
+
+
+def test_restarted_worker_judges_a_case(command: Callable[..., Process]) -> None:
+    started = command("serve", "--port", "0", "--workers", "2")
+    case = judged_case(started)
     before = child_pids(started.popen.pid)
     for victim in before:
         os.kill(victim, signal.SIGKILL)
     wait_until(lambda: len(set(child_pids(started.popen.pid)) - set(before)) == 2)
     wait_until(lambda: status_of(started.url, "/readyz") == 200)
-    assert verdicts(started, case["case"], output, 12) == {200}
+    assert verdicts(started, *case) == {200}
     assert started.end() == 0
 
 

@@ -1,11 +1,40 @@
-"""Limits of small requests to /v2 that expand, and rejection of repeated headers."""
+"""Every row of the table of invalid requests to /v2 is refused; so are those that expand."""
 
 from __future__ import annotations
 
 import pytest
 
+from support.invalid_inference import CRAFTED, OF_FIELDS, OF_VALUES, Rows
 from support.oip_requests import INFER_PATH, LENGTH_HEADER, error_of, post, request_with_lists
+from support.openapi_schemas import assert_matches_document, body_schema, fits
 from support.service import Server
+
+pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
+
+
+@pytest.mark.parametrize(("body", "length", "words"), CRAFTED.values(), ids=CRAFTED)
+def test_invalid_message_is_refused(
+    server: Server, body: bytes, length: int | None, words: str
+) -> None:
+    response = post(server, body, {} if length is None else {LENGTH_HEADER: str(length)})
+    assert response.status_code in (400, 413)
+    message = error_of(response, response.status_code)
+    assert words in message
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize(("rows", "schema_accepts"), [(OF_FIELDS, False), (OF_VALUES, True)])
+def test_invalid_field_is_refused_and_the_schema_agrees(
+    server: Server, rows: Rows, schema_accepts: bool
+) -> None:
+    document = server.http.get("/openapi.json").json()
+    schema = body_schema(document, INFER_PATH)
+    for fields, words in rows:
+        body = request_with_lists() | fields
+        response = post(server, body)
+        assert words in error_of(response)
+        assert fits(body, schema, document) is schema_accepts, words
+    assert_matches_document(document, response)
 
 
 @pytest.mark.parametrize(
