@@ -86,7 +86,7 @@ NOT_JSON: Final = (
     "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx",
     "json", "",
 )  # fmt: skip
-SHOWN: Final = [
+SHOWN: Final[list[tuple[int, dict[str, Any]]]] = [
     (400, {"content": b"[]", "headers": JSON}),
     (406, {"json": {}, "headers": {"Accept": "text/html"}}),
     (415, {"content": b"x", "headers": {"Content-Type": "text/plain"}}),

@@ -105,8 +105,8 @@ def misfit(request: str, place: str, *values: Any, **how: Any) -> Refused:
     return Refused(request, place, values, schema_accepts=True, **how)
 
 
-NO_TEXT: Final = (None, 1, True, [], {})
-NO_TENSOR: Final = (
+NO_TEXT: Final[tuple[Any, ...]] = (None, 1, True, [], {})
+NO_TENSOR: Final[tuple[Any, ...]] = (
     None, "", "x", {}, {"a": 1}, [None], [[1, None]], [[1, "x"]], [{}],
     [[1, True]], [[0.5, False]], True, [[True]], ["nan", "1"],
 )  # fmt: skip
@@ -118,7 +118,19 @@ def heads(*counts: int) -> dict[str, Any]:
     return {name: [[[[1, 0]]] * H] for name, H in zip(ROLES, counts, strict=True)}
 
 
-NO_SHAPE: Final = (None, 4, "4", {}, [-1], [2.5], [True], ["2"], [None], [[2]], [1] * 9)
+NO_SHAPE: Final[tuple[Any, ...]] = (
+    None,
+    4,
+    "4",
+    {},
+    [-1],
+    [2.5],
+    [True],
+    ["2"],
+    [None],
+    [[2]],
+    [1] * 9,
+)
 
 RUNS: Final = (
     refused("run", "/inputs", None, [], 1, "query", True, [SQUARE], {}, MISSING),
