@@ -97,6 +97,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.sent = [place(chunk) for chunk in chunks]
         going(self, chunks, *args)
 
+    # private: only the addresses of its buffers show that tensors are not copied
     monkeypatch.setattr(request_body, "_new_aligned_buffer", spy_aligned)
     monkeypatch.setattr(executor, "call_variant", spy_call_variant)
     monkeypatch.setattr(TensorResponse, "__init__", spy_going)

@@ -125,6 +125,7 @@ def test_last_digits_do_not_change_the_picture(monkeypatch: pytest.MonkeyPatch, 
         weights = exact(*of)
         return weights * (1 + random.uniform(-1e-11, 1e-11, weights.shape))
 
+    # private: no argument changes the last bits of the weights, as another processor would
     monkeypatch.setattr(variant_pictures, "_weights", noisy)
     assert variant_pictures.draw.__wrapped__(variant) == variant_pictures.draw(variant)
 

@@ -64,7 +64,7 @@ def test_case_whose_inputs_are_drawn_differently_is_refused(
 def test_case_that_is_too_large_is_not_drawn(
     server: Server, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], variant: str
 ) -> None:
-    monkeypatch.delattr(families, "_draw_floats")
+    monkeypatch.delattr(families, "_draw_floats")  # private: every family draws by it
     response = server.http.post(f"/v1/verify/{variant}", json={"sizes": sizes})
     assert assert_problem(response, 413)["pointer"] == "/sizes"
 

@@ -227,7 +227,7 @@ LAYERS: Final = (
             blamed="/layer/rope/scaling/rope_type"),
     refused("layer", "/layer/alibi", 1),
     refused("layer", "/layer/qk_norm/eps", -1),
-    *(refused("layer", f"/inputs/{n}", SQUARE) for n in ROLES),
+    *(refused("layer", f"/inputs/{n}", SQUARE, words="x stands for") for n in ROLES),
     refused("layer", "/layer", None, blamed="/inputs/x", words="x needs a layer"),
     refused("layer", "/layer", {}, blamed="/layer/layout"),
     refused("roles", "/inputs/value", MISSING, blamed="/inputs"),
