@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from qkv.attention.common.guards import (
     occurs,
     of_items,
 )
+from support.each import each
 
 CPU = torch.device("cpu")
 X_BN = torch.tensor([[1.0, -2.0], [3.0, -40.0], [0.0, 5.0]])
@@ -59,7 +59,7 @@ def test_numbers_of_a_deferred_call_are_those_of_each_item() -> None:
         assert guards.fitting_items(CPU).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+@each("number", [torch.inf, -torch.inf, torch.nan])
 def test_item_with_infinity_or_nan_does_not_fit(number: float) -> None:
     x_BN = X_BN.clone()
     x_BN[2, 1] = number

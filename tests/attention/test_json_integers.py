@@ -8,9 +8,10 @@ import pytest
 
 from qkv.attention import catalogue
 from qkv.errors import InvalidContent
+from support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("parameters", "name", "expected"),
     [
         ({"query_offset": 3.0}, "query_offset", 3),
@@ -27,10 +28,9 @@ def test_whole_float_is_an_integer(parameters: dict[str, Any], name: str, expect
     assert type(value) is type(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     "parameters",
     [{"query_offset": 3.5}, {"query_offset": True}, {"window": [1.5, 2]}, {"seed": 1e300}],
-    ids=str,
 )
 def test_other_number_is_rejected(parameters: dict[str, Any]) -> None:
     with pytest.raises(InvalidContent, match="valid integer"):

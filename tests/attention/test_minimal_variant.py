@@ -222,7 +222,7 @@ def test_minimal_variant_has_the_same_bits_alone_and_in_a_batch(copy: Path) -> N
     """The tests of every variant run on the copy; they stack requests as a GPU does."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "cosine",
-         "tests/attention/test_same_bits.py", "tests/attention/test_variant_contract.py"],
+         "tests/attention/laws"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
@@ -267,7 +267,7 @@ def test_local_command_skips_broken_files(copy: Path) -> None:
 def test_contract_tests_fail_on_a_broken_file(copy: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "broken",
-         "tests/attention/test_variant_contract.py"],
+         "tests/attention/laws/test_contract.py"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

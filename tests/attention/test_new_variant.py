@@ -263,7 +263,7 @@ def test_contract_tests_include_new_variant(copy: Path) -> None:
     """The contract tests run on the copy, and include the new variant."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "uniform",
-         "tests/attention/test_variant_contract.py"],
+         "tests/attention/laws/test_contract.py"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

@@ -17,40 +17,22 @@ from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
+from support.agreement import assert_agrees
+from support.each import each
 from support.examples import examples
-from support.known_requests import assert_problem
 from support.peak_memory import needs_proc, peaks
-from support.service import Server
+from support.variant_bounds import efficient_roundings as roundings
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-PATH: Final = "/v1/attention/efficient"
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-wide_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-causal_or_not = pytest.mark.parametrize("causal", [False, True])
+every_dtype = each("dtype", DTYPES)
+wide_dtypes = each("dtype", [torch.float64, torch.float32])
+causal_or_not = each("causal", [False, True])
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def roundings(query: Tensor, key: Tensor) -> float:
-    """Returns the bound of a weight's error in eps.
-
-    The e^x of query and of key each have an error of |x| eps, where x is the largest relevant
-    difference of numbers. The sums over D and S add as many roundings as they have terms.
-    """
-    D, S = query.shape[-1], key.shape[2]
-
-    def apart(x: Tensor, dim: int) -> float:
-        # numbers further below the largest are 0 in float32, or e^-700 in float64
-        end = 700.0 if x.dtype == torch.float64 else 100.0
-        x = x.double().clamp(-1e300, 1e300)
-        return min(end, float((x.amax(dim) - x.amin(dim)).max()))
-
-    return 8 + 2 * D + 2 * S + apart(query, -1) + 2 * apart(key, 2)
 
 
 def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
@@ -70,95 +52,22 @@ def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
     return found.output.double(), found.weights.double()
 
 
-def assert_right(
-    tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
-) -> None:
-    """Compares with the reference, within the number of roundings."""
-    query, key, value = tensors
-    output, weights = attended(*tensors, lengths, **parameters)
-    if lengths is not None:  # padding is in neither
-        key, value = key.clone(), value.clone()
-        for b, length in enumerate(lengths):
-            key[b, :, length:], value[b, :, length:] = key[b, :, :1], 0.0
-    truth = efficient.reference(query, key, value, lengths, **parameters)
-    assert truth.output is not None
-    assert truth.weights is not None
-    K, kind = query.shape[1] // key.shape[1], exact(query.dtype)
-    close = roundings(query, key) * torch.finfo(kind).eps
-    mass = truth.weights @ value.double().abs().repeat_interleave(K, 1)
-    bound = close * mass + torch.finfo(query.dtype).eps * truth.output.abs()
-    bound += torch.finfo(query.dtype).smallest_normal
-    assert ((output - truth.output).abs() <= bound).all()
-    # in float64, a shift of up to 300 raises the smallest number that does not underflow
-    lost = np.exp(300.0) if kind == torch.float64 else 1.0
-    least = torch.finfo(kind).smallest_normal * query.shape[-1] * lost
-    small = close * truth.weights + least
-    assert ((weights - truth.weights).abs() <= small).all()
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    B, G, K, D, E = (draw(st.integers(1, most)) for most in (3, 3, 3, 9, 9))
-    L, S = draw(st.integers(1, 60)), draw(st.integers(1, 150))
-    dtype = draw(st.sampled_from(DTYPES))
-    size = draw(st.sampled_from([0.0, 1e-3, 1.0, 5.0, 50.0]))
-    slope = draw(st.sampled_from([0.0, 0.0, -1.0, 0.2, 3.0, 100.0]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    key = normal(B, G, S, D) * size + slope * torch.arange(S)[:, None] * normal(D)
-    tensors = (normal(B, G * K, L, D) * size, key, normal(B, G, S, E))
-    query, key, value = (tensor.to(dtype) for tensor in tensors)
-    lengths = None
-    if draw(st.booleans()):
-        lengths = torch.randint(0, S + 1, (B,), generator=generator)
-        for b, length in enumerate(lengths):
-            key[b, :, length:], value[b, :, length:] = torch.nan, torch.inf
-    return (query, key, value), lengths
-
-
-@given(
-    request=requests(),
-    causal=st.booleans(),
-    offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
-)
-def test_agrees_with_reference(request: Any, causal: bool, offset: Any) -> None:
-    tensors, lengths = request
-    assert_right(tensors, lengths, causal=causal, query_offset=offset)
-
-
 @pytest.mark.slow
 @every_dtype
 @causal_or_not
-@pytest.mark.parametrize("length", [16, 17, 64, 65, 1000])
-@pytest.mark.parametrize("slope", [0.0, 5.0])
+@each("length", [16, 17, 64, 65, 1000])
+@each("slope", [0.0, 5.0])
 def test_lengths_above_one_chunk(
     dtype: torch.dtype, causal: bool, length: int, slope: float
 ) -> None:
     query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
     key = key + slope * torch.arange(length)[:, None]
-    assert_right((query.to(dtype), key.to(dtype), value.to(dtype)), causal=causal)
-
-
-@pytest.mark.parametrize("offset", [0, -7, 40, "end"])
-@pytest.mark.parametrize("slope", [0.0, 50.0])
-def test_row_blocks_equal_rows_of_the_matrix(offset: Any, slope: float) -> None:
-    query, key = torch.randn(2, 4, 50, 5), torch.randn(2, 2, 70, 5)
-    key += slope * torch.arange(70)[:, None]
-    lengths, parameters = torch.tensor([70, 33]), {"causal": True, "query_offset": offset}
-    _, whole = attended(query, key, torch.randn(2, 2, 70, 3), lengths, **parameters)
-    row_block = efficient.weights(query, key, lengths, **parameters)
-    for rows in (slice(0, 50), slice(3, 4), slice(17, 49), slice(49, 50)):
-        block = row_block(rows).double()
-        close = 2 * roundings(query, key) * torch.finfo(torch.float32).eps
-        torch.testing.assert_close(block, whole[:, :, rows], rtol=close, atol=1e-37)
+    assert_agrees("efficient", *(x.to(dtype) for x in (query, key, value)), causal=causal)
 
 
 @every_dtype
 @causal_or_not
-@pytest.mark.parametrize("slope", [0.0, 100.0])
+@each("slope", [0.0, 100.0])
 def test_weights_times_values_are_the_output(
     dtype: torch.dtype, causal: bool, slope: float
 ) -> None:
@@ -193,31 +102,8 @@ def test_adding_a_constant_to_a_key_channel_changes_nothing(
 
 
 @every_dtype
-def test_key_order_changes_nothing(dtype: torch.dtype) -> None:
-    query, key, value = (torch.randn(1, 2, 30, 6).to(dtype) for _ in range(3))
-    order = torch.randperm(30)
-    output, weights = attended(query, key, value)
-    again = attended(query, key[:, :, order], value[:, :, order])
-    close = 2 * roundings(query, key) * torch.finfo(exact(dtype)).eps
-    mass = weights @ value.double().abs()
-    assert ((again[0] - output).abs() <= (close + torch.finfo(dtype).eps) * mass).all()
-    torch.testing.assert_close(again[1], weights[..., order], rtol=close, atol=0)
-
-
-@every_dtype
-@causal_or_not
-def test_one_key_returns_the_value(dtype: torch.dtype, causal: bool) -> None:
-    query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
-    output, _ = attended(query * 5, key * 50, value, causal=causal)
-    # a query's softmax over 4 channels sums to 1, apart from rounding
-    close = 8 * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
-    torch.testing.assert_close(output, value.double().expand(2, 2, 3, 4), rtol=close, atol=0)
-    assert (output.abs() <= value.double().abs().amax((1, 2, 3), keepdim=True)).all()
-
-
-@every_dtype
-@pytest.mark.parametrize("late", [39, 41, 120, 299, 301, 1000, 1e4])
-@pytest.mark.parametrize("channels", [1, 4])
+@each("late", [39, 41, 120, 299, 301, 1000, 1e4])
+@each("channels", [1, 4])
 def test_large_late_key_does_not_change_early_rows(
     dtype: torch.dtype, late: float, channels: int
 ) -> None:
@@ -227,11 +113,11 @@ def test_large_late_key_does_not_change_early_rows(
     early, _ = attended(*(x[:, :, :50] for x in (query, key, value)), causal=True)
     close = 2 * roundings(query, key) * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
     assert ((output[:, :, :50] - early).abs() <= close * value.double().abs().max()).all()
-    assert_right((query, key, value), causal=True)
+    assert_agrees("efficient", query, key, value, causal=True)
 
 
 @wide_dtypes
-@pytest.mark.parametrize("length", [5, 16, 50, 300])
+@each("length", [5, 16, 50, 300])
 def test_keys_that_dominate_all_earlier_keys(dtype: torch.dtype, length: int) -> None:
     """Each key is e^1000 times the one before, so each row is its own value."""
     query, value = torch.randn(1, 2, length, 3, dtype=dtype), torch.randn(1, 2, length, 2)
@@ -249,7 +135,7 @@ def test_keys_that_dominate_all_earlier_keys(dtype: torch.dtype, length: int) ->
 
 @every_dtype
 @causal_or_not
-@pytest.mark.parametrize("least", [False, True])
+@each("least", [False, True])
 def test_extreme_queries_and_keys(dtype: torch.dtype, causal: bool, least: bool) -> None:
     """Differences overflow; the largest key gets all weight, and equal keys share it."""
     info = torch.finfo(dtype)
@@ -279,7 +165,7 @@ def test_equal_queries_and_keys_of_any_size(dtype: torch.dtype, causal: bool) ->
 
 @every_dtype
 @causal_or_not
-@pytest.mark.parametrize("slope", [0.0, 100.0])
+@each("slope", [0.0, 100.0])
 def test_extreme_values(dtype: torch.dtype, causal: bool, slope: float) -> None:
     most = torch.finfo(dtype).max
     value = torch.full((1, 1, 50, 2), most, dtype=dtype)
@@ -296,7 +182,7 @@ def test_extreme_values(dtype: torch.dtype, causal: bool, slope: float) -> None:
 
 
 @wide_dtypes
-@pytest.mark.parametrize("rise", [0.0, 38.0, 250.0, 1000.0])
+@each("rise", [0.0, 38.0, 250.0, 1000.0])
 def test_small_values_keep_their_precision(dtype: torch.dtype, rise: float) -> None:
     """A shift leaves e^-rise of the early keys, and the values are small too."""
     query, key = torch.randn(2, 1, 1, 40, 4, dtype=dtype)
@@ -324,28 +210,6 @@ def test_rows_that_see_only_small_values(dtype: torch.dtype) -> None:
         close = roundings(query, late_key) * torch.finfo(dtype).eps
         truth = value[:, :, :200].double()
         torch.testing.assert_close(output[:, :, :200], truth, rtol=close, atol=0)
-
-
-@every_dtype
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf, 3e4])
-@causal_or_not
-@pytest.mark.parametrize("slope", [0.0, 1000.0])
-def test_padding_may_hold_anything(
-    dtype: torch.dtype, garbage: float, causal: bool, slope: float
-) -> None:
-    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
-    key = key + (slope * torch.arange(7)[:, None]).to(dtype)
-    lengths = torch.tensor([7, 3, 0])
-    dirty_key, dirty_value = key.clone(), value.clone()
-    for b, length in enumerate(lengths):
-        dirty_key[b, :, length:], dirty_value[b, :, length:] = garbage, garbage
-    for offset in (0, "end"):
-        clean = attended(query, key, value, lengths, causal=causal, query_offset=offset)
-        dirty = attended(query, dirty_key, dirty_value, lengths, causal=causal, query_offset=offset)
-        assert torch.equal(clean[0], dirty[0])
-        assert torch.equal(clean[1], dirty[1])
-        assert not dirty[0][2].any()
-        assert not dirty[1][2].any()
 
 
 @examples(30)
@@ -378,7 +242,7 @@ say()
 
 @pytest.mark.slow
 @needs_proc
-@pytest.mark.parametrize(
+@each(
     ("causal", "slope"),
     [(False, 0), (True, 0), (True, 1000)],
 )
@@ -402,15 +266,3 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
     for r, size in zip(outputs, (19.0, 21.0, 2.0), strict=True):
         alone = execute([job(size)], CpuDevice(), stack=True)[0]
         assert np.array_equal(r.outputs["output"].numpy(), alone.outputs["output"].numpy())
-
-
-def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
-    inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
-    for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
-        body = {"inputs": inputs, "parameters": {name: 1}}
-        problem = assert_problem(server.http.post(PATH, json=body), 422)
-        assert f"efficient refuses '{name}'" in problem["detail"]
-    body = {"inputs": inputs | {"mask": [[True]]}}
-    detail = assert_problem(server.http.post(PATH, json=body), 422)["detail"]
-    assert "no input 'mask'" in detail
-    assert detail.endswith("to hide padding, give key_lengths")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 from qkv.attention.variants import linear
 from qkv.engine.device.cpu import CpuDevice
@@ -17,90 +14,27 @@ from qkv.engine.executor import execute
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.known_requests import assert_problem
+from support.agreement import assert_agrees
+from support.each import each
 from support.peak_memory import needs_proc, peaks
-from support.service import Server
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-PATH: Final = "/v1/attention/linear"
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def assert_right(
-    tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
-) -> None:
-    """Compares with the reference, within as many roundings as there are sums."""
-    query, _, value = tensors
-    found = linear.attend(*tensors, lengths, **parameters, outputs=BOTH)
-    truth = linear.reference(*tensors, lengths, **parameters)
-    alone = linear.attend(*tensors, lengths, **parameters, outputs=OUTPUT)
-    assert found.output is not None
-    assert found.weights is not None
-    assert truth.output is not None
-    assert truth.weights is not None
-    assert alone.output is not None
-    assert alone.weights is None
-    assert torch.equal(alone.output, found.output)
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    assert (found.output.dtype, found.weights.dtype) == (query.dtype, exact)
-    (H, D), (G, S) = (query.shape[i] for i in (1, 3)), value.shape[1:3]
-    eps, tiny = torch.finfo(exact).eps, torch.finfo(exact).smallest_normal
-    roundings = 8 + 2 * D + S  # phi of both, the product, the sum over keys and the division
-    mass = truth.weights @ value.double().abs().repeat_interleave(H // G, 1)
-    bound = roundings * eps * mass + torch.finfo(query.dtype).eps * truth.output.abs()
-    bound += torch.finfo(query.dtype).smallest_normal
-    fits = (
-        truth.output.abs() < 0.99 * torch.finfo(query.dtype).max
-    )  # sums may exceed float16's range
-    assert ((found.output.double() - truth.output).abs() <= bound)[fits].all()
-    off = (found.weights.double() - truth.weights).abs()
-    assert (off <= roundings * eps * truth.weights + tiny).all()
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    B, G, K, D, E = (draw(st.integers(1, most)) for most in (3, 3, 3, 9, 9))
-    L, S = draw(st.integers(1, 150)), draw(st.integers(1, 150))
-    dtype = draw(st.sampled_from(DTYPES))
-    size = draw(st.sampled_from([0.0, 1e-3, 1.0, 5.0, 50.0]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    tensors = (normal(B, G * K, L, D) * size, normal(B, G, S, D) * size, normal(B, G, S, E))
-    lengths = None
-    if draw(st.booleans()):
-        lengths = torch.randint(0, S + 1, (B,), generator=generator)
-    query, key, value = (tensor.to(dtype) for tensor in tensors)
-    return (query, key, value), lengths
-
-
-@given(
-    request=requests(),
-    causal=st.booleans(),
-    offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
-    normalize=st.booleans(),
-)
-def test_agrees_with_reference(request: Any, causal: bool, offset: Any, normalize: bool) -> None:
-    tensors, lengths = request
-    assert_right(tensors, lengths, causal=causal, query_offset=offset, normalize=normalize)
+every_dtype = each("dtype", DTYPES)
 
 
 @every_dtype
-@pytest.mark.parametrize("causal", [False, True])
+@each("causal", [False, True])
 @pytest.mark.parametrize("length", [64, 65, 1000, pytest.param(4096, marks=pytest.mark.slow)])
 def test_lengths_above_one_chunk(dtype: torch.dtype, causal: bool, length: int) -> None:
     tensors = [torch.randn(1, 2, length, 8).to(dtype) for _ in range(3)]
-    assert_right((tensors[0], tensors[1], tensors[2]), causal=causal)
+    assert_agrees("linear", *tensors, causal=causal)
 
 
 @every_dtype
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("size", [-8, -30, -40, -60, -300, -1e4, 30, 300, 6e4])
+@each("causal", [False, True])
+@each("size", [-8, -30, -40, -60, -300, -1e4, 30, 300, 6e4])
 def test_equal_features_of_any_size_cancel(dtype: torch.dtype, causal: bool, size: float) -> None:
     """elu(x) + 1 is exactly 0 below -30 in float32; equal keys must still give the plain mean."""
     same = torch.full((1, 1, 5, 4), size, dtype=dtype)
@@ -113,7 +47,7 @@ def test_equal_features_of_any_size_cancel(dtype: torch.dtype, causal: bool, siz
     torch.testing.assert_close(found.output.double(), truth, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each("dtype", [torch.float64, torch.float32])
 def test_large_late_key_does_not_change_early_rows(dtype: torch.dtype) -> None:
     """With one shift for all keys, the early ones would underflow; their rows are recomputed."""
     key = torch.full((1, 1, 6, 3), -900.0, dtype=dtype)
@@ -130,7 +64,7 @@ def test_large_late_key_does_not_change_early_rows(dtype: torch.dtype) -> None:
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each("dtype", [torch.float64, torch.float32])
 def test_queries_and_keys_without_a_common_large_feature(dtype: torch.dtype) -> None:
     query = torch.tensor([[[[0.0, -2000.0]]]], dtype=dtype)
     key = torch.tensor([[[[-2000.0, 0.0], [-2000.0, -1.0]]]], dtype=dtype)
@@ -154,7 +88,7 @@ def test_extreme_values(dtype: torch.dtype) -> None:
         assert ((found.output / most - 1).abs() <= 128 * torch.finfo(dtype).eps).all()
 
 
-@pytest.mark.parametrize(("dtype", "small"), [(torch.float32, 1e-30), (torch.float64, 1e-120)])
+@each(("dtype", "small"), [(torch.float32, 1e-30), (torch.float64, 1e-120)])
 def test_rows_that_see_only_small_values(dtype: torch.dtype, small: float) -> None:
     value = torch.full((1, 1, 4, 1), small, dtype=dtype)
     value[:, :, 3] = torch.finfo(dtype).max
@@ -165,9 +99,9 @@ def test_rows_that_see_only_small_values(dtype: torch.dtype, small: float) -> No
     torch.testing.assert_close(found.output[:, :, :3], value[:, :, :3], rtol=close, atol=0)
 
 
-@pytest.mark.parametrize("shift", [0.0, -7.0, -15.0, -25.0])
-@pytest.mark.parametrize("exponent", [-30, -60, -90, -110])
-@pytest.mark.parametrize("causal", [False, True])
+@each("shift", [0.0, -7.0, -15.0, -25.0])
+@each("exponent", [-30, -60, -90, -110])
+@each("causal", [False, True])
 def test_small_values_with_small_features_keep_their_precision(
     shift: float, exponent: int, causal: bool
 ) -> None:
@@ -185,33 +119,6 @@ def test_small_values_with_small_features_keep_their_precision(
     assert ((found.output - truth).abs() <= 32 * torch.finfo(torch.float32).eps * size).all()
 
 
-@every_dtype
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30])
-@pytest.mark.parametrize("causal", [False, True])
-def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float, causal: bool) -> None:
-    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
-    lengths = torch.tensor([7, 3, 0])
-    dirty_key, dirty_value = key.clone(), value.clone()
-    for b, length in enumerate(lengths):
-        dirty_key[b, :, length:], dirty_value[b, :, length:] = garbage, garbage
-    clean = linear.attend(query, key, value, lengths, causal=causal, outputs=BOTH)
-    dirty = linear.attend(query, dirty_key, dirty_value, lengths, causal=causal, outputs=BOTH)
-    assert clean.output is not None
-    assert dirty.output is not None
-    assert torch.equal(clean.output, dirty.output)
-    assert not dirty.output[2].any()
-
-
-@every_dtype
-def test_one_key_returns_the_value(dtype: torch.dtype) -> None:
-    """The bound is that of a sum of D features and of a sum of D features times the value."""
-    query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
-    found = linear.attend(query, key, value, outputs=OUTPUT)
-    assert found.output is not None
-    close = (4 + 1) * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.output, value.expand(2, 2, 3, 4), rtol=close, atol=0)
-
-
 MEASURED: Final = """
 from qkv.attention.variants import linear
 x = torch.randn(1, 8, 65536, 64)
@@ -223,7 +130,7 @@ say()
 
 @pytest.mark.slow
 @needs_proc
-@pytest.mark.parametrize("causal", [False, True])
+@each("causal", [False, True])
 def test_65536_tokens_take_less_than_4_gib(causal: bool) -> None:
     assert peaks(MEASURED, causal)[-1].whole < 4 << 30
 
@@ -242,15 +149,3 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
     assert [r.batch_size for r in results] == [3, 3, 3]
     for r, size in zip(results, (1.0, 40.0, 2.0), strict=True):
         np.testing.assert_allclose(r.outputs["output"].numpy(), size, rtol=1e-6)
-
-
-def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
-    inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
-    for name in ("scale", "softcap", "window", "dropout", "seed"):
-        body = {"inputs": inputs, "parameters": {name: 1}}
-        problem = assert_problem(server.http.post(PATH, json=body), 422)
-        assert f"linear refuses '{name}'" in problem["detail"]
-    body = {"inputs": inputs | {"mask": [[True]]}}
-    detail = assert_problem(server.http.post(PATH, json=body), 422)["detail"]
-    assert "no input 'mask'" in detail
-    assert detail.endswith("to hide padding, give key_lengths")

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import linformer
-from support.dtypes import every_dtype, exact_dtype
-from support.examples import examples
+from support.agreement import assert_agrees
+from support.dtypes import DTYPES, exact_dtype
+from support.each import each
 from support.linformer_reference import (
     ALL,
     OUTPUT,
-    assert_right,
     attend_checked,
     random_projection,
-    requests,
 )
 from support.peak_memory import needs_proc, peaks
 
 
-@examples(300)
-@given(request=requests(), block=st.none() | st.integers(1, 300))
-def test_agrees_with_reference(request: Any, block: int | None) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if block is not None:
-            patch.setattr(linformer, "_ELEMENTS", block)
-        assert_right(request[0], **request[1])
-
-
-@every_dtype
+@each("dtype", DTYPES)
 def test_shape_of_seed_003(dtype: torch.dtype) -> None:
     """Seed 003: N = 1000, d = 256, rank 100."""
     query, key, value = (torch.randn(1, 1, 1000, 256).to(dtype) for _ in range(3))
-    assert_right((query, key, value, None, None, None), rank=100)
+    assert_agrees("linformer", query, key, value, rank=100)
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
     """Given or random projections have the same bits as projections for the shorter length."""
     query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
@@ -57,7 +45,7 @@ def test_shorter_sequence_takes_the_first_columns(dtype: torch.dtype) -> None:
     )
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_random_projection_equals_given_projection(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(2, 2, 20, 8).to(dtype) for _ in range(3))
     for seed in (0, 7, 2**64 - 1):
@@ -74,7 +62,7 @@ def test_random_projection_equals_given_projection(dtype: torch.dtype) -> None:
     assert not torch.equal(one, two)
 
 
-@pytest.mark.parametrize("rank", [1, 64, 256])
+@each("rank", [1, 64, 256])
 def test_random_projection_has_variance_1_over_rank(rank: int) -> None:
     """Mean and variance within five standard deviations; E, F and other seeds uncorrelated."""
     n = rank * 2000
@@ -90,7 +78,7 @@ def test_random_projection_has_variance_1_over_rank(rank: int) -> None:
     assert (correlated.abs() < 5 / math.sqrt(n)).all()
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_map_weights_and_output_are_consistent(dtype: torch.dtype) -> None:
     """map @ F is the weights and weights @ value is the output, within rounding."""
     query, key = torch.randn(2, 4, 9, 8).to(dtype), torch.randn(2, 2, 30, 8).to(dtype)
@@ -109,30 +97,10 @@ def test_map_weights_and_output_are_consistent(dtype: torch.dtype) -> None:
     assert (A < 0).any()
 
 
-@every_dtype
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, "largest"])
-def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float | str) -> None:
-    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
-    lengths = torch.tensor([7, 3, 0])
-    fill = torch.finfo(dtype).max if isinstance(garbage, str) else garbage
-    padding = (torch.arange(7) >= lengths[:, None])[:, None, :, None]
-    dirty_key, dirty_value = (x.masked_fill(padding, fill) for x in (key, value))
-    for outputs in (ALL, OUTPUT):
-        clean = linformer.attend(query, key, value, None, None, lengths, outputs=outputs)
-        found = linformer.attend(
-            query, dirty_key, dirty_value, None, None, lengths, outputs=outputs
-        )
-        for name in outputs:
-            assert torch.equal(getattr(found, name), getattr(clean, name))
-        assert found.output is not None
-        assert not found.output[2].any()
-        assert found.weights is None or not found.weights[2].any()
-
-
 # ---------------------------------------------------------------- the extremes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each("dtype", [torch.float64, torch.float32])
 def test_numbers_whose_products_overflow(dtype: torch.dtype) -> None:
     """Powers of two cancel: E K, F V and Q (E K)^T overflow, but the output does not."""
     query, key, value = (torch.randn(2, 2, 9, 4).to(dtype) for _ in range(3))
@@ -176,7 +144,7 @@ def test_mixtures_that_overflow_and_cancel() -> None:
         assert float(found.output) == 1.0
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_largest_numbers_everywhere(dtype: torch.dtype) -> None:
     """The map is one-hot or even: scores are powers of two, so equal scores stay equal."""
     most = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
@@ -205,7 +173,7 @@ def test_largest_numbers_everywhere(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.map.double(), expected, rtol=0, atol=4 * eps)
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_scores_of_huge_size(dtype: torch.dtype) -> None:
     """Products are huge but ordinary: rows are finite, and the largest score gets all weight."""
     query, key, value = (torch.randn(1, 2, 6, 4).to(dtype) * 200 for _ in range(3))
@@ -229,7 +197,7 @@ say()
 
 @pytest.mark.slow
 @needs_proc
-@pytest.mark.parametrize("outputs", [["output"], ["output", "map"]], ids=str)
+@each("outputs", [["output"], ["output", "map"]])
 def test_65536_tokens_take_less_than_4_gib(outputs: list[str]) -> None:
     """H = 8, D = 64, rank 256: the map alone has half a GiB."""
     assert peaks(MEASURED, *outputs)[-1].whole < 4 << 30

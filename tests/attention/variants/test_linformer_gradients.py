@@ -5,31 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from qkv.attention.variants import linformer
-from support.dtypes import every_dtype
-from support.linformer_reference import OUTPUT
-
-
-class Attend(torch.autograd.Function):
-    """An autograd function of `attend` and `backward`."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.save_for_backward(*arguments[:6])
-        ctx.parameters = arguments[6]
-        output = linformer.attend(*arguments[:6], **arguments[6], outputs=OUTPUT).output
-        assert output is not None
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = linformer.backward(grads[0], *ctx.saved_tensors, **ctx.parameters)
-        names = ("query", "key", "value", "key_projection", "value_projection")
-        return *(found.get(name) for name in names), None, None
+from support.dtypes import DTYPES
+from support.each import each
 
 
 def differentiable(lengths: Tensor | None, *given: bool) -> list[Any]:
@@ -40,22 +21,7 @@ def differentiable(lengths: Tensor | None, *given: bool) -> list[Any]:
     return [*tensors, lengths]
 
 
-@pytest.mark.parametrize("block", [None, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lengths", [None, torch.tensor([6, 2]), torch.tensor([0, 5])], ids=str)
-@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True), (False, False)])
-def test_gradients_agree_with_finite_differences(
-    given: tuple[bool, bool], lengths: Tensor | None, block: int | None
-) -> None:
-    parameters = {"scale": 0.7} if any(given) else {"rank": 3, "seed": 5}
-    with pytest.MonkeyPatch.context() as patch:
-        if block is not None:
-            patch.setattr(linformer, "_ELEMENTS", block)
-        tensors = differentiable(lengths, *given)
-        inputs: tuple[Any, ...] = (*tensors, parameters)
-        assert torch.autograd.gradcheck(Attend.apply, inputs)
-
-
-@every_dtype
+@each("dtype", DTYPES)
 def test_gradients_in_any_dtype(dtype: torch.dtype) -> None:
     """The truth is autograd through the textbook formula in float64; padding gets zeros."""
     lengths = torch.tensor([6, 2])

@@ -16,6 +16,7 @@ from qkv.errors import InvalidContent, PayloadTooLarge
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
+from support.each import each
 from support.known_requests import assert_problem
 from support.linformer_reference import ALL
 from support.service import Server
@@ -41,7 +42,7 @@ def job(*tensors: RawTensor, **parameters: Any) -> Job:
 def test_axes_that_no_tensor_binds() -> None:
     tensors = [raw(torch.randn(1, 2, 300, 4)) for _ in range(3)]
     E = raw(torch.randn(9, 301))
-    for each, rank in (
+    for sent, rank in (
         (job(*tensors), 256),
         (job(*tensors, rank=7), 7),
         (job(*tensors, rank=1000), 1000),
@@ -49,12 +50,12 @@ def test_axes_that_no_tensor_binds() -> None:
         (job(*tensors, E, rank=9), 9),
         (job(*(raw(torch.randn(1, 2, 30, 4)) for _ in range(3))), 30),
     ):
-        L = each.inputs.axes.sizes["L"]  # equal to S
-        assert each.inputs.axes.sizes["R"] == rank
-        assert each.output_shape("map") == (1, 2, L, rank)
-        random_count = 1 if "key_projection" in each.inputs.tensors else 2
-        assert each.score_count == 2 * L * rank + 32 * random_count * rank * L
-        assert each.flops == 2 * 2 * rank * 8 * (L + L)
+        L = sent.inputs.axes.sizes["L"]  # equal to S
+        assert sent.inputs.axes.sizes["R"] == rank
+        assert sent.output_shape("map") == (1, 2, L, rank)
+        random_count = 1 if "key_projection" in sent.inputs.tensors else 2
+        assert sent.score_count == 2 * L * rank + 32 * random_count * rank * L
+        assert sent.flops == 2 * 2 * rank * 8 * (L + L)
 
 
 def test_misfits_are_rejected_before_the_queue() -> None:
@@ -77,10 +78,9 @@ def test_misfits_are_rejected_before_the_queue() -> None:
     Job.from_message("linformer", message, LIMITS._replace(score_count=24 + 32 * 2 * 24))
 
 
-@pytest.mark.parametrize(
+@each(
     ("S", "width", "rank"),
     [(5000, 4, 65536), (1, 8192, 65536), (1, 1, 1 << 27)],
-    ids=["drawn", "mixed", "given"],
 )
 def test_memory_of_projections_is_bounded(S: int, width: int, rank: int) -> None:
     """A large rank turns small inputs into large projections and mixtures."""
@@ -99,14 +99,7 @@ def test_memory_of_projections_is_bounded(S: int, width: int, rank: int) -> None
     assert linformer.infer_sizes(sizes, Parameters(None)) == {"R": 256}
 
 
-def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
-    for name in ("causal", "query_offset", "window", "softcap", "dropout", "normalize"):
-        body: dict[str, Any] = {"inputs": INPUTS, "parameters": {name: 1}}
-        problem = assert_problem(server.http.post(PATH, json=body), 422)
-        assert f"linformer refuses '{name}'" in problem["detail"]
-        assert problem["pointer"] == f"/parameters/{name}"
-    body = {"inputs": INPUTS | {"mask": [[True, True]]}}
-    assert "no input 'mask'" in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
+def test_rank_seed_and_short_projections_are_rejected(server: Server) -> None:
     for name, value in (("rank", 0), ("rank", 65537), ("rank", 1.5), ("seed", -1), ("seed", 0.5)):
         body = {"inputs": INPUTS, "parameters": {name: value}}
         assert name in assert_problem(server.http.post(PATH, json=body), 422)["detail"]
@@ -140,7 +133,7 @@ def test_over_http(server: Server) -> None:
     assert "got S=3 keys, expected at most N=2" in problem["detail"]
 
 
-@pytest.mark.parametrize("stack", [False, True])
+@each("stack", [False, True])
 def test_only_requests_with_the_same_projections_batch(stack: bool) -> None:
     tensors = [[raw(torch.randn(b, 2, 6, 4)) for _ in range(3)] for b in (1, 2)]
     E, F, other = (raw(torch.randn(3, 6)) for _ in range(3))
@@ -167,7 +160,7 @@ def test_concurrent_requests_with_other_projections_do_not_mix(server: Server) -
     cases = [[torch.randn(6, 4) for _ in range(3)] + list(torch.randn(2, 3, 6)) for _ in range(6)]
     names = ("query", "key", "value", "key_projection", "value_projection")
     inputs = [{n: t.tolist() for n, t in zip(names, case, strict=True)} for case in cases]
-    documents = [{"inputs": each, "outputs": sorted(ALL)} for each in inputs]
+    documents = [{"inputs": one, "outputs": sorted(ALL)} for one in inputs]
     responses = post_as_one_batch(server, PATH, documents)
     for case, response in zip(cases, responses, strict=True):
         assert response["timing"]["batch_size"] == 1

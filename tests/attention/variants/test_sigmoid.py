@@ -7,16 +7,12 @@ from typing import Any, Final
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from qkv.attention.common import halves
 from qkv.attention.variants import sigmoid
-from support.dtypes import every_dtype, exact_dtype
-from support.examples import examples
+from support.dtypes import DTYPES, exact_dtype
+from support.each import each
 from support.service import Server
-from support.tolerances import assert_within
 
 ALL: Final = frozenset({"output", "weights", "scores"})
 EPS: Final = torch.finfo(torch.float64).eps
@@ -39,36 +35,6 @@ def attend(*tensors: Tensor, outputs: frozenset[str] = ALL, **arguments: Any) ->
     return sigmoid.attend(*tensors, **arguments, outputs=outputs)
 
 
-def assert_right(tensors: list[Tensor], **arguments: Any) -> None:
-    """Compares with the reference.
-
-    A score has D + 8 roundings of its products and 4 of its terms. The sigmoid's slope is at most
-    the weight, so a weight has these errors relative to itself, and 8 roundings. An output has S
-    more, and is rounded to its dtype.
-    """
-    found, truth = attend(*tensors, **arguments), sigmoid.reference(*tensors, **arguments)
-    query, key, value = (x.double().nan_to_num(0.0) for x in tensors)
-    assert truth.output is not None
-    assert truth.weights is not None
-    assert truth.scores is not None
-    K, (S, D) = query.shape[1] // key.shape[1], key.shape[2:]
-    key, value = key.repeat_interleave(K, 1), value.repeat_interleave(K, 1)
-    info, narrow = torch.finfo(exact_dtype(tensors[0].dtype)), torch.finfo(tensors[0].dtype)
-    scale = arguments.get("scale", D**-0.5)
-    score = (D + 8) * info.eps * abs(scale) * query.abs() @ key.abs().mT
-    for name in ("mask_BHLS", "bias"):
-        term = arguments.get(name)
-        if term is not None and not (isinstance(term, Tensor) and term.dtype == torch.bool):
-            score = score + 2 * info.eps * torch.as_tensor(term).double().nan_to_num(neginf=0).abs()
-    score = score + 4 * info.eps * (truth.scores.nan_to_num(neginf=0.0).abs() + math.log(S + 1))
-    weight = truth.weights * (2 * score + 8 * info.eps) + info.tiny
-    mass = truth.weights @ value.abs()
-    output = weight @ value.abs() + S * info.eps * mass + narrow.eps * truth.output.abs()
-    assert_within(found.scores, truth.scores, score)
-    assert_within(found.weights, truth.weights, weight)
-    assert_within(found.output, truth.output, output + narrow.tiny)
-
-
 def test_example_by_hand() -> None:
     """Scores 0 and log 3 with bias -log 2: the weights are 1/3 and 3/5."""
     query = torch.tensor([[[[1.0]]]], dtype=torch.float64)
@@ -85,54 +51,8 @@ def test_is_the_formula_of_the_paper() -> None:
     torch.testing.assert_close(attend(q, k, v).output, plain, rtol=64 * EPS, atol=64 * EPS)
 
 
-@examples(200)
-@given(
-    sizes=st.tuples(st.integers(1, 9), st.integers(1, 40)),
-    dtype=st.sampled_from((torch.float64, torch.float32, torch.float16, torch.bfloat16)),
-    parameters=st.fixed_dictionaries(
-        {},
-        optional={
-            "causal": st.booleans(),
-            "query_offset": st.sampled_from((0, 2, -3, "end")),
-            "scale": st.sampled_from((1.0, -0.5, 0.0, 3.0)),
-            "bias": st.sampled_from((0.0, -4.5, 10.0, -80.0)),
-            "window": st.sampled_from(((1, 0), (None, 2), (0, None))),
-        },
-    ),
-    mask=st.sampled_from((None, "bool", "floating")),
-    has_lengths=st.booleans(),
-)
-def test_agrees_with_reference(
-    sizes: tuple[int, int],
-    dtype: torch.dtype,
-    parameters: dict[str, Any],
-    mask: str | None,
-    has_lengths: bool,
-) -> None:
-    L, S = sizes
-    tensors, arguments = inputs(dtype, L, S), dict(parameters)
-    if mask is not None:
-        allowed = normal(2, 1, L, S, seed=4) < 0.5
-        added = normal(2, 1, L, S, seed=5).masked_fill(~allowed, -torch.inf)
-        arguments["mask_BHLS"] = allowed if mask == "bool" else added
-    if has_lengths:
-        arguments["key_lengths_B"] = torch.tensor([S, S // 2])
-        for x in tensors[1:]:
-            x[1, :, S // 2 :] = torch.nan
-    assert_right(tensors, **arguments)
-
-
-@pytest.mark.parametrize("extra", [{"alibi_slopes_H": normal(4)}, {"softcap": 0.7}])
-@pytest.mark.parametrize("causal", [False, True])
-def test_slopes_and_softcap(extra: dict[str, Any], causal: bool) -> None:
-    found = attend(*inputs(), causal=causal, **extra)
-    truth = sigmoid.reference(*inputs(), causal=causal, **extra)
-    for one, other in zip(found[:3], truth[:3], strict=True):
-        torch.testing.assert_close(one, other, rtol=64 * EPS, atol=64 * EPS)
-
-
-@every_dtype
-@pytest.mark.parametrize("bias", [None, -1.0])
+@each("dtype", DTYPES)
+@each("bias", [None, -1.0])
 def test_padding_changes_nothing(dtype: torch.dtype, bias: float | None) -> None:
     """The default bias counts the valid keys only."""
     query, key, value = inputs(dtype)
@@ -154,24 +74,8 @@ def test_masks_do_not_change_the_bias() -> None:
     torch.testing.assert_close(causal.weights, whole.weights * visible, rtol=8 * EPS, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("extra", "hidden"),
-    [
-        ({"causal": True, "query_offset": -2}, (slice(None), slice(None), slice(0, 2))),
-        ({"mask_BHLS": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}, ()),
-        ({"mask_BHLS": torch.full((1, 1, 1, 1), -torch.inf)}, ()),
-        ({"key_lengths_B": torch.tensor([0, 3])}, (0,)),
-    ],
-)
-def test_rows_without_keys_are_zero(extra: dict[str, Any], hidden: Any) -> None:
-    found = attend(*inputs(), **extra)
-    assert not found.output[hidden].any()
-    assert not found.weights[hidden].any()
-    assert (found.scores[hidden] == -torch.inf).all()
-
-
-@every_dtype
-@pytest.mark.parametrize("mask", [None, 1e30, -1e30])
+@each("dtype", DTYPES)
+@each("mask", [None, 1e30, -1e30])
 def test_huge_scores_give_weights_of_0_and_1(dtype: torch.dtype, mask: float | None) -> None:
     """Queries and keys at the end of the range; key 2 is orthogonal, and has the bias alone."""
     most = torch.finfo(dtype).max
@@ -190,7 +94,7 @@ def test_huge_scores_give_weights_of_0_and_1(dtype: torch.dtype, mask: float | N
         torch.testing.assert_close(found.weights.flatten().tolist(), expected, rtol=1e-6, atol=0)
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_sums_of_the_largest_values(dtype: torch.dtype) -> None:
     """Partial sums overflow, and the whole sum does not."""
     most = torch.finfo(dtype).max
@@ -203,17 +107,8 @@ def test_sums_of_the_largest_values(dtype: torch.dtype) -> None:
     assert over.output.item() == math.inf  # the true sum is beyond the dtype
 
 
-@every_dtype
-@pytest.mark.parametrize("size", [1.0, "tiny", "huge"])
-def test_families_of_numbers(dtype: torch.dtype, size: Any) -> None:
-    info = torch.finfo(dtype)
-    factor = {"tiny": info.tiny * 4, "huge": 1e120 if dtype == torch.float64 else 1e3}.get(size, 1)
-    query, key, value = (x * factor for x in inputs())
-    assert_right([x.to(dtype) for x in (query, key, value)])
-
-
-@pytest.mark.parametrize("bias", [None, 0.0, -3.0, 5.0])
-@pytest.mark.parametrize("causal", [False, True])
+@each("bias", [None, 0.0, -3.0, 5.0])
+@each("causal", [False, True])
 def test_gradients_are_those_of_autograd(bias: float | None, causal: bool) -> None:
     mask, slopes = normal(2, 1, 5, 7, seed=7), normal(4, seed=8)
     leaves = [x.requires_grad_() for x in (*inputs(), mask, slopes)]
@@ -245,32 +140,6 @@ def test_gradients_of_saturated_weights_keep_their_digits() -> None:
         assert found[name].item() == pytest.approx(slope, rel=1e-5)
 
 
-def test_blocks_and_halves_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = inputs(L=40, S=50)
-    arguments: dict[str, Any] = {
-        "mask_BHLS": normal(2, 1, 40, 50), "key_lengths_B": torch.tensor([50, 20]),
-        "alibi_slopes_H": normal(4), "causal": True, "query_offset": "end",
-    }  # fmt: skip
-    whole = attend(*tensors, **arguments)
-    monkeypatch.setattr(sigmoid, "_SCORE_ELEMENTS", 2000)
-    blocks = attend(*tensors, **arguments)
-    monkeypatch.setattr(sigmoid, "_ROW_ELEMENTS", 199)
-    halved: list[Any] = []
-    in_halves = halves.in_halves
-
-    def counted(*tensors: Any, **parameters: Any) -> Any:
-        halved.append(parameters)
-        return in_halves(*tensors, **parameters)
-
-    monkeypatch.setattr(sigmoid, "in_halves", counted)
-    parts = attend(*tensors, **arguments)
-    assert len(halved) == 3  # of the items, and of the heads of each
-    for other in (blocks, parts):
-        for name in ALL:
-            one, two = getattr(whole, name), getattr(other, name)
-            torch.testing.assert_close(one, two, rtol=8 * EPS, atol=8 * EPS)
-
-
 def test_request_over_http(server: Server) -> None:
     query, key, value = (x.float() for x in inputs())
     body: dict[str, Any] = {
@@ -284,10 +153,6 @@ def test_request_over_http(server: Server) -> None:
     for name in ("output", "weights"):
         found = torch.tensor(response["outputs"][name], dtype=torch.float64)
         torch.testing.assert_close(found, getattr(truth, name), rtol=1e-5, atol=1e-5)
-    for name in ("dropout", "normalize"):
-        problem = server.http.post(PATH, json=body | {"parameters": {name: 0.5}})
-        assert problem.status_code == 422
-        assert f"sigmoid refuses '{name}'" in problem.json()["detail"]
 
 
 def test_layer_over_http(server: Server) -> None:

@@ -7,66 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import given
 
-from qkv.attention.common import explicit_outputs, fused_kernel
 from qkv.attention.variants import softmax
-from support.checked_softmax import ALL, OUTPUT, attend, weights
-from support.dtypes import every_dtype, exact_dtype
+from support.agreement import assert_agrees
+from support.checked_softmax import ALL, OUTPUT, attend
+from support.dtypes import DTYPES
+from support.each import each
 from support.examples import examples
-from support.softmax_requests import Request, requests
 from support.tolerances import assert_within, bounds
-
-
-@examples(600)
-@given(requests(), st.none() | st.integers(1, 300))
-def test_agrees_with_reference(request: Request, block: int | None) -> None:
-    """Covers every parameter, with and without weights, whole or in blocks of `block` elements."""
-    with pytest.MonkeyPatch.context() as patch:
-        if block is not None:
-            patch.setattr(fused_kernel, "BIAS_ELEMENTS", block)
-            patch.setattr(explicit_outputs, "_SCORE_ELEMENTS", block)
-        assert_agrees_with_reference(request)
-
-
-def assert_agrees_with_reference(request: Request) -> None:
-    """Checks numbers, dtypes, zeros, sums and row blocks against the reference."""
-    query, key, value, mask, lengths = tensors = request.tensors()
-    truth = softmax.reference(*tensors, **request.parameters)
-    assert truth.weights is not None
-    assert truth.scores is not None
-    bound = bounds(query, key, value, mask, request.parameters, truth)
-    exact = exact_dtype(request.dtype)
-    blind = truth.scores.amax(-1) == -math.inf
-
-    for outputs in (OUTPUT, frozenset({"weights"}), frozenset({"scores"}), ALL):
-        found = attend(*tensors, **request.parameters, outputs=outputs)
-        for name, dtype in (("output", request.dtype), ("weights", exact), ("scores", exact)):
-            tensor = getattr(found, name)
-            assert (tensor is not None) == (name in outputs)
-            if tensor is None:
-                continue
-            assert tensor.dtype == dtype
-            assert_within(tensor, getattr(truth, name), getattr(bound, name))
-            if name != "scores":
-                assert not tensor[blind].any()
-        if found.weights is not None and not request.parameters.get("dropout"):
-            rounding = (request.S + 2) * torch.finfo(exact).eps
-            assert_within(found.weights.sum(-1), (~blind).double(), rounding)
-        if found.weights is not None:
-            assert not found.weights[truth.scores == -math.inf].any()
-
-    start = request.seed % request.L
-    rows = slice(start, start + 1 + request.seed % (request.L - start))
-    part = weights(query, key, mask, lengths, **request.parameters)(rows)
-    assert part.dtype == exact
-    assert_within(part, truth.weights[:, :, rows], bound.weights[:, :, rows])
+from support.variant_calls import VARIANTS
+from support.variant_draws import calls
 
 
 @pytest.mark.slow
-@every_dtype
-@pytest.mark.parametrize(
+@each("dtype", DTYPES)
+@each(
     "parameters",
     [
         {},
@@ -75,80 +31,58 @@ def assert_agrees_with_reference(request: Request) -> None:
         {"window": (20, 30), "query_offset": 500, "softcap": 3.0},
         {"dropout": 0.5, "seed": 2**63, "causal": True, "query_offset": 700},
     ],
-    ids=str,
 )
 def test_lengths_above_the_blocks_of_the_kernel(
     dtype: torch.dtype, parameters: dict[str, Any]
 ) -> None:
     """The fused kernel processes 512 keys, and 32 or more queries, at a time."""
-    lengths = (1100, 601)
-    assert_agrees_with_reference(
-        Request(
-            dtype, B=2, G=1, K=2, L=70, S=1100, D=24, E=16, spread=2.0, mask=None,
-            key_lengths=lengths, garbage=1.0, seed=5, parameters=parameters,
-        )
-    )  # fmt: skip
-    assert_agrees_with_reference(
-        Request(
-            dtype, B=1, G=1, K=1, L=300, S=1030, D=24, E=24, spread=2.0,
-            mask=(torch.float32, (False, False, False, True), 0.5),
-            key_lengths=None, garbage=0.0, seed=5, parameters=parameters,
-        )
-    )  # fmt: skip
+    query = 2 * torch.randn(2, 2, 70, 24, dtype=torch.float64).to(dtype)
+    key, value = 2 * torch.randn(2, 1, 1100, 24).to(dtype), torch.randn(2, 1, 1100, 16).to(dtype)
+    key[1, :, 601:] = value[1, :, 601:] = 1.0
+    lengths = torch.tensor([1100, 601])
+    assert_agrees("softmax", query, key, value, None, lengths, **parameters)
+    query, key = (2 * torch.randn(1, 1, n, 24).to(dtype) for n in (300, 1030))
+    value = torch.randn(1, 1, 1030, 24).to(dtype)
+    mask = 3 * torch.randn(1, 1, 1, 1030).masked_fill(torch.rand(1030) < 0.5, -math.inf)
+    assert_agrees("softmax", query, key, value, mask, **parameters)
 
 
-@every_dtype
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [-2.0, -1e-3, 0.0])
+@each("dtype", DTYPES)
+@each("causal", [False, True])
+@each("scale", [-2.0, -1e-3, 0.0])
 def test_zero_and_negative_scales(dtype: torch.dtype, causal: bool, scale: float) -> None:
     """A kernel that masks with -inf before it scales gives inf or NaN for these."""
-    assert_agrees_with_reference(
-        Request(
-            dtype, B=1, G=2, K=1, L=5, S=5, D=4, E=4, spread=1.0, mask=None, key_lengths=None,
-            garbage=0.0, seed=1, parameters={"causal": causal, "scale": scale},
-        )
-    )  # fmt: skip
+    query, key, value = (torch.randn(1, 2, 5, 4).to(dtype) for _ in range(3))
+    assert_agrees("softmax", query, key, value, causal=causal, scale=scale)
 
 
 @examples(60)
-@given(requests())
-def test_weights_times_values_are_the_output(request: Request) -> None:
-    """weights @ value is the output for any request, within the rounding of that product."""
-    query, key, value, mask, lengths = request.tensors()
-    if lengths is not None:
-        value = value.nan_to_num(0.0, 0.0, 0.0)
-    response = attend(query, key, value, mask, lengths, **request.parameters, outputs=ALL)
-    assert response.weights is not None
-    v = value.double().repeat_interleave(request.K, 1)
-    A = response.weights.double()
-    exact, narrow = torch.finfo(exact_dtype(request.dtype)), torch.finfo(request.dtype)
+@given(calls(VARIANTS["softmax"]))
+def test_weights_times_values_are_the_output(call: dict[str, Any]) -> None:
+    """Within the rounding of that product; rows sum to 1, or to less with a sink."""
+    if "key_lengths_B" in call:
+        call["value_BGSE"] = call["value_BGSE"].nan_to_num(0.0, 0.0, 0.0)
+    found = attend(**call, outputs=ALL)
+    assert found.weights is not None
+    assert found.scores is not None
+    v, A = call["value_BGSE"].double(), found.weights.double()
+    v, S = v.repeat_interleave(A.shape[1] // v.shape[1], 1), v.shape[2]
+    exact, narrow = torch.finfo(found.weights.dtype), torch.finfo(call["value_BGSE"].dtype)
     # S products and sums, one rounding of weights that were computed wider, one cast
-    bound = ((request.S + 2) * exact.eps + narrow.eps) * (A.abs() @ v.abs()) + narrow.eps
-    assert_within(response.output, A @ v, bound)
-
-
-@examples(60)
-@given(requests(dropout=False), st.randoms(use_true_random=False))
-def test_key_order_changes_nothing(request: Request, random: Any) -> None:
-    assume(request.key_lengths is None and not request.parameters.get("causal"))
-    assume(request.parameters.get("window") is None)
-    query, key, value, mask, _ = request.tensors()
-    order = random.sample(range(request.S), request.S)
-    permuted = mask[..., order] if mask is not None and mask.shape[3] > 1 else mask
-    truth = softmax.reference(query, key, value, mask, **request.parameters)
-    bound = bounds(query, key, value, mask, request.parameters, truth)
-    for outputs in (OUTPUT, ALL):
-        found = attend(
-            query, key[:, :, order], value[:, :, order], permuted,
-            **request.parameters, outputs=outputs,
-        )  # fmt: skip
-        assert_within(found.output, truth.output, bound.output)
+    bound = ((S + 2) * exact.eps + narrow.eps) * (A.abs() @ v.abs()) + narrow.eps
+    assert_within(found.output, A @ v, bound)
+    if not call.get("dropout"):
+        sums, rounding = found.weights.sum(-1), (S + 2) * exact.eps
+        assert (sums <= 1 + rounding).all()
+        if "sinks_H" not in call:
+            sees = (found.scores.amax(-1) > -torch.inf).double()
+            assert_within(sums, sees, rounding)
 
 
 # ---------------------------------------------------------------- the textbook
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_fused_kernel_runs_if_only_the_sum_of_its_output_overflows(dtype: torch.dtype) -> None:
     """The sum of 65,536 threes overflows float16; an inf among the values is still detected."""
     query, key = (torch.randn(1, 8, 128, 64).to(dtype) for _ in "qk")
@@ -163,7 +97,7 @@ def test_fused_kernel_runs_if_only_the_sum_of_its_output_overflows(dtype: torch.
     assert found.output.isinf().nonzero()[:, [1, 3]].unique(dim=0).tolist() == [[3, 7]]
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_one_key_returns_the_value_exactly(dtype: torch.dtype) -> None:
     query, key = torch.randn(2, 4, 5, 8).to(dtype), torch.randn(2, 2, 1, 8).to(dtype)
     value = torch.randn(2, 2, 1, 3).to(dtype)
@@ -172,8 +106,8 @@ def test_one_key_returns_the_value_exactly(dtype: torch.dtype) -> None:
         assert torch.equal(found.output, value.repeat_interleave(2, 1).expand(2, 4, 5, 3))  # type: ignore[arg-type]
 
 
-@every_dtype
-@pytest.mark.parametrize("causal", [False, True])
+@each("dtype", DTYPES)
+@each("causal", [False, True])
 def test_agrees_with_torch_attention(dtype: torch.dtype, causal: bool) -> None:
     """The oracle is torch's function in float64 on the same inputs."""
     query, key, value = (torch.randn(2, 3, 9, 8).to(dtype) for _ in range(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,8 @@ from torch import Tensor
 from qkv.attention.common.dropout import keep_mask
 from qkv.attention.variants import softmax
 from support.checked_softmax import ALL, OUTPUT, attend, weights
-from support.dtypes import every_dtype
+from support.dtypes import DTYPES
+from support.each import each
 from support.examples import examples
 from support.tolerances import assert_within, bounds
 
@@ -44,7 +44,7 @@ def test_dropout_equals_its_definition(
     assert torch.equal(block, found[:, :, slice(*rows), slice(*keys)])
 
 
-@pytest.mark.parametrize("dropout", [0.01, 0.1, 0.5, 0.9])
+@each("dropout", [0.01, 0.1, 0.5, 0.9])
 def test_dropout_rate(dropout: float) -> None:
     """The rate is within five standard deviations overall and per row, column and plane."""
     B, H, L, S = 2, 4, 200, 300
@@ -81,7 +81,7 @@ def test_dropout_depends_on_seed_item_head_and_row() -> None:
     assert torch.equal(run(1, OUTPUT).output, first.output)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dropout", [0.5, 0.9, 0.999])
+@each("dropout", [0.5, 0.9, 0.999])
 def test_dropout_of_extreme_values(dropout: float) -> None:
     """The factor of dropout may overflow a term of a sum that itself does not overflow."""
     most, L = torch.finfo(torch.float64).max, 4000
@@ -98,7 +98,7 @@ def test_dropout_of_extreme_values(dropout: float) -> None:
         assert found[0, 0][expected.abs() > 1].isinf().all()
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_stacked_requests_have_the_same_dropout_as_alone(dtype: torch.dtype) -> None:
     """`plane_BH` gives each plane its index within its own request, and so the same mask."""
     H, L, S, D = 2, 9, 12, 8

@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Final
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from qkv.attention.variants import softmax
 from support.checked_softmax import ALL, OUTPUT, attend
-from support.dtypes import DTYPES, every_dtype, exact_dtype
+from support.dtypes import DTYPES, exact_dtype
+from support.each import each
 from support.examples import examples
 from support.tolerances import assert_within, bounds, spread
 
@@ -124,16 +124,15 @@ def test_finite_inputs_of_any_size_give_finite_and_right_outputs(
             assert (found.scores[0, 0][hidden] == -math.inf).all()
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "size"),
     [
         (torch.float32, 1e20), (torch.float32, 3e38),
         (torch.float64, 1e200), (torch.float64, 1.7e308),
         (torch.bfloat16, 1e30), (torch.float16, 6e4),
     ],
-    ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("outputs", [OUTPUT, ALL], ids=["output", "all"])
+@each("outputs", [OUTPUT, ALL])
 def test_huge_inputs_give_one_hot_weights(
     dtype: torch.dtype, size: float, outputs: frozenset[str]
 ) -> None:
@@ -209,8 +208,8 @@ def test_extreme_values() -> None:
                 assert_within(found, expected, expected * 64 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 1).bool(), torch.zeros(1, 1, 1, 1)])
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
+@each("mask", [None, torch.ones(1, 1, 1, 1).bool(), torch.zeros(1, 1, 1, 1)])
+@each(("dtype", "size"), [(torch.float32, 3e38), (torch.float64, 1.7e308)])
 def test_single_key_whose_score_overflows(
     mask: Tensor | None, dtype: torch.dtype, size: float
 ) -> None:
@@ -221,8 +220,8 @@ def test_single_key_whose_score_overflows(
     assert torch.equal(found.weights, torch.ones(1, 1, 2, 1, dtype=dtype))  # type: ignore[arg-type]
 
 
-@every_dtype
-@pytest.mark.parametrize("mask_dtype", DTYPES, ids=str)
+@each("dtype", DTYPES)
+@each("mask_dtype", DTYPES)
 def test_masks_of_the_lowest_finite_number(dtype: torch.dtype, mask_dtype: torch.dtype) -> None:
     """finfo.min hides a key beside ordinary ones; a row of finfo.min alone is still averaged."""
     query, key, value = (torch.randn(1, 2, 3, 4).to(dtype) for _ in range(3))
@@ -239,7 +238,7 @@ def test_masks_of_the_lowest_finite_number(dtype: torch.dtype, mask_dtype: torch
             assert_within(row, torch.ones_like(row), 5 * torch.finfo(exact_dtype(dtype)).eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_wide_mask_on_narrow_queries(dtype: torch.dtype) -> None:
     """-1e300 is finite: it hides a key, but a row of -1e300 alone is still averaged."""
     query, key, value = (torch.randn(1, 1, 2, 4).to(dtype) for _ in range(3))
@@ -253,30 +252,11 @@ def test_wide_mask_on_narrow_queries(dtype: torch.dtype) -> None:
         assert_within(found.output[0, 0, 1], mean, bound)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, "largest"])
-@every_dtype
-def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float | str) -> None:
-    """Keys and values after key_lengths change nothing."""
-    query, key, value = (torch.randn(3, 2, 4, 8).to(dtype) for _ in range(3))
-    lengths = torch.tensor([4, 2, 0])
-    fill = torch.finfo(dtype).max if isinstance(garbage, str) else garbage
-    padding = (torch.arange(4) >= lengths[:, None])[:, None, :, None]
-    dirty = [x.masked_fill(padding, fill) for x in (key, value)]
-    for parameters in ({}, {"causal": True, "query_offset": "end"}, {"softcap": 5.0}):
-        for outputs in (OUTPUT, ALL):
-            truth = softmax.reference(query, key, value, None, lengths, **parameters)
-            bound = bounds(query, key, value, None, parameters, truth)
-            found = attend(query, *dirty, None, lengths, **parameters, outputs=outputs)
-            assert_within(found.output, truth.output, bound.output)
-            if found.weights is not None:
-                assert_within(found.weights, truth.weights, bound.weights)
-
-
 SINK_VALUES: Final = (1e4, -1e4, 300.0, -300.0, 3e38, -3e38)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sink", SINK_VALUES)
+@each("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each("sink", SINK_VALUES)
 def test_sinks_of_any_size(dtype: torch.dtype, sink: float) -> None:
     """A large sink takes all the weight, a small one none, beside scores of any size."""
     query, key, value = (torch.randn(1, 2, 3, 4).to(dtype) for _ in range(3))
@@ -295,11 +275,9 @@ def test_sinks_of_any_size(dtype: torch.dtype, sink: float) -> None:
                 assert not found.output[:, 0].any()
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize(
-    ("dtype", "slope"), [(torch.float32, 1e30), (torch.float32, 3e38), (torch.float64, 1.7e308)]
-)
+@each("softcap", [None, 5.0])
+@each("sign", [1.0, -1.0])
+@each(("dtype", "slope"), [(torch.float32, 1e30), (torch.float32, 3e38), (torch.float64, 1.7e308)])
 def test_slopes_of_any_size(
     dtype: torch.dtype, slope: float, sign: float, softcap: float | None
 ) -> None:
@@ -324,7 +302,7 @@ def test_slopes_of_any_size(
                 assert not found.scores.isnan().any()
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@each("softcap", [None, 5.0])
 def test_huge_slopes_and_sinks_together(softcap: float | None) -> None:
     """Scores, slopes and sinks near the end of float64's range are compared exactly."""
     query, key = torch.zeros(1, 3, 1, 1).double(), torch.zeros(1, 1, 3, 1).double()

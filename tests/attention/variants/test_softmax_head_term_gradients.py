@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-import pytest
 import torch
 from torch import Tensor
 
-from qkv.attention.common import gradients as common_gradients
 from qkv.attention.common.dropout import keep_mask
 from qkv.attention.variants import softmax
 from support.dtypes import DTYPES
-from support.gradient_calls import EPS, gradients
+from support.each import each
 from support.head_terms import textbook
+from support.variant_calls import EPS, gradients
 
 B, H, G, L, S = 2, 4, 2, 6, 9
 FAMILIES: Final[tuple[dict[str, Any], ...]] = (
@@ -78,8 +77,8 @@ def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor], eps: float)
         torch.testing.assert_close(gradient.double(), truth[name], rtol=0, atol=close)
 
 
-@pytest.mark.parametrize("parameters", FAMILIES, ids=str)
-@pytest.mark.parametrize("left_out", ["nothing", "alibi_slopes_H", "sinks_H"])
+@each("parameters", FAMILIES)
+@each("left_out", ["nothing", "alibi_slopes_H", "sinks_H"])
 def test_agree_with_autograd(parameters: dict[str, Any], left_out: str) -> None:
     """With lengths, and with masks of either kind; a row may see no key."""
     for lengths in (None, torch.tensor([9, 4])):
@@ -93,8 +92,8 @@ def test_agree_with_autograd(parameters: dict[str, Any], left_out: str) -> None:
             assert_close(found, derivatives(tensors, grad, parameters), 10 * EPS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("parameters", FAMILIES, ids=str)
+@each("dtype", DTYPES[1:])
+@each("parameters", FAMILIES)
 def test_narrow_dtypes(dtype: torch.dtype, parameters: dict[str, Any]) -> None:
     """The truth is of the rounded inputs; all sums are float32 at least."""
     tensors = {n: t.to(dtype) for n, t in inputs_of().items()}
@@ -104,17 +103,8 @@ def test_narrow_dtypes(dtype: torch.dtype, parameters: dict[str, Any]) -> None:
     assert_close(found, truth, 4 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_heads_and_rows_are_summed(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
-    monkeypatch.setattr(common_gradients, "_SCORE_ELEMENTS", 60)
-    monkeypatch.setattr(common_gradients, "_WORTH_IT", 1)
-    tensors, grad = inputs_of(), torch.randn(B, H, L, 3, dtype=torch.float64)
-    found = gradients("softmax", grad, tensors, {"causal": causal})
-    assert_close(found, derivatives(tensors, grad, {"causal": causal}), 10 * EPS)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sink", [-1e4, -300.0, 0.0, 300.0, 1e4, 1e30])
+@each("dtype", [torch.float32, torch.float64])
+@each("sink", [-1e4, -300.0, 0.0, 300.0, 1e4, 1e30])
 def test_extreme_sinks(dtype: torch.dtype, sink: float) -> None:
     tensors = {n: t.to(dtype) for n, t in inputs_of().items()}
     tensors["sinks_H"] = torch.tensor([sink, 0.0, -sink, 1.0], dtype=dtype)
@@ -124,7 +114,7 @@ def test_extreme_sinks(dtype: torch.dtype, sink: float) -> None:
     assert_close(found, truth, 4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("offset", [10**6, -(10**6)])
+@each("offset", [10**6, -(10**6)])
 def test_positions_far_from_all_keys(offset: int) -> None:
     """A gradient of slopes is a sum of differences: without sinks it depends on no offset."""
     tensors = {n: t.float() for n, t in inputs_of().items() if n != "sinks_H"}
@@ -134,9 +124,7 @@ def test_positions_far_from_all_keys(offset: int) -> None:
     assert_close(found, truth, 4 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size"), [(torch.float32, 1e37), (torch.float64, 1e300), (torch.float64, 1e20)]
-)
+@each(("dtype", "size"), [(torch.float32, 1e37), (torch.float64, 1e300), (torch.float64, 1e20)])
 def test_huge_values_scale_the_gradients(dtype: torch.dtype, size: float) -> None:
     """Powers of two in and out; a gradient is infinite only if its true size is."""
     factor = 2.0 ** math.floor(math.log2(size))
@@ -150,7 +138,7 @@ def test_huge_values_scale_the_gradients(dtype: torch.dtype, size: float) -> Non
         torch.testing.assert_close(found[name].double(), truth[name], rtol=0, atol=close)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@each("sign", [1.0, -1.0])
 def test_steep_slopes_of_float64(sign: float) -> None:
     """The product of slope and distance overflows float64, but the weights are those of one key."""
     tensors = inputs_of()

@@ -6,6 +6,7 @@ from typing import Final
 
 import pytest
 
+from support.each import each
 from support.peak_memory import Peak, needs_proc, peaks
 
 _MEASURE: Final = """
@@ -43,7 +44,7 @@ def test_every_parameter_at_65536_tokens_takes_less_than_4_gib() -> None:
 
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each(
     ("sizes", "dtype", "parameters"),
     [
         ("1, 2, 2, 16384, 16384, 64, 64", "float32",
@@ -58,7 +59,6 @@ def test_every_parameter_at_65536_tokens_takes_less_than_4_gib() -> None:
          ("dict(softcap=9.0)", "dict(dropout=0.5, causal=True)",
           "dict(softcap=9.0, sinks_H=torch.zeros(1), alibi_slopes_H=torch.ones(1))")),
     ],
-    ids=["plain", "grouped bfloat16", "wide values", "explicit"],
 )  # fmt: skip
 def test_no_path_holds_a_matrix_of_scores(
     sizes: str, dtype: str, parameters: tuple[str, ...]

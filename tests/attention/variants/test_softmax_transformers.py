@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qkv.attention.variants import softmax
 from support.checked_softmax import ALL, attend
+from support.each import each
 
 # the first test imports transformers, which takes 3 s
 pytestmark = pytest.mark.slow
@@ -23,7 +24,7 @@ def heads(x_BLM: Tensor, H: int) -> Tensor:
     return split.transpose(1, 2)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@each("window", [None, 3])
 def test_sinks_are_those_of_gpt_oss(window: int | None) -> None:
     """The oracle is the function of its model, and autograd through it."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
@@ -57,7 +58,7 @@ def test_sinks_are_those_of_gpt_oss(window: int | None) -> None:
         torch.testing.assert_close(gradients[name], slope, rtol=0, atol=1e3 * EPS)
 
 
-@pytest.mark.parametrize("H", [4, 6])
+@each("H", [4, 6])
 def test_slopes_are_those_of_bloom(H: int) -> None:
     """The oracle is a layer of its model; it adds slope * j, and its softmax is float32."""
     from transformers.models.bloom.configuration_bloom import BloomConfig

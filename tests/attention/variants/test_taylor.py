@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qkv.attention.variants import taylor
+from support.agreement import assert_agrees
+from support.each import each
 from support.examples import examples
-from support.known_requests import assert_problem
 from support.peak_memory import needs_proc, peaks
-from support.service import Server
+from support.variant_calls import VARIANTS
+from support.variant_draws import calls
 
 BOTH: Final = frozenset({"output", "weights"})
 OUTPUT: Final = frozenset({"output"})
 DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EPS: Final = torch.finfo(torch.float64).eps
 NARROW_EPS: Final = torch.finfo(torch.float32).eps
-PATH: Final = "/v1/attention/taylor"
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-causal_or_not = pytest.mark.parametrize("causal", [False, True])
+every_dtype = each("dtype", DTYPES)
+causal_or_not = each("causal", [False, True])
 
 
 def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
@@ -46,101 +46,18 @@ def attended(*tensors: Any, **parameters: Any) -> tuple[Tensor, Tensor]:
     return found.output.double(), found.weights.double()
 
 
-def visible(
-    shape: tuple[int, ...],
-    lengths: Tensor | None,
-    causal: bool = False,
-    query_offset: int | str = 0,
-) -> Tensor:
-    """Returns True for each key that a query sees, also for opposed keys of weight 0."""
-    B, _, L, S = shape
-    length = torch.full((B,), S) if lengths is None else lengths
-    length = length.view(-1, 1, 1, 1)
-    seen = torch.arange(S) < length
-    if causal:
-        offset = length - L if query_offset == "end" else int(query_offset)
-        seen = seen & (torch.arange(S) <= torch.arange(L)[:, None] + offset)
-    return seen.expand(shape)
-
-
-def assert_right(
-    tensors: tuple[Tensor, Tensor, Tensor], lengths: Tensor | None = None, **parameters: Any
-) -> None:
-    """Compares with the reference.
-
-    The bound is as many roundings as there are sums, times n over the denominator d, and one
-    rounding to the dtype. Roundings are those of float64 in weights. In outputs of narrower inputs
-    they are those of float32, except for items with a row of d < n / 8.
-    """
-    query, key, value = tensors
-    output, weights = attended(*tensors, lengths, **parameters)
-    truth = taylor.reference(*tensors, lengths, **parameters)
-    assert truth.output is not None
-    assert truth.weights is not None
-    K, (S, D) = query.shape[1] // key.shape[1], key.shape[2:]
-    seen = visible(truth.weights.shape, lengths, **parameters)
-    n = seen.sum(-1, keepdim=True)
-    directions = [torch.nn.functional.normalize(x.double(), dim=-1, eps=0) for x in (query, key)]
-    query, key = (x.nan_to_num(0.0) for x in directions)
-    cosines = query @ key.repeat_interleave(K, 1).mT
-    d = torch.where(seen, 1 + cosines, 0).sum(-1, keepdim=True)
-    roundings = 8 + 2 * D + S
-    grown = roundings * EPS / d.clamp(min=EPS)
-    values = value.double().abs().repeat_interleave(K, 1)
-    bound = grown * (seen.double() @ values + n * truth.output.abs())
-    if value.dtype != torch.float64:
-        # where the denominator is close to n / 8, its rounding decides
-        wide = (d < (taylor._NARROW - roundings * NARROW_EPS) * n).flatten(1).any(1)
-        bound = bound * torch.where(wide, 1.0, NARROW_EPS / EPS)[:, None, None, None]
-    bound += torch.finfo(value.dtype).eps * truth.output.abs()
-    bound += torch.finfo(value.dtype).smallest_normal
-    assert ((output - truth.output).abs() <= bound).all()
-    exact = torch.float64 if value.dtype == torch.float64 else torch.float32
-    bound = grown * (1 + n * truth.weights) + torch.finfo(exact).eps * truth.weights
-    assert ((weights - truth.weights).abs() <= bound).all()
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    B, G, K, D, E = (draw(st.integers(1, most)) for most in (3, 3, 3, 9, 9))
-    L, S = draw(st.integers(1, 150)), draw(st.integers(1, 150))
-    dtype = draw(st.sampled_from(DTYPES))
-    size = draw(st.sampled_from([0.0, 1e-3, 1.0, 50.0]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    tensors = (normal(B, G * K, L, D) * size, normal(B, G, S, D) * size, normal(B, G, S, E))
-    lengths = None
-    if draw(st.booleans()):
-        lengths = torch.randint(0, S + 1, (B,), generator=generator)
-    query, key, value = (tensor.to(dtype) for tensor in tensors)
-    return (query, key, value), lengths
-
-
-@given(
-    request=requests(),
-    causal=st.booleans(),
-    offset=st.sampled_from([0, 0, "end", 7, -3, 1000, -1000]),
-)
-def test_agrees_with_reference(request: Any, causal: bool, offset: Any) -> None:
-    tensors, lengths = request
-    assert_right(tensors, lengths, causal=causal, query_offset=offset)
-
-
 @pytest.mark.slow
 @every_dtype
 @causal_or_not
-@pytest.mark.parametrize("length", [64, 65, 129, 1000])
+@each("length", [64, 65, 129, 1000])
 def test_lengths_above_one_chunk(dtype: torch.dtype, causal: bool, length: int) -> None:
     tensors = [torch.randn(1, 2, length, 8).to(dtype) for _ in range(3)]
-    assert_right((tensors[0], tensors[1], tensors[2]), causal=causal)
+    assert_agrees("taylor", *tensors, causal=causal)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each("dtype", [torch.float64, torch.float32])
 @causal_or_not
-@pytest.mark.parametrize("angle", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@each("angle", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
 def test_keys_that_oppose_the_query(dtype: torch.dtype, causal: bool, angle: float) -> None:
     """1 + q'.k' cancels; the result is compared with 60 digits, for the rounded inputs."""
     turns = torch.tensor([1.0, -1.5, 0.5, 2.0], dtype=torch.float64) * angle
@@ -166,7 +83,7 @@ def test_keys_that_oppose_the_query(dtype: torch.dtype, causal: bool, angle: flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@each("dtype", DTYPES[1:])
 @causal_or_not
 def test_items_are_recomputed_in_float64_independently(dtype: torch.dtype, causal: bool) -> None:
     """Each item has the bits that it has alone.
@@ -186,12 +103,12 @@ def test_items_are_recomputed_in_float64_independently(dtype: torch.dtype, causa
         alone = taylor.attend(*item, causal=causal, outputs=OUTPUT).output
         assert alone is not None
         assert torch.equal(alone[0], together[b])
-        assert_right((item[0], item[1], item[2]), item[3], causal=causal)
+        assert_agrees("taylor", *item, causal=causal)
 
 
 @every_dtype
 @causal_or_not
-@pytest.mark.parametrize("D", [1, 2, 3, 64])
+@each("D", [1, 2, 3, 64])
 def test_query_opposed_by_all_keys_gets_zeros(dtype: torch.dtype, causal: bool, D: int) -> None:
     """0/0 at any scale of the rows, except for queries with a key that does not oppose them."""
     direction = torch.randn(D).to(dtype)
@@ -214,7 +131,7 @@ def test_query_opposed_by_all_keys_gets_zeros(dtype: torch.dtype, causal: bool, 
     assert bool(weights[0, 0, :5].any()) == (not causal)
 
 
-@pytest.mark.parametrize("factor", [3.0, 0.1, 1 / 3])
+@each("factor", [3.0, 0.1, 1 / 3])
 def test_keys_opposed_within_rounding_count_as_opposed(factor: float) -> None:
     query = torch.randn(1, 1, 9, 5, dtype=torch.float64)[:, :, :1]
     output, _ = attended(query, -query * factor, query)
@@ -250,9 +167,11 @@ def test_many_keys_that_cancel(dtype: torch.dtype, causal: bool) -> None:
 
 
 @examples(30)
-@given(request=requests(), causal=st.booleans(), seed=st.integers(0, 99))
-def test_norm_of_a_row_changes_nothing(request: Any, causal: bool, seed: int) -> None:
-    (query, key, value), _ = request
+@given(call=calls(VARIANTS["taylor"]), causal=st.booleans(), seed=st.integers(0, 99))
+def test_norm_of_a_row_changes_nothing(call: Any, causal: bool, seed: int) -> None:
+    query, key, value = (
+        call[n].nan_to_num(0, 0, 0) for n in ("query_BHLD", "key_BGSD", "value_BGSE")
+    )
     generator = torch.Generator().manual_seed(seed)
 
     def scaled(x: Tensor) -> Tensor:
@@ -264,21 +183,7 @@ def test_norm_of_a_row_changes_nothing(request: Any, causal: bool, seed: int) ->
     again = attended(scaled(query), scaled(key), value, causal=causal)
     assert torch.equal(again[0], output)
     assert torch.equal(again[1], weights)
-    assert_right((query * 3, key * 0.7, value), causal=causal)
-
-
-@every_dtype
-def test_key_order_changes_nothing(dtype: torch.dtype) -> None:
-    query, key, value = (torch.randn(1, 2, 30, 6).to(dtype) for _ in range(3))
-    order = torch.randperm(30)
-    output, weights = attended(query, key, value)
-    again = attended(query, key[:, :, order], value[:, :, order])
-    eps = EPS if dtype == torch.float64 else NARROW_EPS
-    # as in assert_right, d above n / 8: the sum of sizes and n times the output, each over d
-    close = (8 + 2 * 6 + 30) * eps * 8 * 2 * float(value.abs().max())
-    assert ((again[0] - output).abs() <= 2 * (close + torch.finfo(dtype).eps * output.abs())).all()
-    close = 100 * EPS + torch.finfo(torch.float64 if dtype == DTYPES[0] else torch.float32).eps
-    torch.testing.assert_close(again[1], weights[..., order], rtol=2 * close, atol=100 * EPS)
+    assert_agrees("taylor", query * 3, key * 0.7, value, causal=causal)
 
 
 @every_dtype
@@ -311,23 +216,6 @@ def test_extreme_values(dtype: torch.dtype, causal: bool) -> None:
     assert abs(float(attended(query, query, value, causal=True)[0][0, 0, 0, 0]) - 1e-3) < 1e-5
 
 
-@every_dtype
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -1e30])
-@causal_or_not
-def test_padding_may_hold_anything(dtype: torch.dtype, garbage: float, causal: bool) -> None:
-    query, key, value = (torch.randn(3, 1, 7, 4).to(dtype) for _ in range(3))
-    lengths = torch.tensor([7, 3, 0])
-    dirty_key, dirty_value = key.clone(), value.clone()
-    for b, length in enumerate(lengths):
-        dirty_key[b, :, length:], dirty_value[b, :, length:] = garbage, garbage
-    clean = attended(query, key, value, lengths, causal=causal)
-    dirty = attended(query, dirty_key, dirty_value, lengths, causal=causal)
-    assert torch.equal(clean[0], dirty[0])
-    assert torch.equal(clean[1], dirty[1])
-    assert not dirty[0][2].any()
-    assert_right((query, key, value), lengths, causal=causal)
-
-
 MEASURED: Final = """
 from qkv.attention.variants import taylor
 x = torch.randn(1, 8, 65536, 64)
@@ -342,15 +230,3 @@ say()
 @causal_or_not
 def test_65536_tokens_take_less_than_4_gib(causal: bool) -> None:
     assert peaks(MEASURED, causal)[-1].whole < 4 << 30
-
-
-def test_meaningless_parameters_are_rejected_by_name(server: Server) -> None:
-    inputs = {"query": [[1, 0]], "key": [[1, 0]], "value": [[1, 2]]}
-    for name in ("scale", "softcap", "window", "dropout", "seed", "normalize"):
-        body = {"inputs": inputs, "parameters": {name: 1}}
-        problem = assert_problem(server.http.post(PATH, json=body), 422)
-        assert f"taylor refuses '{name}'" in problem["detail"]
-    body = {"inputs": inputs | {"mask": [[True]]}}
-    detail = assert_problem(server.http.post(PATH, json=body), 422)["detail"]
-    assert "no input 'mask'" in detail
-    assert detail.endswith("to hide padding, give key_lengths")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv.attention.common import running_softmax
 from qkv.attention.variants import efficient
-from support.gradient_calls import EPS, gradients, random_inputs
+from support.each import each
 from support.peak_memory import needs_proc, peaks
+from support.variant_calls import EPS, gradients, random_inputs
 
 
 def efficient_plainly(query: Tensor, key: Tensor, value: Tensor, sees_BHLS: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def keys_of(kind: str, key: Tensor) -> Tensor:
     return key * (1e307 if kind == "huge" else 1.0) + slopes[kind] * position_S1
 
 
-@pytest.mark.parametrize("offset", [0, "end", -7, 25, None])
-@pytest.mark.parametrize(
+@each("offset", [0, "end", -7, 25, None])
+@each(
     "kind",
     ["ordinary", "late by 120", "late by 290", "late by 1000", "rising", "by 3", "falling", "huge"],
 )
@@ -111,7 +111,7 @@ def test_any_keys(kind: str, offset: int | str | None) -> None:
         assert not found[name].masked_fill(~padding_BGS1, 0.0).any()
 
 
-@pytest.mark.parametrize("rise", [300.0, -1.0])
+@each("rise", [300.0, -1.0])
 def test_4096_keys(rise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers the path with one shift and the path with several."""
     monkeypatch.setattr(efficient, "_RISE", rise)
@@ -125,20 +125,7 @@ def test_4096_keys(rise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_efficient(plain, (query, key, value), grad, causal=True)
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "rising"])
-def test_small_blocks_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    query, grad = torch.randn(1, 4, 60, 3).double(), torch.randn(1, 4, 60, 2).double()
-    key, value = torch.randn(1, 2, 35, 3).double(), torch.randn(1, 2, 35, 2).double()
-    key = keys_of(kind, key)
-    sees = (torch.arange(35) <= torch.arange(60)[:, None] + 3).expand(1, 4, 60, 35)
-    monkeypatch.setattr(running_softmax, "_ELEMENTS", 400)
-    assert_efficient(
-        lambda q, k, v: efficient_plainly(q, k, v, sees), (query, key, value), grad,
-        causal=True, query_offset=3,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
+@each(
     ("kind", "causal"),
     [("ordinary", False), ("by 3", False), ("ordinary", True), ("late by 1000", True)],
 )
@@ -161,10 +148,8 @@ def test_adding_a_constant_to_a_key_channel_changes_nothing(kind: str, causal: b
     assert found["key"].abs().max() > 1e6 * bound
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "late by 290", "late by 1000"])
-@pytest.mark.parametrize(
-    ("v", "g"), [(900, -900), (-1000, 900), (900, -1000), (1000, -20), (-1000, 0)]
-)
+@each("kind", ["ordinary", "late by 290", "late by 1000"])
+@each(("v", "g"), [(900, -900), (-1000, 900), (900, -1000), (1000, -20), (-1000, 0)])
 def test_extreme_values_and_gradients(kind: str, v: int, g: int) -> None:
     """Powers of two in values and in the output's gradient scale the result exactly."""
     tensors = random_inputs("efficient", {"B": 1, "H": 2, "G": 2, "L": 40, "S": 40, "D": 3, "E": 2})
@@ -180,8 +165,8 @@ def test_extreme_values_and_gradients(kind: str, v: int, g: int) -> None:
         assert normal.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["ordinary", "late by 1000"])
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each("kind", ["ordinary", "late by 1000"])
 def test_narrow_dtypes_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
     narrow = random_inputs("efficient", {"B": 2, "L": 40, "S": 40} | {"H": 4, "G": 2}, dtype)
     narrow["key_BGSD"] = keys_of(kind, narrow["key_BGSD"].float() * 0.5).to(dtype)
@@ -207,7 +192,7 @@ say()
 
 @pytest.mark.slow
 @needs_proc
-@pytest.mark.parametrize(
+@each(
     ("heads", "length", "slope", "gib"),
     [(8, 65536, 0, 4), (1, 16384, 1000, 1)],
 )

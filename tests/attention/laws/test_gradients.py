@@ -1,0 +1,161 @@
+"""Gradients of every variant are the derivatives of `attend` and of the reference."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.small_blocks import small_blocks
+from support.variant_calls import (
+    EPS,
+    SIZES,
+    VARIANTS,
+    forward_output,
+    gradients,
+    head_terms,
+    known_parameters,
+    optional_arguments,
+    random_inputs,
+)
+
+every_variant = pytest.mark.parametrize(
+    "name", [n for n, v in VARIANTS.items() if v.backward is not None]
+)
+
+
+class Case(NamedTuple):
+    """A call whose gradients are checked; `has_terms` is true with a mask or terms of heads."""
+
+    tensors: dict[str, Tensor]
+    parameters: dict[str, Any]
+    has_terms: bool
+
+
+def lengths_of(name: str) -> list[dict[str, Tensor]]:
+    some = {"key_lengths_B": torch.tensor([SIZES["S"], 2, 0])}
+    return [{}, some] if "key_lengths" in VARIANTS[name].inputs else [{}]
+
+
+def inputs_of(name: str) -> Iterator[dict[str, Tensor]]:
+    """Yields tensors with all optional ones, without each of them, and with terms of heads."""
+    optional = optional_arguments(name)
+    for absent in itertools.product((False, True), repeat=len(optional)):
+        left_out = set(itertools.compress(optional, absent))
+        yield {a: t for a, t in random_inputs(name).items() if a not in left_out}
+    terms = head_terms(name)
+    for chosen in [[a] for a in terms] + [[*terms]] * (len(terms) > 1):
+        yield random_inputs(name) | {a: terms[a] for a in chosen}
+
+
+def cases(name: str) -> Iterator[Case]:
+    """Yields a variant with all its parameters, with and without padding, and with masks."""
+    B, H, L, S = (SIZES[letter] for letter in "BHLS")
+    known = known_parameters(name)
+    for tensors in inputs_of(name):
+        for parameters in known:
+            if "rank" in parameters and any("R" in i.letters and i.argument in tensors
+                                            for i in VARIANTS[name].inputs.values()):  # fmt: skip
+                continue  # the tensors have another rank
+            for lengths in lengths_of(name):
+                has_terms = any(t.ndim == 1 for t in tensors.values())
+                yield Case(tensors | lengths, parameters, has_terms)
+    if "mask" not in VARIANTS[name].inputs:
+        return
+    for shape in ((B, H, L, S), (1, 1, L, S), (B, 1, 1, S), (1, H, L, 1), (1, 1, 1, 1)):
+        added = torch.randn(shape, dtype=torch.float64)
+        allowed = torch.rand(shape) < 0.7
+        for mask in (allowed, added, added.where(allowed, -torch.inf)):
+            for parameters in (known[0], known[-1]):
+                for lengths in lengths_of(name):
+                    tensors = random_inputs(name) | {"mask_BHLS": mask} | lengths
+                    yield Case(tensors, parameters, has_terms=True)
+
+
+class Attended(torch.autograd.Function):
+    """An autograd function of `attend` and `backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, forth: Callable[..., Tensor], back: Callable[..., Any], *x: Any) -> Any:
+        ctx.back = back
+        ctx.save_for_backward(*x)
+        return forth(*x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.back(grads[0], *ctx.saved_tensors)
+
+
+@every_variant
+def test_backward_has_the_signature_of_attend(name: str) -> None:
+    if not hasattr(module := VARIANTS[name].module, "backward"):
+        pytest.skip("its gradients are those of autograd")
+    backward = list(inspect.signature(module.backward).parameters.values())
+    attend = inspect.signature(module.attend).parameters.values()
+    assert backward[0].name.startswith("grad_output_")
+    assert [(p.name, p.kind, p.default) for p in backward[1:]] == [
+        (p.name, p.kind, p.default) for p in attend if p.name != "outputs"
+    ]
+    assert list(vars(module)).index("backward") > list(vars(module)).index("reference")
+
+
+def passes_gradcheck(name: str, case: Case) -> bool:
+    """Compares every entry with finite differences, or along a random direction if it has terms."""
+    tensors, parameters, has_terms = case
+    names = {i.argument: i.name for i in VARIANTS[name].inputs.values()}
+    floating = [a for a, tensor in tensors.items() if tensor.is_floating_point()]
+
+    def forth(*x: Tensor) -> Tensor:
+        return forward_output(name, tensors | dict(zip(floating, x, strict=True)), parameters)
+
+    def back(grad: Tensor, *x: Tensor) -> list[Tensor]:
+        detached = {a: t.detach() for a, t in zip(floating, x, strict=True)}
+        found = gradients(name, grad, tensors | detached, parameters)
+        return [found[names[a]].clone() for a in floating]
+
+    inputs = [tensors[a].clone().requires_grad_() for a in floating]
+    apply: Any = Attended.apply
+    # all entries one by one would take minutes for masks
+    return torch.autograd.gradcheck(lambda *x: apply(forth, back, *x), inputs, fast_mode=has_terms)
+
+
+@pytest.mark.slow
+@every_variant
+def test_gradients_are_the_derivatives_of_attend(name: str) -> None:
+    for case in cases(name):
+        assert passes_gradcheck(name, case), (name, case)
+
+
+def error_and_bound(name: str, case: Case, block: int | None) -> tuple[float, float]:
+    """Compares with central differences along a random direction; two steps bound their error."""
+    tensors, parameters, _ = case
+    names = {i.argument: i.name for i in VARIANTS[name].inputs.values()}
+    along = {a: torch.randn_like(t) for a, t in tensors.items() if t.is_floating_point()}
+    grad = torch.randn_like(forward_output(name, tensors, parameters))
+
+    def outcome(h: float) -> Tensor:
+        moved = {a: t + h * along[a] if a in along else t for a, t in tensors.items()}
+        output: Tensor = VARIANTS[name].reference(**moved, **parameters).output
+        return output * grad
+
+    step = EPS ** (1 / 3)
+    slopes = [float((outcome(h) - outcome(-h)).sum() / (2 * h)) for h in (step, 2 * step)]
+    with small_blocks(block):
+        result = gradients(name, grad, tensors, parameters)
+    found = sum(float((result[names[a]] * way).sum()) for a, way in along.items())
+    # the doubled step has four times the error; each outcome has as many roundings as sums
+    rounded = 100 * EPS * float(outcome(0.0).abs().sum()) / step
+    return abs(found - slopes[0]), abs(slopes[0] - slopes[1]) + rounded
+
+
+@pytest.mark.parametrize("block", [None, 1, 60])
+@every_variant
+def test_gradients_are_the_derivatives_of_the_reference(name: str, block: int | None) -> None:
+    for case in cases(name):
+        error, bound = error_and_bound(name, case, block)
+        assert error <= bound, (name, case)
