@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
 
 from qkv.engine.admission import Admission, AdmissionController
+from qkv.engine.executor import Launched, launch
 from qkv.engine.work_queue import Load
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.convert import convert_message
-from qkv.jobs.job import Job
 from qkv.wire.message import Message
 from support.known_requests import assert_problem
 from support.processes import TIMEOUT_S, wait_until
@@ -150,19 +152,29 @@ def test_body_over_the_limit_gets_413_even_with_a_full_queue(serve: Serve) -> No
         assert_problem(post(server.url, bytes(5000)), 413)
 
 
-def test_retry_after_grows_with_the_queue(serve: Serve, executed_jobs: list[Job]) -> None:
-    """The queue has three requests, and estimates two seconds for each."""
+def test_retry_after_grows_with_the_queue(serve: Serve) -> None:
+    """The queue has three requests like one that took at least 0.4 s."""
     server = serve(max_queue=3)
-    rate = server.engine._queue.throughput
-    with ThreadPoolExecutor(3) as pool, server.hold():
-        waiting = [pool.submit(post, server.url, body()) for _ in range(3)]
-        server.wait_until_queued(3)
-        (load,) = {w.load for w in server.engine._queue._orders[2]}
-        for _ in range(200):
-            rate.add(load, 2.0)
-        response = post(server.url, body())
-        assert_problem(response, 503)
-        assert response.headers["retry-after"] == "6"
+
+    def slow(*how: Any) -> Launched:
+        time.sleep(0.4)
+        return launch(*how)
+
+    with ThreadPoolExecutor(3) as pool:
+        server.engine.batch_runner.launch = slow
+        started_at = time.perf_counter()
+        with server.hold():
+            first = pool.submit(post, server.url, body())
+            server.wait_until_queued(1)
+        assert first.result(TIMEOUT_S).is_success
+        spent = time.perf_counter() - started_at
+        server.engine.batch_runner.launch = launch
+        with server.hold():
+            waiting = [pool.submit(post, server.url, body()) for _ in range(3)]
+            server.wait_until_queued(3)
+            response = post(server.url, body())
+            assert_problem(response, 503)
+            assert 2 <= int(response.headers["retry-after"]) <= math.ceil(3 * spent)
     assert all(future.result().is_success for future in waiting)
 
 

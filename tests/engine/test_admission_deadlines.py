@@ -69,13 +69,12 @@ def test_expired_job_does_not_run_if_the_event_loop_was_busy(
         entered.set()
         assert go_on.wait(TIMEOUT_S)
 
-    assert server.engine._loop is not None
     with ThreadPoolExecutor(1) as pool:
         with server.hold():
             executed_jobs.clear()
             late = pool.submit(post, server.url, body(), **{"X-Request-Timeout": "0.5"})
             server.wait_until_queued(1)
-            server.engine._loop.call_soon_threadsafe(block)
+            server.loop.call_soon_threadsafe(block)
             assert entered.wait(TIMEOUT_S)
             time.sleep(0.6)
         wait_until(lambda: server.queued_count == 0)  # the device thread takes the expired job
@@ -103,4 +102,4 @@ def test_jobs_of_200_disconnected_clients_do_not_run(
             server.wait_until_queued(1)
         assert staying.result(TIMEOUT_S).is_success
     assert len(executed_jobs) == 1
-    assert server.engine._queue.queued.requests == 0
+    assert server.queued_count == 0

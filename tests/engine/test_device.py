@@ -8,15 +8,16 @@ import torch
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.selection import find_device, new_device
+from support.pretended_device import PretendedDevice, faults
 
 CPU = torch.device("cpu")
 
 
-def test_failed_launch_is_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_launch_is_not_fatal() -> None:
     """Both errors have the same class, but only after one of them the next launch works."""
-    device, error = Accelerator(CPU), torch.AcceleratorError("invalid configuration argument")
+    device, error = PretendedDevice(), torch.AcceleratorError("invalid configuration argument")
     assert not device.is_fatal(error)
-    monkeypatch.setattr(device, "_works", lambda: False)
+    faults.is_broken = True
     assert device.is_fatal(error)
     assert not device.is_fatal(RuntimeError("shapes differ"))
     assert not CpuDevice().is_fatal(error)

@@ -21,7 +21,7 @@ from support.processes import TIMEOUT_S
 
 @pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize("place", [0, 13, 31])
-def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+def test_a_failing_job_fails_alone(place: int) -> None:
     """One of 32 jobs fails; all others get their usual bits."""
     jobs = [plain(seed) for seed in range(32)]
     runs: list[int] = []
@@ -34,7 +34,7 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
 
     async def test(engine: Engine) -> None:
         alone = [await engine.submit(job) for job in jobs]
-        monkeypatch.setattr(engine.batch_runner, "launch", failing)
+        engine.batch_runner.launch = failing
         with hold(engine):
             futures = [engine.submit(job) for job in jobs]
         results = await asyncio.gather(*futures, return_exceptions=True)
@@ -69,19 +69,19 @@ def test_a_failing_job_fails_alone(monkeypatch: pytest.MonkeyPatch, place: int) 
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value.__name__,
 )
 def test_device_thread_survives_a_failing_batch(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: type[Exception]
+    error: BaseException, expected: type[Exception]
 ) -> None:
     def failing(jobs: Sequence[Job], *how: Any) -> Launched:
         raise error
 
     async def test(engine: Engine) -> None:
         good = bits(await engine.submit(plain(1)))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.batch_runner, "launch", failing)
-            with hold(engine):
-                futures = [engine.submit(plain(seed)) for seed in range(5)]
-            results = await asyncio.gather(*futures, return_exceptions=True)
-            assert [type(a) for a in results] == [expected] * 5
+        engine.batch_runner.launch = failing
+        with hold(engine):
+            futures = [engine.submit(plain(seed)) for seed in range(5)]
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(a) for a in results] == [expected] * 5
+        engine.batch_runner.launch = launch
         assert engine.is_alive
         assert engine.is_ready
         assert bits(await engine.submit(plain(1))) == good
@@ -90,9 +90,7 @@ def test_device_thread_survives_a_failing_batch(
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
-def test_event_loop_survives_a_failing_inline_job(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_event_loop_survives_a_failing_inline_job(error: BaseException) -> None:
     """A small job runs on the event loop, where such an exception would end the process."""
 
     def failing(*_: Any) -> Any:
@@ -100,41 +98,40 @@ def test_event_loop_survives_a_failing_inline_job(
 
     async def test(engine: Engine) -> None:
         job = plain(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.batch_runner, "launch", failing)
-            with pytest.raises(Internal, match="the computation failed"):
-                engine.run_inline(job)
+        engine.batch_runner.launch = failing
+        with pytest.raises(Internal, match="the computation failed"):
+            engine.run_inline(job)
+        engine.batch_runner.launch = launch
         assert engine.run_inline(job) is not None
 
     with_engine(test)
 
 
 @pytest.mark.usefixtures("any_device")
-def test_device_thread_survives_a_fault_outside_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_thread_survives_a_fault_outside_a_batch() -> None:
     """A fault in the engine's accounting fails the jobs of the batch."""
 
     async def test(engine: Engine) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.batch_runner, "launch", lambda *_: list)
-            with hold(engine):
-                futures = [engine.submit(plain(seed)) for seed in range(2)]
-            results = await asyncio.gather(*futures, return_exceptions=True)
-            assert [type(a) for a in results] == [Internal] * 2
+        engine.batch_runner.launch = lambda *_: list
+        with hold(engine):
+            futures = [engine.submit(plain(seed)) for seed in range(2)]
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(a) for a in results] == [Internal] * 2
+        engine.batch_runner.launch = launch
         await engine.submit(plain(1))
 
     with_engine(test)
 
 
 @pytest.mark.usefixtures("any_device")
-def test_failing_queue_fails_all_queued_jobs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failing_queue_fails_all_queued_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> list[Any]:
         raise RuntimeError("marked")
 
     async def test(engine: Engine) -> None:
         with hold(engine):
             futures = [engine.submit(plain(seed, length=3 + seed)) for seed in range(3)]
+            # a bug of the queue itself: nothing outside the engine can cause one
             monkeypatch.setattr(engine._queue, "take_batch", failing)
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert [type(a) for a in results] == [Internal] * 3

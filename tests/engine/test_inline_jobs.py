@@ -168,15 +168,16 @@ def test_small_job_does_not_hide_a_stuck_device() -> None:
     with_engine(test, launch=stuck, on_busy=changes.append)
 
 
-def test_job_that_fails_inline_raises_and_the_next_one_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_job_that_fails_inline_raises_and_the_next_one_runs() -> None:
+    def failing(*_: Any) -> Launched:
+        raise RuntimeError("marked")
+
     async def test(engine: Engine) -> None:
         job = new_job(random_inputs(0))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.batch_runner, "launch", lambda *_: 1 / 0)
-            with pytest.raises(Internal):
-                engine.run_inline(job)
+        engine.batch_runner.launch = failing
+        with pytest.raises(Internal):
+            engine.run_inline(job)
+        engine.batch_runner.launch = launch
         assert engine.run_inline(job) is not None
         await engine.stop()
         with pytest.raises(ServiceUnavailable):

@@ -78,7 +78,10 @@ class EngineRunner:
 
 @contextmanager
 def hold_device_thread(engine: Engine) -> Iterator[None]:
-    """Keeps the device thread from taking jobs, as if it ran a large one."""
+    """Keeps the device thread from taking jobs, as if it ran a large one.
+
+    It reaches into the engine: a job that blocks the thread would count in what tests read.
+    """
     with ExitStack() as patches:
         with engine._changed:
             patches.enter_context(patch.object(engine._queue, "find_oldest", lambda: None))

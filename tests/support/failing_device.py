@@ -29,7 +29,8 @@ GREEDY: Final = 6663.0
 ENDING: Final = 6664.0
 """The batch calls sys.exit."""
 
-_broken: list[bool] = []
+broken: list[bool] = []
+"""Not empty after a sticky failure."""
 
 
 def first_number(job: Job) -> float:
@@ -42,8 +43,8 @@ def failing(jobs: Sequence[Job], *how: Any) -> Launched:
     """Runs jobs as `launch` does, unless one selects a failure."""
     seen = {first_number(job) for job in jobs}
     if STICKY in seen:
-        _broken.append(True)
-    if _broken:
+        broken.append(True)
+    if broken:
         raise torch.AcceleratorError("an illegal memory access was encountered")
     if POISON in seen:
         raise RuntimeError("marked")
@@ -59,7 +60,7 @@ class FailingDevice(CpuDevice):
 
     def is_fatal(self, error: BaseException) -> bool:
         """Returns True after a sticky failure."""
-        return bool(_broken) and isinstance(error, RuntimeError)
+        return bool(broken) and isinstance(error, RuntimeError)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -31,6 +32,7 @@ class Server:
         runtime: state shared by its requests.
         engine: its engine.
         timeouts: its connection timeouts.
+    loop: its event loop.
         http: client for one thread.
     """
 
@@ -39,6 +41,7 @@ class Server:
     runtime: Runtime
     engine: Engine
     timeouts: Any
+    loop: asyncio.AbstractEventLoop
     http: httpx.Client
 
     @property
@@ -66,6 +69,16 @@ class Server:
         wait_until(lambda: self.queued_count == count)
 
 
+class _UvicornServer(uvicorn.Server):
+    """A server that remembers its event loop."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+
 @contextlib.contextmanager
 def running_server(bound: tuple[str, int] | None = None, **settings: Any) -> Iterator[Server]:
     """Runs a service in a thread of this process.
@@ -78,7 +91,7 @@ def running_server(bound: tuple[str, int] | None = None, **settings: Any) -> Ite
     settings.setdefault("threads", 2)
     app = create_app(Settings(**settings), bound=bound)
     config = new_uvicorn_config(app)
-    server = uvicorn.Server(config)
+    server = _UvicornServer(config)
     runtime, protocol = app.state.runtime, cast("Any", config.http)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -89,7 +102,7 @@ def running_server(bound: tuple[str, int] | None = None, **settings: Any) -> Ite
             assert server.started
             with httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
                 timeouts = protocol.keywords["timeouts"]
-                yield Server(url, app, runtime, runtime.engine, timeouts, http)
+                yield Server(url, app, runtime, runtime.engine, timeouts, server.loop, http)
         finally:
             server.should_exit = True
             thread.join(TIMEOUT_S)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
@@ -18,6 +18,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from qkv.attention import catalogue
+from qkv.engine.executor import Launched, launch
 from qkv.jobs.job import Job, Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -262,14 +263,13 @@ def test_request_cancelled_at_its_deadline_is_not_counted(
     job = Job.from_message("softmax", Message({"outputs": ["output"]}, tensors), limits)
 
     async def cancel() -> None:
-        future = engine.submit(job, wait_s=TIMEOUT_S)
-        (waiting,) = engine._queue._orders[2]
-        future.cancel()
-        engine._on_deadline(waiting)  # before the event loop has called `_on_cancelled`
+        future = engine.submit(job, wait_s=0.3)
+        server.loop.call_later(0.05, future.cancel)
+        # so one turn of the loop cancels it, and then sees its deadline
+        time.sleep(0.4)  # noqa: ASYNC251
 
-    assert engine._loop is not None
     with hold(engine):
-        asyncio.run_coroutine_threadsafe(cancel(), engine._loop).result(TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(cancel(), server.loop).result(TIMEOUT_S)
         server.wait_until_queued(0)
     with triton_client(server.url) as client:
         assert counted(client)["inference_stats"]["fail"]["count"] == 0
@@ -282,24 +282,21 @@ def test_request_cancelled_at_its_deadline_is_not_counted(
 
 
 def test_running_request_gets_its_response_after_its_deadline(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Server],
 ) -> None:
     server = serve()
-    passed, run = threading.Event(), server.engine._begin
+    passed = threading.Event()
 
-    def late(batch: list[Any]) -> Any:
-        """Passes the deadline of a job that has just left the queue."""
-        loop = server.engine._loop
-        assert loop is not None
-        loop.call_soon_threadsafe(server.engine._on_deadline, batch[0])
-        loop.call_soon_threadsafe(passed.set)
+    def late(*how: Any) -> Launched:
+        """Lets the deadline of a job pass that has just left the queue."""
+        server.loop.call_soon_threadsafe(server.loop.call_later, 1.0, passed.set)
         assert passed.wait(TIMEOUT_S)
-        return run(batch)
+        return launch(*how)
 
-    monkeypatch.setattr(server.engine, "_begin", late)
-    monkeypatch.setattr(server.engine, "run_inline", lambda _: None)  # as if it were large
+    server.engine.batch_runner.launch = late
+    large = infer_inputs(random_inputs(keys=20_000))  # a small one would not be queued
     with triton_client(server.url) as client:
-        result = client.infer("softmax", infer_inputs(random_inputs()), timeout=10**9)
+        result = client.infer("softmax", large, timeout=10**6)
         assert passed.is_set()
         assert result.as_numpy("output").shape == (2, 4, 5, 6)
         assert counted(client)["inference_stats"]["fail"]["count"] == 0
@@ -332,28 +329,26 @@ def test_batch_sizes_are_counted(serve: Callable[..., Server]) -> None:
     check_sums(stats)
 
 
-def test_higher_priority_runs_first(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_higher_priority_runs_first(serve: Callable[..., Server]) -> None:
     server = serve(max_batch=1)
-    priorities, run = list[int](), server.engine._begin
+    arrays = [random_inputs(seed=number) for number in range(6)]
+    started: list[int] = []
 
-    def recorded(batch: list[Any]) -> Any:
-        priorities.extend(waiting.priority for waiting in batch)
-        return run(batch)
+    def recorded(jobs: Sequence[Job], *how: Any) -> Launched:
+        queries = [bytes(array["query"]) for array in arrays]
+        started.extend(queries.index(bytes(job.inputs.tensors["query"].data)) for job in jobs)
+        return launch(jobs, *how)
 
-    monkeypatch.setattr(server.engine, "_begin", recorded)
+    server.engine.batch_runner.launch = recorded
 
-    def one(priority: int) -> None:
+    def one(number: int, priority: int) -> None:
         with triton_client(server.url) as client:
-            client.infer("softmax", infer_inputs(random_inputs()), priority=priority)
+            client.infer("softmax", infer_inputs(arrays[number]), priority=priority)
 
     with ThreadPoolExecutor(6) as pool:
         with server.hold():
-            for count, priority in enumerate(
-                (3, 2, 9, 0, 3, 1), start=1
-            ):  # priority 1 is submitted last
-                pool.submit(one, priority)
-                server.wait_until_queued(count)
+            for number, priority in enumerate((3, 2, 9, 0, 3, 1)):
+                pool.submit(one, number, priority)
+                server.wait_until_queued(number + 1)
         pool.shutdown()
-    assert priorities == [1, 2, 2, 2, 3, 3]
+    assert started == [5, 1, 2, 3, 0, 4]  # priorities 9 and 0 are the default, 2
