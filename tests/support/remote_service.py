@@ -17,7 +17,8 @@ from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.remote_engine import RemoteEngine
-from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.engine.remote.shared_memory import SharedMemory, WorkerRegion
+from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job, Limits
 from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
@@ -42,6 +43,7 @@ class Service:
         )
         self.shared_memory = SharedMemory(workers, size)
         self.socket_broker = SocketBroker(workers)
+        self._regions: dict[RemoteEngine, WorkerRegion] = {}
         self._control_sockets: list[socket.socket] = []
         self._alive_pipes: list[tuple[int, int]] = []
         defaults: dict[str, Any] = {
@@ -75,12 +77,24 @@ class Service:
     def remote(self, index: int) -> RemoteEngine:
         """Starts the remote engine of a worker, or replaces it."""
         self._control_sockets.append(self.socket_broker.create_control_socket(index))
-        remote = RemoteEngine(
-            index, self.shared_memory.region(index), self._control_sockets[-1], self.shared_state
-        )
+        region = self.shared_memory.region(index)
+        remote = RemoteEngine(index, region, self._control_sockets[-1], self.shared_state)
+        self._regions[remote] = region
         remote.start()
         self.socket_broker.connect(index)
         return remote
+
+    def has_free_memory(self, remote: RemoteEngine) -> bool:
+        """True if no block of a remote engine's region is allocated."""
+        try:
+            self._regions[remote].allocate(self.shared_memory.region_bytes)
+        except ServiceUnavailable:
+            return False
+        return True
+
+    async def wait_until_free(self, remote: RemoteEngine) -> None:
+        """Waits until all blocks of a remote engine's region are released."""
+        await until(lambda: self.has_free_memory(remote))
 
     async def close(self) -> None:
         """Stops as if the supervisor was killed: remote engines first."""
@@ -99,6 +113,7 @@ class Service:
 
 def end_connection(remote: RemoteEngine, number: int = 0) -> None:
     """Closes a worker's connection to a device process, as if the process had ended."""
+    # no worker closes a connection itself; the engines of these tests are in its process
     channel = remote.links[number]._channel
     assert channel is not None
     channel.close()
@@ -146,17 +161,3 @@ async def until(happened: Callable[[], bool]) -> None:
 
 def queued_count(engine: Engine) -> int:
     return engine.queued.requests
-
-
-async def wait_until_free(remote: RemoteEngine, shared_memory: SharedMemory) -> None:
-    """Waits until all blocks of a remote engine's region are released."""
-    await until(lambda: free_bytes(remote) == shared_memory._size)
-
-
-def free_bytes(remote: RemoteEngine) -> int:
-    """Returns the free bytes of the region, after released blocks are merged."""
-    remote._region.allocate(0)
-    remote._region.allocate(0)
-    holes = remote._region._holes
-    back = sum(size for _, size in remote._region._released)
-    return sum(size for _, size in holes) + back

@@ -31,12 +31,10 @@ from support.remote_service import (
     LIMITS,
     Service,
     end_connection,
-    free_bytes,
     plain,
     queued_count,
     run,
     until,
-    wait_until_free,
 )
 
 pytestmark = pytest.mark.usefixtures("any_device")
@@ -149,7 +147,7 @@ def test_cancelled_jobs_leave_the_queue() -> None:
         futures.clear()
         del future
         for remote in fixture.remotes:
-            await wait_until_free(remote, fixture.shared_memory)
+            await fixture.wait_until_free(remote)
 
     run(test)
 
@@ -167,7 +165,7 @@ def block_engine(engine: Engine) -> tuple[threading.Event, threading.Event]:
     return runs, may_continue
 
 
-def test_memory_of_a_running_cancelled_job_stays_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_running_cancelled_job_stays_allocated() -> None:
     """A running job is cancelled."""
 
     async def test(fixture: Service) -> None:
@@ -177,16 +175,14 @@ def test_memory_of_a_running_cancelled_job_stays_allocated(monkeypatch: pytest.M
         future.cancel()
         del future
         await asyncio.sleep(0.1)
-        assert free_bytes(fixture.remotes[0]) < fixture.shared_memory._size
+        assert not fixture.has_free_memory(fixture.remotes[0])
         may_continue.set()
-        await wait_until_free(fixture.remotes[0], fixture.shared_memory)
+        await fixture.wait_until_free(fixture.remotes[0])
 
     run(test)
 
 
-def test_restarted_worker_waits_for_running_jobs_of_the_previous_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_restarted_worker_waits_for_running_jobs_of_the_previous_one() -> None:
     async def test(fixture: Service) -> None:
         runs, may_continue = block_engine(fixture.engine)
         old = fixture.remotes[0]
@@ -225,9 +221,9 @@ def test_full_region_raises_503_until_blocks_are_released() -> None:
         with pytest.raises(ServiceUnavailable):  # a result takes memory until it is sent
             fixture.remotes[0].submit(plain(0, 20000))
         responses.clear()
-        await wait_until_free(fixture.remotes[0], fixture.shared_memory)
+        await fixture.wait_until_free(fixture.remotes[0])
         await fixture.remotes[0].submit(plain(0, 20000))
-        await wait_until_free(fixture.remotes[0], fixture.shared_memory)
+        await fixture.wait_until_free(fixture.remotes[0])
 
     run(test, 2, 8 << 20)
 
@@ -245,13 +241,13 @@ def test_a_thousand_jobs_leave_no_block_allocated() -> None:
             assert all(isinstance(a, JobResult | asyncio.CancelledError) for a in responses)
             del responses, futures, future
         for remote in fixture.remotes:
-            await wait_until_free(remote, fixture.shared_memory)
+            await fixture.wait_until_free(remote)
             assert not remote.links[0].jobs
 
     run(test)
 
 
-def test_errors_equal_those_of_a_local_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_equal_those_of_a_local_engine() -> None:
     faults: list[Exception] = [
         InvalidContent("no", pointer="/inputs/query"), ServiceUnavailable("later", retry_after=7),
         MemoryError(), ValueError("a secret"),
@@ -306,7 +302,7 @@ def test_pending_jobs_fail_when_the_device_process_ends() -> None:
         await remote.wait_until_ready()
         await remote.submit(plain(0))
         del small, large, future
-        await wait_until_free(remote, fixture.shared_memory)
+        await fixture.wait_until_free(remote)
 
     run(test)
 
@@ -355,11 +351,12 @@ def test_jobs_of_one_turn_are_one_frame_each_way(monkeypatch: pytest.MonkeyPatch
     run(test)
 
 
-def test_more_plans_than_are_kept_give_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_plans_than_are_kept_give_right_results() -> None:
     """Plans lose their numbers while jobs that refer to them are on the way."""
 
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
+        # a connection keeps 2048 plans: so many jobs take half a minute
         remote.links[0]._plans = SentPlans(2)
         jobs = [plain(seed, 1 + seed % 5) for seed in range(40)]
         futures = [remote.submit(job) for job in jobs]
@@ -372,7 +369,7 @@ def test_more_plans_than_are_kept_give_right_results(monkeypatch: pytest.MonkeyP
 def test_plan_of_a_large_job_may_lose_its_number_while_it_is_copied() -> None:
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
-        remote.links[0]._plans = SentPlans(1)
+        remote.links[0]._plans = SentPlans(1)  # as above
         large = plain(0, 6000)
         future = remote.submit(large)  # a thread copies it
         small = [remote.submit(plain(seed, seed)) for seed in (1, 2)]
@@ -408,7 +405,7 @@ def test_job_with_an_unknown_plan_fails_alone(caplog: pytest.LogCaptureFixture) 
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
         await remote.submit(plain(0))
-        (plan,) = remote.links[0]._plans._plans.values()
+        plan = remote.links[0].find_plan(plain(0))
         plan.number, number = 99, plan.number
         lost = remote.submit(plain(0))
         plan.number = number

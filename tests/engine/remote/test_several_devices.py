@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.executor import launch
@@ -21,12 +22,10 @@ from support.engines import bits, hold
 from support.remote_service import (
     Service,
     end_connection,
-    free_bytes,
     plain,
     queued_count,
     run,
     until,
-    wait_until_free,
 )
 
 
@@ -47,9 +46,13 @@ def fail_for_ever(engine: Engine) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     engine.batch_runner.launch = fails
-    engine.batch_runner._device = type(
-        "Broken", (), {"is_fatal": lambda *_: True, "is_accelerator": False}
-    )()
+
+
+class BreakableDevice(CpuDevice):
+    """A CPU that an error of `fail_for_ever` breaks."""
+
+    def is_fatal(self, error: BaseException) -> bool:
+        return "illegal memory access" in str(error)
 
 
 def test_jobs_go_to_the_device_with_the_least_work_of_all_workers() -> None:
@@ -121,7 +124,7 @@ def test_jobs_of_an_ended_device_process_run_on_another(length: int) -> None:
         fixture.socket_broker.connect(0)  # as if it was restarted
         await until(lambda: remote.links[0].is_ready)
         del futures, results, result
-        await wait_until_free(remote, fixture.shared_memory)
+        await fixture.wait_until_free(remote)
         assert fixture.shared_state.queued_work.totals() == [0.0, 0.0]
 
     run(test, 1, devices=2)
@@ -144,13 +147,15 @@ def test_jobs_of_a_failed_device_run_on_another_and_it_gets_no_more() -> None:
         results = await asyncio.gather(*futures)
         for job, result in zip(jobs, results, strict=True):
             assert bits(result) == bits(await fixture.engines[1].submit(job))
-        await until(lambda: remote.links[0]._channel is None)
         fixture.engines[0] = fixture.start_device(0)
         await until(lambda: remote.links[0].is_ready)
-        used = {id(link) for _ in range(4) if (link := remote._choose())}
-        assert used == {id(link) for link in remote.links}
+        with ExitStack() as stack:
+            hold_all(fixture, stack)
+            futures = [remote.submit(job) for job in jobs[:4]]
+            await until(lambda: counts(fixture) == [2, 2])
+        await asyncio.gather(*futures)
 
-    run(test, 1, devices=2)
+    run(test, 1, devices=2, device=BreakableDevice())
 
 
 def test_job_that_breaks_devices_breaks_two_of_them() -> None:
@@ -164,7 +169,7 @@ def test_job_that_breaks_devices_breaks_two_of_them() -> None:
         assert sum(link.is_ready for link in remote.links) == 1
         assert [engine.failed.is_set() for engine in fixture.engines].count(False) == 1
 
-    run(test, 1, devices=3)
+    run(test, 1, devices=3, device=BreakableDevice())
 
 
 def test_job_without_another_device_fails() -> None:
@@ -223,7 +228,7 @@ def test_memory_of_a_cancelled_second_attempt_is_free_again() -> None:
                 future.cancel()
             await until(lambda: counts(fixture)[1] == 0)
         del futures, future
-        await wait_until_free(remote, fixture.shared_memory)
+        await fixture.wait_until_free(remote)
         assert not any(link.jobs for link in remote.links)
         assert fixture.shared_state.queued_work.totals() == [0.0, 0.0]
 
@@ -267,8 +272,7 @@ def test_restarted_worker_waits_until_no_device_uses_its_memory() -> None:
 def test_restarted_worker_does_not_wait_for_a_device_process_that_has_ended() -> None:
     async def test(fixture: Service) -> None:
         fixture.shared_state.clear_row(2)  # as the supervisor does
-        # and it is not connected
-        fixture.socket_broker._control_sockets.pop(2).close()
+        fixture.socket_broker.create_control_socket(2).close()  # it is not connected
         for number in range(2):
             end_connection(fixture.remotes[0], number)
         new = fixture.remotes[0] = fixture.remote(0)
@@ -311,8 +315,7 @@ def test_no_job_is_lost_or_wrong_while_device_processes_end() -> None:
         assert seen["right"] >= 30 * 19
         del tasks
         for remote in fixture.remotes:
-            await wait_until_free(remote, fixture.shared_memory)
-        assert free_bytes(fixture.remotes[0]) == fixture.shared_memory._size
+            await fixture.wait_until_free(remote)
         assert fixture.shared_state.queued_work.totals() == [0.0] * 3
 
     run(test, devices=3)

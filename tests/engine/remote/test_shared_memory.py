@@ -34,7 +34,6 @@ def resident_shared_bytes() -> int:
 def test_blocks_never_overlap_and_all_are_released(steps: list[tuple[int, bool, int]]) -> None:
     shared_memory = SharedMemory(2, 1)
     region = shared_memory.region(1)
-    (whole,) = region._holes
     blocks: list[Any] = []
     for size, leaves, which in steps:
         if leaves and blocks:
@@ -48,15 +47,13 @@ def test_blocks_never_overlap_and_all_are_released(steps: list[tuple[int, bool, 
     assert all(end <= first for (_, end), (first, _) in pairwise(spans))
     blocks.clear()
     block = None
-    for _ in range(2):
-        region.allocate(0)
-    assert len(region._holes) == 1
-    assert region._holes[0][0] + region._holes[0][1] == sum(whole)
+    whole = region.allocate(shared_memory.region_bytes)
+    assert (whole.offset, whole.bytes.nbytes) == (0, shared_memory.region_bytes)
 
 
 def test_view_keeps_its_block_allocated() -> None:
-    region = SharedMemory(1, 1 << 20).region(0)
-    size = region._holes[0][1]
+    shared_memory = SharedMemory(1, 1 << 20)
+    region, size = shared_memory.region(0), shared_memory.region_bytes
     block = region.allocate(size)
     view = block.bytes.data[5:9]
     del block
@@ -104,7 +101,8 @@ def test_idle_memory_beyond_retained_bytes_returns_to_the_system() -> None:
 
 
 def test_pages_of_live_and_recent_blocks_stay() -> None:
-    region = SharedMemory(1, 4 * RETAINED_BYTES).region(0)
+    shared_memory = SharedMemory(1, 4 * RETAINED_BYTES)
+    region = shared_memory.region(0)
     first, live, last = (region.allocate(RETAINED_BYTES) for _ in range(3))
     live.bytes[:] = 7
     last.bytes[:] = 8
@@ -112,7 +110,7 @@ def test_pages_of_live_and_recent_blocks_stay() -> None:
     for _ in range(3):
         end_period(region)
     assert (live.bytes == 7).all()
-    assert not region._shared_memory.view(0, 2 * RETAINED_BYTES, RETAINED_BYTES).any()
+    assert not shared_memory.view(0, 2 * RETAINED_BYTES, RETAINED_BYTES).any()
     region.begin_period()
     new = region.allocate(2 * RETAINED_BYTES)  # while idle pages return
     new.bytes[:] = 9

@@ -53,29 +53,32 @@ class SharedMemory:
     Args:
         regions: number of regions.
         size: bytes that the blocks of one region can hold together, at least.
+
+    Attributes:
+        region_bytes: bytes of one region.
     """
 
     def __init__(self, regions: int, size: int) -> None:
-        self._size = -(-(size + _PADDING_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        self.region_bytes = -(-(size + _PADDING_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE
-        self._memory = mmap.mmap(-1, regions * self._size, flags=flags)
+        self._memory = mmap.mmap(-1, regions * self.region_bytes, flags=flags)
         self._bytes = np.frombuffer(self._memory, np.uint8)
 
     def region(self, index: int) -> WorkerRegion:
         """Returns a worker's region, with nothing allocated."""
-        return WorkerRegion(self, index, self._size)
+        return WorkerRegion(self, index, self.region_bytes)
 
     def view(self, index: int, offset: int, size: int) -> np.ndarray:
         """Returns a view of bytes of a region, which the worker and the device process share."""
-        assert 0 <= offset <= offset + size <= self._size
-        start = index * self._size + offset
+        assert 0 <= offset <= offset + size <= self.region_bytes
+        start = index * self.region_bytes + offset
         return self._bytes[start : start + size]
 
     def release_pages(self, index: int, start: int, end: int) -> None:
         """Returns the whole pages between two offsets to the system; they are zero afterwards."""
         start, end = -(-start // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
         if start < end and sys.platform == "linux":
-            self._memory.madvise(mmap.MADV_REMOVE, index * self._size + start, end - start)
+            self._memory.madvise(mmap.MADV_REMOVE, index * self.region_bytes + start, end - start)
 
 
 class WorkerRegion:
