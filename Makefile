@@ -12,6 +12,7 @@ HOST =
 ARGS =
 IMAGE ?= qkv
 PIP_AUDIT = pip-audit==2.10.1
+COVERAGE = coverage==7.17.3
 # Where `make dist` writes.
 DIST = dist
 # TORCH_INDEX: the package index for torch, for another build than the default (on Linux the default has
@@ -25,7 +26,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy oracle layouts which-heads speed soak fuzz audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy oracle layouts which-heads speed soak fuzz mutants audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -87,6 +88,11 @@ soak: .venv/.installed ## send mixed load for 20 minutes and check every respons
 
 fuzz: .venv/.installed ## send changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
 	@.venv/bin/python tests/fuzz_decoders.py $(ARGS)
+
+# coverage lies beside the notes of the run: nothing else needs it.
+mutants: .venv/.installed ## change the code in 100 small ways and count those that tests notice
+	@test -d .mutants/coverage || .venv/bin/python -m pip -qq install --target .mutants/coverage $(COVERAGE)
+	@PYTHONPATH="$(CURDIR)/.mutants/coverage" .venv/bin/python tests/mutants.py -m "not ($(EXPENSIVE))" $(ARGS)
 
 # A separate environment: pip-audit has two dozen packages that nothing else needs. --strict: a package
 # without a result is a failure; by default pip-audit reports it as having no known advisories.

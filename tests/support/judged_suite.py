@@ -1,0 +1,224 @@
+"""A suite of tests that `tests/mutants.py` judges: what its tests execute, and runs of some."""
+
+from __future__ import annotations
+
+import compileall
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from py_compile import PycInvalidationMode
+from typing import Any, Final
+
+import pytest
+
+from support.mutations import Mutant, function_lines
+
+__all__ = ["IN_PROCESSES", "Outcome", "Suite", "read_notes"]
+
+IN_PROCESSES: Final = ("server/", "engine/remote/")
+"""Code that runs in processes of a server, where no test's lines are seen."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run of tests.
+
+    Attributes:
+        status: "survived"; "killed"; "timeout" if a test did not end, which is a kill too;
+            "unfinished" if tests passed until the time was over; "gone" if no line is left.
+        test: the test that failed or did not end; empty: none had begun.
+        seconds: of the run.
+        chosen_count: number of tests that were to run.
+    """
+
+    status: str
+    test: str = ""
+    seconds: float = 0.0
+    chosen_count: int = 0
+
+
+class Suite:
+    """A folder of tests, and notes about its tests.
+
+    Args:
+        tests: the folder, in a checkout with pyproject.toml.
+        notes: the folder of the notes.
+        service: the folder of the code; a run that goes on uses the code that it began with.
+        options: further options of pytest.
+
+    Attributes:
+        code: a copy of the code, which comes first on the path of the tests.
+        seconds: the tests that pass without a mutant, and the seconds of each.
+        failed_count: number of tests that fail without a mutant, and are left out.
+    """
+
+    def __init__(self, tests: Path, notes: Path, service: Path, *options: str) -> None:
+        self.code = notes / "code"
+        self.seconds: dict[str, float] = {}
+        self.failed_count = 0
+        self._root, self._notes = tests.resolve().parent, notes
+        self._lines, self._options = notes / "lines", options
+        self._copy_code(service)
+
+    def _copy_code(self, service: Path) -> None:
+        """Copies the code twice: a later run uses the same code, without an earlier mutant."""
+        original = self._notes / "service"
+        if not original.exists():
+            shutil.copytree(service, original, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.rmtree(self.code, ignore_errors=True)
+        shutil.copytree(original, self.code, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(Path(__file__).with_name("line_tests.py"), self.code)
+        # By default Python compares times in seconds: it would run the code before a quick change.
+        mode = PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(self.code, quiet=1, invalidation_mode=mode)
+
+    def trace(self, markers: str) -> None:
+        """Runs the tests with these markers, if no earlier run has ended, and reads its notes."""
+        whole, noted = self._lines / "whole", self._lines / "tests.jsonl"
+        if not whole.exists():
+            shutil.rmtree(self._lines, ignore_errors=True)
+            self._lines.mkdir()
+            words = ["-n", "2", "--dist", "worksteal", "-m", markers, "--lines", str(self._lines)]
+            words += ["--of", str(self.code / "qkv"), "--noted", str(noted), "tests"]
+            self._start(*words).wait()
+            whole.touch()
+        outcomes: defaultdict[str, set[str]] = defaultdict(set)
+        seconds: Counter[str] = Counter()
+        for note in read_notes(noted):
+            if note["event"] != "start":
+                outcomes[note["test"]].add(note["outcome"])
+                seconds[note["test"]] += note["seconds"]
+        self.seconds = {name: seconds[name] for name in outcomes if outcomes[name] == {"passed"}}
+        self.failed_count = sum("failed" in found for found in outcomes.values())
+
+    @cache  # noqa: B019 - one suite for each process
+    def tests_of_lines(self, file: str) -> dict[int, set[str]]:
+        """Returns the tests that execute each line of a file; "" stands for an import."""
+        from coverage import CoverageData
+
+        tests: defaultdict[int, set[str]] = defaultdict(set)
+        for part in self._lines.glob("lines.*"):
+            data = CoverageData(part)
+            data.read()
+            for line, contexts in data.contexts_by_lineno(str(self.code / "qkv" / file)).items():
+                tests[line] |= set(contexts)
+        return tests
+
+    def choose(self, mutant: Mutant, place: int, limit_s: float) -> list[str]:
+        """Returns tests of the mutant's lines that take less than the limit together.
+
+        A line outside functions runs once, at import: it has the tests of all functions of its
+        file. After these come the tests of its folder, also for code in processes of a server.
+        """
+        executed = self.tests_of_lines(mutant.file)
+        rows = set(range(place, place + len(mutant.lines)))
+        of_functions = function_lines((self.code / "qkv" / mutant.file).read_text())
+        is_imported = not rows & of_functions
+        names = set().union(*(executed.get(r, ()) for r in (of_functions if is_imported else rows)))
+        folder = self._folder_of(mutant.file)
+        ordered = self._order(names, folder)
+        if is_imported or not ordered or mutant.file.startswith(IN_PROCESSES):
+            others = {name for name in self.seconds if name.startswith(folder)} - names
+            ordered += self._order(others, folder)
+        chosen: list[str] = []
+        total = 0.0
+        for name in ordered:
+            total += self.seconds[name]
+            if total < limit_s or not chosen:
+                chosen.append(name)
+        return chosen
+
+    def _order(self, names: Collection[str], folder: str) -> list[str]:
+        """Returns one case of each function, then a second; first of the folder, quickest first."""
+        cases: Counter[str] = Counter()
+        ranks: dict[str, int] = {}
+        seconds = self.seconds
+        known = [name for name in names if name in seconds]
+        for name in sorted(known, key=lambda n: (not n.startswith(folder), seconds[n], n)):
+            function = name.partition("[")[0]
+            ranks[name] = cases[function]
+            cases[function] += 1
+        return sorted(ranks, key=ranks.__getitem__)  # is stable
+
+    def _folder_of(self, file: str) -> str:
+        """Returns the folder of tests for a file: the deepest one that has tests."""
+        folders = (f"tests/{folder.as_posix()}/" for folder in Path(file).parents)
+        return next(f for f in folders if any(name.startswith(f) for name in self.seconds))
+
+    def run(self, chosen: list[str], limit_s: float) -> Outcome:
+        """Runs tests until one fails or the time is over."""
+        noted, listed = self._notes / "run.jsonl", self._notes / "chosen.json"
+        noted.unlink(missing_ok=True)
+        listed.write_text(json.dumps(chosen))
+        files = dict.fromkeys(name.partition("::")[0] for name in chosen)
+        start = time.monotonic()
+        process = self._start(
+            "-n", "0", "-x", "--chosen", str(listed), "--noted", str(noted), *files
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _kill_group(process)
+        status, test = self._status(code, read_notes(noted))
+        return Outcome(status, test, time.monotonic() - start, len(chosen))
+
+    def _status(self, code: int | None, notes: list[dict[str, Any]]) -> tuple[str, str]:
+        """Returns the status of a run and its last test, from pytest's exit code or None."""
+        if code is not None:
+            failed = [note["test"] for note in notes if note.get("outcome") == "failed"]
+            no_failure = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+            return "survived" if code in no_failure else "killed", failed[0] if failed else ""
+        if not notes:
+            return "timeout", ""
+        last = notes[-1]
+        # A machine that has other work may be three times as slow, and the start takes seconds.
+        longest = 10 + 3 * self.seconds.get(last["test"], 0.0)
+        if last["event"] == "start" and time.time() - last["at"] > longest:
+            return "timeout", last["test"]
+        return "unfinished", ""
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        """Starts pytest in the checkout of the tests, with the copy of the code."""
+        examples = self._notes / "hypothesis"  # not those that an earlier mutant has failed
+        shutil.rmtree(examples, ignore_errors=True)
+        path = [str(self.code), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {
+            "PYTHONPATH": os.pathsep.join(path),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(examples),
+            "OMP_NUM_THREADS": "1",
+        }
+        options = ["-p", "line_tests", "-p", "no:cacheprovider", *self._options]
+        with open(self._notes / "pytest.log", "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-q", *options, *words],
+                cwd=self._root,
+                env=os.environ | variables,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+
+def read_notes(file: Path) -> list[dict[str, Any]]:
+    """Returns the notes of a file. The last line of a process that was killed may be a part."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends pytest and the servers that its tests have started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
