@@ -1,8 +1,9 @@
 """Changes the code in small ways, and counts the changes that a suite of tests notices.
 
 It draws mutants by seed from the lines that tests execute. For each mutant it runs tests of its
-line until one fails. An interrupted run goes on from its notes. All of it works on a copy of the
-code. Needs coverage.py, which `make mutants` installs beside the notes.
+line until one fails. A second run goes on from the notes of the first, and tries mutants again
+whose tests did not end in time. All of it works on a copy of the code. Needs coverage.py, which
+`make mutants` installs beside the notes.
 
     python tests/mutants.py [--state .mutants] [--count 100] [--tests FOLDER --name old]
 
@@ -90,8 +91,12 @@ def judge(suite: Suite, mutant: Mutant, limit_s: float) -> Outcome:
 def judge_all(
     suite: Suite, wanted: list[dict[str, Any]], noted: Path, limit_s: float
 ) -> list[dict[str, Any]]:
-    """Returns the result of each mutant, and notes those that no earlier run has noted."""
-    done = {json.dumps(result["mutant"]): result for result in read_notes(noted)}
+    """Returns the result of each mutant, and notes those that no earlier run has finished."""
+    done = {
+        json.dumps(result["mutant"]): result
+        for result in read_notes(noted)
+        if result["outcome"]["status"] != "unfinished"  # the machine had other work
+    }
     for words in wanted:
         if json.dumps(words) not in done:
             before, after = tuple(words["lines"]), tuple(words["changed"])
