@@ -12,6 +12,9 @@ from typing import Any, Final
 import pytest
 import torch
 
+from support.added_variants import copied_package as copied_package
+from support.added_variants import copied_service as copied_service
+from support.added_variants import law_results as law_results
 from support.browser import browser as browser
 from support.browser import end_browser
 from support.browser import modules as modules

@@ -3,83 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pytest
 
-from qkv.attention import variant_file
 from qkv.client.client import Client
-from support.package_copies import CopiedService, copy_package, environment, serving
-from support.paths import ROOT
-
-COSINE: Final = variant_file.example()
-
-HEAD: Final = '''\
-"""A sentence."""
-from jaxtyping import Float
-from torch import Tensor
-'''
-QUERY: Final = 'query: Float[Tensor, "B H L D"]'
-RETURNS: Final = 'Float[Tensor, "B H L D"]'
-
-BROKEN: Final = {
-    "b_syntax": ("def attend(:\n", "line 1 is no Python"),
-    "b_raises": ('"""A."""\nraise ValueError("no\\nkernel")\n', "line 2 raises ValueError"),
-    "b_exits": ('"""A."""\nimport sys\nsys.exit(3)\n', "SystemExit"),
-    "b_import": ('"""A."""\nimport no_such_module\n', "No module named 'no_such_module'"),
-    "b_empty": ("", "no docstring"),
-    "b_attend": (HEAD, "no function `attend`"),
-    "b_constant": (HEAD + "attend = 3\n", "no function `attend`"),
-    "b_return": (HEAD + f"def attend({QUERY}):\n    return query\n", "no return annotation"),
-    "b_result": (
-        HEAD + f"def attend({QUERY}) -> int:\n    return 3\n",
-        "returns no array: got int",
-    ),
-    "b_unnamed": (
-        HEAD + f"def attend({QUERY}) -> tuple[{RETURNS}, {RETURNS}]:\n    return query, query\n",
-        "returns no array",
-    ),
-    "b_argument": (
-        HEAD + f"def attend({QUERY}, key) -> {RETURNS}:\n    return query\n",
-        "key has no",
-    ),
-    "b_tensor": (
-        HEAD + f"def attend(query: Tensor) -> {RETURNS}:\n    return query\n",
-        "is no array",
-    ),
-    "b_star": (
-        HEAD + f"def attend({QUERY}, causal: bool = False) -> {RETURNS}:\n    return query\n",
-        "after a `*`",
-    ),
-    "b_default": (
-        HEAD + f"def attend({QUERY}, *, causal: bool) -> {RETURNS}:\n    return query\n",
-        "causal has no default",
-    ),
-    "b_axes": (
-        HEAD
-        + f'def attend(query: Float[Tensor, "batch heads L D"]) -> {RETURNS}:\n    return query\n',
-        "got 'batch'",
-    ),
-    "b_three": (
-        HEAD + f'def attend(query: Float[Tensor, "B L D"]) -> {RETURNS}:\n    return query\n',
-        "expected four",
-    ),
-    "b_unbound": (
-        HEAD + f'def attend({QUERY}) -> Float[Tensor, "B H L E"]:\n    return query\n',
-        "size of axis E",
-    ),
-    "b_kind": (
-        HEAD + f'WEIGHTS = "odd"\ndef attend({QUERY}) -> {RETURNS}:\n    return query\n',
-        "'odd'",
-    ),
-    "b_names": (HEAD + 'def attend(query: "Flot") -> "Float":\n    return query\n', "'Flot'"),
-}
+from support.added_variants import BROKEN, COSINE
+from support.package_copies import CopiedService, environment
 
 
 def arrays(seed: int = 0, batch: int = 2) -> dict[str, Any]:
@@ -99,16 +34,8 @@ def true_weights(query: np.ndarray, key: np.ndarray, **_: Any) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with cosine attention and every broken file."""
-    files = {f"{name}.py": text for name, (text, _) in BROKEN.items()}
-    return copy_package(tmp_path_factory.mktemp("minimal"), {"cosine.py": COSINE, **files})
-
-
-@pytest.fixture(scope="module")
-def process(copy: Path) -> Iterator[CopiedService]:
-    with serving(copy) as service:
-        yield service
+def process(copied_service: CopiedService) -> CopiedService:
+    return copied_service
 
 
 @pytest.fixture(scope="module")
@@ -217,22 +144,11 @@ def test_minimal_variant_rejects_parameters_and_wrong_shapes(process: CopiedServ
         assert response.json()["pointer"] == pointer
 
 
-@pytest.mark.process
-def test_minimal_variant_has_the_same_bits_alone_and_in_a_batch(copy: Path) -> None:
-    """The tests of every variant run on the copy; they stack requests as a GPU does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "cosine",
-         "tests/attention/laws"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout
-
-
-def test_serve_reports_the_problem_of_each_broken_file(process: CopiedService, copy: Path) -> None:
+def test_serve_reports_the_problem_of_each_broken_file(
+    process: CopiedService, copied_package: Path
+) -> None:
     for name, (_, problem) in BROKEN.items():
-        path = copy / "attention" / "variants" / f"{name}.py"
+        path = copied_package / "attention" / "variants" / f"{name}.py"
         (line,) = [
             x for x in process.messages.splitlines() if x.startswith(f"{path} is no variant")
         ]
@@ -252,10 +168,10 @@ def test_the_other_variants_are_served_beside_broken_ones(process: CopiedService
 
 
 @pytest.mark.process
-def test_local_command_skips_broken_files(copy: Path) -> None:
+def test_local_command_skips_broken_files(copied_package: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "qkv", "variants", "--local"], cwd=copy.parent,
-        env=environment(copy), capture_output=True, text=True, timeout=120, check=True,
+        [sys.executable, "-m", "qkv", "variants", "--local"], cwd=copied_package.parent,
+        env=environment(copied_package), capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert "cosine" in names
@@ -264,12 +180,18 @@ def test_local_command_skips_broken_files(copy: Path) -> None:
 
 
 @pytest.mark.process
-def test_contract_tests_fail_on_a_broken_file(copy: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "broken",
-         "tests/attention/laws/test_contract.py"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout
-    assert "b_return" in done.stdout
+def test_laws_include_new_files_and_fail_on_broken_ones(law_results: dict[str, str]) -> None:
+    """Each law runs on both variants, stacked as on a GPU too; it skips what a file leaves out."""
+    failed = {law for law, result in law_results.items() if result == "FAILED"}
+    assert failed == {"test_no_variant_file_is_broken"}
+    for name in ("cosine", "uniform"):
+        passed = [law for law, result in law_results.items() if result == "PASSED" and name in law]
+        assert {law.partition("[")[0] for law in passed} >= {
+            "test_gradients_are_the_derivatives_of_the_reference",
+            "test_inputs_of_other_variants_are_rejected_by_name",
+            "test_outputs_fit_their_annotations",
+            "test_parameters_of_other_variants_are_rejected_by_name",
+            "test_same_bits_alone_and_in_a_batch",
+            "test_variant_agrees_with_its_reference",
+            "test_variant_passes_every_check",
+        }

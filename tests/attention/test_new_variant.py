@@ -4,9 +4,6 @@ changes."""
 from __future__ import annotations
 
 import filecmp
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -15,90 +12,10 @@ import httpx
 import numpy as np
 import pytest
 
-from support.package_copies import copy_package, serving
-from support.paths import ROOT
-
-UNIFORM: Final = '''\
-"""Uniform attention: each output row is the mean of the values, times a gain.
-
-Formula: A = gain / S, output = A V.
-Paper: none; it is what attention is when all scores are equal.
-Cost: O(S E) time.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from typing import Annotated, Final, NamedTuple
-
-import torch
-from jaxtyping import Float, Float32, Float64
-from pydantic import Field
-from torch import Tensor
-
-FORMULA: Final = "A = gain / S; output = A V"
-PAPER: Final = "none"
-COST: Final = "O(S E) time"
-WEIGHTS: Final = "unnormalised"
-REFUSES: Final[Mapping[str, str]] = {"causal": "every query sees every key"}
-
-
-class Uniform(NamedTuple):
-    """The outputs of uniform attention."""
-
-    output: Float[Tensor, "B H L E"] | None = None
-    weights: Float32[Tensor, "B H L S"] | Float64[Tensor, "B H L S"] | None = None
-
-
-def flops(sizes: Mapping[str, int]) -> int:
-    """Counts one sum."""
-    return 2 * sizes["B"] * sizes["G"] * sizes["S"] * sizes["E"]
-
-
-def attend(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    value_BGSE: Float[Tensor, "B G S E"],
-    *,
-    gain: Annotated[float, Field(gt=0, le=100, description="Factor of the mean.")] = 1.0,
-    outputs: frozenset[str] = frozenset({"output"}),
-) -> Uniform:
-    """Averages the values."""
-    (B, H, L, _), (_, G, S, E) = query_BHLD.shape, value_BGSE.shape
-    exact = torch.float64 if value_BGSE.dtype == torch.float64 else torch.float32
-    mean_BGE = value_BGSE.to(exact).sum(2) * (gain / S)
-    output_BHLE = mean_BGE.repeat_interleave(H // G, 1)[:, :, None].expand(B, H, L, E)
-    weights_BHLS = torch.full((B, H, L, S), gain / S, dtype=exact, device=query_BHLD.device)
-    return Uniform(
-        output_BHLE.to(value_BGSE.dtype) if "output" in outputs else None,
-        weights_BHLS if "weights" in outputs else None,
-    )
-
-
-def weights(
-    query_BHLD: Float[Tensor, "B H L D"],
-    key_BGSD: Float[Tensor, "B G S D"],
-    *,
-    gain: float = 1.0,
-) -> Callable[[slice], Tensor]:
-    """Returns the function from a slice of L to rows of A, (B, H, R, S)."""
-    (B, H, _, _), S = query_BHLD.shape, key_BGSD.shape[2]
-    exact = torch.float64 if query_BHLD.dtype == torch.float64 else torch.float32
-
-    def rows_of(rows: slice) -> Float32[Tensor, "B H R S"] | Float64[Tensor, "B H R S"]:
-        return torch.full((B, H, rows.stop - rows.start, S), gain / S, dtype=exact)
-
-    return rows_of
-
-
-def reference(
-    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, *, gain: float = 1.0
-) -> Uniform:
-    """Computes the textbook's line."""
-    (B, H, L, _), (_, G, S, _) = query_BHLD.shape, key_BGSD.shape
-    weights = torch.ones(B, H, L, S, dtype=torch.float64) / S * gain
-    return Uniform(weights @ value_BGSE.double().repeat_interleave(H // G, 1), weights)
-'''
+import qkv
+from support.added_variants import files
+from support.each import each
+from support.package_copies import CopiedService
 
 QUERY: Final = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
 KEY: Final = [[1.0, 2.0], [3.0, 4.0]]
@@ -109,23 +26,10 @@ RUN: Final = "/v1/attention/uniform"
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package without changes."""
-    return copy_package(tmp_path_factory.mktemp("original"), {})
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with one more file."""
-    return copy_package(tmp_path_factory.mktemp("installed"), {"uniform.py": UNIFORM})
-
-
-@pytest.fixture(scope="module")
-def http(copy: Path) -> Iterator[httpx.Client]:
-    """A client of a process that serves the copy."""
-    with serving(copy) as service:
-        assert not service.messages
-        yield service.http
+def http(copied_service: CopiedService) -> httpx.Client:
+    """Returns a client of a process that serves the copy."""
+    assert "uniform" not in copied_service.messages
+    return copied_service.http
 
 
 def refused(http: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -179,7 +83,7 @@ def test_new_variant_has_a_picture(http: httpx.Client) -> None:
     assert f'd="{every_cell}"><title>0.0625</title>' in response.text
 
 
-@pytest.mark.parametrize(
+@each(
     ("parameters", "named"),
     [
         ({"gain": 0}, "gain"),
@@ -189,7 +93,6 @@ def test_new_variant_has_a_picture(http: httpx.Client) -> None:
         ({"causal": True}, "every query sees every key"),
         ({"softcap": 3.0}, "gain"),  # says what there is
     ],
-    ids=str,
 )
 def test_parameters_of_new_variant_are_validated(
     http: httpx.Client, parameters: dict[str, Any], named: str
@@ -199,7 +102,7 @@ def test_parameters_of_new_variant_are_validated(
     assert named in problem["detail"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("inputs", "pointer", "named"),
     [
         (INPUTS | {"key": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]}, "/inputs/value", "S=2"),
@@ -217,8 +120,8 @@ def test_tensors_of_new_variant_are_validated(
     assert named in problem["detail"]
 
 
-@pytest.mark.parametrize("axes", [0, 1, 2])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@each("axes", [0, 1, 2])
+@each("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_new_variant_computes_exact_numbers(http: httpx.Client, axes: int, dtype: str) -> None:
     """Small numbers make every rank and dtype exact, with all outputs and with one."""
 
@@ -258,22 +161,10 @@ def test_other_variants_are_still_served(http: httpx.Client) -> None:
     assert "uniform" in missing.json()["detail"]
 
 
-@pytest.mark.process
-def test_contract_tests_include_new_variant(copy: Path) -> None:
-    """The contract tests run on the copy, and include the new variant."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-k", "uniform",
-         "tests/attention/laws/test_contract.py"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(copy.parent)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
-
-
-def test_no_other_file_is_changed(original: Path, copy: Path, http: httpx.Client) -> None:
-    """The copy is the original and one file."""
+def test_no_other_file_is_changed(copied_package: Path, http: httpx.Client) -> None:
+    """The copy is the installed package and the added files."""
     assert http.get("/livez").is_success
+    original = Path(qkv.__file__).parent
 
     def differing(compared: filecmp.dircmp[str], where: Path) -> Iterator[Path]:
         assert not compared.left_only
@@ -285,5 +176,6 @@ def test_no_other_file_is_changed(original: Path, copy: Path, http: httpx.Client
         for name, below in compared.subdirs.items():
             yield from differing(below, where / name)
 
-    compared = filecmp.dircmp(original, copy, ignore=["__pycache__"])
-    assert list(differing(compared, Path())) == [Path("attention/variants/uniform.py")]
+    compared = filecmp.dircmp(original, copied_package, ignore=["__pycache__"])
+    added = {Path("attention/variants", name) for name in files()}
+    assert set(differing(compared, Path())) == added

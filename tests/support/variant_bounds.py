@@ -18,7 +18,7 @@ from support.head_terms import alibi
 from support.linformer_reference import random_projection
 from support.tolerances import bounds as softmax_bounds
 
-__all__ = ["bounds_of", "efficient_roundings", "is_near", "mean_roundings"]
+__all__ = ["BOUNDS", "bounds_of", "efficient_roundings", "is_near", "mean_roundings"]
 
 Tensors = Mapping[str, Tensor]
 Parameters = Mapping[str, Any]
