@@ -16,6 +16,7 @@ from qkv.attention.identity_weights import IdentityWeights
 from qkv.attention.variant import Variant
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
+from support.each import each
 
 HEAD: Final = '''\
 """A variant. It has two sentences.
@@ -145,19 +146,11 @@ def test_row_blocks_of_a_large_matrix_are_its_rows(load: Load, text: str, causal
         torch.testing.assert_close(rows(part), whole[:, :, part], rtol=0, atol=1e-12)
 
 
-def test_large_matrix_is_computed_in_blocks_of_queries(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    variant = load(PLAIN)
-    attend = variant.module.attend
-
-    def recorded(**arguments: Any) -> torch.Tensor:
-        lengths.append(arguments["query"].shape[2])
-        result: torch.Tensor = attend(**arguments)
-        return result
-
-    monkeypatch.setattr(variant.module, "attend", recorded)
+def test_large_matrix_is_computed_in_blocks_of_queries(load: Load) -> None:
+    body = f"{SCORES}    LENGTHS.append(query.shape[2])\n{RETURN}"
+    variant = load(f"LENGTHS: list[int] = []\ndef attend({QKV}) -> {OUT}:\n{body}")
+    lengths = variant.module.LENGTHS
+    lengths.clear()
     rows = small_blocks(variant, tensors())
     rows(slice(0, 2))
     rows(slice(2, 4))
@@ -165,17 +158,15 @@ def test_large_matrix_is_computed_in_blocks_of_queries(
     assert set(lengths[1:]) == {2}
 
 
-@pytest.mark.parametrize(
-    "form", [WeightForm("top_k", 2), WeightForm("stats"), WeightForm("pool", 3)], ids=str
-)
-def test_weight_forms_see_all_heads_together(
-    load: Load, monkeypatch: pytest.MonkeyPatch, form: WeightForm
-) -> None:
+@each("form", [WeightForm("top_k", 2), WeightForm("stats"), WeightForm("pool", 3)])
+def test_weight_forms_see_all_heads_together(load: Load, form: WeightForm) -> None:
     """An `attend` that uses the number of a head gets all heads, however large a head is."""
-    monkeypatch.setattr(weight_blocks, "_CPU_BLOCK_ELEMENTS", 16)
     variant, inputs = load(PER_HEAD), tensors(L=9)
     sizes = {"B": 2, "H": 4, "G": 2, "L": 9, "S": 8, "D": 5, "E": 3}
-    result = weight_blocks.compute_weight_form(variant, form, inputs, variant.parse({}), sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        # a private name: with real blocks, a head needs 9,000 keys and the test 13 s
+        patch.setattr(weight_blocks, "_CPU_BLOCK_ELEMENTS", 16)
+        result = weight_blocks.compute_weight_form(variant, form, inputs, variant.parse({}), sizes)
     slopes = torch.arange(1, 5, dtype=torch.float64).view(1, -1, 1, 1)
     whole = matrix({**inputs, "query": inputs["query"] * slopes})
     if form.kind == "top_k":

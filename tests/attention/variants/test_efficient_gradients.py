@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv.attention.variants import efficient
 from support.each import each
 from support.peak_memory import needs_proc, peaks
 from support.variant_calls import EPS, gradients, random_inputs
@@ -111,12 +110,12 @@ def test_any_keys(kind: str, offset: int | str | None) -> None:
         assert not found[name].masked_fill(~padding_BGS1, 0.0).any()
 
 
-@each("rise", [300.0, -1.0])
-def test_4096_keys(rise: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers the path with one shift and the path with several."""
-    monkeypatch.setattr(efficient, "_RISE", rise)
+@each("late", [0.0, 320.0])
+def test_4096_keys(late: float) -> None:
+    """Covers the path with one shift, and that of keys that rise by more than 300."""
     tensors = (torch.randn(1, 2, 4096, 3), torch.randn(1, 1, 4096, 3), torch.randn(1, 1, 4096, 2))
     query, key, value = (x.double() for x in tensors)
+    key[:, :, 3000:, 0] += late
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return efficient_running(query, key.expand(-1, 2, -1, -1), value.expand(-1, 2, -1, -1))
