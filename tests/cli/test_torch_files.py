@@ -40,37 +40,51 @@ def test_every_command_refuses_a_pickle(tmp_path: Path, command: str, suffix: st
     assert "python -c " in line
 
 
-@pytest.mark.parametrize(
-    "name", ["model.pt", "with space.pth", "it's.bin", 'a "quoted" $HOME.ckpt', "bäume.pt"]
-)
-def test_the_printed_command_makes_a_safetensors_file(tmp_path: Path, name: str) -> None:
-    model = gpt2()  # lm_head shares its memory with the embedding
-    path = tmp_path / name
-    torch.save(model.state_dict(), path)
-    assert_command_converts(tmp_path, path, model.state_dict())
+NAMES = ["model.pt", "with space.pth", "it's.bin", 'a "quoted" $HOME.ckpt', "bäume.pt"]
 
 
-@pytest.mark.parametrize("key", ["state_dict", "model"])
-def test_the_printed_command_finds_nested_tensors(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("key", [None, "state_dict", "model"])
+def test_the_printed_command_makes_a_safetensors_file(
+    tmp_path: Path, name: str, key: str | None
+) -> None:
+    """Also of tensors below a key; lm_head shares its memory with the embedding."""
     state = gpt2().state_dict()
-    torch.save({key: state, "epoch": 3, "optimizer": {"lr": 0.1}}, tmp_path / "last.ckpt")
-    assert_command_converts(tmp_path, tmp_path / "last.ckpt", state)
+    path = tmp_path / name
+    torch.save({key: state, "epoch": 3, "optimizer": {"lr": 0.1}} if key else state, path)
+    exec(program_of(printed_command(tmp_path, path)), {})
+    assert_is_converted(path, state)
 
 
-def assert_command_converts(folder: Path, path: Path, state: dict[str, Any]) -> None:
+def test_the_printed_command_runs_in_a_shell(tmp_path: Path) -> None:
+    state = gpt2().state_dict()
+    torch.save(state, tmp_path / NAMES[3])
+    command = printed_command(tmp_path, tmp_path / NAMES[3])
+    python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-c", command], check=True, capture_output=True, env=os.environ | python
+    )
+    assert_is_converted(tmp_path / NAMES[3], state)
+
+
+def printed_command(folder: Path, path: Path) -> str:
     line = error_of(folder, "layers", path)
-    command = line[line.index("python -c ") :]
-    subprocess.run(["bash", "-c", command], check=True, capture_output=True, env=environment())
+    return line[line.index("python -c ") :]
+
+
+def program_of(command: str) -> str:
+    """Returns the program that a shell hands to `python`; to start it takes two seconds."""
+    shell = f'python() {{ printf %s "$2"; }}; {command}'
+    done = subprocess.run(["bash", "-c", shell], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def assert_is_converted(path: Path, state: dict[str, Any]) -> None:
     target = path.with_suffix(".safetensors")
     written = safetensors.torch.load_file(target)
     assert written.keys() == state.keys()
     assert all(torch.equal(written[n], t) for n, t in state.items())
     assert "transformer.h.1.attn" in stdout_of("layers", target)
-
-
-def environment() -> dict[str, str]:
-    """Returns an environment in which `python` is this one."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def test_folder_and_index_of_pickles_are_refused(tmp_path: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import httpx
 import numpy as np
 import pytest
 
 from qkv import AsyncClient
-from qkv.client import async_connections
 from support.clients import numbers
+from support.processes import TIMEOUT_S, wait_until
 from support.service import Server
+
+CONNECTIONS: Final = 100
+"""As many as httpx opens by default."""
+Serve = Callable[..., Server]
 
 
 async def _attend(client: AsyncClient, seed: int) -> Any:
@@ -20,82 +25,78 @@ async def _attend(client: AsyncClient, seed: int) -> Any:
     return (await client.attend("softmax", **arrays, weights="none")).output
 
 
-def test_each_of_many_tasks_gets_its_own_response(server: Server) -> None:
-    async def run() -> list[Any]:
+def _ports(server: Server) -> set[int]:
+    """Returns the port of the client's end of each open connection."""
+    return {connection.client[1] for connection in list(server.timeouts.connections)}
+
+
+def test_each_of_many_tasks_gets_its_own_response(serve: Serve) -> None:
+    server = serve()
+
+    async def run() -> None:
         async with AsyncClient(server.url) as client:
             together = await asyncio.gather(*[_attend(client, seed) for seed in range(40)])
             for seed, output in enumerate(together):
                 assert np.array_equal(output, await _attend(client, seed))
-            assert client._connections is not None
-            return client._connections._idle
+            assert _ports(server)
 
-    assert len(asyncio.run(run())) == 0  # closed
+    asyncio.run(run())
+    wait_until(lambda: not _ports(server))  # closed
 
 
-def test_one_task_uses_one_connection(server: Server) -> None:
-    async def run() -> tuple[int, int]:
+def test_one_task_uses_one_connection(serve: Serve) -> None:
+    server = serve()
+
+    async def run() -> None:
+        used: set[int] = set()
         async with AsyncClient(server.url) as client:
             for seed in range(5):
                 await _attend(client, seed)
-            assert client._connections is not None
-            (http,) = client._connections._idle
-            (connection,) = http._transport._pool.connections  # type: ignore[attr-defined]
-            return len(client._connections._idle), connection._connection._request_count
+                used |= _ports(server)
+        assert len(used) == 1
 
-    assert asyncio.run(run()) == (1, 5)
+    asyncio.run(run())
 
 
-def test_few_idle_connections_stay_open(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_connections, "_MAX_IDLE", 3)
-
-    async def run() -> int:
-        async with AsyncClient(server.url) as client:
-            await asyncio.gather(*[_attend(client, seed) for seed in range(8)])
-            assert client._connections is not None
-            return len(client._connections._idle)
-
-    assert asyncio.run(run()) == 3
-
-
-def test_request_that_waits_too_long_for_a_connection_fails(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(async_connections, "_MAX_CONNECTIONS", 1)
+def test_few_idle_connections_stay_open(serve: Serve) -> None:
+    server = serve()
 
     async def run() -> None:
-        async with AsyncClient(server.url, timeout=0.3) as client:
+        async with AsyncClient(server.url) as client:
             with server.hold():
-                first = asyncio.create_task(
-                    client.attend("softmax", **_large_arrays(), weights="none")
-                )
+                tasks = [asyncio.create_task(_attend(client, seed)) for seed in range(30)]
+                await asyncio.to_thread(server.wait_until_queued, 30)
+                assert len(_ports(server)) == 30
+            await asyncio.gather(*tasks)
+            await asyncio.to_thread(wait_until, lambda: len(_ports(server)) == 20)
+
+    asyncio.run(run())
+
+
+def test_request_that_waits_too_long_for_a_connection_fails(server: Server) -> None:
+    async def run() -> None:
+        async with AsyncClient(server.url, timeout=0.5) as client:
+            with server.hold():
+                first = [asyncio.create_task(_attend(client, 1)) for _ in range(CONNECTIONS)]
                 await asyncio.sleep(0)
                 with pytest.raises(httpx.PoolTimeout, match="all connections are in use"):
                     await _attend(client, 1)
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
+            await asyncio.gather(*first, return_exceptions=True)
             await _attend(client, 1)
 
     asyncio.run(run())
 
 
-def test_cancelled_request_frees_its_connection(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(async_connections, "_MAX_CONNECTIONS", 1)
-
+def test_cancelled_request_frees_its_connection(server: Server) -> None:
     async def run() -> None:
         async with AsyncClient(server.url) as client:
-            for _ in range(3):
-                task = asyncio.create_task(_attend(client, 1))
+            for _ in range(2):
+                tasks = [asyncio.create_task(_attend(client, 1)) for _ in range(CONNECTIONS)]
                 await asyncio.sleep(0)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            assert np.isfinite(await _attend(client, 2)).all()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.timeout(TIMEOUT_S):
+                assert np.isfinite(await _attend(client, 2)).all()
 
     asyncio.run(run())
-
-
-def _large_arrays() -> dict[str, Any]:
-    """Returns inputs of a job that is queued, not run on the event loop."""
-    shape = (1, 8, 512, 64)
-    return {name: np.ones(shape, np.float32) for name in ("query", "key", "value")}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ import pytest
 
 from qkv import Client, QkvError, errors
 from support.clients import client as client
+from support.clients import delays as delays
 from support.clients import in_asyncio, numbers, same_run
 from support.processes import TIMEOUT_S
 
@@ -102,6 +102,7 @@ def catalogue(client: Any) -> Any:
 
 
 @KINDS
+@pytest.mark.usefixtures("delays")
 @pytest.mark.parametrize(
     "before",
     [[], [busy()], [busy(), busy()], [None], [None, busy()], [busy(), None]],
@@ -114,12 +115,13 @@ def test_temporary_failure_is_retried(send: Any, before: list[Reply]) -> None:
 
 
 @KINDS
-def test_retried_run_has_the_same_body(client: Client, send: Any) -> None:
+@pytest.mark.usefixtures("delays")
+def test_retried_run_has_the_same_body(url: str, send: Any) -> None:
     sent: list[bytes] = []
 
     def keep(request: httpx.Request) -> httpx.Response:
         sent.append(request.content)
-        response = httpx.post(client._http.base_url.join(request.url.path), content=request.content,
+        response = httpx.post(url + request.url.path, content=request.content,
                               headers=request.headers)  # fmt: skip
         replies.append((200, {"content-type": response.headers["content-type"]}, response.content))
         return httpx.Response(200, content=response.content)
@@ -134,6 +136,7 @@ def test_retried_run_has_the_same_body(client: Client, send: Any) -> None:
 
 
 @KINDS
+@pytest.mark.usefixtures("delays")
 @pytest.mark.parametrize("retries", [0, 1, 2])
 def test_retries_are_limited(send: Any, retries: int) -> None:
     with scripted(busy()) as script:
@@ -174,20 +177,6 @@ PROXY_ERRORS: list[Reply] = [
 of_proxies = pytest.mark.parametrize(
     "failure", PROXY_ERRORS, ids=["empty 500", "500", "502", "503", "504"]
 )
-
-
-@pytest.fixture
-def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The delays between attempts of both clients, which do not wait for them."""
-    delays: list[float] = []
-
-    async def sleeps(delay: float) -> None:
-        delays.append(delay)
-
-    # only the names in the client: other code sleeps too
-    monkeypatch.setattr("qkv.client.client.time", SimpleNamespace(sleep=delays.append))
-    monkeypatch.setattr("qkv.client.async_client.asyncio", SimpleNamespace(sleep=sleeps))
-    return delays
 
 
 @KINDS

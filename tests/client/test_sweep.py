@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +26,7 @@ from qkv import (
     ServiceUnreachable,
     Sweep,
 )
+from support.clients import delays as delays
 from support.processes import TIMEOUT_S, wait_until
 from support.scripted_server import (
     Reply,
@@ -210,6 +213,7 @@ def test_closed_sweep_yields_no_cells() -> None:
     assert len(received.paths) == 1
 
 
+@pytest.mark.usefixtures("delays")
 @pytest.mark.parametrize(
     "before",
     [
@@ -230,6 +234,7 @@ def test_request_is_sent_again_until_the_first_event(
         assert len(set(received.bodies)) == 1
 
 
+@pytest.mark.usefixtures("delays")
 def test_retries_are_limited(run_sweep: RunSweep) -> None:
     with scripted_server(problem_reply(503, "not-now", retry_after="0")) as received:
         with pytest.raises(QkvError, match="because"):
@@ -340,7 +345,7 @@ def test_variants_of_the_same_name_are_labelled_by_parameters() -> None:
     assert sentence in sweep.table()
 
 
-def test_interrupted_sweep_keeps_its_cells_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_sweep_keeps_its_cells_and_ends() -> None:
     """Ctrl-C raises in the middle of reading."""
     with (
         scripted_server(event_reply(*CELL_EVENTS, end="held")) as received,
@@ -349,10 +354,10 @@ def test_interrupted_sweep_keeps_its_cells_and_ends(monkeypatch: pytest.MonkeyPa
         sweep = client.sweep(["softmax"], [256], progress=False)
         found = [next(sweep) for _ in CELL_EVENTS]
 
-        def interrupt(*_: object) -> Any:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("httpx_sse._decoders.SSEDecoder.decode", interrupt)
+        main = threading.main_thread().ident
+        assert main is not None
+        interruption = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        interruption.start()
         with pytest.raises(KeyboardInterrupt):
             next(sweep)
         assert received.disconnected.wait(TIMEOUT_S)

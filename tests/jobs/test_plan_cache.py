@@ -48,12 +48,12 @@ def assert_same_with_a_plan(
     expected = [outcome(partial(kind.from_message, variant, m, LIMITS)) for m in messages]
     plans = PlanCache(LIMITS)
     assert outcome(lambda: plans.new_job(kind, variant, messages[0])) == expected[0]
-    assert len(plans._plans) == 1
+    assert len(plans) == 1
     with monkeypatch.context() as patch:
         patch.setattr(kind, "from_message", lambda *_: 1 / 0)
         for message, known in zip(messages, expected, strict=True):
             assert outcome(partial(plans.new_job, kind, variant, message)) == known
-    assert len(plans._plans) == 1
+    assert len(plans) == 1
 
 
 # ---------------------------------------------------------------- the same jobs
@@ -234,4 +234,4 @@ def test_failed_request_leaves_no_plan() -> None:
         raw = {n: RawTensor.from_numpy(a) for n, a in random_inputs(0).items()}
         with pytest.raises(QkvError):
             plans.new_job(Job, "softmax", Message(fields, raw))
-    assert not len(plans._plans)
+    assert not len(plans)

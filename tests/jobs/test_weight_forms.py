@@ -203,6 +203,7 @@ def test_block_sizes_do_not_matter(
     variant: Variant, parameters: dict[str, Any], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of rows, heads and items have any size; pooling runs with and without attention."""
+    # the real sizes bound memory: tensors of several blocks take seconds
     for name in ("_CPU_BLOCK_ELEMENTS", "_MAX_POOL_ELEMENTS"):
         monkeypatch.setattr(weight_blocks, name, elements)
     monkeypatch.setattr(weight_blocks, "_MIN_BLOCK_ROWS", 2 if elements == 300 else 5)

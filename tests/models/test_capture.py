@@ -118,7 +118,7 @@ def test_query_and_key_have_their_positions() -> None:
 
 def test_trained_model_has_the_queries_that_hooks_see() -> None:
     known = minilm.activations()[:6]
-    model, tokenizer = minilm._load()
+    model, tokenizer = minilm.load()
     with qkv.capture(model) as calls, torch.no_grad():
         model(**tokenizer(known[0].sentence, return_tensors="pt"))
     for call, expected in zip(calls, known, strict=True):

@@ -248,6 +248,7 @@ def test_masks_of_both_kinds_have_the_dtype_of_the_queries(with_padding: bool) -
 def test_flex_attention_of_a_plain_model_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as module
 
+    # the switch that torch's own warning names
     monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     model = nn.Sequential(nn.Identity(), Function(lambda x: module.flex_attention(x, x, x)))
     with missed(("1", "it calls flex_attention itself")):

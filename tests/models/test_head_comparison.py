@@ -118,7 +118,7 @@ def test_pieces_of_any_size_have_the_same_figures(
     sinks = torch.randn(H, dtype=torch.float64)
     calls = calls_of(make_call(B=B, H=H, G=2, mask=mask, sinks=sinks))
     whole = compare(calls, "sigmoid", "softmax")
-    for size in (1, 600, 2000):
+    for size in (1, 600, 2000):  # the real size is an eighth of the largest request
         monkeypatch.setattr(call_pieces, "_BYTES", size)
         assert_same_rows(compare(calls, "sigmoid", "softmax"), whole)
     assert all(row.relative_error == 0 for row in whole.rows if row.variant == "softmax")
@@ -131,6 +131,7 @@ def test_pieces_have_every_head_once_and_no_key_head_in_part(
 ) -> None:
     group = H // 2
     call = make_call(B=3, H=H, G=2, L=4)
+    # the real limit is 2048 heads
     monkeypatch.setattr(call_pieces, "_HEADS", 2 * most)
     pieces = list(call_pieces.cut(call, whole_of(call), None, 2))
     assert [head for piece in pieces for head in piece.heads] == [*range(H)] * 3
@@ -154,6 +155,7 @@ def test_piece_holds_its_mask_and_its_heads_in_the_bytes_of_a_request(
     (part,) = parts_of(call)
 
     def sizes(limit: int) -> list[int]:
+        # the real limit is 32 MiB
         monkeypatch.setattr(call_pieces, "_BYTES", limit)
         pieces = call_pieces.cut(call, part, None, 2)
         return [sum(x.nbytes for x in p.tensors(frozenset()).values()) for p in pieces]
@@ -422,7 +424,7 @@ def test_broken_comparison_continues_at_the_piece_where_it_broke(
 
 
 def test_other_arguments_continue_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_pieces, "_BYTES", 1)
+    monkeypatch.setattr(call_pieces, "_BYTES", 1)  # as above
     calls = calls_of(make_call(B=2))
     transport = BreakingTransport({3})
     with Client(url, retries=0, transport=transport) as client:

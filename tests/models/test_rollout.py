@@ -76,7 +76,7 @@ def test_chosen_rows_and_sequences_are_those_of_the_whole(items: list[int]) -> N
 def test_blocks_of_any_size_have_the_same_product(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = chain(B=3, L=7, mask=padding_mask([4, 7, 4], 7))
     whole = calls.rollout()
-    for size in (1, 700):
+    for size in (1, 700):  # the real sizes bound memory: calls of several blocks take seconds
         monkeypatch.setattr(rollout, "_BLOCK_BYTES", size)
         monkeypatch.setattr(rollout, "_BATCH_BYTES", size)
         torch.testing.assert_close(calls.rollout(), whole, rtol=ROUNDING, atol=ROUNDING)

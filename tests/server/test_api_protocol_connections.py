@@ -30,10 +30,9 @@ from support.service import Server, running_server
 @contextmanager
 def paused_event_loop(server: Server) -> Iterator[None]:
     """Pauses the service's event loop, so that it reads together what is sent meanwhile."""
-    assert server.engine._loop is not None
     is_paused, resume = threading.Event(), threading.Event()
-    server.engine._loop.call_soon_threadsafe(is_paused.set)
-    server.engine._loop.call_soon_threadsafe(resume.wait, TIMEOUT_S)
+    server.loop.call_soon_threadsafe(is_paused.set)
+    server.loop.call_soon_threadsafe(resume.wait, TIMEOUT_S)
     assert is_paused.wait(TIMEOUT_S)
     try:
         yield
@@ -107,7 +106,7 @@ def test_idle_connection_is_closed_and_one_in_use_is_not() -> None:
         request = encode_request(*encode_body(random_inputs(0)))
         caller.send(request)
         caller.read_response()
-        (connection,) = server.timeouts._connections
+        (connection,) = server.timeouts.connections
         connection.timeout_keep_alive = 1
         started_at = time.monotonic()
         while time.monotonic() - started_at < 2:

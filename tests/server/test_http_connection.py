@@ -375,9 +375,7 @@ def short_write_timeout(server: Server) -> Iterator[socket.socket]:
 
 def has(server: Server, connection: socket.socket) -> bool:
     """Returns True if the service still has the connection."""
-    return connection.getsockname() in [
-        found.client for found in list(server.timeouts._connections)
-    ]
+    return connection.getsockname() in [found.client for found in list(server.timeouts.connections)]
 
 
 def size_of(received: bytes) -> int:
@@ -473,6 +471,7 @@ def test_repeated_content_encoding_header_gets_415(server: Server) -> None:
 def test_bytes_after_the_response_are_limited(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # the real limit is 256 MiB
     monkeypatch.setattr("qkv.server.http_connection._MAX_IGNORED_BYTES", 1 << 20)
     head = b"POST /v1/convert HTTP/1.1\r\nHost: here\r\nContent-Length: 999999999999\r\n\r\n"
     with connected(server) as connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,3 +97,17 @@ def same_run(one: Run, other: Run) -> bool:
         [(n, a.dtype, a.shape, a.tobytes()) for n, a in run.outputs.items()] for run in (one, other)
     ]
     return one.variant == other.variant and seen[0] == seen[1]
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The delays between attempts of both clients, which do not wait for them."""
+    delays: list[float] = []
+
+    async def sleeps(delay: float) -> None:
+        delays.append(delay)
+
+    # only the names in the client: other code sleeps too
+    monkeypatch.setattr("qkv.client.client.time", SimpleNamespace(sleep=delays.append))
+    monkeypatch.setattr("qkv.client.async_client.asyncio", SimpleNamespace(sleep=sleeps))
+    return delays

@@ -100,12 +100,12 @@ def embedding_of(sentence: str) -> Tensor:
 
 def bert() -> Any:
     """Returns the model, a BertModel of transformers. Do not change it."""
-    return _load()[0]
+    return load()[0]
 
 
 def tokenizer() -> Any:
     """Returns the tokenizer of the model, a BertTokenizer of transformers."""
-    return _load()[1]
+    return load()[1]
 
 
 @cache
@@ -114,7 +114,7 @@ def layer_weights() -> tuple[Mapping[str, Tensor], ...]:
 
     With these tensors, heads = 12 and `x_BLM`, a request for a layer has the model's projections.
     """
-    model, _ = _load()
+    model, _ = load()
     return tuple(
         {
             f"W_{role}.{name}": parameter.detach()
@@ -126,7 +126,7 @@ def layer_weights() -> tuple[Mapping[str, Tensor], ...]:
 
 
 @cache
-def _load() -> tuple[Any, Any]:
+def load() -> tuple[Any, Any]:
     """Returns the model, with the plain attention of transformers, and its tokenizer."""
     from transformers import BertModel, BertTokenizer  # imported here because it takes 3 s
     from transformers.utils import logging
@@ -150,7 +150,7 @@ def _run(sentence: str) -> tuple[tuple[Activations, ...], Tensor]:
     Returns:
         The activations of each layer, and the last hidden states (B, L, M).
     """
-    model, tokenizer = _load()
+    model, tokenizer = load()
     attentions = [layer.attention.self for layer in model.encoder.layer]
     seen: dict[Any, tuple[Tensor, Tensor]] = {}
 

@@ -36,7 +36,7 @@ def test_slow_reader_blocks_no_writer() -> None:
         reader = threading.Thread(target=read)
         reader.start()
         lines.stop()
-        wait_until(lambda: not lines._thread.is_alive())
+        wait_until(lambda: "qkv-lines" not in {t.name for t in threading.enumerate()})
         writer_end.close()
         reader.join(TIMEOUT_S)
     numbers = [int(line.split()[0]) for line in b"".join(received).splitlines()]

@@ -181,6 +181,9 @@ class PlanCache:
         self._limits = limits
         self._plans: BoundedCache[Plan] = BoundedCache(size, _MAX_BYTES)
 
+    def __len__(self) -> int:
+        return len(self._plans)
+
     @property
     def held_bytes(self) -> int:
         """Bytes that the plans hold."""

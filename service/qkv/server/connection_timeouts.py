@@ -40,6 +40,7 @@ class ConnectionTimeouts:
         write_timeout_s: seconds in which a client may read nothing of its responses.
 
     Attributes:
+        connections: the open connections.
         period_s: seconds between two checks.
         read_checks: number of checks after which a client sends too slowly.
         write_checks: number of checks after which a client reads too slowly.
@@ -51,27 +52,27 @@ class ConnectionTimeouts:
         self.read_checks = math.ceil(read_timeout_s / self.period_s)
         self.write_checks = math.ceil(write_timeout_s / self.period_s)
         self.linger_checks = math.ceil(_LINGER_S / self.period_s)
-        self._connections: set[_Checked] = set()
+        self.connections: set[_Checked] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, connection: _Checked) -> None:
         """Adds a connection to those that are checked."""
-        self._connections.add(connection)
+        self.connections.add(connection)
         if self._timer is None:
             self._schedule(connection.loop)
 
     def remove(self, connection: _Checked) -> None:
         """Removes a closed connection."""
-        self._connections.discard(connection)
+        self.connections.discard(connection)
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = loop.call_later(self.period_s, self._check_all, loop)
 
     def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.check()
-        if self._connections:
+        if self.connections:
             self._schedule(loop)
 
 

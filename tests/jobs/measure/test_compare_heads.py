@@ -154,6 +154,7 @@ def test_rows_are_chosen_as_without_heads(
         alone = compare(one_head(inputs, head), **fields)
         for entry, own in zip(entries(report), entries(alone), strict=True):
             assert is_close(entry["heads"][head]["weights"], own["weights"])
+    # the real sizes bound memory: inputs of several jobs take seconds
     monkeypatch.setattr(compare_request, "_JOB_SCORES", 7 * 6 * 40)
     monkeypatch.setattr(row_divergence, "_BLOCK", 2 * 6 * 40)
     monkeypatch.setattr(row_divergence, "_PART", 5 * 40)
@@ -228,6 +229,7 @@ def test_head_errors_are_those_of_each_head_at_any_block(
     dtype: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of very different sizes do not affect each other."""
+    # the real block bounds memory: heads of several blocks take seconds
     monkeypatch.setattr(head_errors, "_BLOCK", block)
     numbers = np.random.default_rng(0)
     sizes = np.array([1e-4, 0.0, 1.0, 1e4])[:, None]

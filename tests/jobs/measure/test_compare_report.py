@@ -293,6 +293,7 @@ def test_rows_are_evenly_spread_and_at_most_as_many_as_requested(
     (entry,) = whole["variants"]
     assert close({n: entry["weights"][n] for n in DIVERGENCES}, expected(b, a, {"stochastic"}))
     assert any("evenly spread" in note for note in whole["notes"]) is (len(chosen) < 100)
+    # the real sizes bound memory: inputs of several jobs take seconds
     monkeypatch.setattr(compare_request, "_JOB_SCORES", 7 * 2 * 100)
     monkeypatch.setattr(row_divergence, "_BLOCK", 2 * 2 * 100)
     monkeypatch.setattr(row_divergence, "_PART", 3 * 100)
