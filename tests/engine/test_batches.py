@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.softmax_requests import Request, requests
 from torch import Tensor
 
 from qkv.attention.variants import softmax
@@ -19,6 +18,7 @@ from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 from support.engines import EngineRunner, bits, job_of, plain
 from support.examples import examples
+from support.softmax_requests import Request, requests
 from support.tolerances import assert_within, bounds
 
 
