@@ -12,7 +12,6 @@ from support.service import Server
 
 
 @pytest.mark.slow
-@pytest.mark.representative
 def test_rejected_parameters_leave_little_behind(server: Server) -> None:
     """Each request has 600 empty objects in 1.8 KiB of JSON; parsed, they take 50 KiB."""
 

@@ -48,7 +48,6 @@ def test_template_has_at_most_14_lines() -> None:
     assert 0 < len(COSINE.splitlines()) <= 14
 
 
-@pytest.mark.representative
 def test_minimal_variant_has_output_and_full_weights(client: Client) -> None:
     inputs = arrays()
     run, A = client.attend("cosine", **inputs), true_weights(**inputs)

@@ -32,7 +32,6 @@ def rows_of(heading: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.representative
 def test_command_writes_the_page_and_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ def test_npz_with_an_unsupported_dtype_names_the_array(tmp_path: Path) -> None:
     assert "in.npz" in line
 
 
+@pytest.mark.slow
 def test_npz_of_zeros_is_not_unpacked(tmp_path: Path) -> None:
     """Headers are read first: the archive takes 1/1000 of its arrays."""
     source, target = tmp_path / "in.npz", tmp_path / "out.npz"

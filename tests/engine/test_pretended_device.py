@@ -88,6 +88,7 @@ def batch() -> list[Job]:
     return [new_job(random_inputs(seed), outputs=["output", "weights"]) for seed in range(3)]
 
 
+@pytest.mark.slow
 def test_memory_may_run_out_at_any_allocation_of_a_batch() -> None:
     """The batch is halved and runs; nothing of it is left on the device."""
     jobs, allocations, has_failed = batch(), 0, True
@@ -122,6 +123,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 def test_device_may_break_at_any_operation_of_a_batch() -> None:
     """Its jobs fail, the engine accepts no more, and nothing is left on the device."""

@@ -119,7 +119,6 @@ def test_caches_count_at_least_what_their_entries_hold(make: Callable[[int], Mes
 
 
 @pytest.mark.slow
-@pytest.mark.representative
 def test_thousands_of_short_names_leave_nothing_behind() -> None:
     """A plan of such a request would hold 0.9 MiB."""
     left, _ = growth(lambda number: with_ignored(3800, number), 3)

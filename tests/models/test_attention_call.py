@@ -106,7 +106,6 @@ def test_calls_are_a_sequence_by_layer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.representative
 def test_extra_models_is_enough_to_capture() -> None:
     """Blocks every package of the server, and of development, that the extra does not bring."""
     program = """

@@ -33,7 +33,8 @@ class CopiedService(NamedTuple):
 def copy_package(target: Path, variants: Mapping[str, str]) -> Path:
     """Copies the installed package to `target`/qkv, adds variant files, and returns the copy."""
     package = Path(qkv.__file__).parent
-    copy = shutil.copytree(package, target / "qkv", ignore=shutil.ignore_patterns("__pycache__"))
+    # compiled files keep their dates, so that the copy uses them; unfinished ones may vanish
+    copy = shutil.copytree(package, target / "qkv", ignore=shutil.ignore_patterns("*.pyc.*"))
     for name, text in variants.items():
         (copy / "attention" / "variants" / name).write_text(text)
     return copy

@@ -34,6 +34,7 @@ def inputs_of(dtype: torch.dtype, H: int = 4, G: int = 2, L: int = 6, S: int = 9
     return [query, torch.randn(2, G, S, 5).to(dtype), torch.randn(2, G, S, 3).to(dtype)]
 
 
+@pytest.mark.slow
 @each("dtype", DTYPES)
 @each("parameters", FAMILIES)
 @each("names", [("alibi_slopes_H",), ("sinks_H",), ("alibi_slopes_H", "sinks_H")])
