@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+import pytest
 import torch
 
 from qkv.attention.variants import softmax
