@@ -81,7 +81,7 @@ def build_request(
     length = response.headers.get(open_inference.LENGTH_HEADER)
     outputs = _decode(wire_format, body, int(length) if length else None)
     assert list(outputs) == names
-    _check_outputs(tensors, outputs, variant)
+    check_outputs(tensors, outputs, variant)
     if FORMATS[wire_format] == "bytes":
         size = sum(tensor.nbytes for tensor in outputs.values())
         return dataclasses.replace(request, expected_bytes=body[-size:], is_at_end=True)
@@ -130,7 +130,7 @@ def _decode(wire_format: str, body: bytes, length: int | None) -> dict[str, RawT
     return outputs
 
 
-def _check_outputs(
+def check_outputs(
     tensors: Mapping[str, Tensor], outputs: Mapping[str, RawTensor], variant: str = "softmax"
 ) -> None:
     """Asserts that every output equals the reference, up to the roundings of float32."""

@@ -30,7 +30,7 @@ IN_FLIGHT: Final = 4 * GPU_MAX_BATCH
 """Requests at the same time: while one batch runs, others wait in the queue."""
 WARM_UP_S: Final = 0.3
 
-_CALLS: Final = 32  # bare calls between two waits
+CALLS: Final = 32  # bare calls between two waits
 _UNLIMITED: Final = Load(1 << 20, 1 << 62, 1 << 62)
 
 T = TypeVar("T")
@@ -113,14 +113,14 @@ def _bare_rate(tensors: Sequence[Tensor], device: Accelerator, seconds: float) -
         calls, started_at = 0, time.perf_counter()
         while (elapsed_s := time.perf_counter() - started_at) < seconds:
             _call_bare(tensors, device)
-            calls += _CALLS
+            calls += CALLS
     return calls / elapsed_s
 
 
 def _call_bare(tensors: Sequence[Tensor], device: Accelerator) -> None:
     """Calls torch's own attention several times, then waits for the device."""
     query, key, value = tensors
-    for _ in range(_CALLS):
+    for _ in range(CALLS):
         scaled_dot_product_attention(query, key, value)
     event = device.new_event()
     event.record(device.current_stream())

@@ -102,10 +102,10 @@ def test_response_with_an_error_is_rejected() -> None:
     tensors = tensors_of(TINY)
     output = torch.nn.functional.scaled_dot_product_attention(*tensors.values()).numpy()  # type: ignore[arg-type]
     correct = {"output": RawTensor.from_numpy(output)}
-    bodies._check_outputs(tensors, correct)
+    bodies.check_outputs(tensors, correct)
     wrong = {"output": RawTensor.from_numpy(output + np.float32(1e-4))}
     with pytest.raises(AssertionError, match="output is wrong: got error"):
-        bodies._check_outputs(tensors, wrong)
+        bodies.check_outputs(tensors, wrong)
 
 
 @pytest.mark.parametrize("size", run.BODY_SIZES[:5])

@@ -58,7 +58,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_engine, "IN_FLIGHT", 6)
     monkeypatch.setattr(gpu_engine, "WARM_UP_S", 0.01)
     monkeypatch.setattr(gpu_engine, "GPU_MAX_BATCH", 4)
-    monkeypatch.setattr(gpu_engine, "_CALLS", 2)
+    monkeypatch.setattr(gpu_engine, "CALLS", 2)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 from qkv import Client
 from qkv.cli.main import main
 from support.checkpoints import llama
+from support.clients import delays as delays
 from support.commands import (
     SUFFIXES,
     TARGETS,
@@ -99,6 +100,7 @@ def test_bfloat16_is_kept_or_stored_exactly(url: str, tmp_path: Path, place: str
         assert torch.equal(out.double(), run.output.double())
 
 
+@pytest.mark.usefixtures("delays")
 def test_flags_override_the_environment(url: str, source: Path, tmp_path: Path) -> None:
     unused = f"http://127.0.0.1:{free_port()}"
     stdout_of("variants", "--url", url, QKV_URL=unused)

@@ -19,6 +19,7 @@ from numpy.lib.format import write_array_header_1_0 as write_header
 
 from qkv.cli import tensor_files
 from qkv.errors import QkvError
+from support.clients import delays as delays
 from support.commands import (
     TARGETS,
     error_of,
@@ -247,6 +248,7 @@ def test_unknown_variant_is_an_error(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("delays")
 @pytest.mark.parametrize(
     "address",
     [

@@ -153,6 +153,7 @@ def test_nothing_is_left_after_an_exception_in_the_model() -> None:
     assert state_of(model) == state
     assert calls.layers == ["0"]
     assert len(calls) == 2
+    # torch has no public list of its modes
     assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -88,7 +88,7 @@ def flash_model() -> Iterator[nn.Module]:
 
     AttentionInterface.register("qkv_flash", flash)
     yield Transformers("qkv_flash", flash)
-    AttentionInterface._global_mapping.pop("qkv_flash")
+    AttentionInterface._global_mapping.pop("qkv_flash")  # nothing public unregisters it
 
 
 @contextmanager

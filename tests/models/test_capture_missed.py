@@ -42,11 +42,11 @@ def x() -> Tensor:
 @pytest.fixture
 def compiled() -> Iterator[Callable[..., Any]]:
     """Returns torch.compile with the plain backend, which needs no C++ compiler."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
         yield lambda model: torch.compile(model, backend="eager", fullgraph=True)
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.slow
@@ -208,6 +208,6 @@ def test_paged_and_unknown_attention_is_reported() -> None:
         with captured_with_a_warning(model) as calls:
             model(torch.randn(1, 3, 8, 8))
     finally:
-        AttentionInterface._global_mapping.pop("qkv_test")
+        AttentionInterface._global_mapping.pop("qkv_test")  # nothing public unregisters it
     assert missed_layers(calls) == ["layers.0.attention"]
     assert "'qkv_test' is unknown" in calls.missed[0].reason

@@ -79,6 +79,7 @@ def post_as_one_batch(server: Server, path: str, documents: Sequence[Any]) -> li
 
     Batches may be as large as on a GPU.
     """
+    # a shared server has one limit, and a server for each call would take a second
     server.engine._max_batch, before = GPU_MAX_BATCH, server.engine._max_batch
     try:
         with ThreadPoolExecutor(len(documents)) as pool:

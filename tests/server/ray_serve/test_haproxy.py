@@ -55,6 +55,7 @@ def haproxy(_clean_environment: None) -> Iterator[RayCluster]:
 
 
 def test_application_has_no_router_of_its_own_with_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray has no public way to read either
     def has_own_router() -> bool:
         config = app({})._bound_deployment._deployment_config.request_router_config
         return not config.is_default_request_router()

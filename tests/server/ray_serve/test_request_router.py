@@ -15,6 +15,7 @@ class Replicas:
     """A router and replicas that have these numbers of requests."""
 
     def __init__(self, **requests: int) -> None:
+        # Ray's own router needs a cluster; the attributes are those that a subclass reads
         self.router = object.__new__(FlopsRouter)
         self.router.initialize_state()
         self.router._replicas = {name: SimpleNamespace(replica_id=name) for name in requests}
@@ -65,7 +66,7 @@ def test_cancelled_and_answered_requests_do_not_count() -> None:
     replicas.router.on_request_completed("b", "done")
     done.future.set_result(None)
     replicas.choose(done)
-    assert not replicas.router._sent_flops["b"]
+    assert not replicas.router._sent_flops["b"]  # too few to change a choice
 
 
 def test_equal_operations_are_compared_by_requests() -> None:
