@@ -34,9 +34,9 @@ def assert_agrees(name: str, *tensors: Tensor | None, **arguments: Any) -> None:
     parameters = {n: x for n, x in every.items() if n not in names}
     bounds = bounds_of(name, clean, parameters, truth)
     dtype = next(iter(clean.values())).dtype
-    alone = variant.attend(**every, outputs=OUTPUT)
-    for outputs in (OUTPUT, frozenset(variant.outputs), *map(frozenset, [[n] for n in bounds])):
-        found = variant.attend(**every, outputs=outputs)
+    sets = dict.fromkeys([OUTPUT, frozenset(variant.outputs), *(frozenset([n]) for n in bounds)])
+    results = {outputs: variant.attend(**every, outputs=outputs) for outputs in sets}
+    for outputs, found in results.items():
         for n, spec in variant.outputs.items():
             tensor = getattr(found, n)
             assert (tensor is not None) == (n in outputs)
@@ -46,7 +46,7 @@ def assert_agrees(name: str, *tensors: Tensor | None, **arguments: Any) -> None:
                     assert is_near(tensor, getattr(truth, n), bounds[n]), (n, outputs)
         assert_zeros(found, truth)
         if name in ONE_PATH and found.output is not None:
-            assert torch.equal(found.output, alone.output)
+            assert torch.equal(found.output, results[OUTPUT].output)
     if "weights" in bounds and truth.weights.ndim == 4:
         L = truth.weights.shape[-2]
         for rows in (slice(L // 2, L), slice(0, 1)):

@@ -1,4 +1,4 @@
-"""Slopes of ALiBi and sinks for tests of softmax: a strategy, distances, and the textbook."""
+"""Slopes of ALiBi and sinks for tests of softmax: strategies, distances, and the textbook."""
 
 from __future__ import annotations
 
@@ -9,23 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.dtypes import DTYPES
-
 SINKS = st.floats(-20, 20) | st.sampled_from((0.0, -300.0, 300.0, -1e4, 1e4))
 SLOPES = st.floats(-4, 4) | st.sampled_from((0.0, 0.5, 2.0**-8, 300.0, -1e4))
-
-
-@st.composite
-def head_terms(draw: st.DrawFn, H: int) -> dict[str, Tensor]:
-    """Draws slopes, sinks, or both, in any floating dtype."""
-    names = draw(st.sets(st.sampled_from(("alibi_slopes_H", "sinks_H")), min_size=1))
-    numbers = {"alibi_slopes_H": SLOPES, "sinks_H": SINKS}
-    return {
-        name: torch.tensor(
-            draw(st.lists(numbers[name], min_size=H, max_size=H)), dtype=torch.float64
-        ).to(draw(st.sampled_from(DTYPES)))
-        for name in sorted(names)
-    }
 
 
 def alibi(

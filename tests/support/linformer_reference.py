@@ -1,4 +1,4 @@
-"""Linformer by its definition: random projections and error bounds."""
+"""Linformer by its definition: random projections, and calls with checked dtypes."""
 
 from __future__ import annotations
 
