@@ -145,8 +145,8 @@ def _taylor(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, T
 def _sigmoid(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, Tensor]:
     """A score has D + 8 roundings of its products, and 4 of each of its terms.
 
-    The sigmoid's slope is at most the weight, so a weight has these errors relative to itself, and
-    8 roundings. An output has S more, and is rounded to its dtype.
+    The sigmoid's slope is below the weight A and below 1 - A, so a weight has these errors relative
+    to the smaller one, and 8 roundings. An output has S more, and is rounded to its dtype.
     """
     query, key, value = _query_key_value(tensors)
     narrow, exact = (torch.finfo(d) for d in (query.dtype, exact_dtype(query.dtype)))
@@ -164,7 +164,9 @@ def _sigmoid(tensors: Tensors, parameters: Parameters, truth: Any) -> dict[str, 
         score = score + 2 * exact.eps * term.abs()
     size = truth.scores.nan_to_num(neginf=0.0).abs() + math.log(S + 1)
     score = score + (8 if parameters.get("softcap") else 4) * exact.eps * size
-    weight = truth.weights * (torch.expm1(score) + score + 8 * exact.eps) + exact.tiny
+    least = torch.minimum(truth.weights, torch.sigmoid(-truth.scores))
+    weight = least * (torch.expm1(score) + score).clamp(max=1e300)  # an infinity times 0 is NaN
+    weight = (weight + 8 * exact.eps * truth.weights + exact.tiny).clamp(max=1.0)
     output = weight @ value + S * exact.eps * truth.weights @ value
     output = output + narrow.eps * truth.output.abs() + narrow.tiny
     return {"scores": score, "weights": weight, "output": output}
