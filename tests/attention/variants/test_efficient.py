@@ -228,6 +228,17 @@ def test_output_is_an_average_for_any_finite_input(sizes: list[float]) -> None:
         assert (output.abs() <= x[2].double().abs().max()).all()
 
 
+@every_dtype
+@causal_or_not
+def test_one_key_returns_the_value(dtype: torch.dtype, causal: bool) -> None:
+    query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
+    output, _ = attended(query * 5, key * 50, value, causal=causal)
+    # a query's softmax over 4 channels sums to 1, apart from rounding
+    close = 8 * torch.finfo(exact(dtype)).eps + torch.finfo(dtype).eps
+    torch.testing.assert_close(output, value.double().expand(2, 2, 3, 4), rtol=close, atol=0)
+    assert (output.abs() <= value.double().abs().amax((1, 2, 3), keepdim=True)).all()
+
+
 MEASURED: Final = """
 from qkv.attention.variants import efficient
 x = torch.randn(1, 8, 65536, 64)

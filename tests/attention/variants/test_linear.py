@@ -119,6 +119,16 @@ def test_small_values_with_small_features_keep_their_precision(
     assert ((found.output - truth).abs() <= 32 * torch.finfo(torch.float32).eps * size).all()
 
 
+@every_dtype
+def test_one_key_returns_the_value(dtype: torch.dtype) -> None:
+    """The bound is that of a sum of D features and of a sum of D features times the value."""
+    query, key, value = (torch.randn(2, 2, n, 4).to(dtype) for n in (3, 1, 1))
+    found = linear.attend(query, key, value, outputs=OUTPUT)
+    assert found.output is not None
+    close = (4 + 1) * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.output, value.expand(2, 2, 3, 4), rtol=close, atol=0)
+
+
 MEASURED: Final = """
 from qkv.attention.variants import linear
 x = torch.randn(1, 8, 65536, 64)

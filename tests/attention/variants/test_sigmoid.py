@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention.variants import sigmoid
+from support.agreement import assert_agrees
 from support.dtypes import DTYPES, exact_dtype
 from support.each import each
 from support.service import Server
@@ -105,6 +106,15 @@ def test_sums_of_the_largest_values(dtype: torch.dtype) -> None:
     assert found.output.abs() <= 2
     over = attend(query[..., :1, :], key[:, :, :2], value[:, :, :2], bias=1e3)
     assert over.output.item() == math.inf  # the true sum is beyond the dtype
+
+
+@each("dtype", DTYPES)
+@each("size", [1.0, "tiny", "huge"])
+def test_families_of_numbers(dtype: torch.dtype, size: Any) -> None:
+    info = torch.finfo(dtype)
+    factor = {"tiny": info.tiny * 4, "huge": 1e120 if dtype == torch.float64 else 1e3}.get(size, 1)
+    query, key, value = (x * factor for x in inputs())
+    assert_agrees("sigmoid", *(x.to(dtype) for x in (query, key, value)))
 
 
 @each("bias", [None, 0.0, -3.0, 5.0])
