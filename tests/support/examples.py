@@ -1,4 +1,4 @@
-"""Number of Hypothesis examples: at most 25 in `make test`, else the number of each test."""
+"""Number of Hypothesis examples: at most 10 in `make test`, else the number of each test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from hypothesis import HealthCheck, settings
 
-FAST_EXAMPLES: Final = 25
+FAST_EXAMPLES: Final = 10
 """Limit of examples per test under the profile `fast`, which `make test` selects."""
 
 
@@ -27,7 +27,7 @@ def examples(count: int, **others: Any) -> settings:
     """Returns Hypothesis settings with a number of examples.
 
     Args:
-        count: the number under `ci`; under `fast` at most 25 of them are drawn.
+        count: the number under `ci`; under `fast` at most 10 of them are drawn.
         others: further settings, for `hypothesis.settings`.
     """
     is_fast = settings().max_examples == FAST_EXAMPLES
