@@ -92,7 +92,7 @@ fuzz: .venv/.installed ## send changed bodies to every decoder for 10 minutes (A
 # coverage lies beside the notes of the run: nothing else needs it.
 mutants: .venv/.installed ## change the code in 100 small ways and count those that tests notice
 	@test -d .mutants/coverage || .venv/bin/python -m pip -qq install --target .mutants/coverage $(COVERAGE)
-	@PYTHONPATH="$(CURDIR)/.mutants/coverage" .venv/bin/python tests/mutants.py -m "not ($(EXPENSIVE))" $(ARGS)
+	@PYTHONPATH="$(CURDIR)/.mutants/coverage" .venv/bin/python tests/mutants.py $(ARGS)
 
 # A separate environment: pip-audit has two dozen packages that nothing else needs. --strict: a package
 # without a result is a failure; by default pip-audit reports it as having no known advisories.
@@ -108,7 +108,7 @@ image: ## build the container image with docker
 	docker build --build-arg TORCH_INDEX --tag "$(IMAGE)" .
 
 clean: ## remove the environment and all generated files
-	rm -rf .venv .audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .audit .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find service tests docs bench -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is silent while it downloads and unpacks, and torch takes half a minute: the size of .venv tells that

@@ -27,6 +27,7 @@ from support.mutations import Mutant, mutants_of
 
 FOLDERS: Final = ("attention", "wire", "jobs", "engine", "api", "server")
 _DRAWN: Final = 100  # mutants of each folder in the list; a run takes the first ones of all
+_CHEAP: Final = "not (process or browser or install or slow)"
 _EXAMPLES: Final = ("--hypothesis-profile=fast", "--hypothesis-seed=0")
 _CHECKOUT: Final = Path(__file__).parent.parent
 
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100, help="number of mutants")
     parser.add_argument("--seed", type=int, default=33, help="of the list, when it is drawn")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit for one mutant")
-    parser.add_argument("-m", dest="markers", default="", help="pytest's expression of markers")
+    parser.add_argument("-m", dest="markers", default=_CHEAP, help="pytest's expression of markers")
     options = parser.parse_args()
     notes = options.state.resolve() / options.name
     suite = Suite(options.tests, notes, _CHECKOUT / "service", *_EXAMPLES)

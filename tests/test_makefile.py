@@ -104,3 +104,12 @@ def test_torch_comes_from_its_own_index_first(checkout: Checkout) -> None:
     index = "https://example.org/simple"
     torch = f"install --no-deps --index-url {index} torch"
     assert checkout.make("serve", TORCH_INDEX=index) == ["venv", torch, SERVER, "qkv serve"]
+
+
+def test_every_target_has_its_variables(checkout: Checkout) -> None:
+    makefile = (checkout.folder / "Makefile").read_text()
+    targets = re.findall(r"^([a-z-]+):.* ## ", makefile, re.MULTILINE)
+    assert "mutants" in targets
+    words = ["make", "--warn-undefined-variables", "--dry-run", *targets]
+    done = subprocess.run(words, cwd=checkout.folder, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
