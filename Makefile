@@ -21,6 +21,9 @@ DIST = dist
 # Another virtual environment may be active. This project uses .venv and no path of another one.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
+# Some images forbid Python to keep its bytecode. Every process of the tests would compile all anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The stamp holds the path of the checkout, because a virtual environment contains its own path. A copied
 # or moved checkout would otherwise run the code of the first one.
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)

@@ -151,7 +151,9 @@ def shared_process(_clean_environment: None) -> Iterator[Callable[..., Process]]
 
         yield start
         for process in processes.values():
-            assert process.end() == 0, process.lines
+            process.popen.terminate()
+        for process in processes.values():
+            assert process.wait() == 0, process.lines
 
 
 @pytest.fixture(scope="session")

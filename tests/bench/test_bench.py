@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,11 +124,24 @@ def test_plan_covers_all_sizes_and_connections() -> None:
 
 
 def test_memory_is_sampled_before_during_and_after() -> None:
-    process, size = Service(("", 0), os.getpid(), 1), 1 << 27
-    with process.sample_memory() as memory:
-        array = np.ones(size, np.uint8)
-        memory.samples.append(process.resident_bytes)  # independent of the sampling times
-        del array
+    # in a process of its own: threads of other tests allocate and release memory in this one
+    size, program = 1 << 27, "held = b''\nwhile True: held = b'x' * int(input()); print(flush=True)"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], bufsize=1, **pipes) as holder:
+
+        def hold(count: int) -> None:
+            assert holder.stdin
+            assert holder.stdout
+            holder.stdin.write(f"{count}\n")
+            holder.stdout.readline()
+
+        hold(0)
+        process = Service(("", 0), holder.pid, 1)
+        with process.sample_memory() as memory:
+            hold(size)
+            memory.samples.append(process.resident_bytes)  # independent of the sampling times
+            hold(0)
+        holder.kill()
     assert memory.peak - memory.before > 0.9 * size
     assert memory.peak - memory.after > 0.9 * size
 

@@ -1,6 +1,6 @@
 """The part of the tests that `make test` runs, and the rest.
 
-`make test` runs the cheap tests and the representative ones, of each test at most six cases.
+`make test` runs the cheap tests and the representative ones, of each test at most four cases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["PARTS", "part_of"]
 
 PARTS: Final = ("quick", "rest")
 EXPENSIVE: Final = frozenset({"process", "browser", "install", "slow"})
-MAX_CASES: Final = 6
+MAX_CASES: Final = 4
 
 
 def part_of(items: list[pytest.Item], part: str) -> list[pytest.Item]:

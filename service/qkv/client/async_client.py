@@ -14,7 +14,7 @@ from qkv.client.async_connections import AsyncConnections, exchange
 from qkv.client.comparison import Comparison
 from qkv.client.detect_requests import build_detect
 from qkv.client.detected import Detected
-from qkv.client.direct_transport import RequestTemplates, transport_of
+from qkv.client.direct_transport import RequestTemplates, ssl_context, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, aiter_events
 from qkv.client.request_builders import (
@@ -57,7 +57,6 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = service_url(url)
-        ssl_context = httpx.create_ssl_context()  # takes longer than all else here
 
         def new_http() -> httpx.AsyncClient:
             return httpx.AsyncClient(
@@ -65,7 +64,7 @@ class AsyncClient:
                 headers=auth_header(api_key),
                 timeout=timeout,
                 transport=transport,
-                verify=ssl_context,
+                verify=ssl_context(),
             )
 
         self._http = new_http()

@@ -12,7 +12,7 @@ import httpx
 from qkv.client.comparison import Comparison
 from qkv.client.detect_requests import build_detect
 from qkv.client.detected import Detected
-from qkv.client.direct_transport import RequestTemplates, transport_of
+from qkv.client.direct_transport import RequestTemplates, ssl_context, transport_of
 from qkv.client.environment import auth_header, service_url
 from qkv.client.event_source import ServerSentEvent, iter_events
 from qkv.client.request_builders import (
@@ -69,7 +69,11 @@ class Client:
     ) -> None:
         self._url = service_url(url)
         self._http = httpx.Client(
-            base_url=self._url, headers=auth_header(api_key), timeout=timeout, transport=transport
+            base_url=self._url,
+            headers=auth_header(api_key),
+            timeout=timeout,
+            transport=transport,
+            verify=ssl_context(),
         )
         self._transport: httpx.BaseTransport = transport_of(self._http)
         self._templates = RequestTemplates(self._http)

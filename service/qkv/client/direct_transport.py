@@ -7,13 +7,15 @@ longer than a small attention.
 
 from __future__ import annotations
 
+import functools
+import ssl
 from typing import Any, Final
 
 import httpx
 
 from qkv.client.request_builders import RequestSpec
 
-__all__ = ["RequestTemplates", "transport_of"]
+__all__ = ["RequestTemplates", "ssl_context", "transport_of"]
 
 _MAX_TEMPLATES: Final = 256  # one for each path
 
@@ -65,3 +67,9 @@ def transport_of(http: httpx.Client | httpx.AsyncClient) -> Any:
     The member is not documented. The only other way is to select proxies from the environment anew.
     """
     return http._transport_for_url(http.base_url)
+
+
+@functools.cache
+def ssl_context() -> ssl.SSLContext:
+    """Returns the TLS context of all clients: making one takes longer than all else in a client."""
+    return httpx.create_ssl_context()
