@@ -41,7 +41,7 @@ serve: .venv/.serves ## serve on port 8000 of this machine (PORT=, HOST= for ano
 # Two processes: many tests wait for processes to start and end. ARGS="-n 0" runs one test at a time.
 PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 
-test: .venv/.installed ## run most tests, some of every kind, in about four minutes
+test: .venv/.installed ## run most tests, some of every kind, in about three minutes
 	@$(PYTEST) --part quick --hypothesis-profile=fast $(ARGS)
 
 # Property tests run here again, with all their examples.

@@ -119,6 +119,7 @@ def test_too_many_layers_are_rejected(server: Server) -> None:
     assert problem["pointer"] == "/shapes"
 
 
+@pytest.mark.slow
 def test_list_of_too_many_bytes_is_rejected(server: Server) -> None:
     """Sizes with many divisors have many numbers of heads."""
     matrices = [f"{r}_proj" for r in "qkv"] + [f"w{r}" for r in "qkv"]

@@ -77,6 +77,7 @@ def test_every_response_is_correct(alone: list[Any]) -> None:
         case.check(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_concurrent_requests_have_the_bits_of_single_ones(
     server: Server, alone: list[Any], order: int

@@ -112,6 +112,7 @@ def growth(make: Callable[[int], Message], count: int) -> tuple[int, int]:
     return left, caches.held_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", KINDS)
 def test_caches_count_at_least_what_their_entries_hold(make: Callable[[int], Message]) -> None:
     left, counted = growth(make, 8)

@@ -98,6 +98,7 @@ def test_plan_of_thousands_of_tensors_is_not_kept() -> None:
         assert len(plans) == kept
 
 
+@pytest.mark.slow
 def test_plans_take_little_memory() -> None:
     """The longest fields that are kept, in 2048 plans: at most 32 MiB."""
     plans, count = PlanCache(LIMITS), 200

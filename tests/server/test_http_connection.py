@@ -233,6 +233,7 @@ def test_upgrade_headers_are_ignored(server: Server, protocol: bytes) -> None:
         assert [status for status, *_ in read_responses(connection)] == [200, 200]
 
 
+@pytest.mark.slow
 def test_many_pipelined_upgrade_requests_are_served(server: Server) -> None:
     lines = b"Connection: upgrade\r\nUpgrade: x\r\n"
     with connected(server) as connection:

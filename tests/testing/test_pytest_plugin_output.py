@@ -72,7 +72,6 @@ def test_reason_of_a_skip_is_the_exception_beside_families_that_did_not_run(run:
 
 
 @pytest.mark.slow
-@pytest.mark.representative
 def test_xdist_and_junitxml_have_the_line_of_the_failure(run: Run, pytester: Any) -> None:
     test = one_test(
         "qkv_oracle(unscaled)", f'qkv("softmax", dtype=["float32", "float16"], {QUICK})'

@@ -366,6 +366,7 @@ def test_more_plans_than_are_kept_give_right_results() -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_plan_of_a_large_job_may_lose_its_number_while_it_is_copied() -> None:
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
