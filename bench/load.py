@@ -30,8 +30,8 @@ STAGES: Final = (b"queue", b"transfer", b"compute", b"total")
 _STAGE: Final = re.compile(rb'(queue|transfer|compute|total)_ms\\?":([0-9.e+-]+)')
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 _STATUS_OK: Final = b"HTTP/1.1 200 "
-_ID_DIGITS: Final = 12
-NO_ID: Final = "0" * _ID_DIGITS
+ID_DIGITS: Final = 12
+NO_ID: Final = "0" * ID_DIGITS
 """The id in a body that gets a new id each time it is sent."""
 
 
@@ -211,8 +211,8 @@ class LoadClient:
     def __init__(self, instructions: LoadInstructions) -> None:
         requests, first = instructions.requests, instructions.first
         ordered = [*requests[first:], *requests[:first]]
-        self._next = itertools.cycle([(r, _encode(r, instructions.host)) for r in ordered])
-        self._ids = itertools.count(random.randrange(10 ** (_ID_DIGITS - 1)))
+        self._next = itertools.cycle([(r, encode_request(r, instructions.host)) for r in ordered])
+        self._ids = itertools.count(random.randrange(10 ** (ID_DIGITS - 1)))
         self._instructions = instructions
 
     def next_request(self) -> tuple[BenchRequest, Sequence[bytes]]:
@@ -220,7 +220,7 @@ class LoadClient:
         request, (before, after) = next(self._next)
         if request.id_offset < 0:
             return request, (before,)
-        return request, (before, b"%0*d" % (_ID_DIGITS, next(self._ids)), after)
+        return request, (before, b"%0*d" % (ID_DIGITS, next(self._ids)), after)
 
     async def run(self) -> None:
         """Warms up, reports that it is ready, waits for the start, and reports the responses."""
@@ -283,14 +283,14 @@ def _report(message: Any) -> None:
     sys.stdout.flush()
 
 
-def _encode(request: BenchRequest, host: str) -> tuple[bytes, bytes]:
+def encode_request(request: BenchRequest, host: str) -> tuple[bytes, bytes]:
     """Returns the bytes of a request before and after its id; all are before if it has none."""
     headers = {"Host": host, "Content-Length": len(request.body), **request.headers}
     lines = [f"POST {request.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
     head, at = "\r\n".join([*lines, "", ""]).encode(), request.id_offset
     if at < 0:
         return head + request.body, b""
-    return head + request.body[:at], request.body[at + _ID_DIGITS :]
+    return head + request.body[:at], request.body[at + ID_DIGITS :]
 
 
 def main() -> None:

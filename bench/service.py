@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,10 +94,15 @@ class Service:
 
 
 @contextmanager
-def running_service(**settings: str) -> Iterator[Service]:
-    """Runs a service on a free port, on the CPU; `settings` are further QKV_ variables."""
+def running_service(program: Sequence[str] = ("-m", "qkv"), **settings: str) -> Iterator[Service]:
+    """Runs a service on a free port, on the CPU.
+
+    Args:
+        program: Python's arguments for a program with the arguments of `qkv`.
+        **settings: further QKV_ variables.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "qkv", "serve", "--port", "0"],
+        [sys.executable, *program, "serve", "--port", "0"],
         env=os.environ | {"QKV_DEVICE": "cpu"} | settings,
         stderr=subprocess.PIPE,
         text=True,

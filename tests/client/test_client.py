@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -119,8 +121,19 @@ def test_public_names_exist_and_are_sorted() -> None:
 @pytest.mark.parametrize("kind", [Client, qkv.AsyncClient])
 def test_url_and_key_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     def settings(*arguments: Any, **options: Any) -> tuple[str, str | None]:
-        http = kind(*arguments, **options)._http
-        return str(http.base_url).rstrip("/"), http.headers.get("authorization")
+        requests: list[httpx.Request] = []
+
+        def respond(request: httpx.Request) -> httpx.Response:
+            requests.append(request)
+            return httpx.Response(200, json={"variants": []})
+
+        client = kind(*arguments, **options, transport=httpx.MockTransport(respond))
+        called = client.variants()
+        if asyncio.iscoroutine(called):
+            asyncio.run(called)
+        (request,) = requests
+        url = str(request.url).removesuffix("/v1/variants")
+        return url, request.headers.get("authorization")
 
     assert settings() == ("http://127.0.0.1:8000", None)
     monkeypatch.setenv("QKV_URL", "http://127.0.0.1:9001")

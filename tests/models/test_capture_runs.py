@@ -112,8 +112,9 @@ def test_gradients_keep_their_bits(build_model: Callable[[], nn.Module]) -> None
 def test_training_of_a_model_of_transformers_keeps_its_bits(implementation: str) -> None:
     import transformers
 
-    config = transformers.LlamaConfig(**FAMILIES["llama"].config, attention_dropout=0.1)
-    config._attn_implementation = implementation
+    config = transformers.LlamaConfig(
+        **FAMILIES["llama"].config, attention_dropout=0.1, attn_implementation=implementation
+    )
     model = transformers.LlamaForCausalLM(config).train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     tokens = FAMILIES["llama"].batch()["input_ids"]

@@ -149,8 +149,7 @@ def build(name: str, implementation: str, dtype: torch.dtype = torch.float32) ->
 
     family = FAMILIES[name]
     kind = getattr(transformers, family.model)
-    config = kind.config_class(**family.config)
-    config._attn_implementation = implementation
+    config = kind.config_class(**family.config, attn_implementation=implementation)
     model = kind(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -180,6 +179,7 @@ def state_of(model: nn.Module) -> list[Any]:
         found.append([(key, id(value)) for key, value in module.__dict__.items()])
         tables = (value for value in module.__dict__.values() if isinstance(value, dict))
         found += [[(key, id(value)) for key, value in table.items()] for table in tables]
+    # transformers has no public way to read the implementation
     if (config := getattr(model, "config", None)) is not None:
         found += [str(config), config._attn_implementation]
     return found

@@ -46,8 +46,7 @@ def hf(model: str, implementation: str = "eager", **config: Any) -> Callable[[],
         import transformers  # imported here because it takes seconds
 
         kind = getattr(transformers, model)
-        found = kind.config_class(**config)
-        found._attn_implementation = implementation
+        found = kind.config_class(**config, attn_implementation=implementation)
         built: nn.Module = kind(found)
         return built
 

@@ -53,6 +53,7 @@ class Autoscaler:
         **options: Any,
     ) -> None:
         delays = {"upscale_delay_s": 0, "downscale_delay_s": 0}
+        # Ray has no public way to read it
         scaling = Replica._deployment_config.autoscaling_config.model_dump(exclude={"policy"})
         policy = options.pop("policy", {"policy_function": QueuedWorkPolicy})
         self.config = AutoscalingConfig(**scaling | delays | options | {"policy": policy})
@@ -196,7 +197,7 @@ def test_replica_reports_its_rate_once_it_is_known() -> None:
 
 
 def test_policy_of_the_deployment_is_that_of_the_configuration() -> None:
-    deployment = Replica._deployment_config.autoscaling_config
+    deployment = Replica._deployment_config.autoscaling_config  # as above
     assert deployment.policy.get_policy().__name__ == QueuedWorkPolicy.__name__
     (application,) = YAML(typ="safe").load((DEPLOY / "config.yaml").read_text())["applications"]
     (changes,) = application["deployments"]

@@ -41,6 +41,7 @@ def test_wrong_key_is_not_shown() -> None:
 
 def test_replica_reserves_its_threads_and_its_gpu() -> None:
     def resources(**arguments: Any) -> Any:
+        # Ray has no public way to read it
         return app(arguments)._bound_deployment.ray_actor_options
 
     assert resources(threads="3") == {"num_cpus": 3, "num_gpus": 0}
@@ -58,7 +59,7 @@ def test_configuration_is_valid_and_the_same_in_both_files() -> None:
     config = ServeDeploySchema.model_validate(load_yaml(text))
     (application,) = config.applications
     assert application.import_path == "qkv.server.ray_serve:app"
-    deployment = app(application.args)._bound_deployment
+    deployment = app(application.args)._bound_deployment  # Ray has no public way to read it
     (changes,) = application.deployments
     assert changes.name == deployment.name
     manifest = load_yaml((DEPLOY / "rayservice.yaml").read_text())

@@ -1,0 +1,23 @@
+"""Tests of bench/request_work.py, with a traced service."""
+
+from __future__ import annotations
+
+import pytest
+import request_work
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_counts_depend_on_the_code_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = request_work.measure(), request_work.measure()
+    assert first.keys() == second.keys()
+    for name, work in first.items():
+        assert work.bytecodes == pytest.approx(second[name].bytecodes, rel=0.02)
+        assert work.files < work.functions < work.bytecodes
+        assert sum(work.shares.values()) == pytest.approx(work.bytecodes)
+        assert "engine/executor.py" in work.shares
+    request_work.print_table(first)
+    printed = capsys.readouterr().out
+    assert all(
+        f"{name}: {work.bytecodes:,.0f} bytecodes" in printed for name, work in first.items()
+    )
