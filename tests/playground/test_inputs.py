@@ -127,6 +127,26 @@ def test_dropped_files_are_drawn(open_page: Open, server: Server) -> None:
     expect(page.locator("#status")).to_have_text(re.compile("2 queries, 2 keys"))
 
 
+def test_files_are_added_in_the_order_in_which_they_are_chosen(
+    open_page: Open, server: Server
+) -> None:
+    page = wait_until_drawn(open_page(server.url))
+    page.evaluate(
+        """text => {
+            const drop = (name, content) => {
+                const dataTransfer = new DataTransfer();
+                dataTransfer.items.add(new File([content], name));
+                const event = new DragEvent("drop", {dataTransfer, cancelable: true});
+                document.querySelector("#request-form").dispatchEvent(event);
+            };
+            drop("large.json", text + " ".repeat(3e7)); // takes longer to read
+            drop("small.json", "[[1, 0], [0, 1], [1, 1], [2, 0]]");
+        }""",
+        '{"query": [[1, 0], [0, 1]], "key": [[1, 0], [0, 1]], "value": [[1, 2], [3, 4]]}',
+    )
+    expect(page.locator("#status")).to_have_text(re.compile("4 queries, 4 keys"))
+
+
 def test_single_tensor_is_query_key_and_value(open_page: Open, server: Server) -> None:
     page = wait_until_drawn(open_page(server.url))
     page.get_by_label("Upload").set_input_files([payload("x.npy", npy(QUERY))])

@@ -107,10 +107,10 @@ export function createTensorList(state, onAdd, onChange, takeFiles) {
     onAdd(tensors, { isAdded: tensors.some((entry) => state.tensors.includes(entry)), request });
   };
 
-  const addFiles = async (chosen) => {
+  const addFilesNow = async (chosen) => {
     showError(null);
     try {
-      const files = await takeFiles([...chosen]);
+      const files = await takeFiles(chosen);
       if (!files.length) return;
       addUploads(
         await Promise.all(files.map((file) => readFile(file))),
@@ -120,8 +120,14 @@ export function createTensorList(state, onAdd, onChange, takeFiles) {
       showError(error.message);
     }
   };
-  findById("upload").addEventListener("change", async (event) => {
-    await addFiles(event.target.files);
+  // A small file that is chosen after a large one is read sooner, but is added after it.
+  let earlier = Promise.resolve();
+  const addFiles = (chosen) => {
+    const files = [...chosen];
+    earlier = earlier.then(() => addFilesNow(files));
+  };
+  findById("upload").addEventListener("change", (event) => {
+    addFiles(event.target.files);
     event.target.value = ""; // lets the user select the same file again
   });
   const form = findById("request-form");
