@@ -21,6 +21,7 @@ from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.engine import GPU_MAX_BATCH, Engine, JobResult
 from qkv.engine.work_queue import Load
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
@@ -101,7 +102,7 @@ def _on_device(jobs: Sequence[Job], device: Accelerator) -> list[Tensor]:
     """Returns query, key and value of jobs on the device, stacked along B."""
     tensors = []
     for name in ("query", "key", "value"):
-        parts = [torch.from_numpy(np.array(job.inputs.tensors[name].numpy())) for job in jobs]
+        parts = [torch.from_numpy(np.array(job.tensors[name].numpy())) for job in jobs]
         tensors.append(torch.cat(parts).to(device.torch_device))
     return tensors
 
@@ -130,15 +131,15 @@ def _call_bare(tensors: Sequence[Tensor], device: Accelerator) -> None:
 def _is_right(job: Job, result: JobResult) -> bool:
     """Returns True if the output equals the reference, up to the roundings of its dtype."""
     inputs = [
-        torch.from_numpy(job.inputs.tensors[name].numpy().astype(np.float64))
+        torch.from_numpy(job.tensors[name].numpy().astype(np.float64))
         for name in ("query", "key", "value")
     ]
-    expected = job.variant.module.reference(*inputs).output.numpy()
+    expected = job.plan.variant.module.reference(*inputs).output.numpy()
     found = result.outputs["output"].numpy().astype(np.float64)
     *_, S, D = inputs[2].shape
     # the sums are in float32; weights and outputs are rounded to the dtype
     roundings = (8 + 2 * D + S) * torch.finfo(torch.float32).eps
-    roundings += 4 * torch.finfo(getattr(torch, job.inputs.dtype)).eps
+    roundings += 4 * torch.finfo(getattr(torch, job.plan.inputs.dtype)).eps
     return bool(np.abs(found - expected).max() <= roundings * float(inputs[2].abs().max()))
 
 
@@ -147,7 +148,7 @@ def too_large(total_bytes: int) -> Job:
     length = 2 * int((total_bytes / 4) ** 0.5)
     tensor = RawTensor.from_numpy(np.ones((1, 1, length, 1), np.float32))
     message = Message({"outputs": ["weights"]}, dict.fromkeys(("query", "key", "value"), tensor))
-    return Job.from_message("softmax", message, UNLIMITED)
+    return Job.new(Plan, "softmax", message, UNLIMITED)
 
 
 def measure_out_of_memory(
@@ -178,4 +179,4 @@ def measure_out_of_memory(
         isinstance(result, JobResult) and _is_right(job, result)
         for job, result in zip(others, results, strict=True)
     )
-    return MemoryResult(large.bytes_out, total_bytes, error, count, right)
+    return MemoryResult(large.plan.bytes_out, total_bytes, error, count, right)

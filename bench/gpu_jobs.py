@@ -11,8 +11,9 @@ from bodies import SHAPES
 from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
-from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 from qkv.wire.message import Message
 
@@ -90,13 +91,13 @@ def build_jobs(
         }
         if not kind.outputs:
             tensors[GRAD_OUTPUT] = normal(found.outputs["output"].letters)
-        job_type = Job if kind.outputs else GradientJob
-        job = job_type.from_message(variant, Message(fields, tensors), UNLIMITED)
+        job_type = Plan if kind.outputs else GradientPlan
+        job = Job.new(job_type, variant, Message(fields, tensors), UNLIMITED)
         jobs.append(_share(job, jobs[0], list(shared)) if jobs else job)
     return jobs
 
 
 def _share(job: Job, first: Job, names: Sequence[str]) -> Job:
     """Returns a job with some tensors of the first one: batch keys compare their identity."""
-    same = {name: first.inputs.tensors[name] for name in names}
-    return job.with_tensors({**job.inputs.tensors, **same})
+    same = {name: first.tensors[name] for name in names}
+    return Job(job.plan, {**job.tensors, **same}, job.layer)

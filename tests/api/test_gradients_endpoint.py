@@ -24,8 +24,9 @@ from qkv.attention.variant import Variant
 from qkv.cli.main import main
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
-from qkv.jobs.gradient_job import GradientJob
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.gradient_plan import GradientPlan
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.known_requests import EPS, FLOATING, assert_problem
@@ -337,9 +338,7 @@ def job_of(tensors: Mapping[str, Tensor], layer: Mapping[str, Tensor] | None = N
         return {n: RawTensor.from_numpy(t.numpy()) for n, t in named.items()}
 
     fields = {} if layer is None else {"layer": {"layout": "v1"}}
-    return GradientJob.from_message(
-        "softmax", Message(fields, raw(tensors), raw(layer or {})), LIMITS
-    )
+    return Job.new(GradientPlan, "softmax", Message(fields, raw(tensors), raw(layer or {})), LIMITS)
 
 
 def test_stacked_requests_get_their_own_gradients() -> None:

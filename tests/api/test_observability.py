@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from qkv.api.job_runner import JobRunner
-from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from support.processes import TIMEOUT_S, Process
 from support.raw_connection import encode_body, encode_request, random_inputs, raw_client
 from support.service import Server
@@ -85,7 +85,7 @@ def test_error_responses_have_an_id(
     ask("POST", "/v1/attention/none")
     ask("DELETE", PATH)
     ask("POST", INFER, b"{}")
-    monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
+    monkeypatch.setattr(Plan, "from_message", lambda *_: 1 / 0)
     ask("POST", PATH)
     assert statuses == [400, 422, 413, 415, 404, 405, 400, 500]
     server.runtime.worker.shared_state.drain()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import numpy as np
 import orjson
 import pytest
 
-from qkv.jobs.job import Job
-from qkv.jobs.plan_cache import BodyPlan
+from qkv.jobs.plan import Plan
 from qkv.wire import open_inference
-from support.engines import LIMITS, output_alone
+from support.engines import output_alone
 from support.raw_connection import PATH, encode_body, random_inputs
 from support.service import Server
 
@@ -34,13 +32,13 @@ def head_and_data(seed: int, **fields: Any) -> tuple[dict[str, Any], bytes]:
 @pytest.fixture
 def count_validations(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Returns a function that returns the number of jobs validated in full so far."""
-    count, validate = [0], Job.from_message
+    count, validate = [0], Plan.from_message
 
-    def counted(*args: Any) -> Job:
+    def counted(*args: Any) -> Plan:
         count[0] += 1
         return validate(*args)
 
-    monkeypatch.setattr(Job, "from_message", counted)
+    monkeypatch.setattr(Plan, "from_message", counted)
     return lambda: count[0]
 
 
@@ -145,22 +143,3 @@ def test_head_that_must_be_decoded(text: bytes) -> None:
 def test_head_without_a_length_or_past_the_body_is_decoded() -> None:
     assert open_inference.parse_head(b"{}", None) is None
     assert open_inference.parse_head(b"{}", 3) is None
-
-
-def test_plans_take_little_memory() -> None:
-    """2,048 plans of requests with 16 tensor names at most: less than 64 MiB."""
-    message = open_inference.decode(*_small_request())
-    job = Job.from_message("softmax", message, LIMITS)
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    plans = [BodyPlan(job, message.tensors) for _ in range(100)]
-    held = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert held / len(plans) * 2048 < 64 << 20
-
-
-def _small_request() -> tuple[bytes, str, int]:
-    body, length = encode_body(random_inputs(0, SHAPE))
-    head = orjson.loads(body[:length])
-    text = orjson.dumps({"inputs": head["inputs"]})
-    return text + body[length:], "inputs", len(text)

@@ -14,8 +14,8 @@ import pytest
 
 from qkv import Client
 from qkv.attention.catalogue import variants
-from qkv.jobs.gradient_job import GradientJob
-from qkv.jobs.job import Job
+from qkv.jobs.gradient_plan import GradientPlan
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire import json as json_codec
 from qkv.wire import open_inference, safetensors
@@ -170,14 +170,14 @@ def encode_native(codec: Any, tensors: Mapping[str, RawTensor], path: str, **fie
 
 
 @pytest.mark.parametrize("codec", [json_codec, safetensors], ids=["base64", "safetensors"])
-@pytest.mark.parametrize("kind", [Job, GradientJob])
+@pytest.mark.parametrize("kind", [Plan, GradientPlan])
 @pytest.mark.parametrize("name", sorted(variants()))
 def test_native_request_has_the_outputs_of_the_job_alone(
-    server: Server, codec: Any, kind: type[Job], name: str
+    server: Server, codec: Any, kind: type[Plan], name: str
 ) -> None:
     """In base64 of any size, and as bytes that are aligned; with other numbers each time."""
     variant, random = variants()[name], np.random.default_rng(0)
-    is_run = kind is Job
+    is_run = kind is Plan
     group, path = ("outputs", "attention") if is_run else ("gradients", "gradients")
     fields: dict[str, Any] = {"outputs": list(variant.outputs)} if is_run else {}
     with raw_client(server) as caller:

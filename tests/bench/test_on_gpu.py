@@ -40,13 +40,11 @@ def test_jobs_of_every_kind_have_equal_batch_keys_and_other_numbers(name: str) -
     for kind in kinds_of(variants()[name]):
         for dtype in FLOATING:
             first, second = build_jobs(name, 2, TINY, dtype, kind)
-            assert first.inputs.dtype == dtype
-            assert first.kind == second.kind
+            assert first.plan.inputs.dtype == dtype
+            assert first.plan.batch_key == second.plan.batch_key
             has_own_batch = name == "linear_layer" and kind.name == "gradients"
             assert (first.batch_key == second.batch_key) is not has_own_batch
-            tensors = [
-                {n: bytes(t.data) for n, t in j.inputs.tensors.items()} for j in (first, second)
-            ]
+            tensors = [{n: bytes(t.data) for n, t in j.tensors.items()} for j in (first, second)]
             assert tensors[0] != tensors[1]
 
 

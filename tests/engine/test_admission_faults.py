@@ -62,7 +62,7 @@ def test_out_of_memory_halves_batches_for_a_while(
     room = [4 << 20]
 
     def tight(jobs: Sequence[Job], *how: Any) -> Launched:
-        size = sum(job.bytes_in + job.bytes_out for job in jobs)
+        size = sum(job.plan.bytes_in + job.plan.bytes_out for job in jobs)
         if size > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         sizes.append(len(jobs))

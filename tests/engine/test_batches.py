@@ -138,7 +138,7 @@ def layer_group(seed: int) -> list[Job]:
 
 def with_layer(job: Job, other: Job) -> Job:
     """Returns the job with the layer object of the other job."""
-    return replace(job, inputs=job.inputs._replace(layer=other.inputs.layer))
+    return Job(job.plan, job.tensors, other.layer)
 
 
 @pytest.mark.parametrize("first", range(0, 150, 25))
@@ -164,8 +164,8 @@ def moved(raw: RawTensor, offset: int, writeable: bool = True) -> RawTensor:
 
 def at(job: Job, offsets: Mapping[str, int], writeable: bool = True) -> Job:
     """Returns the job with each tensor so many bytes after an aligned address."""
-    tensors = {n: moved(t, offsets[n], writeable) for n, t in job.inputs.tensors.items()}
-    return replace(job, inputs=job.inputs._replace(tensors=tensors))
+    tensors = {n: moved(t, offsets[n], writeable) for n, t in job.tensors.items()}
+    return Job(job.plan, tensors, job.layer)
 
 
 @examples(80)
@@ -175,7 +175,7 @@ def test_bits_do_not_depend_on_buffer_alignment(
 ) -> None:
     """Tensors at any address of a body give the bits of aligned tensors."""
     job = job_from(request, ("output", "weights"))
-    names = list(job.inputs.tensors)
+    names = list(job.tensors)
     shifts = dict(zip(names, offsets, strict=False))
     aligned = at(job, dict.fromkeys(names, 0))
     anywhere = at(job, shifts, writeable)
@@ -204,10 +204,10 @@ def test_bits_do_not_depend_on_alignment_of_larger_buffers(
 def test_inputs_are_never_written_to(runner: EngineRunner, request: Request) -> None:
     """Inputs are views of the request's buffers."""
     job = job_from(request, ("output", "weights", "scores"))
-    ready = at(job, dict.fromkeys(job.inputs.tensors, 0))
-    before = {n: bytes(t.data) for n, t in ready.inputs.tensors.items()}
+    ready = at(job, dict.fromkeys(job.tensors, 0))
+    before = {n: bytes(t.data) for n, t in ready.tensors.items()}
     runner.run_alone([ready])
-    assert {n: bytes(t.data) for n, t in ready.inputs.tensors.items()} == before
+    assert {n: bytes(t.data) for n, t in ready.tensors.items()} == before
 
 
 # ---------------------------------------------------------------- stacked, as on a GPU
@@ -240,7 +240,9 @@ def test_stacked_jobs_over_a_layer_match_each_alone(stacked: EngineRunner, seed:
     jobs = layer_group(seed)
     found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)
     # two orders of summation over M, D and S, all sizes of order one: half of the digits
-    close = {"float64": 2.0**-26, "float32": 2.0**-12, "float16": 2.0**-5}[jobs[0].inputs.dtype]
+    close = {"float64": 2.0**-26, "float32": 2.0**-12, "float16": 2.0**-5}[
+        jobs[0].plan.inputs.dtype
+    ]
     for result, one in zip(found, alone, strict=True):
         assert result.timing["batch_size"] == len(jobs)
         assert result.outputs.keys() == one.outputs.keys()
@@ -264,8 +266,8 @@ def test_huge_numbers_of_one_job_change_no_other_jobs_bits(
         for x in (1.0, size)
     )
     for outputs in (("output",), ("output", "weights")):
-        first = replace(ordinary, outputs=frozenset(outputs))
-        second = replace(huge, outputs=frozenset(outputs))
+        plan = replace(ordinary.plan, outputs=frozenset(outputs))
+        first, second = Job(plan, ordinary.tensors), Job(plan, huge.tensors)
         (alone,) = stacked.run_alone([first])
         found, _ = stacked.run_together([first, second])
         assert found.timing["batch_size"] == 2

@@ -89,7 +89,7 @@ def test_the_oldest_group_runs_first() -> None:
 def test_batch_stays_within_its_byte_budget() -> None:
     """Bytes in and out count; a job that exceeds the budget by itself runs alone."""
     small, large = plain(0), plain(0, batch=8)
-    one = small.bytes_in + small.bytes_out
+    one = small.plan.bytes_in + small.plan.bytes_out
     jobs = [plain(1), plain(2), plain(3), large, plain(4)]
     assert {job.batch_key for job in jobs} == {small.batch_key}
 
@@ -160,7 +160,7 @@ def test_unfinished_operations_count_until_the_results() -> None:
         jobs = [plain(seed) for seed in range(3)]
         with hold(engine):
             futures = [engine.submit(job) for job in jobs]
-            assert engine.unfinished_flops >= sum(job.flops for job in jobs) > 0
+            assert engine.unfinished_flops >= sum(job.plan.flops for job in jobs) > 0
         await asyncio.gather(*futures)
         assert engine.unfinished_flops == 0
 
@@ -170,7 +170,7 @@ def test_unfinished_operations_count_until_the_results() -> None:
 def test_queued_bytes_are_limited() -> None:
     """More jobs are rejected until queued ones are run or cancelled."""
     job = plain(1)
-    size = job.bytes_in + job.bytes_out
+    size = job.plan.bytes_in + job.plan.bytes_out
 
     async def test(engine: Engine) -> None:
         for _ in range(3):
@@ -331,7 +331,7 @@ def test_rate_is_known_after_the_first_long_batch_of_a_client() -> None:
         job = plain(1)
         await engine.submit(job)
         assert after_warm_up is None
-        assert 0 < (engine.flops_per_s or 0) <= job.flops / 0.011
+        assert 0 < (engine.flops_per_s or 0) <= job.plan.flops / 0.011
 
     with_engine(test, launch=slow)
 
@@ -362,7 +362,7 @@ def test_throughput_counts_the_time_of_the_work(any_device: str) -> None:
         spent = time.perf_counter() - started_at
         weights = [0.9**age for age in range(4)]  # of the batches in the estimate, last one first
         assert engine.flops_per_s is not None
-        seconds = jobs[0].flops * sum(weights) / engine.flops_per_s
+        seconds = jobs[0].plan.flops * sum(weights) / engine.flops_per_s
         assert 0.1 * sum(weights) <= seconds <= spent
 
     with_engine(test, launch=slow)

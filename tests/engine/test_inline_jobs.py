@@ -32,7 +32,7 @@ def small_jobs(dtype: str, count: int) -> list[Job]:
             H, L, D = (int(random.choice([1, 2, 3, 5, 7, 16, 33, 64, 65])) for _ in range(3))
             arrays = {n: random.normal(size=(1, H, L, D)).astype(DTYPES[dtype]) for n in NAMES}
             jobs.append(new_job(arrays, name, outputs=["output", "weights"]))
-    return [job for job in jobs if job.is_small]
+    return [job for job in jobs if job.plan.is_small]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -49,13 +49,13 @@ def test_small_job_has_the_same_bits_as_in_the_device_thread(dtype: str) -> None
 def test_large_job_is_not_run_inline() -> None:
     async def test(engine: Engine) -> None:
         small, large = new_job(random_inputs(0)), new_job(random_inputs(0, (1, 8, 1024, 64)))
-        assert large.flops > small.flops
+        assert large.plan.flops > small.plan.flops
         assert engine.run_inline(large) is None
         values = {"value": random_inputs(0, (1, 1, 30000, 1))["value"]}
-        assert not new_job(values, "mean", parameters={"method": "loop"}).is_small
+        assert not new_job(values, "mean", parameters={"method": "loop"}).plan.is_small
         long = {name: np.ones((2000, 1), np.float32) for name in NAMES}
         for name in ("linear", "taylor", "efficient", "linformer"):  # numbers may make it quadratic
-            assert not new_job(long, name).is_small
+            assert not new_job(long, name).plan.is_small
 
     with_engine(test)
 

@@ -24,6 +24,7 @@ from qkv.engine.executor import JobOutput, Launched, execute, launch
 from qkv.engine.work_queue import Load
 from qkv.errors import PayloadTooLarge
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import bits, new_job, run_together
 from support.job_outputs import assert_close
@@ -47,7 +48,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     yield found
 
 
-def batch_of(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
+def batch_of(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
     """Returns random jobs with equal batch keys."""
     jobs = random_jobs(variant, kind, seed)
     return [job for job in jobs if job.batch_key == jobs[0].batch_key]
@@ -70,7 +71,7 @@ def bits_of(outputs: Sequence[JobOutput]) -> list[Any]:
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
 def test_stacked_batch_equals_that_on_the_cpu(
-    device: Accelerator, variant: Variant, kind: type[Job]
+    device: Accelerator, variant: Variant, kind: type[Plan]
 ) -> None:
     for seed in seeds(device):
         jobs = batch_of(variant, kind, seed)
@@ -79,7 +80,7 @@ def test_stacked_batch_equals_that_on_the_cpu(
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
 def test_results_have_the_bits_of_each_job_alone(
-    device: Accelerator, variant: Variant, kind: type[Job]
+    device: Accelerator, variant: Variant, kind: type[Plan]
 ) -> None:
     """If a check finds other bits in a batch, each of its jobs runs alone.
 

@@ -13,8 +13,9 @@ from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine.device.device import Device
 from qkv.engine.executor import JobOutput, execute
-from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
+from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.engines import CPU, LIMITS, new_job
@@ -27,12 +28,12 @@ SCALES: Final = (1.0, ALL_TINY, 30.0, 300.0, 2e9, 1e30, 0.0, float("nan"), float
 KINDS: Final = [
     pytest.param(v, kind, id=f"{v.name}-{kind.__name__}")
     for v in variants().values()
-    for kind in (Job, GradientJob)
+    for kind in (Plan, GradientPlan)
     if "B" in next(iter(v.inputs.values())).letters and v.name != "linear_layer"
 ]
 
 
-def jobs_of(variant: Variant, kind: type[Job], dtype: str, **parameters: Any) -> list[Job]:
+def jobs_of(variant: Variant, kind: type[Plan], dtype: str, **parameters: Any) -> list[Job]:
     """Returns jobs with equal batch keys, whose numbers need different paths."""
     jobs = []
     for seed, scale in enumerate(SCALES):
@@ -45,7 +46,7 @@ def jobs_of(variant: Variant, kind: type[Job], dtype: str, **parameters: Any) ->
                     arrays[i.name] = random.normal(size=shape).astype(DTYPES[dtype])
                     step = 1 if scale == ALL_TINY else 3
                     arrays[i.name].flat[::step] *= DTYPES[dtype].type(scale)
-        if kind is GradientJob:
+        if kind is GradientPlan:
             shape = [SIZES[x] for x in variant.outputs["output"].letters]
             arrays[GRAD_OUTPUT] = random.normal(size=shape).astype(DTYPES[dtype])
         jobs.append(new_job(arrays, variant.name, kind, parameters=parameters))
@@ -78,7 +79,7 @@ def assert_as_alone(jobs: Sequence[Job], together: Sequence[JobOutput], device: 
 @pytest.mark.parametrize("device", [CPU, PretendedDevice()], ids=["cpu", "pretended"])
 @pytest.mark.parametrize(("variant", "kind"), KINDS)
 def test_job_takes_the_path_that_it_takes_alone(
-    variant: Variant, kind: type[Job], device: Device, dtype: str
+    variant: Variant, kind: type[Plan], device: Device, dtype: str
 ) -> None:
     """Also if it runs again, in float64 or alone."""
     for parameters in ({}, {"causal": True}):
@@ -113,13 +114,11 @@ def test_layer_takes_the_path_that_it_takes_alone(name: str, form: Any) -> None:
     outputs = ["output"] if form == "none" else ["output", "weights"]
     fields = {"outputs": outputs, "weights": form, "layer": {"layout": "v1", "heads": 2}}
     first, *others = (
-        Job.from_message(
-            name, Message(fields, {"x": normal(2, 9, 16, scale=scale)}, weights), LIMITS
-        )
+        Job.new(Plan, name, Message(fields, {"x": normal(2, 9, 16, scale=scale)}, weights), LIMITS)
         for scale in (1.0, 30.0, 1e9, 1e16, 1e30, 1.0)
     )
-    layer = first.inputs.layer
-    jobs = [first, *(job.with_inputs(job.inputs._replace(layer=layer)) for job in others)]
+    layer = first.layer
+    jobs = [first, *(Job(job.plan, job.tensors, layer) for job in others)]
     device = PretendedDevice()
     together = execute(jobs, device, stack=True)
     assert_as_alone(jobs, together, device)
@@ -141,10 +140,10 @@ def test_slopes_and_sinks_select_the_path_too(
     shared = {name: RawTensor.from_numpy(array) for name, array in terms.items()}
     for parameters in ({}, {"causal": True, "query_offset": 10**7}):
         jobs = []
-        for job in jobs_of(variant, Job, dtype, **parameters):
+        for job in jobs_of(variant, Plan, dtype, **parameters):
             fields = {"parameters": parameters, "outputs": ["output", "weights"]}
-            message = Message(fields, {**job.inputs.tensors, **shared})
-            jobs.append(Job.from_message("softmax", message, LIMITS))
+            message = Message(fields, {**job.tensors, **shared})
+            jobs.append(Job.new(Plan, "softmax", message, LIMITS))
         assert len({job.batch_key for job in jobs}) == 1
         together = execute(jobs, device, stack=True)
         assert_as_alone(jobs, together, device)

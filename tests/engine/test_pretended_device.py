@@ -17,6 +17,7 @@ from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import execute
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import hold_device_thread, new_job
 from support.job_outputs import assert_close
@@ -33,7 +34,7 @@ from support.raw_connection import random_inputs
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
-def test_batch_equals_that_on_the_cpu(variant: Variant, kind: type[Job]) -> None:
+def test_batch_equals_that_on_the_cpu(variant: Variant, kind: type[Plan]) -> None:
     device = PretendedDevice()
     for seed in range(8):
         jobs = random_jobs(variant, kind, seed)

@@ -12,6 +12,7 @@ import pytest
 from qkv.client.arrays import to_raw
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.engines import CPU, LIMITS, new_job
@@ -43,12 +44,12 @@ def layer_job(
 ) -> Job:
     """Returns a job with a layer."""
     fields = {"outputs": ["output"], "layer": {"layout": layout, "heads": heads}}
-    return Job.from_message(name, Message(fields, {"x": x}, dict(tensors)), LIMITS)
+    return Job.new(Plan, name, Message(fields, {"x": x}, dict(tensors)), LIMITS)
 
 
 def is_stacked(job: Job) -> bool:
     """Returns True if the job shares a call with a request that has the same layer."""
-    twin = job.with_tensors(dict(job.inputs.tensors))
+    twin = Job(job.plan, dict(job.tensors), job.layer)
     return [output.stacked_count for output in execute([job, twin], CPU, stack=True)] == [2, 2]
 
 

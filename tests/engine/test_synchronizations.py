@@ -12,8 +12,9 @@ from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine.executor import JobOutput, execute
-from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
+from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.engines import LIMITS, new_job
@@ -54,7 +55,7 @@ def normal(random: np.random.Generator, letters: tuple[str, ...]) -> Any:
 
 
 def run_batch(
-    variant: Variant, kind: type[Job], optional: Collection[str] = (), **fields: Any
+    variant: Variant, kind: type[Plan], optional: Collection[str] = (), **fields: Any
 ) -> tuple[list[JobOutput], int]:
     """Runs three requests as a batch; returns their outputs and the number of waits.
 
@@ -69,13 +70,13 @@ def run_batch(
     jobs = []
     for seed in range(3):
         arrays = arrays_of(variant, seed, shared)
-        if kind is GradientJob:
+        if kind is GradientPlan:
             letters = variant.outputs["output"].letters
             arrays[GRAD_OUTPUT] = normal(np.random.default_rng(seed + 50), letters)
         job = new_job(arrays, variant.name, kind, **fields)
         first = first or job
-        same = {name: first.inputs.tensors[name] for name in shared}
-        jobs.append(job.with_tensors({**job.inputs.tensors, **same}))
+        same = {name: first.tensors[name] for name in shared}
+        jobs.append(Job(job.plan, {**job.tensors, **same}, job.layer))
     jobs = [job for job in jobs if job.batch_key == jobs[0].batch_key]
     device = PretendedDevice()
     with counting() as counted:
@@ -86,7 +87,7 @@ def run_batch(
 
 @pytest.mark.parametrize(("variant", "form"), FORWARD)
 def test_forward_waits_once(variant: Variant, form: Any) -> None:
-    outputs, waits = run_batch(variant, Job, outputs=outputs_for(form), weights=form)
+    outputs, waits = run_batch(variant, Plan, outputs=outputs_for(form), weights=form)
     assert waits == 1, log
     assert [o.stacked_count for o in outputs] == [3, 3, 3]
 
@@ -98,10 +99,10 @@ def test_slopes_and_sinks_wait_no_longer(
     form: Any, optional: Collection[str], parameters: dict[str, Any]
 ) -> None:
     fields = {"outputs": outputs_for(form), "weights": form, "parameters": parameters}
-    outputs, waits = run_batch(variants()["softmax"], Job, optional, **fields)
+    outputs, waits = run_batch(variants()["softmax"], Plan, optional, **fields)
     assert waits == 1, log
     assert [o.stacked_count for o in outputs] == [3, 3, 3]
-    _, waits = run_batch(variants()["softmax"], GradientJob, optional, parameters=parameters)
+    _, waits = run_batch(variants()["softmax"], GradientPlan, optional, parameters=parameters)
     assert waits <= 2, log
 
 
@@ -111,7 +112,7 @@ def test_forward_also_reads_key_lengths_that_give_positions(name: str, form: Any
     """Variants with shared sums cut the keys there: for the output, and for a form."""
     variant = variants()[name]
     fields = {"outputs": outputs_for(form), "weights": form, "parameters": ENDS}
-    outputs, waits = run_batch(variant, Job, **fields)
+    outputs, waits = run_batch(variant, Plan, **fields)
     assert waits <= (2 if form in ("none", "full") else 3), log
     assert [o.stacked_count for o in outputs] == [3, 3, 3]
 
@@ -120,7 +121,7 @@ def test_forward_also_reads_key_lengths_that_give_positions(name: str, form: Any
 @pytest.mark.parametrize("parameters", [{}, ENDS], ids=["all", "ends"])
 def test_gradients_wait_twice_at_most(variant: Variant, parameters: dict[str, Any]) -> None:
     known = {n: v for n, v in parameters.items() if n in variant.parameters.model_fields}
-    outputs, waits = run_batch(variant, GradientJob, parameters=known)
+    outputs, waits = run_batch(variant, GradientPlan, parameters=known)
     assert waits <= 2, log
     assert len(outputs) == outputs[0].stacked_count
 
@@ -130,8 +131,8 @@ def outputs_for(form: Any) -> list[str]:
     return ["output"] if form == "none" else ["output", "weights"]
 
 
-@pytest.mark.parametrize("kind", [Job, GradientJob])
-def test_layer_waits_once(kind: type[Job]) -> None:
+@pytest.mark.parametrize("kind", [Plan, GradientPlan])
+def test_layer_waits_once(kind: type[Plan]) -> None:
     """The guards of the projections are read with the outputs, and so are a layer's gradients."""
     random = np.random.default_rng(0)
     width = SIZES["H"] * SIZES["D"]
@@ -142,13 +143,13 @@ def test_layer_waits_once(kind: type[Job]) -> None:
     }
     tensors = {"x": RawTensor.from_numpy(random.normal(size=(2, 33, 64)).astype(np.float32))}
     fields: dict[str, Any] = {"layer": {"layout": "v2", "heads": SIZES["H"]}}
-    if kind is GradientJob:
+    if kind is GradientPlan:
         grad = random.normal(size=(2, 33, width)).astype(np.float32)
         tensors[GRAD_OUTPUT] = RawTensor.from_numpy(grad)
     for name in ("softmax", "sigmoid", "linear", "efficient", "taylor", "linformer"):
-        job = kind.from_message(name, Message(fields, tensors, layer), LIMITS)
+        job = Job.new(kind, name, Message(fields, tensors, layer), LIMITS)
         device = PretendedDevice()
         with counting() as counted:
             (output,) = execute([job], device, stack=True)
         assert counted["sync"] == 1, (name, log)
-        assert output.outputs.keys() == job.output_specs.keys()
+        assert output.outputs.keys() == job.plan.output_specs.keys()

@@ -59,13 +59,13 @@ def test_numbers_that_need_another_code_path_take_no_idle_threads() -> None:
 
 def test_only_jobs_of_the_sdpa_kernel_take_idle_threads() -> None:
     arrays = random_inputs(0, (1, 8, 1024, 64))
-    assert new_job(arrays).uses_sdpa
-    assert not new_job(arrays, parameters={"dropout": 0.5}).uses_sdpa
-    assert not new_job(arrays, parameters={"softcap": 5.0}).uses_sdpa
-    assert not new_job(arrays, outputs=["output", "weights"]).uses_sdpa
-    assert not new_job(random_inputs(0, (1, 8, 32, 64))).uses_sdpa
+    assert new_job(arrays).plan.uses_sdpa
+    assert not new_job(arrays, parameters={"dropout": 0.5}).plan.uses_sdpa
+    assert not new_job(arrays, parameters={"softcap": 5.0}).plan.uses_sdpa
+    assert not new_job(arrays, outputs=["output", "weights"]).plan.uses_sdpa
+    assert not new_job(random_inputs(0, (1, 8, 32, 64))).plan.uses_sdpa
     others = [v.name for v in variants().values() if v.name not in ("softmax", "mean")]
-    assert not any(new_job(arrays, n).uses_sdpa for n in others if n != "linear_layer")
+    assert not any(new_job(arrays, n).plan.uses_sdpa for n in others if n != "linear_layer")
 
 
 @pytest.mark.slow
@@ -92,5 +92,5 @@ def test_biases_of_each_head_that_cut_the_rows_take_no_idle_threads() -> None:
     """A block of few rows would have other bits on another number of threads."""
     terms = {"sinks": np.zeros(8, np.float32), "alibi_slopes": np.ones(8, np.float32)}
     for name, term in terms.items():
-        assert new_job(random_inputs(0, (1, 8, 512, 64)) | {name: term}).uses_sdpa
-        assert not new_job(random_inputs(0, (1, 8, 1024, 64)) | {name: term}).uses_sdpa
+        assert new_job(random_inputs(0, (1, 8, 512, 64)) | {name: term}).plan.uses_sdpa
+        assert not new_job(random_inputs(0, (1, 8, 1024, 64)) | {name: term}).plan.uses_sdpa

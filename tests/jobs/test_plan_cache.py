@@ -12,8 +12,9 @@ import pytest
 
 from qkv.engine.executor import execute
 from qkv.errors import InvalidContent, QkvError
-from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
+from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import PlanCache
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire.message import Message
@@ -33,19 +34,20 @@ def outcome(work: Callable[[], Job]) -> Any:
     except QkvError as error:
         return type(error), error.detail, error.pointer
     (output,) = execute([job], CPU, False)
+    plan = job.plan
     return (
         {n: (t.dtype, t.shape, bytes(t.data)) for n, t in output.outputs.items()}, output.backend,
-        job.arguments, job.outputs, job.form, job.annotations, job.output_specs, job.bytes_in,
-        job.bytes_out, job.flops, job.score_count, job.is_small, job.batch_size, job.inputs.dtype,
-        job.inputs.shapes, job.inputs.axes.sizes, job.inputs.nbytes, job.uses_sdpa,
+        plan.arguments, plan.outputs, plan.form, plan.annotations, plan.output_specs, plan.bytes_in,
+        plan.bytes_out, plan.flops, plan.score_count, plan.is_small, plan.batch_size,
+        plan.inputs.dtype, plan.inputs.shapes, plan.inputs.axes.sizes, plan.uses_sdpa,
     )  # fmt: skip
 
 
 def assert_same_with_a_plan(
-    kind: type[Job], variant: str, messages: list[Message], monkeypatch: pytest.MonkeyPatch
+    kind: type[Plan], variant: str, messages: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks that jobs of messages of one form are those of `from_message`, and need no other."""
-    expected = [outcome(partial(kind.from_message, variant, m, LIMITS)) for m in messages]
+    expected = [outcome(partial(Job.new, kind, variant, m, LIMITS)) for m in messages]
     plans = PlanCache(LIMITS)
     assert outcome(lambda: plans.new_job(kind, variant, messages[0])) == expected[0]
     assert len(plans) == 1
@@ -63,23 +65,23 @@ def assert_same_with_a_plan(
     pytest.param(p.values[0], p.values[1], id=p.id) for p in VARIANTS_AND_JOBS
 ])  # fmt: skip
 def test_job_from_a_plan_equals_one_validated_anew(
-    monkeypatch: pytest.MonkeyPatch, variant: Any, kind: type[Job]
+    monkeypatch: pytest.MonkeyPatch, variant: Any, kind: type[Plan]
 ) -> None:
     """Every variant: lists and base64, layers in both layouts, key_lengths, masks, gradients."""
     seen: set[str] = set()
-    group = "attention" if kind is Job else "gradients"
+    group = "attention" if kind is Plan else "gradients"
     known = variant.parameters.model_fields
     for seed in range(40):
         parameters = {"causal": bool(seed % 2)} if "causal" in known else {}
         given: dict[str, Any] = {"parameters": parameters}
         if seed % 3 == 0:
             given["dtype"] = FLOATING[seed % 4]  # lists
-        if kind is Job:
+        if kind is Plan:
             given["weights"] = FORMS[seed % len(FORMS)]
         document = Fitting(f"/v1/{group}/{variant.name}", seed).document(given)
         first = decode_document(document)
         try:
-            kind.from_message(variant.name, first, LIMITS)
+            Job.new(kind, variant.name, first, LIMITS)
         except InvalidContent:  # this form of weights does not exist here
             continue
         messages = [first, with_other_numbers(first, seed), with_other_numbers(first, seed + 100)]
@@ -91,7 +93,7 @@ def test_job_from_a_plan_equals_one_validated_anew(
     assert {i.name for i in variant.inputs.values()} <= seen
     if {"query", "key", "value"} <= variant.inputs.keys():
         assert {"v1", "v2"} <= seen
-    if kind is GradientJob:
+    if kind is GradientPlan:
         assert GRAD_OUTPUT in seen
 
 
@@ -102,7 +104,7 @@ def test_softmax_job_from_a_plan_equals_one_validated_anew(
     """Ranks, dtypes, masks that broadcast, heads in groups, all parameters."""
     for number in range(20 * block, 20 * (block + 1)):
         messages = [decode_document(random_case(number, seed).document) for seed in range(3)]
-        assert_same_with_a_plan(Job, "softmax", messages, monkeypatch)
+        assert_same_with_a_plan(Plan, "softmax", messages, monkeypatch)
 
 
 def wild(random: Any, shape: tuple[int, ...], size: float) -> Array:
@@ -133,8 +135,8 @@ def test_extreme_numbers_take_their_own_code_path(dtype: str) -> None:
             arrays = [wild(random, shape, size).astype(dtype) for shape in shapes]
             raw = {n: RawTensor.from_numpy(a) for n, a in zip(NAMES, arrays, strict=True)}
             message = Message(fields, raw)
-            found = outcome(partial(plans.new_job, Job, "softmax", message))
-            assert found == outcome(partial(Job.from_message, "softmax", message, LIMITS))
+            found = outcome(partial(plans.new_job, Plan, "softmax", message))
+            assert found == outcome(partial(Job.new, Plan, "softmax", message, LIMITS))
             backends.append((fields["outputs"][0], found[1]))
     assert set(backends) == {("output", "sdpa"), ("output", "explicit"), ("weights", "explicit")}
 
@@ -166,37 +168,37 @@ GRADIENT: Final[Any] = {"inputs": QKV | {GRAD_OUTPUT: [[1.0, 2.0]]}, "dtype": "f
 @pytest.mark.parametrize(
     ("good", "path", "to", "kind"),
     [
-        (LENGTHS, ("inputs", "key_lengths"), [2], Job),
-        (LENGTHS, ("inputs", "key_lengths"), [-1], Job),
-        (HALF, ("inputs", "query", 0, 0), 1e300, Job),
-        (HALF, ("inputs", "value", 0, 1), "NaN", Job),
-        (MASKED, ("inputs", "mask", 0, 0), "-Infinity", Job),
-        (PLAIN, ("inputs", "query", 0, 0), 1 << 53, Job),
-        (LAYERED, ("layer", "tensors", "W_key", 0, 0), 1e300, Job),
-        (GRADIENT, ("inputs", GRAD_OUTPUT, 0, 0), 1e300, GradientJob),
-        (PLAIN, ("inputs", "query"), [[1, 2]], Job),
-        (PLAIN, ("inputs", "query"), [[True, False]], Job),
-        (PLAIN, ("inputs", "query"), [[1.0, 2.0, 3.0]], Job),
-        (PLAIN, ("inputs", "query"), [], Job),
-        (PLAIN, ("inputs", "other"), [[1.0]], Job),
-        (LAYERED, ("layer", "tensors", "W_key"), [[1.0, 2.0]], Job),
-        (LAYERED, ("layer", "heads"), 3, Job),
-        (LAYERED, ("layer", "layout"), "v2", Job),
-        (PLAIN, ("outputs",), ["other"], Job),
-        (PLAIN, ("parameters",), {"causal": 1}, Job),
-        (PLAIN, ("parameters",), {"scale": 10**30}, Job),
-        (PLAIN, ("weights",), {"rows": [0]}, Job),
-        (PLAIN, ("dtype",), "int64", Job),
+        (LENGTHS, ("inputs", "key_lengths"), [2], Plan),
+        (LENGTHS, ("inputs", "key_lengths"), [-1], Plan),
+        (HALF, ("inputs", "query", 0, 0), 1e300, Plan),
+        (HALF, ("inputs", "value", 0, 1), "NaN", Plan),
+        (MASKED, ("inputs", "mask", 0, 0), "-Infinity", Plan),
+        (PLAIN, ("inputs", "query", 0, 0), 1 << 53, Plan),
+        (LAYERED, ("layer", "tensors", "W_key", 0, 0), 1e300, Plan),
+        (GRADIENT, ("inputs", GRAD_OUTPUT, 0, 0), 1e300, GradientPlan),
+        (PLAIN, ("inputs", "query"), [[1, 2]], Plan),
+        (PLAIN, ("inputs", "query"), [[True, False]], Plan),
+        (PLAIN, ("inputs", "query"), [[1.0, 2.0, 3.0]], Plan),
+        (PLAIN, ("inputs", "query"), [], Plan),
+        (PLAIN, ("inputs", "other"), [[1.0]], Plan),
+        (LAYERED, ("layer", "tensors", "W_key"), [[1.0, 2.0]], Plan),
+        (LAYERED, ("layer", "heads"), 3, Plan),
+        (LAYERED, ("layer", "layout"), "v2", Plan),
+        (PLAIN, ("outputs",), ["other"], Plan),
+        (PLAIN, ("parameters",), {"causal": 1}, Plan),
+        (PLAIN, ("parameters",), {"scale": 10**30}, Plan),
+        (PLAIN, ("weights",), {"rows": [0]}, Plan),
+        (PLAIN, ("dtype",), "int64", Plan),
     ],
 )
 def test_wrong_request_has_the_same_error_after_a_right_one(
-    good: Any, path: tuple[Any, ...], to: Any, kind: type[Job]
+    good: Any, path: tuple[Any, ...], to: Any, kind: type[Plan]
 ) -> None:
     """Twice, as there may be a plan of it; the right request still runs."""
     other = changed(good, *path, to=to)
     plans = PlanCache(LIMITS)
-    right = outcome(lambda: kind.from_message("softmax", decode_document(good), LIMITS))
-    wrong = outcome(lambda: kind.from_message("softmax", decode_document(other), LIMITS))
+    right = outcome(lambda: Job.new(kind, "softmax", decode_document(good), LIMITS))
+    wrong = outcome(lambda: Job.new(kind, "softmax", decode_document(other), LIMITS))
     for _ in range(2):
         assert outcome(lambda: plans.new_job(kind, "softmax", decode_document(good))) == right
         assert outcome(lambda: plans.new_job(kind, "softmax", decode_document(other))) == wrong
@@ -222,10 +224,10 @@ def test_requests_that_differ_in_a_field_have_their_own_plans(fields: Any) -> No
         {"weights": {"top_k": 1}}, {"outputs": ["output", "weights"]},
     ]  # fmt: skip
     for before in others:
-        outcome(partial(plans.new_job, Job, "softmax", Message(before, raw)))
+        outcome(partial(plans.new_job, Plan, "softmax", Message(before, raw)))
     message = Message(fields, raw)
-    expected = outcome(lambda: Job.from_message("softmax", message, LIMITS))
-    assert outcome(lambda: plans.new_job(Job, "softmax", message)) == expected
+    expected = outcome(lambda: Job.new(Plan, "softmax", message, LIMITS))
+    assert outcome(lambda: plans.new_job(Plan, "softmax", message)) == expected
 
 
 def test_failed_request_leaves_no_plan() -> None:
@@ -233,5 +235,5 @@ def test_failed_request_leaves_no_plan() -> None:
     for fields in ({"outputs": ["other"]}, {"parameters": {"scale": 1 << 70}}):
         raw = {n: RawTensor.from_numpy(a) for n, a in random_inputs(0).items()}
         with pytest.raises(QkvError):
-            plans.new_job(Job, "softmax", Message(fields, raw))
+            plans.new_job(Plan, "softmax", Message(fields, raw))
     assert not len(plans)

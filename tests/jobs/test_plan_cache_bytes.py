@@ -12,13 +12,14 @@ from typing import Final
 import numpy as np
 import pytest
 
-from qkv.engine.remote.job_codec import JobDecoder
-from qkv.engine.remote.sent_plans import NOT_KEPT, SentPlans
-from qkv.jobs.job import Job
+from qkv.engine.executor import execute
+from qkv.engine.remote.job_memory import input_bytes, read_job, write_inputs
+from qkv.engine.remote.plan_reader import PlanReader
+from qkv.jobs.plan import Plan
 from qkv.jobs.plan_cache import BoundedCache, PlanCache
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
-from support.engines import LIMITS
+from support.engines import CPU, LIMITS
 
 MIB: Final = 1 << 20
 WEIGHT: Final = RawTensor.from_numpy(np.ones((4, 4), np.float32))
@@ -79,22 +80,19 @@ class Process:
     """The caches that a request passes, in a worker and in the device process."""
 
     def __init__(self) -> None:
-        self.plans, self.sent_plans = PlanCache(LIMITS), SentPlans()
-        self.decoder = JobDecoder(LIMITS)
+        self.plans, self.of_device = PlanCache(LIMITS), PlanReader()
 
     def send(self, message: Message) -> None:
         """Sends a request until its job is decoded."""
-        job = self.plans.new_job(Job, "softmax", message)
-        sent, header = self.sent_plans.find(job)
-        if header is not None:
-            data = np.zeros(sent.input_bytes, np.uint8)
-            sent.write_inputs(job, data)
-            self.decoder.plan(header, is_kept=sent.number != NOT_KEPT).new_job(data)
+        job = self.plans.new_job(Plan, "softmax", message)
+        memory = np.zeros(input_bytes(job.plan), np.uint8)
+        write_inputs(job, memory)
+        execute([read_job(self.of_device.read(job.plan.encoded), memory)], CPU, False)
 
     @property
     def held_bytes(self) -> int:
         """Bytes that the caches hold, as they count them."""
-        return self.plans.held_bytes + self.sent_plans.held_bytes + self.decoder.held_bytes
+        return self.plans.held_bytes + self.of_device.held_bytes
 
 
 def growth(make: Callable[[int], Message], count: int) -> tuple[int, int]:
@@ -130,13 +128,11 @@ def test_thousands_of_short_names_leave_nothing_behind() -> None:
 @pytest.mark.representative
 def test_caches_are_bounded_in_bytes() -> None:
     caches = Process()
-    for number in range(400):
+    for number in range(120):
         caches.send(with_more_rows(number))
-        if number < 120:
-            caches.send(with_few_ignored(number))
+        caches.send(with_few_ignored(number))
         assert caches.plans.held_bytes <= 32 * MIB
-        assert caches.sent_plans.held_bytes <= 8 * MIB + 32 * 1024
-        assert caches.decoder.held_bytes <= 64 * MIB
+        assert caches.of_device.held_bytes <= 64 * MIB
     assert caches.plans.held_bytes > 31 * MIB
 
 
@@ -151,14 +147,3 @@ def test_cache_drops_the_oldest_values_for_a_large_one() -> None:
     assert cache.get("large") is None
     cache.put("other", 1, 5)
     assert (cache.get("other"), cache.held_bytes) == (1, 635)
-
-
-def test_dropped_plans_give_their_numbers_to_new_ones() -> None:
-    """The device process keeps a header for each number."""
-    plans, numbers = SentPlans(), set()
-    for number in range(600):
-        job = Job.from_message("softmax", with_more_rows(number), LIMITS)
-        numbers.add(plans.find(job)[0].number)
-    assert plans.held_bytes < 9 * MIB
-    assert len(numbers) < 600
-    assert max(numbers) == len(numbers)

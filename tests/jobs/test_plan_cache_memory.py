@@ -15,8 +15,8 @@ import pytest
 
 from qkv.attention.catalogue import variants
 from qkv.engine.executor import execute
-from qkv.jobs.gradient_job import GradientJob
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.gradient_plan import GradientPlan
+from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.plan_cache import BoundedCache, PlanCache
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -32,12 +32,12 @@ def new_message(seed: int, length: int = 4, **fields: Any) -> Message:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(variants()))
-@pytest.mark.parametrize("kind", [Job, GradientJob])
-def test_nothing_of_a_body_is_kept(name: str, kind: type[Job]) -> None:
+@pytest.mark.parametrize("kind", [Plan, GradientPlan])
+def test_nothing_of_a_body_is_kept(name: str, kind: type[Plan]) -> None:
     plans, freed = PlanCache(LIMITS), 0
 
     def run(seed: int) -> list[weakref.ref[Any]]:
-        group = "attention" if kind is Job else "gradients"
+        group = "attention" if kind is Plan else "gradients"
         message = decode_document(Fitting(f"/v1/{group}/{name}", seed).document({}))
         message = with_other_numbers(message, seed)
         arrays = [t.numpy() for t in (*message.tensors.values(), *message.layer.values())]
@@ -57,20 +57,20 @@ def test_nothing_of_a_body_is_kept(name: str, kind: type[Job]) -> None:
 
 @pytest.mark.slow
 def test_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, validate, validated = PlanCache(LIMITS, 16), Job.from_message, list[int]()
+    plans, validate, validated = PlanCache(LIMITS, 16), Plan.from_message, list[int]()
 
-    def counted(variant: str, message: Message, limits: Limits) -> Job:
+    def counted(variant: str, message: Message, limits: Limits) -> Plan:
         validated.append(message.tensors["query"].shape[-2])
         return validate(variant, message, limits)
 
-    monkeypatch.setattr(Job, "from_message", counted)
+    monkeypatch.setattr(Plan, "from_message", counted)
     for length in range(1, 100):
-        plans.new_job(Job, "softmax", new_message(0, length))
-        plans.new_job(Job, "softmax", new_message(0, 1))  # in use, and so not dropped
+        plans.new_job(Plan, "softmax", new_message(0, length))
+        plans.new_job(Plan, "softmax", new_message(0, 1))  # in use, and so not dropped
     assert len(plans) == 16
     assert validated == [*range(1, 100)]
     for length in (*range(85, 100), 1, 84):
-        plans.new_job(Job, "softmax", new_message(0, length))
+        plans.new_job(Plan, "softmax", new_message(0, length))
     assert validated == [*range(1, 100), 84]
 
 
@@ -79,8 +79,8 @@ def test_long_fields_are_not_kept() -> None:
     plans = PlanCache(LIMITS)
     rows = [0, 1, 2, 3] * 1000
     for _ in range(2):
-        job = plans.new_job(Job, "softmax", new_message(0, weights={"rows": rows}))
-        assert job.output_shape("weights")
+        job = plans.new_job(Plan, "softmax", new_message(0, weights={"rows": rows}))
+        assert job.plan.output_shape("weights")
     assert not len(plans)
 
 
@@ -94,7 +94,7 @@ def test_plan_of_thousands_of_tensors_is_not_kept() -> None:
     for tensors, kept in ((layer | others, 0), (layer, 1)):
         message = Message({"layer": {"layout": "v1"}}, embedding, tensors)
         for _ in range(2):
-            assert len(plans.new_job(Job, "softmax", message).inputs.layer.tensors) == 3  # type: ignore[union-attr]
+            assert len(plans.new_job(Plan, "softmax", message).layer.tensors) == 3  # type: ignore[union-attr]
         assert len(plans) == kept
 
 
@@ -102,12 +102,12 @@ def test_plan_of_thousands_of_tensors_is_not_kept() -> None:
 def test_plans_take_little_memory() -> None:
     """The longest fields that are kept, in 2048 plans: at most 32 MiB."""
     plans, count = PlanCache(LIMITS), 200
-    plans.new_job(Job, "softmax", new_message(0, 3, weights={"rows": [0]}))
+    plans.new_job(Plan, "softmax", new_message(0, 3, weights={"rows": [0]}))
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for number in range(count):
         digits = [int(digit) for digit in f"{number:010b}"]
-        plans.new_job(Job, "softmax", new_message(0, 3, weights={"rows": digits + [0, 1] * 200}))
+        plans.new_job(Plan, "softmax", new_message(0, 3, weights={"rows": digits + [0, 1] * 200}))
     gc.collect()
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
@@ -167,11 +167,11 @@ def test_threads_share_plans() -> None:
     def work(number: int) -> None:
         for turn in range(100):
             message = new_message(number, 1 + turn % 5)
-            job = plans.new_job(Job, "softmax", message)
-            assert {n: bytes(t.data) for n, t in job.inputs.tensors.items()} == {
+            job = plans.new_job(Plan, "softmax", message)
+            assert {n: bytes(t.data) for n, t in job.tensors.items()} == {
                 n: bytes(t.data) for n, t in message.tensors.items()
             }
-            assert job.inputs.axes.sizes["L"] == 1 + turn % 5
+            assert job.plan.inputs.axes.sizes["L"] == 1 + turn % 5
 
     in_threads(work)
     assert len(plans) <= 3

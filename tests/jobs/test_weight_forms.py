@@ -17,7 +17,8 @@ from qkv.attention.variant import Variant
 from qkv.client.client import Client
 from qkv.engine import local, weight_blocks
 from qkv.jobs import weight_forms
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire import json, safetensors
 from qkv.wire.message import Message
@@ -391,7 +392,7 @@ def test_too_large_weights_name_the_smaller_forms(serve: Callable[..., Server]) 
 
 def test_equal_forms_batch_and_other_processes_decode_them() -> None:
     def job(form: Any) -> Job:
-        return Job.from_message("softmax", Message({"weights": form}, _raw(INPUTS)), LIMITS)
+        return Job.new(Plan, "softmax", Message({"weights": form}, _raw(INPUTS)), LIMITS)
 
     keys = [
         job(form).batch_key for form in [*SUMMARIES, "full", "none", {"top_k": 1}, {"rows": [0, 2]}]
@@ -400,9 +401,9 @@ def test_equal_forms_batch_and_other_processes_decode_them() -> None:
     for form in SUMMARIES:
         assert job(form).batch_key == job(form).batch_key
         one = job(form)
-        other = send(one, LIMITS)
-        assert other.form == one.form
-        assert other.output_specs == one.output_specs
+        other = send(one)
+        assert other.plan.form == one.plan.form
+        assert other.plan.output_specs == one.plan.output_specs
 
 
 def test_python_client_requests_forms(server: Server) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from qkv.api.job_runner import JobRunner
 from qkv.jobs.job import Job
-from qkv.jobs.plan_cache import Plan
 from qkv.wire import open_inference
 from support.engines import output_alone
 from support.processes import TIMEOUT_S, wait_until
@@ -137,7 +136,7 @@ def test_request_that_fails_gets_500_and_the_next_one_runs(
 ) -> None:
     """On the same connection and on others; each byte of a body is counted once."""
     targets: dict[str, tuple[Any, str]] = {
-        "validate": (Plan, "with_tensors"),
+        "validate": (Job, "checked"),
         "run": (JobRunner, "run"),
         "execute": (server.engine.batch_runner, "launch"),
         "encode": (open_inference, "encode_tensors"),

@@ -10,8 +10,9 @@ import pytest
 from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
-from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.weight_forms import query_axis
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -24,12 +25,12 @@ LENGTHS: Final = (1, 2, 3, 7, 7, 16, 33, 65, 200)
 VARIANTS_AND_JOBS: Final = [
     pytest.param(v, kind, id=f"{v.name}-{kind.__name__}")
     for v in variants().values()
-    for kind in (Job, GradientJob)
-    if kind is Job or v.backward is not None
+    for kind in (Plan, GradientPlan)
+    if kind is Plan or v.backward is not None
 ]
 
 
-def random_jobs(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
+def random_jobs(variant: Variant, kind: type[Plan], seed: int) -> list[Job]:
     """Returns jobs with equal batch keys: small and odd shapes, random dtype and parameters."""
     random = np.random.default_rng(seed)
     sizes = {letter: int(random.choice(TINY)) for letter in "DEGIOR"}
@@ -71,10 +72,10 @@ def random_jobs(variant: Variant, kind: type[Job], seed: int) -> list[Job]:
             elif i.name == "key_lengths" and has_lengths:
                 lengths = random.integers(0, sizes["S"] + 1, own["B"])
                 tensors[i.name] = RawTensor.from_numpy(lengths)
-        if kind is GradientJob:
+        if kind is GradientPlan:
             output = variant.outputs["output"].letters
             tensors[GRAD_OUTPUT] = normal([own[x] for x in output])
-        fields = {"parameters": parameters} | ({"weights": form} if kind is Job else {})
+        fields = {"parameters": parameters} | ({"weights": form} if kind is Plan else {})
         message = Message(fields, tensors)
-        jobs.append(kind.from_message(variant.name, message, LIMITS))
+        jobs.append(Job.new(kind, variant.name, message, LIMITS))
     return jobs

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 
 from qkv.engine import local
-from qkv.jobs.job import Limits
+from qkv.jobs.plan import Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.known_requests import DTYPES, Array

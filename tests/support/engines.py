@@ -16,7 +16,8 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.device import Device
 from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import execute
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.known_requests import Array
@@ -123,20 +124,20 @@ def job_of(
         fields["layer"] = {k: v for k, v in layer.items() if k != "tensors"}
         layer_tensors = {name: to_raw(t) for name, t in layer["tensors"].items()}
     raw = {name: to_raw(t) for name, t in tensors.items() if t is not None}
-    return Job.from_message("softmax", Message(fields, raw, layer_tensors), LIMITS)
+    return Job.new(Plan, "softmax", Message(fields, raw, layer_tensors), LIMITS)
 
 
 def new_job(
-    arrays: Mapping[str, Array], variant: str = "softmax", kind: type[Job] = Job, **fields: Any
+    arrays: Mapping[str, Array], variant: str = "softmax", kind: type[Plan] = Plan, **fields: Any
 ) -> Job:
     """Returns a job of numpy arrays; by default a run returns only the output."""
     raw = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
-    defaults = {"outputs": ["output"]} if kind is Job else {}
-    return kind.from_message(variant, Message(defaults | fields, raw), LIMITS)
+    defaults = {"outputs": ["output"]} if kind is Plan else {}
+    return Job.new(kind, variant, Message(defaults | fields, raw), LIMITS)
 
 
 def run_alone(
-    arrays: Mapping[str, Array], variant: str = "softmax", kind: type[Job] = Job, **fields: Any
+    arrays: Mapping[str, Array], variant: str = "softmax", kind: type[Plan] = Plan, **fields: Any
 ) -> dict[str, RawTensor]:
     """Returns the outputs of a job that runs alone, without an engine."""
     (alone,) = execute([new_job(arrays, variant, kind, **fields)], CPU, False)

@@ -35,7 +35,7 @@ broken: list[bool] = []
 
 def first_number(job: Job) -> float:
     """Returns the first number of the job's query."""
-    query = job.inputs.tensors.get("query")
+    query = job.tensors.get("query")
     return 0.0 if query is None else float(np.frombuffer(query.data, np.float32)[0])
 
 

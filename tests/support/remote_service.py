@@ -19,7 +19,8 @@ from qkv.engine.remote.device_process import DeviceProcess
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory, WorkerRegion
 from qkv.errors import ServiceUnavailable
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.telemetry.worker_state import SharedState
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -66,7 +67,6 @@ class Service:
             engine,
             self.shared_state.worker(index),
             self.shared_memory,
-            LIMITS,
             control_socket,
             self._alive_pipes[-1][0],
         )
@@ -150,7 +150,7 @@ def plain(seed: int, length: int = 4, **fields: Any) -> Job:
         name: RawTensor.from_numpy(draw.normal(size=(1, 2, length, 8)).astype(np.float32))
         for name in ("query", "key", "value")
     }
-    return Job.from_message("softmax", Message({"outputs": ["output"]} | fields, tensors), LIMITS)
+    return Job.new(Plan, "softmax", Message({"outputs": ["output"]} | fields, tensors), LIMITS)
 
 
 async def until(happened: Callable[[], bool]) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from qkv.engine.remote.job_codec import JobDecoder
-from qkv.engine.remote.sent_plans import SentPlans
-from qkv.jobs.job import Job, Limits
+from qkv.engine.remote.job_memory import input_bytes, read_job, write_inputs
+from qkv.jobs import plan_codec
+from qkv.jobs.job import Job
 
 
-def send(job: Job, limits: Limits) -> Job:
+def send(job: Job) -> Job:
     """Returns a job after its way to the device process."""
-    plan, header = SentPlans().find(job)
-    assert header is not None
-    data = np.zeros(plan.input_bytes, np.uint8)
-    plan.write_inputs(job, data)
-    return JobDecoder(limits).plan(header).new_job(data)
+    memory = np.zeros(input_bytes(job.plan), np.uint8)
+    write_inputs(job, memory)
+    return read_job(plan_codec.decode(job.plan.encoded), memory)

@@ -25,7 +25,7 @@ from ruamel.yaml import YAML
 
 from qkv.api.endpoints.metrics import exposition
 from qkv.attention.catalogue import variants
-from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.telemetry.metrics import BUCKETS, OUTCOMES, MetricsRecorder, SharedMetrics
 from qkv.telemetry.model_stats import ModelStatsRecorder
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -253,7 +253,7 @@ def test_errors_are_counted_by_outcome(
     # /v2 responds with 400 or 503 to these, but the counter has the problem's own name
     wrong = {"inputs": [], "parameters": {"no_such": 1}}
     assert post(INFER, json=wrong).status_code == 400
-    monkeypatch.setattr(Job, "from_message", lambda *_: 1 / 0)
+    monkeypatch.setattr(Plan, "from_message", lambda *_: 1 / 0)
     assert post(PATH, content=TINY_BODY, headers=headers).status_code == 500
     after = page(server.url)
     changed = rise(before, after)

@@ -19,7 +19,8 @@ from tritonclient.utils import InferenceServerException
 
 from qkv.attention import catalogue
 from qkv.engine.executor import Launched, launch
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.engines import hold
@@ -260,7 +261,7 @@ def test_request_cancelled_at_its_deadline_is_not_counted(
     server = serve()
     engine, limits = server.engine, Limits(response_bytes=1 << 20, job_bytes=1 << 20)
     tensors = {name: RawTensor.from_numpy(array) for name, array in random_inputs().items()}
-    job = Job.from_message("softmax", Message({"outputs": ["output"]}, tensors), limits)
+    job = Job.new(Plan, "softmax", Message({"outputs": ["output"]}, tensors), limits)
 
     async def cancel() -> None:
         future = engine.submit(job, wait_s=0.3)
@@ -336,7 +337,7 @@ def test_higher_priority_runs_first(serve: Callable[..., Server]) -> None:
 
     def recorded(jobs: Sequence[Job], *how: Any) -> Launched:
         queries = [bytes(array["query"]) for array in arrays]
-        started.extend(queries.index(bytes(job.inputs.tensors["query"].data)) for job in jobs)
+        started.extend(queries.index(bytes(job.tensors["query"].data)) for job in jobs)
         return launch(jobs, *how)
 
     server.engine.batch_runner.launch = recorded

@@ -226,7 +226,7 @@ def test_internal_error_sets_the_status_of_the_span(
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("qkv.jobs.job.Job.from_message", broken)
+    monkeypatch.setattr("qkv.jobs.plan.Plan.from_message", broken)
     assert traced.http.post(PATH, content=TINY_BODY).status_code == 500
     wait_until(lambda: len(collector.spans) == 1)
     (span,) = collector.spans

@@ -34,7 +34,7 @@ from qkv.api.endpoints import (
     verify,
 )
 from qkv.api.error_responses import add_error_handlers, error_response
-from qkv.api.job_runner import JobRunner, job_limits
+from qkv.api.job_runner import JobRunner
 from qkv.api.middleware import (
     DrainTimeoutMiddleware,
     HeadMiddleware,
@@ -280,8 +280,8 @@ def new_device_process(
     Raises:
         ValueError: the device does not exist.
     """
-    engine, limits = _new_engine(settings, device, worker), job_limits(settings)
-    return DeviceProcess(engine, worker, shared_memory, limits, control_socket, parent_alive_fd)
+    engine = _new_engine(settings, device, worker)
+    return DeviceProcess(engine, worker, shared_memory, control_socket, parent_alive_fd)
 
 
 def new_shared_state(settings: Settings, workers: int, devices: Sequence[str] = ()) -> SharedState:

@@ -18,7 +18,8 @@ from qkv.engine.admission import Admission
 from qkv.engine.job_executor import JobExecutor
 from qkv.engine.work_queue import JobResult
 from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.plan_cache import PlanCache
 from qkv.settings import Settings
 from qkv.telemetry.metrics import MetricsRecorder
@@ -126,16 +127,16 @@ class JobRunner:
         # a body that is too large gets 413 later, even if the queue is full
         return self._engine.admission.admit(declared if declared <= self._max_body_bytes else 0)
 
-    async def new_job(self, variant: str, message: Message, kind: type[Job] = Job) -> Job:
+    async def new_job(self, variant: str, message: Message, kind: type[Plan] = Plan) -> Job:
         """Validates a request.
 
         Args:
             variant: the variant's name.
-            message: as for `Job.from_message`.
-            kind: the class of the job; `Job` is a forward pass.
+            message: as for `Plan.from_message`.
+            kind: the class of the plan; `Plan` is a forward pass.
 
         Raises:
-            QkvError: from `Job.from_message`.
+            QkvError: from `Plan.from_message` and `Job.from_message`.
         """
         tensors = (*message.tensors.values(), *message.layer.values())
         # casting numbers without a dtype is slow; other tensors cost little
@@ -169,7 +170,7 @@ class JobRunner:
             wait_s = deadline_s
         is_late = wait_s is not None and time.perf_counter() - received_at >= wait_s
         job_result = None
-        if job.is_small and not is_late:
+        if job.plan.is_small and not is_late:
             if len(request.scope.get("state", {}).get(TASKS_STATE, ())) > 1:
                 job_result = await self._engine.run_with_others(job)
             else:
@@ -179,9 +180,9 @@ class JobRunner:
         timing = job_result.timing
         timing["total_ms"] = (time.perf_counter() - received_at) * 1e3
         self._metrics_recorder.record_run(
-            job.variant.name, timing["queue_ms"] / 1e3, timing["compute_ms"] / 1e3
+            job.plan.variant.name, timing["queue_ms"] / 1e3, timing["compute_ms"] / 1e3
         )
-        return RunResult(job_result.outputs, timing, job.annotations)
+        return RunResult(job_result.outputs, timing, job.plan.annotations)
 
     async def _run_queued(
         self, request: Request, received_at: float, job: Job, priority: int, wait_s: float | None

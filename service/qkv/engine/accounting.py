@@ -29,9 +29,9 @@ class JobAccounting:
 
     def record_failure(self, job: Job, enqueued_at: float) -> None:
         """Records a job that failed or expired; it was submitted at `enqueued_at`."""
-        if self.stats_recorder is not None and job.is_inference:
+        if self.stats_recorder is not None and job.plan.is_inference:
             total_s = time.perf_counter() - enqueued_at
-            self.stats_recorder.record_failure(job.variant.name, total_s)
+            self.stats_recorder.record_failure(job.plan.variant.name, total_s)
 
     def record_batch(
         self, jobs: Sequence[Job], enqueued_at: Sequence[float], outputs: Sequence[JobOutput]
@@ -45,8 +45,8 @@ class JobAccounting:
         """
         now = time.perf_counter()
         # model statistics count inference requests only
-        if self.stats_recorder is not None and jobs[0].is_inference:
-            self.stats_recorder.record_batch(jobs[0].variant.name, now, enqueued_at, outputs)
+        if self.stats_recorder is not None and jobs[0].plan.is_inference:
+            self.stats_recorder.record_batch(jobs[0].plan.variant.name, now, enqueued_at, outputs)
         results = []
         for job, at, output in zip(jobs, enqueued_at, outputs, strict=True):
             timing = {
@@ -57,8 +57,8 @@ class JobAccounting:
                 "batch_size": output.batch_size,
                 "device": self._device,
                 "backend": output.backend,
-                "flops": job.flops,
-                "bytes": job.bytes,
+                "flops": job.plan.flops,
+                "bytes": job.plan.bytes,
             }
             results.append(JobResult(output.outputs, timing))
         return results

@@ -100,7 +100,7 @@ class BatchRunner:
             jobs: at least one.
             enqueued_at: submission time of each job, by `time.perf_counter`.
         """
-        batch_bytes = sum([job.bytes for job in jobs])
+        batch_bytes = sum([job.plan.bytes for job in jobs])
         try:
             outputs = launched()
         except BaseException as error:
@@ -120,7 +120,7 @@ class BatchRunner:
             middle = len(jobs) // 2
             halves = (slice(middle), slice(middle, None))
             return [r for half in halves for r in self.run(jobs[half], enqueued_at[half])]
-        _log.error("a job of %s failed", jobs[0].variant.name, exc_info=cause)
+        _log.error("a job of %s failed", jobs[0].plan.variant.name, exc_info=cause)
         self._accounting.record_failure(jobs[0], enqueued_at[0])
         return [to_client_error(cause, self._device)]
 

@@ -40,8 +40,8 @@ class _Kind:
 class BatchVerifier:
     """Compares jobs of a stacked call with themselves alone, bit for bit: first, middle and last.
 
-    Batches of one kind have equal `Job.kind`, number of items, and sizes of jobs. A kind with other
-    bits is not stacked again, as long as it is among the most recent ones.
+    Batches of one kind have equal `Plan.batch_key`, number of items, and sizes of jobs. A kind with
+    other bits is not stacked again, as long as it is among the most recent ones.
 
     Args:
         mode: which batches are checked.
@@ -90,18 +90,20 @@ class BatchVerifier:
             _log.warning(
                 "%s has other bits in a batch of %d requests than alone: "
                 "batches of this kind are not stacked again",
-                jobs[0].variant.name,
+                jobs[0].plan.variant.name,
                 len(jobs),
             )
         return is_same
 
     def _find(self, jobs: Sequence[Job]) -> _Kind:
         """Returns the kind of a batch; forgets the least recently used one."""
-        sizes = [job.batch_size for job in jobs]
-        key = jobs[0].kind, sum(sizes), tuple(sorted(set(sizes)))
+        plan, sizes = jobs[0].plan, [job.plan.batch_size for job in jobs]
+        key = plan.batch_key, sum(sizes), tuple(sorted(set(sizes)))
         if (kind := self._kinds.get(key)) is None:
             kind = _Kind()
-            self._kinds.put(key, kind, _KIND_BYTES + plain_bytes((key, jobs[0].arguments)))
+            self._kinds.put(
+                key, kind, _KIND_BYTES + plain_bytes((plan.batch_key.parts, key, plan.arguments))
+            )
         return kind
 
 

@@ -262,7 +262,7 @@ class Engine:
             ServiceUnavailable: the engine is stopping.
             QkvError: the job failed.
         """
-        if not self._runs_inline or not job.is_small:
+        if not self._runs_inline or not job.plan.is_small:
             return None
         if not self.is_ready:
             raise self._unavailable_error()
@@ -410,7 +410,7 @@ class Engine:
 
     def _threads_to_lend(self, job: Job) -> int:
         """Returns the number of CPU threads that a job may use: more than one if it is alone."""
-        is_alone = not job.is_small and not self._queue.queued.bytes
+        is_alone = not job.plan.is_small and not self._queue.queued.bytes
         return self._idle_threads() if is_alone else 1
 
     def _wait_for_job(self) -> bool:

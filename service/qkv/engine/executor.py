@@ -18,17 +18,15 @@ from qkv.attention.common import guards
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
 from qkv.engine.forward import LayerTensors, call_variant, can_defer, in_layout
-from qkv.jobs.gradient_job import GradientJob
+from qkv.jobs.buffer_layout import ALIGNMENT
+from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_jobs import Float64Job
+from qkv.jobs.measure.probe_plans import Float64Plan
 from qkv.tensors import DTYPES, RawTensor
 
-__all__ = ["ALIGNMENT", "JobOutput", "Launched", "execute", "launch"]
+__all__ = ["JobOutput", "Launched", "execute", "launch"]
 
 _ONE_THREAD_FLOPS: Final = 1 << 28  # about 2 ms of one thread
-
-ALIGNMENT: Final = 64
-"""Alignment of every buffer, in bytes: the bits of a CPU kernel depend on it."""
 
 _Path = Literal["careful", "ordinary", "wide"]
 _FITS: Final = "fitting items"  # the name of the guards among the outputs
@@ -38,7 +36,7 @@ class JobOutput(NamedTuple):
     """The outputs of one job, and its timing.
 
     Attributes:
-        outputs: tensors with the shapes and dtypes of `Job.output_specs`.
+        outputs: tensors with the shapes and dtypes of `Plan.output_specs`.
         started_at: start of its batch, by `time.perf_counter`.
         load_s: seconds of aligning the tensors and moving them to the device.
         compute_s: seconds of projections and variant; on a GPU between two events.
@@ -96,7 +94,7 @@ def launch(
     alone = partial(
         _run_alone, device=device, batch_size=len(jobs), threads=threads, idle_threads=idle_threads
     )
-    if not (stack and can_defer(jobs[0])):
+    if not (stack and can_defer(jobs[0].plan)):
         if device.is_accelerator:  # the results of the previous batch come first
             return partial(_each, jobs, alone)
         outputs = [alone(job) for job in jobs]
@@ -131,9 +129,14 @@ def _run_alone(
     job: Job, device: Device, batch_size: int, threads: int, idle_threads: int
 ) -> JobOutput:
     """Runs a job whose conditions are read at once, in the way that its numbers need."""
-    if job.flops < _ONE_THREAD_FLOPS:
+    if job.plan.flops < _ONE_THREAD_FLOPS:
         threads = 1
-    elif idle_threads > threads and batch_size == 1 and not device.is_accelerator and job.uses_sdpa:
+    elif (
+        idle_threads > threads
+        and batch_size == 1
+        and not device.is_accelerator
+        and job.plan.uses_sdpa
+    ):
         torch.set_num_threads(idle_threads)
         output = _Call([job], device, batch_size).finish()[0]
         if output is not None and output.backend == "sdpa":
@@ -161,26 +164,26 @@ class _Call:
     ) -> None:
         self.jobs, self._device, self._batch_size, self._path = jobs, device, batch_size, path
         self.started_at = time.perf_counter()
-        job, self._sizes = jobs[0], [job.batch_size for job in jobs]
+        plan, self._sizes = jobs[0].plan, [job.plan.batch_size for job in jobs]
         inputs = device.load(
-            {name: _host(jobs, self._sizes, name, device) for name in job.inputs.tensors}
+            {name: _host(jobs, self._sizes, name, device) for name in plan.inputs.specs}
         )
-        weights = {} if job.inputs.layer is None else _layer_weights(job, device)
+        weights = {} if jobs[0].layer is None else _layer_weights(jobs[0], device)
         # an accelerator may still read them when this returns
         self._in_use: tuple[object, ...] = (inputs, weights)
         self._loaded_at = time.perf_counter()
         self._stopwatch: Stopwatch = device.start_stopwatch()
         plane_BH = None
-        if len(jobs) > 1 and job.variant.takes_plane:
-            H = job.inputs.axes.sizes["H"]
+        if len(jobs) > 1 and plan.variant.takes_plane:
+            H = plan.inputs.axes.sizes["H"]
             plane_BH = _plane_indices(self._sizes, H, device.torch_device)
         if path != "careful":
             with guards.deferred(sum(self._sizes), is_wide=path == "wide") as collected:
-                output = call_variant(job, inputs, weights, plane_BH, device)
+                output = call_variant(plan, inputs, weights, plane_BH, device)
             fits_B = collected.fitting_items(device.torch_device)
             tensors = {**output.tensors, _FITS: fits_B}
         else:
-            output = call_variant(job, inputs, weights, plane_BH, device)
+            output = call_variant(plan, inputs, weights, plane_BH, device)
             tensors = output.tensors
         self._backend = output.backend
         self._stopwatch.stop()
@@ -189,9 +192,9 @@ class _Call:
     @property
     def can_widen(self) -> bool:
         """True if float64 may be wide enough for jobs that need another path."""
-        job = self.jobs[0]
-        computes_in_float64 = isinstance(job, GradientJob | Float64Job)
-        return not computes_in_float64 and job.inputs.dtype != "float64"
+        plan = self.jobs[0].plan
+        computes_in_float64 = isinstance(plan, GradientPlan | Float64Plan)
+        return not computes_in_float64 and plan.inputs.dtype != "float64"
 
     def again(self, jobs: Sequence[Job]) -> _Call:
         """Begins a call of some of the jobs in float64."""
@@ -203,7 +206,7 @@ class _Call:
         self._in_use = ()
         unloaded_at = time.perf_counter()
         fits = _each_job(self._sizes, tensors.pop(_FITS)) if _FITS in tensors else [True]
-        outputs = _split(jobs, self._sizes, in_layout(jobs[0], tensors))
+        outputs = _split(jobs, self._sizes, in_layout(jobs[0].plan, tensors))
         load_s, compute_s = self._loaded_at - self.started_at, self._stopwatch.seconds()
         split_s = self._unloading.seconds() + time.perf_counter() - unloaded_at
         counts = (self._batch_size, sum(fits), len(jobs))
@@ -231,19 +234,15 @@ def _host(jobs: Sequence[Job], sizes: Sequence[int], name: str, device: Device) 
 
     `sizes` are the numbers of their items.
     """
-    job = jobs[0]
-    raw, shape, spec = (
-        job.inputs.tensors[name],
-        job.inputs.shapes[name],
-        job.variant.inputs.get(name),
-    )
+    plan, raw = jobs[0].plan, jobs[0].tensors[name]
+    shape, spec = plan.inputs.shapes[name], plan.variant.inputs.get(name)
     if len(jobs) == 1 and not device.is_accelerator:
         return _load(raw, shape)
     if spec is not None and spec.broadcasts:
         parts = [_expanded(job, name) for job in jobs]
         whole = device.empty_on_host((sum(map(len, parts)), *shape[1:]), parts[0].dtype)
         return torch.cat(parts, out=whole)
-    buffers = [job.inputs.tensors[name].data for job in jobs[: None if job.has_batch(name) else 1]]
+    buffers = [job.tensors[name].data for job in jobs[: None if plan.has_batch(name) else 1]]
     if len(buffers) > 1:
         shape = (sum(sizes), *shape[1:])
     whole = device.empty_on_host(shape, _TORCH[raw.dtype])
@@ -256,8 +255,8 @@ def _host(jobs: Sequence[Job], sizes: Sequence[int], name: str, device: Device) 
 
 def _expanded(job: Job, name: str) -> Tensor:
     """Returns a mask with an axis B of full size."""
-    raw, shape = job.inputs.tensors[name], job.inputs.shapes[name]
-    return _load(raw, shape).expand(job.batch_size, *shape[1:])
+    raw, shape = job.tensors[name], job.plan.inputs.shapes[name]
+    return _load(raw, shape).expand(job.plan.batch_size, *shape[1:])
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -296,12 +295,12 @@ def _to_dense_tensor(array: np.ndarray, device: Device) -> Tensor:
 
 def _layer_weights(job: Job, device: Device) -> LayerTensors:
     """Returns the arrays of the layer that the variant needs, dense in every layout."""
-    assert job.inputs.layer is not None
-    unused = set(ROLES).difference(job.roles)
+    assert job.layer is not None
+    unused = set(ROLES).difference(job.plan.roles)
     return device.load(
         {
             name: _to_dense_tensor(array, device)
-            for name, array in job.inputs.layer.arrays.items()
+            for name, array in job.layer.arrays.items()
             if name.partition(".")[0] not in unused
         }
     )
@@ -321,12 +320,12 @@ def _split(
     """Returns the outputs of each job as views, in the dtypes and shapes of its `output_specs`."""
     outputs: list[dict[str, RawTensor]] = [{} for _ in jobs]
     for name, whole in tensors.items():
-        dtype, _ = jobs[0].output_specs[name]
+        dtype, _ = jobs[0].plan.output_specs[name]
         # only projections in float64 have another dtype
         data = _bytes_of(whole if whole.dtype == _TORCH[dtype] else whole.to(_TORCH[dtype]))
         item_bytes, first = data.nbytes // sum(sizes), 0
         for job, size, job_outputs in zip(jobs, sizes, outputs, strict=True):
-            _, shape = job.output_specs[name]
+            _, shape = job.plan.output_specs[name]
             # a single job's tensor may have no axis B
             last = first + item_bytes * size if len(jobs) > 1 else data.nbytes
             job_outputs[name] = RawTensor(dtype, shape, data[first:last])

@@ -18,16 +18,16 @@ from qkv.engine import layer_pass
 from qkv.engine.device.device import Device
 from qkv.engine.layer_pass import GRADIENT, LayerTensors
 from qkv.engine.weight_blocks import compute_weight_form
-from qkv.jobs.gradient_job import GRAD_OUTPUT, GradientJob
-from qkv.jobs.job import Job
-from qkv.jobs.measure.probe_jobs import (
+from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
+from qkv.jobs.measure.probe_plans import (
     PEAK_BYTES,
-    Float64Job,
-    PeakMemoryJob,
+    Float64Plan,
+    PeakMemoryPlan,
     float64_arguments,
     to_float64,
 )
-from qkv.jobs.measure.row_divergence import RowDivergenceJob, compare_rows
+from qkv.jobs.measure.row_divergence import RowDivergencePlan, compare_rows
+from qkv.jobs.plan import Plan
 
 __all__ = ["LayerTensors", "VariantOutput", "call_variant", "can_defer", "in_layout"]
 
@@ -46,113 +46,116 @@ class VariantOutput(NamedTuple):
 
 
 def call_variant(
-    job: Job,
+    plan: Plan,
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     plane_BH: Tensor | None,
     device: Device,
 ) -> VariantOutput:
-    """Projects the tensors if the job has a layer, then calls the variant.
+    """Projects the tensors if the plan has a layer, then calls the variant.
 
     Args:
-        job: variant, parameters and outputs; its own tensors are not read.
+        plan: variant, parameters, outputs and layer.
         tensors: by name, with every axis of the signature.
-        weights: of the job's layer; empty without a layer.
+        weights: of the plan's layer; empty without a layer.
         plane_BH: as `softmax.attend` takes it; None: the tensors belong to a single request.
         device: of the tensors.
     """
-    if isinstance(job, PeakMemoryJob):
+    if isinstance(plan, PeakMemoryPlan):
         peak_bytes = device.measure_peak_bytes(
-            lambda: _run_forward(job, tensors, weights, plane_BH)
+            lambda: _run_forward(plan, tensors, weights, plane_BH)
         )
         return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
-    return _CALLS.get(type(job), _run_forward)(job, tensors, weights, plane_BH)
+    return _CALLS.get(type(plan), _run_forward)(plan, tensors, weights, plane_BH)
 
 
-def can_defer(job: Job) -> bool:
-    """Returns True if no code of the job reads numbers but by `guards`."""
-    is_plain = not isinstance(job, PeakMemoryJob | RowDivergenceJob)
-    return is_plain and job.variant.stackable_below > 0
+def can_defer(plan: Plan) -> bool:
+    """Returns True if no code of a job reads numbers but by `guards`."""
+    is_plain = not isinstance(plan, PeakMemoryPlan | RowDivergencePlan)
+    return is_plain and plan.variant.stackable_below > 0
 
 
 def _run_forward(
-    job: Job, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
+    plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
 ) -> VariantOutput:
-    projected = tensors if job.inputs.layer is None else layer_pass.project(job, tensors, weights)
-    return _attend(job, _arguments(job, projected, plane_BH), weights)
+    projected = tensors if plan.inputs.layer is None else layer_pass.project(plan, tensors, weights)
+    return _attend(plan, _arguments(plan, projected, plane_BH), weights)
 
 
 def _run_gradients(
-    job: GradientJob, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
+    plan: GradientPlan,
+    tensors: Mapping[str, Tensor],
+    weights: LayerTensors,
+    plane_BH: Tensor | None,
 ) -> VariantOutput:
-    backend = "closed form" if job.variant.has_closed_form_gradients else "autograd"
-    if job.inputs.layer is not None:
-        tensors = _without_hidden(job, tensors)
-    arguments = _arguments(job, layer_pass.project(job, tensors, weights), plane_BH)
-    return VariantOutput(_compute_gradients(job, tensors, weights, arguments), backend)
+    backend = "closed form" if plan.variant.has_closed_form_gradients else "autograd"
+    if plan.inputs.layer is not None:
+        tensors = _without_hidden(plan, tensors)
+    arguments = _arguments(plan, layer_pass.project(plan, tensors, weights), plane_BH)
+    return VariantOutput(_compute_gradients(plan, tensors, weights, arguments), backend)
 
 
 def _run_in_float64(
-    job: Float64Job, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
+    plan: Float64Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
 ) -> VariantOutput:
     tensors, weights = _to_float64(tensors, weights)
-    projected = layer_pass.project(job, tensors, weights)
-    arguments = float64_arguments(job.variant, projected, job.arguments, job.inputs.dtype)
-    if job.variant.takes_plane:
+    projected = layer_pass.project(plan, tensors, weights)
+    arguments = float64_arguments(plan.variant, projected, plan.arguments, plan.inputs.dtype)
+    if plan.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
-    return _attend(job, arguments, weights)
+    return _attend(plan, arguments, weights)
 
 
 def _run_row_divergence(
-    job: RowDivergenceJob,
+    plan: RowDivergencePlan,
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     _plane_BH: Tensor | None,
 ) -> VariantOutput:
-    projected = layer_pass.project(job, *_to_float64(tensors, weights))
-    return VariantOutput(compare_rows(job, projected), "explicit")
+    projected = layer_pass.project(plan, *_to_float64(tensors, weights))
+    return VariantOutput(compare_rows(plan, projected), "explicit")
 
 
-_CALLS: Final[Mapping[type[Job], Callable[..., VariantOutput]]] = {
-    GradientJob: _run_gradients,
-    Float64Job: _run_in_float64,
-    RowDivergenceJob: _run_row_divergence,
+_CALLS: Final[Mapping[type[Plan], Callable[..., VariantOutput]]] = {
+    GradientPlan: _run_gradients,
+    Float64Plan: _run_in_float64,
+    RowDivergencePlan: _run_row_divergence,
 }
 
 
 def _arguments(
-    job: Job, projected: Mapping[str, Tensor], plane_BH: Tensor | None
+    plan: Plan, projected: Mapping[str, Tensor], plane_BH: Tensor | None
 ) -> dict[str, Any]:
     """Returns tensors and parameters as the variant's functions take them."""
     if are_deferred():
-        _defer_size_checks(job, projected)
-    arguments: dict[str, Any] = {a: projected[name] for name, a in job.tensor_arguments}
-    arguments.update(job.arguments)
-    if job.variant.takes_plane:
+        _defer_size_checks(plan, projected)
+    arguments: dict[str, Any] = {a: projected[name] for name, a in plan.tensor_arguments}
+    arguments.update(plan.arguments)
+    if plan.variant.takes_plane:
         arguments["plane_BH"] = plane_BH
     return arguments
 
 
-def _defer_size_checks(job: Job, projected: Mapping[str, Tensor]) -> None:
+def _defer_size_checks(plan: Plan, projected: Mapping[str, Tensor]) -> None:
     """Defers the check that all numbers are of a size for which the variant may be stacked."""
-    for name, spec in job.variant.inputs.items():
+    for name, spec in plan.variant.inputs.items():
         x = projected.get(name)
         if x is None or not x.is_floating_point() or "B" not in spec.letters or spec.broadcasts:
             continue
-        holds(largest_size(x) < job.variant.stackable_below)
+        holds(largest_size(x) < plan.variant.stackable_below)
 
 
-def _attend(job: Job, arguments: Mapping[str, Any], weights: LayerTensors) -> VariantOutput:
-    """Returns the outputs of a job, its form of the weights included."""
+def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> VariantOutput:
+    """Returns the outputs of a plan, its form of the weights included."""
     computed, summary, backend = {}, {}, "blocks"
-    if job.form.is_summary:
-        sizes = job.inputs.axes.sizes
-        summary = compute_weight_form(job.variant, job.form, arguments, job.parameters, sizes)
-    if job.attend_outputs:
-        result = job.variant.attend(**arguments, outputs=frozenset(job.attend_outputs))
-        computed = {name: getattr(result, name) for name in job.attend_outputs}
+    if plan.form.is_summary:
+        sizes = plan.inputs.axes.sizes
+        summary = compute_weight_form(plan.variant, plan.form, arguments, plan.parameters, sizes)
+    if plan.attend_outputs:
+        result = plan.variant.attend(**arguments, outputs=frozenset(plan.attend_outputs))
+        computed = {name: getattr(result, name) for name in plan.attend_outputs}
         backend = getattr(result, "backend", "explicit")
-    if job.inputs.layer is not None and "output" in computed:
+    if plan.inputs.layer is not None and "output" in computed:
         computed["output"] = layer_pass.project_output(computed["output"], weights)
     return VariantOutput(computed | summary if summary else computed, backend)
 
@@ -164,7 +167,7 @@ def _to_float64(
     return inputs, wide
 
 
-def _without_hidden(job: GradientJob, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _without_hidden(plan: GradientPlan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Returns the tensors with one embedding for each role, zeros in place of hidden NaN.
 
     Keys and values are hidden at and after `key_lengths`, queries where the row of grad_output is
@@ -172,7 +175,7 @@ def _without_hidden(job: GradientJob, tensors: Mapping[str, Tensor]) -> Mapping[
     """
     grad, lengths_B = tensors[GRAD_OUTPUT], tensors.get("key_lengths")
     shown = {n: t for n, t in tensors.items() if n != "x"}
-    for role in job.roles:
+    for role in plan.roles:
         x_BNM = shown[role] = tensors["x"] if "x" in tensors else tensors[role]
         if role == "query":
             hidden_BN = (grad == 0).all(-1)
@@ -185,33 +188,33 @@ def _without_hidden(job: GradientJob, tensors: Mapping[str, Tensor]) -> Mapping[
 
 
 def _compute_gradients(
-    job: GradientJob,
+    plan: GradientPlan,
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     arguments: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     """Returns the gradients of each input, and of the layer's weights."""
-    grad, layer, backward = tensors[GRAD_OUTPUT], job.inputs.layer, job.variant.backward
+    grad, layer, backward = tensors[GRAD_OUTPUT], plan.inputs.layer, plan.variant.backward
     assert backward is not None
     if layer is None:
         return backward(grad, **arguments)
     gradients: dict[str, Tensor] = {}
     if layer.output_width is not None:
-        grad, gradients = _output_gradients(job, grad, weights, arguments)
-    _, heads, *_ = job.variant.outputs["output"].letters
-    grad = projection.split_heads(grad, job.inputs.axes.sizes[heads])
+        grad, gradients = _output_gradients(plan, grad, weights, arguments)
+    _, heads, *_ = plan.variant.outputs["output"].letters
+    grad = projection.split_heads(grad, plan.inputs.axes.sizes[heads])
     raw = backward(grad, **arguments)
-    gradients |= layer_pass.project_back(job, tensors, weights, raw)
-    if "x" in job.inputs.tensors:
-        gradients["x"] = torch.stack([gradients.pop(role) for role in job.roles]).sum(0)
+    gradients |= layer_pass.project_back(plan, tensors, weights, raw)
+    if "x" in plan.inputs.specs:
+        gradients["x"] = torch.stack([gradients.pop(role) for role in plan.roles]).sum(0)
     return gradients
 
 
 def _output_gradients(
-    job: GradientJob, grad_BLM: Tensor, weights: LayerTensors, arguments: Mapping[str, Any]
+    plan: GradientPlan, grad_BLM: Tensor, weights: LayerTensors, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the gradient of the output projection's input, and those of its weight and bias."""
-    output_BHLE = job.variant.attend(**arguments, outputs=frozenset({"output"})).output
+    output_BHLE = plan.variant.attend(**arguments, outputs=frozenset({"output"})).output
     unused_BL = (grad_BLM == 0).all(-1)  # their rows may be NaN
     merged_BLX = projection.merge_heads(output_BHLE).masked_fill(unused_BL[..., None], 0)
     grad_BLX, weight, bias = projection.project_back(
@@ -221,10 +224,10 @@ def _output_gradients(
     return grad_BLX, {GRADIENT + name: tensor for name, tensor in named.items()}
 
 
-def in_layout(job: Job, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns a job's outputs on the CPU with the gradients of its layer in the layer's layout."""
-    layer = job.inputs.layer
-    if layer is None or not isinstance(job, GradientJob):
+def in_layout(plan: Plan, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns a plan's outputs on the CPU with the gradients of its layer in the layer's layout."""
+    layer = plan.inputs.layer
+    if layer is None or not isinstance(plan, GradientPlan):
         return tensors
     gradients = {}
     for name, weight in layer.weights.items():

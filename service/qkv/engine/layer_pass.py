@@ -17,7 +17,7 @@ from qkv.attention.layers.layer import FREQUENCIES, SLOPES, Layer
 from qkv.attention.layers.layer_weights import SINKS
 from qkv.attention.layers.qk_norm import normalize, normalize_back
 from qkv.attention.layers.rope import rotate
-from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 
 __all__ = ["GRADIENT", "LayerTensors", "project", "project_back", "project_output"]
 
@@ -28,19 +28,21 @@ GRADIENT: Final = "gradient of "
 """The beginning of the name of a weight's gradient, before the name of the weight."""
 
 
-def project(job: Job, tensors: Mapping[str, Tensor], weights: LayerTensors) -> Mapping[str, Tensor]:
+def project(
+    plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors
+) -> Mapping[str, Tensor]:
     """Returns the tensors, with queries, keys and values in place of embeddings.
 
     If a projection overflows its dtype, all three are float64: the output computed from them may
     still be finite.
     """
-    if (layer := job.inputs.layer) is None:
+    if (layer := plan.inputs.layer) is None:
         return tensors
-    used = [role for role in job.roles if f"{role}.weight" in weights]
+    used = [role for role in plan.roles if f"{role}.weight" in weights]
     rest = {n: t for n, t in tensors.items() if n != "x" and n not in used}
     rest |= {name: weights[name] for name in (SINKS, SLOPES) if name in weights}
     if layer.options.alibi == "scaled":  # the biases are added before the scores are scaled
-        scale = job.arguments.get("scale")
+        scale = plan.arguments.get("scale")
         rest[SLOPES] = weights[SLOPES] * (layer.head_width**-0.5 if scale is None else scale)
     for widen in (True,) if are_wide() else (False, True):
         projected = {}
@@ -48,7 +50,7 @@ def project(job: Job, tensors: Mapping[str, Tensor], weights: LayerTensors) -> M
             x_BNM = tensors["x"] if "x" in tensors else tensors[role]
             x_BNM = x_BNM.double() if widen else x_BNM
             flat = _project_role(layer, role, x_BNM, weights)
-            projected[role] = _position(job, role, flat, tensors, weights)
+            projected[role] = _position(plan, role, flat, tensors, weights)
         if all(holds(t.isfinite()) for t in projected.values()):
             break
     return rest | projected
@@ -69,26 +71,26 @@ def project_output(output_BHLE: Tensor, weights: LayerTensors) -> Tensor:
 
 
 def project_back(
-    job: Job, tensors: Mapping[str, Tensor], weights: LayerTensors, raw: Mapping[str, Tensor]
+    plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, raw: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Returns the gradients of the embeddings and of the layer's weights.
 
     Args:
-        job: a gradient job with a layer.
+        plan: of gradients with a layer.
         tensors: its inputs, with the embedding of each role under the role's name.
         weights: of the layer.
         raw: the gradients of the variant's inputs.
     """
-    layer = job.inputs.layer
+    layer = plan.inputs.layer
     assert layer is not None
-    roles = [role for role in job.roles if f"{role}.weight" in weights]
+    roles = [role for role in plan.roles if f"{role}.weight" in weights]
     from_layer = {*roles, *layer.variant_inputs}
     gradients = {name: tensor for name, tensor in raw.items() if name not in from_layer}
     if SINKS in weights:
         gradients[GRADIENT + SINKS] = raw[SINKS]
     for role in roles:
         x_BNM, grad_BHND = tensors[role], raw[role]
-        grad_BHND = _position(job, role, grad_BHND, tensors, weights, inverse=True)
+        grad_BHND = _position(plan, role, grad_BHND, tensors, weights, inverse=True)
         norm = weights.get(f"{role}_norm.weight")
         if norm is not None:
             flat = _project_linear(layer, role, x_BNM.to(grad_BHND.dtype), weights)
@@ -125,7 +127,7 @@ def _project_role(layer: Layer, role: str, x_BNM: Tensor, weights: LayerTensors)
 
 
 def _position(
-    job: Job,
+    plan: Plan,
     role: str,
     x_BHND: Tensor,
     tensors: Mapping[str, Tensor],
@@ -134,14 +136,14 @@ def _position(
     inverse: bool = False,
 ) -> Tensor:
     """Returns queries or keys with their rotary embedding; values unchanged."""
-    layer = job.inputs.layer
+    layer = plan.inputs.layer
     if role == "value" or FREQUENCIES not in weights:
         return x_BHND
     assert layer is not None
     assert layer.options.rope is not None
     positions = torch.arange(x_BHND.shape[2], dtype=torch.float64, device=x_BHND.device)
     if role == "query":
-        positions = positions + _query_offset(job, tensors)
+        positions = positions + _query_offset(plan, tensors)
     return rotate(
         x_BHND,
         weights[FREQUENCIES],
@@ -152,12 +154,12 @@ def _position(
     )
 
 
-def _query_offset(job: Job, tensors: Mapping[str, Tensor]) -> Tensor | int:
+def _query_offset(plan: Plan, tensors: Mapping[str, Tensor]) -> Tensor | int:
     """Returns the position of the first query on the key axis: a number, or (B, 1, 1)."""
-    offset = job.arguments.get("query_offset", 0)
+    offset = plan.arguments.get("query_offset", 0)
     if offset != "end":
         return int(offset)
-    sizes = job.inputs.axes.sizes
+    sizes = plan.inputs.axes.sizes
     lengths_B = tensors.get("key_lengths")
     if lengths_B is None:
         return sizes["S"] - sizes["L"]

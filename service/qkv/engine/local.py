@@ -24,13 +24,14 @@ from qkv.engine.device_errors import to_client_error
 from qkv.engine.executor import JobOutput, execute
 from qkv.errors import InvalidContent
 from qkv.jobs.convert import convert_message
-from qkv.jobs.gradient_job import GradientJob
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.gradient_plan import GradientPlan
+from qkv.jobs.job import Job
 from qkv.jobs.measure import compare_report
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.probe_jobs import float64_arguments, to_float64
+from qkv.jobs.measure.probe_plans import float64_arguments, to_float64
 from qkv.jobs.measure.sweep_request import SweepRequest
 from qkv.jobs.measure.sweep_run import SweepEvent, SweepRun
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import FLOATING, RawTensor
 from qkv.wire import json
 from qkv.wire.message import Message
@@ -59,7 +60,7 @@ def attend(variant: str, message: Message) -> Message:
     Raises:
         QkvError: as the service would respond.
     """
-    return _run(Job.from_message(variant, message, _UNLIMITED), "outputs")
+    return _run(Job.new(Plan, variant, message, _UNLIMITED), "outputs")
 
 
 def gradients(variant: str, message: Message) -> Message:
@@ -68,7 +69,7 @@ def gradients(variant: str, message: Message) -> Message:
     Raises:
         QkvError: as the service would respond.
     """
-    return _run(GradientJob.from_message(variant, message, _UNLIMITED), "gradients")
+    return _run(Job.new(GradientPlan, variant, message, _UNLIMITED), "gradients")
 
 
 def reference(variant: str, message: Message) -> Message:
@@ -84,25 +85,26 @@ def reference(variant: str, message: Message) -> Message:
         QkvError: as the service would respond.
     """
     message = replace(message, fields={**message.fields, "weights": "none"})
-    job = Job.from_message(variant, message, _UNLIMITED)
-    if job.inputs.layer is not None:
+    job = Job.new(Plan, variant, message, _UNLIMITED)
+    plan = job.plan
+    if job.layer is not None:
         raise InvalidContent("the reference takes no layer: project queries, keys and values first")
     wide = {}
-    for name, raw in job.inputs.tensors.items():
-        array = raw.numpy().reshape(job.inputs.shapes[name])
+    for name, raw in job.tensors.items():
+        array = raw.numpy().reshape(plan.inputs.shapes[name])
         array = array.astype(np.float64) if raw.dtype in FLOATING else array.copy()
         wide[name] = torch.from_numpy(array)
-    arguments = float64_arguments(job.variant, wide, job.arguments, job.inputs.dtype)
+    arguments = float64_arguments(plan.variant, wide, plan.arguments, plan.inputs.dtype)
     started_at = time.perf_counter()
     with torch.inference_mode():
-        result = job.variant.reference(**arguments)
+        result = plan.variant.reference(**arguments)
     compute_ms = (time.perf_counter() - started_at) * 1e3
     outputs = {}
-    for name in job.variant.outputs:
+    for name in plan.variant.outputs:
         if (tensor := getattr(result, name, None)) is not None:
-            array = to_float64(tensor).contiguous().numpy().reshape(job.output_shape(name))
+            array = to_float64(tensor).contiguous().numpy().reshape(plan.output_shape(name))
             outputs[name] = RawTensor.from_numpy(array)
-    annotations = {"weights_are": job.weights_are} if "weights" in outputs else {}
+    annotations = {"weights_are": plan.weights_are} if "weights" in outputs else {}
     timing = {"compute_ms": compute_ms, "device": "cpu", "backend": "reference"}
     return Message({"variant": variant, "outputs": None, **annotations, "timing": timing}, outputs)
 
@@ -150,15 +152,15 @@ def find_prefix(layout: object, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _run(job: Job, group: str) -> Message:
-    output = _execute(job)
+    output, plan = _execute(job), job.plan
     timing = {
         "compute_ms": output.compute_s * 1e3,
         "device": "cpu",
         "backend": output.backend,
-        "flops": job.flops,
-        "bytes": job.bytes_in + job.bytes_out,
+        "flops": plan.flops,
+        "bytes": plan.bytes,
     }
-    fields = {"variant": job.variant.name, group: None, **job.annotations, "timing": timing}
+    fields = {"variant": plan.variant.name, group: None, **plan.annotations, "timing": timing}
     return Message(fields, output.outputs)
 
 

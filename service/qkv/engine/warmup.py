@@ -16,7 +16,8 @@ from qkv.attention import catalogue
 from qkv.attention.signature import fixed_size
 from qkv.engine.job_executor import JobExecutor
 from qkv.errors import QkvError
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
@@ -41,7 +42,7 @@ async def warm_up(engine: JobExecutor, count: int) -> None:
             if not i.is_optional
         }
         for outputs in (["output"], list(variant.outputs)):
-            job = Job.from_message(name, Message({"outputs": outputs}, tensors), _LIMITS)
+            job = Job.new(Plan, name, Message({"outputs": outputs}, tensors), _LIMITS)
             try:
                 futures = [engine.submit(job) for _ in range(count)]
                 await asyncio.gather(*futures)

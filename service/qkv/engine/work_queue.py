@@ -166,7 +166,7 @@ class QueuedJob:
         if self.priority not in PRIORITIES:
             self.priority = DEFAULT_PRIORITY
         self.batch_key = self.priority, self.job.batch_key
-        self.load = Load(1, self.job.bytes, self.job.flops)
+        self.load = Load(1, self.job.plan.bytes, self.job.plan.flops)
 
     @property
     def bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Checks the tensors of a request against the signature of a variant."""
+"""Checks names, dtypes and shapes of a request's tensors against the signature of a variant."""
 
 from __future__ import annotations
 
@@ -9,100 +9,122 @@ from typing import NamedTuple
 import pydantic
 
 from qkv.attention.layers.layer import SLOPES, Layer
+from qkv.attention.layers.layer_checks import check_numbers
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.signature import Input, Output
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, pointer_to
 from qkv.jobs.axis_sizes import AxisSizes, bind_axes, omitted_axes
 from qkv.jobs.fields import JobFields
-from qkv.jobs.layer_inputs import layer_of, parse_layer_options
-from qkv.tensors import FLOATING, RawTensor
-from qkv.wire.casting import cast_untyped
+from qkv.jobs.layer_inputs import arrays_of, layer_of, parse_layer_options
+from qkv.tensors import FLOATING, RawTensor, nbytes
+from qkv.wire.casting import cast_untyped, dtype_of
 from qkv.wire.message import Message
 
 __all__ = ["Inputs"]
 
 
 class Inputs(NamedTuple):
-    """Tensors that fit a variant.
+    """The tensors of a request that fits a variant, without their numbers.
 
     Attributes:
-        tensors: the variant's inputs, or the embeddings of its layer, in the request's shapes.
-        layer: the layer that projects them, or None.
-        dtype: the dtype that all of them share.
+        specs: the input of the signature that each tensor is, by the tensor's name.
+        dtypes: the dtype in which each tensor is computed.
+        sent_shapes: the shape of each tensor in the request.
         shapes: the shape of each tensor with every axis: the signature's, or (B, length, M).
         axes: the sizes of the variant's letters.
-        specs: the input of the signature that each tensor is.
+        layer: the layer that projects embeddings, without its numbers; None: there is none.
+        dtype: the dtype that all of them share.
         cast_dtype: the dtype of tensors that the request has without one.
     """
 
-    tensors: Mapping[str, RawTensor]
-    layer: Layer | None
-    dtype: str
+    specs: Mapping[str, Input]
+    dtypes: Mapping[str, str]
+    sent_shapes: Mapping[str, tuple[int, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     axes: AxisSizes
-    specs: Mapping[str, Input]
+    layer: Layer | None
+    dtype: str
     cast_dtype: str
 
     @classmethod
     def from_message(
         cls, variant: Variant, parameters: pydantic.BaseModel, fields: JobFields, message: Message
     ) -> Inputs:
-        """Checks a message's tensors.
+        """Checks names, dtypes and shapes of a message's tensors.
 
         Raises:
-            InvalidContent: a tensor, dtype, shape or value is wrong.
+            InvalidContent: a tensor, dtype or shape is wrong.
             PayloadTooLarge: the random tensors of the variant would be too large.
         """
         options = parse_layer_options(fields)
         layer = None if options is None else layer_of(options, fields.dtype, message)
         specs = _select_specs(variant, message, layer)
-        tensors = _read_tensors(specs, fields.dtype, message)
-        dtype = _common_dtype(variant, tensors, layer)
-        shapes, axes = _bind_shapes(variant, tensors, layer)
+        dtypes = {
+            name: dtype_of(message.tensors[name], name, spec.dtypes, fields.dtype, _pointer(name))
+            for name, spec in specs.items()
+        }
+        sent_shapes = {name: message.tensors[name].shape for name in specs}
+        dtype = _common_dtype(variant, dtypes, layer)
+        shapes, axes = _bind_shapes(variant, sent_shapes, layer)
         axes.sizes.update(variant.infer_sizes(axes.sizes, parameters))
         _check_output_projection(variant, layer, axes)
-        _check_key_lengths(tensors, axes)
-        return cls(tensors, layer, dtype, shapes, axes, specs, fields.dtype)
+        hollow = None if layer is None else layer.without_numbers()
+        return cls(specs, dtypes, sent_shapes, shapes, axes, hollow, dtype, fields.dtype)
 
-    def with_numbers(self, message: Message, layer: Layer | None) -> Inputs:
-        """Returns the inputs of a message with the same fields, names, dtypes and shapes.
-
-        Args:
-            message: the request.
-            layer: its layer, as `layer_of` returns it.
+    def read_tensors(self, message: Message) -> dict[str, RawTensor]:
+        """Returns the tensors of a message with these names, dtypes and shapes.
 
         Raises:
-            InvalidContent: a value is wrong.
+            InvalidContent: a number does not fit the dtype.
         """
-        return self.with_tensors(_read_tensors(self.specs, self.cast_dtype, message), layer)
+        return {
+            name: cast_untyped(
+                message.tensors[name], name, spec.dtypes, self.cast_dtype, _pointer(name)
+            )
+            for name, spec in self.specs.items()
+        }
 
-    def with_tensors(self, tensors: Mapping[str, RawTensor], layer: Layer | None) -> Inputs:
-        """Returns inputs with other tensors of the same names, dtypes and shapes.
-
-        Args:
-            tensors: as the attribute.
-            layer: as the attribute.
+    def read_layer(self, message: Message) -> Layer | None:
+        """Returns the layer of a message with these names, dtypes and shapes.
 
         Raises:
-            InvalidContent: a value is wrong.
+            InvalidContent: a number does not fit the dtype, or a matrix is all zeros.
         """
-        if "key_lengths" in tensors:
-            _check_key_lengths(tensors, self.axes)
-        return Inputs(
-            tensors, layer, self.dtype, self.shapes, self.axes, self.specs, self.cast_dtype
+        if self.layer is None:
+            return None
+        layer = self.layer.with_numbers(
+            arrays_of(message.layer, self.cast_dtype, "layer", "tensors")
         )
+        check_numbers(layer)
+        return layer
+
+    def check_key_lengths(self, tensors: Mapping[str, RawTensor]) -> None:
+        """Checks the only input whose numbers are positions.
+
+        Raises:
+            InvalidContent: a length is less than 0, or more than the number of keys.
+        """
+        if (lengths := tensors.get("key_lengths")) is None:
+            return
+        values, length = lengths.numpy(), self.axes.sizes["S"]
+        if ((values < 0) | (values > length)).any():
+            raise InvalidContent(
+                f"key_lengths is out of range: got {', '.join(map(str, values[:8]))}"
+                f"{', ...' if len(values) > 8 else ''}, expected 0 to S={length}",
+                pointer="/inputs/key_lengths",
+            )
 
     @property
     def names(self) -> frozenset[str]:
         """The names of all tensors, those that the layer gives to the variant included."""
         of_layer = frozenset() if self.layer is None else self.layer.variant_inputs
-        return of_layer.union(self.tensors)
+        return of_layer.union(self.specs)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the request, the layer's included."""
-        total = sum(t.nbytes for t in self.tensors.values())
+        total = sum(nbytes(self.dtypes[name], shape) for name, shape in self.sent_shapes.items())
         if self.layer is not None:
             total += sum(t.nbytes for t in self.layer.tensors.values())
         return total
@@ -178,35 +200,15 @@ def _select_specs(variant: Variant, message: Message, layer: Layer | None) -> di
     return {name: spec for name, spec in expected.items() if name in message.tensors}
 
 
-def _read_tensors(specs: Mapping[str, Input], dtype: str, message: Message) -> dict[str, RawTensor]:
-    """Returns the tensors of a request in dtypes that the variant accepts.
-
-    Args:
-        specs: the input of the signature that each tensor is.
-        dtype: for tensors without a dtype.
-        message: the request.
-
-    Raises:
-        InvalidContent: a dtype is wrong, or a value does not fit it.
-    """
-    tensors = {}
-    for name, spec in specs.items():
-        raw = message.tensors[name]
-        if raw.is_untyped or raw.dtype not in spec.dtypes:
-            raw = cast_untyped(raw, name, spec.dtypes, dtype, pointer_to("inputs", name))
-        tensors[name] = raw
-    return tensors
-
-
-def _common_dtype(variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None) -> str:
+def _common_dtype(variant: Variant, inputs: Mapping[str, str], layer: Layer | None) -> str:
     """Returns the dtype that all floating tensors share.
 
     Masks are excepted, and numbers per head: slopes in bfloat16 would be too coarse.
     """
     dtypes = {
-        name: t.dtype
-        for name, t in inputs.items()
-        if t.dtype in FLOATING and not (name in variant.inputs and _has_own_dtype(variant, name))
+        name: dtype
+        for name, dtype in inputs.items()
+        if dtype in FLOATING and not (name in variant.inputs and _has_own_dtype(variant, name))
     }
     if layer is not None:
         dtypes.update((name, array.dtype.name) for name, array in layer.tensors.items())
@@ -226,10 +228,9 @@ def _has_own_dtype(variant: Variant, name: str) -> bool:
 
 
 def _bind_shapes(
-    variant: Variant, inputs: Mapping[str, RawTensor], layer: Layer | None
+    variant: Variant, sent_shapes: Mapping[str, tuple[int, ...]], layer: Layer | None
 ) -> tuple[dict[str, tuple[int, ...]], AxisSizes]:
     """Returns the full shape of every tensor, and the sizes of the variant's letters."""
-    sent_shapes = {name: t.shape for name, t in inputs.items()}
     if layer is None:
         first = next(iter(variant.inputs))
         omitted = omitted_axes(first, variant.inputs[first].letters, sent_shapes[first])
@@ -280,13 +281,5 @@ def _check_output_projection(variant: Variant, layer: Layer | None, axes: AxisSi
         )
 
 
-def _check_key_lengths(inputs: Mapping[str, RawTensor], axes: AxisSizes) -> None:
-    if (lengths := inputs.get("key_lengths")) is None:
-        return
-    values = lengths.numpy()
-    if ((values < 0) | (values > axes.sizes["S"])).any():
-        raise InvalidContent(
-            f"key_lengths is out of range: got {', '.join(map(str, values[:8]))}"
-            f"{', ...' if len(values) > 8 else ''}, expected 0 to S={axes.sizes['S']}",
-            pointer="/inputs/key_lengths",
-        )
+def _pointer(name: str) -> str:
+    return pointer_to("inputs", name)

@@ -1,7 +1,7 @@
-"""Cache of plans: jobs without their numbers, for requests that mean the same.
+"""Cache of plans, for requests that mean the same.
 
-`PlanCache.new_job` validates a request. Fields, names, dtypes and shapes are validated once; later
-requests with the same ones are checked for their numbers only.
+Fields, names, dtypes and shapes are validated once; later requests with the same ones are checked
+for their numbers only.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any, Final, Generic, TypeVar
 
 import orjson
 
-from qkv.attention.layers.layer import Layer
-from qkv.jobs.job import Job, Limits
-from qkv.jobs.layer_inputs import arrays_of
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["BodyPlan", "BoundedCache", "Plan", "PlanCache", "plain_bytes", "plan_bytes"]
+__all__ = ["BoundedCache", "PlanCache", "plain_bytes", "plan_bytes"]
 
 _MAX_PLANS: Final = 2048
 _MAX_BYTES: Final = 32 << 20  # of plans; usual ones need a third
@@ -46,7 +45,7 @@ def plain_bytes(value: object) -> int:
 
 
 def plan_bytes(*request: object) -> int:
-    """Returns a bound of the bytes that a plan holds, with its key.
+    """Returns a bound of the bytes that a plan holds, with its key and encoded.
 
     To visit the objects of the plan itself takes twice as long as to validate its request.
 
@@ -104,71 +103,6 @@ class BoundedCache(Generic[_T]):
                 self.held_bytes -= dropped
 
 
-class Plan:
-    """A validated job without its numbers, with all that follows from its fields and shapes."""
-
-    def __init__(self, job: Job) -> None:
-        # and what these need
-        _ = job.is_small, job.arguments, job.tensor_arguments, job.attend_outputs, job.annotations
-        _ = job.has_lasting_key, job.batch_key
-        job.__dict__.setdefault("_plan_id", object())
-        layer = job.inputs.layer
-        self._layer: Layer | None = None if layer is None else layer.without_numbers()
-        self._job = job.with_inputs(job.inputs._replace(tensors={}, layer=None))
-
-    def new_job(self, message: Message) -> Job:
-        """Returns the job of a request with the numbers of a message.
-
-        Raises:
-            InvalidContent: a value is wrong.
-        """
-        inputs, layer = self._job.inputs, None
-        if self._layer is not None:
-            layer = self._layer.with_numbers(
-                arrays_of(message.layer, inputs.cast_dtype, "layer", "tensors")
-            )
-        return self._job.with_inputs(inputs.with_numbers(message, layer))
-
-    def with_tensors(self, tensors: Mapping[str, RawTensor]) -> Job:
-        """Returns the job of a request without a layer, with tensors that need no cast.
-
-        Raises:
-            InvalidContent: a value is wrong.
-        """
-        return self._job.with_inputs(self._job.inputs.with_tensors(tensors, None))
-
-
-class BodyPlan:
-    """The plan of a request whose tensors follow one another in its body.
-
-    Args:
-        job: the job of such a request, without a layer.
-        tensors: its tensors in the order of the body, as they are in it.
-
-    Attributes:
-        size: the number of their bytes.
-    """
-
-    def __init__(self, job: Job, tensors: Mapping[str, RawTensor]) -> None:
-        self._plan = Plan(job)
-        self._specs = []
-        self.size = 0
-        for name, tensor in tensors.items():
-            part = slice(self.size, self.size + tensor.nbytes)
-            self._specs.append((name, tensor.dtype, tensor.shape, part))
-            self.size += tensor.nbytes
-
-    def new_job(self, data: memoryview) -> Job:
-        """Returns the job of a request with these bytes.
-
-        Raises:
-            InvalidContent: a value is wrong.
-        """
-        return self._plan.with_tensors(
-            {name: RawTensor(dtype, shape, data[part]) for name, dtype, shape, part in self._specs}
-        )
-
-
 class PlanCache:
     """Validates requests, and keeps their plans; for one event loop and its threads.
 
@@ -189,28 +123,27 @@ class PlanCache:
         """Bytes that the plans hold."""
         return self._plans.held_bytes
 
-    def new_job(self, kind: type[Job], variant: str, message: Message) -> Job:
+    def new_job(self, kind: type[Plan], variant: str, message: Message) -> Job:
         """Returns the job of a request.
 
         Args:
-            kind: the class of the job.
+            kind: the class of the plan.
             variant: the name of the variant.
             message: the request.
 
         Raises:
-            QkvError: from `kind.from_message`.
+            QkvError: from `kind.from_message` and `Job.from_message`.
         """
         key = _key(kind, variant, message)
         plan = None if key is None else self._plans.get(key)
-        if plan is not None:
-            return plan.new_job(message)
-        job = kind.from_message(variant, message, self._limits)
-        if key is not None:
-            self._plans.put(key, Plan(job), plan_bytes(message.fields, key[1:]))
-        return job
+        if plan is None:
+            plan = kind.from_message(variant, message, self._limits)
+            if key is not None:
+                self._plans.put(key, plan, plan_bytes(message.fields, key[1:]))
+        return Job.from_message(plan, message)
 
 
-def _key(kind: type[Job], variant: str, message: Message) -> tuple[Any, ...] | None:
+def _key(kind: type[Plan], variant: str, message: Message) -> tuple[Any, ...] | None:
     """Returns all that a plan depends on; None for a request whose plan is not kept."""
     fields = b""
     if message.fields:

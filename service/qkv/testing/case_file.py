@@ -147,13 +147,12 @@ def _read_inputs(spec: CaseSpec, variant: Variant, message: Message) -> dict[str
             f"{unknown[0]!r:.60} is no input of a case: expected {', '.join(sorted(drawn))}",
             pointer=pointer_to("inputs", unknown[0]),
         )
-    inputs = Inputs.from_message(
-        variant,
-        variant.parse(spec.parameters),
-        JobFields.model_validate({"dtype": spec.dtype}),
-        replace(message, tensors=tensors),
-    )
-    found = {n: _to_tensor(inputs.tensors[n]).view(inputs.shapes[n]) for n in inputs.tensors}
+    fields = JobFields.model_validate({"dtype": spec.dtype})
+    message = replace(message, tensors=tensors)
+    inputs = Inputs.from_message(variant, variant.parse(spec.parameters), fields, message)
+    raw = inputs.read_tensors(message)
+    inputs.check_key_lengths(raw)
+    found = {name: _to_tensor(x).view(inputs.shapes[name]) for name, x in raw.items()}
     for name, x in found.items():
         expected = _OPTIONAL_INPUTS.get(name, spec.dtype)
         if str(x.dtype)[6:] != expected:

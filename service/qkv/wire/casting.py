@@ -1,7 +1,4 @@
-"""Casts untyped numbers, such as JSON lists, to a dtype that their input accepts.
-
-The jobs and the Open Inference codec call `cast_untyped`.
-"""
+"""Casts untyped numbers, such as JSON lists, to a dtype that their input accepts."""
 
 from __future__ import annotations
 
@@ -12,13 +9,11 @@ import numpy as np
 from qkv.errors import InvalidContent
 from qkv.tensors import DTYPES, FLOATING, RawTensor
 
-__all__ = ["cast_untyped"]
+__all__ = ["cast_untyped", "dtype_of"]
 
 
-def cast_untyped(
-    raw: RawTensor, name: str, accepted: Sequence[str], dtype: str, pointer: str
-) -> RawTensor:
-    """Casts an untyped tensor to an accepted dtype; checks the dtype of any other tensor.
+def dtype_of(raw: RawTensor, name: str, accepted: Sequence[str], dtype: str, pointer: str) -> str:
+    """Returns the accepted dtype in which a tensor is computed.
 
     Args:
         raw: the tensor.
@@ -28,33 +23,47 @@ def cast_untyped(
         pointer: JSON pointer to the tensor.
 
     Raises:
-        InvalidContent: the dtype is not accepted, or the numbers do not fit an accepted one.
+        InvalidContent: the dtype is not accepted.
     """
     if not raw.is_untyped:
-        if raw.dtype not in accepted:
-            raise InvalidContent(
-                f"{name} has the wrong dtype: got {raw.dtype}, expected {_join_names(accepted)}",
-                pointer=pointer,
-            )
+        found, text = raw.dtype, raw.dtype
+    elif raw.dtype == "bool":
+        found, text = "bool", "booleans"
+    elif not any(d in accepted for d in FLOATING):
+        return "int64"
+    elif "bool" in accepted:  # a mask that is added to the scores has their dtype
+        return "float64" if dtype == "float64" else "float32"
+    else:
+        found, text = dtype, dtype
+    if found in accepted:
+        return found
+    expected = "numbers" if text == "booleans" else " or ".join(accepted)
+    raise InvalidContent(
+        f"{name} has the wrong dtype: got {text}, expected {expected}", pointer=pointer
+    )
+
+
+def cast_untyped(
+    raw: RawTensor, name: str, accepted: Sequence[str], dtype: str, pointer: str
+) -> RawTensor:
+    """Casts an untyped tensor to its `dtype_of`; checks the dtype of any other tensor.
+
+    Args:
+        raw, name, accepted, dtype, pointer: as for `dtype_of`.
+
+    Raises:
+        InvalidContent: the dtype is not accepted, or the numbers do not fit it.
+    """
+    if not raw.is_untyped and raw.dtype in accepted:
         return raw  # the same object: the batch key of a tensor without B is its identity
+    dtype = dtype_of(raw, name, accepted, dtype, pointer)
     array = raw.numpy()
-    if raw.dtype == "bool":
-        if "bool" not in accepted:
-            raise InvalidContent(
-                f"{name} has the wrong dtype: got booleans, expected numbers", pointer=pointer
-            )
+    if dtype == "bool":
         return RawTensor.from_numpy(array)
+    if dtype == "int64":
+        return RawTensor.from_numpy(_to_int64(array, name, pointer))
     if "bool" in accepted:
         _reject_ambiguous(array, name, pointer)
-        # a mask that is added to the scores has their dtype
-        dtype = "float64" if dtype == "float64" else "float32"
-    if not any(d in accepted for d in FLOATING):
-        return RawTensor.from_numpy(_to_int64(array, name, pointer))
-    if dtype not in accepted:
-        raise InvalidContent(
-            f"{name} has the wrong dtype: got {dtype}, expected {_join_names(accepted)}",
-            pointer=pointer,
-        )
     with np.errstate(over="ignore"):
         cast = array.astype(DTYPES[dtype])
     is_finite = np.isfinite(cast)
@@ -86,7 +95,3 @@ def _to_int64(array: np.ndarray, name: str, pointer: str) -> np.ndarray:
             )
         array = array.astype(np.int64)
     return array
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return " or ".join(names)

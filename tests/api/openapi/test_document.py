@@ -15,7 +15,7 @@ from qkv.api.endpoints.run import RunHandler
 from qkv.api.middleware import HeadMiddleware
 from qkv.api.openapi import examples
 from qkv.attention import catalogue
-from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire import CODECS, json, safetensors
 from qkv.wire.message import Message
@@ -288,7 +288,7 @@ def test_internal_error_matches_the_document(
         raise ZeroDivisionError
 
     with running_server() as server:
-        monkeypatch.setattr(Job, "from_message", broken)
+        monkeypatch.setattr(Plan, "from_message", broken)
         response = server.http.post(SOFTMAX, json={"inputs": INPUTS})
     assert response.status_code == 500
     assert_matches_document(document, response)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from qkv.attention.variant import Variant
-from qkv.jobs.gradient_job import GradientJob
-from qkv.jobs.job import Job
+from qkv.jobs.gradient_plan import GradientPlan
+from qkv.jobs.plan import Plan
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import EngineRunner, bits
 
@@ -22,7 +22,7 @@ def runner() -> Iterator[EngineRunner]:
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
 def test_same_bits_alone_and_in_a_batch(
-    runner: EngineRunner, variant: Variant, kind: type[Job]
+    runner: EngineRunner, variant: Variant, kind: type[Plan]
 ) -> None:
     for seed in range(40):
         jobs = random_jobs(variant, kind, seed)
@@ -30,6 +30,6 @@ def test_same_bits_alone_and_in_a_batch(
         for one, other in zip(alone, found, strict=True):
             assert one.timing["batch_size"] == 1
             assert bits(one) == bits(other), seed
-        shared = not all(map(jobs[0].has_batch, jobs[0].inputs.tensors))
-        if not (shared and kind is GradientJob):
+        shared = not all(map(jobs[0].plan.has_batch, jobs[0].tensors))
+        if not (shared and kind is GradientPlan):
             assert found[0].timing["batch_size"] == len(jobs)

@@ -14,7 +14,8 @@ from torch import Tensor
 from qkv.attention.variants import efficient
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.agreement import assert_agrees
@@ -270,7 +271,7 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         arrays = {"query": key, "key": key, "value": np.full((1, 1, 3, 4), 2, np.float32)}
         tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
         message = Message({"parameters": {"causal": True}}, tensors)
-        return Job.from_message("efficient", message, Limits(1 << 20, 1 << 20))
+        return Job.new(Plan, "efficient", message, Limits(1 << 20, 1 << 20))
 
     outputs = execute([job(19.0), job(21.0), job(2.0)], CpuDevice(), stack=True)
     assert [r.stacked_count for r in outputs] == [2, 1, 2]

@@ -11,7 +11,8 @@ import torch
 from qkv.attention.variants import linear
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.agreement import assert_agrees
@@ -152,7 +153,7 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         query, key, value = (np.full((1, 1, 3, 4), size, np.float32) for _ in range(3))
         arrays = {"query": query, "key": -key, "value": value}
         tensors = {name: RawTensor.from_numpy(array) for name, array in arrays.items()}
-        return Job.from_message("linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
+        return Job.new(Plan, "linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
 
     results = execute([job(1.0), job(40.0), job(2.0)], CpuDevice(), stack=True)
     assert [r.stacked_count for r in results] == [2, 1, 2]

@@ -20,7 +20,8 @@ from qkv.attention.variants import linear_layer
 from qkv.client.client import Client
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.each import each
@@ -262,7 +263,7 @@ def test_layers_and_wrong_shapes_are_rejected(server: Server) -> None:
 
 def job(x: Tensor, weight: RawTensor) -> Job:
     raw = {"x": RawTensor.from_numpy(x.numpy()), "weight": weight}
-    return Job.from_message("linear_layer", Message({"outputs": sorted(ALL)}, raw), LIMITS)
+    return Job.new(Plan, "linear_layer", Message({"outputs": sorted(ALL)}, raw), LIMITS)
 
 
 @each("stack", [False, True])

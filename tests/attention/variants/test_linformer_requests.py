@@ -13,7 +13,8 @@ from qkv.attention.variants import linformer
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.errors import InvalidContent, PayloadTooLarge
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.each import each
@@ -34,8 +35,8 @@ def raw(x: Tensor) -> RawTensor:
 def job(*tensors: RawTensor, **parameters: Any) -> Job:
     names = ("query", "key", "value", "key_projection", "value_projection")
     fields = {"parameters": parameters, "outputs": sorted(ALL)}
-    return Job.from_message(
-        "linformer", Message(fields, dict(zip(names, tensors, strict=False))), LIMITS
+    return Job.new(
+        Plan, "linformer", Message(fields, dict(zip(names, tensors, strict=False))), LIMITS
     )
 
 
@@ -50,12 +51,12 @@ def test_axes_that_no_tensor_binds() -> None:
         (job(*tensors, E, rank=9), 9),
         (job(*(raw(torch.randn(1, 2, 30, 4)) for _ in range(3))), 30),
     ):
-        L = sent.inputs.axes.sizes["L"]  # equal to S
-        assert sent.inputs.axes.sizes["R"] == rank
-        assert sent.output_shape("map") == (1, 2, L, rank)
-        random_count = 1 if "key_projection" in sent.inputs.tensors else 2
-        assert sent.score_count == 2 * L * rank + 32 * random_count * rank * L
-        assert sent.flops == 2 * 2 * rank * 8 * (L + L)
+        L = sent.plan.inputs.axes.sizes["L"]  # equal to S
+        assert sent.plan.inputs.axes.sizes["R"] == rank
+        assert sent.plan.output_shape("map") == (1, 2, L, rank)
+        random_count = 1 if "key_projection" in sent.tensors else 2
+        assert sent.plan.score_count == 2 * L * rank + 32 * random_count * rank * L
+        assert sent.plan.flops == 2 * 2 * rank * 8 * (L + L)
 
 
 def test_misfits_are_rejected_before_the_queue() -> None:
@@ -74,8 +75,8 @@ def test_misfits_are_rejected_before_the_queue() -> None:
     message = Message({"parameters": {"rank": 3}}, dict(zip(INPUTS, tensors, strict=True)))
     # 8 x 3 pairs, and two random projections of 3 x 8
     with pytest.raises(PayloadTooLarge, match=f"too many scores: got {24 + 32 * 2 * 24}"):
-        Job.from_message("linformer", message, LIMITS._replace(score_count=23))
-    Job.from_message("linformer", message, LIMITS._replace(score_count=24 + 32 * 2 * 24))
+        Job.new(Plan, "linformer", message, LIMITS._replace(score_count=23))
+    Job.new(Plan, "linformer", message, LIMITS._replace(score_count=24 + 32 * 2 * 24))
 
 
 @each(

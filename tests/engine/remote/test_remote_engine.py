@@ -15,12 +15,12 @@ from qkv.engine.engine import Engine, JobResult
 from qkv.engine.executor import launch
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import MessageType
-from qkv.engine.remote.sent_plans import SentPlans
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.head_stats import HEAD_STATS
 from qkv.jobs.measure.row_metrics import ROW_METRICS
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support import engines
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("any_device")
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
-def test_results_equal_those_of_a_local_engine(variant: Variant, kind: type[Job]) -> None:
+def test_results_equal_those_of_a_local_engine(variant: Variant, kind: type[Plan]) -> None:
     async def test(fixture: Service) -> None:
         for seed in range(4):
             for job in random_jobs(variant, kind, seed):
@@ -68,7 +68,7 @@ def test_jobs_with_layers_run_remotely() -> None:
             for role in ("query", "key", "value")
         }
         fields = {"outputs": ["output"], "layer": {"layout": layout, "heads": 2}}
-        job = Job.from_message("softmax", Message(fields, {"x": x}, weights), LIMITS)
+        job = Job.new(Plan, "softmax", Message(fields, {"x": x}, weights), LIMITS)
 
         async def test(fixture: Service, job: Job = job) -> None:
             for _ in range(2):
@@ -346,37 +346,7 @@ def test_jobs_of_one_turn_are_one_frame_each_way(monkeypatch: pytest.MonkeyPatch
         for job, response in zip(jobs, await asyncio.gather(*futures), strict=True):
             assert bits(response) == bits(await fixture.engine.submit(job))
         # the first job does not wait for the others
-        assert frames == [MessageType.PLAN, *[MessageType.RUN] * 2, MessageType.RESULTS]
-
-    run(test)
-
-
-def test_more_plans_than_are_kept_give_right_results() -> None:
-    """Plans lose their numbers while jobs that refer to them are on the way."""
-
-    async def test(fixture: Service) -> None:
-        remote = fixture.remotes[0]
-        # a connection keeps 2048 plans: so many jobs take half a minute
-        remote.links[0]._plans = SentPlans(2)
-        jobs = [plain(seed, 1 + seed % 5) for seed in range(40)]
-        futures = [remote.submit(job) for job in jobs]
-        for job, response in zip(jobs, await asyncio.gather(*futures), strict=True):
-            assert bits(response) == bits(await fixture.engine.submit(job))
-
-    run(test)
-
-
-@pytest.mark.slow
-def test_plan_of_a_large_job_may_lose_its_number_while_it_is_copied() -> None:
-    async def test(fixture: Service) -> None:
-        remote = fixture.remotes[0]
-        remote.links[0]._plans = SentPlans(1)  # as above
-        large = plain(0, 6000)
-        future = remote.submit(large)  # a thread copies it
-        small = [remote.submit(plain(seed, seed)) for seed in (1, 2)]
-        assert bits(await future) == bits(await fixture.engine.submit(large))
-        for seed, other in zip((1, 2), small, strict=True):
-            assert bits(await other) == bits(await fixture.engine.submit(plain(seed, seed)))
+        assert frames == [*[MessageType.RUN] * 2, MessageType.RESULTS]
 
     run(test)
 
@@ -400,16 +370,15 @@ def test_restarted_processes_get_the_plans_again() -> None:
     run(test)
 
 
-def test_job_with_an_unknown_plan_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_job_whose_plan_cannot_be_read_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     """It is a bug, and its client gets an error."""
 
     async def test(fixture: Service) -> None:
         remote = fixture.remotes[0]
         await remote.submit(plain(0))
-        plan = remote.links[0].find_plan(plain(0))
-        plan.number, number = 99, plan.number
-        lost = remote.submit(plain(0))
-        plan.number = number
+        broken = plain(0)
+        broken.plan.__dict__["encoded"] = b"no plan"
+        lost = remote.submit(broken)
         right = remote.submit(plain(0))
         with pytest.raises(Internal):
             await lost

@@ -337,7 +337,7 @@ def test_cost_of_a_job_has_flops_bytes_and_a_constant() -> None:
             await measure(plain(0, length))
         assert work == sorted(work)
         assert work[0] > 1e6
-        assert work[2] - work[0] > plain(0, 1000).flops
+        assert work[2] - work[0] > plain(0, 1000).plan.flops
         assert fixture.shared_state.queued_work.totals() == [0.0]
 
     run(test, 1)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import MessageType
 from qkv.engine.remote.shared_memory import (
-    ALIGNMENT,
     RETAINED_BYTES,
     SharedMemory,
     WorkerRegion,
 )
 from qkv.errors import ServiceUnavailable
+from qkv.jobs.buffer_layout import ALIGNMENT
 
 
 def resident_shared_bytes() -> int:

@@ -10,11 +10,11 @@ import pytest
 
 from qkv.engine import local
 from qkv.errors import InvalidContent, PayloadTooLarge
-from qkv.jobs.job import Limits
 from qkv.jobs.measure import compare_request, head_errors, row_divergence
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.jobs.measure.head_errors import measure_head_errors
 from qkv.jobs.measure.output_error import measure_output_error
+from qkv.jobs.plan import Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.compare_requests import (

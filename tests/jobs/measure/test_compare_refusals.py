@@ -75,7 +75,7 @@ def test_random_requests_are_rejected_or_run(
     else:
         for entry in request.variants:
             for job in request.divergence_jobs(entry):
-                assert job.score_count
+                assert job.plan.score_count
         assert json.loads(json.dumps(local.compare(message)))["variants"]
 
 

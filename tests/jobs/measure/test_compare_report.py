@@ -13,6 +13,7 @@ from qkv.attention import catalogue
 from qkv.engine import local
 from qkv.jobs.measure import compare_request, row_divergence
 from qkv.jobs.measure.compare_request import CompareRequest
+from qkv.jobs.measure.row_divergence import RowDivergencePlan
 from qkv.jobs.measure.row_metrics import ROW_METRICS, row_metrics
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -299,7 +300,8 @@ def test_rows_are_evenly_spread_and_at_most_as_many_as_requested(
     monkeypatch.setattr(row_divergence, "_PART", 3 * 100)
     cut = CompareRequest(Message({"variants": ["linear"], "rows": rows}, raw), UNLIMITED)
     jobs = list(cut.divergence_jobs(cut.variants[0]))
-    assert [i for j in jobs for r in j.rows for i in range(*r)] == chosen
-    assert all(job.score_count <= 7 * 2 * 100 for job in jobs)
+    plans = [job.plan for job in jobs if isinstance(job.plan, RowDivergencePlan)]
+    assert [i for plan in plans for r in plan.rows for i in range(*r)] == chosen
+    assert all(job.plan.score_count <= 7 * 2 * 100 for job in jobs)
     again = compare(inputs, variants=["linear"], rows=rows)
     assert close(again["variants"][0]["weights"], entry["weights"])

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies
 
 from qkv.errors import PayloadTooLarge, QkvError
-from qkv.jobs.job import Job, Limits
-from qkv.jobs.measure.probe_jobs import PeakMemoryJob, TimingJob
+from qkv.jobs.job import Job
+from qkv.jobs.measure.probe_plans import PeakMemoryPlan, TimingPlan
 from qkv.jobs.measure.sweep_request import (
     Crossover,
     SweepFields,
@@ -21,6 +21,7 @@ from qkv.jobs.measure.sweep_request import (
     Times,
     crossovers,
 )
+from qkv.jobs.plan import Limits
 from qkv.wire import json as wire_json
 from support.examples import examples
 from support.known_requests import DTYPES, assert_client_error, assert_problem
@@ -107,18 +108,18 @@ def test_crossing_is_between_the_nearest_lengths_without_overlap() -> None:
 def test_inputs_are_the_same_for_all_variants() -> None:
     fields = {"variants": ["softmax", "linear", "mean"], "lengths": [5, 7], **SMALL, "seed": 3}
     sweep, again = SweepRequest(fields, UNLIMITED), SweepRequest(fields, UNLIMITED)
-    jobs = [sweep.with_random_inputs(sweep.job(c, 7), 7) for c in sweep.choices]
+    jobs = [sweep.job(sweep.plan(c, 7), 7) for c in sweep.choices]
     for job in jobs:
-        for name, tensor in job.inputs.tensors.items():
+        for name, tensor in job.tensors.items():
             assert tensor.shape == (1, 2, 7, 8)
-            assert bytes(tensor.data) == bytes(jobs[0].inputs.tensors[name].data)
-    twin = again.with_random_inputs(again.job(again.choices[0], 7), 7)
+            assert bytes(tensor.data) == bytes(jobs[0].tensors[name].data)
+    twin = again.job(again.plan(again.choices[0], 7), 7)
     other = SweepRequest(fields | {"seed": 4}, UNLIMITED)
-    apart = other.with_random_inputs(other.job(other.choices[0], 7), 7)
-    for name, tensor in jobs[0].inputs.tensors.items():
-        assert bytes(tensor.data) == bytes(twin.inputs.tensors[name].data)
-        assert bytes(tensor.data) != bytes(apart.inputs.tensors[name].data)
-    query, key = (jobs[0].inputs.tensors[n].numpy() for n in ("query", "key"))
+    apart = other.job(other.plan(other.choices[0], 7), 7)
+    for name, tensor in jobs[0].tensors.items():
+        assert bytes(tensor.data) == bytes(twin.tensors[name].data)
+        assert bytes(tensor.data) != bytes(apart.tensors[name].data)
+    query, key = (jobs[0].tensors[n].numpy() for n in ("query", "key"))
     assert not np.array_equal(query, key)
 
 
@@ -126,11 +127,7 @@ def test_inputs_are_the_same_for_all_variants() -> None:
 def test_inputs_are_normal_in_every_dtype(dtype: str) -> None:
     fields = {"variants": ["softmax"], "lengths": [512], "dtype": dtype, "batch": 2}
     sweep = SweepRequest(fields, UNLIMITED)
-    query = (
-        sweep.with_random_inputs(sweep.job(sweep.choices[0], 512), 512)
-        .inputs.tensors["query"]
-        .numpy()
-    )
+    query = sweep.job(sweep.plan(sweep.choices[0], 512), 512).tensors["query"].numpy()
     assert query.dtype == DTYPES[dtype]
     assert query.shape == (2, 8, 512, 64)
     assert abs(query.astype("f8").mean()) < 0.01
@@ -180,11 +177,11 @@ def test_each_repeat_is_a_job_of_lowest_priority(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
     run_sweep(server, variants=["linear"], lengths=[8, 16], repeats=3)
-    assert [type(job) for job, _ in submitted_jobs] == [
-        PeakMemoryJob,
-        TimingJob,
-        TimingJob,
-        TimingJob,
+    assert [type(job.plan) for job, _ in submitted_jobs] == [
+        PeakMemoryPlan,
+        TimingPlan,
+        TimingPlan,
+        TimingPlan,
     ] * 2
     assert {priority for _, priority in submitted_jobs} == {3}
 
@@ -246,10 +243,10 @@ def test_random_requests_are_rejected_or_have_cells(fields: dict[str, Any]) -> N
     for length in sweep.lengths:
         for choice in sweep.choices:
             try:
-                job = sweep.with_random_inputs(sweep.job(choice, length), length)
+                job = sweep.job(sweep.plan(choice, length), length)
             except PayloadTooLarge:
                 continue
-            assert job.inputs.nbytes <= 1 << 24
+            assert job.plan.inputs.nbytes <= 1 << 24
 
 
 def test_response_is_events(server: Server, serve: Callable[..., Server]) -> None:

@@ -70,7 +70,7 @@ async def _run_comparison(
     """Returns the report, and the timing of all its jobs."""
     steps = compare(comparison)
     # of the tensors and figures in a step between two jobs
-    size = comparison.baseline.timing.bytes_in + comparison.head_bytes
+    size = comparison.baseline.plan.bytes_in + comparison.head_bytes
     timing: dict[str, Any] = dict.fromkeys(_PARTS, 0.0) | {"runs": 0}
     measurement: TimedOutputs | None = None
     while True:

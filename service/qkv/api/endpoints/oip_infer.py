@@ -18,9 +18,11 @@ from qkv.api.request_headers import headers_of
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
+from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import field_error
 from qkv.jobs.job import Job
-from qkv.jobs.plan_cache import BodyPlan, BoundedCache, plain_bytes, plan_bytes
+from qkv.jobs.plan import Plan
+from qkv.jobs.plan_cache import BoundedCache, plain_bytes, plan_bytes
 from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
@@ -93,10 +95,17 @@ class _InferFields(NamedTuple):
 
 
 class _PlannedRequest(NamedTuple):
-    """All that follows from the JSON of a request but its id."""
+    """All that follows from the JSON of a request but its id.
+
+    Attributes:
+        fields: the fields of the request.
+        plan: its plan.
+        body: where the tensors are in the bytes after the JSON.
+    """
 
     fields: _InferFields
-    plan: BodyPlan
+    plan: Plan
+    body: BufferLayout
 
 
 class InferHandler:
@@ -129,8 +138,9 @@ class InferHandler:
             received_at = time.perf_counter()
             head = open_inference.parse_head(body, length)
             planned = None if head is None else self._planned.get((model, version, head.text))
-            if head is not None and planned is not None and planned.plan.size == len(head.data):
-                id, fields, job = head.id, planned.fields, planned.plan.new_job(head.data)
+            if head is not None and planned is not None and planned.body.size == len(head.data):
+                id, fields = head.id, planned.fields
+                job = Job.checked(planned.plan, planned.body.read(head.data))
             else:
                 id, fields, job = await self._validate(body, length, model, version, head)
         result = await self._job_runner.run(
@@ -161,14 +171,14 @@ class InferHandler:
         )
         id, fields = self._parse_fields(message.fields, model, version)
         job = await self._job_runner.new_job(model, Message(fields.run_fields, message.tensors))
-        is_as_sent = job.inputs.tensors == message.tensors
+        is_as_sent = job.tensors == message.tensors
         if head is not None and is_as_sent:
-            plan = BodyPlan(job, message.tensors)
-            if plan.size == len(head.data):
+            specs = [(name, t.dtype, t.shape) for name, t in message.tensors.items()]
+            layout = BufferLayout(specs, alignment=1)
+            if layout.size == len(head.data):
                 key = model, version, head.text
-                specs = [(name, t.dtype, t.shape) for name, t in message.tensors.items()]
                 held_bytes = plan_bytes(head.text, fields, specs)
-                self._planned.put(key, _PlannedRequest(fields, plan), held_bytes)
+                self._planned.put(key, _PlannedRequest(fields, job.plan, layout), held_bytes)
         return id, fields, job
 
     def _parse_fields(

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
 from qkv.attention import catalogue
-from qkv.jobs.gradient_job import GradientJob
-from qkv.jobs.job import Job
+from qkv.jobs.gradient_plan import GradientPlan
+from qkv.jobs.plan import Plan
 from qkv.settings import Settings
 from qkv.wire import json
 from qkv.wire.message import Message
@@ -37,7 +37,7 @@ class RunHandler:
         self._max_body_bytes = settings.max_body_bytes
 
     def endpoint(
-        self, kind: type[Job], variant: str, group: str
+        self, kind: type[Plan], variant: str, group: str
     ) -> Callable[[Request], Awaitable[Response]]:
         """Returns the endpoint of one variant; arguments as for `handle`."""
 
@@ -46,12 +46,14 @@ class RunHandler:
 
         return endpoint
 
-    async def handle(self, request: Request, kind: type[Job], variant: str, group: str) -> Response:
+    async def handle(
+        self, request: Request, kind: type[Plan], variant: str, group: str
+    ) -> Response:
         """Runs one request.
 
         Args:
             request: the request.
-            kind: the class of the job; `Job` is a forward pass.
+            kind: the class of the plan; `Plan` is a forward pass.
             variant: the variant's name.
             group: the field of the response with the tensors.
 
@@ -76,7 +78,7 @@ def attention_router(handler: RunHandler) -> APIRouter:
     for variant in catalogue.variants().values():
         routes.add_api_route(
             f"/v1/attention/{variant.name}",
-            handler.endpoint(Job, variant.name, "outputs"),
+            handler.endpoint(Plan, variant.name, "outputs"),
             methods=["POST"],
             operation_id=f"attend_{variant.name}",
             summary=variant.summary,
@@ -98,7 +100,7 @@ def gradients_router(handler: RunHandler) -> APIRouter:
         if variant.backward is not None:
             routes.add_api_route(
                 f"/v1/gradients/{variant.name}",
-                handler.endpoint(GradientJob, variant.name, "gradients"),
+                handler.endpoint(GradientPlan, variant.name, "gradients"),
                 methods=["POST"],
                 operation_id=f"gradients_{variant.name}",
                 summary=f"The gradients of {variant.name}.",
@@ -109,7 +111,7 @@ def gradients_router(handler: RunHandler) -> APIRouter:
     @routes.post("/v1/gradients/{variant}", include_in_schema=False)
     async def unknown(request: Request) -> Response:
         variant, limits = request.path_params["variant"], handler.job_runner.limits
-        GradientJob.from_message(variant, Message(), limits)  # raises, as above
+        GradientPlan.from_message(variant, Message(), limits)  # raises, as above
         raise AssertionError
 
     return routes

@@ -15,8 +15,8 @@ from qkv.attention.variant import Variant
 from qkv.attention.variant_file import WEIGHT_KINDS
 from qkv.jobs import weight_forms
 from qkv.jobs.fields import JobFields
-from qkv.jobs.gradient_job import GRAD_OUTPUT
-from qkv.jobs.job import RunFields
+from qkv.jobs.gradient_plan import GRAD_OUTPUT
+from qkv.jobs.run_fields import RunFields
 from qkv.tensors import FLOATING
 
 __all__ = ["gradients_request", "gradients_response", "parameters", "request", "response"]

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from qkv.attention.layers import alibi
-from qkv.attention.layers.layer_checks import check_numbers
 from qkv.attention.layers.layer_options import LayerOptions
-from qkv.attention.layers.layer_weights import ROLES, SINKS, Array, Weights
+from qkv.attention.layers.layer_weights import ROLES, SINKS, Array, Weights, hollow
 from qkv.attention.layers.layout_catalogue import Layout
 from qkv.attention.layers.sent_tensors import Heads, KnownTensors
 from qkv.errors import InvalidContent
@@ -103,24 +102,20 @@ class Layer:
         }
 
     def without_numbers(self) -> Layer:
-        """Returns the layer with empty arrays, to be kept for requests that mean the same."""
-        empty = dict.fromkeys(self.tensors, np.empty(0))
-        return replace(self, tensors=empty, weights={})
+        """Returns the layer with arrays of the same shapes and dtypes that hold no memory."""
+        return replace(
+            self,
+            tensors={name: hollow(a.dtype, a.shape) for name, a in self.tensors.items()},
+            weights={name: hollow(a.dtype, a.shape) for name, a in self.weights.items()},
+        )
 
     def with_numbers(self, tensors: Mapping[str, Array]) -> Layer:
-        """Returns a layer with other numbers in tensors of the same names, dtypes and shapes.
-
-        Raises:
-            InvalidContent: a matrix is all zeros.
-        """
+        """Returns the layer with the numbers of tensors of the same names, dtypes and shapes."""
         sent = {name: tensors[sent] for name, sent in self.names.items()}
         weights = self.layout.read(
             KnownTensors(sent, Heads(self.options.heads, self.options.kv_heads))
         )
-        own = {name: tensors[name] for name in self.tensors}
-        layer = replace(self, tensors=own, weights=weights)
-        check_numbers(layer)
-        return layer
+        return replace(self, tensors={n: tensors[n] for n in self.tensors}, weights=weights)
 
     def with_spelling(self, tensors: Weights) -> dict[str, Array]:
         """Returns tensors of the layout under the names of the request.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from qkv.attention.layers.layer import Layer
 from qkv.attention.layers.layer_weights import ROLES, SINKS
 from qkv.errors import InvalidContent, format_value
-
-if TYPE_CHECKING:
-    from qkv.attention.layers.layer import Layer
 
 __all__ = ["check", "check_numbers"]
 

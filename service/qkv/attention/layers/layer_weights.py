@@ -32,6 +32,7 @@ __all__ = [
     "concatenated",
     "fused",
     "fused_tensors",
+    "hollow",
     "linear_tensors",
     "named",
 ]
@@ -47,6 +48,11 @@ ALL: Final = BIASES | OUTPUT | {"query_norm.weight", "key_norm.weight", SINKS}
 Array = np.ndarray[Any, Any]
 Weights = Mapping[str, Array]
 Pair = tuple[Array | None, Array | None]
+
+
+def hollow(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Returns an array of zeros of any size in the memory of one number."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def named(**parts: Array | Pair | None) -> dict[str, Array]:

@@ -15,21 +15,19 @@ from typing import Any, Final
 import orjson
 
 from qkv.engine.remote.channel import Channel
-from qkv.engine.remote.job_codec import decode_label
 from qkv.engine.remote.messages import (
     JobRequest,
     JobTimes,
     MessageType,
     pack_id,
-    pack_plan,
     unpack_id,
     unpack_results,
 )
-from qkv.engine.remote.sent_plans import SentPlan, SentPlans
 from qkv.engine.remote.shared_memory import Block
 from qkv.engine.work_queue import JobResult, Load
 from qkv.errors import QkvError, ServiceUnavailable, from_problem
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 
 __all__ = ["DeviceLink", "LinkOwner", "SubmittedJob"]
 
@@ -47,12 +45,12 @@ class SubmittedJob:
         id: the worker's number for it.
         job: the job.
         future: receives its result.
-        plan: its plan, with the number that the device process of `link` knows.
         link: the connection to its device process.
         inputs, outputs: memory for its tensors, which any device process can use.
         priority: as `Engine.submit` takes it.
         enqueued_at: time of submission, by `time.perf_counter`.
         deadline: time at which it expires, by the same clock.
+        load: the work of the job.
         is_sent: the device process of `link` has its request, or gets it in this turn.
         is_second_attempt: another device process had it, and did not complete it.
     """
@@ -60,20 +58,20 @@ class SubmittedJob:
     id: int
     job: Job
     future: asyncio.Future[JobResult]
-    plan: SentPlan
     link: DeviceLink
     inputs: Block
     outputs: Block
     priority: int
     enqueued_at: float
     deadline: float
+    load: Load
     is_sent: bool = False
     is_second_attempt: bool = False
 
     @property
     def work(self) -> int:
         """The work of the job, in floating-point operations."""
-        _, size, flops = self.plan.load
+        _, size, flops = self.load
         return flops + _FLOPS_PER_BYTE * size + _FLOPS_PER_JOB
 
 
@@ -121,7 +119,6 @@ class DeviceLink:
         self.is_ready = self.was_ready = False
         self._set_work, self._owner = set_work, owner
         self._work = 0
-        self._plans = SentPlans()
         self._requests: list[bytes] = []  # packed, not sent yet
         self._channel: Channel | None = None
 
@@ -130,7 +127,6 @@ class DeviceLink:
         if self._channel is not None:  # the loss of the previous one may not be seen yet
             self._channel.close()
             self._on_connection_lost(self._channel)
-        self._plans = SentPlans()
         channel = self._channel = Channel(
             self._on_message, lambda: self._on_connection_lost(channel)
         )
@@ -141,15 +137,6 @@ class DeviceLink:
         """Closes the connection once all frames are sent."""
         if self._channel is not None:
             self._channel.close()
-
-    def find_plan(self, job: Job) -> SentPlan:
-        """Returns the plan of a job; sends it if the device process does not know it."""
-        plan, header = self._plans.find(job)
-        if header is not None:
-            self._flush()  # the plan may take the number of one that these jobs have
-            assert self._channel is not None
-            self._channel.send(MessageType.PLAN, pack_plan(plan.number, header))
-        return plan
 
     def add(self, submitted: SubmittedJob) -> None:
         """Counts a job as work of this device."""
@@ -171,12 +158,12 @@ class DeviceLink:
         once if no other is on the way."""
         request = JobRequest(
             submitted.id,
-            submitted.plan.number,
             submitted.inputs.offset,
             submitted.outputs.offset,
             max(0, min(submitted.priority, 255)),
             submitted.enqueued_at,
             submitted.deadline,
+            submitted.job.plan.encoded,
         )
         submitted.is_sent = True
         self._requests.append(request.pack())
@@ -213,20 +200,20 @@ class DeviceLink:
 
     def _on_results(self, payload: bytes) -> None:
         """Resolves the futures of jobs whose outputs are in shared memory."""
-        label, all_times = unpack_results(payload)
-        names, backend = decode_label(label)
+        backend, all_times = unpack_results(payload)
         done, started_at = Load(), math.inf
         for times in all_times:
             submitted = self.remove(times.id)
-            done = done.plus(submitted.plan.load)
+            done = done.plus(submitted.load)
             started_at = min(started_at, submitted.enqueued_at)
             if not submitted.future.done():  # else it was cancelled
-                outputs = submitted.plan.read_outputs(names, submitted.outputs.bytes)
-                timing = self._timing(submitted.job, times, backend)
+                plan = submitted.job.plan
+                outputs = plan.output_layout.read(submitted.outputs.bytes.data)
+                timing = self._timing(plan, times, backend)
                 submitted.future.set_result(JobResult(outputs, timing))
         self._owner.on_results(done, started_at)
 
-    def _timing(self, job: Job, times: JobTimes, backend: str) -> dict[str, Any]:
+    def _timing(self, plan: Plan, times: JobTimes, backend: str) -> dict[str, Any]:
         """Returns a job's timing as `JobResult` has it."""
         _, queue_ms, transfer_ms, compute_ms, total_ms, batch_size = times
         return {
@@ -237,8 +224,8 @@ class DeviceLink:
             "batch_size": batch_size,
             "device": self.device_name,
             "backend": backend,
-            "flops": job.flops,
-            "bytes": job.bytes,
+            "flops": plan.flops,
+            "bytes": plan.bytes,
         }
 
     def _on_error(self, payload: bytes) -> None:

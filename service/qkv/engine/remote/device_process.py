@@ -11,10 +11,9 @@ import socket
 
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import receive_connection
-from qkv.engine.remote.job_codec import JobDecoder
+from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.remote.worker_link import WorkerLink
-from qkv.jobs.job import Limits
 from qkv.telemetry.worker_state import WorkerState
 
 __all__ = ["DeviceProcess"]
@@ -27,7 +26,6 @@ class DeviceProcess:
         engine: runs the jobs.
         worker: this process's row of the shared state.
         shared_memory: holds the tensors.
-        limits: limits of each job.
         control_socket: receives a worker's index and one end of a socket pair when it starts.
         parent_alive_fd: reads end of file once the supervisor has exited.
     """
@@ -37,15 +35,14 @@ class DeviceProcess:
         engine: Engine,
         worker: WorkerState,
         shared_memory: SharedMemory,
-        limits: Limits,
         control_socket: socket.socket,
         parent_alive_fd: int,
     ) -> None:
         self._engine, self._worker = engine, worker
         self._control_socket, self._parent_alive_fd = control_socket, parent_alive_fd
-        decoder = JobDecoder(limits)
+        plan_reader = PlanReader()
         self._links = [
-            WorkerLink(index, engine, shared_memory, decoder, self._end_if_orphaned)
+            WorkerLink(index, engine, shared_memory, plan_reader, self._end_if_orphaned)
             for index in range(len(worker.shared_state))
         ]
         self._tasks: set[asyncio.Task[None]] = set()

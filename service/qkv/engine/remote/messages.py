@@ -18,19 +18,16 @@ __all__ = [
     "JobTimes",
     "MessageType",
     "pack_id",
-    "pack_plan",
     "pack_results",
     "pack_times",
     "unpack_id",
-    "unpack_plan",
     "unpack_results",
 ]
 
-_JOB_REQUEST: Final = struct.Struct("<QIQQBdd")
+_JOB_REQUEST: Final = struct.Struct("<QQQBddI")
 _JOB_TIMES: Final = struct.Struct("<QddddI")
 _ID: Final = struct.Struct("<Q")
-_NUMBER: Final = struct.Struct("<I")
-_LABEL_SIZE: Final = struct.Struct("<H")
+_NAME_SIZE: Final = struct.Struct("<H")
 
 NO_DEADLINE: Final = math.inf
 """The deadline of a job that may wait for ever."""
@@ -39,13 +36,12 @@ NO_DEADLINE: Final = math.inf
 class MessageType(IntEnum):
     """The type of a frame."""
 
-    PLAN = 1  # from the worker: the number of a plan, and its header
-    RUN = 2  # from the worker: run jobs; the payload has a `JobRequest` for each
-    CANCEL = 3  # from the worker: cancel a job
-    READY = 4  # from the device process: it accepts jobs
-    RESULTS = 5  # from the device process: a label, and a `JobTimes` for each of its jobs
-    ERROR = 6  # from the device process: it did not complete a job; the payload has the problem
-    RELEASED = 7  # from the device process: it no longer reads a cancelled job's inputs
+    RUN = 1  # from the worker: run jobs; the payload has a `JobRequest` for each
+    CANCEL = 2  # from the worker: cancel a job
+    READY = 3  # from the device process: it accepts jobs
+    RESULTS = 4  # from the device process: a backend, and a `JobTimes` for each of its jobs
+    ERROR = 5  # from the device process: it did not complete a job; the payload has the problem
+    RELEASED = 6  # from the device process: it no longer reads a cancelled job's inputs
 
 
 class JobRequest(NamedTuple):
@@ -53,30 +49,36 @@ class JobRequest(NamedTuple):
 
     Attributes:
         id: the worker's number for it.
-        plan: number of its plan, which an earlier frame defines.
         inputs_offset: offset of its tensors in the worker's region.
         outputs_offset: offset of the memory for its outputs.
         priority: as `Engine.submit` takes it.
         enqueued_at: time of submission, by `time.perf_counter`, one clock for all processes.
         deadline: time at which it expires, by the same clock, or `NO_DEADLINE`.
+        plan: its plan, as `Plan.encoded`.
     """
 
     id: int
-    plan: int
     inputs_offset: int
     outputs_offset: int
     priority: int
     enqueued_at: float
     deadline: float
+    plan: bytes
 
     def pack(self) -> bytes:
         """Returns the request as bytes."""
-        return _JOB_REQUEST.pack(*self)
+        return _JOB_REQUEST.pack(*self[:-1], len(self.plan)) + self.plan
 
     @classmethod
     def unpack_all(cls, data: bytes) -> list[Self]:
         """Returns the requests that `pack` encoded, from the bytes of all of them."""
-        return list(map(cls._make, _JOB_REQUEST.iter_unpack(data)))
+        requests, first = [], 0
+        while first < len(data):
+            head = _JOB_REQUEST.unpack_from(data, first)
+            plan_at = first + _JOB_REQUEST.size
+            first = plan_at + head[-1]
+            requests.append(cls._make((*head[:-1], data[plan_at:first])))
+        return requests
 
 
 class JobTimes(NamedTuple):
@@ -105,16 +107,6 @@ def unpack_id(data: bytes) -> tuple[int, bytes]:
     return _ID.unpack_from(data)[0], data[_ID.size :]
 
 
-def pack_plan(number: int, header: bytes) -> bytes:
-    """Returns the payload of a PLAN frame."""
-    return _NUMBER.pack(number) + header
-
-
-def unpack_plan(payload: bytes) -> tuple[int, bytes]:
-    """Returns number and header of a PLAN frame."""
-    return _NUMBER.unpack_from(payload)[0], payload[_NUMBER.size :]
-
-
 def pack_times(id: int, timing: Mapping[str, Any]) -> bytes:
     """Returns the measured figures of a job as bytes.
 
@@ -132,19 +124,20 @@ def pack_times(id: int, timing: Mapping[str, Any]) -> bytes:
     )
 
 
-def pack_results(label: bytes, times: Iterable[bytes]) -> bytes:
+def pack_results(backend: str, times: Iterable[bytes]) -> bytes:
     """Returns the payload of a RESULTS frame.
 
     Args:
-        label: as `job_codec.encode_label` returns it.
+        backend: the name of the code path that ran its jobs.
         times: of each job, as `pack_times` returns them.
     """
-    return b"".join((_LABEL_SIZE.pack(len(label)), label, *times))
+    name = backend.encode()
+    return b"".join((_NAME_SIZE.pack(len(name)), name, *times))
 
 
-def unpack_results(payload: bytes) -> tuple[bytes, list[JobTimes]]:
-    """Returns label and times of a RESULTS frame."""
-    first = _LABEL_SIZE.size
-    end = first + _LABEL_SIZE.unpack_from(payload)[0]
+def unpack_results(payload: bytes) -> tuple[str, list[JobTimes]]:
+    """Returns backend and times of a RESULTS frame."""
+    first = _NAME_SIZE.size
+    end = first + _NAME_SIZE.unpack_from(payload)[0]
     times = map(JobTimes._make, _JOB_TIMES.iter_unpack(payload[end:]))
-    return payload[first:end], list(times)
+    return payload[first:end].decode(), list(times)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from qkv.engine.remote.job_codec import DecodedPlan
 from qkv.engine.remote.messages import JobRequest
 from qkv.engine.work_queue import JobResult, QueuedJob
 from qkv.errors import QkvError
-
-if TYPE_CHECKING:
-    from qkv.engine.remote.worker_link import WorkerLink
+from qkv.jobs.plan import Plan
 
 __all__ = ["PendingJob"]
+
+
+class ResultSender(Protocol):
+    """Sends results to the worker of a job."""
+
+    def send_result(self, pending: PendingJob, result: JobResult) -> None:
+        """Sends the result of a job."""
+
+    def send_error(self, id: int, error: Exception) -> None:
+        """Sends the error of the job with the worker's number for it."""
 
 
 class PendingJob:
@@ -34,7 +41,7 @@ class PendingJob:
     __slots__ = ("_is_cancelled", "_is_done", "_link", "inputs", "plan", "queued_job", "request")
 
     def __init__(
-        self, link: WorkerLink, request: JobRequest, plan: DecodedPlan, inputs: np.ndarray
+        self, link: ResultSender, request: JobRequest, plan: Plan, inputs: np.ndarray
     ) -> None:
         self._link, self.request, self.plan, self.inputs = link, request, plan, inputs
         self.queued_job: QueuedJob | None = None

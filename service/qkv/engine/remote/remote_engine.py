@@ -19,6 +19,7 @@ from qkv.engine.device.device import MemoryUsage
 from qkv.engine.engine import DEFAULT_LIMIT
 from qkv.engine.remote.channel import receive_connection
 from qkv.engine.remote.device_link import DeviceLink, LinkOwner, SubmittedJob
+from qkv.engine.remote.job_memory import input_bytes, write_inputs
 from qkv.engine.remote.messages import NO_DEADLINE
 from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
@@ -156,10 +157,10 @@ class RemoteEngine:
             raise ServiceUnavailable("the service is stopping", retry_after=5)
         if (link := self._choose()) is None:
             raise ServiceUnavailable("the device process is restarting")
-        plan = link.find_plan(job)
+        plan, size = job.plan, input_bytes(job.plan)
         try:
-            inputs = self._region.allocate(plan.input_bytes)
-            outputs = self._region.allocate(plan.output_bytes)
+            inputs = self._region.allocate(size)
+            outputs = self._region.allocate(plan.output_layout.size)
         except ServiceUnavailable as full:
             full.retry_after = self._throughput.retry_after(self._load)
             raise
@@ -167,14 +168,15 @@ class RemoteEngine:
         future: asyncio.Future[JobResult] = self._loop.create_future()
         now = time.perf_counter()
         deadline = NO_DEADLINE if wait_s is None else now + wait_s
+        load = Load(1, size + plan.output_layout.size, plan.flops)
         submitted = SubmittedJob(
-            next(self._ids), job, future, plan, link, inputs, outputs, priority, now, deadline
+            next(self._ids), job, future, link, inputs, outputs, priority, now, deadline, load
         )
         link.add(submitted)
-        self._load = self._load.plus(plan.load)
+        self._load = self._load.plus(load)
         future.add_done_callback(partial(self._on_done, submitted))
-        if plan.input_bytes <= _LARGE_BYTES:
-            plan.write_inputs(job, inputs.bytes)
+        if size <= _LARGE_BYTES:
+            write_inputs(job, inputs.bytes)
             link.send(submitted)
         else:
             task = self._loop.create_task(self._send_large(submitted))
@@ -195,22 +197,20 @@ class RemoteEngine:
         return min(usable[first:] + usable[:first], key=lambda link: totals[link.number])
 
     async def _send_large(self, submitted: SubmittedJob) -> None:
-        write_inputs, inputs = submitted.plan.write_inputs, submitted.inputs.bytes
         try:
-            await asyncio.to_thread(write_inputs, submitted.job, inputs)
+            await asyncio.to_thread(write_inputs, submitted.job, submitted.inputs.bytes)
         except Exception as error:  # a bug; its client must not wait for ever
             if not submitted.future.done():
                 submitted.future.set_exception(error)
         link = submitted.link  # another one, if the first device process has ended
         if not submitted.future.done():
-            submitted.plan = link.find_plan(submitted.job)  # its number may be another plan's now
             link.send(submitted)
         elif submitted.id in link.jobs:  # failed or cancelled
             link.remove(submitted.id)
 
     def _on_done(self, submitted: SubmittedJob, future: asyncio.Future[JobResult]) -> None:
         """Stops counting a job as load, and cancels it in its device process."""
-        self._load = self._load.minus(submitted.plan.load)
+        self._load = self._load.minus(submitted.load)
         if future.cancelled():
             submitted.link.cancel(submitted)
 
@@ -233,7 +233,6 @@ class RemoteEngine:
             link.add(submitted)
             if submitted.is_sent:  # else `_send_large` sends it
                 submitted.is_second_attempt = True
-                submitted.plan = link.find_plan(submitted.job)
                 link.send(submitted)
 
     def _on_new_connection(self) -> None:

@@ -17,11 +17,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from qkv.errors import ServiceUnavailable
+from qkv.jobs.buffer_layout import ALIGNMENT
 
-__all__ = ["ALIGNMENT", "RETAINED_BYTES", "Block", "SharedMemory", "WorkerRegion"]
-
-ALIGNMENT: Final = 64
-"""Alignment of every block, in bytes."""
+__all__ = ["RETAINED_BYTES", "Block", "SharedMemory", "WorkerRegion"]
 
 RETAINED_BYTES: Final = 64 << 20
 """Bytes at the start of each region whose memory the service keeps once used. Memory beyond them

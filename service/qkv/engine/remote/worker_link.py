@@ -20,7 +20,7 @@ import orjson
 from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.remote.channel import Channel
-from qkv.engine.remote.job_codec import DecodedPlan, JobDecoder, encode_label
+from qkv.engine.remote.job_memory import input_bytes, read_job
 from qkv.engine.remote.messages import (
     NO_DEADLINE,
     JobRequest,
@@ -29,14 +29,14 @@ from qkv.engine.remote.messages import (
     pack_results,
     pack_times,
     unpack_id,
-    unpack_plan,
 )
 from qkv.engine.remote.pending_job import PendingJob
-from qkv.engine.remote.sent_plans import NOT_KEPT
+from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
 from qkv.engine.work_queue import JobResult, QueuedJob
 from qkv.errors import Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 
 __all__ = ["WorkerLink"]
 
@@ -56,7 +56,7 @@ class WorkerLink:
         index: index of the worker.
         engine: runs its jobs.
         shared_memory: holds its tensors.
-        decoder: decodes its plans.
+        plan_reader: reads the plans of all workers.
         on_lost: called when the worker has exited.
     """
 
@@ -65,15 +65,14 @@ class WorkerLink:
         index: int,
         engine: Engine,
         shared_memory: SharedMemory,
-        decoder: JobDecoder,
+        plan_reader: PlanReader,
         on_lost: Callable[[], None],
     ) -> None:
         self._index = index
-        self._engine, self._shared_memory, self._decoder = engine, shared_memory, decoder
+        self._engine, self._shared_memory, self._plan_reader = engine, shared_memory, plan_reader
         self._on_lost = on_lost
-        self._headers: dict[int, bytes] = {}  # of the worker's plans, by number
         self._pending: dict[int, PendingJob] = {}
-        self._results: dict[bytes, list[bytes]] = defaultdict(list)  # packed times, by label
+        self._results: dict[str, list[bytes]] = defaultdict(list)  # packed times, by backend
         self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
         self._channel: Channel | None = None
         self._reply_tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +87,6 @@ class WorkerLink:
         if self._channel is not None:  # the loss of the previous worker may not be seen yet
             self._channel.close()
             self._on_connection_lost(self._channel)
-        self._headers = {}
         channel = self._channel = Channel(
             self._on_message, lambda: self._on_connection_lost(channel)
         )
@@ -111,9 +109,6 @@ class WorkerLink:
         """Handles a frame of the worker."""
         if kind == MessageType.RUN:
             self._run_jobs(JobRequest.unpack_all(payload))
-        elif kind == MessageType.PLAN:
-            number, header = unpack_plan(payload)
-            self._headers[number] = header
         elif kind == MessageType.CANCEL:
             pending = self._pending.get(unpack_id(payload)[0])
             if pending is not None and not pending.done():
@@ -124,16 +119,17 @@ class WorkerLink:
         queued_jobs: list[QueuedJob] = []
         for request in requests:
             try:
-                plan = self._find_plan(request.plan)
+                plan = self._plan_reader.read(request.plan)
                 pending = PendingJob(self, request, plan, self._view_inputs(request, plan))
-                job = plan.new_job(pending.inputs)
+                job = read_job(plan, pending.inputs)
                 if (result := self._run_inline(job, request)) is not None:
                     self._pending[request.id] = pending
                     pending.set_result(result)
                     continue
-                *_, priority, enqueued_at, time_limit = request
-                deadline = None if time_limit == NO_DEADLINE else time_limit
-                queued_job = QueuedJob(job, pending, priority, enqueued_at, deadline)
+                deadline = None if request.deadline == NO_DEADLINE else request.deadline
+                queued_job = QueuedJob(
+                    job, pending, request.priority, request.enqueued_at, deadline
+                )
                 pending.queued_job = queued_job
                 queued_jobs.append(queued_job)
                 self._pending[request.id] = pending
@@ -146,12 +142,8 @@ class WorkerLink:
                     queued_job.future.set_exception(failure)
         self._flush()  # the results of small jobs
 
-    def _find_plan(self, number: int) -> DecodedPlan:
-        """Returns the plan of a number. The decoder alone keeps plans, for all workers together."""
-        return self._decoder.plan(self._headers[number], is_kept=number != NOT_KEPT)
-
-    def _view_inputs(self, request: JobRequest, plan: DecodedPlan) -> np.ndarray:
-        return self._shared_memory.view(self._index, request.inputs_offset, plan.input_bytes)
+    def _view_inputs(self, request: JobRequest, plan: Plan) -> np.ndarray:
+        return self._shared_memory.view(self._index, request.inputs_offset, input_bytes(plan))
 
     def _run_inline(self, job: Job, request: JobRequest) -> JobResult | None:
         """Runs a small job at once, unless the engine forms batches or it is late.
@@ -164,25 +156,22 @@ class WorkerLink:
 
     def send_result(self, pending: PendingJob, result: JobResult) -> None:
         """Copies the outputs of a job into shared memory, and sends its times."""
-        slices = pending.plan.output_slices(result.outputs)
-        if slices[-1].stop > _LARGE_BYTES:
-            task = asyncio.create_task(self._send_large_result(pending, result, slices))
+        if pending.plan.output_layout.size > _LARGE_BYTES:
+            task = asyncio.create_task(self._send_large_result(pending, result))
             self._reply_tasks.add(task)
             task.add_done_callback(self._reply_tasks.discard)
             return
         try:
-            self._write_outputs(pending, result, slices)
+            self._write_outputs(pending, result)
         except Exception as error:
             self.send_error(pending.request.id, error)
         else:
             self._send_times(pending, result)
 
-    async def _send_large_result(
-        self, pending: PendingJob, result: JobResult, slices: Sequence[slice]
-    ) -> None:
+    async def _send_large_result(self, pending: PendingJob, result: JobResult) -> None:
         failure = None
         try:
-            await asyncio.to_thread(self._write_outputs, pending, result, slices)
+            await asyncio.to_thread(self._write_outputs, pending, result)
         except Exception as error:
             failure = error
         if self._pending.get(pending.request.id) is not pending:  # the worker has exited
@@ -192,13 +181,11 @@ class WorkerLink:
         else:
             self.send_error(pending.request.id, failure)
 
-    def _write_outputs(
-        self, pending: PendingJob, result: JobResult, slices: Sequence[slice]
-    ) -> None:
-        offset = pending.request.outputs_offset
-        target = self._shared_memory.view(self._index, offset, slices[-1].stop).data
-        for where, tensor in zip(slices, result.outputs.values(), strict=True):
-            target[where] = tensor.data
+    def _write_outputs(self, pending: PendingJob, result: JobResult) -> None:
+        layout, offset = pending.plan.output_layout, pending.request.outputs_offset
+        layout.write(
+            result.outputs, self._shared_memory.view(self._index, offset, layout.size).data
+        )
 
     def _send_times(self, pending: PendingJob, result: JobResult) -> None:
         """Sends the times of a job at the end of this turn of the event loop."""
@@ -206,14 +193,13 @@ class WorkerLink:
         del self._pending[id]
         if not self._results:
             asyncio.get_running_loop().call_soon(self._flush)
-        label = encode_label(tuple(result.outputs), timing["backend"])
-        self._results[label].append(pack_times(id, timing))
+        self._results[timing["backend"]].append(pack_times(id, timing))
 
     def _flush(self) -> None:
-        """Sends the results that are not sent yet: one frame for each label."""
+        """Sends the results that are not sent yet: one frame for each backend."""
         if self._channel is not None:
-            for label, times in self._results.items():
-                self._channel.send(MessageType.RESULTS, pack_results(label, times))
+            for backend, times in self._results.items():
+                self._channel.send(MessageType.RESULTS, pack_results(backend, times))
         self._results.clear()
 
     def send_error(self, id: int, error: Exception) -> None:

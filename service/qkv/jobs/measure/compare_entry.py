@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from qkv.errors import InvalidContent, pointer_to
-from qkv.jobs.measure.probe_jobs import PeakMemoryJob, TimingJob
+from qkv.jobs.job import Job
+from qkv.jobs.measure.probe_plans import PeakMemoryPlan, TimingPlan
 from qkv.jobs.measure.row_divergence import select_inputs
 from qkv.jobs.measure.variant_choice import VariantChoice
+from qkv.jobs.plan import Plan
 from qkv.wire.message import Message
 
 __all__ = [
@@ -26,15 +28,28 @@ _HEADS: Final = ("H", "G")  # letters of an axis of heads
 
 
 class CompareEntry(NamedTuple):
-    """The jobs of a variant that is compared, or of the baseline.
+    """The runs of a variant that is compared, or of the baseline.
 
     Attributes:
-        peak_memory: runs before `timing`, so that no first call is timed.
+        choice: the variant.
+        timing: the job whose time is measured.
+        peak_memory: the same with its peak memory; it runs first, so that no first call is timed.
     """
 
     choice: VariantChoice
-    timing: TimingJob
-    peak_memory: PeakMemoryJob
+    timing: Job
+    peak_memory: Job
+
+    @classmethod
+    def of(cls, choice: VariantChoice, job: Job) -> CompareEntry:
+        """Returns the entry of a run."""
+        timing, peak = TimingPlan.of(job.plan), PeakMemoryPlan.of(job.plan)
+        return cls(choice, Job(timing, job.tensors, job.layer), Job(peak, job.tensors, job.layer))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the timed run."""
+        return self.timing.plan
 
 
 def check_names(choices: Sequence[VariantChoice], message: Message) -> None:
@@ -63,10 +78,10 @@ def check_names(choices: Sequence[VariantChoice], message: Message) -> None:
 def check_shapes(entry: CompareEntry, baseline: CompareEntry) -> None:
     """Checks that output and weights have the same shapes as the baseline's."""
     for name in ("output", "weights"):
-        if not all(name in e.timing.variant.outputs for e in (entry, baseline)):
+        if not all(name in e.plan.variant.outputs for e in (entry, baseline)):
             continue  # a variant may have no weights
-        shape = full_shape(entry.timing, name)
-        baseline_shape = full_shape(baseline.timing, name)
+        shape = full_shape(entry.plan, name)
+        baseline_shape = full_shape(baseline.plan, name)
         if shape != baseline_shape:
             raise InvalidContent(
                 f"{entry.choice.variant.name} cannot be compared: its {name} has shape "
@@ -82,7 +97,7 @@ def check_has_heads(entry: CompareEntry) -> None:
     Raises:
         InvalidContent: one of them has none, or the axes differ.
     """
-    variant = entry.timing.variant
+    variant = entry.plan.variant
     heads = next((x for x in variant.outputs["output"].letters[1:2] if x in _HEADS), "H")
     for name, axes in (("output", f"B, {heads}, L, E"), ("weights", f"B, {heads}, L, S")):
         if name not in variant.outputs:
@@ -102,10 +117,10 @@ def check_positions(entry: CompareEntry, baseline: CompareEntry) -> None:
     Raises:
         InvalidContent: the positions of the queries differ.
     """
-    layer = entry.timing.inputs.layer
+    layer = entry.plan.inputs.layer
     if layer is None or layer.options.rope is None:
         return
-    own, other = (e.timing.arguments.get("query_offset", 0) for e in (entry, baseline))
+    own, other = (e.plan.arguments.get("query_offset", 0) for e in (entry, baseline))
     if own != other:
         raise InvalidContent(
             f"{entry.choice.variant.name} cannot be compared: its query_offset is {own}, expected "
@@ -115,7 +130,7 @@ def check_positions(entry: CompareEntry, baseline: CompareEntry) -> None:
         )
 
 
-def full_shape(job: TimingJob, output: str) -> tuple[int, ...]:
+def full_shape(plan: Plan, output: str) -> tuple[int, ...]:
     """Returns the shape of an output with every axis."""
-    letters = job.variant.outputs[output].letters
-    return tuple(job.inputs.axes.sizes[letter] for letter in letters)
+    letters = plan.variant.outputs[output].letters
+    return tuple(plan.inputs.axes.sizes[letter] for letter in letters)

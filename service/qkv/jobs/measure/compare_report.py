@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_entry import CompareEntry
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.probe_jobs import PEAK_BYTES
+from qkv.jobs.measure.probe_plans import PEAK_BYTES
 from qkv.jobs.measure.variant_report import VariantReport, baseline_weights, compared_weights
 from qkv.tensors import RawTensor
 from qkv.wire.responses import (
@@ -93,20 +93,20 @@ def _report(
 
 
 def _baseline_comparison(request: CompareRequest, report: VariantReport) -> BaselineComparison:
-    job = request.baseline.timing
+    plan = request.baseline.plan
     heads = tuple(
         BaselineHead(error, baseline_weights(stats) if request.rows else None)
         for error, stats in report.heads
     )
     return BaselineComparison(
-        variant=job.variant.name,
+        variant=plan.variant.name,
         parameters=request.baseline.choice.parameters,
-        weights_are=job.weights_are,
+        weights_are=plan.weights_are,
         output=report.output_error,
         weights=baseline_weights(report.row_stats) if request.rows else None,
         timing=summarize_times(report.times_ms),
-        flops=job.flops,
-        bytes=job.bytes_in + job.bytes_out,
+        flops=plan.flops,
+        bytes=plan.bytes,
         peak_bytes=report.peak_bytes,
         heads=heads if request.per_head else None,
     )
@@ -115,20 +115,20 @@ def _baseline_comparison(request: CompareRequest, report: VariantReport) -> Base
 def _compared_variant(
     request: CompareRequest, entry: CompareEntry, report: VariantReport
 ) -> ComparedVariant:
-    job = entry.timing
+    plan = entry.plan
     heads = tuple(
         ComparedHead(error, compared_weights(stats) if request.rows else None)
         for error, stats in report.heads
     )
     return ComparedVariant(
-        variant=job.variant.name,
+        variant=plan.variant.name,
         parameters=entry.choice.parameters,
-        weights_are=job.weights_are,
+        weights_are=plan.weights_are,
         output=report.output_error,
         weights=compared_weights(report.row_stats) if request.rows else None,
         timing=summarize_times(report.times_ms),
-        flops=job.flops,
-        bytes=job.bytes_in + job.bytes_out,
+        flops=plan.flops,
+        bytes=plan.bytes,
         peak_bytes=report.peak_bytes,
         heads=heads if request.per_head else None,
     )
@@ -159,13 +159,13 @@ def _general_notes(
 def _variant_notes(pairs: Sequence[tuple[CompareEntry, VariantReport]]) -> list[str]:
     """Returns one note for each fact that holds for some of the variants."""
     names = [entry.choice.variant.name for entry, _ in pairs]
-    kinds = [e.timing.weights_are for e, _ in pairs]
+    kinds = [e.plan.weights_are for e, _ in pairs]
     reports = [report for _, report in pairs]
     uniform = [_is_near_uniform(report) for report in reports]
     gaps = [r.row_stats["unevenness"].mean for r in reports if _is_near_uniform(r)]
     has_rows = [report.row_stats["total_variation"].rows > 0 for report in reports]
     has_no_order = [report.row_stats["rank_correlation"].rows == 0 for report in reports]
-    causal = [getattr(e.timing.parameters, "causal", None) for e, _ in pairs]
+    causal = [getattr(e.plan.parameters, "causal", None) for e, _ in pairs]
     facts = {
         "Near uniform on these inputs: {}. The mean entropy of a row is within "
         f"{max(gaps, default=0.0):.2g} nats of the logarithm of its number of visible keys. The "
@@ -177,8 +177,7 @@ def _variant_notes(pairs: Sequence[tuple[CompareEntry, VariantReport]]) -> list[
         ],
         "The request has no projections for {}, so random ones were drawn. The figures are those "
         "of the random projections.": [
-            bool(e.timing.variant.random_input_names - e.timing.inputs.tensors.keys())
-            for e, _ in pairs
+            bool(e.plan.variant.random_input_names - e.plan.inputs.specs.keys()) for e, _ in pairs
         ],
         "The weights of {} are signed: they have no entropy and no KL or Jensen-Shannon "
         "divergence, and total variation may exceed 1.": _has_kind(has_rows, kinds, "signed"),

@@ -12,7 +12,7 @@ import pydantic
 
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.fields import INTEGER, LayerField, field_error
-from qkv.jobs.job import Job, Limits
+from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_entry import (
     CompareEntry,
     check_has_heads,
@@ -21,9 +21,10 @@ from qkv.jobs.measure.compare_entry import (
     check_shapes,
     full_shape,
 )
-from qkv.jobs.measure.probe_jobs import Float64Job, PeakMemoryJob, TimingJob
-from qkv.jobs.measure.row_divergence import Baseline, RowDivergenceJob, select_inputs
+from qkv.jobs.measure.probe_plans import Float64Plan
+from qkv.jobs.measure.row_divergence import RowDivergencePlan, select_inputs
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
+from qkv.jobs.plan import Limits, Plan
 from qkv.wire.message import Message
 
 __all__ = ["CompareFields", "CompareRequest"]
@@ -87,7 +88,7 @@ class CompareRequest:
         per_head: the report has figures for each query head.
 
     Raises:
-        QkvError: an error of `Job.from_message`, or the variants cannot be compared.
+        QkvError: an error of `Plan.from_message`, or the variants cannot be compared.
     """
 
     def __init__(self, message: Message, limits: Limits) -> None:
@@ -109,7 +110,7 @@ class CompareRequest:
             message = replace(message, tensors=dict(message.tensors))
             entry = self._entry(choice, message)
             # untyped tensors are cast once, for all variants
-            message.tensors.update(entry.timing.inputs.tensors)
+            message.tensors.update(entry.timing.tensors)
             entries.append(entry)
         self.baseline, *self.variants = entries
         for entry in self.variants:
@@ -123,26 +124,26 @@ class CompareRequest:
         fields = self._fields | {"parameters": choice.parameters, "outputs": ["output"]}
         selected = select_inputs(choice.variant, replace(message, fields=fields))
         try:
-            job = Job.from_message(choice.variant.name, selected, self._limits)
-            timing = TimingJob.from_job(job)
+            job = Job.new(Plan, choice.variant.name, selected, self._limits)
         except QkvError as error:
             choice.reraise(error)
-        return CompareEntry(choice, timing, PeakMemoryJob.from_job(timing))
+        return CompareEntry.of(choice, job)
 
     @property
     def has_float64_job(self) -> bool:
         """True if the baseline runs in float64 too, because its inputs have another dtype."""
-        return self.baseline.timing.inputs.dtype != "float64"
+        return self.baseline.plan.inputs.dtype != "float64"
 
     @property
-    def float64_job(self) -> Float64Job:
+    def float64_job(self) -> Job:
         """The baseline's run on the same inputs in float64."""
-        return Float64Job.from_job(self.baseline.timing)
+        timed = self.baseline.timing
+        return Job(Float64Plan.of(timed.plan), timed.tensors, timed.layer)
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:
         """The ranges of rows to compare, in order."""
-        if not all("weights" in e.timing.variant.outputs for e in (self.baseline, *self.variants)):
+        if not all("weights" in e.plan.variant.outputs for e in (self.baseline, *self.variants)):
             return []
         length, limit = self.row_count, self._max_rows
         if limit is None or limit >= length:
@@ -152,7 +153,7 @@ class CompareRequest:
         starts = [i * length // parts for i in range(parts)]
         return [(start, start + together) for start in starts]
 
-    def divergence_jobs(self, entry: CompareEntry) -> Iterator[RowDivergenceJob]:
+    def divergence_jobs(self, entry: CompareEntry) -> Iterator[Job]:
         """Yields short jobs that compare a variant's weights with the baseline's."""
         if not self.rows:
             return
@@ -170,20 +171,13 @@ class CompareRequest:
                 size += _length(cut[count])
                 count += 1
             part, cut = cut[:count], cut[count:]
-            yield RowDivergenceJob.from_inputs(
-                job.variant,
-                job.parameters,
-                job.inputs,
-                Baseline(baseline.variant, baseline.parameters),
-                baseline.inputs,
-                part,
-                per_head=self.per_head,
-            )
+            plan = RowDivergencePlan.of(job.plan, baseline.plan, part, per_head=self.per_head)
+            yield Job(plan, {**baseline.tensors, **job.tensors}, job.layer)
 
     @property
     def head_count(self) -> int:
         """Query heads of the output."""
-        return full_shape(self.baseline.timing, "output")[1]
+        return full_shape(self.baseline.plan, "output")[1]
 
     @property
     def head_axes(self) -> tuple[int, int, int] | None:
@@ -191,8 +185,8 @@ class CompareRequest:
 
         None if the layer has an output projection, which adds up the heads.
         """
-        B, H, L, E = full_shape(self.baseline.timing, "output")
-        layer = self.baseline.timing.inputs.layer
+        B, H, L, E = full_shape(self.baseline.plan, "output")
+        layer = self.baseline.plan.inputs.layer
         if layer is None:
             return B, H, L * E
         return None if layer.output_width is not None else (B * L, H, E)
@@ -209,7 +203,7 @@ class CompareRequest:
 
     @property
     def _weights_shape(self) -> tuple[int, ...]:
-        return full_shape(self.baseline.timing, "weights")
+        return full_shape(self.baseline.plan, "weights")
 
     def _check_heads(self) -> None:
         """Checks that the variants have heads, and that the response has room for them."""
@@ -227,8 +221,8 @@ class CompareRequest:
 
     def _check_size(self) -> None:
         """Checks the limits that apply to the comparison and not to a single run."""
-        limits, wide = self._limits, self.float64_job
-        if (size := wide.bytes_in + wide.bytes_out) > limits.job_bytes:
+        limits, wide = self._limits, self.float64_job.plan
+        if (size := wide.bytes) > limits.job_bytes:
             raise PayloadTooLarge(
                 "the float64 run of the baseline, which measures its error, is too large: got "
                 f"{size} bytes of tensors, expected at most {limits.job_bytes}",

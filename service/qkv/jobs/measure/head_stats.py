@@ -13,7 +13,7 @@ from qkv.jobs.measure.row_metrics import ROW_METRICS, RowMetrics, RunningStats
 __all__ = ["HEAD_STATS", "BlockValues", "head_stats_of", "merge_head_stats", "new_head_stats"]
 
 HEAD_STATS: Final = "heads"
-"""The output of a `RowDivergenceJob` with the statistics of each head, (metrics, H, 4).
+"""The output of a `RowDivergencePlan` with the statistics of each head, (metrics, H, 4).
 
 The four are the fields of `RunningStats`."""
 

@@ -1,52 +1,37 @@
-"""A job that compares a variant's weights row by row with those of a baseline."""
+"""The plan of a job that compares a variant's weights row by row with those of a baseline."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import pydantic
 import torch
 from torch import Tensor
 
-from qkv.attention import catalogue
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.variant import Variant
-from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
-from qkv.jobs.job import Job, Limits
 from qkv.jobs.measure.head_stats import (
     HEAD_STATS,
     BlockValues,
     merge_head_stats,
     new_head_stats,
 )
-from qkv.jobs.measure.probe_jobs import float64_arguments
+from qkv.jobs.measure.probe_plans import float64_arguments
 from qkv.jobs.measure.row_metrics import ROW_METRICS, RunningStats, row_metrics
+from qkv.jobs.plan import Plan
 from qkv.wire.message import Message
 
-__all__ = ["Baseline", "RowDivergenceJob", "compare_rows", "select_inputs"]
+__all__ = ["Baseline", "RowDivergencePlan", "compare_rows", "select_inputs"]
 
 _BLOCK: Final = 1 << 22  # elements of a block of rows of either matrix
 _PART: Final = 1 << 20  # elements of a part of a block, whose metrics are computed at once
 _SHORT_ROW: Final = 16  # elements that take as much memory as the metrics of their row
 _PAIR_FLOPS: Final = 256  # floating-point operations per pair, mostly for sorting
-
-
-class _BaselineFields(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    variant: str
-    parameters: dict[str, Any] = {}
-
-
-class _RowDivergenceFields(JobFields):
-    baseline: _BaselineFields
-    rows: list[Annotated[list[int], pydantic.Field(min_length=2, max_length=2)]]
-    per_head: bool = False
 
 
 class Baseline(NamedTuple):
@@ -62,15 +47,15 @@ class Baseline(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RowDivergenceJob(Job):
-    """A job that returns the `RunningStats` of each of `ROW_METRICS`.
+class RowDivergencePlan(Plan):
+    """A comparison that returns the `RunningStats` of each of `ROW_METRICS`.
 
     Attributes:
-        inputs: the inputs of the variant and of the baseline.
+        inputs: those of the variant and of the baseline.
         outputs: empty.
         baseline: the variant to compare with; its weights have the same shape.
         rows: the ranges of rows to compare, in every head.
-        per_head: the job also returns `HEAD_STATS`. The weights have axes (B, H, L, S).
+        per_head: `HEAD_STATS` are returned too. The weights have axes (B, H, L, S).
     """
 
     is_inference: ClassVar[bool] = False
@@ -80,52 +65,24 @@ class RowDivergenceJob(Job):
     per_head: bool = False
 
     @classmethod
-    def from_message(cls, variant_name: str, message: Message, limits: Limits) -> RowDivergenceJob:
-        """Validates a message like `Job.from_message`, with the fields of `own_fields`.
-
-        Raises:
-            QkvError: an error of `Job.from_message`.
-        """
-        fields = parse_fields(message, _RowDivergenceFields)
-        variant, other = catalogue.find(variant_name), catalogue.find(fields.baseline.variant)
-        parameters = variant.parse(fields.parameters)
-        baseline = Baseline(other, other.parse(fields.baseline.parameters))
-        inputs = Inputs.from_message(variant, parameters, fields, select_inputs(variant, message))
-        baseline_inputs = Inputs.from_message(
-            other, baseline.parameters, fields, select_inputs(other, message)
-        )
-        rows = [(first, last) for first, last in fields.rows]
-        job = cls.from_inputs(
-            variant, parameters, inputs, baseline, baseline_inputs, rows, per_head=fields.per_head
-        )
-        job._check_size(limits)
-        return job
-
-    @classmethod
-    def from_inputs(
-        cls,
-        variant: Variant,
-        parameters: pydantic.BaseModel,
-        inputs: Inputs,
-        baseline: Baseline,
-        baseline_inputs: Inputs,
-        rows: Sequence[tuple[int, int]],
-        *,
-        per_head: bool = False,
-    ) -> RowDivergenceJob:
-        """Returns the job for a variant and a baseline with validated inputs."""
-        both = inputs._replace(
-            tensors={**baseline_inputs.tensors, **inputs.tensors},
-            shapes={**baseline_inputs.shapes, **inputs.shapes},
-        )
+    def of(
+        cls, plan: Plan, baseline: Plan, rows: Sequence[tuple[int, int]], *, per_head: bool = False
+    ) -> RowDivergencePlan:
+        """Returns the comparison of the weights of two runs."""
         return cls(
-            variant, parameters, both, frozenset(), baseline=baseline, rows=rows, per_head=per_head
+            plan.variant,
+            plan.parameters,
+            _merge(plan.inputs, baseline.inputs),
+            frozenset(),
+            baseline=Baseline(baseline.variant, baseline.parameters),
+            rows=rows,
+            per_head=per_head,
         )
 
     @cached_property
-    def batch_key(self) -> Hashable:
-        """A unique key: the job is never stacked."""
-        return id(self)
+    def runs_alone(self) -> bool:
+        """Always true."""
+        return True
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -166,13 +123,15 @@ class RowDivergenceJob(Job):
         """Always false: the job computes weights."""
         return False
 
-    @property
-    def own_fields(self) -> dict[str, Any]:
-        """The fields of `from_message` that `Job.from_message` does not have."""
-        parameters = self.baseline.parameters.model_dump(mode="json", exclude_unset=True)
-        baseline = {"variant": self.baseline.variant.name, "parameters": parameters}
-        rows = [list(each) for each in self.rows]
-        return {"baseline": baseline, "rows": rows, "per_head": self.per_head}
+
+def _merge(inputs: Inputs, others: Inputs) -> Inputs:
+    """Returns the inputs of both."""
+    return inputs._replace(
+        specs={**others.specs, **inputs.specs},
+        dtypes={**others.dtypes, **inputs.dtypes},
+        sent_shapes={**others.sent_shapes, **inputs.sent_shapes},
+        shapes={**others.shapes, **inputs.shapes},
+    )
 
 
 def select_inputs(variant: Variant, message: Message) -> Message:
@@ -183,29 +142,29 @@ def select_inputs(variant: Variant, message: Message) -> Message:
     return replace(message, tensors={n: t for n, t in message.tensors.items() if n in names})
 
 
-def compare_rows(job: RowDivergenceJob, projected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def compare_rows(plan: RowDivergencePlan, projected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Compares the rows block by block in float64, so that rounding does not matter.
 
     Args:
-        job: the job.
+        job: the plan.
         projected: tensors by name with every axis, in float64, projected by the layer.
     """
-    baseline = job.baseline
+    baseline = plan.baseline
     pair = (
-        (job.variant, job.parameters, job.arguments),
+        (plan.variant, plan.parameters, plan.arguments),
         (baseline.variant, *baseline[1:], baseline.arguments),
     )
     blocks = [
-        _row_block_function(variant, projected, arguments, job.inputs.dtype)
+        _row_block_function(variant, projected, arguments, plan.inputs.dtype)
         for variant, _, arguments in pair
     ]
-    inputs = job.inputs.names
+    inputs = plan.inputs.names
     kinds = [v.weights_are(parameters, inputs) == "stochastic" for v, parameters, _ in pair]
-    stats = _RowStats(job, (kinds[0], kinds[1]))
-    *planes, _, S = job.weights_shape
+    stats = _RowStats(plan, (kinds[0], kinds[1]))
+    *planes, _, S = plan.weights_shape
     # metrics of short rows need more memory than the rows
     limit = max(1, _BLOCK // (math.prod(planes) * max(S, _SHORT_ROW)))
-    for first, last in job.rows:
+    for first, last in plan.rows:
         for start in range(first, last, limit):
             rows = slice(start, min(last, start + limit))
             variant_NS, baseline_NS = (block(rows).flatten(0, -2) for block in blocks)
@@ -214,18 +173,18 @@ def compare_rows(job: RowDivergenceJob, projected: Mapping[str, Tensor]) -> dict
 
 
 class _RowStats:
-    """The statistics of the rows of a job.
+    """The statistics of the rows of a plan.
 
     Args:
-        job: the job.
+        job: the plan.
         are_distributions: as `row_metrics` takes them.
     """
 
-    def __init__(self, job: RowDivergenceJob, are_distributions: tuple[bool, bool]) -> None:
+    def __init__(self, plan: RowDivergencePlan, are_distributions: tuple[bool, bool]) -> None:
         self._are_distributions = are_distributions
         self._total = dict.fromkeys(ROW_METRICS, RunningStats())
-        self._planes = (job.weights_shape[0], job.weights_shape[1]) if job.per_head else None
-        self._heads = new_head_stats(job.weights_shape[1] if job.per_head else 0)
+        self._planes = (plan.weights_shape[0], plan.weights_shape[1]) if plan.per_head else None
+        self._heads = new_head_stats(plan.weights_shape[1] if plan.per_head else 0)
 
     def add(self, variant_NS: Tensor, baseline_NS: Tensor) -> None:
         """Adds a block of rows of every head."""
@@ -247,7 +206,7 @@ class _RowStats:
             self._heads = merge_head_stats(self._heads, block.stats())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the outputs of the job."""
+        """Returns the outputs of the comparison."""
         outputs = {
             name: torch.tensor(stats, dtype=torch.float64) for name, stats in self._total.items()
         }

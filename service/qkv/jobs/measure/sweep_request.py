@@ -12,14 +12,16 @@ import pydantic
 from qkv.attention.variant import Variant
 from qkv.errors import InvalidContent, PayloadTooLarge, pointer_to
 from qkv.jobs.fields import INTEGER, field_error
-from qkv.jobs.job import Job, Limits
-from qkv.jobs.measure.probe_jobs import TimingJob
+from qkv.jobs.job import Job
+from qkv.jobs.measure.probe_plans import TimingPlan
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
+from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import DTYPES, RawTensor, nbytes
 from qkv.wire.message import Message
 
 __all__ = ["Crossover", "SweepFields", "SweepRequest", "Times", "crossovers", "has_length"]
 
+_NOTHING: Final = memoryview(b"")  # a plan depends on no numbers
 _AXES: Final = frozenset("BHGLSDE")  # the axes that a sweep knows sizes for
 
 _Length = Annotated[int, pydantic.Field(ge=1, le=1 << 20), INTEGER]
@@ -106,11 +108,11 @@ class SweepRequest:
         self.lengths, self.repeats = parsed.lengths, parsed.repeats
         self._fields, self._limits = parsed, limits
 
-    def job(self, choice: VariantChoice, length: int) -> TimingJob:
-        """Returns the timed run of a variant at a length, with zeros as inputs.
+    def plan(self, choice: VariantChoice, length: int) -> TimingPlan:
+        """Returns the timed run of a variant at a length.
 
         Raises:
-            PayloadTooLarge, InvalidContent: an error of `Job.from_message`.
+            PayloadTooLarge, InvalidContent: an error of `Plan.from_message`.
         """
         shapes = self._shapes(choice.variant, length)
         size = sum(nbytes(self._fields.dtype, shape) for shape in shapes.values())
@@ -120,17 +122,15 @@ class SweepRequest:
                 f"expected at most {self._limits.job_bytes}",
                 limit=self._limits.job_bytes,
             )
-        dtype = DTYPES[self._fields.dtype]
-        blank = {n: RawTensor.from_numpy(np.zeros(s, dtype)) for n, s in shapes.items()}
+        blank = {n: RawTensor(self._fields.dtype, s, _NOTHING) for n, s in shapes.items()}
         fields = {"parameters": choice.parameters, "outputs": ["output"]}
-        return TimingJob.from_job(
-            Job.from_message(choice.variant.name, Message(fields, blank), self._limits)
-        )
+        message = Message(fields, blank)
+        return TimingPlan.of(Plan.from_message(choice.variant.name, message, self._limits))
 
-    def with_random_inputs(self, job: TimingJob, length: int) -> TimingJob:
-        """Returns the same job with random inputs. Every variant gets the same numbers."""
-        tensors = {n: self._random(n, t.shape, length) for n, t in job.inputs.tensors.items()}
-        return job.with_tensors(tensors)
+    def job(self, plan: TimingPlan, length: int) -> Job:
+        """Returns a run with random inputs. Every variant gets the same numbers."""
+        shapes = plan.inputs.sent_shapes
+        return Job(plan, {n: self._random(n, s, length) for n, s in shapes.items()})
 
     def _random(self, name: str, shape: Sequence[int], length: int) -> RawTensor:
         generator = np.random.default_rng([self._fields.seed, length, *name.encode()])

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from qkv.errors import PayloadTooLarge, QkvError
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import summarize_times
-from qkv.jobs.measure.probe_jobs import PEAK_BYTES, PeakMemoryJob
+from qkv.jobs.measure.probe_plans import PEAK_BYTES, PeakMemoryPlan
 from qkv.jobs.measure.sweep_request import SweepRequest, Times, crossovers
 from qkv.jobs.measure.variant_choice import VariantChoice
 from qkv.tensors import RawTensor
@@ -84,12 +84,12 @@ class SweepRun:
         Raises:
             QkvError: the variant cannot run.
         """
-        zeros = self._request.job(choice, cell.length)
-        with self._runner.reserve(zeros.bytes_in):
+        plan = self._request.plan(choice, cell.length)
+        with self._runner.reserve(plan.bytes_in):
             job = await _finish_despite_cancel(
-                asyncio.to_thread(self._request.with_random_inputs, zeros, cell.length)
+                asyncio.to_thread(self._request.job, plan, cell.length)
             )
-            peak, _ = await self._runner.measure(PeakMemoryJob.from_job(job))
+            peak, _ = await self._runner.measure(Job(PeakMemoryPlan.of(plan), job.tensors))
             times_ms = [(await self._runner.measure(job))[1] for _ in range(self._request.repeats)]
         times = summarize_times(times_ms)
         return Times(times.least_ms, times.median_ms, times.most_ms), replace(
@@ -98,8 +98,8 @@ class SweepRun:
             least_ms=times.least_ms,
             most_ms=times.most_ms,
             repeats=times.repeats,
-            flops=job.flops,
-            bytes=job.bytes_in + job.bytes_out,
+            flops=plan.flops,
+            bytes=plan.bytes,
             peak_bytes=int(peak[PEAK_BYTES].numpy()[0]),
         )
 

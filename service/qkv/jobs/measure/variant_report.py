@@ -60,7 +60,7 @@ class VariantReport:
             self.head_errors = measure_head_errors(output, reference, self._head_axes)
 
     def add_rows(self, outputs: Mapping[str, RawTensor]) -> None:
-        """Adds the outputs of a `RowDivergenceJob`."""
+        """Adds the outputs of a `RowDivergencePlan`."""
         for name in ROW_METRICS:
             found = RunningStats(*outputs[name].numpy().tolist())
             self.row_stats[name] = self.row_stats[name].merge(found)

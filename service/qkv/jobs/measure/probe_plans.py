@@ -1,8 +1,8 @@
-"""Jobs that measure a run: time, peak memory, and the output in float64."""
+"""Plans that measure a run: time, peak memory, and the output in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final, Self
@@ -11,36 +11,36 @@ import torch
 from torch import Tensor
 
 from qkv.attention.variant import Variant
-from qkv.jobs.job import Job
+from qkv.jobs.plan import Plan
 
 __all__ = [
     "PEAK_BYTES",
-    "Float64Job",
-    "PeakMemoryJob",
-    "TimingJob",
+    "Float64Plan",
+    "PeakMemoryPlan",
+    "TimingPlan",
     "float64_arguments",
     "to_float64",
 ]
 
 PEAK_BYTES: Final = "peak_bytes"
-"""The output of a `PeakMemoryJob`."""
+"""The output of a `PeakMemoryPlan`."""
 
 
 @dataclass(frozen=True, eq=False)
-class TimingJob(Job):
-    """A job that runs alone in its batch, so that the batch's time is its own."""
+class TimingPlan(Plan):
+    """A run alone in its batch, so that the batch's time is its own."""
 
     is_inference: ClassVar[bool] = False
 
     @classmethod
-    def from_job(cls, job: Job) -> Self:
-        """Returns the same run as a job of this class."""
-        return cls(job.variant, job.parameters, job.inputs, job.outputs)
+    def of(cls, plan: Plan) -> Self:
+        """Returns the same run as a plan of this class."""
+        return cls(plan.variant, plan.parameters, plan.inputs, plan.outputs)
 
     @cached_property
-    def batch_key(self) -> Hashable:
-        """A unique key: the job is never stacked."""
-        return id(self)
+    def runs_alone(self) -> bool:
+        """Always true."""
+        return True
 
     @property
     def uses_sdpa(self) -> bool:
@@ -49,8 +49,8 @@ class TimingJob(Job):
 
 
 @dataclass(frozen=True, eq=False)
-class PeakMemoryJob(TimingJob):
-    """A job that returns its peak memory without the inputs, instead of its outputs."""
+class PeakMemoryPlan(TimingPlan):
+    """A run that returns its peak memory without the inputs, instead of its outputs."""
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -59,8 +59,8 @@ class PeakMemoryJob(TimingJob):
 
 
 @dataclass(frozen=True, eq=False)
-class Float64Job(TimingJob):
-    """A job that runs in float64 for inputs of any dtype."""
+class Float64Plan(TimingPlan):
+    """A run in float64 for inputs of any dtype."""
 
     def dtype_of(self, output: str) -> str:
         """Returns float64."""

@@ -10,8 +10,9 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.executor import execute
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.probe_jobs import PEAK_BYTES, PeakMemoryJob, TimingJob
-from qkv.jobs.measure.row_divergence import RowDivergenceJob
+from qkv.jobs.measure.probe_plans import PEAK_BYTES, PeakMemoryPlan, TimingPlan
+from qkv.jobs.measure.row_divergence import RowDivergencePlan
+from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 from support.compare_requests import UNLIMITED, compare, random_inputs, variant_entry
@@ -53,23 +54,22 @@ def test_every_job_class_survives_encoding(per_head: bool) -> None:
         request.float64_job,
         *request.divergence_jobs(entry),
     ):
-        decoded = send(job, UNLIMITED)
-        assert type(decoded) is type(job)
+        decoded = send(job)
+        assert type(decoded.plan) is type(job.plan)
         assert decoded.batch_key != job.batch_key
-        assert decoded.output_specs == job.output_specs
+        assert decoded.plan.output_specs == job.plan.output_specs
         one, other = (execute([j], CpuDevice(), False)[0].outputs for j in (job, decoded))
-        assert one.keys() == other.keys() == job.output_specs.keys()
+        assert one.keys() == other.keys() == job.plan.output_specs.keys()
         assert all(bytes(one[n].data) == bytes(other[n].data) for n in one)
 
 
 def test_measured_jobs_run_alone_and_are_no_inferences() -> None:
     raw = {name: RawTensor.from_numpy(array) for name, array in random_inputs().items()}
-    one, other = (
-        TimingJob.from_job(Job.from_message("softmax", Message({}, raw), UNLIMITED)) for _ in "12"
-    )
-    assert one.batch_key != other.batch_key
-    assert one.with_tensors(raw).batch_key != one.batch_key
-    kinds = (TimingJob, PeakMemoryJob, RowDivergenceJob)
-    assert Job.is_inference
+    plan = Plan.from_message("softmax", Message({}, raw), UNLIMITED)
+    timing = TimingPlan.of(plan)
+    assert Job(timing, raw).batch_key != Job(timing, raw).batch_key
+    assert Job(plan, raw).batch_key == Job(plan, raw).batch_key
+    assert plan.is_inference
+    kinds = (TimingPlan, PeakMemoryPlan, RowDivergencePlan)
     assert not any(kind.is_inference for kind in kinds)
-    assert PeakMemoryJob.from_job(one).output_specs == {PEAK_BYTES: ("int64", (1,))}
+    assert PeakMemoryPlan.of(plan).output_specs == {PEAK_BYTES: ("int64", (1,))}

@@ -1,23 +1,24 @@
-"""A validated gradient request: the inputs of a run and the gradient of its output."""
+"""The plan of a gradient request: the inputs of a run and the gradient of its output."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from qkv.attention import catalogue
 from qkv.attention.signature import Input, Output
 from qkv.errors import InvalidContent, NotFound, pointer_to
 from qkv.jobs.fields import JobFields, parse_fields
 from qkv.jobs.inputs import Inputs
-from qkv.jobs.job import Job, Limits, parse_parameters
-from qkv.tensors import FLOATING, RawTensor
-from qkv.wire.casting import cast_untyped
+from qkv.jobs.plan import Limits, Plan
+from qkv.jobs.run_fields import parse_parameters
+from qkv.tensors import FLOATING
+from qkv.wire.casting import dtype_of
 from qkv.wire.message import Message
 
-__all__ = ["GRAD_OUTPUT", "GradientJob"]
+__all__ = ["GRAD_OUTPUT", "GradientPlan"]
 
 GRAD_OUTPUT: Final = "grad_output"
 """The input that holds the gradient of the output."""
@@ -25,8 +26,8 @@ _GRAD_SPEC: Final = Input(GRAD_OUTPUT, GRAD_OUTPUT, (), False, FLOATING, False)
 
 
 @dataclass(frozen=True, eq=False)
-class GradientJob(Job):
-    """A job that computes the gradients of sum(grad_output * output).
+class GradientPlan(Plan):
+    """The gradients of sum(grad_output * output).
 
     There is one for each floating input and each tensor of the layer.
 
@@ -38,12 +39,12 @@ class GradientJob(Job):
     is_inference: ClassVar[bool] = False
 
     @classmethod
-    def from_message(cls, variant_name: str, message: Message, limits: Limits) -> GradientJob:
-        """Validates a request like `Job.from_message`, and its `grad_output`.
+    def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Self:
+        """Checks a request like `Plan.from_message`, and its `grad_output`.
 
         Raises:
             NotFound: the variant does not exist, or it has no gradients.
-            InvalidContent, PayloadTooLarge: as `Job.from_message`.
+            InvalidContent, PayloadTooLarge: as `Plan.from_message`.
         """
         variant = catalogue.find(variant_name)
         if variant.backward is None:
@@ -52,34 +53,30 @@ class GradientJob(Job):
         fields = parse_fields(message, JobFields)
         parameters = parse_parameters(variant, fields)
         tensors = dict(message.tensors)
-        raw = tensors.pop(GRAD_OUTPUT, None)
+        grad = tensors.pop(GRAD_OUTPUT, None)
         inputs = Inputs.from_message(variant, parameters, fields, replace(message, tensors=tensors))
-        names = [name for name, tensor in inputs.tensors.items() if tensor.dtype in FLOATING]
+        names = [name for name, dtype in inputs.dtypes.items() if dtype in FLOATING]
         if inputs.layer is not None:
             names += inputs.layer.tensors
-        if raw is None:
+        if grad is None:
             raise InvalidContent(
                 "gradients need grad_output, the gradient of the output: missing from inputs",
                 pointer="/inputs",
             )
-        grad = cast_untyped(
-            raw, GRAD_OUTPUT, FLOATING, fields.dtype, pointer_to("inputs", GRAD_OUTPUT)
+        dtype = dtype_of(
+            grad, GRAD_OUTPUT, FLOATING, fields.dtype, pointer_to("inputs", GRAD_OUTPUT)
         )
-        inputs = _with_grad(inputs, variant.outputs["output"], grad)
-        job = cls(variant, parameters, inputs, frozenset(names))
-        job._check_size(limits)
-        return job
+        inputs = _with_grad(inputs, variant.outputs["output"], dtype, grad.shape)
+        plan = cls(variant, parameters, inputs, frozenset(names))
+        plan.check_size(limits)
+        return plan
 
     @cached_property
-    def batch_key(self) -> Hashable:
-        """The key of `Job.batch_key`, unique for jobs with a shared input or a layer.
-
-        The gradient of a shared tensor is a sum over the items of its own request only.
-        """
-        is_shared = not all(
-            name in self.inputs.tensors and self.has_batch(name) for name in self.outputs
-        )
-        return super().batch_key, id(self) if is_shared else None
+    def runs_alone(self) -> bool:
+        """True with a shared tensor or a layer, whose gradient is a sum over the items of its own
+        request only."""
+        names = self.inputs.specs
+        return not all(name in names and self.has_batch(name) for name in self.outputs)
 
     @cached_property
     def flops(self) -> int:
@@ -99,37 +96,41 @@ class GradientJob(Job):
         """The field `layer` with a layer; the response has no weights."""
         return self._layer_annotation
 
+    @property
+    def output_names(self) -> Sequence[str]:
+        """The tensors of the request, and those of its layer."""
+        layer = self.inputs.layer
+        return [*self.inputs.specs, *(() if layer is None else layer.tensors)]
+
     def dtype_of(self, output: str) -> str:
         """Returns the dtype of the tensor with this gradient."""
-        tensor = self.inputs.tensors.get(output)
-        return self.inputs.dtype if tensor is None else tensor.dtype
+        return self.inputs.dtypes.get(output, self.inputs.dtype)
 
     def output_shape(self, output: str) -> tuple[int, ...]:
         """Returns the shape of the tensor with this gradient."""
-        tensor = self.inputs.tensors.get(output)
-        if tensor is not None:
-            return tensor.shape
+        if output in self.inputs.sent_shapes:
+            return self.inputs.sent_shapes[output]
         assert self.inputs.layer is not None
         shape: tuple[int, ...] = self.inputs.layer.tensors[output].shape
         return shape
 
 
-def _with_grad(inputs: Inputs, output: Output, grad: RawTensor) -> Inputs:
+def _with_grad(inputs: Inputs, output: Output, dtype: str, grad_shape: tuple[int, ...]) -> Inputs:
     """Adds the gradient of the output to the inputs.
 
     Raises:
         InvalidContent: the gradient has not the dtype or the shape of the output.
     """
     pointer, expected = pointer_to("inputs", GRAD_OUTPUT), inputs.output_shape(output)
-    if grad.dtype != inputs.dtype:
+    if dtype != inputs.dtype:
         raise InvalidContent(
-            f"grad_output has the wrong dtype: got {grad.dtype}, expected {inputs.dtype} as the "
+            f"grad_output has the wrong dtype: got {dtype}, expected {inputs.dtype} as the "
             "inputs have",
             pointer=pointer,
         )
-    if grad.shape != expected:
+    if grad_shape != expected:
         raise InvalidContent(
-            f"grad_output has the wrong shape: got {list(grad.shape)}, expected {list(expected)} "
+            f"grad_output has the wrong shape: got {list(grad_shape)}, expected {list(expected)} "
             "as the output has",
             pointer=pointer,
         )
@@ -140,7 +141,8 @@ def _with_grad(inputs: Inputs, output: Output, grad: RawTensor) -> Inputs:
         else inputs.block_shape(output)
     )
     return inputs._replace(
-        tensors={**inputs.tensors, GRAD_OUTPUT: grad},
-        shapes={**inputs.shapes, GRAD_OUTPUT: shape},
         specs={**inputs.specs, GRAD_OUTPUT: _GRAD_SPEC},
+        dtypes={**inputs.dtypes, GRAD_OUTPUT: dtype},
+        sent_shapes={**inputs.sent_shapes, GRAD_OUTPUT: grad_shape},
+        shapes={**inputs.shapes, GRAD_OUTPUT: shape},
     )

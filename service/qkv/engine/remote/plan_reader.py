@@ -1,0 +1,37 @@
+"""Reads the plans that workers send with their jobs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from qkv.jobs import plan_codec
+from qkv.jobs.plan import Plan
+from qkv.jobs.plan_cache import BoundedCache, plan_bytes
+
+__all__ = ["PlanReader"]
+
+_MAX_PLANS: Final = 4096
+_MAX_BYTES: Final = 64 << 20  # of plans; usual ones need half
+
+
+class PlanReader:
+    """Reads plans, and keeps those that were used last, for the jobs of all workers."""
+
+    def __init__(self) -> None:
+        self._plans: BoundedCache[Plan] = BoundedCache(_MAX_PLANS, _MAX_BYTES)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the plans hold."""
+        return self._plans.held_bytes
+
+    def read(self, encoded: bytes) -> Plan:
+        """Returns the plan of these bytes, which its worker has validated.
+
+        Args:
+            encoded: as `Plan.encoded`.
+        """
+        if (plan := self._plans.get(encoded)) is None:
+            plan = plan_codec.decode(encoded)
+            self._plans.put(encoded, plan, plan_bytes(encoded, encoded))
+        return plan

@@ -1,0 +1,344 @@
+"""A plan: all of a validated request but its numbers, and all that follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Final, NamedTuple, Self
+
+import pydantic
+
+from qkv.attention import catalogue
+from qkv.attention.layers.layer_weights import ROLES
+from qkv.attention.variant import Variant
+from qkv.errors import PayloadTooLarge
+from qkv.jobs import plan_codec, weight_forms
+from qkv.jobs.buffer_layout import BufferLayout
+from qkv.jobs.fields import parse_fields
+from qkv.jobs.inputs import Inputs
+from qkv.jobs.run_fields import RunFields, parse_parameters, select_outputs
+from qkv.jobs.weight_forms import FULL, WeightForm
+from qkv.tensors import nbytes
+from qkv.wire.message import Message
+
+__all__ = ["SMALL_BYTES", "BatchKey", "Limits", "Plan"]
+
+_SMALL_FLOPS: Final = 1 << 26  # half a millisecond of one thread, roughly
+SMALL_BYTES: Final = 1 << 21
+"""A small job has fewer bytes of tensors, inputs and outputs together."""
+_SMALL_SCORES: Final = 1 << 20
+
+
+class Limits(NamedTuple):
+    """The limits of a job.
+
+    Attributes:
+        response_bytes: bytes of the tensors in the response.
+        job_bytes: bytes of the tensors in request and response together.
+        score_count: scores that a variant may compute, one per pair of a query and a key.
+    """
+
+    response_bytes: int
+    job_bytes: int
+    score_count: int = 1 << 34
+
+
+class BatchKey:
+    """A batch key that computes its hash once: the queue looks it up several times.
+
+    Args:
+        parts: plans with equal parts have equal keys.
+
+    Attributes:
+        parts: as the argument.
+    """
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:  # the usual case: jobs of one plan
+            return True
+        return isinstance(other, BatchKey) and self.parts == other.parts
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A forward pass of a variant; the subclasses are other work.
+
+    Attributes:
+        variant: the variant.
+        parameters: of the request, those of its layer included.
+        inputs: the tensors and the layer, without their numbers.
+        outputs: names of the outputs to return.
+        form: the form of the weights, if they are returned.
+        is_inference: a client requested this run of the variant; the statistics count it.
+    """
+
+    is_inference: ClassVar[bool] = True
+
+    variant: Variant
+    parameters: pydantic.BaseModel
+    inputs: Inputs
+    outputs: frozenset[str]
+    form: WeightForm = FULL
+
+    @classmethod
+    def from_message(cls, variant_name: str, message: Message, limits: Limits) -> Self:
+        """Finds the variant and checks the request against it, but for its numbers.
+
+        Raises:
+            NotFound: the variant does not exist.
+            InvalidContent: a field, parameter, tensor, dtype or shape is wrong.
+            PayloadTooLarge: the job exceeds the limits.
+        """
+        variant = catalogue.find(variant_name)
+        fields = parse_fields(message, RunFields)
+        parameters, form = parse_parameters(variant, fields), weight_forms.parse(fields.weights)
+        outputs = select_outputs(variant, fields, form)
+        inputs = Inputs.from_message(variant, parameters, fields, message)
+        if form.is_summary:
+            weight_forms.check(form, variant.name, variant.outputs["weights"], inputs.axes.sizes)
+        plan = cls(variant, parameters, inputs, outputs, form if "weights" in outputs else FULL)
+        plan.check_size(limits)
+        return plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the fields; what follows from them is computed again where it is needed."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The plan for another process of the service."""
+        return plan_codec.encode(self)
+
+    @cached_property
+    def input_layout(self) -> BufferLayout:
+        """The tensors of a job in memory that processes share, without those of its layer."""
+        shapes, dtypes = self.inputs.sent_shapes, self.inputs.dtypes
+        return BufferLayout((name, dtypes[name], shape) for name, shape in shapes.items())
+
+    @cached_property
+    def layer_layout(self) -> BufferLayout:
+        """The tensors of the layer of a job in such memory; none without a layer."""
+        layer = self.inputs.layer
+        weights = {} if layer is None else layer.tensors
+        return BufferLayout((name, a.dtype.name, a.shape) for name, a in weights.items())
+
+    @cached_property
+    def output_layout(self) -> BufferLayout:
+        """The outputs of a job in such memory."""
+        return BufferLayout((name, *spec) for name, spec in self.output_specs.items())
+
+    @cached_property
+    def runs_alone(self) -> bool:
+        """True if a job of the plan is never stacked."""
+        return False
+
+    @cached_property
+    def shared_names(self) -> Sequence[str]:
+        """The tensors without B, which all items of a request share."""
+        return [name for name in self.inputs.specs if not self.has_batch(name)]
+
+    @cached_property
+    def batch_key(self) -> BatchKey:
+        """Kind, variant, parameters and outputs; names, dtypes and shapes of the tensors, without
+        B."""
+        shapes, dtypes = self.inputs.shapes, self.inputs.dtypes
+        axes = tuple(
+            (name, dtypes[name], shapes[name][1 if self.has_batch(name) else 0 :])
+            for name in self.inputs.specs
+        )
+        layer = self.inputs.layer
+        weights = () if layer is None else tuple((n, t.shape) for n, t in layer.tensors.items())
+        options = None if layer is None else layer.options.model_dump_json()
+        returned = self.outputs, self.form
+        parameters: Any = self.parameters  # they are frozen, and have a hash
+        return BatchKey(
+            (type(self), self.variant.name, parameters, axes, *returned, weights, options)
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """The size of B."""
+        return self.inputs.axes.sizes.get("B", 1)
+
+    @cached_property
+    def bytes_in(self) -> int:
+        """Bytes of all tensors in the request."""
+        return self.inputs.nbytes
+
+    @cached_property
+    def bytes_out(self) -> int:
+        """Bytes of all tensors in the response."""
+        return sum(nbytes(dtype, shape) for dtype, shape in self.output_specs.values())
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of all tensors, in request and response."""
+        return self.bytes_in + self.bytes_out
+
+    @cached_property
+    def flops(self) -> int:
+        """Floating-point operations of the matrix products, projections included."""
+        sizes, layer = self.inputs.axes.sizes, self.inputs.layer
+        total = self.variant.flops(sizes)
+        if layer is not None:
+            for role in self.roles:
+                batch, length, _ = self.inputs.embedding_shape(role)
+                total += 2 * batch * length * layer.weights[f"{role}.weight"].size
+            if layer.output_width is not None:
+                size = layer.weights["output.weight"].size
+                total += 2 * self.batch_size * sizes.get("L", 1) * size
+        if self.form.kind == "pool":  # pooling runs the variant on values as wide as the bins
+            return total + self.variant.flops(sizes | {"E": min(self.form.size, sizes.get("S", 1))})
+        return total + 2 * self._form_score_count * sizes.get("D", 1)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The inputs that a layer projects."""
+        return tuple(role for role in ROLES if role in self.variant.inputs)
+
+    def dtype_of(self, output: str) -> str:
+        """Returns the dtype of an output in the response."""
+        if self.variant.outputs[output].is_exact:
+            return "float64" if self.inputs.dtype == "float64" else "float32"
+        return self.inputs.dtype
+
+    def output_shape(self, output: str) -> tuple[int, ...]:
+        """Returns the shape of an output in the response."""
+        return self.inputs.output_shape(self.variant.outputs[output])
+
+    @cached_property
+    def is_small(self) -> bool:
+        """True if the job takes about as long as handing it to another thread.
+
+        The bounds also keep the slow path, which visits each pair of a query and a key, below
+        50 ms.
+        """
+        pairs = math.prod(self.inputs.axes.sizes.get(letter, 1) for letter in "BHLS")
+        return (
+            self.flops < _SMALL_FLOPS
+            and self.bytes < SMALL_BYTES
+            and max(self.score_count, pairs) < _SMALL_SCORES
+        )
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """The parameters by name, as the variant's functions take them."""
+        return {n: getattr(self.parameters, n) for n in type(self.parameters).model_fields}
+
+    @cached_property
+    def tensor_arguments(self) -> Sequence[tuple[str, str]]:
+        """The name of each tensor of the variant, and of its argument in the variant's functions.
+
+        A layer's embeddings are not among them: it projects them to the roles.
+        """
+        inputs, names = self.variant.inputs, set(self.inputs.specs)
+        if (layer := self.inputs.layer) is not None:
+            names |= layer.variant_inputs.union(self.roles)
+        return [(name, spec.argument) for name, spec in inputs.items() if name in names]
+
+    @cached_property
+    def attend_outputs(self) -> Sequence[str]:
+        """The outputs that `attend` computes, in the order of the response."""
+        others = {"weights"} if self.form.is_summary else set()
+        return [name for name in self.variant.outputs if name in self.outputs - others]
+
+    @cached_property
+    def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of each output in the response, in its order."""
+        names = [name for name in self.output_names if name in self.outputs]
+        specs = {n: (self.dtype_of(n), self.output_shape(n)) for n in names}
+        if self.form.is_summary:
+            dtype, _ = specs.pop("weights")
+            weights, axes = self.variant.outputs["weights"], self.inputs.axes
+            sizes = weight_forms.form_sizes(self.form, weights, axes.sizes)
+            for name, spec in weight_forms.form_tensors(self.form.kind, weights).items():
+                shape = tuple(sizes[x] for x in spec.letters if x not in axes.omitted)
+                specs[name] = "int64" if spec.is_integer else dtype, shape
+        return specs
+
+    @property
+    def output_names(self) -> Sequence[str]:
+        """The names that outputs may have, in the order of a response."""
+        return list(self.variant.outputs)
+
+    @property
+    def uses_sdpa(self) -> bool:
+        """True if torch's SDPA kernel alone runs, without a layer."""
+        inputs = self.inputs
+        return inputs.layer is None and self.variant.uses_sdpa(
+            inputs.axes.sizes, self.parameters, self.outputs, inputs.specs
+        )
+
+    @cached_property
+    def annotations(self) -> dict[str, Any]:
+        """Fields of the response: `weights_are` with weights, and `layer` with a layer."""
+        if "weights" not in self.outputs:
+            return self._layer_annotation
+        return {"weights_are": self.weights_are, **self._layer_annotation}
+
+    @property
+    def _layer_annotation(self) -> dict[str, Any]:
+        layer = self.inputs.layer
+        return {} if layer is None else {"layer": layer.description}
+
+    @property
+    def weights_are(self) -> str:
+        """The kind of the weights: stochastic, signed or unnormalised."""
+        return self.variant.weights_are(self.parameters, self.inputs.names)
+
+    def has_batch(self, name: str) -> bool:
+        """Returns True if an input has one item for each item of the batch."""
+        return name not in self.variant.inputs or "B" in self.variant.inputs[name].letters
+
+    @cached_property
+    def score_count(self) -> int:
+        """Scores that the run computes, one per pair of a query and a key, returned or not."""
+        count = self.variant.score_count(self.inputs.axes.sizes, self.parameters)
+        return count + (count if self.form.kind == "pool" else self._form_score_count)
+
+    @property
+    def _form_score_count(self) -> int:
+        """Scores that the form needs beyond those of the output."""
+        if self.form.kind not in ("rows", "top_k", "stats"):
+            return 0
+        weights = self.variant.outputs["weights"]
+        spec = weight_forms.form_tensors("rows", weights)["weights"] if self.form.rows else weights
+        sizes = weight_forms.form_sizes(self.form, weights, self.inputs.axes.sizes)
+        return math.prod(sizes[letter] for letter in spec.letters)
+
+    def check_size(self, limits: Limits) -> None:
+        """Checks the limits of a job.
+
+        Raises:
+            PayloadTooLarge: the job exceeds one.
+        """
+        if self.score_count > limits.score_count:
+            raise PayloadTooLarge(
+                f"{self.variant.name} would compute too many scores: got {self.score_count}, "
+                f"expected at most {limits.score_count}; a score is one pair of a query and a "
+                "key, or work that takes as long",
+                limit=limits.score_count,
+            )
+        if self.bytes_out > limits.response_bytes:
+            hint = f" ({weight_forms.SMALLER_FORMS})" if "weights" in self.outputs else ""
+            raise PayloadTooLarge(
+                f"the tensors of the response would be too large: got {self.bytes_out} bytes, "
+                f"expected at most {limits.response_bytes}{hint}",
+                limit=limits.response_bytes,
+            )
+        if self.bytes > limits.job_bytes:
+            raise PayloadTooLarge(
+                "the tensors of request and response are too large: got "
+                f"{self.bytes} bytes, expected at most {limits.job_bytes}",
+                limit=limits.job_bytes,
+            )

@@ -1,0 +1,67 @@
+"""Encodes plans for other processes of the service, by pickle.
+
+What every process has, such as variants and layouts, is sent by its name.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from qkv.attention import catalogue
+from qkv.attention.layers import layout_catalogue
+from qkv.attention.layers.layer_weights import hollow
+
+__all__ = ["decode", "encode"]
+
+
+def encode(plan: object) -> bytes:
+    """Returns a plan as bytes."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(plan)
+    return buffer.getvalue()
+
+
+def decode(data: bytes) -> Any:
+    """Returns the plan that `encode` encoded. Pickle runs what it is told: only for bytes of this
+    service."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Names what every process has; leaves out the numbers of arrays, which a plan has not."""
+
+    def persistent_id(self, value: object) -> tuple[str, str] | None:
+        return _names().get(id(value))
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, np.ndarray):
+            return hollow, (value.dtype, value.shape)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, name: tuple[str, str]) -> object:
+        return _known()[name]
+
+
+@cache
+def _known() -> Mapping[tuple[str, str], object]:
+    """Returns the objects that every process has, by kind and name."""
+    known: dict[tuple[str, str], object] = {}
+    for name, variant in catalogue.variants().items():
+        known["variant", name] = variant
+        known["parameters", name] = variant.parameters
+    for name, layout in layout_catalogue.known().items():
+        known["layout", name] = layout
+    return known
+
+
+@cache
+def _names() -> Mapping[int, tuple[str, str]]:
+    return {id(value): name for name, value in _known().items()}

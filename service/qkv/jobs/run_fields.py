@@ -1,0 +1,86 @@
+"""The fields of a run: parameters, outputs, and the form of the weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import pydantic
+
+from qkv.attention.variant import Variant
+from qkv.errors import InvalidContent, format_value, pointer_to
+from qkv.jobs.fields import JobFields
+from qkv.jobs.layer_inputs import parse_layer_options
+from qkv.jobs.weight_forms import NONE, WeightForm
+
+__all__ = ["RunFields", "parse_parameters", "select_outputs"]
+
+
+class RunFields(JobFields):
+    """The fields of a run."""
+
+    outputs: Annotated[
+        list[str] | None,
+        pydantic.Field(
+            description="The names of the outputs to return. By default output, and weights if the "
+            "variant has them."
+        ),
+    ] = None
+    weights: Annotated[
+        Any, pydantic.Field(description="The form in which the weights are returned.")
+    ] = "full"
+
+
+def parse_parameters(variant: Variant, fields: JobFields) -> pydantic.BaseModel:
+    """Returns the parameters of a request, those of its layer included.
+
+    Raises:
+        InvalidContent: a parameter is wrong, or both the request and its layer have it.
+    """
+    options = parse_layer_options(fields)
+    own = {} if options is None else options.parameters
+    for name in own:
+        if name in fields.parameters:
+            raise InvalidContent(
+                f"{name} is given twice: in parameters and in layer",
+                pointer=pointer_to("layer", name),
+            )
+    try:
+        return variant.parse({**fields.parameters, **own})
+    except InvalidContent as error:
+        for name in own:
+            place = pointer_to("parameters", name)
+            if error.pointer is not None and error.pointer.startswith(place):
+                error.pointer = pointer_to("layer", name) + error.pointer.removeprefix(place)
+        raise
+
+
+def select_outputs(variant: Variant, fields: RunFields, form: WeightForm) -> frozenset[str]:
+    """Returns the names of the outputs that a request asks for.
+
+    Raises:
+        InvalidContent: an output is unknown or named twice, or does not fit the form.
+    """
+    named = fields.outputs
+    if form.is_summary and "weights" not in variant.outputs:
+        raise InvalidContent(f"{variant.name} has no weights", pointer="/weights")
+    if named is None:
+        named = [n for n in ("output", "weights") if n in variant.outputs]
+        return frozenset(named) - ({"weights"} if form == NONE else set())
+    for i, name in enumerate(named):
+        if name not in variant.outputs:
+            raise InvalidContent(
+                f"{variant.name} has no output {name!r}: expected {', '.join(variant.outputs)}",
+                pointer=pointer_to("outputs", i),
+            )
+        if name in named[:i]:
+            raise InvalidContent(f"{name} is named twice", pointer=pointer_to("outputs", i))
+    if not named:
+        raise InvalidContent("outputs is empty: expected at least one name", pointer="/outputs")
+    if form == NONE and "weights" in named:
+        raise InvalidContent('weights is "none", but outputs names weights', pointer="/weights")
+    if form.is_summary and "weights" not in named:
+        raise InvalidContent(
+            f"weights is {format_value(form.as_json)}, but outputs does not name weights",
+            pointer="/weights",
+        )
+    return frozenset(named)
