@@ -14,7 +14,8 @@ from hidden_waits import count_hidden_waits
 
 from qkv.attention.catalogue import variants
 from qkv.engine.device.accelerator import Accelerator
-from qkv.engine.executor import JobOutput, execute, launch
+from qkv.engine.executor import execute, launch
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.tensors import FLOATING
 
@@ -24,7 +25,7 @@ _WAITS_BATCH: Final = 8
 
 
 def bits_of(output: Any) -> dict[str, bytes]:
-    """Returns the bytes of each output of a `JobOutput` or a `JobResult`."""
+    """Returns the bytes of each output of a `Result`."""
     return {name: bytes(raw.data) for name, raw in output.outputs.items()}
 
 
@@ -111,7 +112,7 @@ def measure_overlap(
     return OverlapResult(shape, batch_size, sequential, overlapped, compute, has_same_bits)
 
 
-def _run_ahead(jobs: Sequence[Job], device: Accelerator, batches: int) -> list[list[JobOutput]]:
+def _run_ahead(jobs: Sequence[Job], device: Accelerator, batches: int) -> list[list[Result]]:
     """Runs a batch several times, as the engine does: it begins one, then finishes the previous."""
     previous, outputs = launch(jobs, device, stack=True), []
     for _ in range(batches - 1):
@@ -121,7 +122,7 @@ def _run_ahead(jobs: Sequence[Job], device: Accelerator, batches: int) -> list[l
     return [*outputs, previous()]
 
 
-def _have_same_bits(runs: Sequence[list[JobOutput]]) -> bool:
+def _have_same_bits(runs: Sequence[list[Result]]) -> bool:
     """Returns True if all runs of a batch have the same bits."""
     first, *others = ([bits_of(output) for output in outputs] for outputs in runs)
     return all(other == first for other in others)

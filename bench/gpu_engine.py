@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from qkv.engine.device.accelerator import Accelerator
-from qkv.engine.engine import GPU_MAX_BATCH, Engine, JobResult
+from qkv.engine.engine import GPU_MAX_BATCH, Engine
+from qkv.engine.result import Result
 from qkv.engine.work_queue import Load
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
@@ -90,7 +91,7 @@ async def _engine_rate(engine: Engine, jobs: Sequence[Job], seconds: float) -> t
     async def client() -> None:
         while time.perf_counter() < end:
             result = await engine.submit(next(turn))
-            batch_sizes.append(result.timing["batch_size"])
+            batch_sizes.append(result.batch_size)
 
     await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))
     count, elapsed_s = len(batch_sizes), time.perf_counter() - started_at
@@ -128,7 +129,7 @@ def _call_bare(tensors: Sequence[Tensor], device: Accelerator) -> None:
     event.synchronize()
 
 
-def _is_right(job: Job, result: JobResult) -> bool:
+def _is_right(job: Job, result: Result) -> bool:
     """Returns True if the output equals the reference, up to the roundings of its dtype."""
     inputs = [
         torch.from_numpy(job.tensors[name].numpy().astype(np.float64))
@@ -176,7 +177,7 @@ def measure_out_of_memory(
         logging.disable(logging.NOTSET)
     error = type(first).__name__ if isinstance(first, BaseException) else ""
     right = sum(
-        isinstance(result, JobResult) and _is_right(job, result)
+        isinstance(result, Result) and _is_right(job, result)
         for job, result in zip(others, results, strict=True)
     )
     return MemoryResult(large.plan.bytes_out, total_bytes, error, count, right)

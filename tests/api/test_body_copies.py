@@ -89,7 +89,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     def spy_call_variant(job: Any, tensors: dict[str, Any], *others: Any) -> Any:
         seen.arguments = {n: t.data_ptr() for n, t in tensors.items()}
         passed = call_variant(job, tensors, *others)
-        output = passed.tensors["output"]
+        output = passed[0]["output"]
         seen.result = output.data_ptr(), output.nbytes
         return passed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,8 @@ from gpu_results import (
 
 from qkv.attention.catalogue import variants
 from qkv.engine.engine import Engine
-from qkv.engine.executor import JobOutput, Launched, launch
+from qkv.engine.executor import Launched, launch
+from qkv.engine.result import Result
 from qkv.tensors import FLOATING, RawTensor
 from support.pretended_device import PretendedDevice, faults
 
@@ -76,7 +78,7 @@ def test_bits_of_every_variant_kind_and_dtype_are_compared() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_other_bits_and_errors_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(jobs: Any, device: Any, stack: bool) -> list[JobOutput]:
+    def run(jobs: Any, device: Any, stack: bool) -> list[Result]:
         outputs = launch(jobs, device, stack)()
         return [outputs[0], *outputs[:-1]] if len(jobs) > 2 else outputs
 
@@ -101,10 +103,10 @@ def test_rates_are_those_of_a_busy_engine_and_of_bare_torch() -> None:
         assert min(rates) > 0
 
 
-def negated(output: JobOutput) -> JobOutput:
+def negated(output: Result) -> Result:
     """Returns an output with other signs."""
     tensors = {n: RawTensor.from_numpy(-raw.numpy()) for n, raw in output.outputs.items()}
-    return output._replace(outputs=tensors)
+    return replace(output, outputs=tensors)
 
 
 @pytest.mark.usefixtures("tiny")

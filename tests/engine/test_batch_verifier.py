@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qkv.engine.batch_verifier import BatchVerifier, VerifyMode
-from qkv.engine.engine import Engine, JobResult
-from qkv.engine.executor import JobOutput, Launched, launch
+from qkv.engine.engine import Engine
+from qkv.engine.executor import Launched, launch
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.tensors import RawTensor
 from support.engines import bits, new_job, run_together
@@ -25,14 +27,14 @@ def jobs_of(count: int, seed: int = 0, length: int = 5) -> list[Job]:
     return [new_job(random_inputs(seed + i, (1, 2, length, 8))) for i in range(count)]
 
 
-def with_last_bit_changed(output: JobOutput) -> JobOutput:
+def with_last_bit_changed(output: Result) -> Result:
     """Returns an output as a kernel for another size of the batch might compute it."""
     changed = {}
     for name, raw in output.outputs.items():
         array = np.array(raw.numpy())
         array.flat[0] = np.nextafter(array.flat[0], np.float32(np.inf))
         changed[name] = RawTensor.from_numpy(array)
-    return output._replace(outputs=changed)
+    return replace(output, outputs=changed)
 
 
 class Runs:
@@ -53,7 +55,7 @@ def run(runs: Runs, mode: VerifyMode, *batches: Sequence[Job]) -> tuple[list[Any
     """Runs batches one after the other; returns their results and those of the checks."""
     checks: list[bool] = []
 
-    async def main() -> list[list[JobResult]]:
+    async def main() -> list[list[Result]]:
         verifier = BatchVerifier(mode, checks.append)
         engine = Engine(PretendedDevice(), launch=runs, verifier=verifier)
         engine.start()
@@ -92,8 +94,8 @@ def test_kind_with_other_bits_is_not_stacked_again(caplog: pytest.LogCaptureFixt
     alone = [launch([job], PretendedDevice(), True)()[0] for job in three]
     for batch in results[:2]:
         for result, expected in zip(batch, alone, strict=True):
-            assert bits(result) == bits(JobResult(expected.outputs, {}))
-            assert result.timing["batch_size"] == 3
+            assert bits(result) == bits(expected)
+            assert result.batch_size == 3
     assert len(caplog.records) == 1
     assert "softmax has other bits in a batch of 3 requests" in caplog.text
 
@@ -103,7 +105,7 @@ def test_later_batches_are_checked_now_and_then() -> None:
     outputs = launch(jobs, PretendedDevice(), True)()
     verifier, alone = BatchVerifier("sample", checks.append), list[Job]()
 
-    def run_alone(job: Job) -> JobOutput:
+    def run_alone(job: Job) -> Result:
         alone.append(job)
         return outputs[jobs.index(job)]
 

@@ -102,11 +102,11 @@ def test_same_bits_alone_and_in_a_batch(
     found = runner.run_together([all_jobs[i] for i in order])
     for i, result in zip(order, found, strict=True):
         size = len(jobs) if i < len(jobs) else len(others)
-        assert result.timing["batch_size"] >= size  # more if the batch keys happen to be equal
+        assert result.batch_size >= size  # more if the batch keys happen to be equal
         if i < len(jobs):
-            assert alone[i].timing["batch_size"] == 1
+            assert alone[i].batch_size == 1
             assert bits(result) == bits(alone[i])
-            assert result.timing["backend"] == alone[i].timing["backend"]
+            assert result.backend == alone[i].backend
 
 
 def layer_group(seed: int) -> list[Job]:
@@ -148,7 +148,7 @@ def test_same_bits_with_layers(runner: EngineRunner, first: int) -> None:
         jobs = layer_group(seed)
         alone, grouped = runner.run_alone(jobs), runner.run_together(jobs)
         for one, result in zip(alone, grouped, strict=True):
-            assert result.timing["batch_size"] == len(jobs)
+            assert result.batch_size == len(jobs)
             assert bits(result) == bits(one), f"seed {seed}"
 
 
@@ -223,7 +223,7 @@ def test_stacked_jobs_match_the_reference(
     jobs = [job_from(request, ("output", "weights", "scores")) for request in members]
     found, alone = stacked.run_together(jobs), stacked.run_alone(jobs)
     for request, result, one in zip(members, found, alone, strict=True):
-        assert result.timing["batch_size"] == len(jobs)
+        assert result.batch_size == len(jobs)
         query, key, value, mask, lengths = request.tensors()
         truth = softmax.reference(query, key, value, mask, lengths, **request.parameters)
         bound = bounds(query, key, value, mask, request.parameters, truth)
@@ -244,7 +244,7 @@ def test_stacked_jobs_over_a_layer_match_each_alone(stacked: EngineRunner, seed:
         jobs[0].plan.inputs.dtype
     ]
     for result, one in zip(found, alone, strict=True):
-        assert result.timing["batch_size"] == len(jobs)
+        assert result.batch_size == len(jobs)
         assert result.outputs.keys() == one.outputs.keys()
         for name in result.outputs:
             left, right = tensor_of(result.outputs[name]), tensor_of(one.outputs[name])
@@ -270,7 +270,7 @@ def test_huge_numbers_of_one_job_change_no_other_jobs_bits(
         first, second = Job(plan, ordinary.tensors), Job(plan, huge.tensors)
         (alone,) = stacked.run_alone([first])
         found, _ = stacked.run_together([first, second])
-        assert found.timing["batch_size"] == 2
+        assert found.batch_size == 2
         assert bits(found) == bits(alone)
 
 
@@ -288,5 +288,5 @@ def test_overflowing_projection_of_one_job_changes_no_other_jobs_bits(
     second = with_layer(second, first)
     (alone,) = stacked.run_alone([first])
     found, _ = stacked.run_together([first, second])
-    assert found.timing["batch_size"] == 2
+    assert found.batch_size == 2
     assert bits(found) == bits(alone)

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from qkv.attention.catalogue import variants
-from qkv.engine.engine import DEFAULT_LIMIT, Engine, JobResult
-from qkv.engine.executor import JobOutput, Launched, launch
+from qkv.engine.engine import DEFAULT_LIMIT, Engine
+from qkv.engine.executor import Launched, launch
+from qkv.engine.result import Result
 from qkv.engine.work_queue import Load
 from qkv.errors import ServiceUnavailable
 from qkv.jobs.job import Job
@@ -40,7 +41,7 @@ def test_only_equal_keys_share_a_batch() -> None:
     ]  # fmt: skip
 
     async def test(engine: Engine) -> list[int]:
-        return [a.timing["batch_size"] for a in await run_together(engine, jobs)]
+        return [a.batch_size for a in await run_together(engine, jobs)]
 
     assert with_engine(test) == [2, 2, 1, 1, 1, 1, 1, 2, 2, 1]
 
@@ -55,7 +56,7 @@ def test_only_equal_keys_share_a_batch() -> None:
 def test_max_batch(options: dict[str, int], sizes: list[int]) -> None:
     async def test(engine: Engine) -> list[int]:
         results = await run_together(engine, [plain(seed) for seed in range(5)])
-        return [a.timing["batch_size"] for a in results]
+        return [a.batch_size for a in results]
 
     assert with_engine(test, **options) == sizes
 
@@ -65,7 +66,7 @@ def test_default_of_max_batch(any_device: str) -> None:
 
     async def test(engine: Engine) -> list[int]:
         results = await run_together(engine, [plain(seed) for seed in range(5)])
-        return [a.timing["batch_size"] for a in results]
+        return [a.batch_size for a in results]
 
     assert with_engine(test, max_batch=0) == ([1] * 5 if any_device == "cpu" else [5] * 5)
 
@@ -94,7 +95,7 @@ def test_batch_stays_within_its_byte_budget() -> None:
     assert {job.batch_key for job in jobs} == {small.batch_key}
 
     async def test(engine: Engine) -> list[int]:
-        return [a.timing["batch_size"] for a in await run_together(engine, jobs)]
+        return [a.batch_size for a in await run_together(engine, jobs)]
 
     assert with_engine(test, batch_bytes=2 * one) == [2, 2, 1, 1, 1]
 
@@ -119,7 +120,7 @@ def test_cancelled_jobs_do_not_run() -> None:
         assert {
             i for i, a in enumerate(results) if isinstance(a, asyncio.CancelledError)
         } == cancelled
-        sizes = [a.timing["batch_size"] for a in results if isinstance(a, JobResult)]
+        sizes = [a.batch_size for a in results if isinstance(a, Result)]
         assert sizes == [2, 2, 2, 2]
         with hold(engine):
             futures = [engine.submit(plain(seed)) for seed in range(3)]
@@ -145,7 +146,7 @@ def test_running_job_may_be_cancelled() -> None:
         assert await asyncio.to_thread(entered.wait, 60)
         cancelled_future.cancel()
         go_on.set()
-        assert (await other_future).timing["batch_size"] == 2
+        assert (await other_future).batch_size == 2
         assert cancelled_future.cancelled()
         await engine.submit(plain(3))
 
@@ -186,7 +187,7 @@ def test_queued_bytes_are_limited() -> None:
                 with pytest.raises(ServiceUnavailable):
                     engine.submit(plain(5))
             results = await asyncio.gather(*futures, return_exceptions=True)
-            assert [type(a) for a in results].count(JobResult) == 3
+            assert [type(a) for a in results].count(Result) == 3
         assert engine.queued == Load()
 
     with_engine(test, limit=DEFAULT_LIMIT._replace(bytes=3 * size))
@@ -264,19 +265,19 @@ def test_timing_is_measured() -> None:
             early = engine.submit(plain(1, outputs=("output",)))
             await asyncio.sleep(0.05)
             late = engine.submit(plain(2, length=5))
-        first, second = (await early).timing, (await late).timing
-        most = (time.perf_counter() - started_at) * 1e3
-        assert first["queue_ms"] >= 50
-        assert 0 < second["queue_ms"] <= most - 50  # it was submitted later
-        for timing in (first, second):
-            assert timing["compute_ms"] > 0
-            assert timing["transfer_ms"] > 0
-            assert sum(timing[f"{s}_ms"] for s in ("queue", "compute", "transfer")) <= most
-        assert first["device"] == engine.device_name
-        assert (first["backend"], second["backend"]) == ("sdpa", "explicit")
-        idle = [(await engine.submit(plain(3))).timing for _ in range(5)]
-        assert min(timing["queue_ms"] for timing in idle) < first["queue_ms"]
-        assert {timing["batch_size"] for timing in idle} == {1}
+        first, second = await early, await late
+        most_s = time.perf_counter() - started_at
+        assert first.queue_s >= 0.05
+        assert 0 < second.queue_s <= most_s - 0.05  # it was submitted later
+        for result in (first, second):
+            *stages, total_s = result.times
+            assert min(stages) > 0
+            assert sum(stages) <= total_s <= most_s
+        assert first.device == engine.device_name
+        assert (first.backend, second.backend) == ("sdpa", "explicit")
+        idle = [await engine.submit(plain(3)) for _ in range(5)]
+        assert min(result.queue_s for result in idle) < first.queue_s
+        assert {result.batch_size for result in idle} == {1}
 
     with_engine(test)
 
@@ -289,7 +290,7 @@ def test_compute_grows_with_the_work() -> None:
         times = {id(j): [] for j in (few, many)}  # type: dict[int, list[float]]
         for _ in range(3):
             for job in (few, many):
-                times[id(job)].append((await engine.submit(job)).timing["compute_ms"])
+                times[id(job)].append((await engine.submit(job)).compute_s)
         assert min(times[id(many)]) > min(times[id(few)])
 
     with_engine(test)
@@ -308,16 +309,11 @@ def test_flops_and_bytes_are_counted() -> None:
     }
     layered = job_of({"x": torch.randn(3, 5, 6)}, ("output",), layer)
 
-    async def test(engine: Engine) -> None:
-        timing = (await engine.submit(job)).timing
-        assert timing["flops"] == 2 * 3 * 4 * 5 * 7 * (6 + 8)
-        sent = query.numel() + key.numel() + value.numel()
-        assert timing["bytes"] == 4 * (sent + 3 * 4 * 5 * 8 + 3 * 4 * 5 * 7)
-        timing = (await engine.submit(layered)).timing
-        assert timing["flops"] == 3 * 2 * 3 * 5 * 6 * 8 + 2 * 3 * 2 * 5 * 5 * (4 + 4)
-        assert timing["bytes"] == 4 * (3 * 5 * 6 + 3 * 6 * 8 + 3 * 5 * 8)
-
-    with_engine(test)
+    sent = query.numel() + key.numel() + value.numel()
+    assert job.plan.flops == 2 * 3 * 4 * 5 * 7 * (6 + 8)
+    assert job.plan.bytes == 4 * (sent + 3 * 4 * 5 * 8 + 3 * 4 * 5 * 7)
+    assert layered.plan.flops == 3 * 2 * 3 * 5 * 6 * 8 + 2 * 3 * 2 * 5 * 5 * (4 + 4)
+    assert layered.plan.bytes == 4 * (3 * 5 * 6 + 3 * 6 * 8 + 3 * 5 * 8)
 
 
 def test_rate_is_known_after_the_first_long_batch_of_a_client() -> None:
@@ -342,7 +338,7 @@ def test_throughput_counts_the_time_of_the_work(any_device: str) -> None:
     def slow(jobs: Sequence[Job], *how: Any) -> Launched:
         launched = launch(jobs, *how)
 
-        def finish() -> list[JobOutput]:
+        def finish() -> list[Result]:
             time.sleep(0.1)
             return launched()
 

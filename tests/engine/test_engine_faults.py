@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from qkv.engine.engine import Engine, JobResult
+from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
+from qkv.engine.result import Result
 from qkv.errors import Internal, InvalidContent, PayloadTooLarge, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from support.any_device import any_device as any_device
@@ -43,7 +44,7 @@ def test_a_failing_job_fails_alone(place: int) -> None:
                 assert isinstance(response, Internal)
                 assert "marked" not in response.detail  # no internal text
             else:
-                assert isinstance(response, JobResult)
+                assert isinstance(response, Result)
                 assert bits(response) == bits(one)
 
     with_engine(test)
@@ -192,7 +193,7 @@ def test_bug_in_a_callback_leaves_no_job_without_a_result(call: int) -> None:
         with hold_device_thread(engine):
             futures = [engine.submit(plain(seed, length=4 + seed)) for seed in range(3)]
         done = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), TIMEOUT_S)
-        assert all(isinstance(result, JobResult) for result in done)
+        assert all(isinstance(result, Result) for result in done)
         assert not engine.failed.is_set()
 
     with_engine(test, on_busy=on_busy)

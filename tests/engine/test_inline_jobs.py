@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from qkv.attention.catalogue import variants
-from qkv.engine.engine import Engine, JobResult
+from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, execute, launch
+from qkv.engine.result import Result
 from qkv.errors import Internal, ServiceUnavailable
 from qkv.jobs.job import Job
 from support.engines import CPU, bits, hold_device_thread, new_job, with_engine
@@ -40,7 +41,7 @@ def test_small_job_has_the_same_bits_as_in_the_device_thread(dtype: str) -> None
     async def test(engine: Engine) -> None:
         for job in small_jobs(dtype, 25):
             inline = engine.run_inline(job)
-            assert isinstance(inline, JobResult)
+            assert isinstance(inline, Result)
             assert bits(inline) == bits(await engine.submit(job))
 
     with_engine(test)
@@ -99,7 +100,7 @@ def test_small_job_runs_while_the_device_thread_is_held() -> None:
             queued = [engine.submit(job) for job in (large, small)]
             inline = engine.run_inline(small)
             assert inline is not None
-            assert inline.timing["batch_size"] == 1
+            assert inline.batch_size == 1
             assert not any(future.done() for future in queued)
             assert engine.queued.requests == 2
         await queued[0]
@@ -207,7 +208,7 @@ def test_small_jobs_of_one_turn_run_one_after_another() -> None:
     """Before the first of their requests goes on; each has the bits that it has alone."""
     events: list[str] = []
 
-    async def run(engine: Engine, job: Job) -> JobResult:
+    async def run(engine: Engine, job: Job) -> Result:
         result = await engine.run_with_others(job)
         assert result is not None
         events.append("response")
@@ -249,8 +250,8 @@ def test_failed_or_cancelled_job_of_a_turn_leaves_the_others() -> None:
         first, second, failed, gone = await asyncio.gather(
             *tasks, cancelled, return_exceptions=True
         )
-        assert isinstance(first, JobResult)
-        assert isinstance(second, JobResult)
+        assert isinstance(first, Result)
+        assert isinstance(second, Result)
         assert isinstance(failed, Internal)
         assert isinstance(gone, asyncio.CancelledError)
         assert count == 3

@@ -19,8 +19,9 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.selection import find_device, new_device
-from qkv.engine.engine import Engine, JobResult
-from qkv.engine.executor import JobOutput, Launched, execute, launch
+from qkv.engine.engine import Engine
+from qkv.engine.executor import Launched, execute, launch
+from qkv.engine.result import Result
 from qkv.engine.work_queue import Load
 from qkv.errors import PayloadTooLarge
 from qkv.jobs.job import Job
@@ -64,9 +65,9 @@ def softmax_jobs(length: int, count: int) -> list[Job]:
     return [new_job(random_inputs(seed, (1, 2, length, 8))) for seed in range(count)]
 
 
-def bits_of(outputs: Sequence[JobOutput]) -> list[Any]:
+def bits_of(outputs: Sequence[Result]) -> list[Any]:
     """Returns dtype, shape and bytes of each output of each job."""
-    return [bits(JobResult(output.outputs, {})) for output in outputs]
+    return [bits(output) for output in outputs]
 
 
 @pytest.mark.parametrize(("variant", "kind"), VARIANTS_AND_JOBS)
@@ -89,7 +90,7 @@ def test_results_have_the_bits_of_each_job_alone(
     """
     checks: list[bool] = []
 
-    async def run(jobs: Sequence[Job]) -> tuple[list[JobResult], list[JobResult]]:
+    async def run(jobs: Sequence[Job]) -> tuple[list[Result], list[Result]]:
         engine = Engine(device, max_batch=8, verifier=BatchVerifier("always", checks.append))
         engine.start()
         try:
@@ -122,7 +123,7 @@ def test_batches_that_overlap_have_the_bits_of_each_alone(device: Accelerator) -
     """Memory of one batch is used again by a later one, while others are on their way."""
     batches = [softmax_jobs(16 + 5 * (i % 7), 4) for i in range(40)]
     expected = [execute(jobs, device, stack=True) for jobs in batches]
-    begun, outputs = deque[Launched](), list[list[JobOutput]]()
+    begun, outputs = deque[Launched](), list[list[Result]]()
     for jobs in batches:
         begun.append(launch(jobs, device, stack=True))
         if len(begun) > 3:

@@ -7,8 +7,9 @@ from itertools import groupby
 from typing import Final
 
 from qkv.engine.batch_verifier import BatchVerifier
-from qkv.engine.engine import Engine, JobResult
+from qkv.engine.engine import Engine
 from qkv.engine.executor import launch
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import SharedState
 from support.engines import bits, hold_device_thread, new_job
@@ -47,10 +48,10 @@ def jobs_of(length: int, count: int) -> list[Job]:
     return [new_job(random_inputs(seed, (1, 2, length, 8))) for seed in range(count)]
 
 
-def run_all(engine_device: PretendedDevice, groups: list[list[Job]]) -> list[JobResult]:
+def run_all(engine_device: PretendedDevice, groups: list[list[Job]]) -> list[Result]:
     """Queues groups of jobs at the same time; returns their results."""
 
-    async def main() -> list[JobResult]:
+    async def main() -> list[Result]:
         engine = Engine(engine_device, max_batch=8, verifier=BatchVerifier("off"))
         engine.start()
         try:
@@ -86,8 +87,8 @@ def test_next_batch_begins_before_the_host_waits_for_the_previous_one() -> None:
     assert stages() == [*ONE_BATCH, *ONE_BATCH, WAIT, *ONE_BATCH, WAIT, WAIT]
     alone = [launch([job], PretendedDevice(), True)()[0] for jobs in groups for job in jobs]
     for result, expected in zip(results, alone, strict=True):
-        assert result.timing["batch_size"] == 2
-        assert bits(result) == bits(JobResult(expected.outputs, {}))
+        assert result.batch_size == 2
+        assert bits(result) == bits(expected)
 
 
 def test_wait_that_never_returns_is_reported_as_a_stuck_device() -> None:

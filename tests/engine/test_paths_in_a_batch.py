@@ -12,7 +12,8 @@ from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
 from qkv.engine.device.device import Device
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import execute
+from qkv.engine.result import Result
 from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
@@ -54,7 +55,7 @@ def jobs_of(variant: Variant, kind: type[Plan], dtype: str, **parameters: Any) -
     return jobs
 
 
-def assert_as_alone(jobs: Sequence[Job], together: Sequence[JobOutput], device: Device) -> None:
+def assert_as_alone(jobs: Sequence[Job], together: Sequence[Result], device: Device) -> None:
     """Each job has the path that it has alone, and its numbers within rounding."""
     for job, output in zip(jobs, together, strict=True):
         (alone,) = execute([job], device, stack=True)

@@ -13,8 +13,9 @@ import torch
 
 from qkv.attention.variant import Variant
 from qkv.engine.device.cpu import CpuDevice
-from qkv.engine.engine import Engine, JobResult
+from qkv.engine.engine import Engine
 from qkv.engine.executor import execute
+from qkv.engine.result import Result
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
@@ -73,7 +74,7 @@ def run_batch(jobs: Sequence[Job], before: Callable[[], None], device: Pretended
         engine.start()
         try:
             with hold_device_thread(engine):
-                futures: list[Awaitable[JobResult]] = [engine.submit(job) for job in jobs]
+                futures: list[Awaitable[Result]] = [engine.submit(job) for job in jobs]
                 before()
             results = await asyncio.wait_for(
                 asyncio.gather(*futures, return_exceptions=True), TIMEOUT_S
@@ -104,10 +105,8 @@ def test_memory_may_run_out_at_any_allocation_of_a_batch() -> None:
         assert not engine.failed.is_set()
         has_failed = device.released > 0
         for result, outputs in zip(results, expected, strict=True):
-            assert isinstance(result, JobResult)
-            assert result.timing["batch_size"] == (
-                3 if not has_failed else result.timing["batch_size"]
-            )
+            assert isinstance(result, Result)
+            assert result.batch_size == (3 if not has_failed else result.batch_size)
             for name, raw in result.outputs.items():
                 np.testing.assert_allclose(raw.numpy(), outputs[name].numpy(), atol=1e-5)
         del results, result, engine
@@ -139,7 +138,7 @@ def test_device_may_break_at_any_operation_of_a_batch() -> None:
         has_failed = faults.is_broken
         assert engine.failed.is_set() == has_failed
         for result in results:
-            assert isinstance(result, ServiceUnavailable if has_failed else JobResult)
+            assert isinstance(result, ServiceUnavailable if has_failed else Result)
             assert not isinstance(result, QkvError) or "device has failed" in str(result)
         del results, result, engine
         assert live_tensors() == 0

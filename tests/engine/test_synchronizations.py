@@ -11,7 +11,8 @@ import pytest
 from qkv.attention.catalogue import variants
 from qkv.attention.signature import fixed_size
 from qkv.attention.variant import Variant
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import execute
+from qkv.engine.result import Result
 from qkv.jobs.gradient_plan import GRAD_OUTPUT, GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
@@ -56,7 +57,7 @@ def normal(random: np.random.Generator, letters: tuple[str, ...]) -> Any:
 
 def run_batch(
     variant: Variant, kind: type[Plan], optional: Collection[str] = (), **fields: Any
-) -> tuple[list[JobOutput], int]:
+) -> tuple[list[Result], int]:
     """Runs three requests as a batch; returns their outputs and the number of waits.
 
     They share the inputs without an axis B; of the optional ones those that are named.

@@ -14,8 +14,9 @@ from qkv.client.arrays import to_raw
 from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device.device import Device
-from qkv.engine.engine import Engine, JobResult
+from qkv.engine.engine import Engine
 from qkv.engine.executor import execute
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
 from qkv.tensors import RawTensor
@@ -59,15 +60,15 @@ class EngineRunner:
     async def _start(self) -> None:
         self.engine.start()
 
-    def run_alone(self, jobs: Sequence[Job]) -> list[JobResult]:
+    def run_alone(self, jobs: Sequence[Job]) -> list[Result]:
         """Returns the result of each job when it runs alone."""
 
-        async def each() -> list[JobResult]:
+        async def each() -> list[Result]:
             return [await self.engine.submit(job) for job in jobs]
 
         return self._runner.run(each())
 
-    def run_together(self, jobs: Sequence[Job]) -> list[JobResult]:
+    def run_together(self, jobs: Sequence[Job]) -> list[Result]:
         """Returns the results of jobs that are queued at the same time."""
         return self._runner.run(run_together(self.engine, jobs))
 
@@ -104,7 +105,7 @@ def hold(engine: Engine) -> Iterator[None]:
         yield
 
 
-async def run_together(engine: Engine, jobs: Sequence[Job]) -> list[JobResult]:
+async def run_together(engine: Engine, jobs: Sequence[Job]) -> list[Result]:
     """Submits jobs while the device thread is paused; returns the results."""
     with hold(engine):
         futures = [engine.submit(job) for job in jobs]
@@ -157,6 +158,6 @@ def plain(number: int = 0, length: int = 4, batch: int = 1, **parameters: Any) -
     return job_of(tensors, **parameters)
 
 
-def bits(result: JobResult) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def bits(result: Result) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Returns dtype, shape and bytes of each output."""
     return {n: (t.dtype, t.shape, bytes(t.data)) for n, t in result.outputs.items()}

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qkv.engine.executor import JobOutput
+from qkv.engine.result import Result
 from support.known_requests import EPS
 
 __all__ = ["assert_close"]
 
 
-def assert_close(got: Sequence[JobOutput], expected: Sequence[JobOutput]) -> None:
+def assert_close(got: Sequence[Result], expected: Sequence[Result]) -> None:
     """Asserts equal names, dtypes and shapes, and numbers up to roundings of the largest.
 
     The same number of jobs must have shared the call.

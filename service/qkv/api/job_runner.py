@@ -8,32 +8,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from fastapi import Request
 
+from qkv.api.observability import record_times
 from qkv.api.request_body import in_thread_if_large
-from qkv.api.request_headers import Header, headers_of
+from qkv.api.request_headers import headers_of
 from qkv.engine.admission import Admission
 from qkv.engine.job_executor import JobExecutor
-from qkv.engine.work_queue import JobResult
+from qkv.engine.result import Result
 from qkv.errors import ClientDisconnected, DeadlineExceeded, MalformedRequest, format_value
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.plan_cache import PlanCache
 from qkv.settings import Settings
 from qkv.telemetry.metrics import MetricsRecorder
-from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
 __all__ = [
     "DISCONNECT_STATE",
-    "SERVER_TIMING",
     "TASKS_STATE",
     "TIMEOUT_HEADER",
     "DisconnectNotifier",
     "JobRunner",
-    "RunResult",
     "cancel_on_disconnect",
     "job_limits",
     "wait_for_disconnect",
@@ -54,10 +52,6 @@ _DISCONNECTED: Final = "the client disconnected before its job ran"
 _TIMEOUT_NAME: Final = TIMEOUT_HEADER.lower().encode()
 _MAX_TIMEOUT_S: Final = 1e9
 
-_STAGES: Final = ("queue", "transfer", "compute", "total")
-SERVER_TIMING: Final = ", ".join(f"{stage};dur=%({stage}_ms).4f" for stage in _STAGES)
-"""Format of a Server-Timing header (W3C); its argument is a timing in milliseconds."""
-
 
 class DisconnectNotifier(Protocol):
     """A request of a server that calls back when the client disconnects.
@@ -70,30 +64,6 @@ class DisconnectNotifier(Protocol):
 
     def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
         """Sets what the server calls when the client disconnects; None: it calls nothing."""
-
-
-class RunResult(NamedTuple):
-    """The result of a run.
-
-    Attributes:
-        outputs: by name.
-        timing: times in milliseconds, with `total_ms`.
-        annotations: further fields of the response.
-    """
-
-    outputs: dict[str, RawTensor]
-    timing: dict[str, Any]
-    annotations: dict[str, Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all outputs in bytes."""
-        return sum([tensor.nbytes for tensor in self.outputs.values()])
-
-    @property
-    def headers(self) -> list[Header]:
-        """Headers of the response."""
-        return [(b"server-timing", (SERVER_TIMING % self.timing).encode())]
 
 
 class JobRunner:
@@ -151,7 +121,7 @@ class JobRunner:
         *,
         priority: int = 0,
         wait_s: float | None = None,
-    ) -> RunResult:
+    ) -> Result:
         """Runs a job.
 
         Args:
@@ -169,24 +139,22 @@ class JobRunner:
         if deadline_s is not None and (wait_s is None or deadline_s < wait_s):
             wait_s = deadline_s
         is_late = wait_s is not None and time.perf_counter() - received_at >= wait_s
-        job_result = None
+        result = None
         if job.plan.is_small and not is_late:
             if len(request.scope.get("state", {}).get(TASKS_STATE, ())) > 1:
-                job_result = await self._engine.run_with_others(job)
+                result = await self._engine.run_with_others(job)
             else:
-                job_result = self._engine.run_inline(job)
-        if job_result is None:
-            job_result = await self._run_queued(request, received_at, job, priority, wait_s)
-        timing = job_result.timing
-        timing["total_ms"] = (time.perf_counter() - received_at) * 1e3
-        self._metrics_recorder.record_run(
-            job.plan.variant.name, timing["queue_ms"] / 1e3, timing["compute_ms"] / 1e3
-        )
-        return RunResult(job_result.outputs, timing, job.plan.annotations)
+                result = self._engine.run_inline(job)
+        if result is None:
+            result = await self._run_queued(request, received_at, job, priority, wait_s)
+        result.total_s = time.perf_counter() - received_at
+        record_times(result.times)
+        self._metrics_recorder.record_run(job.plan.variant.name, result.queue_s, result.compute_s)
+        return result
 
     async def _run_queued(
         self, request: Request, received_at: float, job: Job, priority: int, wait_s: float | None
-    ) -> JobResult:
+    ) -> Result:
         """Runs a job in the queue; arguments and errors as for `run`."""
         remaining_s = None
         if wait_s is not None:
@@ -211,7 +179,7 @@ class JobRunner:
             return self._timeout_s if timeout_s is None else timeout_s
         return min(timeout_s, self._timeout_s)
 
-    async def run_part(self, job: Job, wait_s: float | None, *, priority: int = 0) -> JobResult:
+    async def run_part(self, job: Job, wait_s: float | None, *, priority: int = 0) -> Result:
         """Queues and runs one of several jobs of a request, without counting it as a request.
 
         Raises:

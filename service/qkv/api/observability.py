@@ -20,6 +20,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.request_headers import Header, headers_of
+from qkv.engine.result import Times
 from qkv.errors import QkvError
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
@@ -36,6 +37,7 @@ __all__ = [
     "ProtocolError",
     "RequestObserver",
     "record_error",
+    "record_times",
     "request_id",
     "request_id_from",
     "request_id_of",
@@ -48,7 +50,6 @@ PROTOCOL_ERROR_STATE: Final = "qkv.protocol_error"
 """Key of a scope's state: the `ProtocolError` that the connection sent as the response."""
 _MATCH_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
 _TRACE: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
-_STAGE: Final = re.compile(rb"(queue|transfer|compute);dur=([0-9.]+)")
 _RUN_PATH: Final = re.compile(
     r"/v1/(?:attention|gradients)/([^/]*)|/v2/models/([^/]*)(?:/versions/[^/]*)?/infer"
 )
@@ -74,7 +75,7 @@ class RequestRecord:
     """Observations of a request in progress."""
 
     __slots__ = (
-        "error_name", "headers", "id", "is_recorded", "sent_bytes", "started_at", "status",
+        "error_name", "id", "is_recorded", "sent_bytes", "started_at", "status", "times",
     )  # fmt: skip
 
     def __init__(self, id: bytes) -> None:
@@ -83,8 +84,8 @@ class RequestRecord:
         self.status = 0
         self.sent_bytes = 0
         self.is_recorded = False
-        self.headers: Iterable[Header] = ()
         self.error_name: str | None = None
+        self.times: Times | None = None
 
 
 _current: ContextVar[RequestRecord | None] = ContextVar("qkv.request_record", default=None)
@@ -94,6 +95,12 @@ def record_error(error: QkvError) -> None:
     """Records the error of the current request; several errors share a status."""
     if (record := _current.get()) is not None:
         record.error_name = error.name
+
+
+def record_times(times: Times) -> None:
+    """Records the times of the run of the current request."""
+    if (record := _current.get()) is not None:
+        record.times = times
 
 
 def request_id() -> str:
@@ -185,12 +192,11 @@ class RequestObserver:
             # the decoded path may contain any character
             path = (scope.get("raw_path") or b"").decode("ascii", "replace")
             line = _new_line(scope["headers"], record.id, scope["method"], path, *details)
-            timing = next((v for n, v in record.headers if n == b"server-timing"), b"")
             is_run = label not in (OTHER, UNKNOWN)
             route = (
                 _run_route(scope["path"]) if is_run else getattr(scope.get("route"), "path", None)
             )
-            self._log_and_trace(line | _parse_stages(timing), scope["headers"], seconds, route)
+            self._log_and_trace(line | _stages(record.times), scope["headers"], seconds, route)
 
     def _log_and_trace(
         self, line: dict[str, Any], headers: Iterable[Header], seconds: float, route: str | None
@@ -226,8 +232,8 @@ class ObservabilityMiddleware:
 
         async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status, record.headers = message["status"], message["headers"]
-                message["headers"] = [*record.headers, (REQUEST_ID_HEADER, record.id)]
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (REQUEST_ID_HEADER, record.id)]
             elif message["type"] == "http.response.body":
                 record.sent_bytes += len(message.get("body", b""))
                 if not message.get("more_body", False):
@@ -276,6 +282,10 @@ def _run_route(path: str) -> str:
     return path if path.startswith("/v1/") else "/v2/models/{model}/infer"
 
 
-def _parse_stages(timing: bytes) -> dict[str, float]:
-    """Returns the times of a run in milliseconds from a Server-Timing header."""
-    return {f"{name.decode()}_ms": float(ms) for name, ms in _STAGE.findall(timing)}
+def _stages(times: Times | None) -> dict[str, float]:
+    """Returns the times of a run in milliseconds; none for a request without a run."""
+    if times is None:
+        return {}
+    stages = {"queue_ms": times.queue_s, "transfer_ms": times.transfer_s}
+    stages["compute_ms"] = times.compute_s
+    return {name: round(seconds * 1e3, 4) for name, seconds in stages.items()}

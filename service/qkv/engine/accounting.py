@@ -1,12 +1,11 @@
-"""Turns job outputs into results with timing, and records statistics per model."""
+"""Completes the results of jobs, and records statistics of each model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from qkv.engine.executor import JobOutput
-from qkv.engine.work_queue import JobResult
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.telemetry.model_stats import ModelStatsRecorder
 
@@ -34,31 +33,19 @@ class JobAccounting:
             self.stats_recorder.record_failure(job.plan.variant.name, total_s)
 
     def record_batch(
-        self, jobs: Sequence[Job], enqueued_at: Sequence[float], outputs: Sequence[JobOutput]
-    ) -> list[JobResult]:
-        """Records a batch; returns the results of its jobs.
+        self, jobs: Sequence[Job], enqueued_at: Sequence[float], results: Sequence[Result]
+    ) -> None:
+        """Records a batch, and completes the results of its jobs.
 
         Args:
             jobs: its jobs.
             enqueued_at: submission time of each job, by `time.perf_counter`.
-            outputs: output of each job, in the same order.
+            results: of each job, in the same order.
         """
         now = time.perf_counter()
+        for at, result in zip(enqueued_at, results, strict=True):
+            result.queue_s, result.total_s = result.started_at - at, now - at
+            result.device = self._device
         # model statistics count inference requests only
         if self.stats_recorder is not None and jobs[0].plan.is_inference:
-            self.stats_recorder.record_batch(jobs[0].plan.variant.name, now, enqueued_at, outputs)
-        results = []
-        for job, at, output in zip(jobs, enqueued_at, outputs, strict=True):
-            timing = {
-                "queue_ms": (output.started_at - at) * 1e3,
-                "transfer_ms": (output.load_s + output.split_s) * 1e3,
-                "compute_ms": output.compute_s * 1e3,
-                "total_ms": (now - at) * 1e3,
-                "batch_size": output.batch_size,
-                "device": self._device,
-                "backend": output.backend,
-                "flops": job.plan.flops,
-                "bytes": job.plan.bytes,
-            }
-            results.append(JobResult(output.outputs, timing))
-        return results
+            self.stats_recorder.record_batch(jobs[0].plan.variant.name, results)

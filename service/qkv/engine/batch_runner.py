@@ -19,8 +19,8 @@ from qkv.engine.device_errors import (
     release_memory,
     to_client_error,
 )
-from qkv.engine.executor import JobOutput, Launched, launch
-from qkv.engine.work_queue import JobResult
+from qkv.engine.executor import Launched, launch
+from qkv.engine.result import Result
 from qkv.errors import QkvError
 from qkv.jobs.job import Job
 
@@ -85,13 +85,13 @@ class BatchRunner:
             return partial(_raise, error)
         return partial(self._verified, jobs, launched) if self._stack else launched
 
-    def run(self, jobs: Sequence[Job], enqueued_at: Sequence[float]) -> list[JobResult | QkvError]:
+    def run(self, jobs: Sequence[Job], enqueued_at: Sequence[float]) -> list[Result | QkvError]:
         """Runs jobs; arguments as for `finish`."""
         return self.finish(self.begin(jobs), jobs, enqueued_at)
 
     def finish(
         self, launched: Launched, jobs: Sequence[Job], enqueued_at: Sequence[float]
-    ) -> list[JobResult | QkvError]:
+    ) -> list[Result | QkvError]:
         """Returns the results of jobs that have begun; halves a failing batch until the culprit
         fails alone.
 
@@ -102,12 +102,13 @@ class BatchRunner:
         """
         batch_bytes = sum([job.plan.bytes for job in jobs])
         try:
-            outputs = launched()
+            results = launched()
         except BaseException as error:
             cause = error
         else:
             self._budget.recover(batch_bytes)
-            return [*self._accounting.record_batch(jobs, enqueued_at, outputs)]
+            self._accounting.record_batch(jobs, enqueued_at, results)
+            return [*results]
         if self._device.is_fatal(cause):
             _log.critical("the device has failed; this process ends", exc_info=cause)
             failed = EngineStopped("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
@@ -124,7 +125,7 @@ class BatchRunner:
         self._accounting.record_failure(jobs[0], enqueued_at[0])
         return [to_client_error(cause, self._device)]
 
-    def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[JobOutput]:
+    def _verified(self, jobs: Sequence[Job], launched: Launched) -> list[Result]:
         """Returns the outputs of a batch; those of each job alone if a check finds other bits."""
         outputs = launched()
         try:
@@ -135,10 +136,13 @@ class BatchRunner:
             return outputs  # without a check: the batch has taken the memory
         return outputs if is_same else self._each_alone(jobs)
 
-    def _each_alone(self, jobs: Sequence[Job]) -> list[JobOutput]:
-        return [self._run_alone(job)._replace(batch_size=len(jobs)) for job in jobs]
+    def _each_alone(self, jobs: Sequence[Job]) -> list[Result]:
+        results = [self._run_alone(job) for job in jobs]
+        for result in results:
+            result.batch_size = len(jobs)
+        return results
 
-    def _run_alone(self, job: Job) -> JobOutput:
+    def _run_alone(self, job: Job) -> Result:
         (output,) = self.launch([job], self._device, self._stack, self._threads, 1)()
         return output
 

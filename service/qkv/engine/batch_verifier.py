@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from qkv.engine.executor import JobOutput
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.jobs.plan_cache import BoundedCache, plain_bytes
 
@@ -64,8 +64,8 @@ class BatchVerifier:
     def has_same_bits(
         self,
         jobs: Sequence[Job],
-        outputs: Sequence[JobOutput],
-        run_alone: Callable[[Job], JobOutput],
+        outputs: Sequence[Result],
+        run_alone: Callable[[Job], Result],
     ) -> bool:
         """Returns False if a check is due, and a job alone has other bits than in the batch.
 
@@ -107,5 +107,5 @@ class BatchVerifier:
         return kind
 
 
-def _bits(output: JobOutput) -> Mapping[str, bytes]:
+def _bits(output: Result) -> Mapping[str, bytes]:
     return {name: bytes(raw.data) for name, raw in output.outputs.items()}

@@ -24,9 +24,9 @@ from qkv.engine.batch_verifier import BatchVerifier
 from qkv.engine.device.device import Device, MemoryUsage
 from qkv.engine.device_errors import EngineStopped, MemoryBudget
 from qkv.engine.executor import Launched, launch
+from qkv.engine.result import Result
 from qkv.engine.warmup import warm_up
 from qkv.engine.work_queue import (
-    JobResult,
     Load,
     QueuedJob,
     WorkQueue,
@@ -35,7 +35,7 @@ from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine", "JobResult"]
+__all__ = ["BATCH_BYTES", "DEFAULT_LIMIT", "GPU_MAX_BATCH", "Engine"]
 
 _log = logging.getLogger("qkv.engine")
 
@@ -110,7 +110,7 @@ class Engine:
             limit, lambda: self.queued, self._queue.throughput.retry_after
         )
         self.failed = asyncio.Event()
-        self._small_jobs: list[tuple[Job, asyncio.Future[JobResult | None]]] = []
+        self._small_jobs: list[tuple[Job, asyncio.Future[Result | None]]] = []
         self._budget = MemoryBudget(batch_bytes)
         self.batch_runner = BatchRunner(
             device,
@@ -189,7 +189,7 @@ class Engine:
         priority: int = 0,
         wait_s: float | None = None,
         enqueued_at: float | None = None,
-    ) -> asyncio.Future[JobResult]:
+    ) -> asyncio.Future[Result]:
         """Queues a job; the future is resolved with its result. Cancelling the future removes it.
 
         Args:
@@ -203,7 +203,7 @@ class Engine:
             DeadlineExceeded: its deadline has passed already.
         """
         assert self._loop is not None
-        future: asyncio.Future[JobResult] = self._loop.create_future()
+        future: asyncio.Future[Result] = self._loop.create_future()
         enqueued_at = time.perf_counter() if enqueued_at is None else enqueued_at
         deadline = None if wait_s is None else enqueued_at + wait_s
         queued_job = QueuedJob(job, future, priority, enqueued_at, deadline)
@@ -248,7 +248,7 @@ class Engine:
         """True if jobs can run together."""
         return self._max_batch > 1
 
-    def run_inline(self, job: Job, enqueued_at: float | None = None) -> JobResult | None:
+    def run_inline(self, job: Job, enqueued_at: float | None = None) -> Result | None:
         """Runs a small job on the event loop; returns None for a job that must be queued.
 
         On a CPU the way to the device thread and back takes longer than a small job. It waits for
@@ -271,14 +271,14 @@ class Engine:
             raise result
         return result
 
-    async def run_with_others(self, job: Job) -> JobResult | None:
+    async def run_with_others(self, job: Job) -> Result | None:
         """Runs a small job like `run_inline`, right behind those of other requests.
 
         Waits until the other requests of this turn of the event loop have submitted theirs. Jobs in
         a row take less time: torch's code and tables stay in the CPU's caches.
         """
         assert self._loop is not None
-        future: asyncio.Future[JobResult | None] = self._loop.create_future()
+        future: asyncio.Future[Result | None] = self._loop.create_future()
         self._small_jobs.append((job, future))
         if len(self._small_jobs) == 1:
             self._loop.call_soon(self._run_small_jobs)
@@ -387,7 +387,7 @@ class Engine:
         `is_last`: the device has no other batch.
         """
         batch, started_at, launched = begun
-        results: list[JobResult | QkvError] = [Internal("the engine failed")] * len(batch)
+        results: list[Result | QkvError] = [Internal("the engine failed")] * len(batch)
         try:
             jobs, enqueued_at = [q.job for q in batch], [q.enqueued_at for q in batch]
             results = self.batch_runner.finish(launched, jobs, enqueued_at)
@@ -438,7 +438,7 @@ class Engine:
         with suppress(RuntimeError):  # the loop is closed: the process ends already
             self._loop.call_soon_threadsafe(self.failed.set)
 
-    def _resolve(self, results: list[tuple[QueuedJob, JobResult | QkvError]]) -> None:
+    def _resolve(self, results: list[tuple[QueuedJob, Result | QkvError]]) -> None:
         """Hands a batch's results to the event loop in one call."""
 
         def set_results() -> None:
@@ -447,7 +447,7 @@ class Engine:
                     queued_job.timer.cancel()
                 if queued_job.future.done():  # it is cancelled
                     continue
-                if isinstance(result, JobResult):
+                if isinstance(result, Result):
                     queued_job.future.set_result(result)
                 else:
                     queued_job.future.set_exception(result)

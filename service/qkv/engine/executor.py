@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from qkv.attention.common import guards
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.engine.device.device import Device, Stopwatch, Unloading
 from qkv.engine.forward import LayerTensors, call_variant, can_defer, in_layout
+from qkv.engine.result import Result
 from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.measure.probe_plans import Float64Plan
 from qkv.tensors import DTYPES, RawTensor
 
-__all__ = ["JobOutput", "Launched", "execute", "launch"]
+__all__ = ["Launched", "execute", "launch"]
 
 _ONE_THREAD_FLOPS: Final = 1 << 28  # about 2 ms of one thread
 
@@ -32,39 +33,13 @@ _Path = Literal["careful", "ordinary", "wide"]
 _FITS: Final = "fitting items"  # the name of the guards among the outputs
 
 
-class JobOutput(NamedTuple):
-    """The outputs of one job, and its timing.
-
-    Attributes:
-        outputs: tensors with the shapes and dtypes of `Plan.output_specs`.
-        started_at: start of its batch, by `time.perf_counter`.
-        load_s: seconds of aligning the tensors and moving them to the device.
-        compute_s: seconds of projections and variant; on a GPU between two events.
-        split_s: seconds of moving the outputs back and splitting them.
-        batch_size: number of jobs in the batch.
-        stacked_count: number of jobs whose outputs are of the same call; they share its seconds.
-        call_size: number of jobs in that call, those that ran again included.
-        backend: name of the variant's code path that ran.
-    """
-
-    outputs: dict[str, RawTensor]
-    started_at: float
-    load_s: float
-    compute_s: float
-    split_s: float
-    batch_size: int
-    stacked_count: int
-    call_size: int
-    backend: str
-
-
-Launched = Callable[[], list[JobOutput]]
+Launched = Callable[[], list[Result]]
 """A batch that has begun: waits for it, and returns the output of each job."""
 
 
 def execute(
     jobs: Sequence[Job], device: Device, stack: bool, threads: int = 1, idle_threads: int = 1
-) -> list[JobOutput]:
+) -> list[Result]:
     """Executes jobs; arguments as for `launch`."""
     return launch(jobs, device, stack, threads, idle_threads)()
 
@@ -103,12 +78,12 @@ def launch(
 
 
 @torch.inference_mode()
-def _each(jobs: Sequence[Job], run_alone: Callable[[Job], JobOutput]) -> list[JobOutput]:
+def _each(jobs: Sequence[Job], run_alone: Callable[[Job], Result]) -> list[Result]:
     return [run_alone(job) for job in jobs]
 
 
 @torch.inference_mode()
-def _finish(call: _Call, run_alone: Callable[[Job], JobOutput]) -> list[JobOutput]:
+def _finish(call: _Call, run_alone: Callable[[Job], Result]) -> list[Result]:
     """Returns the outputs of a deferred call; runs jobs again that need another path.
 
     The path of a job depends on its numbers alone.
@@ -119,15 +94,17 @@ def _finish(call: _Call, run_alone: Callable[[Job], JobOutput]) -> list[JobOutpu
         wide = call.again([call.jobs[i] for i in left]).finish()
         for i, output in zip(left, wide, strict=True):
             outputs[i] = output
-    return [
-        (run_alone(job) if output is None else output)._replace(started_at=call.started_at)
-        for job, output in zip(call.jobs, outputs, strict=True)
-    ]
+    results = []
+    for job, output in zip(call.jobs, outputs, strict=True):
+        result = run_alone(job) if output is None else output
+        result.started_at = call.started_at
+        results.append(result)
+    return results
 
 
 def _run_alone(
     job: Job, device: Device, batch_size: int, threads: int, idle_threads: int
-) -> JobOutput:
+) -> Result:
     """Runs a job whose conditions are read at once, in the way that its numbers need."""
     if job.plan.flops < _ONE_THREAD_FLOPS:
         threads = 1
@@ -179,13 +156,10 @@ class _Call:
             plane_BH = _plane_indices(self._sizes, H, device.torch_device)
         if path != "careful":
             with guards.deferred(sum(self._sizes), is_wide=path == "wide") as collected:
-                output = call_variant(plan, inputs, weights, plane_BH, device)
-            fits_B = collected.fitting_items(device.torch_device)
-            tensors = {**output.tensors, _FITS: fits_B}
+                tensors, self._backend = call_variant(plan, inputs, weights, plane_BH, device)
+            tensors |= {_FITS: collected.fitting_items(device.torch_device)}
         else:
-            output = call_variant(plan, inputs, weights, plane_BH, device)
-            tensors = output.tensors
-        self._backend = output.backend
+            tensors, self._backend = call_variant(plan, inputs, weights, plane_BH, device)
         self._stopwatch.stop()
         self._unloading: Unloading = device.unload(tensors)
 
@@ -200,7 +174,7 @@ class _Call:
         """Begins a call of some of the jobs in float64."""
         return _Call(jobs, self._device, self._batch_size, "wide")
 
-    def finish(self) -> list[JobOutput | None]:
+    def finish(self) -> list[Result | None]:
         """Waits for the outputs of each job; None for a job that must run again, alone."""
         jobs, tensors = self.jobs, self._unloading.wait()
         self._in_use = ()
@@ -209,10 +183,9 @@ class _Call:
         outputs = _split(jobs, self._sizes, in_layout(jobs[0].plan, tensors))
         load_s, compute_s = self._loaded_at - self.started_at, self._stopwatch.seconds()
         split_s = self._unloading.seconds() + time.perf_counter() - unloaded_at
-        counts = (self._batch_size, sum(fits), len(jobs))
-        rest = (load_s, compute_s, split_s, *counts, self._backend)
+        measured = load_s, compute_s, split_s, self.started_at, sum(fits), len(jobs)
         return [
-            JobOutput(own, self.started_at, *rest) if fit else None
+            Result(own, self._backend, self._batch_size, *measured) if fit else None
             for fit, own in zip(fits, outputs, strict=True)
         ]
 

@@ -6,7 +6,7 @@ The executor calls `call_variant`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -29,20 +29,15 @@ from qkv.jobs.measure.probe_plans import (
 from qkv.jobs.measure.row_divergence import RowDivergencePlan, compare_rows
 from qkv.jobs.plan import Plan
 
-__all__ = ["LayerTensors", "VariantOutput", "call_variant", "can_defer", "in_layout"]
+__all__ = ["LayerTensors", "Outputs", "call_variant", "can_defer", "in_layout"]
 
 
-class VariantOutput(NamedTuple):
-    """The outputs of one forward or backward pass.
+Outputs = tuple[dict[str, Tensor], str]
+"""Tensors by name, with the axes of the signature, and the name of the code path that ran.
 
-    Attributes:
-        tensors: by name, with the axes of the signature; the heads of a layer are merged. The
-            gradients of a layer's tensors are not in its layout yet: see `in_layout`.
-        backend: name of the variant's code path that ran.
-    """
-
-    tensors: dict[str, Tensor]
-    backend: str
+The heads of a layer are merged. The gradients of a layer's tensors are not in its layout yet: see
+`in_layout`.
+"""
 
 
 def call_variant(
@@ -51,7 +46,7 @@ def call_variant(
     weights: LayerTensors,
     plane_BH: Tensor | None,
     device: Device,
-) -> VariantOutput:
+) -> Outputs:
     """Projects the tensors if the plan has a layer, then calls the variant.
 
     Args:
@@ -65,7 +60,7 @@ def call_variant(
         peak_bytes = device.measure_peak_bytes(
             lambda: _run_forward(plan, tensors, weights, plane_BH)
         )
-        return VariantOutput({PEAK_BYTES: torch.tensor([peak_bytes])}, "measured")
+        return {PEAK_BYTES: torch.tensor([peak_bytes])}, "measured"
     return _CALLS.get(type(plan), _run_forward)(plan, tensors, weights, plane_BH)
 
 
@@ -77,7 +72,7 @@ def can_defer(plan: Plan) -> bool:
 
 def _run_forward(
     plan: Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
-) -> VariantOutput:
+) -> Outputs:
     projected = tensors if plan.inputs.layer is None else layer_pass.project(plan, tensors, weights)
     return _attend(plan, _arguments(plan, projected, plane_BH), weights)
 
@@ -87,17 +82,17 @@ def _run_gradients(
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     plane_BH: Tensor | None,
-) -> VariantOutput:
+) -> Outputs:
     backend = "closed form" if plan.variant.has_closed_form_gradients else "autograd"
     if plan.inputs.layer is not None:
         tensors = _without_hidden(plan, tensors)
     arguments = _arguments(plan, layer_pass.project(plan, tensors, weights), plane_BH)
-    return VariantOutput(_compute_gradients(plan, tensors, weights, arguments), backend)
+    return _compute_gradients(plan, tensors, weights, arguments), backend
 
 
 def _run_in_float64(
     plan: Float64Plan, tensors: Mapping[str, Tensor], weights: LayerTensors, plane_BH: Tensor | None
-) -> VariantOutput:
+) -> Outputs:
     tensors, weights = _to_float64(tensors, weights)
     projected = layer_pass.project(plan, tensors, weights)
     arguments = float64_arguments(plan.variant, projected, plan.arguments, plan.inputs.dtype)
@@ -111,12 +106,12 @@ def _run_row_divergence(
     tensors: Mapping[str, Tensor],
     weights: LayerTensors,
     _plane_BH: Tensor | None,
-) -> VariantOutput:
+) -> Outputs:
     projected = layer_pass.project(plan, *_to_float64(tensors, weights))
-    return VariantOutput(compare_rows(plan, projected), "explicit")
+    return compare_rows(plan, projected), "explicit"
 
 
-_CALLS: Final[Mapping[type[Plan], Callable[..., VariantOutput]]] = {
+_CALLS: Final[Mapping[type[Plan], Callable[..., Outputs]]] = {
     GradientPlan: _run_gradients,
     Float64Plan: _run_in_float64,
     RowDivergencePlan: _run_row_divergence,
@@ -145,7 +140,7 @@ def _defer_size_checks(plan: Plan, projected: Mapping[str, Tensor]) -> None:
         holds(largest_size(x) < plan.variant.stackable_below)
 
 
-def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> VariantOutput:
+def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> Outputs:
     """Returns the outputs of a plan, its form of the weights included."""
     computed, summary, backend = {}, {}, "blocks"
     if plan.form.is_summary:
@@ -157,7 +152,7 @@ def _attend(plan: Plan, arguments: Mapping[str, Any], weights: LayerTensors) -> 
         backend = getattr(result, "backend", "explicit")
     if plan.inputs.layer is not None and "output" in computed:
         computed["output"] = layer_pass.project_output(computed["output"], weights)
-    return VariantOutput(computed | summary if summary else computed, backend)
+    return computed | summary if summary else computed, backend
 
 
 def _to_float64(

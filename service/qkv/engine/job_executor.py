@@ -7,7 +7,7 @@ from typing import Protocol
 
 from qkv.engine.admission import AdmissionController
 from qkv.engine.device.device import MemoryUsage
-from qkv.engine.work_queue import JobResult
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import WorkerState
 
@@ -55,7 +55,7 @@ class JobExecutor(Protocol):
 
     def submit(
         self, job: Job, *, priority: int = 0, wait_s: float | None = None
-    ) -> asyncio.Future[JobResult]:
+    ) -> asyncio.Future[Result]:
         """Queues a job; the future is resolved with its result. Cancelling the future removes it.
 
         Args:
@@ -68,12 +68,12 @@ class JobExecutor(Protocol):
             DeadlineExceeded: its deadline has passed already.
         """
 
-    def run_inline(self, job: Job) -> JobResult | None:
+    def run_inline(self, job: Job) -> Result | None:
         """Runs a small job on the event loop; returns None for a job that must be submitted.
 
         Raises:
             QkvError: the job failed, or no job can run now.
         """
 
-    async def run_with_others(self, job: Job) -> JobResult | None:
+    async def run_with_others(self, job: Job) -> Result | None:
         """Runs a small job like `run_inline`, right behind those of other requests."""

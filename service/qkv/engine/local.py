@@ -21,7 +21,8 @@ from qkv.attention.layers import layer_reader, layout_catalogue
 from qkv.attention.layers.layer_sizes import sizes_of
 from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import to_client_error
-from qkv.engine.executor import JobOutput, execute
+from qkv.engine.executor import execute
+from qkv.engine.result import Result
 from qkv.errors import InvalidContent
 from qkv.jobs.convert import convert_message
 from qkv.jobs.gradient_plan import GradientPlan
@@ -164,7 +165,7 @@ def _run(job: Job, group: str) -> Message:
     return Message(fields, output.outputs)
 
 
-def _execute(job: Job) -> JobOutput:
+def _execute(job: Job) -> Result:
     threads = torch.get_num_threads()
     try:
         with torch.autocast("cpu", enabled=False):  # of the caller, in the same thread

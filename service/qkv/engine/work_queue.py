@@ -8,16 +8,15 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from qkv.engine.result import Result
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
-from qkv.tensors import RawTensor
 
 __all__ = [
     "DEFAULT_PRIORITY",
     "PRIORITIES",
-    "JobResult",
     "Load",
     "QueuedJob",
     "ResultReceiver",
@@ -115,13 +114,6 @@ class ThroughputEstimate:
         return max(1, min(math.ceil(seconds), _MAX_RETRY_AFTER_S))
 
 
-class JobResult(NamedTuple):
-    """Outputs by name, and the timing; all of it but `flops` and `bytes` is measured."""
-
-    outputs: dict[str, RawTensor]
-    timing: dict[str, Any]
-
-
 class ResultReceiver(Protocol):
     """The part of a future that the engine uses; the event loop calls the methods `set_...`."""
 
@@ -131,7 +123,7 @@ class ResultReceiver(Protocol):
     def cancelled(self) -> bool:
         """Returns True if nothing waits for the result any more."""
 
-    def set_result(self, result: JobResult, /) -> None:
+    def set_result(self, result: Result, /) -> None:
         """Receives the result."""
 
     def set_exception(self, error: QkvError, /) -> None:

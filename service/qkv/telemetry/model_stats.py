@@ -31,13 +31,15 @@ class RequestTimes(Protocol):
     """The times of a request in a batch, in seconds.
 
     Attributes:
-        started_at: start of the batch, by `time.perf_counter`.
+        queue_s, total_s: in the queue, and from its submission to its end.
         load_s, compute_s, split_s: loading, computing and splitting.
         stacked_count: the number of requests that share these seconds.
     """
 
     @property
-    def started_at(self) -> float: ...
+    def queue_s(self) -> float: ...
+    @property
+    def total_s(self) -> float: ...
     @property
     def load_s(self) -> float: ...
     @property
@@ -131,33 +133,29 @@ class ModelStatsRecorder:
     def record_batch(
         self,
         name: str,
-        now: float,
-        enqueued_at: Sequence[float],
-        outputs: Sequence[RequestTimes],
+        results: Sequence[RequestTimes],
     ) -> None:
         """Records a batch.
 
         Args:
             name: name of the model.
-            now: the time of its end, by `time.perf_counter`.
-            enqueued_at: the time of submission of each request, by the same clock.
-            outputs: the times of each request.
+            results: the times of each request.
         """
-        row, first = self._rows[name], _HEAD + _PER_SIZE * (len(outputs) - 1)
+        row, first = self._rows[name], _HEAD + _PER_SIZE * (len(results) - 1)
         with self._lock:
             row[0] = time.time() * 1e3
             row[first] += 1
-            for at, output in zip(enqueued_at, outputs, strict=True):
-                row[first + 1] += now - at
-                row[first + 2] += output.started_at - at
-                count = output.stacked_count
-                row[first + 3] += output.load_s / count
-                row[first + 4] += output.compute_s / count
-                row[first + 5] += output.split_s / count
+            for result in results:
+                row[first + 1] += result.total_s
+                row[first + 2] += result.queue_s
+                count = result.stacked_count
+                row[first + 3] += result.load_s / count
+                row[first + 4] += result.compute_s / count
+                row[first + 5] += result.split_s / count
                 if count > 1:  # each request counts the shared seconds in full
-                    row[_SHARED] += output.load_s - output.load_s / count
-                    row[_SHARED + 1] += output.compute_s - output.compute_s / count
-                    row[_SHARED + 2] += output.split_s - output.split_s / count
+                    row[_SHARED] += result.load_s - result.load_s / count
+                    row[_SHARED + 1] += result.compute_s - result.compute_s / count
+                    row[_SHARED + 2] += result.split_s - result.split_s / count
 
     def record_failure(self, name: str, total_s: float) -> None:
         """Records a queued request that failed or expired.

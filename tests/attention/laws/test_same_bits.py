@@ -28,8 +28,8 @@ def test_same_bits_alone_and_in_a_batch(
         jobs = random_jobs(variant, kind, seed)
         alone, found = runner.run_alone(jobs), runner.run_together(jobs)
         for one, other in zip(alone, found, strict=True):
-            assert one.timing["batch_size"] == 1
+            assert one.batch_size == 1
             assert bits(one) == bits(other), seed
         shared = not all(map(jobs[0].plan.has_batch, jobs[0].tensors))
         if not (shared and kind is GradientPlan):
-            assert found[0].timing["batch_size"] == len(jobs)
+            assert found[0].batch_size == len(jobs)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from qkv.engine.remote.messages import (
     NO_DEADLINE,
     JobRequest,
-    JobTimes,
     pack_id,
+    pack_result,
     pack_results,
-    pack_times,
     unpack_id,
     unpack_results,
 )
+from qkv.engine.result import Result
 
 
 def test_job_requests_unpack_as_packed() -> None:
@@ -25,10 +27,16 @@ def test_job_requests_unpack_as_packed() -> None:
 
 
 def test_results_unpack_as_packed() -> None:
-    times = [JobTimes(n, 0.1, 0.2, 0.3, 0.4, 64) for n in range(3)]
     for backend in ("", "explicit", "\N{GREEK SMALL LETTER MU}"):
-        payload = pack_results(backend, [pack_times(each.id, each._asdict()) for each in times])
-        assert unpack_results(payload) == (backend, times)
+        results = [
+            Result({}, backend, 64, 0.1, 0.2, 0.3, queue_s=number, total_s=0.5, device="cuda:0")
+            for number in range(3)
+        ]
+        packed = [pack_result(number, result) for number, result in enumerate(results)]
+        found = unpack_results(pack_results(backend, packed), "cuda:0")
+        assert [(number, asdict(result)) for number, result in found] == [
+            (number, asdict(result)) for number, result in enumerate(results)
+        ]
 
 
 def test_id_unpacks_as_packed() -> None:

@@ -15,7 +15,7 @@ from qkv.engine.device.cpu import CpuDevice
 from qkv.engine.device_errors import EngineStopped
 from qkv.engine.engine import Engine
 from qkv.engine.executor import launch
-from qkv.engine.work_queue import JobResult
+from qkv.engine.result import Result
 from qkv.errors import DeadlineExceeded, ServiceUnavailable
 from qkv.jobs.job import Job
 from support.engines import bits, hold
@@ -297,7 +297,7 @@ def test_no_job_is_lost_or_wrong_while_device_processes_end() -> None:
         seen = Counter[str]()
 
         async def check(remote: Any, n: int) -> None:
-            result: JobResult = await remote.submit(jobs[n])
+            result: Result = await remote.submit(jobs[n])
             seen["right" if bits(result) == expected[n] else "wrong"] += 1
 
         for turn in range(30):

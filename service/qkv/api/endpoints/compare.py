@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from qkv.api.job_runner import SERVER_TIMING, JobRunner, cancel_on_disconnect
-from qkv.api.request_body import in_thread_if_large, read_message
+from qkv.api.job_runner import JobRunner, cancel_on_disconnect
+from qkv.api.observability import record_times
+from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
+from qkv.api.run_timing import server_timing
+from qkv.engine.result import Result, Times
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import CompareReport, TimedOutputs, compare
 from qkv.jobs.measure.compare_request import CompareRequest
@@ -20,8 +23,6 @@ from qkv.wire import json, require_acceptable
 from qkv.wire.responses import CompareResponse, CompareTiming
 
 __all__ = ["router"]
-
-_PARTS = ("queue_ms", "transfer_ms", "compute_ms")
 
 
 def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
@@ -51,38 +52,41 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
                 size, lambda: CompareRequest(message, job_runner.limits)
             )
         pending = _run_comparison(job_runner, comparison, wait_s)
-        report, timing = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
-        timing["total_ms"] = (time.perf_counter() - received.received_at) * 1e3
-        found = CompareResponse(*report, CompareTiming(**timing))
+        report, results = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
+        times = _sum_times(results, time.perf_counter() - received.received_at)
+        record_times(times)
+        queue_ms, transfer_ms, compute_ms, total_ms = (seconds * 1e3 for seconds in times)
+        device, runs = results[-1].device, len(results)
+        timing = CompareTiming(queue_ms, transfer_ms, compute_ms, runs, device, total_ms)
+        found = CompareResponse(*report, timing)
         content = await in_thread_if_large(comparison.head_bytes, partial(json.dump, found))
-        return Response(
-            content,
-            media_type=json.MEDIA_TYPE,
-            headers={"Server-Timing": SERVER_TIMING % timing},
-        )
+        return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
 
     return routes
 
 
 async def _run_comparison(
     job_runner: JobRunner, comparison: CompareRequest, wait_s: float | None
-) -> tuple[CompareReport, dict[str, Any]]:
-    """Returns the report, and the timing of all its jobs."""
+) -> tuple[CompareReport, list[Result]]:
+    """Returns the report, and the results of all its jobs without their outputs."""
     steps = compare(comparison)
     # of the tensors and figures in a step between two jobs
     size = comparison.baseline.plan.bytes_in + comparison.head_bytes
-    timing: dict[str, Any] = dict.fromkeys(_PARTS, 0.0) | {"runs": 0}
+    results: list[Result] = []
     measurement: TimedOutputs | None = None
     while True:
         job = await in_thread_if_large(size, partial(_step, steps, measurement))
         if isinstance(job, CompareReport):
-            return job, timing
-        job_result = await job_runner.run_part(job, wait_s)
-        for part in _PARTS:
-            timing[part] += job_result.timing[part]
-        timing["runs"] += 1
-        timing["device"] = job_result.timing["device"]
-        measurement = job_result.outputs, job_result.timing["compute_ms"]
+            return job, results
+        result = await job_runner.run_part(job, wait_s)
+        results.append(replace(result, outputs={}))
+        measurement = result.outputs, result.compute_s * 1e3
+
+
+def _sum_times(results: Sequence[Result], total_s: float) -> Times:
+    """Returns the sum of the times of several jobs, and the seconds of all of it."""
+    queue_s, transfer_s, compute_s, _ = map(sum, zip(*(r.times for r in results), strict=True))
+    return Times(queue_s, transfer_s, compute_s, total_s)
 
 
 def _step(

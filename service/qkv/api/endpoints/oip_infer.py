@@ -12,11 +12,13 @@ import pydantic
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.endpoints.oip_models import VERSION, default_output, find_loaded, new_router
-from qkv.api.job_runner import JobRunner, RunResult
+from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
 from qkv.api.request_headers import headers_of
+from qkv.api.run_timing import server_timing, timing_fields
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
+from qkv.engine.result import Result
 from qkv.errors import InvalidContent, QkvError, format_value, pointer_to
 from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import field_error
@@ -152,9 +154,10 @@ class InferHandler:
         )
         content_encoding = _response_encoding(headers.get(b"accept-encoding"))
         if content_encoding is None and fields.binary.issuperset(fields.outputs):
-            return _new_response(model, id, fields, result, None)
+            return _new_response(model, id, fields, job.plan, result, None)
         return await in_thread_if_large(
-            result.nbytes, lambda: _new_response(model, id, fields, result, content_encoding)
+            result.nbytes,
+            lambda: _new_response(model, id, fields, job.plan, result, content_encoding),
         )
 
     async def _validate(
@@ -307,7 +310,8 @@ def _new_response(
     model: str,
     id: str | None,
     fields: _InferFields,
-    result: RunResult,
+    plan: Plan,
+    result: Result,
     content_encoding: str | None,
 ) -> Response:
     outputs = {name: result.outputs[name] for name in fields.outputs}
@@ -317,12 +321,12 @@ def _new_response(
             model_name=model,
             model_version=VERSION,
             id=id,
-            parameters=result.timing,
+            parameters=timing_fields(result, plan),
             outputs=entries,
         )
     )
     chunks: list[bytes | memoryview] = [text, *data]
-    headers = result.headers
+    headers = [server_timing(result.times)]
     if data:
         headers.append((_LENGTH_NAME, b"%d" % len(text)))
     if content_encoding is not None:

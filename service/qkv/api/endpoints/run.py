@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
+from qkv.api.run_timing import server_timing, timing_fields
 from qkv.attention import catalogue
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.plan import Plan
@@ -65,11 +66,12 @@ class RunHandler:
             job = await self.job_runner.new_job(variant, received.message, kind)
         result = await self.job_runner.run(request, received.received_at, job)
         codec, encoding = received.response_codec, received.message.encoding or "base64"
-        fields = {"variant": variant, group: None, **result.annotations, "timing": result.timing}
+        timing = timing_fields(result, job.plan)
+        fields = {"variant": variant, group: None, **job.plan.annotations, "timing": timing}
         message = Message(fields, result.outputs, encoding=encoding)
         size = result.nbytes * _RELATIVE_COST.get(encoding, 1.0) if codec is json else 0
         chunks = await in_thread_if_large(int(size), lambda: codec.encode(message, group))
-        return TensorResponse(chunks, codec.MEDIA_TYPE, result.headers)
+        return TensorResponse(chunks, codec.MEDIA_TYPE, [server_timing(result.times)])
 
 
 def attention_router(handler: RunHandler) -> APIRouter:

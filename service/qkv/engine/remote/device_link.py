@@ -10,24 +10,23 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import orjson
 
 from qkv.engine.remote.channel import Channel
 from qkv.engine.remote.messages import (
     JobRequest,
-    JobTimes,
     MessageType,
     pack_id,
     unpack_id,
     unpack_results,
 )
 from qkv.engine.remote.shared_memory import Block
-from qkv.engine.work_queue import JobResult, Load
+from qkv.engine.result import Result
+from qkv.engine.work_queue import Load
 from qkv.errors import QkvError, ServiceUnavailable, from_problem
 from qkv.jobs.job import Job
-from qkv.jobs.plan import Plan
 
 __all__ = ["DeviceLink", "LinkOwner", "SubmittedJob"]
 
@@ -57,7 +56,7 @@ class SubmittedJob:
 
     id: int
     job: Job
-    future: asyncio.Future[JobResult]
+    future: asyncio.Future[Result]
     link: DeviceLink
     inputs: Block
     outputs: Block
@@ -200,33 +199,16 @@ class DeviceLink:
 
     def _on_results(self, payload: bytes) -> None:
         """Resolves the futures of jobs whose outputs are in shared memory."""
-        backend, all_times = unpack_results(payload)
         done, started_at = Load(), math.inf
-        for times in all_times:
-            submitted = self.remove(times.id)
+        for id, result in unpack_results(payload, self.device_name):
+            submitted = self.remove(id)
             done = done.plus(submitted.load)
             started_at = min(started_at, submitted.enqueued_at)
             if not submitted.future.done():  # else it was cancelled
-                plan = submitted.job.plan
-                outputs = plan.output_layout.read(submitted.outputs.bytes.data)
-                timing = self._timing(plan, times, backend)
-                submitted.future.set_result(JobResult(outputs, timing))
+                layout = submitted.job.plan.output_layout
+                result.outputs = layout.read(submitted.outputs.bytes.data)
+                submitted.future.set_result(result)
         self._owner.on_results(done, started_at)
-
-    def _timing(self, plan: Plan, times: JobTimes, backend: str) -> dict[str, Any]:
-        """Returns a job's timing as `JobResult` has it."""
-        _, queue_ms, transfer_ms, compute_ms, total_ms, batch_size = times
-        return {
-            "queue_ms": queue_ms,
-            "transfer_ms": transfer_ms,
-            "compute_ms": compute_ms,
-            "total_ms": total_ms,
-            "batch_size": batch_size,
-            "device": self.device_name,
-            "backend": backend,
-            "flops": plan.flops,
-            "bytes": plan.bytes,
-        }
 
     def _on_error(self, payload: bytes) -> None:
         """Fails a job, unless another device process may run it."""

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
+
+from qkv.engine.result import Result
 
 __all__ = [
     "NO_DEADLINE",
     "JobRequest",
-    "JobTimes",
     "MessageType",
     "pack_id",
+    "pack_result",
     "pack_results",
-    "pack_times",
     "unpack_id",
     "unpack_results",
 ]
 
 _JOB_REQUEST: Final = struct.Struct("<QQQBddI")
-_JOB_TIMES: Final = struct.Struct("<QddddI")
+_RESULT: Final = struct.Struct("<QddIddd")
 _ID: Final = struct.Struct("<Q")
 _NAME_SIZE: Final = struct.Struct("<H")
 
@@ -39,7 +40,7 @@ class MessageType(IntEnum):
     RUN = 1  # from the worker: run jobs; the payload has a `JobRequest` for each
     CANCEL = 2  # from the worker: cancel a job
     READY = 3  # from the device process: it accepts jobs
-    RESULTS = 4  # from the device process: a backend, and a `JobTimes` for each of its jobs
+    RESULTS = 4  # from the device process: a backend, and what was measured of its jobs
     ERROR = 5  # from the device process: it did not complete a job; the payload has the problem
     RELEASED = 6  # from the device process: it no longer reads a cancelled job's inputs
 
@@ -81,22 +82,6 @@ class JobRequest(NamedTuple):
         return requests
 
 
-class JobTimes(NamedTuple):
-    """The measured figures of a job whose outputs are in shared memory.
-
-    Attributes:
-        id: the worker's number for the job.
-        queue_ms, transfer_ms, compute_ms, total_ms, batch_size: as in `JobResult.timing`.
-    """
-
-    id: int
-    queue_ms: float
-    transfer_ms: float
-    compute_ms: float
-    total_ms: float
-    batch_size: int
-
-
 def pack_id(id: int) -> bytes:
     """Returns the number of a job as bytes."""
     return _ID.pack(id)
@@ -107,37 +92,48 @@ def unpack_id(data: bytes) -> tuple[int, bytes]:
     return _ID.unpack_from(data)[0], data[_ID.size :]
 
 
-def pack_times(id: int, timing: Mapping[str, Any]) -> bytes:
-    """Returns the measured figures of a job as bytes.
+def pack_result(id: int, result: Result) -> bytes:
+    """Returns what was measured of a job, without its outputs.
 
     Args:
         id: the worker's number for the job.
-        timing: as `JobResult.timing`.
+        result: of the job.
     """
-    return _JOB_TIMES.pack(
+    return _RESULT.pack(
         id,
-        timing["queue_ms"],
-        timing["transfer_ms"],
-        timing["compute_ms"],
-        timing["total_ms"],
-        timing["batch_size"],
+        result.queue_s,
+        result.total_s,
+        result.batch_size,
+        result.load_s,
+        result.compute_s,
+        result.split_s,
     )
 
 
-def pack_results(backend: str, times: Iterable[bytes]) -> bytes:
+def pack_results(backend: str, results: Iterable[bytes]) -> bytes:
     """Returns the payload of a RESULTS frame.
 
     Args:
         backend: the name of the code path that ran its jobs.
-        times: of each job, as `pack_times` returns them.
+        results: of each job, as `pack_result` returns them.
     """
     name = backend.encode()
-    return b"".join((_NAME_SIZE.pack(len(name)), name, *times))
+    return b"".join((_NAME_SIZE.pack(len(name)), name, *results))
 
 
-def unpack_results(payload: bytes) -> tuple[str, list[JobTimes]]:
-    """Returns backend and times of a RESULTS frame."""
+def unpack_results(payload: bytes, device: str) -> list[tuple[int, Result]]:
+    """Returns the number of each job of a RESULTS frame, and its result without outputs.
+
+    Args:
+        payload: of the frame.
+        device: the name of the device that ran the jobs.
+    """
     first = _NAME_SIZE.size
     end = first + _NAME_SIZE.unpack_from(payload)[0]
-    times = map(JobTimes._make, _JOB_TIMES.iter_unpack(payload[end:]))
-    return payload[first:end].decode(), list(times)
+    backend = payload[first:end].decode()
+    results = []
+    for id, queue_s, total_s, batch_size, *seconds in _RESULT.iter_unpack(payload[end:]):
+        result = Result({}, backend, batch_size, *seconds)
+        result.queue_s, result.total_s, result.device = queue_s, total_s, device
+        results.append((id, result))
+    return results

@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from qkv.engine.remote.messages import JobRequest
-from qkv.engine.work_queue import JobResult, QueuedJob
+from qkv.engine.result import Result
+from qkv.engine.work_queue import QueuedJob
 from qkv.errors import QkvError
 from qkv.jobs.plan import Plan
 
@@ -17,7 +18,7 @@ __all__ = ["PendingJob"]
 class ResultSender(Protocol):
     """Sends results to the worker of a job."""
 
-    def send_result(self, pending: PendingJob, result: JobResult) -> None:
+    def send_result(self, pending: PendingJob, result: Result) -> None:
         """Sends the result of a job."""
 
     def send_error(self, id: int, error: Exception) -> None:
@@ -60,7 +61,7 @@ class PendingJob:
         self._is_done = self._is_cancelled = True
         self.queued_job = None  # which refers to this object
 
-    def set_result(self, result: JobResult, /) -> None:
+    def set_result(self, result: Result, /) -> None:
         """Sends the result."""
         self._is_done, self.queued_job = True, None
         self._link.send_result(self, result)

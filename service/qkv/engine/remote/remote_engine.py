@@ -23,7 +23,8 @@ from qkv.engine.remote.job_memory import input_bytes, write_inputs
 from qkv.engine.remote.messages import NO_DEADLINE
 from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
-from qkv.engine.work_queue import JobResult, Load, ThroughputEstimate
+from qkv.engine.result import Result
+from qkv.engine.work_queue import Load, ThroughputEstimate
 from qkv.errors import QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import SharedState, WorkerState
@@ -135,17 +136,17 @@ class RemoteEngine:
         """Returns zeros: only the device processes use a device."""
         return MemoryUsage()
 
-    def run_inline(self, _job: Job) -> JobResult | None:
+    def run_inline(self, _job: Job) -> Result | None:
         """Returns None: no job runs in this process."""
         return None
 
-    async def run_with_others(self, _job: Job) -> JobResult | None:
+    async def run_with_others(self, _job: Job) -> Result | None:
         """Returns None, as `run_inline`."""
         return None
 
     def submit(
         self, job: Job, *, priority: int = 0, wait_s: float | None = None
-    ) -> asyncio.Future[JobResult]:
+    ) -> asyncio.Future[Result]:
         """Submits a job, as `Engine.submit` does.
 
         Raises:
@@ -165,7 +166,7 @@ class RemoteEngine:
             full.retry_after = self._throughput.retry_after(self._load)
             raise
         self._page_releaser.on_allocated()
-        future: asyncio.Future[JobResult] = self._loop.create_future()
+        future: asyncio.Future[Result] = self._loop.create_future()
         now = time.perf_counter()
         deadline = NO_DEADLINE if wait_s is None else now + wait_s
         load = Load(1, size + plan.output_layout.size, plan.flops)
@@ -208,7 +209,7 @@ class RemoteEngine:
         elif submitted.id in link.jobs:  # failed or cancelled
             link.remove(submitted.id)
 
-    def _on_done(self, submitted: SubmittedJob, future: asyncio.Future[JobResult]) -> None:
+    def _on_done(self, submitted: SubmittedJob, future: asyncio.Future[Result]) -> None:
         """Stops counting a job as load, and cancels it in its device process."""
         self._load = self._load.minus(submitted.load)
         if future.cancelled():

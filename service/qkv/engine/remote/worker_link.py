@@ -26,14 +26,15 @@ from qkv.engine.remote.messages import (
     JobRequest,
     MessageType,
     pack_id,
+    pack_result,
     pack_results,
-    pack_times,
     unpack_id,
 )
 from qkv.engine.remote.pending_job import PendingJob
 from qkv.engine.remote.plan_reader import PlanReader
 from qkv.engine.remote.shared_memory import SharedMemory
-from qkv.engine.work_queue import JobResult, QueuedJob
+from qkv.engine.result import Result
+from qkv.engine.work_queue import QueuedJob
 from qkv.errors import Internal, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
@@ -72,7 +73,7 @@ class WorkerLink:
         self._engine, self._shared_memory, self._plan_reader = engine, shared_memory, plan_reader
         self._on_lost = on_lost
         self._pending: dict[int, PendingJob] = {}
-        self._results: dict[str, list[bytes]] = defaultdict(list)  # packed times, by backend
+        self._results: dict[str, list[bytes]] = defaultdict(list)  # packed, by backend
         self._cancelled_count = 0  # cancelled jobs whose inputs the device may still read
         self._channel: Channel | None = None
         self._reply_tasks: set[asyncio.Task[None]] = set()
@@ -145,7 +146,7 @@ class WorkerLink:
     def _view_inputs(self, request: JobRequest, plan: Plan) -> np.ndarray:
         return self._shared_memory.view(self._index, request.inputs_offset, input_bytes(plan))
 
-    def _run_inline(self, job: Job, request: JobRequest) -> JobResult | None:
+    def _run_inline(self, job: Job, request: JobRequest) -> Result | None:
         """Runs a small job at once, unless the engine forms batches or it is late.
 
         On a CPU, the way to the device thread and back takes as long as a small job.
@@ -154,7 +155,7 @@ class WorkerLink:
             return None
         return self._engine.run_inline(job, request.enqueued_at)
 
-    def send_result(self, pending: PendingJob, result: JobResult) -> None:
+    def send_result(self, pending: PendingJob, result: Result) -> None:
         """Copies the outputs of a job into shared memory, and sends its times."""
         if pending.plan.output_layout.size > _LARGE_BYTES:
             task = asyncio.create_task(self._send_large_result(pending, result))
@@ -168,7 +169,7 @@ class WorkerLink:
         else:
             self._send_times(pending, result)
 
-    async def _send_large_result(self, pending: PendingJob, result: JobResult) -> None:
+    async def _send_large_result(self, pending: PendingJob, result: Result) -> None:
         failure = None
         try:
             await asyncio.to_thread(self._write_outputs, pending, result)
@@ -181,19 +182,19 @@ class WorkerLink:
         else:
             self.send_error(pending.request.id, failure)
 
-    def _write_outputs(self, pending: PendingJob, result: JobResult) -> None:
+    def _write_outputs(self, pending: PendingJob, result: Result) -> None:
         layout, offset = pending.plan.output_layout, pending.request.outputs_offset
         layout.write(
             result.outputs, self._shared_memory.view(self._index, offset, layout.size).data
         )
 
-    def _send_times(self, pending: PendingJob, result: JobResult) -> None:
+    def _send_times(self, pending: PendingJob, result: Result) -> None:
         """Sends the times of a job at the end of this turn of the event loop."""
-        id, timing = pending.request.id, result.timing
+        id = pending.request.id
         del self._pending[id]
         if not self._results:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._results[timing["backend"]].append(pack_times(id, timing))
+        self._results[result.backend].append(pack_result(id, result))
 
     def _flush(self) -> None:
         """Sends the results that are not sent yet: one frame for each backend."""
