@@ -125,21 +125,48 @@ def test_key_lengths_are_checked_every_time(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("first", "then"),
     [
-        b'{"id":"1","id":"2","inputs":[]}',
-        b'{"id":1,"inputs":[]}',
-        b'{"inputs":[{"datatype":"BOOL"}]}',
-        b'{"id":"\\u0031"}',
-        b"[]",
-        b"{",
-        b'{"a":"%b"}' % (b"x" * 2048),
+        # the text after "id" of an inner object is no id
+        ({"parameters": {"id": "%s"}, "inputs": 0, "id": "own"}, 400),
+        ({"outputs": [{"name": "output", "id": "%s"}], "inputs": 0, "id": "own"}, 400),
+        ({"parameters": {"scale": '["id":"%s"]'}, "inputs": 0}, 400),
+    ],
+    ids=["parameters", "output", "quoted"],
+)
+def test_an_id_elsewhere_is_no_id(server: Server, first: Any, then: int) -> None:
+    head, data = head_and_data(6)
+    for word in ("own", "other", "own"):
+        text = orjson.dumps(first | {"inputs": head["inputs"]}).replace(b"%s", word.encode())
+        assert send(server, text, data).status_code == then
+
+
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        (b'"id":"1\\u0031"', "11"),
+        (b'"\\u0069d":"2"', "2"),
+        (b'"id" : ""', ""),
+        ('"id":"\N{GREEK SMALL LETTER MU}"'.encode(), "\N{GREEK SMALL LETTER MU}"),
     ],
 )
-def test_head_that_must_be_decoded(text: bytes) -> None:
-    assert open_inference.parse_head(text + bytes(8), len(text)) is None
+def test_every_spelling_of_an_id_comes_back(server: Server, text: bytes, id: str) -> None:
+    head, data = head_and_data(7)
+    for spelled, expected in ((text, id), (b'"id":"plain"', "plain"), (text, id)):
+        body = b"{" + spelled + b"," + orjson.dumps({"inputs": head["inputs"]})[1:]
+        assert send(server, body, data).json()["id"] == expected
 
 
-def test_head_without_a_length_or_past_the_body_is_decoded() -> None:
-    assert open_inference.parse_head(b"{}", None) is None
-    assert open_inference.parse_head(b"{}", 3) is None
+@pytest.mark.parametrize("text", [b'"id":"1","id":"2"', b'"id":"1\0"', b'"id":"1\n"', b'"id":1'])
+def test_wrong_id_is_rejected_between_right_ones(server: Server, text: bytes) -> None:
+    head, data = head_and_data(8)
+    inputs = orjson.dumps({"inputs": head["inputs"]})[1:]
+    for word in (b"1", b"2"):
+        assert send(server, b'{"id":"' + word + b'",' + inputs, data).status_code == 200
+        assert send(server, b"{" + text + b"," + inputs, data).status_code == 400
+
+
+def test_head_without_a_length_or_past_the_body_or_too_long_is_decoded() -> None:
+    assert open_inference.split_head(b"{}", None) is None
+    assert open_inference.split_head(b"{}", 3) is None
+    assert open_inference.split_head(b" " * 4096, 4096) is None

@@ -69,12 +69,12 @@ def launch(
     alone = partial(
         _run_alone, device=device, batch_size=len(jobs), threads=threads, idle_threads=idle_threads
     )
-    if not (stack and can_defer(jobs[0].plan)):
-        if device.is_accelerator:  # the results of the previous batch come first
-            return partial(_each, jobs, alone)
-        outputs = [alone(job) for job in jobs]
-        return lambda: outputs
-    return partial(_finish, _Call(jobs, device, len(jobs), "ordinary"), alone)
+    if stack and can_defer(jobs[0].plan):
+        return partial(_finish, _Call(jobs, device, len(jobs), "ordinary"), alone)
+    if device.is_accelerator:  # the results of the previous batch come first
+        return partial(_each, jobs, alone)
+    results = [alone(job) for job in jobs]
+    return lambda: results
 
 
 @torch.inference_mode()
@@ -106,23 +106,45 @@ def _run_alone(
     job: Job, device: Device, batch_size: int, threads: int, idle_threads: int
 ) -> Result:
     """Runs a job whose conditions are read at once, in the way that its numbers need."""
+    if device.is_accelerator:
+        result = _Call([job], device, batch_size).finish()[0]
+        assert result is not None
+        return result
     if job.plan.flops < _ONE_THREAD_FLOPS:
         threads = 1
-    elif (
-        idle_threads > threads
-        and batch_size == 1
-        and not device.is_accelerator
-        and job.plan.uses_sdpa
-    ):
+    elif idle_threads > threads and batch_size == 1 and job.plan.uses_sdpa:
         torch.set_num_threads(idle_threads)
-        output = _Call([job], device, batch_size).finish()[0]
-        if output is not None and output.backend == "sdpa":
-            return output
+        result = _run_on_cpu(job, device, batch_size)
+        if result.backend == "sdpa":
+            return result
         # the numbers required another code path, whose bits may depend on the threads
     torch.set_num_threads(threads)
-    output = _Call([job], device, batch_size).finish()[0]
-    assert output is not None
-    return output
+    return _run_on_cpu(job, device, batch_size)
+
+
+def _run_on_cpu(job: Job, device: Device, batch_size: int) -> Result:
+    """Runs a job where its tensors are."""
+    started_at = time.perf_counter()
+    plan, tensors = job.plan, job.tensors
+    shapes = plan.inputs.shapes
+    inputs = {name: _load(raw, shapes[name]) for name, raw in tensors.items()}
+    weights = {} if job.layer is None else _layer_weights(job, device)
+    loaded_at = time.perf_counter()
+    computed, backend = call_variant(plan, inputs, weights, None, device)
+    computed_at = time.perf_counter()
+    specs, outputs = plan.output_specs, {}
+    for name, tensor in in_layout(plan, computed).items():
+        dtype, shape = specs[name]
+        outputs[name] = RawTensor(dtype, shape, _bytes_in(tensor.contiguous(), dtype))
+    return Result(
+        outputs,
+        backend,
+        batch_size,
+        loaded_at - started_at,
+        computed_at - loaded_at,
+        time.perf_counter() - computed_at,
+        started_at,
+    )
 
 
 class _Call:
@@ -209,8 +231,6 @@ def _host(jobs: Sequence[Job], sizes: Sequence[int], name: str, device: Device) 
     """
     plan, raw = jobs[0].plan, jobs[0].tensors[name]
     shape, spec = plan.inputs.shapes[name], plan.variant.inputs.get(name)
-    if len(jobs) == 1 and not device.is_accelerator:
-        return _load(raw, shape)
     if spec is not None and spec.broadcasts:
         parts = [_expanded(job, name) for job in jobs]
         whole = device.empty_on_host((sum(map(len, parts)), *shape[1:]), parts[0].dtype)
@@ -236,6 +256,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Returns the bytes of a dense tensor of the CPU."""
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     return bits.numpy().data.cast("B")
+
+
+def _bytes_in(tensor: Tensor, dtype: str) -> memoryview:
+    """Returns the bytes of a dense tensor in a dtype. Only projections in float64 have another."""
+    wanted = _TORCH[dtype]
+    return _bytes_of(tensor if tensor.dtype == wanted else tensor.to(wanted))
 
 
 def _load(raw: RawTensor, shape: tuple[int, ...]) -> Tensor:
@@ -294,8 +320,7 @@ def _split(
     outputs: list[dict[str, RawTensor]] = [{} for _ in jobs]
     for name, whole in tensors.items():
         dtype, _ = jobs[0].plan.output_specs[name]
-        # only projections in float64 have another dtype
-        data = _bytes_of(whole if whole.dtype == _TORCH[dtype] else whole.to(_TORCH[dtype]))
+        data = _bytes_in(whole, dtype)
         item_bytes, first = data.nbytes // sum(sizes), 0
         for job, size, job_outputs in zip(jobs, sizes, outputs, strict=True):
             _, shape = job.plan.output_specs[name]

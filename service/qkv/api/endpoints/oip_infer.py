@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
-import orjson
 import pydantic
 from fastapi import APIRouter, Request, Response
 
@@ -24,7 +23,7 @@ from qkv.jobs.buffer_layout import BufferLayout
 from qkv.jobs.fields import field_error
 from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
-from qkv.jobs.plan_cache import BoundedCache, plain_bytes, plan_bytes
+from qkv.jobs.plan_cache import BoundedCache, plan_bytes
 from qkv.settings import Settings
 from qkv.telemetry.model_stats import ModelStats
 from qkv.wire import json, open_inference
@@ -38,12 +37,8 @@ _MAX_TIMEOUT_US: Final = (1 << 63) - 1
 _MAX_QUOTED_LENGTH: Final = 4096  # no list or object that a variant takes is near it
 _COMPRESSION_LEVEL: Final = 1  # floats hardly compress at any level
 _LENGTH_NAME: Final = open_inference.LENGTH_HEADER.lower().encode()
-_MAX_PLANS: Final = 2048
-_MAX_PLANS_BYTES: Final = 20 << 20
-_MAX_KNOWN: Final = 1024  # fields of requests that are kept
-_MAX_KNOWN_BYTES: Final = 4 << 20
-_MAX_KNOWN_TEXT: Final = 2048  # bytes of JSON each
-_KNOWN_BYTES: Final = 2 << 10  # of fields beside what grows with their JSON
+_MAX_HEADS: Final = 2048
+_MAX_HEADS_BYTES: Final = 20 << 20
 _SEQUENCE_PARAMETERS: Final = ("sequence_id", "sequence_start", "sequence_end")
 
 
@@ -96,18 +91,18 @@ class _InferFields(NamedTuple):
     timeout_s: float | None
 
 
-class _PlannedRequest(NamedTuple):
+class _KnownHead(NamedTuple):
     """All that follows from the JSON of a request but its id.
 
     Attributes:
         fields: the fields of the request.
         plan: its plan.
-        body: where the tensors are in the bytes after the JSON.
+        layout: where the tensors are in the bytes after the JSON.
     """
 
     fields: _InferFields
     plan: Plan
-    body: BufferLayout
+    layout: BufferLayout
 
 
 class InferHandler:
@@ -122,8 +117,7 @@ class InferHandler:
     def __init__(self, job_runner: JobRunner, models: ModelStats, settings: Settings) -> None:
         self._job_runner, self._models = job_runner, models
         self._max_body_bytes = settings.max_body_bytes
-        self._planned: BoundedCache[_PlannedRequest] = BoundedCache(_MAX_PLANS, _MAX_PLANS_BYTES)
-        self._known: BoundedCache[_InferFields] = BoundedCache(_MAX_KNOWN, _MAX_KNOWN_BYTES)
+        self._heads: BoundedCache[_KnownHead] = BoundedCache(_MAX_HEADS, _MAX_HEADS_BYTES)
 
     async def handle(self, request: Request, model: str, version: str = VERSION) -> Response:
         """Runs one request.
@@ -138,11 +132,11 @@ class InferHandler:
         with self._job_runner.admit(request) as admission:
             body = await read_body(request, self._max_body_bytes, lambda _: length, admission.grow)
             received_at = time.perf_counter()
-            head = open_inference.parse_head(body, length)
-            planned = None if head is None else self._planned.get((model, version, head.text))
-            if head is not None and planned is not None and planned.body.size == len(head.data):
-                id, fields = head.id, planned.fields
-                job = Job.checked(planned.plan, planned.body.read(head.data))
+            head = open_inference.split_head(body, length)
+            known = None if head is None else self._heads.get((model, version, head.key))
+            if head is not None and known is not None and known.layout.size == len(head.data):
+                id, fields = head.id, known.fields
+                job = Job.checked(known.plan, known.layout.read(head.data))
             else:
                 id, fields, job = await self._validate(body, length, model, version, head)
         result = await self._job_runner.run(
@@ -168,41 +162,23 @@ class InferHandler:
         version: str,
         head: open_inference.Head | None,
     ) -> tuple[str | None, _InferFields, Job]:
-        """Returns id, fields and job of a request; keeps its plan if it has a head."""
+        """Returns id, fields and job of a request; keeps what follows from its head."""
         message = await in_thread_if_large(
             len(body), lambda: open_inference.decode(body, "inputs", length)
         )
-        id, fields = self._parse_fields(message.fields, model, version)
+        id, fields = _parse_fields(message.fields, catalogue.find(model), version)
         job = await self._job_runner.new_job(model, Message(fields.run_fields, message.tensors))
-        is_as_sent = job.tensors == message.tensors
-        if head is not None and is_as_sent:
+        is_as_sent = (
+            job.tensors == message.tensors and "bool" not in job.plan.inputs.dtypes.values()
+        )
+        if head is not None and is_as_sent and head.may_be_kept(id):
             specs = [(name, t.dtype, t.shape) for name, t in message.tensors.items()]
             layout = BufferLayout(specs, alignment=1)
-            if layout.size == len(head.data):
-                key = model, version, head.text
-                held_bytes = plan_bytes(head.text, fields, specs)
-                self._planned.put(key, _PlannedRequest(fields, job.plan, layout), held_bytes)
+            if layout.size == len(head.data):  # no tensor has its numbers in the JSON
+                key = model, version, head.key
+                held_bytes = plan_bytes(head.key, fields, specs)
+                self._heads.put(key, _KnownHead(fields, job.plan, layout), held_bytes)
         return id, fields, job
-
-    def _parse_fields(
-        self, given: dict[str, Any], model: str, version: str
-    ) -> tuple[str | None, _InferFields]:
-        """Returns the id of a request, and its other fields."""
-        id = given.get("id")
-        if id is None or isinstance(id, str):
-            given.pop("id", None)
-        try:
-            text = orjson.dumps(given)
-        except TypeError:  # an integer past 64 bits: the validation has the error
-            return id, _validate_fields(given, catalogue.find(model), version)
-        if len(text) > _MAX_KNOWN_TEXT:
-            return id, _validate_fields(given, catalogue.find(model), version)
-        # a copy: bytes from orjson take 4 KiB to 64 KiB, however short they are
-        key = memoryview(text).tobytes(), model, version
-        if (fields := self._known.get(key)) is None:
-            fields = _validate_fields(given, catalogue.find(model), version)
-            self._known.put(key, fields, _KNOWN_BYTES + plain_bytes((text, fields)))
-        return id, fields
 
 
 def router(infer: InferHandler) -> APIRouter:
@@ -222,8 +198,10 @@ def router(infer: InferHandler) -> APIRouter:
     return routes
 
 
-def _validate_fields(given: dict[str, Any], variant: Variant, version: str) -> _InferFields:
-    """Translates the fields of a request into those of the native API.
+def _parse_fields(
+    given: dict[str, Any], variant: Variant, version: str
+) -> tuple[str | None, _InferFields]:
+    """Returns the id of a request, and its other fields translated into those of the native API.
 
     Raises:
         InvalidContent: a field or a parameter is unknown or invalid.
@@ -251,12 +229,9 @@ def _validate_fields(given: dict[str, Any], variant: Variant, version: str) -> _
     outputs = [output.name for output in requested]
     binary = {o.name for o in requested if _is_binary(o, protocol_parameters.binary_data_output)}
     run_fields = {"parameters": variant_parameters, "outputs": outputs}
-    return _InferFields(
-        run_fields,
-        outputs,
-        binary,
-        protocol_parameters.priority,
-        protocol_parameters.timeout / 1e6 or None,
+    timeout_s = protocol_parameters.timeout / 1e6 or None
+    return fields.id, _InferFields(
+        run_fields, outputs, binary, protocol_parameters.priority, timeout_s
     )
 
 
