@@ -228,8 +228,11 @@ class DeadlineExceeded(QkvError):
 
 def pointer_to(*parts: object) -> str:
     """Returns the JSON pointer to a part of a document (RFC 6901, section 3)."""
-    escaped = (str(part).replace("~", "~0").replace("/", "~1") for part in parts)
-    return "".join(f"/{part}" for part in escaped)
+    texts = list(map(str, parts))
+    joined = "/".join(["", *texts])
+    if "~" in joined or joined.count("/") > len(texts):
+        return "".join(f"/{text.replace('~', '~0').replace('/', '~1')}" for text in texts)
+    return joined
 
 
 def format_value(value: object, most: int = 60) -> str:

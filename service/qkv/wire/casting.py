@@ -57,9 +57,9 @@ def cast_untyped(
     if not raw.is_untyped and raw.dtype in accepted:
         return raw  # the same object: the batch key of a tensor without B is its identity
     dtype = dtype_of(raw, name, accepted, dtype, pointer)
+    if raw.dtype == dtype and dtype not in FLOATING:
+        return raw._replace(is_untyped=False)
     array = raw.numpy()
-    if dtype == "bool":
-        return RawTensor.from_numpy(array)
     if dtype == "int64":
         return RawTensor.from_numpy(_to_int64(array, name, pointer))
     if "bool" in accepted:

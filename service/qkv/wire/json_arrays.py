@@ -37,6 +37,7 @@ OBJECT: Final = (simdjson.Object, dict)
 MAX_AXES: Final = 8
 MAX_OBJECTS: Final = 1 << 20  # lists, or values of mixed types: each costs a Python object
 Array = np.ndarray[Any, Any]
+_LISTS: Final = frozenset(LIST)
 
 _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), ("d", np.float64))
 _LONGEST_LIST: Final = (1 << 24) - 1  # simdjson counts no further
@@ -137,24 +138,25 @@ def walk(node: Any, name: str, pointer: str) -> tuple[tuple[int, ...], list[Any]
     shape: list[int] = []
     level, arrays = [node], 1
     while True:
-        sizes = {len(row) for row in level}
+        sizes = set(map(len, level))
         if len(sizes) > 1:
             raise InvalidContent(
                 f"{name} is ragged: got lists of {min(sizes)} and {max(sizes)} elements on axis "
                 f"{len(shape)}",
                 pointer=pointer,
             )
-        shape.append(sizes.pop())
-        if shape[-1] >= _LONGEST_LIST:
+        (size,) = sizes
+        shape.append(size)
+        if size >= _LONGEST_LIST:
             raise _too_large(name, pointer, f"a list of {_LONGEST_LIST} elements or more")
-        if not shape[-1] or not isinstance(level[0][0], LIST):
+        if not size or type(level[0][0]) not in LIST:
             return tuple(shape), level, arrays
         if len(shape) == MAX_AXES:
             raise InvalidContent(f"{name} has more than {MAX_AXES} axes", pointer=pointer)
-        if arrays + len(level) * shape[-1] > MAX_OBJECTS:
+        if arrays + len(level) * size > MAX_OBJECTS:
             raise _too_large(name, pointer, f"more than {MAX_OBJECTS} lists")
         level = list(chain.from_iterable(level))
-        if not all(isinstance(row, LIST) for row in level):
+        if not _LISTS.issuperset(map(type, level)):
             raise InvalidContent(
                 f"{name} is ragged: got lists and single values on axis {len(shape)}",
                 pointer=pointer,
