@@ -28,6 +28,7 @@ __all__ = [
     "format_value",
     "from_problem",
     "pointer_to",
+    "stopping",
 ]
 
 
@@ -210,6 +211,11 @@ class ServiceUnavailable(QkvError):
     def headers(self) -> dict[str, str]:
         """Returns Retry-After (RFC 9110, section 10.2.3)."""
         return {"Retry-After": str(self.retry_after)}
+
+
+def stopping() -> ServiceUnavailable:
+    """Returns the error of a request that a stopping service does not complete."""
+    return ServiceUnavailable("the service is stopping", retry_after=5)
 
 
 class ClientDisconnected(QkvError):

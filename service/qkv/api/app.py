@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from qkv.api.auth import ApiKeyMiddleware, ApiKeys
-from qkv.api.direct_routes import DirectRouter, Endpoint
+from qkv.api.dispatcher import Dispatcher, Endpoint
 from qkv.api.endpoints import (
     compare,
     convert,
@@ -33,14 +34,8 @@ from qkv.api.endpoints import (
     variants,
     verify,
 )
-from qkv.api.error_responses import add_error_handlers, error_response
+from qkv.api.error_responses import error_response
 from qkv.api.job_runner import JobRunner
-from qkv.api.middleware import (
-    DrainTimeoutMiddleware,
-    HeadMiddleware,
-    InternalErrorMiddleware,
-    allow_origins,
-)
 from qkv.api.observability import ObservabilityMiddleware, RequestObserver
 from qkv.api.openapi import document
 from qkv.api.request_source import RequestSourceMiddleware, SourceRules
@@ -98,8 +93,7 @@ def create_app(
 ) -> FastAPI:
     """Returns the service as an ASGI application.
 
-    `app.state.runtime` is its `Runtime`. A server serves `app.state.asgi`: the same application
-    with direct routes to the endpoints that run variants.
+    `app.state.runtime` is its `Runtime`. A server may serve `app.state.asgi`: it saves two calls.
 
     Args:
         settings: None reads them from the environment.
@@ -120,9 +114,9 @@ def create_app(
         redirect_slashes=False,
     )
     direct = _add_routes(app, runtime)
-    add_error_handlers(app)
     app.state.runtime = runtime
-    app.state.asgi = _add_middleware(app, runtime, direct, bound)
+    # FastAPI calls this in place of its own middleware
+    app.middleware_stack = app.state.asgi = _new_asgi(app, runtime, direct, bound)
     _complete_document(app, is_guarded=runtime.api_keys is not None)
     return app
 
@@ -204,31 +198,43 @@ def _add_routes(app: FastAPI, runtime: Runtime) -> dict[str, Endpoint]:
         oip_repository.router(shared_state.models),
     ):
         app.include_router(router)
-    routes = [route for router in run_routers for route in router.routes]
-    direct: dict[str, Endpoint] = {r.path: r.endpoint for r in routes if isinstance(r, APIRoute)}
+    routes = [r for router in run_routers for r in router.routes if isinstance(r, APIRoute)]
+    direct: dict[str, Endpoint] = {route.path: route.endpoint for route in routes}
     for name in catalogue.variants():
         direct[f"/v2/models/{name}/infer"] = partial(infer.handle, model=name)
     return direct
 
 
-def _add_middleware(
+def _new_asgi(
     app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint], bound: tuple[str, int] | None
 ) -> ASGIApp:
-    """Adds middleware to FastAPI, and returns it with the direct routes in front.
-
-    Keys and sources are checked in both, for servers that serve `app` instead of `app.state.asgi`.
-    """
-    settings, worker, api_keys = runtime.settings, runtime.worker, runtime.api_keys
-    rules = SourceRules(settings.origins, settings.hosts, settings.host, bound)
-    app.add_middleware(HeadMiddleware)
-    app.add_middleware(DrainTimeoutMiddleware)
-    asgi: ASGIApp = DirectRouter(InternalErrorMiddleware(app), direct, error_response, worker)
+    """Returns the way of a request: from its record through its checks to its endpoint."""
+    settings, api_keys = runtime.settings, runtime.api_keys
+    asgi: ASGIApp = Dispatcher(app, direct, runtime.worker)
     if api_keys is not None:
-        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, error_response=error_response)
         asgi = ApiKeyMiddleware(asgi, api_keys, error_response)
-    app.add_middleware(RequestSourceMiddleware, rules=rules, error_response=error_response)
-    asgi = RequestSourceMiddleware(allow_origins(asgi, settings.origins), rules, error_response)
+    rules = SourceRules(settings.origins, settings.hosts, settings.host, bound)
+    asgi = RequestSourceMiddleware(_allow_origins(asgi, settings.origins), rules, error_response)
     return ObservabilityMiddleware(asgi, runtime.observer)
+
+
+def _allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:
+    """Returns an application that browsers may call from pages of these origins.
+
+    It wraps the check of keys: a preflight request has none.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST"),
+        allow_headers=("*",),
+        expose_headers=(
+            *("ETag", "Inference-Header-Content-Length", "Retry-After", "Server-Timing"),
+            "X-Request-ID",
+        ),
+    )
 
 
 def _complete_document(app: FastAPI, is_guarded: bool) -> None:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from qkv.api.job_runner import wait_for_disconnect
 from qkv.api.observability import record_error, request_id
-from qkv.errors import ClientDisconnected, Internal, QkvError, ServiceUnavailable
+from qkv.errors import ClientDisconnected, Internal, QkvError, stopping
 from qkv.wire import json
 
 __all__ = ["HEARTBEAT_S", "MEDIA_TYPE", "Event", "EventStreamResponse", "error_event"]
@@ -54,8 +54,7 @@ class EventStreamResponse(Response):
             while (event := await self._next(disconnect, send)) is not None:
                 await _send_chunk(send, _encode(event))
         except asyncio.CancelledError:  # the drain has timed out
-            stopping = ServiceUnavailable("the service is stopping", retry_after=5)
-            await _send_chunk(send, _encode(error_event(stopping)))
+            await _send_chunk(send, _encode(error_event(stopping())))
         finally:
             disconnect.cancel()
             await self._events.aclose()

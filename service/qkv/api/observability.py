@@ -36,6 +36,7 @@ __all__ = [
     "ObservabilityMiddleware",
     "ProtocolError",
     "RequestObserver",
+    "has_responded",
     "record_error",
     "record_times",
     "request_id",
@@ -95,6 +96,12 @@ def record_error(error: QkvError) -> None:
     """Records the error of the current request; several errors share a status."""
     if (record := _current.get()) is not None:
         record.error_name = error.name
+
+
+def has_responded() -> bool:
+    """Returns True if the response to the current request has begun."""
+    record = _current.get()
+    return record is not None and record.status != 0
 
 
 def record_times(times: Times) -> None:

@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import openapi_spec_validator
 import pytest
+from fastapi import APIRouter
 
 from qkv.api.endpoints.oip_infer import InferHandler
 from qkv.api.endpoints.run import RunHandler
-from qkv.api.middleware import HeadMiddleware
 from qkv.api.openapi import examples
 from qkv.attention import catalogue
 from qkv.jobs.plan import Plan
@@ -251,16 +251,16 @@ def test_service_unavailable_matches_the_document(
     document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every operation is 503 that the end of the drain cancels; probes have a form of their own."""
-    probes, serve = ("/readyz", "/v2/health/ready"), HeadMiddleware.__call__
+    probes, serve = ("/readyz", "/v2/health/ready"), APIRouter.__call__
 
     async def cancel(*_: Any, **__: Any) -> Any:
         raise asyncio.CancelledError
 
-    async def serve_or_cancel(self: HeadMiddleware, scope: Any, *channels: Any) -> None:
+    async def serve_or_cancel(self: APIRouter, scope: Any, *channels: Any) -> None:
         is_served = scope["type"] == "lifespan" or scope["path"] in probes
         await (serve if is_served else cancel)(self, scope, *channels)
 
-    monkeypatch.setattr(HeadMiddleware, "__call__", serve_or_cancel)
+    monkeypatch.setattr(APIRouter, "__call__", serve_or_cancel)
     for handler in (RunHandler, InferHandler):  # called without middleware
         monkeypatch.setattr(handler, "handle", cancel)
     with running_server() as stopping:

@@ -12,7 +12,7 @@ from qkv.api.event_stream import MEDIA_TYPE, Event, EventStreamResponse, error_e
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import read_body, require_json
 from qkv.engine.admission import Admission
-from qkv.errors import ServiceUnavailable
+from qkv.errors import stopping
 from qkv.jobs.job import Job
 from qkv.jobs.measure.sweep_request import SweepRequest
 from qkv.jobs.measure.sweep_run import SweepRun
@@ -89,7 +89,7 @@ def router(job_runner: JobRunner, settings: Settings, shared_state: SharedState)
         )
         require_json(request)
         if shared_state.is_draining:  # before the first event, a client can send it again
-            raise ServiceUnavailable("the service is stopping", retry_after=5)
+            raise stopping()
         wait_s = job_runner.deadline_of(request)
         with job_runner.admit(request) as admission:
             body = await read_body(
@@ -110,4 +110,4 @@ async def _events(sweep_run: SweepRun) -> AsyncGenerator[Event, None]:
             async for event in events:
                 yield event
         except _Draining:
-            yield error_event(ServiceUnavailable("the service is stopping", retry_after=5))
+            yield error_event(stopping())

@@ -57,7 +57,7 @@ PROBLEMS: Final[tuple[errors.QkvError, ...]] = (
         'encoding is unknown: got "raw", expected lists or base64', pointer="/encoding"
     ),
     errors.Internal("internal error; it was logged with the id in X-Request-ID"),
-    errors.ServiceUnavailable("the service is stopping", retry_after=5),
+    errors.stopping(),
     errors.DeadlineExceeded("the request waited 2500 ms in the queue, its deadline passed"),
 )
 """An error of each kind, with a detail of the service."""

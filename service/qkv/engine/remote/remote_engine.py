@@ -25,7 +25,7 @@ from qkv.engine.remote.page_releaser import PageReleaser
 from qkv.engine.remote.shared_memory import WorkerRegion
 from qkv.engine.result import Result
 from qkv.engine.work_queue import Load, ThroughputEstimate
-from qkv.errors import QkvError, ServiceUnavailable
+from qkv.errors import QkvError, ServiceUnavailable, stopping
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import SharedState, WorkerState
 
@@ -155,7 +155,7 @@ class RemoteEngine:
         """
         assert self._loop is not None
         if self._closing:
-            raise ServiceUnavailable("the service is stopping", retry_after=5)
+            raise stopping()
         if (link := self._choose()) is None:
             raise ServiceUnavailable("the device process is restarting")
         plan, size = job.plan, input_bytes(job.plan)
