@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -20,9 +22,12 @@ def test_title_is_the_reason_phrase_of_the_status(kind: type[QkvError]) -> None:
     assert kind.title == known[kind.status]
 
 
-def test_problem_types_are_unique() -> None:
-    names = [kind.name for kind in QkvError.__subclasses__()]
-    assert len(set(names)) == len(names)
+def test_page_lists_every_problem_type() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "http.md").read_text()
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([45]\d\d) \|", page, re.M)
+    kinds = {kind.name: kind.status for kind in QkvError.__subclasses__()}
+    assert {name: int(status) for name, status in rows} == kinds
+    assert len(rows) == len(kinds) == len(QkvError.__subclasses__())
 
 
 @pytest.mark.parametrize("kind", QkvError.__subclasses__())

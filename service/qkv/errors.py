@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
@@ -47,7 +48,8 @@ def _reason_phrase(status: int) -> str:
 class QkvError(Exception):
     """An error with the members of an RFC 9457 problem document.
 
-    A subclass sets `status` and `name`; its `title` is the reason phrase of the status.
+    A subclass sets `status`. Its `name`, the last part of the problem type, is that of the class;
+    its `title` is the reason phrase of the status.
 
     Args:
         detail: what was received and what was expected, in one or two sentences.
@@ -62,6 +64,8 @@ class QkvError(Exception):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.title = _reason_phrase(cls.status)
+        if QkvError in cls.__bases__:  # a class below has the problem type of its parent
+            cls.name = re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
 
     def __init__(self, detail: str, *, pointer: str | None = None, **members: Any) -> None:
         super().__init__(detail)
@@ -90,14 +94,12 @@ class MalformedRequest(QkvError):
     """The body cannot be parsed as its media type, or the request is not HTTP/1.1."""
 
     status = 400
-    name = "unparseable"
 
 
 class Unauthorized(QkvError):
     """The request has no valid API key."""
 
     status = 401
-    name = "unauthorized"
 
     def __init__(
         self,
@@ -116,21 +118,18 @@ class Forbidden(QkvError):
     """The request is for another host, or from a page of another origin."""
 
     status = 403
-    name = "forbidden"
 
 
 class NotFound(QkvError):
     """The variant, model or path does not exist."""
 
     status = 404
-    name = "not-found"
 
 
 class MethodNotAllowed(QkvError):
     """The path exists, but not for this method."""
 
     status = 405
-    name = "method-not-allowed"
 
     def __init__(self, detail: str, *, allow: str) -> None:
         super().__init__(detail)
@@ -145,42 +144,36 @@ class NotAcceptable(QkvError):
     """The service has no codec for the media types in Accept."""
 
     status = 406
-    name = "not-acceptable"
 
 
 class RequestTimeout(QkvError):
     """The client did not send the next part of its request in time."""
 
     status = 408
-    name = "too-slow"
 
 
 class PayloadTooLarge(QkvError):
     """The request, or its response, exceeds a limit of this service."""
 
     status = 413
-    name = "too-large"
 
 
 class UnsupportedMediaType(QkvError):
     """The service has no codec for the Content-Type or the Content-Encoding."""
 
     status = 415
-    name = "unsupported-media-type"
 
 
 class InvalidContent(QkvError):
     """The request was parsed, but a field, shape, dtype or value is wrong."""
 
     status = 422
-    name = "invalid-content"
 
 
 class HeadersTooLarge(QkvError):
     """The request line and headers are too long."""
 
     status = 431
-    name = "too-long"
 
 
 class Internal(QkvError):
@@ -191,7 +184,6 @@ class UnsupportedTransferCoding(QkvError):
     """The body of the request has a transfer coding other than chunked."""
 
     status = 501
-    name = "unsupported-transfer-coding"
 
 
 class ServiceUnavailable(QkvError):
@@ -202,7 +194,6 @@ class ServiceUnavailable(QkvError):
     """
 
     status = 503
-    name = "not-now"
 
     def __init__(self, detail: str, *, retry_after: int = 1) -> None:
         super().__init__(detail)
@@ -222,14 +213,12 @@ class ClientDisconnected(QkvError):
     """The client disconnected before the response. Only logs and metrics see this error."""
 
     status = 499
-    name = "left"
 
 
 class DeadlineExceeded(QkvError):
     """The request's deadline passed before it was run."""
 
     status = 504
-    name = "too-late"
 
 
 def pointer_to(*parts: object) -> str:

@@ -219,18 +219,19 @@ def test_request_log_has_a_line_for_each_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sent", "status", "outcome", "method", "path"),
     [
-        (b"rubbish\r\n\r\n", 400, "unparseable", "?", ""),
-        (b"GET /livez HTTP/1.1\r\nX-Request-ID: mine\r\n\r\n", 400, "unparseable", "GET", "/livez"),
-        (b"PUT /a?b HTTP/1.1\r\nHost: a\r\nX: %b\r\n\r\n" % (b"x" * 70_000), 431, "too-long", "PUT",
-         "/a"),
-        (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "too-slow", "GET", "/livez"),
+        (b"rubbish\r\n\r\n", 400, "malformed-request", "?", ""),
+        (b"GET /livez HTTP/1.1\r\nX-Request-ID: mine\r\n\r\n", 400, "malformed-request", "GET",
+         "/livez"),
+        (b"PUT /a?b HTTP/1.1\r\nHost: a\r\nX: %b\r\n\r\n" % (b"x" * 70_000), 431,
+         "headers-too-large", "PUT", "/a"),
+        (b"GET /livez HTTP/1.1\r\nHost: a\r\n", 408, "request-timeout", "GET", "/livez"),
         (b"POST /v1/attention/softmax HTTP/1.1\r\nHost: localhost\r\n"
-         b"Content-Length: 9\r\n\r\n{", 408, "too-slow", "POST", PATH),
+         b"Content-Length: 9\r\n\r\n{", 408, "request-timeout", "POST", PATH),
         (b"POST http://a/v1/attention/soft%6dax HTTP/1.1\r\nHost: localhost\r\n"
-         b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "unparseable", "POST",
+         b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "malformed-request", "POST",
          "/v1/attention/soft%6dax"),
         (b"POST http://a/v2/models/softmax/infer HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400,
-         "unparseable", "POST", INFER),
+         "malformed-request", "POST", INFER),
     ],
 )  # fmt: skip
 def test_connection_errors_are_observed(

@@ -113,7 +113,10 @@ def test_client_disconnect_is_counted(serve: Callable[..., Server]) -> None:
     own = serve()
 
     def left() -> bool:
-        return 'qkv_other_requests_total{outcome="left"} 1\n' in own.http.get("/metrics").text
+        return (
+            'qkv_other_requests_total{outcome="client-disconnected"} 1\n'
+            in own.http.get("/metrics").text
+        )
 
     with own.hold(), open_sweep(own, variants=["mean"], lengths=[8]) as client:
         wait_until(lambda: own.queued_count == 1)
@@ -198,7 +201,7 @@ def test_stopping_service_sends_an_error_event() -> None:
             stopping.runtime.worker.shared_state.drain()
             *_, (name, what) = events
         assert name == "error"
-        assert what["problem"]["type"] == "urn:qkv:problem:not-now"
+        assert what["problem"]["type"] == "urn:qkv:problem:service-unavailable"
         response = stopping.http.post(SWEEP, json=body)
         assert assert_problem(response, 503)["detail"] == what["problem"]["detail"]
         assert int(response.headers["retry-after"]) > 0
@@ -230,7 +233,7 @@ def test_long_cell_ends_with_the_drain_timeout(command: Callable[..., Process]) 
         process.popen.send_signal(signal.SIGTERM)
         *_, (name, what) = events
     assert name == "error"
-    assert what["problem"]["type"] == "urn:qkv:problem:not-now"
+    assert what["problem"]["type"] == "urn:qkv:problem:service-unavailable"
     process.wait()
     assert not [line for line in process.lines if "Traceback" in line]
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from qkv import Client
+from qkv.errors import stopping
 from support.commands import error_of, invoke, one_error, stdout_of, target_options, write_tensors
 from support.processes import TIMEOUT_S, wait_until, wait_until_asleep
 from support.scripted_server import encode_event, event_reply, problem_reply, scripted_server
@@ -224,8 +225,7 @@ def test_plot_without_matplotlib_names_the_command_to_install_it(tmp_path: Path)
 
 def test_cells_before_a_failure_are_kept(tmp_path: Path) -> None:
     lines = tmp_path / "out.csv"
-    failure = encode_event("error", {"problem": {"status": 503, "type": "urn:qkv:problem:not-now",
-                                        "detail": "the service is stopping"}})  # fmt: skip
+    failure = encode_event("error", {"problem": stopping().problem()})
     with scripted_server(event_reply(CELL_EVENTS[0], CELL_EVENTS[1], failure)) as received:
         done = invoke(*SWEEP, "--csv", lines, "--url", received.url)
     assert done.exit_code == 1

@@ -148,7 +148,7 @@ def test_timeout_is_an_error_of_httpx(serve: Callable[..., Server]) -> None:
                 "content-type": "application/problem+json",
                 "retry-after": "Wed, 21 Oct 2015 07:28:00 GMT",
             },
-            b'{"type": "urn:qkv:problem:not-now", "detail": "busy"}',
+            b'{"type": "urn:qkv:problem:service-unavailable", "detail": "busy"}',
         ),
         (200, {}, b"<h1>Welcome</h1>"),
         (200, {"content-type": "application/json"}, b"{}"),

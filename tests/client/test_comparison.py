@@ -152,7 +152,9 @@ def test_fields_of_a_newer_service_are_ignored(run_compare: RunCompare) -> None:
 
 def test_comparison_is_retried_like_other_requests(run_compare: RunCompare) -> None:
     with scripted_server(
-        drop_connection, problem_reply(503, "not-now", retry_after="0"), json_reply(RESPONSE)
+        drop_connection,
+        problem_reply(503, "service-unavailable", retry_after="0"),
+        json_reply(RESPONSE),
     ) as received:
         assert run_compare(received.url, ["linear"], **TENSORS).notes
         assert len(received.bodies) == 3
@@ -172,7 +174,7 @@ def incomplete_reply(*path: Any) -> Reply:
     ("line", "status"),
     [
         (problem_reply(422, "invalid-content"), 422),
-        (problem_reply(413, "too-large"), 413),
+        (problem_reply(413, "payload-too-large"), 413),
         (incomplete_reply("anchor"), 400),
         (incomplete_reply("variants", 0, "timing"), 400),
         (incomplete_reply("variants", 0, "timing", "median_ms"), 400),

@@ -32,7 +32,7 @@ def problem(status: int, name: str, **headers: str) -> Reply:
 
 
 def busy(retry_after: str = "0") -> Reply:
-    return problem(503, "not-now", retry_after=retry_after)
+    return problem(503, "service-unavailable", retry_after=retry_after)
 
 
 @dataclass
@@ -154,8 +154,9 @@ def test_retries_are_limited(send: Any, retries: int) -> None:
     "refusal",
     [
         problem(422, "invalid-content"), problem(422, "invalid-content", retry_after="0"),
-        problem(400, "unparseable"), problem(404, "not-found"), problem(413, "too-large"),
-        problem(500, "internal"), problem(503, "not-now"), problem(504, "too-late"),
+        problem(400, "malformed-request"), problem(404, "not-found"),
+        problem(413, "payload-too-large"), problem(500, "internal"),
+        problem(503, "service-unavailable"), problem(504, "deadline-exceeded"),
         (404, {}, b"<h1>Not found</h1>"), (200, {}, b"<h1>Welcome</h1>"),
     ],
     ids=lambda refusal: str(refusal[0]),

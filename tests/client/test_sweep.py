@@ -217,9 +217,9 @@ def test_closed_sweep_yields_no_cells() -> None:
 @pytest.mark.parametrize(
     "before",
     [
-        [problem_reply(503, "not-now", retry_after="0")] * 3,
+        [problem_reply(503, "service-unavailable", retry_after="0")] * 3,
         [drop_connection, drop_connection],
-        [drop_connection, problem_reply(503, "not-now", retry_after="0")],
+        [drop_connection, problem_reply(503, "service-unavailable", retry_after="0")],
         [event_reply(end="cut"), event_reply(b": nothing yet\n\n", end="cut")],
         [json_reply(b"Internal Server Error", 500, kind="text/plain"), drop_connection],
     ],
@@ -236,7 +236,7 @@ def test_request_is_sent_again_until_the_first_event(
 
 @pytest.mark.usefixtures("delays")
 def test_retries_are_limited(run_sweep: RunSweep) -> None:
-    with scripted_server(problem_reply(503, "not-now", retry_after="0")) as received:
+    with scripted_server(problem_reply(503, "service-unavailable", retry_after="0")) as received:
         with pytest.raises(QkvError, match="because"):
             run_sweep(received.url, retries=2)
         assert len(received.paths) == 3

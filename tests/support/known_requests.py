@@ -36,17 +36,17 @@ ARGUMENTS: Final = {
     "key_lengths": "key_lengths_B",
 }
 PROBLEMS: Final = {
-    400: "unparseable",
+    400: "malformed-request",
     403: "forbidden",
     404: "not-found",
     405: "method-not-allowed",
     406: "not-acceptable",
-    413: "too-large",
+    413: "payload-too-large",
     415: "unsupported-media-type",
     422: "invalid-content",
     501: "unsupported-transfer-coding",
-    503: "not-now",
-    504: "too-late",
+    503: "service-unavailable",
+    504: "deadline-exceeded",
 }
 
 

@@ -21,7 +21,7 @@ def progress(done: int, variant: str, length: int) -> bytes:
     )
 
 
-PROBLEM: Final = {"type": "urn:qkv:problem:too-large", "status": 413, "detail": "too many"}
+PROBLEM: Final = {"type": "urn:qkv:problem:payload-too-large", "status": 413, "detail": "too many"}
 CELLS: Final = [
     cell(0, "softmax", 256), cell(1, "linear", 256, 2.0),
     {"index": 0, "variant": "softmax", "parameters": {}, "length": 512, "problem": PROBLEM},

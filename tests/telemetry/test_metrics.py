@@ -115,9 +115,9 @@ def test_bucket_includes_its_upper_bound() -> None:
     counts, total = metrics.histogram("two", "compute")
     assert (counts[0], counts[-1], total) == (2, 2, 2e9)
     assert sum(metrics.histogram("one", "compute")[0]) == 0
-    metrics.recorder(0).record_response("two", "too-late", 1.0, 5)
+    metrics.recorder(0).record_response("two", "deadline-exceeded", 1.0, 5)
     metrics.recorder(1).record_response("two", "ok", 1.0, 6)
-    assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "too-late": 1}
+    assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "deadline-exceeded": 1}
     assert sum(metrics.histogram("two", "request_duration")[0]) == 1  # only of successful requests
     assert metrics.totals["response_body_bytes"] == 11
 
@@ -260,9 +260,9 @@ def test_errors_are_counted_by_outcome(
     changed.pop("request_body_bytes_total")
     softmax = {k.split()[1]: v for k, v in changed.items() if k.startswith("requests_total")}
     assert changed["requests_total not-found unknown"] == 1
-    assert softmax["internal"] == softmax["too-large"] == softmax["not-acceptable"] == 1
+    assert softmax["internal"] == softmax["payload-too-large"] == softmax["not-acceptable"] == 1
     assert softmax["unsupported-media-type"] == 1
-    assert softmax["unparseable"] + softmax["invalid-content"] == 4
+    assert softmax["malformed-request"] + softmax["invalid-content"] == 4
     rejected = {k.split()[1]: v for k, v in changed.items() if k.startswith("rejected_total")}
     assert sum(rejected.values()) == 12
     assert rejected["not-found"] == 2
@@ -277,14 +277,19 @@ def test_expired_and_cancelled_requests_are_counted_separately(
     headers = {"Inference-Header-Content-Length": str(length)}
     with server.hold():
         assert server.http.post(INFER, content=body, headers=headers).status_code == 503
-    assert value(server.url, "requests_total", variant="softmax", outcome="too-late") == 1
+    assert value(server.url, "requests_total", variant="softmax", outcome="deadline-exceeded") == 1
     body_without_deadline, length = encode_body(random_inputs(0, (1, 8, 300, 64)))
     with server.hold(), raw_client(server) as client:
         client.send(encode_request(body_without_deadline, length))
         server.wait_until_queued(1)
         client.socket.close()
         server.wait_until_queued(0)
-    wait_until(lambda: value(server.url, "requests_total", variant="softmax", outcome="left") == 1)
+    wait_until(
+        lambda: (
+            value(server.url, "requests_total", variant="softmax", outcome="client-disconnected")
+            == 1
+        )
+    )
     assert value(server.url, "compute_seconds_count", variant="softmax") == 0
 
 

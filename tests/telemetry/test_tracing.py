@@ -214,7 +214,7 @@ def test_requests_of_every_handler_are_traced(traced: Server, collector: Collect
     assert len({span.trace_id for span in spans[2:]}) == 4
     assert not any(span.parent_span_id for span in spans[3:])
     assert attributes_of(spans[0])["qkv.compute_ms"] > 0
-    assert attributes_of(spans[1])["qkv.outcome"] == "unparseable"
+    assert attributes_of(spans[1])["qkv.outcome"] == "malformed-request"
     assert attributes_of(spans[4])["http.request.method"] == "_OTHER"
     assert attributes_of(spans[4])["http.request.method_original"] == "PURGE"
     assert attributes_of(spans[2])["url.path"] == "/v1/variants/softmax"

@@ -198,7 +198,7 @@ def test_cell_that_cannot_run_has_a_problem_and_the_sweep_continues(
         assert cell.keys() == CELL or cell.keys() == {
             "index", "variant", "parameters", "length", "problem",
         }  # fmt: skip
-    assert all(p["type"] == "urn:qkv:problem:too-large" for p in problems.values())
+    assert all(p["type"] == "urn:qkv:problem:payload-too-large" for p in problems.values())
     assert problems[0, 128]["limit"] == 20_000
     assert events[-1] == ("done", {"cells": 6, "crossovers": events[-1][1]["crossovers"]})
     huge = run_sweep(
@@ -215,7 +215,7 @@ def test_deadline_applies_to_each_run(server: Server) -> None:
         server.http.stream("POST", SWEEP, json=body, headers=headers) as response,
     ):
         events = list(parse_events(response.iter_lines()))
-    assert events[1][1]["problem"]["type"] == "urn:qkv:problem:too-late"
+    assert events[1][1]["problem"]["type"] == "urn:qkv:problem:deadline-exceeded"
     assert_problem(server.http.post(SWEEP, json=body, headers={"X-Request-Timeout": "soon"}), 400)
 
 
