@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import qkv
+from qkv.jobs.job import Job
 from support.json_requests import EXAMPLE, LEADS, TENSORS, post, random_layer, run_request, tensors
 from support.known_requests import DTYPES, FLOATING, Case, as_array, as_json, random_case
 from support.service import Server
+from support.sweep_requests import submitted_jobs as submitted_jobs
 
 TIMES = ("queue_ms", "transfer_ms", "compute_ms", "total_ms")
 
@@ -31,6 +34,16 @@ def test_example_of_the_design(server: Server) -> None:
     assert {n: timing[n] for n in timing if n not in TIMES} == {
         "batch_size": 1, "device": "cpu", "backend": "explicit", "flops": 32, "bytes": 80,
     }  # fmt: skip
+
+
+def test_requests_have_the_default_priority(
+    server: Server, submitted_jobs: list[tuple[Job, int]]
+) -> None:
+    large = {name: np.ones((8, 1024, 64), np.float32) for name in ("query", "key", "value")}
+    with qkv.Client(server.url) as client:  # a small request is not queued
+        client.attend("softmax", **large, outputs=["output"])
+    assert submitted_jobs
+    assert not {priority for _, priority in submitted_jobs} & {1, 3}
 
 
 @pytest.mark.parametrize("encoding", ["lists", "base64"])

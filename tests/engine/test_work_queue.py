@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from qkv.engine.admission import AdmissionController
 from qkv.engine.device_errors import MemoryBudget
-from qkv.engine.work_queue import Load, ThroughputEstimate
+from qkv.engine.work_queue import Load, QueuedJob, ThroughputEstimate, WorkQueue
 from qkv.errors import ServiceUnavailable
+from support.engines import plain
 
 COUNTS = st.integers(0, 1 << 60)
 LOADS = st.builds(Load, COUNTS, COUNTS, COUNTS)
@@ -29,6 +31,20 @@ def test_each_limit_holds_unless_the_queue_is_empty(field: str) -> None:
     assert "the limit is 10" in (limit.over_limit(current, added) or "")
     assert limit.over_limit(Load(), added) is None
     assert limit.over_limit(current, Load(1, 5, 5)) is None
+
+
+def test_every_change_of_the_queue_is_reported() -> None:
+    """Metrics and other processes read it."""
+    queue, seen = WorkQueue(Load(9, 1 << 40, 1 << 60)), list[Load]()
+    queue.on_change = seen.append
+    queued_jobs = [QueuedJob(plain(number), Future()) for number in range(3)]
+    for queued_job in queued_jobs:
+        queue.put(queued_job)
+    queue.remove(queued_jobs[0])
+    queue.take_batch(queued_jobs[1], 1, 1 << 40)
+    queue.clear()
+    assert [load.requests for load in seen] == [1, 2, 3, 2, 1, 0]
+    assert seen[-1] == Load()
 
 
 def test_retry_after_is_the_load_divided_by_the_throughput() -> None:

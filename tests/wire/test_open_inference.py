@@ -183,6 +183,17 @@ def test_equal_numbers_are_accepted_in_any_notation(datatype: str, data: list[An
     assert same_values(array, np.array(expected).astype(array.dtype))
 
 
+def test_list_among_numbers_is_rejected() -> None:
+    """A buffer of a long list would have its number in place of it."""
+    data: list[Any] = [float(i) for i in range(2000)]
+    data[7] = [7.0]
+    tensor = {"name": "query", "datatype": "FP32", "shape": [2000], "data": data}
+    other = tensor | {"name": "key", "data": data[8:] + data[:7] + [7.0]}
+    for entries in ([tensor], [other, tensor]):
+        with pytest.raises(InvalidContent, match=r"query is invalid at \[7\]: got a list"):
+            decode(stdlib.dumps({"inputs": entries}).encode(), "inputs")
+
+
 @pytest.mark.parametrize("bare", ["NaN", "Infinity", "-Infinity"])
 def test_nan_and_infinity_may_lack_quotes(bare: str) -> None:
     """Triton's client writes them so; words in strings do not change."""

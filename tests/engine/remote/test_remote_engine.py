@@ -124,6 +124,17 @@ def test_priorities_and_deadlines_hold() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("priority", [-1, 256, 1 << 40])
+def test_any_priority_is_accepted(priority: int) -> None:
+    """Clients of the Open Inference Protocol may send any."""
+
+    async def test(fixture: Service) -> None:
+        response = await fixture.remotes[0].submit(plain(0), priority=priority)
+        assert bits(response) == bits(await fixture.engine.submit(plain(0)))
+
+    run(test)
+
+
 def test_deadline_counts_from_submission_in_the_worker() -> None:
     async def test(fixture: Service) -> None:
         with hold(fixture.engine):
