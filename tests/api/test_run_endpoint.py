@@ -39,9 +39,9 @@ def test_example_of_the_design(server: Server) -> None:
 def test_requests_have_the_default_priority(
     server: Server, submitted_jobs: list[tuple[Job, int]]
 ) -> None:
-    large = {name: np.ones((8, 1024, 64), np.float32) for name in ("query", "key", "value")}
+    large = np.ones((8, 1024, 64), np.float32)
     with qkv.Client(server.url) as client:  # a small request is not queued
-        client.attend("softmax", **large, outputs=["output"])
+        client.attend("softmax", query=large, key=large, value=large, outputs=["output"])
     assert submitted_jobs
     assert not {priority for _, priority in submitted_jobs} & {1, 3}
 

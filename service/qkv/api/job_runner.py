@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeVar
 
 from fastapi import Request
 
-from qkv.api.observability import record_times
+from qkv.api.observability import record_result
 from qkv.api.request_body import in_thread_if_large
 from qkv.api.request_headers import headers_of
 from qkv.engine.admission import Admission
@@ -148,7 +148,7 @@ class JobRunner:
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
         result.total_s = time.perf_counter() - received_at
-        record_times(result.times)
+        record_result(result)
         self._metrics_recorder.record_run(job.plan.variant.name, result.queue_s, result.compute_s)
         return result
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import replace
+from collections.abc import Generator
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.job_runner import JobRunner, cancel_on_disconnect
-from qkv.api.observability import record_times
+from qkv.api.observability import record_result
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
 from qkv.api.run_timing import server_timing
-from qkv.engine.result import Result, Times
+from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import CompareReport, TimedOutputs, compare
 from qkv.jobs.measure.compare_request import CompareRequest
@@ -52,41 +51,38 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
                 size, lambda: CompareRequest(message, job_runner.limits)
             )
         pending = _run_comparison(job_runner, comparison, wait_s)
-        report, results = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
-        times = _sum_times(results, time.perf_counter() - received.received_at)
-        record_times(times)
-        queue_ms, transfer_ms, compute_ms, total_ms = (seconds * 1e3 for seconds in times)
-        device, runs = results[-1].device, len(results)
-        timing = CompareTiming(queue_ms, transfer_ms, compute_ms, runs, device, total_ms)
+        report, total, runs = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
+        total.total_s = time.perf_counter() - received.received_at
+        record_result(total)
+        queue_ms, transfer_ms, compute_ms, total_ms = (seconds * 1e3 for seconds in total.times)
+        timing = CompareTiming(queue_ms, transfer_ms, compute_ms, runs, total.device, total_ms)
         found = CompareResponse(*report, timing)
         content = await in_thread_if_large(comparison.head_bytes, partial(json.dump, found))
-        return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
+        return TensorResponse([content], json.MEDIA_TYPE, [server_timing(total.times)])
 
     return routes
 
 
 async def _run_comparison(
     job_runner: JobRunner, comparison: CompareRequest, wait_s: float | None
-) -> tuple[CompareReport, list[Result]]:
-    """Returns the report, and the results of all its jobs without their outputs."""
+) -> tuple[CompareReport, Result, int]:
+    """Returns the report, the sum of the times of its jobs as a result, and their number."""
     steps = compare(comparison)
     # of the tensors and figures in a step between two jobs
     size = comparison.baseline.plan.bytes_in + comparison.head_bytes
-    results: list[Result] = []
+    total, runs = Result({}), 0
     measurement: TimedOutputs | None = None
     while True:
         job = await in_thread_if_large(size, partial(_step, steps, measurement))
         if isinstance(job, CompareReport):
-            return job, results
+            return job, total, runs
         result = await job_runner.run_part(job, wait_s)
-        results.append(replace(result, outputs={}))
+        total.queue_s += result.queue_s
+        total.load_s += result.load_s
+        total.compute_s += result.compute_s
+        total.split_s += result.split_s
+        total.device, runs = result.device, runs + 1
         measurement = result.outputs, result.compute_s * 1e3
-
-
-def _sum_times(results: Sequence[Result], total_s: float) -> Times:
-    """Returns the sum of the times of several jobs, and the seconds of all of it."""
-    queue_s, transfer_s, compute_s, _ = map(sum, zip(*(r.times for r in results), strict=True))
-    return Times(queue_s, transfer_s, compute_s, total_s)
 
 
 def _step(

@@ -11,7 +11,8 @@ from qkv.jobs.plan_cache import BoundedCache, plan_bytes
 __all__ = ["PlanReader"]
 
 _MAX_PLANS: Final = 4096
-_MAX_BYTES: Final = 64 << 20  # of plans; usual ones need half
+_MAX_BYTES: Final = 64 << 20  # of plans
+_OBJECT_FACTOR: Final = 12  # a row number takes 3 bytes encoded, and 36 in a tuple
 
 
 class PlanReader:
@@ -33,5 +34,6 @@ class PlanReader:
         """
         if (plan := self._plans.get(encoded)) is None:
             plan = plan_codec.decode(encoded)
-            self._plans.put(encoded, plan, plan_bytes(encoded, encoded))
+            held_bytes = plan_bytes(encoded) + _OBJECT_FACTOR * len(encoded)
+            self._plans.put(encoded, plan, held_bytes)
         return plan
