@@ -38,6 +38,7 @@ MAX_AXES: Final = 8
 MAX_OBJECTS: Final = 1 << 20  # lists, or values of mixed types: each costs a Python object
 Array = np.ndarray[Any, Any]
 _LISTS: Final = frozenset(LIST)
+_NUMBERS: Final = frozenset((int, float))
 
 _BUFFERS: Final[tuple[tuple[Literal["i", "d"], type], ...]] = (("i", np.int64), ("d", np.float64))
 _LONGEST_LIST: Final = (1 << 24) - 1  # simdjson counts no further
@@ -46,14 +47,29 @@ _WORDS: Final = {"nan": b'"NaN"', "inf": b'"Infinity"', "-inf": b'"-Infinity"'}
 
 
 class NestedLists:
-    """A tensor as nested lists in a document; `read` converts it."""
+    """A tensor as nested lists in a document; `read` converts it.
 
-    def __init__(
-        self, name: str, pointer: str, node: Any, shape: tuple[int, ...], leaves: list[Any]
-    ) -> None:
-        self.shape = shape
-        self._name, self._pointer = name, pointer
-        self._node, self._leaves = node, leaves
+    numpy reads Python's lists if they hold numbers alone. All others are walked, which finds their
+    shape without reading a number, or what is wrong with them.
+
+    Attributes:
+        lists: the number of lists that were walked.
+
+    Raises:
+        InvalidContent: the lists are ragged, or nested too deeply.
+        PayloadTooLarge: there are too many lists.
+    """
+
+    def __init__(self, name: str, pointer: str, node: Any) -> None:
+        self.lists = 0
+        self._name, self._pointer, self._node = name, pointer, node
+        self._array = _numbers(node) if type(node) is list else None
+        if self._array is not None:
+            self.shape = self._array.shape
+        elif type(node) in LIST:
+            self.shape, self._leaves, self.lists = walk(node, name, pointer)
+        else:  # a single number is a tensor without axes
+            self.shape, self._leaves = (), [[node]]
 
     def read(self, has_visited_all: bool) -> RawTensor:
         """Returns the tensor.
@@ -65,6 +81,8 @@ class NestedLists:
             InvalidContent: the values are not all numbers, nor all booleans.
             PayloadTooLarge: the values are booleans or include strings, and are too many.
         """
+        if self._array is not None:
+            return RawTensor.from_numpy(self._array, is_untyped=True)
         if 0 in self.shape:
             return RawTensor.from_numpy(np.zeros(self.shape), is_untyped=True)
         first = self._leaves[0][0]
@@ -106,6 +124,18 @@ class NestedLists:
 
     def _index(self, at: int) -> tuple[int, ...]:
         return tuple(int(i) for i in np.unravel_index(at, self.shape)) if self.shape else ()
+
+
+def _numbers(node: list[Any]) -> Array | None:
+    """Returns the array that nested lists of numbers are; None if they are anything else."""
+    objects = np.array(node, object)
+    types = set(map(type, objects.ravel().tolist()))
+    if not types or objects.ndim > MAX_AXES or not types <= _NUMBERS:
+        return None
+    try:
+        return objects.astype(np.float64 if float in types else np.int64)
+    except OverflowError:
+        return None
 
 
 def format_node(value: Any) -> str:

@@ -14,7 +14,7 @@ import orjson
 import simdjson
 
 from qkv.errors import InvalidContent, MalformedRequest, PayloadTooLarge, pointer_to
-from qkv.wire.json_arrays import LIST, MAX_OBJECTS, OBJECT, NestedLists, walk
+from qkv.wire.json_arrays import MAX_OBJECTS, OBJECT, NestedLists
 from qkv.wire.plain_json import MAX_DEPTH, MAX_NAME_LENGTH, MAX_NAMES, load_object
 
 __all__ = ["Document", "items"]
@@ -104,19 +104,14 @@ class Document:
         return elements
 
     def nested_lists(self, node: Any, name: str, pointer: str) -> NestedLists:
-        """Returns nested lists with their shape, without reading numbers.
-
-        A single number is a tensor without axes.
+        """Returns nested lists with their shape.
 
         Raises:
-            InvalidContent: the lists are ragged, or nested too deeply.
-            PayloadTooLarge: there are too many lists.
+            InvalidContent, PayloadTooLarge: as `NestedLists`.
         """
-        if not isinstance(node, LIST):
-            return NestedLists(name, pointer, [node], (), [[node]])
-        shape, leaves, arrays = walk(node, name, pointer)
-        self._arrays += arrays
-        return NestedLists(name, pointer, node, shape, leaves)
+        lists = NestedLists(name, pointer, node)
+        self._arrays += lists.lists
+        return lists
 
 
 def items(node: Any, pointer: str) -> Iterable[tuple[str, Any]]:
