@@ -84,7 +84,7 @@ def measure_waits(device: Accelerator, shape: str = "S") -> Iterator[WaitsResult
                 device.torch_device,
                 lambda jobs=jobs: execute(jobs, device, stack=True),  # type: ignore[misc]
             )
-            waits, stacked = device.synchronizations - before, outputs[0].stacked_count
+            waits, stacked = device.synchronizations - before, outputs[0].times.stacked_count
             yield WaitsResult(variant.name, kind.name, waits, hidden, stacked)
 
 
@@ -104,7 +104,7 @@ def measure_overlap(
         between = time.perf_counter()
         second = _run_ahead(jobs, device, batches)
         ended_at = time.perf_counter()
-        compute_s = statistics.median([outputs[0].compute_s for outputs in first])
+        compute_s = statistics.median([outputs[0].times.compute_s for outputs in first])
         each = 1e3 / batches
         times.append(((between - started_at) * each, (ended_at - between) * each, compute_s * 1e3))
         has_same_bits = has_same_bits and _have_same_bits([*first, *second])

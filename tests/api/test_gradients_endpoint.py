@@ -349,7 +349,7 @@ def test_stacked_requests_get_their_own_gradients() -> None:
     device = CpuDevice()
     together = execute(jobs, device, stack=True)
     for job, output in zip(jobs, together, strict=True):
-        assert output.stacked_count == 3
+        assert output.times.stacked_count == 3
         (alone,) = execute([job], device, stack=False)
         for name, gradient in output.outputs.items():
             np.testing.assert_allclose(

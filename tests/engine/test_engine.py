@@ -267,16 +267,17 @@ def test_timing_is_measured() -> None:
             late = engine.submit(plain(2, length=5))
         first, second = await early, await late
         most_s = time.perf_counter() - started_at
-        assert first.queue_s >= 0.05
-        assert 0 < second.queue_s <= most_s - 0.05  # it was submitted later
+        assert first.times.queue_s >= 0.05
+        assert 0 < second.times.queue_s <= most_s - 0.05  # it was submitted later
         for result in (first, second):
-            *stages, total_s = result.times
+            times = result.times
+            stages = times.queue_s, times.load_s, times.compute_s, times.split_s
             assert min(stages) > 0
-            assert sum(stages) <= total_s <= most_s
+            assert sum(stages) <= times.total_s <= most_s
         assert first.device == engine.device_name
         assert (first.backend, second.backend) == ("sdpa", "explicit")
         idle = [await engine.submit(plain(3)) for _ in range(5)]
-        assert min(result.queue_s for result in idle) < first.queue_s
+        assert min(result.times.queue_s for result in idle) < first.times.queue_s
         assert {result.batch_size for result in idle} == {1}
 
     with_engine(test)
@@ -290,7 +291,7 @@ def test_compute_grows_with_the_work() -> None:
         times = {id(j): [] for j in (few, many)}  # type: dict[int, list[float]]
         for _ in range(3):
             for job in (few, many):
-                times[id(job)].append((await engine.submit(job)).compute_s)
+                times[id(job)].append((await engine.submit(job)).times.compute_s)
         assert min(times[id(many)]) > min(times[id(few)])
 
     with_engine(test)

@@ -116,7 +116,7 @@ def test_host_waits_once_for_a_batch(device: Accelerator) -> None:
     )
     assert device.synchronizations - before == 1
     assert hidden_waits in (0, None)
-    assert [output.stacked_count for output in outputs] == [5] * 5
+    assert [output.times.stacked_count for output in outputs] == [5] * 5
 
 
 def test_batches_that_overlap_have_the_bits_of_each_alone(device: Accelerator) -> None:

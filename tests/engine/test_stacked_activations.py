@@ -50,7 +50,10 @@ def layer_job(
 def is_stacked(job: Job) -> bool:
     """Returns True if the job shares a call with a request that has the same layer."""
     twin = Job(job.plan, dict(job.tensors), job.layer)
-    return [output.stacked_count for output in execute([job, twin], CPU, stack=True)] == [2, 2]
+    return [output.times.stacked_count for output in execute([job, twin], CPU, stack=True)] == [
+        2,
+        2,
+    ]
 
 
 @pytest.mark.slow
@@ -70,7 +73,7 @@ def test_activations_of_a_model_are_stacked(name: str, parameters: dict[str, Any
         device = PretendedDevice()
         with counting() as counted:
             outputs = execute(jobs, device, stack=True)
-        stacked += sum(output.stacked_count > 1 for output in outputs)
+        stacked += sum(output.times.stacked_count > 1 for output in outputs)
         count += len(jobs)
         assert counted["sync"] <= 2
     assert count == len(activations())

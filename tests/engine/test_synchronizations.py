@@ -90,7 +90,7 @@ def run_batch(
 def test_forward_waits_once(variant: Variant, form: Any) -> None:
     outputs, waits = run_batch(variant, Plan, outputs=outputs_for(form), weights=form)
     assert waits == 1, log
-    assert [o.stacked_count for o in outputs] == [3, 3, 3]
+    assert [o.times.stacked_count for o in outputs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -102,7 +102,7 @@ def test_slopes_and_sinks_wait_no_longer(
     fields = {"outputs": outputs_for(form), "weights": form, "parameters": parameters}
     outputs, waits = run_batch(variants()["softmax"], Plan, optional, **fields)
     assert waits == 1, log
-    assert [o.stacked_count for o in outputs] == [3, 3, 3]
+    assert [o.times.stacked_count for o in outputs] == [3, 3, 3]
     _, waits = run_batch(variants()["softmax"], GradientPlan, optional, parameters=parameters)
     assert waits <= 2, log
 
@@ -115,7 +115,7 @@ def test_forward_also_reads_key_lengths_that_give_positions(name: str, form: Any
     fields = {"outputs": outputs_for(form), "weights": form, "parameters": ENDS}
     outputs, waits = run_batch(variant, Plan, **fields)
     assert waits <= (2 if form in ("none", "full") else 3), log
-    assert [o.stacked_count for o in outputs] == [3, 3, 3]
+    assert [o.times.stacked_count for o in outputs] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("variant", BACKWARD, ids=lambda v: v.name)
@@ -124,7 +124,7 @@ def test_gradients_wait_twice_at_most(variant: Variant, parameters: dict[str, An
     known = {n: v for n, v in parameters.items() if n in variant.parameters.model_fields}
     outputs, waits = run_batch(variant, GradientPlan, parameters=known)
     assert waits <= 2, log
-    assert len(outputs) == outputs[0].stacked_count
+    assert len(outputs) == outputs[0].times.stacked_count
 
 
 def outputs_for(form: Any) -> list[str]:

@@ -19,7 +19,7 @@ def assert_close(got: Sequence[Result], expected: Sequence[Result]) -> None:
     """
     for one, other in zip(got, expected, strict=True):
         assert one.outputs.keys() == other.outputs.keys()
-        assert one.stacked_count == other.stacked_count
+        assert one.times.stacked_count == other.times.stacked_count
         for name, raw in one.outputs.items():
             assert (raw.dtype, raw.shape) == (other.outputs[name].dtype, other.outputs[name].shape)
             a, b = (np.asarray(r.numpy(), np.float64) for r in (raw, other.outputs[name]))

@@ -12,7 +12,7 @@ from typing import Final, Protocol, TypeVar
 
 from fastapi import Request
 
-from qkv.api.observability import record_result
+from qkv.api.observability import record_times
 from qkv.api.request_body import in_thread_if_large
 from qkv.api.request_headers import headers_of
 from qkv.engine.admission import Admission
@@ -147,9 +147,10 @@ class JobRunner:
                 result = self._engine.run_inline(job)
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
-        result.total_s = time.perf_counter() - received_at
-        record_result(result)
-        self._metrics_recorder.record_run(job.plan.variant.name, result.queue_s, result.compute_s)
+        times = result.times
+        times.total_s = time.perf_counter() - received_at
+        record_times(times)
+        self._metrics_recorder.record_run(job.plan.variant.name, times.queue_s, times.compute_s)
         return result
 
     async def _run_queued(

@@ -20,10 +20,10 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qkv.api.request_headers import Header, headers_of
-from qkv.engine.result import Result
 from qkv.errors import QkvError
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
+from qkv.telemetry.times import Times
 
 if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
@@ -38,7 +38,7 @@ __all__ = [
     "RequestObserver",
     "has_responded",
     "record_error",
-    "record_result",
+    "record_times",
     "request_id",
     "request_id_from",
     "request_id_of",
@@ -76,7 +76,7 @@ class RequestRecord:
     """Observations of a request in progress."""
 
     __slots__ = (
-        "error_name", "id", "is_recorded", "result", "sent_bytes", "started_at", "status",
+        "error_name", "id", "is_recorded", "sent_bytes", "started_at", "status", "times",
     )  # fmt: skip
 
     def __init__(self, id: bytes) -> None:
@@ -86,7 +86,7 @@ class RequestRecord:
         self.sent_bytes = 0
         self.is_recorded = False
         self.error_name: str | None = None
-        self.result: Result | None = None
+        self.times: Times | None = None
 
 
 _current: ContextVar[RequestRecord | None] = ContextVar("qkv.request_record", default=None)
@@ -104,10 +104,13 @@ def has_responded() -> bool:
     return record is not None and record.status != 0
 
 
-def record_result(result: Result) -> None:
-    """Records the result of the current request, whose times the log and the span have."""
+def record_times(times: Times) -> None:
+    """Records the times of the run of the current request, for the log and the span.
+
+    A record must not refer to outputs: tasks and timers that a request starts keep its context.
+    """
     if (record := _current.get()) is not None:
-        record.result = result
+        record.times = times
 
 
 def request_id() -> str:
@@ -203,7 +206,7 @@ class RequestObserver:
             route = (
                 _run_route(scope["path"]) if is_run else getattr(scope.get("route"), "path", None)
             )
-            self._log_and_trace(line | _stages(record.result), scope["headers"], seconds, route)
+            self._log_and_trace(line | _stages(record.times), scope["headers"], seconds, route)
 
     def _log_and_trace(
         self, line: dict[str, Any], headers: Iterable[Header], seconds: float, route: str | None
@@ -289,11 +292,10 @@ def _run_route(path: str) -> str:
     return path if path.startswith("/v1/") else "/v2/models/{model}/infer"
 
 
-def _stages(result: Result | None) -> dict[str, float]:
+def _stages(times: Times | None) -> dict[str, float]:
     """Returns the times of a run in milliseconds; none for a request without a run."""
-    if result is None:
+    if times is None:
         return {}
-    times = result.times
     stages = {"queue_ms": times.queue_s, "transfer_ms": times.transfer_s}
     stages["compute_ms"] = times.compute_s
     return {name: round(seconds * 1e3, 4) for name, seconds in stages.items()}

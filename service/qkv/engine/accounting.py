@@ -44,8 +44,10 @@ class JobAccounting:
         """
         now = time.perf_counter()
         for at, result in zip(enqueued_at, results, strict=True):
-            result.queue_s, result.total_s = result.started_at - at, now - at
+            times = result.times
+            times.queue_s, times.total_s = result.started_at - at, now - at
             result.device = self._device
         # model statistics count inference requests only
         if self.stats_recorder is not None and jobs[0].plan.is_inference:
-            self.stats_recorder.record_batch(jobs[0].plan.variant.name, results)
+            times_of_each = [result.times for result in results]
+            self.stats_recorder.record_batch(jobs[0].plan.variant.name, times_of_each)

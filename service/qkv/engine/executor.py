@@ -23,6 +23,7 @@ from qkv.jobs.buffer_layout import ALIGNMENT
 from qkv.jobs.gradient_plan import GradientPlan
 from qkv.jobs.job import Job
 from qkv.jobs.measure.probe_plans import Float64Plan
+from qkv.telemetry.times import Times
 from qkv.tensors import DTYPES, RawTensor
 
 __all__ = ["Launched", "execute", "launch"]
@@ -136,15 +137,9 @@ def _run_on_cpu(job: Job, device: Device, batch_size: int) -> Result:
     for name, tensor in in_layout(plan, computed).items():
         dtype, shape = specs[name]
         outputs[name] = RawTensor(dtype, shape, _bytes_in(tensor.contiguous(), dtype))
-    return Result(
-        outputs,
-        backend,
-        batch_size,
-        loaded_at - started_at,
-        computed_at - loaded_at,
-        time.perf_counter() - computed_at,
-        started_at,
-    )
+    split_s = time.perf_counter() - computed_at
+    times = Times(loaded_at - started_at, computed_at - loaded_at, split_s)
+    return Result(outputs, times, backend, batch_size, started_at)
 
 
 class _Call:
@@ -205,11 +200,12 @@ class _Call:
         outputs = _split(jobs, self._sizes, in_layout(jobs[0].plan, tensors))
         load_s, compute_s = self._loaded_at - self.started_at, self._stopwatch.seconds()
         split_s = self._unloading.seconds() + time.perf_counter() - unloaded_at
-        measured = load_s, compute_s, split_s, self.started_at, sum(fits), len(jobs)
-        return [
-            Result(own, self._backend, self._batch_size, *measured) if fit else None
-            for fit, own in zip(fits, outputs, strict=True)
-        ]
+        results: list[Result | None] = []
+        for fit, own in zip(fits, outputs, strict=True):
+            times = Times(load_s, compute_s, split_s, stacked_count=sum(fits))
+            result = Result(own, times, self._backend, self._batch_size, self.started_at, len(jobs))
+            results.append(result if fit else None)
+        return results
 
 
 def _each_job(sizes: Sequence[int], fits_B: Tensor) -> list[bool]:

@@ -155,7 +155,7 @@ def find_prefix(layout: object, shapes: Mapping[str, tuple[int, ...]]) -> str:
 def _run(job: Job, group: str) -> Message:
     output, plan = _execute(job), job.plan
     timing = {
-        "compute_ms": output.compute_s * 1e3,
+        "compute_ms": output.times.compute_s * 1e3,
         "device": "cpu",
         "backend": output.backend,
         "flops": plan.flops,
@@ -186,8 +186,8 @@ def compare(message: Message) -> dict[str, Any]:
         job = next(steps)
         while True:
             output = _execute(job)
-            compute_s, runs = compute_s + output.compute_s, runs + 1
-            job = steps.send((output.outputs, output.compute_s * 1e3))
+            compute_s, runs = compute_s + output.times.compute_s, runs + 1
+            job = steps.send((output.outputs, output.times.compute_s * 1e3))
     except StopIteration as end:
         report: compare_report.CompareReport = end.value
     total_ms = (time.perf_counter() - started_at) * 1e3
@@ -222,7 +222,7 @@ class _LocalRunner:
             output = _execute(job)
         except Exception as error:
             raise to_client_error(error, CpuDevice()) from None
-        return output.outputs, output.compute_s * 1e3
+        return output.outputs, output.times.compute_s * 1e3
 
 
 def sweep(fields: Mapping[str, Any]) -> Generator[SweepEvent]:

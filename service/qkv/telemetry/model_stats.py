@@ -10,11 +10,12 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from qkv.telemetry.metrics import float64_view
+from qkv.telemetry.times import Times
 
 __all__ = ["ModelStats", "ModelStatsRecorder"]
 
@@ -25,29 +26,6 @@ _HEAD: Final = _SHARED + len(_STAGES)
 _PER_SIZE: Final = 3 + len(
     _STAGES
 )  # for each batch size: count, seconds of success, queue and stages
-
-
-class RequestTimes(Protocol):
-    """The times of a request in a batch, in seconds.
-
-    Attributes:
-        queue_s, total_s: in the queue, and from its submission to its end.
-        load_s, compute_s, split_s: loading, computing and splitting.
-        stacked_count: the number of requests that share these seconds.
-    """
-
-    @property
-    def queue_s(self) -> float: ...
-    @property
-    def total_s(self) -> float: ...
-    @property
-    def load_s(self) -> float: ...
-    @property
-    def compute_s(self) -> float: ...
-    @property
-    def split_s(self) -> float: ...
-    @property
-    def stacked_count(self) -> int: ...
 
 
 class ModelStats:
@@ -130,32 +108,28 @@ class ModelStatsRecorder:
         self._rows = {name: float64_view(counts[index]) for name, index in indices.items()}
         self._lock = threading.Lock()
 
-    def record_batch(
-        self,
-        name: str,
-        results: Sequence[RequestTimes],
-    ) -> None:
+    def record_batch(self, name: str, requests: Sequence[Times]) -> None:
         """Records a batch.
 
         Args:
             name: name of the model.
-            results: the times of each request.
+            requests: the times of each request.
         """
-        row, first = self._rows[name], _HEAD + _PER_SIZE * (len(results) - 1)
+        row, first = self._rows[name], _HEAD + _PER_SIZE * (len(requests) - 1)
         with self._lock:
             row[0] = time.time() * 1e3
             row[first] += 1
-            for result in results:
-                row[first + 1] += result.total_s
-                row[first + 2] += result.queue_s
-                count = result.stacked_count
-                row[first + 3] += result.load_s / count
-                row[first + 4] += result.compute_s / count
-                row[first + 5] += result.split_s / count
+            for times in requests:
+                row[first + 1] += times.total_s
+                row[first + 2] += times.queue_s
+                count = times.stacked_count
+                row[first + 3] += times.load_s / count
+                row[first + 4] += times.compute_s / count
+                row[first + 5] += times.split_s / count
                 if count > 1:  # each request counts the shared seconds in full
-                    row[_SHARED] += result.load_s - result.load_s / count
-                    row[_SHARED + 1] += result.compute_s - result.compute_s / count
-                    row[_SHARED + 2] += result.split_s - result.split_s / count
+                    row[_SHARED] += times.load_s - times.load_s / count
+                    row[_SHARED + 1] += times.compute_s - times.compute_s / count
+                    row[_SHARED + 2] += times.split_s - times.split_s / count
 
     def record_failure(self, name: str, total_s: float) -> None:
         """Records a queued request that failed or expired.

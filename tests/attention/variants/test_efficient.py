@@ -274,7 +274,7 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         return Job.new(Plan, "efficient", message, Limits(1 << 20, 1 << 20))
 
     outputs = execute([job(19.0), job(21.0), job(2.0)], CpuDevice(), stack=True)
-    assert [r.stacked_count for r in outputs] == [2, 1, 2]
+    assert [r.times.stacked_count for r in outputs] == [2, 1, 2]
     for r, size in zip(outputs, (19.0, 21.0, 2.0), strict=True):
         alone = execute([job(size)], CpuDevice(), stack=True)[0]
         assert np.array_equal(r.outputs["output"].numpy(), alone.outputs["output"].numpy())

@@ -156,7 +156,7 @@ def test_request_of_another_path_is_not_stacked_with_ordinary_ones() -> None:
         return Job.new(Plan, "linear", Message({}, tensors), Limits(1 << 20, 1 << 20))
 
     results = execute([job(1.0), job(40.0), job(2.0)], CpuDevice(), stack=True)
-    assert [r.stacked_count for r in results] == [2, 1, 2]
+    assert [r.times.stacked_count for r in results] == [2, 1, 2]
     assert [r.batch_size for r in results] == [3, 3, 3]
     for r, size in zip(results, (1.0, 40.0, 2.0), strict=True):
         np.testing.assert_allclose(r.outputs["output"].numpy(), size, rtol=1e-6)

@@ -14,6 +14,7 @@ from qkv.engine.remote.messages import (
     unpack_results,
 )
 from qkv.engine.result import Result
+from qkv.telemetry.times import Times
 
 
 def test_job_requests_unpack_as_packed() -> None:
@@ -29,7 +30,7 @@ def test_job_requests_unpack_as_packed() -> None:
 def test_results_unpack_as_packed() -> None:
     for backend in ("", "explicit", "\N{GREEK SMALL LETTER MU}"):
         results = [
-            Result({}, backend, 64, 0.1, 0.2, 0.3, queue_s=number, total_s=0.5, device="cuda:0")
+            Result({}, Times(0.1, 0.2, 0.3, number, 0.5), backend, 64, device="cuda:0")
             for number in range(3)
         ]
         packed = [pack_result(number, result) for number, result in enumerate(results)]

@@ -10,14 +10,14 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from qkv.api.job_runner import JobRunner, cancel_on_disconnect
-from qkv.api.observability import record_result
+from qkv.api.observability import record_times
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_message
 from qkv.api.run_timing import server_timing
-from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_report import CompareReport, TimedOutputs, compare
 from qkv.jobs.measure.compare_request import CompareRequest
 from qkv.settings import Settings
+from qkv.telemetry.times import Times
 from qkv.wire import json, require_acceptable
 from qkv.wire.responses import CompareResponse, CompareTiming
 
@@ -51,38 +51,43 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
                 size, lambda: CompareRequest(message, job_runner.limits)
             )
         pending = _run_comparison(job_runner, comparison, wait_s)
-        report, total, runs = await cancel_on_disconnect(request, asyncio.ensure_future(pending))
-        total.total_s = time.perf_counter() - received.received_at
-        record_result(total)
-        queue_ms, transfer_ms, compute_ms, total_ms = (seconds * 1e3 for seconds in total.times)
-        timing = CompareTiming(queue_ms, transfer_ms, compute_ms, runs, total.device, total_ms)
+        report, times, runs, device = await cancel_on_disconnect(
+            request, asyncio.ensure_future(pending)
+        )
+        times.total_s = time.perf_counter() - received.received_at
+        record_times(times)
+        timing = CompareTiming(
+            queue_ms=times.queue_s * 1e3,
+            transfer_ms=times.transfer_s * 1e3,
+            compute_ms=times.compute_s * 1e3,
+            runs=runs,
+            device=device,
+            total_ms=times.total_s * 1e3,
+        )
         found = CompareResponse(*report, timing)
         content = await in_thread_if_large(comparison.head_bytes, partial(json.dump, found))
-        return TensorResponse([content], json.MEDIA_TYPE, [server_timing(total.times)])
+        return TensorResponse([content], json.MEDIA_TYPE, [server_timing(times)])
 
     return routes
 
 
 async def _run_comparison(
     job_runner: JobRunner, comparison: CompareRequest, wait_s: float | None
-) -> tuple[CompareReport, Result, int]:
-    """Returns the report, the sum of the times of its jobs as a result, and their number."""
+) -> tuple[CompareReport, Times, int, str]:
+    """Returns the report, the sums of the times of its jobs, their number, and the device."""
     steps = compare(comparison)
     # of the tensors and figures in a step between two jobs
     size = comparison.baseline.plan.bytes_in + comparison.head_bytes
-    total, runs = Result({}), 0
+    times, runs, device = Times(), 0, ""
     measurement: TimedOutputs | None = None
     while True:
         job = await in_thread_if_large(size, partial(_step, steps, measurement))
         if isinstance(job, CompareReport):
-            return job, total, runs
+            return job, times, runs, device
         result = await job_runner.run_part(job, wait_s)
-        total.queue_s += result.queue_s
-        total.load_s += result.load_s
-        total.compute_s += result.compute_s
-        total.split_s += result.split_s
-        total.device, runs = result.device, runs + 1
-        measurement = result.outputs, result.compute_s * 1e3
+        times.add(result.times)
+        runs, device = runs + 1, result.device
+        measurement = result.outputs, result.times.compute_s * 1e3
 
 
 def _step(

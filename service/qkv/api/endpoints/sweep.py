@@ -63,7 +63,7 @@ class LowPriorityRunner:
         """
         self._check_draining()
         job_result = await self._job_runner.run_part(job, self._wait_s, priority=_LOWEST_PRIORITY)
-        return job_result.outputs, job_result.compute_s * 1e3
+        return job_result.outputs, job_result.times.compute_s * 1e3
 
     def _check_draining(self) -> None:
         if self._shared_state.is_draining:

@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Self
 
 from qkv.engine.result import Result
+from qkv.telemetry.times import Times
 
 __all__ = [
     "NO_DEADLINE",
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 _JOB_REQUEST: Final = struct.Struct("<QQQBddI")
-_RESULT: Final = struct.Struct("<QddIddd")
+_RESULT: Final = struct.Struct("<QI5d")
 _ID: Final = struct.Struct("<Q")
 _NAME_SIZE: Final = struct.Struct("<H")
 
@@ -99,15 +100,9 @@ def pack_result(id: int, result: Result) -> bytes:
         id: the worker's number for the job.
         result: of the job.
     """
-    return _RESULT.pack(
-        id,
-        result.queue_s,
-        result.total_s,
-        result.batch_size,
-        result.load_s,
-        result.compute_s,
-        result.split_s,
-    )
+    t = result.times
+    seconds = t.load_s, t.compute_s, t.split_s, t.queue_s, t.total_s
+    return _RESULT.pack(id, result.batch_size, *seconds)
 
 
 def pack_results(backend: str, results: Iterable[bytes]) -> bytes:
@@ -132,8 +127,7 @@ def unpack_results(payload: bytes, device: str) -> list[tuple[int, Result]]:
     end = first + _NAME_SIZE.unpack_from(payload)[0]
     backend = payload[first:end].decode()
     results = []
-    for id, queue_s, total_s, batch_size, *seconds in _RESULT.iter_unpack(payload[end:]):
-        result = Result({}, backend, batch_size, *seconds)
-        result.queue_s, result.total_s, result.device = queue_s, total_s, device
+    for id, batch_size, *seconds in _RESULT.iter_unpack(payload[end:]):
+        result = Result({}, Times(*seconds), backend, batch_size, device=device)
         results.append((id, result))
     return results
