@@ -35,7 +35,7 @@ OURS: Final = str(Path(qkv.__file__).parent)
 WARM_UP: Final = 30  # requests
 COUNTED: Final = 50  # requests
 SIX_TOKENS: Final = (1, 1, 6, 4)
-BACKGROUND: Final = {"Server.main_loop", "WorkerState.run_heartbeat"}
+BACKGROUND: Final = {"WorkerState.run_heartbeat"}
 """Functions that run beside requests, more often the longer these take."""
 _OFF, _ON, _WRITE = range(3)
 

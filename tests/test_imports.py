@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 
 TORCH_FREE = {"__init__", "__main__", "cli", "client", "errors", "heatmap", "tensors", "wire"}
-WEB = {"fastapi", "starlette", "uvicorn"}
+WEB = {"fastapi", "starlette"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -111,7 +111,7 @@ def test_extra_models_is_enough_to_capture() -> None:
     program = """
 import importlib.abc, sys
 BLOCKED = {
-    "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pydantic_settings",
+    "fastapi", "starlette", "uvloop", "httptools", "pydantic_settings",
     "fastapi_offline", "opentelemetry", "matplotlib", "transformers", "beartype",
     "prometheus_client", "tritonclient",
 }

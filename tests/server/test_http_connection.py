@@ -376,7 +376,9 @@ def short_write_timeout(server: Server) -> Iterator[socket.socket]:
 
 def has(server: Server, connection: socket.socket) -> bool:
     """Returns True if the service still has the connection."""
-    return connection.getsockname() in [found.client for found in list(server.timeouts.connections)]
+    return connection.getsockname() in [
+        found.client for found in list(server.http_server.connections)
+    ]
 
 
 def size_of(received: bytes) -> int:

@@ -8,15 +8,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import httpx
-import uvicorn
+import uvloop
 from fastapi import FastAPI
 
-from qkv.api.app import Runtime, create_app
+from qkv.api.app import Runtime, create_app, running
 from qkv.engine.engine import Engine
-from qkv.server.worker import new_uvicorn_config
+from qkv.server.http_server import HttpServer
+from qkv.server.worker import new_http_server
 from qkv.settings import Settings
 from support.engines import hold, hold_device_thread
 from support.processes import TIMEOUT_S, wait_until
@@ -31,7 +32,7 @@ class Server:
         app: the FastAPI application.
         runtime: state shared by its requests.
         engine: its engine.
-        timeouts: its connection timeouts.
+        http_server: has its connections.
         loop: its event loop.
         http: client for one thread.
     """
@@ -40,7 +41,7 @@ class Server:
     app: FastAPI
     runtime: Runtime
     engine: Engine
-    timeouts: Any
+    http_server: HttpServer
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
 
@@ -69,14 +70,48 @@ class Server:
         wait_until(lambda: self.queued_count == count)
 
 
-class _UvicornServer(uvicorn.Server):
-    """A server that remembers its event loop."""
+class _ServerThread:
+    """Serves an application in a thread of this process.
 
+    Attributes:
+        http_server, loop: set once it has started.
+    """
+
+    http_server: HttpServer
     loop: asyncio.AbstractEventLoop
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+    def __init__(self, app: FastAPI, listening: socket.socket) -> None:
+        self._app, self._listening = app, listening
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server")
+
+    def start(self) -> None:
+        """Returns once it accepts connections."""
+        self._thread.start()
+        assert self._started.wait(TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Stops it, as a worker stops."""
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        runtime: Runtime = self._app.state.runtime
+        self.http_server = new_http_server(self._app)
+        async with running(runtime):
+            accepting = await self.loop.create_server(
+                self.http_server.new_connection, sock=self._listening
+            )
+            self._started.set()
+            await self._stop.wait()
+            accepting.close()
+            await self.http_server.drain(runtime.settings.drain_s)
 
 
 @contextlib.contextmanager
@@ -90,20 +125,15 @@ def running_server(bound: tuple[str, int] | None = None, **settings: Any) -> Ite
     settings.setdefault("device", "cpu")
     settings.setdefault("threads", 1)
     app = create_app(Settings(**settings), bound=bound)
-    config = new_uvicorn_config(app)
-    server = _UvicornServer(config)
-    runtime, protocol = app.state.runtime, cast("Any", config.http)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        thread = threading.Thread(target=server.run, args=([listening],), name="server")
+        thread = _ServerThread(app, listening)
         thread.start()
+        runtime = app.state.runtime
         try:
-            wait_until(lambda: server.started or not thread.is_alive())
-            assert server.started
             with httpx.Client(base_url=url, timeout=TIMEOUT_S, verify=False) as http:
-                timeouts = protocol.keywords["timeouts"]
-                yield Server(url, app, runtime, runtime.engine, timeouts, server.loop, http)
+                yield Server(
+                    url, app, runtime, runtime.engine, thread.http_server, thread.loop, http
+                )
         finally:
-            server.should_exit = True
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
+            thread.stop()

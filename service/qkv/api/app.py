@@ -55,7 +55,14 @@ from qkv.version import __version__
 if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
 
-__all__ = ["Runtime", "create_app", "new_device_process", "new_shared_state", "queue_limits"]
+__all__ = [
+    "Runtime",
+    "create_app",
+    "new_device_process",
+    "new_shared_state",
+    "queue_limits",
+    "running",
+]
 
 _LOG_INTERVAL_S: Final = 0.1  # seconds between writes of the request log
 
@@ -110,7 +117,7 @@ def create_app(
         description=document.DESCRIPTION,
         openapi_tags=document.TAGS,
         license_info={"name": "Apache 2.0", "identifier": "Apache-2.0"},
-        lifespan=lambda _: _run(runtime),
+        lifespan=lambda _: running(runtime),
         redirect_slashes=False,
     )
     direct = _add_routes(app, runtime)
@@ -148,8 +155,8 @@ def _build_runtime(
 
 
 @asynccontextmanager
-async def _run(runtime: Runtime) -> AsyncIterator[None]:
-    """Runs the engine and the background tasks while the server runs."""
+async def running(runtime: Runtime) -> AsyncIterator[None]:
+    """Runs the engine and the background tasks of a process while its server runs."""
     engine, worker = runtime.engine, runtime.worker
     engine.start()
     heartbeat = asyncio.create_task(worker.run_heartbeat(engine.memory_usage))

@@ -10,12 +10,11 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from qkv.api.job_runner import wait_for_disconnect
 from qkv.api.observability import record_error, request_id
+from qkv.api.server_request import ServerRequest, server_request
 from qkv.errors import ClientDisconnected, Internal, QkvError, stopping
 from qkv.wire import json
 
@@ -49,31 +48,26 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        disconnect = asyncio.ensure_future(wait_for_disconnect(Request(scope, receive)))
+        request = server_request(scope)
         try:
-            while (event := await self._next(disconnect, send)) is not None:
+            while (event := await self._next(request, send)) is not None:
                 await _send_chunk(send, _encode(event))
         except asyncio.CancelledError:  # the drain has timed out
             await _send_chunk(send, _encode(error_event(stopping())))
         finally:
-            disconnect.cancel()
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _next(self, disconnect: asyncio.Future[None], send: Send) -> Event | None:
+    async def _next(self, request: ServerRequest, send: Send) -> Event | None:
         """Returns the next event; None if there is none, or the client has disconnected."""
         next_event = asyncio.ensure_future(_next_or_none(self._events))
-        either = (next_event, disconnect)
+        request.call_on_disconnect(next_event.cancel)
         try:
-            while not next_event.done():
-                await asyncio.wait(either, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
-                if disconnect.done():
-                    record_error(
-                        ClientDisconnected("the client disconnected before the last event")
-                    )
-                    return None
-                if not next_event.done():
-                    await _send_chunk(send, _HEARTBEAT)
+            while not (await asyncio.wait((next_event,), timeout=HEARTBEAT_S))[0]:
+                await _send_chunk(send, _HEARTBEAT)
+            if request.disconnected:
+                record_error(ClientDisconnected("the client disconnected before the last event"))
+                return None
             return next_event.result()
         except Exception as error:  # the status has been sent: the error becomes an event
             _log.error("a stream of events failed (%s)", request_id(), exc_info=error)
@@ -81,6 +75,7 @@ class EventStreamResponse(Response):
                 Internal("internal error; it was logged with the id in X-Request-ID")
             )
         finally:
+            request.call_on_disconnect(None)
             next_event.cancel()
             await asyncio.wait((next_event,))  # until the generator has released its resources
 

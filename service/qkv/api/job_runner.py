@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from fastapi import Request
 
 from qkv.api.observability import record_times
 from qkv.api.request_body import in_thread_if_large
-from qkv.api.request_headers import headers_of
+from qkv.api.server_request import headers_of, server_request
 from qkv.engine.admission import Admission
 from qkv.engine.job_executor import JobExecutor
 from qkv.engine.result import Result
@@ -27,43 +26,21 @@ from qkv.telemetry.metrics import MetricsRecorder
 from qkv.wire.message import Message
 
 __all__ = [
-    "DISCONNECT_STATE",
-    "TASKS_STATE",
     "TIMEOUT_HEADER",
-    "DisconnectNotifier",
     "JobRunner",
     "cancel_on_disconnect",
     "job_limits",
-    "wait_for_disconnect",
 ]
 
 _T = TypeVar("_T")
 
-TASKS_STATE: Final = "qkv.tasks"
-"""Key of a scope's state: the tasks of all requests of this process, if the server has them."""
 TIMEOUT_HEADER: Final = "X-Request-Timeout"
 """The header with the seconds that a request may wait in the queue. HTTP has no field for it, and
 grpc-timeout is for gRPC; some gateways use this name."""
 
-DISCONNECT_STATE: Final = "qkv.disconnect"
-"""Key of a scope's state: a `DisconnectNotifier`, if the server has one."""
-
 _DISCONNECTED: Final = "the client disconnected before its job ran"
 _TIMEOUT_NAME: Final = TIMEOUT_HEADER.lower().encode()
 _MAX_TIMEOUT_S: Final = 1e9
-
-
-class DisconnectNotifier(Protocol):
-    """A request of a server that calls back when the client disconnects.
-
-    Attributes:
-        disconnected: the client has disconnected.
-    """
-
-    disconnected: bool
-
-    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
-        """Sets what the server calls when the client disconnects; None: it calls nothing."""
 
 
 class JobRunner:
@@ -141,10 +118,10 @@ class JobRunner:
         is_late = wait_s is not None and time.perf_counter() - received_at >= wait_s
         result = None
         if job.plan.is_small and not is_late:
-            if len(request.scope.get("state", {}).get(TASKS_STATE, ())) > 1:
-                result = await self._engine.run_with_others(job)
-            else:
+            if server_request(request.scope).is_alone:
                 result = self._engine.run_inline(job)
+            else:
+                result = await self._engine.run_with_others(job)
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
         times = result.times
@@ -231,35 +208,14 @@ async def cancel_on_disconnect(request: Request, future: asyncio.Future[_T]) -> 
     Raises:
         ClientDisconnected: the client disconnected.
     """
-    cycle: DisconnectNotifier | None = request.scope.get("state", {}).get(DISCONNECT_STATE)
-    if cycle is None:  # not the server of `qkv serve`
-        return await _cancel_on_message(request, future)
-    cycle.call_on_disconnect(future.cancel)
+    server = server_request(request.scope)
+    server.call_on_disconnect(future.cancel)
     try:
         return await future
     except asyncio.CancelledError:
-        if cycle.disconnected and future.cancelled():
+        if server.disconnected and future.cancelled():
             raise ClientDisconnected(_DISCONNECTED) from None
         raise
     finally:
-        cycle.call_on_disconnect(None)
+        server.call_on_disconnect(None)
         future.cancel()
-
-
-async def _cancel_on_message(request: Request, future: asyncio.Future[_T]) -> _T:
-    """Does the same as `cancel_on_disconnect` by ASGI messages, which needs a task."""
-    disconnect = asyncio.ensure_future(wait_for_disconnect(request))
-    try:
-        await asyncio.wait((future, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if not future.done():
-            raise ClientDisconnected(_DISCONNECTED)
-        return await future
-    finally:
-        disconnect.cancel()
-        future.cancel()
-
-
-async def wait_for_disconnect(request: Request) -> None:
-    """Returns when the client disconnects. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -10,16 +10,16 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qkv.api.request_headers import Header, headers_of
+from qkv.api.server_request import ProtocolError, ServerRequest, server_request
 from qkv.errors import QkvError
 from qkv.telemetry.log_writer import BackgroundWriter
 from qkv.telemetry.metrics import OTHER, UNKNOWN, MetricsRecorder
@@ -29,26 +29,16 @@ if TYPE_CHECKING:
     from qkv.telemetry.tracing import Traces
 
 __all__ = [
-    "PROTOCOL_ERROR_STATE",
     "REQUEST_ID_HEADER",
-    "REQUEST_ID_STATE",
-    "Header",
     "ObservabilityMiddleware",
-    "ProtocolError",
     "RequestObserver",
     "has_responded",
     "record_error",
     "record_times",
     "request_id",
-    "request_id_from",
-    "request_id_of",
 ]
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
-REQUEST_ID_STATE: Final = "qkv.request_id"
-"""Key of a scope's state: the id that the connection chose for the request."""
-PROTOCOL_ERROR_STATE: Final = "qkv.protocol_error"
-"""Key of a scope's state: the `ProtocolError` that the connection sent as the response."""
 _MATCH_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:=+/-]{1,128}").fullmatch
 _TRACE: Final = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _RUN_PATH: Final = re.compile(
@@ -60,27 +50,15 @@ _MAX_PATH_LENGTH: Final = 512  # in a log line
 _ERROR_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
 
 
-class ProtocolError(NamedTuple):
-    """An error whose response the connection has sent.
-
-    Attributes:
-        error: the error.
-        sent_bytes: bytes of the response's body.
-    """
-
-    error: QkvError
-    sent_bytes: int
-
-
 class RequestRecord:
     """Observations of a request in progress."""
 
     __slots__ = (
-        "error_name", "id", "is_recorded", "sent_bytes", "started_at", "status", "times",
+        "error_name", "id", "is_recorded", "request", "sent_bytes", "started_at", "status", "times",
     )  # fmt: skip
 
-    def __init__(self, id: bytes) -> None:
-        self.id = id
+    def __init__(self, request: ServerRequest, id: bytes) -> None:
+        self.request, self.id = request, id
         self.started_at = time.perf_counter()
         self.status = 0
         self.sent_bytes = 0
@@ -119,20 +97,6 @@ def request_id() -> str:
     return "?" if record is None else record.id.decode()
 
 
-def request_id_from(headers: Iterable[Header]) -> bytes | None:
-    """Returns the id in the headers of a request; None if it is missing or malformed."""
-    for name, value in headers:  # faster than next(...)
-        if name == REQUEST_ID_HEADER and _MATCH_REQUEST_ID(value):
-            return value
-    return None
-
-
-def request_id_of(scope: Scope) -> bytes | None:
-    """Returns the id that a client has given its request; None if it is missing or malformed."""
-    id = headers_of(scope).get(REQUEST_ID_HEADER)
-    return id if id is not None and _MATCH_REQUEST_ID(id) else None
-
-
 class RequestObserver:
     """Counts, logs and traces the requests of one process, and gives them ids.
 
@@ -157,16 +121,21 @@ class RequestObserver:
         self._numbers = itertools.count(1)
         self.received = metrics_recorder.add_request_bytes
 
-    def new_id(self) -> bytes:
-        """Returns an id for a request without one."""
-        return b"%b%08x" % (self._prefix, next(self._numbers))
+    def id_of(self, request: ServerRequest) -> bytes:
+        """Returns the id of a request: its client's, or a new one if that is malformed."""
+        if request.id is None:
+            given = request.headers.get(REQUEST_ID_HEADER)
+            if given is not None and _MATCH_REQUEST_ID(given):
+                request.id = given
+            else:
+                request.id = b"%b%08x" % (self._prefix, next(self._numbers))
+        return request.id
 
     def record_protocol_error(
         self,
         method: str,
         path: str,
-        headers: Iterable[Header],
-        id: bytes,
+        request: ServerRequest,
         protocol_error: ProtocolError,
     ) -> None:
         """Records a request that did not reach ASGI: it was malformed, or too slow."""
@@ -175,7 +144,8 @@ class RequestObserver:
         if not self._is_silent:
             name = None if label == OTHER else label
             details = (name, error.status, error.name, None, sent_bytes)
-            self._log_and_trace(_new_line(headers, id, method, path, *details), headers, 0.0, None)
+            line = _new_line(request.headers, self.id_of(request), method, path, *details)
+            self._log_and_trace(line, request, 0.0, None)
 
     def record_end(self, scope: Scope, record: RequestRecord) -> None:
         """Records a request that ASGI handled. Does nothing the second time."""
@@ -185,7 +155,7 @@ class RequestObserver:
         seconds = time.perf_counter() - record.started_at
         label = self._variant_label(scope["method"], scope["path"])
         outcome = record.error_name
-        if (protocol_error := scope.get("state", {}).get(PROTOCOL_ERROR_STATE)) is not None:
+        if (protocol_error := record.request.protocol_error) is not None:
             record.status, outcome, record.sent_bytes = (
                 protocol_error.error.status,
                 protocol_error.error.name,
@@ -201,18 +171,18 @@ class RequestObserver:
             details = (name, record.status, outcome, seconds, record.sent_bytes)
             # the decoded path may contain any character
             path = (scope.get("raw_path") or b"").decode("ascii", "replace")
-            line = _new_line(scope["headers"], record.id, scope["method"], path, *details)
+            line = _new_line(record.request.headers, record.id, scope["method"], path, *details)
             is_run = label not in (OTHER, UNKNOWN)
             route = (
                 _run_route(scope["path"]) if is_run else getattr(scope.get("route"), "path", None)
             )
-            self._log_and_trace(line | _stages(record.times), scope["headers"], seconds, route)
+            self._log_and_trace(line | _stages(record.times), record.request, seconds, route)
 
     def _log_and_trace(
-        self, line: dict[str, Any], headers: Iterable[Header], seconds: float, route: str | None
+        self, line: dict[str, Any], request: ServerRequest, seconds: float, route: str | None
     ) -> None:
         if self._traces is not None:
-            trace = self._traces.add(line, headers, seconds, route)
+            trace = self._traces.add(line, request.headers, seconds, route)
             line |= {} if trace is None else {"trace_id": trace}
         if self._log is not None:
             self._log.add(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
@@ -236,8 +206,8 @@ class ObservabilityMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given_id = scope.get("state", {}).get(REQUEST_ID_STATE)
-        record = RequestRecord(given_id or request_id_of(scope) or self._observer.new_id())
+        request = server_request(scope)
+        record = RequestRecord(request, self._observer.id_of(request))
         _current.set(record)  # each request has a task and a context of its own
 
         async def send_observed(message: Message) -> None:
@@ -259,7 +229,7 @@ class ObservabilityMiddleware:
 
 
 def _new_line(
-    headers: Iterable[Header],
+    headers: Mapping[bytes, bytes],
     id: bytes,
     method: str,
     path: str,
@@ -269,9 +239,8 @@ def _new_line(
     seconds: float | None,
     sent_bytes: int,
 ) -> dict[str, Any]:
-    by_name = dict(headers)
-    declared = by_name.get(b"content-length", b"")
-    trace = _TRACE.fullmatch(by_name.get(b"traceparent", b""))
+    declared = headers.get(b"content-length", b"")
+    trace = _TRACE.fullmatch(headers.get(b"traceparent", b""))
     return {
         "time": datetime.now(UTC),
         "request_id": id.decode(),

@@ -9,7 +9,7 @@ import asyncio
 import ctypes
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -17,14 +17,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qkv.api.compressed_body import decompress, is_compressed
-from qkv.api.request_headers import Header, headers_of
+from qkv.api.server_request import Header, server_request
 from qkv.errors import ClientDisconnected, PayloadTooLarge, UnsupportedMediaType
 from qkv.wire import Codec, for_accept, for_content_type, json
 from qkv.wire.message import Message
 
 __all__ = [
-    "BODY_READER_STATE",
-    "BodyReader",
     "ReceivedMessage",
     "TensorResponse",
     "in_thread_if_large",
@@ -36,29 +34,10 @@ __all__ = [
 _T = TypeVar("_T")
 Chunk = bytes | memoryview
 
-BODY_READER_STATE: Final = "qkv.body_reader"
-"""Key of a scope's state: a `BodyReader`, if the server has one."""
-
-
-class BodyReader(Protocol):
-    """Receives the rest of a body of a declared length into a buffer.
-
-    Copies each part once, without waking a task.
-
-    Attributes:
-        first_bytes: the first part that has been received and not read; empty if there is none.
-    """
-
-    @property
-    def first_bytes(self) -> bytes: ...
-
-    async def read_into(self, buffer: memoryview) -> bool:
-        """Fills a buffer that is as long as the rest; returns False if the client disconnects."""
-
-
 _INLINE_BYTES: Final = 1 << 18  # the event loop parses and encodes no more at once
 _JOINED_BYTES: Final = 1 << 16  # copied sooner than sent in pieces
 _ALIGNMENT: Final = 64
+_DISCONNECTED: Final = "the client disconnected during the body"
 _HEAD_BYTES: Final = 8  # the bytes that `aligned_offset` needs
 
 
@@ -94,7 +73,7 @@ async def read_message(
         PayloadTooLarge: the body exceeds `limit`, as declared, received, or decompressed.
         MalformedRequest, InvalidContent: from the codec.
     """
-    headers = headers_of(request.scope)
+    headers = server_request(request.scope).headers
     codec = for_content_type(_text(headers.get(b"content-type")))
     response_codec = for_accept(_text(headers.get(b"accept")), codec)
     whole = await read_body(request, limit, codec.aligned_offset, grow)
@@ -172,61 +151,31 @@ async def read_body(
         MalformedRequest: the body cannot be decompressed.
         ClientDisconnected: the client disconnected during the body.
     """
-    headers = headers_of(request.scope)
-    has_coding = is_compressed(headers)
+    server = server_request(request.scope)
+    has_coding = is_compressed(server.headers)
     declared = None
-    if (length := headers.get(b"content-length")) is not None:
+    if (length := server.headers.get(b"content-length")) is not None:
         declared = int(length)  # the server has checked that it is a number
         if declared > limit:
             raise PayloadTooLarge(
                 f"the body is too large: got {declared} bytes, expected at most {limit}",
                 limit=limit,
             )
-    count = grow if declared is None else None
-    if has_coding:
-        chunks = _receive_chunks(request.receive, limit, count)
-        pieces = await decompress(chunks, limit, grow)
-        size = sum(map(len, pieces))
-        return await in_thread_if_large(size, lambda: _join_aligned(pieces, aligned_offset))
-    reader: BodyReader | None = request.scope.get("state", {}).get(BODY_READER_STATE)
-    if reader is not None and declared and len(first := reader.first_bytes) >= _HEAD_BYTES:
-        at = aligned_offset(first[:_HEAD_BYTES])
+    if declared and not has_coding:
+        head = await server.peek(_HEAD_BYTES)
+        at = None if head is None else aligned_offset(head)
         if at is not None:
-            return await _read_into_aligned(reader, declared, at)
-    head, more = b"", True
-    while more and len(head) < _HEAD_BYTES:
-        chunk, more = await _receive_chunk(request.receive)
-        head += chunk
-        _check_size(len(head), limit)
-        if count is not None:
-            count(len(chunk))
-    at = aligned_offset(head[:_HEAD_BYTES])
-    if not more:
-        return head if at is None else _join_aligned([head], aligned_offset)
-    stream = _receive_chunks(request.receive, limit, count, len(head))
-    if at is None or declared is None:
-        return _join_aligned([head, *[chunk async for chunk in stream]], aligned_offset)
-    buffer = _new_aligned_buffer(declared, at)
-    buffer[: len(head)] = head
-    filled_bytes = len(head)
-    if reader is not None:
-        await _fill(reader, buffer[filled_bytes:])
-        return buffer
-    async for chunk in stream:
-        buffer[filled_bytes : filled_bytes + len(chunk)] = chunk
-        filled_bytes += len(chunk)
-    return buffer[:filled_bytes]
-
-
-async def _read_into_aligned(reader: BodyReader, size: int, at: int) -> memoryview:
-    buffer = _new_aligned_buffer(size, at)
-    await _fill(reader, buffer)
-    return buffer
-
-
-async def _fill(reader: BodyReader, buffer: memoryview) -> None:
-    if not await reader.read_into(buffer):
-        raise ClientDisconnected("the client disconnected during the body")
+            buffer = _new_aligned_buffer(declared, at)
+            if not await server.read_into(buffer):
+                raise ClientDisconnected(_DISCONNECTED)
+            return buffer
+    chunks = _receive_chunks(request.receive, limit, grow if declared is None else None)
+    if has_coding:
+        pieces = await decompress(chunks, limit, grow)
+    else:
+        pieces = [chunk async for chunk in chunks]
+    size = sum(map(len, pieces))
+    return await in_thread_if_large(size, lambda: _join_aligned(pieces, aligned_offset))
 
 
 def _text(value: bytes | None) -> str | None:
@@ -234,31 +183,24 @@ def _text(value: bytes | None) -> str | None:
 
 
 async def _receive_chunks(
-    receive: Receive, limit: int, count: Callable[[int], None] | None, size: int = 0
+    receive: Receive, limit: int, count: Callable[[int], None] | None
 ) -> AsyncIterator[bytes]:
-    """Yields the parts of a body, of which `size` bytes have been received before."""
-    more = True
+    """Yields the parts of a body."""
+    size, more = 0, True
     while more:
-        chunk, more = await _receive_chunk(receive)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected(_DISCONNECTED)
+        chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
-        _check_size(size, limit)
+        if size > limit:
+            raise PayloadTooLarge(
+                f"the body is too large: got more than {limit} bytes", limit=limit
+            )
         if count is not None:
             count(len(chunk))
         if chunk:
             yield chunk
-
-
-async def _receive_chunk(receive: Receive) -> tuple[bytes, bool]:
-    """Returns a part of a body, and True if more parts follow."""
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnected("the client disconnected during the body")
-    return message.get("body", b""), message.get("more_body", False)
-
-
-def _check_size(size: int, limit: int) -> None:
-    if size > limit:
-        raise PayloadTooLarge(f"the body is too large: got more than {limit} bytes", limit=limit)
 
 
 def _join_aligned(
@@ -267,10 +209,10 @@ def _join_aligned(
     """Joins parts to one body; copies each byte once."""
     head = b""
     for piece in pieces:
-        head += piece[:8]
-        if len(head) >= 8:
+        head += piece[:_HEAD_BYTES]
+        if len(head) >= _HEAD_BYTES:
             break
-    at = aligned_offset(head[:8])
+    at = aligned_offset(head[:_HEAD_BYTES])
     if at is None:
         return b"".join(pieces)
     buffer = _new_aligned_buffer(sum(map(len, pieces)), at)

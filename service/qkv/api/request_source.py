@@ -14,7 +14,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qkv.api.request_headers import headers_of
+from qkv.api.server_request import headers_of
 from qkv.errors import Forbidden, QkvError
 
 __all__ = ["RequestSourceMiddleware", "SourceRules"]

@@ -31,7 +31,7 @@ from qkv.engine.work_queue import (
     QueuedJob,
     WorkQueue,
 )
-from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable
+from qkv.errors import DeadlineExceeded, Internal, QkvError, ServiceUnavailable, stopping
 from qkv.jobs.job import Job
 from qkv.telemetry.worker_state import WorkerState
 
@@ -316,7 +316,8 @@ class Engine:
     def _unavailable_error(self) -> EngineStopped:
         if self.failed.is_set():
             return EngineStopped("the device has failed", retry_after=DEVICE_RETRY_AFTER_S)
-        return EngineStopped("the service is stopping", retry_after=5)
+        error = stopping()
+        return EngineStopped(str(error), retry_after=error.retry_after)
 
     def remove(self, queued_job: QueuedJob) -> bool:
         """Removes a job from the queue; returns False if it is not queued any more."""

@@ -37,7 +37,7 @@ class Acceptor:
         self,
         listening: socket.socket,
         worker: WorkerState,
-        new_protocol: Callable[[], asyncio.Protocol],
+        new_protocol: Callable[[], asyncio.BaseProtocol],
         count_connections: Callable[[], int],
     ) -> None:
         self._listening, self._worker = listening, worker

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with limits: sizes of head and framing, read and write timeouts.
+"""One HTTP/1.1 connection: parses requests under limits, and closes if its client is too slow.
 
 After an error a connection sends the pending responses, then an error response, and closes.
 """
@@ -8,18 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 import httptools
-import uvicorn
-from starlette.responses import Response
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
+from qkv.api.observability import REQUEST_ID_HEADER
+from qkv.api.server_request import Header, ProtocolError, ServerRequest
 from qkv.errors import (
     HeadersTooLarge,
     Internal,
@@ -27,390 +22,433 @@ from qkv.errors import (
     PayloadTooLarge,
     QkvError,
     RequestTimeout,
-    UnsupportedTransferCoding,
 )
-from qkv.server.connection_timeouts import ConnectionTimeouts, unsent_bytes
-from qkv.server.request_cycle import RequestCycle, encode_head
+from qkv.server.client_progress import ClientProgress
+from qkv.server.http_request import HttpRequest, encode_head
+from qkv.server.request_head import check_head, path_of, with_path, without_upgrade
 
-__all__ = ["BODY", "NOTHING", "LimitedHttpProtocol", "path_of"]
+if TYPE_CHECKING:
+    from qkv.server.http_server import HttpServer
+
+__all__ = ["HttpConnection"]
 
 _log = logging.getLogger(__name__)
 
-_MAX_HEADERS: Final = 100
-_MAX_HEAD_BYTES: Final = 1 << 16  # URL, and names and values of headers
 _MAX_FRAMING_BYTES: Final = 1 << 20  # all of a request except its body: head, chunk sizes
 _MAX_IGNORED_BYTES: Final = 1 << 28  # body bytes that arrive after the response, or are not read
-_PROGRESS_BITS: Final = 16  # 1 << 16 bytes of a body must arrive within the read timeout
+_MAX_UNREAD_BYTES: Final = 1 << 16  # of a body that the application has not taken
+_ASGI: Final = {"version": "3.0", "spec_version": "2.3"}
 
-HEAD, BODY, NOTHING = range(3)  # the part of a request that the connection reads
+_HEAD, _BODY, _NOTHING = range(3)  # the part of a request that the connection reads
 
 
-class LimitedHttpProtocol(HttpToolsProtocol):
-    """The HTTP/1.1 protocol of one connection, with limits.
+class HttpConnection(asyncio.BufferedProtocol):
+    """The protocol of one connection.
 
     Args:
-        config, server_state, app_state, _loop: as in uvicorn's protocols.
-        timeouts: checks this connection periodically.
-        error_response: builds the response for an error at a path.
-        is_draining: True once each connection may bring only one more request.
+        server: has the application, the limits, and all connections.
+
+    Attributes:
+        transport: of the socket.
+        client: address and port of the client.
     """
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        timeouts: ConnectionTimeouts,
-        error_response: Callable[[QkvError, str], Response],
-        is_draining: Callable[[], bool],
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._timeouts, self._error_response = timeouts, error_response
-        self._is_draining = is_draining
-        self.url = b""
-        self._reading = HEAD
-        self._chunk_bytes = self._framing_bytes = self._received_bytes = self._ignored_bytes = 0
+    transport: asyncio.Transport
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self.client: tuple[str, int] | None = None
+        self._local: tuple[str, int] | None = None
+        # the request that is received, or was received last
+        self._parser = self._new_parser()
+        self._reading = _HEAD
+        self._message_count = 0
+        self._url = b""
+        self._headers: list[Header] = []
         self._is_upgrade = False
+        self._piece_bytes = self._framing_bytes = self._received_bytes = self._ignored_bytes = 0
+        self._last: HttpRequest | None = None
+        # a body that is received into its buffer, not by the parser
+        self._body: memoryview | None = None
+        self._body_end: asyncio.Future[None] | None = None
+        self._has_skipped_body = False
+        # responses
+        self._current: HttpRequest | None = None
+        self._waiting = deque[HttpRequest]()  # requests behind the current one
         self._last_response: bytes | None = None  # sent before the connection closes
         self._is_lingering = False
-        self._progress: tuple[Any, int] | None = None
-        self._slow_checks = 0
-        self._idle_checks = 0
-        self._current_cycle: RequestCycle | None = None
-        self.cycle: RequestCycle = None  # type: ignore[assignment]  # the last received
-        self.queued_cycles: deque[RequestCycle] = deque()  # they wait for the current one
-        self._unsent_bytes = self._unread_checks = 0
-        self._has_drained = False
+        # flow
+        self._is_read_paused = False
+        self.is_write_paused = False
+        self._writable = asyncio.Event()
+        self._progress = ClientProgress()
+
+    # the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._timeouts.add(self)
+        """Handles the event as an asyncio protocol."""
+        self.transport = transport
+        self.client = _address(transport.get_extra_info("peername"))
+        self._local = _address(transport.get_extra_info("sockname"))
+        self._server.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._timeouts.remove(self)
-        self._disconnect_cycle()
-        if self.cycle is not None:
-            self.cycle.disconnect()
-            self.cycle = None  # type: ignore[assignment]  # it is not uvicorn's
-        super().connection_lost(exc)
+        """Tells the application that the client is gone."""
+        self._server.remove(self)
+        self._stop_filling()
+        for request in (self._current, self._last):
+            if request is not None and not request.response_complete:
+                request.disconnect()
+        self._waiting.clear()
+        self.resume_writing()
 
-    def _start_cycle(self, cycle: RequestCycle) -> None:
-        self._current_cycle = cycle
-        task = self.loop.create_task(cycle.run(self.app))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+    def close_when_idle(self) -> None:
+        """Closes the connection, or lets it close after its last response."""
+        if self._is_lingering:
+            self.transport.close()
+        elif self._reading == _HEAD and self._message_count:
+            return  # a part of a head has arrived: its response closes the connection
+        elif self._last is None or self._last.response_complete:
+            self.transport.close()
+        else:
+            self._last.keep_alive = False
 
-    def _disconnect_cycle(self) -> None:
-        """Signals the disconnect to the running request; the last received one may be queued."""
-        if self._current_cycle is not None and not self._current_cycle.response_complete:
-            self._current_cycle.disconnect()
+    def abort(self) -> None:
+        """Closes the connection at once; `close` would wait for the client to read."""
+        if self._current is not None and not self._current.response_complete:
+            self._current.disconnect()
+        self.transport.abort()
 
-    def data_received(self, data: bytes) -> None:
-        """Parses data as uvicorn does, except for errors and upgrades."""
-        if self._last_response is not None:
-            self._ignore(len(data))
-            return
-        self._received_bytes += len(data)
-        rest = memoryview(data)
-        while self._last_response is None and (end := self._feed(rest)) is not None:
-            rest = rest[end:]
+    # bytes
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        """Returns the buffer of the next bytes: the rest of a body, if it has one."""
+        return self._server.read_buffer if self._body is None else self._body
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Handles received bytes."""
+        self._received_bytes += nbytes
+        if self._body is not None:
+            self._server.observer.received(nbytes)
+            self._body = self._body[nbytes:]
+            if not self._body:
+                self._has_skipped_body = True
+                self._stop_filling()
+                self.on_message_complete()
+        elif self._last_response is not None:
+            self._ignore(nbytes)
+        else:
+            self._parse(self._server.read_buffer[:nbytes])
+
+    def _parse(self, data: memoryview) -> None:
+        """Parses received bytes. A head that requests an upgrade is parsed again without it."""
+        if self._has_skipped_body:
+            self._has_skipped_body = False
+            self._parser = self._new_parser()
+        while self._last_response is None and (end := self._feed(data)) is not None:
+            data = data[end:]
             self._feed(self._head_without_upgrade())
 
     def _feed(self, data: bytes | memoryview) -> int | None:
-        """Parses data. Returns the end of a head that requests an upgrade, which must be parsed
-        again without the upgrade."""
-        self._chunk_bytes = len(data)
-        self._framing_bytes += self._chunk_bytes
+        """Parses bytes; returns the end of a head that requests an upgrade."""
+        self._piece_bytes = len(data)
+        self._framing_bytes += self._piece_bytes
         try:
-            self.parser.feed_data(data)
+            self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             return int(upgrade.args[0])
         except httptools.HttpParserError as error:
-            self.close_with_error(self._error_from(error))
+            self._close_with_error(_error_from(error))
         else:
             if self._framing_bytes > _MAX_FRAMING_BYTES:
-                size = f"more than {_MAX_FRAMING_BYTES} bytes"
-                if self._reading == HEAD:
-                    self.close_with_error(HeadersTooLarge(f"the request's head has {size}"))
-                else:
-                    self.close_with_error(
-                        PayloadTooLarge(
-                            f"the request has {size} beside its body; send larger chunks"
-                        )
-                    )
+                self._close_with_error(self._framing_error())
         return None
 
-    def on_message_begin(self) -> None:
-        self._reading, self._framing_bytes = HEAD, self._chunk_bytes  # an upper bound
-        super().on_message_begin()
-
-    def check_head(self) -> bool:
-        """Checks a complete head. Returns False if it requests an upgrade: it is parsed again.
-
-        Raises:
-            HeadersTooLarge, MalformedRequest, UnsupportedTransferCoding: the head is rejected; the
-                parser stops.
-        """
-        names = [name for name, _ in self.headers]
-        if len(names) > _MAX_HEADERS:
-            raise HeadersTooLarge(
-                "the request has too many headers: "
-                f"got {len(names)}, expected at most {_MAX_HEADERS}"
-            )
-        if self._framing_bytes > _MAX_HEAD_BYTES:
-            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if size > _MAX_HEAD_BYTES:
-                raise HeadersTooLarge(
-                    "the request's head is too large: "
-                    f"got {size} bytes, expected at most {_MAX_HEAD_BYTES}"
-                )
-        hosts = names.count(b"host")
-        if hosts != 1 and (hosts or self.parser.get_http_version() == "1.1"):
-            raise MalformedRequest(f"the request needs one Host header: got {hosts}")
-        if b"transfer-encoding" in names:
-            _check_transfer_coding(self.headers)
-        if self.parser.should_upgrade():
-            if self.parser.get_method() == b"CONNECT":
-                raise MalformedRequest("CONNECT is not supported: this server is no proxy")
-            self._is_upgrade = True
-            return False
-        return True
-
-    def on_headers_complete(self) -> None:
-        """Starts the request of a complete head, or queues it behind others (pipelining)."""
-        if not self.url.startswith(b"/"):
-            self.url = _with_path(self.url)
-        scope: Any = self.scope
-        url, version = httptools.parse_url(self.url), self.parser.get_http_version()
-        path = url.path.decode("ascii")
-        scope["method"], scope["http_version"] = self.parser.get_method().decode("ascii"), version
-        scope["path"] = unquote(path) if "%" in path else path
-        scope["raw_path"], scope["query_string"] = url.path, url.query or b""
-        before = self.cycle
-        self.cycle = RequestCycle(
-            scope,
-            self.transport,
-            self.flow,
-            self.server_state.default_headers,
-            keep_alive=version != "1.0"
-            and self.parser.should_keep_alive()
-            and not self._is_draining(),
-            is_last=self._is_last_request,
-            expects_continue=self.expect_100_continue,
-            on_response=self.on_response_complete,
-            close=self._close_after_response,
-        )
-        if before is None or before.response_complete:
-            self._start_cycle(self.cycle)
-        else:
-            self.flow.pause_reading()
-            self.queued_cycles.append(self.cycle)
-        self._reading, self._ignored_bytes = BODY, 0
-        self.headers = []  # later headers are trailers, which are not read
-
-    def on_body(self, body: bytes) -> None:
-        if self.cycle.response_complete:
-            self._ignore(len(body))
-            return
-        self.cycle.add_chunk(body)
-        if self.cycle.chunk_bytes > HIGH_WATER_LIMIT:
-            self.flow.pause_reading()
+    def _framing_error(self) -> QkvError:
+        size = f"more than {_MAX_FRAMING_BYTES} bytes"
+        if self._reading == _HEAD:
+            return HeadersTooLarge(f"the request's head has {size}")
+        return PayloadTooLarge(f"the request has {size} beside its body; send larger chunks")
 
     def _ignore(self, size: int) -> None:
         """Discards bytes that arrive after the response, up to a limit. Otherwise a client that
         sends all before it reads would see a broken connection."""
-        self._received_bytes += size if self._is_lingering else 0
         self._ignored_bytes += size
         if self._ignored_bytes > _MAX_IGNORED_BYTES:
             self.transport.close()
 
-    def _is_last_request(self) -> bool:
-        """Returns True if the service drains, and no received request waits."""
-        return self._is_draining() and not self.queued_cycles
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # a request behind the one with `Connection: close` is ignored, not an error
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
-    def _close_after_response(self) -> None:
+    def _head_without_upgrade(self) -> bytes:
+        """Returns the parsed head without the upgrade; replaces the parser, which has stopped."""
+        self._is_upgrade = False
+        method, version = self._parser.get_method(), self._parser.get_http_version()
+        self._parser = self._new_parser()
+        return without_upgrade(method, self._url, version, self._headers)
+
+    # a request, as the parser calls
+
+    def on_message_begin(self) -> None:
+        """Begins a head."""
+        self._reading, self._framing_bytes = _HEAD, self._piece_bytes  # an upper bound
+        self._message_count += 1
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        """Adds a part of the request's target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Adds a header, or a trailer, which is not read."""
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Starts the request of a complete head, or queues it behind others (pipelining)."""
+        parser, version = self._parser, self._parser.get_http_version()
+        keep_alive = version == "1.1" and parser.should_keep_alive()
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version,
+            "server": self._local,
+            "client": self.client,
+            "scheme": "http",
+            "root_path": "",
+            "headers": self._headers,
+        }
+        request = HttpRequest(self, scope, keep_alive and not self._server.is_draining())
+        check_head(self._url, self._headers, request.headers, self._framing_bytes, version)
+        if parser.should_upgrade():
+            if parser.get_method() == b"CONNECT":
+                raise MalformedRequest("CONNECT is not supported: this server is no proxy")
+            self._is_upgrade = True
+            return
+        if not self._url.startswith(b"/"):
+            self._url = with_path(self._url)
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        scope["method"] = parser.get_method().decode("ascii")
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"], scope["query_string"] = url.path, url.query or b""
+        before, self._last = self._last, request
+        self._reading, self._ignored_bytes = _BODY, 0
+        self._headers = []  # those of trailers
+        if before is None or before.response_complete:
+            self._start(request)
+        else:
+            self._pause_reading()
+            self._waiting.append(request)
+
+    def on_body(self, body: bytes) -> None:
+        """Adds a part of a body."""
+        assert self._last is not None
+        size = len(body)
+        self._framing_bytes -= size
+        self._server.observer.received(size)
+        if self._last.response_complete:
+            self._ignore(size)
+            return
+        self._last.add_chunk(body)
+        if self._last.received_bytes > _MAX_UNREAD_BYTES:
+            self._pause_reading()
+
+    def on_message_complete(self) -> None:
+        """Ends a request."""
+        if not self._is_upgrade:
+            assert self._last is not None
+            self._reading = _NOTHING
+            self._last.complete_body()
+
+    async def receive_into(self, buffer: memoryview) -> None:
+        """Receives the rest of a body directly into its buffer: a parser would copy each piece.
+
+        Returns early after a disconnect, or an error of the request.
+        """
+        self._body, self._body_end = buffer, asyncio.get_running_loop().create_future()
+        self.resume_reading()
+        await self._body_end
+
+    def _stop_filling(self) -> None:
+        end, self._body, self._body_end = self._body_end, None, None
+        if end is not None and not end.done():
+            end.set_result(None)
+
+    # responses
+
+    def _start(self, request: HttpRequest) -> None:
+        self._current = request
+        tasks = self._server.tasks
+        task = asyncio.get_running_loop().create_task(request.run(self._server.app))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    @property
+    def date(self) -> bytes:
+        """The header Date with its end of line."""
+        return self._server.date
+
+    @property
+    def is_last_request(self) -> bool:
+        """True if the service drains, and no received request waits."""
+        return self._server.is_draining() and not self._waiting
+
+    @property
+    def is_only_request(self) -> bool:
+        """True if no other request of this process is in progress."""
+        return len(self._server.tasks) < 2
+
+    def on_response_complete(self) -> None:
+        """Starts the next request."""
+        self._progress.begin_request()
+        if self.transport.is_closing():
+            return
+        self.resume_reading()
+        if self._waiting:
+            self._start(self._waiting.popleft())
+        elif self._last_response is not None and not self._is_lingering:
+            self._send_last_response()
+
+    def close_after_response(self) -> None:
         """Closes the connection after a response without keep-alive."""
-        if self._reading == BODY:
-            self.queued_cycles.clear()
+        if self._reading == _BODY:
+            self._waiting.clear()
             self._last_response = b""  # the response is sent already
             self._send_last_response()
         else:
             self.transport.close()
 
-    def on_message_complete(self) -> None:
-        if not self._is_upgrade:
-            self._reading = NOTHING
-            self.cycle.complete_body()
-
-    def on_response_complete(self) -> None:
-        """Starts the next request as uvicorn does, but sets no timer while there is none."""
-        self.server_state.total_requests += 1
-        self._idle_checks, self._progress = 0, None
-        if self.transport.is_closing():
-            return
-        self.flow.resume_reading()
-        if self.queued_cycles:
-            self._start_cycle(self.queued_cycles.popleft())
-        elif self._last_response is not None and not self._is_lingering:
-            self._send_last_response()
-
-    def shutdown(self) -> None:
-        """Closes an idle connection; any other one closes after its last response."""
-        if self._is_lingering:
-            self.transport.close()
-        if self._reading != HEAD or self.scope is None:  # else a part of a head has arrived
-            super().shutdown()
-
-    def resume_writing(self) -> None:
-        self._has_drained = True
-        super().resume_writing()
-
-    def check(self) -> None:
-        """Closes the connection if its client is too slow; called once every period."""
-        if self._is_not_read():
-            self.abort()
-            return
-        if self._is_idle:
-            self._idle_checks += 1
-            if self._idle_checks * self._timeouts.period_s > self.timeout_keep_alive:
-                self.transport.close()
-            return
-        seen = (self.scope, self._received_bytes >> _PROGRESS_BITS if self._reading == BODY else 0)
-        before, self._progress = self._progress, seen
-        if self._is_lingering:
-            self._slow_checks = self._slow_checks + 1 if before == seen else 0
-            if self._slow_checks >= self._timeouts.linger_checks:
-                self.transport.close()
-        elif before is None or before[0] is not seen[0] or before[1] != seen[1]:
-            self._slow_checks = 0
-        elif self._is_client_due():
-            self._slow_checks += 1
-            if self._slow_checks >= self._timeouts.read_checks:
-                self._slow_checks = 0
-                if self.scope is None or self._reading == NOTHING:
-                    self.transport.close()  # there is no request to respond to
-                    return
-                self.close_with_error(
-                    RequestTimeout("the rest of the request did not arrive in time")
-                )
-        else:
-            self._slow_checks = 0
-
-    def abort(self) -> None:
-        """Closes the connection at once; `close` would wait for the client to read."""
-        self._disconnect_cycle()
-        self.transport.abort()
-
-    def _is_not_read(self) -> bool:
-        """Returns True if the client has read nothing for too long. Added bytes hide no progress:
-        few are added until the buffer has drained."""
-        before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
-        if self._unsent_bytes:
-            self._unsent_bytes += unsent_bytes(self.transport)
-        moves = not before or self._unsent_bytes < before or self._has_drained
-        self._unread_checks = 0 if moves else self._unread_checks + 1
-        self._has_drained = False
-        return self._unread_checks >= self._timeouts.write_checks
-
-    @property
-    def _is_idle(self) -> bool:
-        """True if the connection waits for the next request."""
-        return self._reading == NOTHING and self.cycle.response_complete and not self._is_lingering
-
-    def _is_client_due(self) -> bool:
-        """Returns True if the client must send something."""
-        if self.flow.read_paused or self._last_response is not None:
-            return False
-        return self._reading != NOTHING or self.cycle.response_complete
-
-    def _reset_parser(self) -> None:
-        """Replaces the parser by a new one."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-
-    def _head_without_upgrade(self) -> bytes:
-        """Returns the parsed head without the upgrade; replaces the parser, which has stopped."""
-        self._is_upgrade = False
-        method, version = self.parser.get_method(), self.parser.get_http_version()
-        self._reset_parser()
-        headers = [h for h in self.headers if h[0] not in (b"upgrade", b"connection")]
-        named = b",".join(value for name, value in self.headers if name == b"connection")
-        if b"close" in [token.strip().lower() for token in named.split(b",")]:
-            headers.append((b"connection", b"close"))
-        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
-        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version.encode(), lines)
-
-    def _error_from(self, error: httptools.HttpParserError) -> QkvError:
-        """Returns the error that stopped the parser."""
-        cause = error.__context__
-        if isinstance(cause, QkvError):
-            return cause
-        if cause is None or isinstance(cause, httptools.HttpParserError | UnicodeError):
-            return MalformedRequest("malformed HTTP/1.1 request")
-        _log.error("a connection failed", exc_info=cause)
-        return Internal("internal error; it was logged")
-
-    def close_with_error(self, error: QkvError) -> None:
+    def _close_with_error(self, error: QkvError) -> None:
         """Closes the connection with an error response, after the pending responses."""
-        self._last_response, cycle = self._encode_error(error), self.cycle
-        if self._reading == BODY and self.queued_cycles:
-            self.queued_cycles.pop()  # the last request: its body will not arrive
-        elif self._reading == BODY:
-            if cycle.response_complete:
-                self._close_after_response()
-                return
-            if cycle.response_started:
+        self._stop_filling()
+        self._last_response, last = self._encode_error(error), self._last
+        if self._reading == _BODY and self._waiting:
+            self._waiting.pop()  # the last request: its body will not arrive
+        elif self._reading == _BODY:
+            assert last is not None
+            if last.response_complete:
+                self.close_after_response()
+            elif last.response_started:
                 self.transport.close()
-                return
-            cycle.disconnect()
-            self._send_last_response()
+            else:
+                last.disconnect()
+                self._send_last_response()
             return
-        if cycle is None or cycle.response_complete:
+        if last is None or last.response_complete:
             self._send_last_response()
 
     def _send_last_response(self) -> None:
         """Sends the error response; closes once the client has read it, or after two seconds."""
         assert self._last_response is not None
         if not self.transport.is_closing():
-            self._is_lingering, self._slow_checks = True, 0
-            self.flow.resume_reading()  # closing over unread bytes would reset the connection
+            self._is_lingering = True
+            self._progress.begin_request()
+            self.resume_reading()  # closing over unread bytes would reset the connection
             self.transport.write(self._last_response)
             self.transport.write_eof()
 
-    def _encode_error(self, error: QkvError, *more: tuple[bytes, bytes]) -> bytes:
-        response = self._error_response(error, path_of(self.url))
-        headers = [*response.raw_headers, *more, (b"connection", b"close")]
-        head = encode_head(response.status_code, [*self.server_state.default_headers, *headers])
-        return head + bytes(response.body)
+    def _encode_error(self, error: QkvError) -> bytes:
+        """Records an error here if the application never sees its request, else in the request."""
+        observer, url = self._server.observer, self._url
+        request: ServerRequest
+        if self._reading == _BODY and self._last is not None:
+            request = self._last
+        elif self._reading == _HEAD:
+            request = ServerRequest(self._headers)
+        else:  # url and headers are those of the request before
+            request, url = ServerRequest(()), b""
+        response = self._server.error_response(error, path_of(url))
+        id = observer.id_of(request)
+        more = ((REQUEST_ID_HEADER, id), (b"connection", b"close"))
+        head = encode_head(response.status_code, [*response.raw_headers, *more], self.date)
+        body = bytes(response.body)
+        protocol_error = ProtocolError(error, len(body))
+        if isinstance(request, HttpRequest) and not self._waiting:
+            if not request.response_started:
+                request.protocol_error = protocol_error
+        else:
+            method = self._parser.get_method().decode() if url else "?"
+            path = path_of(url) if url else ""
+            observer.record_protocol_error(method, path, request, protocol_error)
+        return head + body
+
+    # flow
+
+    def _pause_reading(self) -> None:
+        if not self._is_read_paused:
+            self._is_read_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Reads from the socket again."""
+        if self._is_read_paused:
+            self._is_read_paused = False
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """Handles the event as an asyncio protocol."""
+        self.is_write_paused = True
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """Handles the event as an asyncio protocol."""
+        self._progress.has_drained, self.is_write_paused = True, False
+        self._writable.set()
+
+    async def until_writable(self) -> None:
+        """Waits until the client has read most of what was written."""
+        await self._writable.wait()
+
+    # the periodic check
+
+    def check(self) -> None:
+        """Closes the connection if its client is too slow; called once every period."""
+        if self._progress.is_unread(self.transport, self._server.write_checks):
+            self.abort()
+        elif self._is_idle:
+            if self._progress.is_idle_for(self._server.idle_checks):
+                self.transport.close()
+        else:
+            received = self._received_bytes if self._reading == _BODY else 0
+            is_due = self._is_lingering or self._is_client_due()
+            checks = self._server.linger_checks if self._is_lingering else self._server.read_checks
+            if self._progress.is_slow(self._message_count, received, checks, is_due):
+                self._end_slow_request()
+
+    def _end_slow_request(self) -> None:
+        if self._is_lingering or not self._message_count or self._reading == _NOTHING:
+            self.transport.close()  # there is no request to respond to
+        else:
+            self._close_with_error(RequestTimeout("the rest of the request did not arrive in time"))
+
+    @property
+    def _is_idle(self) -> bool:
+        """True if the connection waits for the next request."""
+        if self._reading != _NOTHING or self._is_lingering:
+            return False
+        return self._last is not None and self._last.response_complete
+
+    def _is_client_due(self) -> bool:
+        """Returns True if the client must send something."""
+        if self._is_read_paused or self._last_response is not None:
+            return False
+        return self._reading != _NOTHING or self._last is None or self._last.response_complete
 
 
-def _check_transfer_coding(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Checks that chunked is the only transfer coding; the parser accepts others before it.
-
-    Raises:
-        UnsupportedTransferCoding: there is another one (RFC 9112, section 6.1).
-    """
-    codings = b", ".join([value for name, value in headers if name == b"transfer-encoding"])
-    if codings.strip().lower() != b"chunked":
-        raise UnsupportedTransferCoding(
-            "Transfer-Encoding is not supported: "
-            f"got {codings.decode('latin-1')!r:.60}, expected chunked"
-        )
+def _error_from(error: httptools.HttpParserError) -> QkvError:
+    """Returns the error that stopped the parser."""
+    cause = error.__context__
+    if isinstance(cause, QkvError):
+        return cause
+    if cause is None or isinstance(cause, httptools.HttpParserError | UnicodeError):
+        return MalformedRequest("malformed HTTP/1.1 request")
+    _log.error("a connection failed", exc_info=cause)
+    return Internal("internal error; it was logged")
 
 
-def path_of(url: bytes) -> str:
-    """Returns the path of a request target, or of its received part."""
-    if not url.startswith(b"/"):
-        with suppress(httptools.HttpParserError):
-            url = httptools.parse_url(url).path or b"/"
-    return url.partition(b"?")[0].decode("ascii", "replace")
-
-
-def _with_path(url: bytes) -> bytes:
-    """Returns an absolute-form target with a path; without one "/" (RFC 9110, section 4.2.3)."""
-    parsed = httptools.parse_url(url)
-    if parsed.path:
-        return url
-    return b"/" if parsed.query is None else b"/?%b" % parsed.query
+def _address(name: Any) -> tuple[str, int] | None:
+    """Returns address and port of a socket; None: it has none."""
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None

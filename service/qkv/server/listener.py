@@ -73,9 +73,9 @@ def has_pending(listening: socket.socket) -> bool:
     return bool(select.select([listening], [], [], 0)[0])
 
 
-def reject_pending(listening: socket.socket, detail: str) -> None:
+def reject_pending(listening: socket.socket, error: ServiceUnavailable) -> None:
     """Accepts the connections in the backlog and responds with 503, in place of the workers."""
-    response = _encode_503(detail)
+    response = _encode_503(error)
     listening.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         for _ in range(_MAX_REJECTED):
@@ -90,8 +90,8 @@ def reject_pending(listening: socket.socket, detail: str) -> None:
                     pass
 
 
-def _encode_503(detail: str) -> bytes:
-    body = json.dump(ServiceUnavailable(detail).problem())
+def _encode_503(error: ServiceUnavailable) -> bytes:
+    body = json.dump(error.problem())
     return (
         b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/problem+json\r\n"
         b"retry-after: 5\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)

@@ -27,6 +27,7 @@ from qkv.api.app import new_device_process, queue_limits
 from qkv.engine.remote.channel import SocketBroker
 from qkv.engine.remote.remote_engine import RemoteEngine
 from qkv.engine.remote.shared_memory import SharedMemory
+from qkv.errors import ServiceUnavailable, stopping
 from qkv.server import listener
 from qkv.server.worker import DRAIN_ACCEPT_S, DRAIN_IDLE_S, run_worker
 from qkv.settings import Settings
@@ -191,7 +192,7 @@ class Supervisor:
         stuck, workers = self._state.stuck_processes, range(len(self._state))
         self._stuck_polls = Counter({index: self._stuck_polls[index] + 1 for index in stuck})
         if min(self._stuck_polls[index] for index in workers) > _STUCK_POLLS:
-            listener.reject_pending(self._listening, "every worker is stuck")
+            listener.reject_pending(self._listening, ServiceUnavailable("every worker is stuck"))
         ready = set(len(self._state) + np.flatnonzero(self._state.device_rows["ready"]))
         for pid, index in self._indices.items():
             is_device = index not in workers
@@ -239,7 +240,7 @@ class Supervisor:
             self._collect_exited()
             time.sleep(_POLL_INTERVAL_S)
         # connections that no worker has accepted
-        listener.reject_pending(self._listening, "the service is stopping")
+        listener.reject_pending(self._listening, stopping())
         self._listening.close()
         deadline = time.monotonic() + DRAIN_IDLE_S + self._settings.drain_s + _EXIT_TIMEOUT_S
         workers = range(len(self._state))

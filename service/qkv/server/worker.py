@@ -1,33 +1,25 @@
-"""Worker process: uvicorn, with the API on the socket that all workers share.
-
-`run_worker` runs a forked worker. `new_uvicorn_config` configures any uvicorn server of the API.
-"""
+"""A worker process: serves the API on the socket that all workers share, until it must stop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
-import uvicorn
+import uvloop
 from fastapi import FastAPI
 
-from qkv.api.app import Runtime, create_app
+from qkv.api.app import Runtime, create_app, running
 from qkv.api.error_responses import error_response
 from qkv.engine.job_executor import JobExecutor
 from qkv.server.acceptor import Acceptor
-from qkv.server.api_protocol import ApiProtocol
-from qkv.server.connection_timeouts import ConnectionTimeouts
+from qkv.server.http_server import HttpServer
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import WorkerState
 
-__all__ = ["DRAIN_ACCEPT_S", "DRAIN_IDLE_S", "WorkerServer", "new_uvicorn_config", "run_worker"]
+__all__ = ["DRAIN_ACCEPT_S", "DRAIN_IDLE_S", "new_http_server", "run_worker"]
 
 DRAIN_ACCEPT_S: Final = 0.3
 """Seconds after the start of the drain in which new connections are accepted."""
@@ -38,8 +30,6 @@ DRAIN_IDLE_S: Final = 0.7
 A client that sends a request while its connection closes gets no response. A client that sends one
 every second gets one with `Connection: close` instead.
 """
-
-_POLL_S: Final = 0.1
 
 
 def run_worker(
@@ -62,110 +52,64 @@ def run_worker(
         The exit status: 0 after a clean stop.
     """
     app = create_app(settings, worker, remote, listening.getsockname()[:2])
-    failed: asyncio.Event = app.state.runtime.engine.failed
-    server = WorkerServer(new_uvicorn_config(app), worker, parent_alive_fd, failed)
-    with torch.inference_mode():  # once, instead of for each small job on the event loop
-        server.run(sockets=[listening])
-    return 0 if server.started and not failed.is_set() else 1
+    with (
+        torch.inference_mode(),  # once, instead of for each small job on the event loop
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        is_clean = runner.run(_serve(app, listening, parent_alive_fd))
+    return 0 if is_clean else 1
 
 
-def new_uvicorn_config(app: FastAPI) -> uvicorn.Config:
-    """Returns uvicorn's configuration for an application of `create_app`."""
+def new_http_server(app: FastAPI) -> HttpServer:
+    """Returns the server of an application of `create_app`."""
     runtime: Runtime = app.state.runtime
-    return uvicorn.Config(
-        app.state.asgi,
-        loop="uvloop" if sys.platform != "win32" else "auto",
-        http=_new_protocol_factory(runtime),  # type: ignore[arg-type]  # uvicorn calls it
-        lifespan="on",
-        log_level="warning",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,  # the client's address is not used
-        timeout_graceful_shutdown=runtime.settings.drain_s,
-    )
-
-
-def _new_protocol_factory(runtime: Runtime) -> Callable[..., ApiProtocol]:
-    """Returns the factory of connection protocols."""
     settings, shared_state = runtime.settings, runtime.worker.shared_state
-    return partial(
-        ApiProtocol,
-        timeouts=ConnectionTimeouts(settings.read_timeout_s, settings.write_timeout_s),
-        error_response=error_response,
+    return HttpServer(
+        app.state.asgi,
+        runtime.observer,
+        error_response,
         is_draining=lambda: shared_state.is_draining,
-        observer=runtime.observer,
+        read_timeout_s=settings.read_timeout_s,
+        write_timeout_s=settings.write_timeout_s,
     )
 
 
-class WorkerServer(uvicorn.Server):
-    """uvicorn in a worker: marks it ready, and keeps idle connections for a moment before it stops.
+async def _serve(app: FastAPI, listening: socket.socket, parent_alive_fd: int) -> bool:
+    """Serves until SIGTERM, the end of the supervisor, or a permanent failure of the device.
 
-    Args:
-        config: as `new_uvicorn_config` returns it.
-        worker: this process's part of the shared state.
-        parent_alive_fd: reads end of file once the supervisor has exited.
-        failed: set once the device has failed permanently; then the server exits.
+    Returns:
+        False if the device has failed.
     """
+    runtime: Runtime = app.state.runtime
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    failed = runtime.engine.failed
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        worker: WorkerState,
-        parent_alive_fd: int,
-        failed: asyncio.Event,
-    ) -> None:
-        super().__init__(config)
-        self._worker = worker
-        self._parent_alive_fd = parent_alive_fd
-        self._failed = failed
+    def on_supervisor_exit() -> None:  # nothing would stop or restart this worker
+        loop.remove_reader(parent_alive_fd)
+        runtime.worker.shared_state.drain()
+        stop.set()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])  # the acceptor accepts connections, not uvicorn
-        assert sockets is not None
-        (listening,) = sockets
-        connections = self.server_state.connections
-        self._acceptor = Acceptor(
-            listening, self._worker, self._new_protocol, lambda: len(connections)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_reader(parent_alive_fd, on_supervisor_exit)
+    server = new_http_server(app)
+    async with running(runtime):
+        acceptor = Acceptor(
+            listening, runtime.worker, server.new_connection, lambda: len(server.connections)
         )
-        self._acceptor.open()
-        asyncio.get_running_loop().add_reader(self._parent_alive_fd, self._on_supervisor_exit)
-        self._worker.set_ready(True)
+        acceptor.open()
+        runtime.worker.set_ready(True)
+        await _wait_for_any(stop, failed)
+        runtime.worker.set_ready(False)
+        if not failed.is_set():
+            await server.until_closed(DRAIN_IDLE_S)
+        acceptor.close()
+        listening.close()  # in the last worker: the system refuses new connections
+        await server.drain(runtime.settings.drain_s)
+    return not failed.is_set()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Returns True if the server must exit: by uvicorn, or if the device has failed."""
-        return self._failed.is_set() or await super().on_tick(counter)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._worker.set_ready(False)
-        for _ in range(
-            round(DRAIN_IDLE_S / _POLL_S)
-        ):  # then uvicorn closes idle connections at once
-            await asyncio.sleep(_POLL_S)
-            if self._failed.is_set() or not self.server_state.connections:
-                break
-        self._acceptor.close()
-        await super().shutdown(sockets)
-
-    def _new_protocol(self) -> asyncio.Protocol:
-        new_protocol: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = new_protocol(
-            self.config, self.server_state, self.lifespan.state
-        )
-        return protocol
-
-    def _on_supervisor_exit(self) -> None:
-        """Stops this worker: without the supervisor nothing would stop or restart it."""
-        asyncio.get_running_loop().remove_reader(self._parent_alive_fd)
-        self._worker.shared_state.drain()
-        self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handles SIGTERM. uvicorn would raise the signal again after a clean stop, so that the
-        worker would exit as if it had failed."""
-        before = signal.signal(signal.SIGTERM, self.handle_exit)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+async def _wait_for_any(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()

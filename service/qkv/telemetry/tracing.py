@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from opentelemetry import propagate
@@ -66,7 +66,7 @@ class Traces:
     def add(
         self,
         log_entry: Mapping[str, Any],
-        headers: Iterable[tuple[bytes, bytes]],
+        headers: Mapping[bytes, bytes],
         seconds: float,
         route: str | None,
     ) -> str | None:
@@ -74,7 +74,7 @@ class Traces:
 
         Args:
             log_entry: entry of the request in the request log.
-            headers: headers of the request, names in lower case.
+            headers: headers of the request by name, in lower case.
             seconds: duration of the request.
             route: path template of the route; None if no route matches.
 
@@ -88,7 +88,7 @@ class Traces:
             name if route is None else f"{name} {route}",
             context=self._context(headers),
             kind=SpanKind.SERVER,
-            attributes=_attributes(log_entry, dict(headers), method, route),
+            attributes=_attributes(log_entry, headers, method, route),
             start_time=now - int(seconds * 1e9),
         )
         if not span.is_recording():
@@ -104,11 +104,11 @@ class Traces:
         thread.start()
         await asyncio.to_thread(thread.join, _STOP_TIMEOUT_S)
 
-    def _context(self, headers: Iterable[tuple[bytes, bytes]]) -> Context:
+    def _context(self, headers: Mapping[bytes, bytes]) -> Context:
         """Returns the trace context of the request's headers (`traceparent`). Ignores long headers:
         the time to parse them grows with the square of their length."""
         carrier: dict[str, str] = {}
-        for name, value in headers:
+        for name, value in headers.items():
             if name in self._read:
                 key, text = name.decode(), value.decode("latin-1")
                 carrier[key] = f"{carrier[key]},{text}" if key in carrier else text
@@ -117,7 +117,7 @@ class Traces:
 
 
 def _attributes(
-    log_entry: Mapping[str, Any], headers: dict[bytes, bytes], method: str, route: str | None
+    log_entry: Mapping[str, Any], headers: Mapping[bytes, bytes], method: str, route: str | None
 ) -> dict[str, str | int | float]:
     found = {name: log_entry[key] for key, name in _NAMES.items() if log_entry.get(key) is not None}
     found |= {"http.request.method": method, "url.scheme": "http"}

@@ -10,7 +10,7 @@ from ray.exceptions import TaskCancelledError
 
 from qkv.server.ray_serve.replica_app import ReplicaApp
 
-SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/"}
+SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": []}
 
 
 async def send(message: Any) -> None:

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request, Response
 from qkv.api.endpoints.oip_models import VERSION, default_output, find_loaded, new_router
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import TensorResponse, in_thread_if_large, read_body
-from qkv.api.request_headers import headers_of
 from qkv.api.run_timing import server_timing, timing_fields
+from qkv.api.server_request import headers_of
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 from qkv.engine.result import Result

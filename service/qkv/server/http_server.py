@@ -1,0 +1,125 @@
+"""The HTTP/1.1 server of one process: what its connections share, and what it checks of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from email.utils import formatdate
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from qkv.api.observability import RequestObserver
+from qkv.errors import QkvError
+from qkv.server.http_connection import HttpConnection
+
+__all__ = ["HttpServer"]
+
+_KEEP_ALIVE_S: Final = 5.0  # without a request
+_LINGER_S: Final = 2.0  # a client that sends while the connection closes would not see its response
+_READ_BYTES: Final = 1 << 18
+_CANCEL_S: Final = 2.0  # for the responses of requests that are cancelled
+
+
+class HttpServer:
+    """Serves an ASGI application on the connections that it is given.
+
+    It checks all connections periodically, so that a request needs no timer. It counts checks, not
+    seconds, so that a paused process does not time out all its connections.
+
+    Args:
+        app: the application.
+        observer: counts received bytes, and requests that do not reach the application.
+        error_response: builds the response for an error at a path.
+        is_draining: True once each connection may bring only one more request.
+        read_timeout_s: seconds for a head, and for each 64 KiB of a body.
+        write_timeout_s: seconds in which a client may read nothing of its responses.
+
+    Attributes:
+        app, observer, error_response, is_draining: as the arguments.
+        connections: the open connections.
+        tasks: those of the requests in progress.
+        read_buffer: receives what a connection parses; each read ends before the next begins.
+        date: the header Date with its end of line, at most a second old (RFC 9110, section 6.6.1).
+        read_checks: number of checks after which a client sends too slowly.
+        write_checks: number of checks after which a client reads too slowly.
+        idle_checks: number of checks after which an idle connection is closed.
+        linger_checks: number of checks after which a connection closed for writing is closed.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        observer: RequestObserver,
+        error_response: Callable[[QkvError, str], Response],
+        is_draining: Callable[[], bool],
+        read_timeout_s: float,
+        write_timeout_s: float,
+    ) -> None:
+        self.app, self.observer, self.error_response = app, observer, error_response
+        self.is_draining = is_draining
+        self.connections: set[HttpConnection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.read_buffer = memoryview(bytearray(_READ_BYTES))
+        self.date = b""
+        self._period_s = min(1.0, read_timeout_s / 4, write_timeout_s / 4)
+        self.read_checks = math.ceil(read_timeout_s / self._period_s)
+        self.write_checks = math.ceil(write_timeout_s / self._period_s)
+        self.idle_checks = math.ceil(_KEEP_ALIVE_S / self._period_s)
+        self.linger_checks = math.ceil(_LINGER_S / self._period_s)
+        self._timer: asyncio.TimerHandle | None = None
+        self._all_closed = asyncio.Event()
+
+    def new_connection(self) -> HttpConnection:
+        """Returns the protocol of a new connection."""
+        return HttpConnection(self)
+
+    def add(self, connection: HttpConnection) -> None:
+        """Adds an open connection to those that are checked."""
+        self.connections.add(connection)
+        if self._timer is None:
+            self._begin_period()
+
+    def remove(self, connection: HttpConnection) -> None:
+        """Removes a closed connection."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._all_closed.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Closes idle connections, and the others once they have their responses.
+
+        Cancels the requests that are in progress after `timeout_s`.
+        """
+        for connection in list(self.connections):
+            connection.close_when_idle()
+        await self.until_closed(timeout_s)
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=_CANCEL_S)
+
+    async def until_closed(self, timeout_s: float) -> None:
+        """Waits until no connection is open and no request in progress, at most `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                if self.connections:
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
+                if self.tasks:
+                    await asyncio.wait(self.tasks)
+
+    def _begin_period(self) -> None:
+        self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._period_s, self._check_all)
+
+    def _check_all(self) -> None:
+        self._timer = None
+        for connection in list(self.connections):
+            connection.check()
+        if self.connections:
+            self._begin_period()
