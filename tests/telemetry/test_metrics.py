@@ -28,6 +28,7 @@ from qkv.attention.catalogue import variants
 from qkv.jobs.plan import Plan
 from qkv.telemetry.metrics import BUCKETS, OUTCOMES, MetricsRecorder, SharedMetrics
 from qkv.telemetry.model_stats import ModelStatsRecorder
+from qkv.telemetry.times import Times
 from qkv.telemetry.worker_state import SharedState, WorkerState
 from support.paths import ROOT
 from support.processes import Process, running_command, wait_until
@@ -107,17 +108,24 @@ def test_bucket_includes_its_upper_bound() -> None:
     metrics = SharedMetrics(["one", "two"], 2)
     for process in range(2):
         metrics_recorder = metrics.recorder(process)
-        metrics_recorder.record_run("two", BUCKETS[3], 1e9)
-        metrics_recorder.record_run("two", BUCKETS[3] * 1.001, 0.0)
+        for times in (
+            Times(queue_s=BUCKETS[3], compute_s=1e9),
+            Times(queue_s=BUCKETS[3] * 1.001),
+        ):
+            metrics_recorder.record_response("two", "internal", 1.0, 0, times)
     counts, total = metrics.histogram("two", "queue_wait")
     assert counts == [0, 0, 0, 2, 2, *[0] * (len(BUCKETS) - 4)]
     assert total == pytest.approx(4.002 * BUCKETS[3])
     counts, total = metrics.histogram("two", "compute")
     assert (counts[0], counts[-1], total) == (2, 2, 2e9)
     assert sum(metrics.histogram("one", "compute")[0]) == 0
-    metrics.recorder(0).record_response("two", "deadline-exceeded", 1.0, 5)
-    metrics.recorder(1).record_response("two", "ok", 1.0, 6)
-    assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {"ok": 1, "deadline-exceeded": 1}
+    metrics.recorder(0).record_response("two", "deadline-exceeded", 1.0, 5, None)
+    metrics.recorder(1).record_response("two", "ok", 1.0, 6, None)
+    assert metrics.requests["two"] == dict.fromkeys(OUTCOMES, 0) | {
+        "ok": 1,
+        "deadline-exceeded": 1,
+        "internal": 4,
+    }
     assert sum(metrics.histogram("two", "request_duration")[0]) == 1  # only of successful requests
     assert metrics.totals["response_body_bytes"] == 11
 
@@ -165,7 +173,6 @@ def test_metrics_are_updated_before_the_response(
     counted: list[str] = []
     for kind, name in (
         (ModelStatsRecorder, "record_batch"),
-        (MetricsRecorder, "record_run"),
         (MetricsRecorder, "record_response"),
     ):
         count = getattr(kind, name)
@@ -178,7 +185,7 @@ def test_metrics_are_updated_before_the_response(
         monkeypatch.setattr(kind, name, slow)
     server = serve()
     request = encode_request(*encode_body(random_inputs(0)))
-    tasks = ["record_batch", "record_response", "record_run"]
+    tasks = ["record_batch", "record_response"]
     with raw_client(server) as client:
         for _ in range(3):
             counted.clear()

@@ -141,12 +141,11 @@ def _build_runtime(
     if settings.request_log == "json":
         request_log = BackgroundWriter(1, recorder.add_dropped_log_lines, _LOG_INTERVAL_S)
     traces = import_module("qkv.telemetry.tracing").Traces() if settings.traces else None
-    job_runner = JobRunner(engine, settings, recorder)
     return Runtime(
         settings=settings,
         worker=worker,
         engine=engine,
-        job_runner=job_runner,
+        job_runner=JobRunner(engine, settings),
         api_keys=ApiKeys(settings.keys) if settings.keys else None,
         observer=RequestObserver(recorder, request_log, traces),
         request_log=request_log,

@@ -22,7 +22,6 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan import Limits, Plan
 from qkv.jobs.plan_cache import PlanCache
 from qkv.settings import Settings
-from qkv.telemetry.metrics import MetricsRecorder
 from qkv.wire.message import Message
 
 __all__ = [
@@ -49,16 +48,13 @@ class JobRunner:
     Args:
         engine: runs the jobs.
         settings: limits and timeout of a request.
-        metrics_recorder: counts runs and their times.
 
     Attributes:
         limits: of a request.
     """
 
-    def __init__(
-        self, engine: JobExecutor, settings: Settings, metrics_recorder: MetricsRecorder
-    ) -> None:
-        self._engine, self._metrics_recorder = engine, metrics_recorder
+    def __init__(self, engine: JobExecutor, settings: Settings) -> None:
+        self._engine = engine
         self._max_body_bytes = settings.max_body_bytes
         self._timeout_s = settings.request_timeout_s or None
         self.limits = job_limits(settings)
@@ -124,10 +120,8 @@ class JobRunner:
                 result = await self._engine.run_with_others(job)
         if result is None:
             result = await self._run_queued(request, received_at, job, priority, wait_s)
-        times = result.times
-        times.total_s = time.perf_counter() - received_at
-        record_times(times)
-        self._metrics_recorder.record_run(job.plan.variant.name, times.queue_s, times.compute_s)
+        result.times.total_s = time.perf_counter() - received_at
+        record_times(result.times)
         return result
 
     async def _run_queued(

@@ -50,51 +50,34 @@ _MAX_PATH_LENGTH: Final = 512  # in a log line
 _ERROR_NAMES: Final = {kind.status: kind.name for kind in QkvError.__subclasses__()}
 
 
-class RequestRecord:
-    """Observations of a request in progress."""
-
-    __slots__ = (
-        "error_name", "id", "is_recorded", "request", "sent_bytes", "started_at", "status", "times",
-    )  # fmt: skip
-
-    def __init__(self, request: ServerRequest, id: bytes) -> None:
-        self.request, self.id = request, id
-        self.started_at = time.perf_counter()
-        self.status = 0
-        self.sent_bytes = 0
-        self.is_recorded = False
-        self.error_name: str | None = None
-        self.times: Times | None = None
-
-
-_current: ContextVar[RequestRecord | None] = ContextVar("qkv.request_record", default=None)
+_current: ContextVar[ServerRequest | None] = ContextVar("qkv.request", default=None)
 
 
 def record_error(error: QkvError) -> None:
     """Records the error of the current request; several errors share a status."""
-    if (record := _current.get()) is not None:
-        record.error_name = error.name
+    if (request := _current.get()) is not None:
+        request.error_name = error.name
 
 
 def has_responded() -> bool:
     """Returns True if the response to the current request has begun."""
-    record = _current.get()
-    return record is not None and record.status != 0
+    request = _current.get()
+    return request is not None and request.status != 0
 
 
 def record_times(times: Times) -> None:
-    """Records the times of the run of the current request, for the log and the span.
+    """Records the times of the run of the current request, for the metrics, the log and the span.
 
-    A record must not refer to outputs: tasks and timers that a request starts keep its context.
+    A request must not refer to outputs: tasks and timers that it starts keep its context.
     """
-    if (record := _current.get()) is not None:
-        record.times = times
+    if (request := _current.get()) is not None:
+        request.times = times
 
 
 def request_id() -> str:
     """Returns the id of the current request."""
-    record = _current.get()
-    return "?" if record is None else record.id.decode()
+    request = _current.get()
+    return "?" if request is None or request.id is None else request.id.decode()
 
 
 class RequestObserver:
@@ -140,43 +123,41 @@ class RequestObserver:
     ) -> None:
         """Records a request that did not reach ASGI: it was malformed, or too slow."""
         label, (error, sent_bytes) = self._variant_label(method, unquote(path)), protocol_error
-        self._metrics_recorder.record_response(label, error.name, 0.0, sent_bytes)
+        self._metrics_recorder.record_response(label, error.name, 0.0, sent_bytes, None)
         if not self._is_silent:
             name = None if label == OTHER else label
             details = (name, error.status, error.name, None, sent_bytes)
             line = _new_line(request.headers, self.id_of(request), method, path, *details)
             self._log_and_trace(line, request, 0.0, None)
 
-    def record_end(self, scope: Scope, record: RequestRecord) -> None:
+    def record_end(self, scope: Scope, request: ServerRequest) -> None:
         """Records a request that ASGI handled. Does nothing the second time."""
-        if record.is_recorded:
+        if request.is_recorded:
             return
-        record.is_recorded = True
-        seconds = time.perf_counter() - record.started_at
+        request.is_recorded = True
+        seconds = time.perf_counter() - request.received_at
         label = self._variant_label(scope["method"], scope["path"])
-        outcome = record.error_name
-        if (protocol_error := record.request.protocol_error) is not None:
-            record.status, outcome, record.sent_bytes = (
-                protocol_error.error.status,
-                protocol_error.error.name,
-                protocol_error.sent_bytes,
-            )
+        outcome = request.error_name
+        if (protocol_error := request.protocol_error) is not None:
+            error, request.sent_bytes = protocol_error
+            request.status, outcome = error.status, error.name
         elif outcome is None:
-            outcome = (
-                "ok" if 200 <= record.status < 400 else _ERROR_NAMES.get(record.status, "internal")
-            )
-        self._metrics_recorder.record_response(label, outcome, seconds, record.sent_bytes)
+            is_ok = 200 <= request.status < 400
+            outcome = "ok" if is_ok else _ERROR_NAMES.get(request.status, "internal")
+        self._metrics_recorder.record_response(
+            label, outcome, seconds, request.sent_bytes, request.times
+        )
         if not self._is_silent:
             name = None if label == OTHER else label
-            details = (name, record.status, outcome, seconds, record.sent_bytes)
+            details = (name, request.status, outcome, seconds, request.sent_bytes)
             # the decoded path may contain any character
             path = (scope.get("raw_path") or b"").decode("ascii", "replace")
-            line = _new_line(record.request.headers, record.id, scope["method"], path, *details)
+            line = _new_line(request.headers, self.id_of(request), scope["method"], path, *details)
             is_run = label not in (OTHER, UNKNOWN)
             route = (
                 _run_route(scope["path"]) if is_run else getattr(scope.get("route"), "path", None)
             )
-            self._log_and_trace(line | _stages(record.times), record.request, seconds, route)
+            self._log_and_trace(line | _stages(request.times), request, seconds, route)
 
     def _log_and_trace(
         self, line: dict[str, Any], request: ServerRequest, seconds: float, route: str | None
@@ -207,25 +188,25 @@ class ObservabilityMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request = server_request(scope)
-        record = RequestRecord(request, self._observer.id_of(request))
-        _current.set(record)  # each request has a task and a context of its own
+        id = self._observer.id_of(request)
+        _current.set(request)  # each request has a task and a context of its own
 
         async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status = message["status"]
-                message["headers"] = [*message["headers"], (REQUEST_ID_HEADER, record.id)]
+                request.status = message["status"]
+                message["headers"] = [*message["headers"], (REQUEST_ID_HEADER, id)]
             elif message["type"] == "http.response.body":
-                record.sent_bytes += len(message.get("body", b""))
+                request.sent_bytes += len(message.get("body", b""))
                 if not message.get("more_body", False):
                     # before the send: a client with its response sees it in /metrics of any worker
-                    self._observer.record_end(scope, record)
+                    self._observer.record_end(scope, request)
             await send(message)
 
         try:
             await self._app(scope, receive, send_observed)
         finally:
             # if the client disconnected, or the application failed
-            self._observer.record_end(scope, record)
+            self._observer.record_end(scope, request)
 
 
 def _new_line(

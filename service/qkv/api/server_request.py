@@ -1,16 +1,18 @@
-"""A request as its server sees it: what it tells the application beside the scope.
+"""A request in progress: what its server tells the application beside the scope, and its record.
 
 `server_request` returns it. The one key of a scope that qkv adds refers to it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from starlette.types import Scope
 
 from qkv.errors import QkvError
+from qkv.telemetry.times import Times
 
 __all__ = [
     "SERVER_REQUEST",
@@ -41,7 +43,7 @@ class ProtocolError(NamedTuple):
 
 
 class ServerRequest:
-    """A request, as its server sees it. This class is for a server that tells nothing of its own.
+    """A request in progress. This class is for a server that tells nothing of its own.
 
     Args:
         headers: names in lower case, and values.
@@ -53,6 +55,12 @@ class ServerRequest:
         id: the id of the request; None until it is chosen.
         disconnected: the client has disconnected, or its request failed.
         protocol_error: the error that the connection has sent as the response.
+        received_at: time of its head, by `time.perf_counter`.
+        status: of the response; 0 until it begins.
+        sent_bytes: bytes of the response's body.
+        error_name: the problem type of its error; None: it has none.
+        times: of its run; None until it has run, and for a request that runs nothing.
+        is_recorded: the metrics and the log have it.
     """
 
     def __init__(self, headers: Sequence[Header]) -> None:
@@ -63,6 +71,11 @@ class ServerRequest:
         self.disconnected = False
         self.protocol_error: ProtocolError | None = None
         self._on_disconnect: Callable[[], object] | None = None
+        self.received_at = time.perf_counter()
+        self.status = self.sent_bytes = 0
+        self.error_name: str | None = None
+        self.times: Times | None = None
+        self.is_recorded = False
 
     @property
     def is_alone(self) -> bool:

@@ -282,4 +282,5 @@ def _check_output_projection(variant: Variant, layer: Layer | None, axes: AxisSi
 
 
 def _pointer(name: str) -> str:
-    return pointer_to("inputs", name)
+    """Returns the JSON pointer to an input of a variant, whose name needs no escapes."""
+    return f"/inputs/{name}"

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from qkv.errors import QkvError
+from qkv.telemetry.times import Times
 
 __all__ = [
     "BUCKETS",
@@ -132,15 +133,9 @@ class MetricsRecorder:
         self._requests, self._histograms, self._totals = requests, times, totals
         self._outcomes = {name: place for place, name in enumerate(OUTCOMES)}
 
-    def record_run(self, variant: str, queue_s: float, compute_s: float) -> None:
-        """Counts a run: its seconds in the queue, and the seconds of the call that ran it."""
-        _, queue, compute = self._histograms[variant]
-        queue[bisect_left(BUCKETS, queue_s)] += 1
-        queue[-1] += queue_s
-        compute[bisect_left(BUCKETS, compute_s)] += 1
-        compute[-1] += compute_s
-
-    def record_response(self, variant: str, outcome: str, seconds: float, body_bytes: int) -> None:
+    def record_response(
+        self, variant: str, outcome: str, seconds: float, body_bytes: int, times: Times | None
+    ) -> None:
         """Counts a response.
 
         Args:
@@ -148,13 +143,21 @@ class MetricsRecorder:
             outcome: one of OUTCOMES.
             seconds: seconds since the request's headers were received.
             body_bytes: size of the response's body.
+            times: of the run; None if nothing has run.
         """
         self._requests[variant][self._outcomes[outcome]] += 1
         self._totals[1] += body_bytes
-        if outcome == "ok" and (times := self._histograms.get(variant)) is not None:
-            duration = times[0]
+        if (histograms := self._histograms.get(variant)) is None:
+            return
+        duration, queue_wait, compute = histograms
+        if outcome == "ok":
             duration[bisect_left(BUCKETS, seconds)] += 1
             duration[-1] += seconds
+        if times is not None:
+            queue_wait[bisect_left(BUCKETS, times.queue_s)] += 1
+            queue_wait[-1] += times.queue_s
+            compute[bisect_left(BUCKETS, times.compute_s)] += 1
+            compute[-1] += times.compute_s
 
     def add_request_bytes(self, count: int) -> None:
         """Counts received bytes of request bodies."""
