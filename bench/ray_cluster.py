@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 import uuid
@@ -21,6 +20,7 @@ os.environ |= {
 }
 
 import ray
+from ports import free_port
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
@@ -112,7 +112,7 @@ def running_ray(dashboard: bool = False) -> Iterator[RayCluster]:
             processes and starts in five seconds.
     """
     folder = Path(tempfile.mkdtemp(prefix="qkv-ray-"))
-    port, metrics_port, dashboard_port = _free_port(), _free_port(), _free_port()
+    port, metrics_port, dashboard_port = free_port(), free_port(), free_port()
     mark = uuid.uuid4().hex
     cluster = RayCluster(
         ("127.0.0.1", port), metrics_port, dashboard_port, folder, f"{_MARK}={mark}"
@@ -155,9 +155,3 @@ def _environment(mark: str) -> Iterator[None]:
         del os.environ[_MARK], os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
