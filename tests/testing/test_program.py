@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from qkv.testing.verification import verify_runner
 from support.compiled_kernel import Command
 from support.compiled_kernel import kernel as kernel
 from support.processes import wait_until
+from support.service_processes import child_pids
 
 NORMAL = CaseSpec("softmax", sizes={"B": 1, "H": 1, "L": 2, "S": 2, "D": 2})
 
@@ -155,3 +159,18 @@ def test_gradients_are_judged_if_the_program_writes_them(tmp_path: Path) -> None
     assert set(Program(without)(NORMAL, call).results) == {"output"}
     needed = Program(without, needs_gradients=True)(NORMAL, call)
     assert needed.problem == "wrong result in {out}: outputs.grad_query is missing: got output"
+
+
+def test_program_ends_if_a_signal_arrives_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives inside `Popen`: the program runs already, and nobody has its process id yet."""
+    start = subprocess.Popen.__init__
+
+    def start_and_signal(self: subprocess.Popen[bytes], *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", start_and_signal)
+    before = child_pids(os.getpid())
+    with pytest.raises(KeyboardInterrupt):
+        verify_runner(shell("exec sleep 600"), "softmax", {}, families=["normal"], name="sleep")
+    assert child_pids(os.getpid()) == before

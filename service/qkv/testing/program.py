@@ -9,7 +9,9 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
@@ -80,20 +82,22 @@ class Program:
     def _run(self, source: Path, target: Path, stderr: IO[bytes]) -> int | None:
         """Returns the exit status, negative for a signal; None after the timeout."""
         paths = dict(zip(_PLACEHOLDERS, (str(source), str(target)), strict=True))
-        # with a group of its own, the program and what it starts can be ended together
-        process = subprocess.Popen(
-            [_replace(word, paths) for word in self._words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            process_group=0,
-        )
+        process = None
         try:
+            with _delayed_signals():
+                # with a group of its own, the program and what it starts can be ended together
+                process = subprocess.Popen(
+                    [_replace(word, paths) for word in self._words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    process_group=0,
+                )
             return process.wait(self._timeout_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.returncode is None:  # the timeout, or Ctrl-C
+            if process is not None and process.returncode is None:  # the timeout, or Ctrl-C
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
@@ -109,6 +113,29 @@ class Program:
         except QkvError as error:
             return Outcome({}, _join(f"wrong result in {{out}}: {error.detail}", last_line))
         return Outcome(results_by_name(results))
+
+
+@contextmanager
+def _delayed_signals() -> Iterator[None]:
+    """Handles signals that would end this process after the body.
+
+    A handler that raises inside `Popen` would leave a program running that nobody knows.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no handler runs in others
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    delayed = {n: handler for n, handler in handlers.items() if callable(handler)}
+    for number in delayed:
+        signal.signal(number, lambda n, _: arrived.append(n))
+    try:
+        yield
+    finally:
+        for number, handler in delayed.items():
+            signal.signal(number, handler)
+        for late_number in arrived:
+            signal.raise_signal(late_number)
 
 
 def _read_regular(path: Path) -> bytes:
