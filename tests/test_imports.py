@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": {"heatmap", "tensors", "version", "wire"},
     "models": {"attention", "client", "engine", "heatmap", "jobs", "tensors", "wire"},
     "wire": {"tensors"},
-    "settings": {"service_links", "tracing_variables"},
+    "settings": {"tracing_variables"},
     "telemetry": {"version"},
     "testing": {"attention", "client", "heatmap", "jobs", "tensors", "version", "wire"},
 }  # fmt: skip
