@@ -20,13 +20,19 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from qkv.service_links import is_service_link
 from qkv.tracing_variables import is_tracing_enabled
 
 __all__ = ["Settings", "find_unknown_variables"]
 
 _PREFIX: Final = "QKV_"
 _CLI_VARIABLES: Final = {"QKV_URL", "QKV_API_KEY"}  # of the client commands
+
+# Kubernetes adds them to every container of a namespace, for a Service named qkv or qkv-...: its
+# documentation, page "Service", section "Environment variables".
+_SERVICE_LINK: Final = re.compile(
+    r"QKV_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)"
+)
+_SERVICE_URL: Final = re.compile(r"(tcp|udp|sctp)://")
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, section 11.2
 _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
@@ -240,7 +246,7 @@ class Settings(BaseSettings):
         env_settings.env_vars = {
             name.lower(): value
             for name, value in os.environ.items()
-            if not is_service_link(name, value)
+            if not _is_service_link(name, value)
         }
         return init_settings, env_settings
 
@@ -331,6 +337,11 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
+def _is_service_link(name: str, value: str) -> bool:
+    """Returns True if Kubernetes adds such a variable for a Service; no setting has such a name."""
+    return bool(_SERVICE_LINK.fullmatch(name) or _SERVICE_URL.match(value))
+
+
 def find_unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Returns the variables with the prefix QKV_ that are neither settings nor service links.
 
@@ -344,7 +355,7 @@ def find_unknown_variables(environment: Mapping[str, str]) -> list[str]:
         # pydantic ignores their case
         if name.upper().startswith(_PREFIX)
         and name.upper() not in {*known, *_CLI_VARIABLES}
-        and not is_service_link(name, value)
+        and not _is_service_link(name, value)
     )
     for name in unknown:
         if close := get_close_matches(name.upper(), known, n=1, cutoff=0.8):

@@ -88,7 +88,7 @@ def test_npz_with_a_header_of_more_than_it_has_is_an_error(tmp_path: Path) -> No
 
 def test_heads_without_a_layer_are_an_error(source: Path, tmp_path: Path) -> None:
     words = ("attend", "softmax", source, "-o", tmp_path / "out.npz", "--local", "--heads", "2")
-    assert "--layout is missing" in error_of(tmp_path, *words)
+    assert "layer.layout is missing (--layout)" in error_of(tmp_path, *words)
 
 
 def npz_of(**arrays: np.ndarray) -> bytes:
@@ -177,12 +177,12 @@ def test_files_that_cannot_be_read_or_written_are_named(
         (("-p", "causal=maybe"), ["maybe", "(-p causal=maybe)"]),
         (("-p", "scale={"), ["(-p scale={)"]),
         (("--return", "nope"), ["nope", "scores", "(--return)"]),
-        (("--weights", "bins"), ["bins", "(--weights)", "top_k="]),
+        (("--weights", "bins"), ["bins", "(--weights)", '"top_k"']),
         (("--weights", "top_k=0"), ["got 0", "(--weights)"]),
         (("--layout", "v7"), ['"v7"', "v1", "v2", "(--layout)"]),
         (("--layout", "v2"), ["W_query.weight"]),
         (("--layout", "v2", "--heads", "0"), ["--heads", "got 0"]),
-        (("--heads", "2"), ["--layout is missing"]),
+        (("--heads", "2"), ["layout is missing", "(--layout)"]),
     ],
 )
 def test_error_names_the_wrong_flag_as_typed(

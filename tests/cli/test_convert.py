@@ -211,8 +211,7 @@ def test_flags_are_fields_of_the_request(
     stdout_of(*words, "--kv-heads", "2", "--grouped", "repeat", *options)
     assert_equal(load(target), dict(converted.tensors))
     line = error_of(tmp_path, *words, *options)
-    assert "Set --grouped" in line
-    assert "repeat" in line
+    assert 'Set "grouped" to "repeat"' in line
     line = error_of(tmp_path, *words, "--kv-heads", "4", *options)
     assert line.endswith("(--kv-heads)")
     line = error_of(tmp_path, *words, "--rope", '{"order": "meta"}', *options)

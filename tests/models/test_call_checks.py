@@ -13,18 +13,13 @@ from safetensors.torch import save_file
 
 import qkv
 from qkv.errors import InvalidContent
-from qkv.models.call_checks import check_call
+from qkv.models.call_checks import CallFacts, check_tensors, parse_calls
 
 FIELDS: dict[str, Any] = {
     "layer": "a", "causal": True, "query_offset": 1, "window": [3, None], "scale": 0.5,
     "softcap": None, "heads": [2, 5, 6, 7], "items": [3, 1], "dropout": 0.0,
 }  # fmt: skip
 SHAPES = {"query": (2, 4, 3, 5), "key": (2, 2, 6, 5), "value": (2, 2, 6, 7), "output": (2, 4, 3, 7)}
-LIST = "different integers of 0 or more"
-OFFSET = "an integer of at least -2**31 and below 2**31"
-WINDOW = "null or two entries, each null or an integer of 0 or more"
-CAP = "null or a finite number over 0"
-DROPOUT = "a number of at least 0 and below 1"
 
 
 def zeros(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -32,10 +27,14 @@ def zeros(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> dict
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in (SHAPES | shapes).items()}
 
 
-def check(fields: Any = None, **tensors: Any) -> None:
+def parse(fields: Any) -> CallFacts:
+    """Returns the facts of the second call of a file."""
+    return parse_calls("f", json.dumps([FIELDS, fields]))[1]
+
+
+def check(fields: dict[str, Any] | None = None, **tensors: Any) -> None:
     """Checks a call in which some fields or tensors are others."""
-    own = FIELDS | (fields or {}) if fields is None or isinstance(fields, dict) else fields
-    check_call("f: call 4", own, zeros() | tensors)
+    check_tensors("f: call 1", parse(FIELDS | (fields or {})), zeros() | tensors)
 
 
 @pytest.mark.parametrize(
@@ -60,41 +59,49 @@ def test_right_tensors_pass(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "expected"),
+    ("name", "values"),
     [
-        ("layer", [None, 3, ["a"]], "a string"),
-        ("causal", [None, 1, "true"], "true or false"),
-        ("query_offset", [None, True, 1.0, "1", 2**31, -(2**31) - 1], OFFSET),
-        ("window", [3, [1], [1, 2, 3], [-1, None], [True, None], [1.0, 1], "ab", {}], WINDOW),
-        ("scale", [None, True, "1", torch.nan, torch.inf, 10**400, [1]], "a finite number"),
-        ("softcap", [True, 0, -1.0, torch.nan, torch.inf, "1"], CAP),
-        ("heads", [None, 4, "0123", [0, 1, 2, 2], [0, 1, 2, -1], [0, True, 2, 3], [[0]]], LIST),
-        ("items", [None, 2, "01", [1, 1], [0, -1], [0, 1.0], {"0": 0}], LIST),
-        ("dropout", [None, True, 1, -0.1, torch.nan, "0"], DROPOUT),
+        ("layer", [None, 3, ["a"]]),
+        ("causal", [None, 1, "true"]),
+        ("query_offset", [None, True, 1.0, "1", 2**31, -(2**31) - 1]),
+        ("window", [3, [1], [1, 2, 3], [-1, None], [True, None], [1.0, 1], "ab", {}]),
+        ("scale", [None, True, "1", torch.nan, torch.inf, 10**400, [1]]),
+        ("softcap", [True, 0, -1.0, torch.nan, torch.inf, "1"]),
+        ("heads", [None, 4, "0123", [0, 1, 2, 2], [0, 1, 2, -1], [0, True, 2, 3], [[0]]]),
+        ("items", [None, 2, "01", [1, 1], [0, -1], [0, 1.0], {"0": 0}]),
+        ("dropout", [None, True, 1, -0.1, torch.nan, "0"]),
+        ("is_self", [0, "true", []]),
     ],
 )
-def test_wrong_fields_are_named(name: str, values: list[Any], expected: str) -> None:
+def test_wrong_fields_are_named(name: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(InvalidContent) as caught:
-            check({name: value})
-        text = json.dumps(value)
-        text = text if len(text) <= 60 else f"{text[:60]}..."
-        where = "f: call 4" if name == "layer" else 'f: call 4, "a"'
-        assert caught.value.detail == f"{where}: {name} is invalid: got {text}, expected {expected}"
+        expected = rf"^f: qkv_calls\.1\.{name}(\.\d)? is (invalid: got .+, .+|missing)$"
+        with pytest.raises(InvalidContent, match=expected):
+            parse(FIELDS | {name: value})
+
+
+def test_wrong_field_says_what_was_expected() -> None:
+    expected = "f: qkv_calls.1.causal is invalid: got 1, expected a valid boolean"
+    with pytest.raises(InvalidContent, match=re.escape(expected)):
+        parse(FIELDS | {"causal": 1})
+    expected = "f: qkv_calls.1.heads is invalid: got [2,2], expected different numbers"
+    with pytest.raises(InvalidContent) as caught:
+        parse(FIELDS | {"heads": [2, 2]})
+    assert caught.value.detail.replace(" ", "") == expected.replace(" ", "")
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_missing_fields_are_named(name: str) -> None:
     fields = {key: value for key, value in FIELDS.items() if key != name}
-    with pytest.raises(InvalidContent, match=rf"f: call 4.*: {name} is missing: expected "):
-        check_call("f: call 4", fields, zeros())
+    with pytest.raises(InvalidContent, match=rf"^f: qkv_calls\.1\.{name} is missing$"):
+        parse(fields)
 
 
 @pytest.mark.parametrize("fields", [None, 3, "layer", ["layer"]])
 def test_call_that_is_no_object_is_refused(fields: Any) -> None:
-    expected = f"f: call 4: the call is invalid: got {json.dumps(fields)}, expected an object"
-    with pytest.raises(InvalidContent, match=re.escape(expected)):
-        check_call("f: call 4", fields, zeros())
+    expected = rf"^f: qkv_calls\.1 is invalid: got {re.escape(json.dumps(fields))}, expected an obj"
+    with pytest.raises(InvalidContent, match=expected):
+        parse(fields)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,7 @@ def test_call_that_is_no_object_is_refused(fields: Any) -> None:
 def test_wrong_tensors_are_named(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidContent, match=re.escape(message)) as caught:
         check(**tensors)
-    assert caught.value.detail.startswith('f: call 4, "a": ')
+    assert caught.value.detail.startswith("f: call 1: ")
 
 
 @pytest.mark.parametrize(
@@ -167,6 +174,10 @@ def test_errors_of_a_file_name_the_file_and_the_call(tmp_path: Path) -> None:
     tensors = {f"calls.{n}.{name}": x for n in range(2) for name, x in zeros().items()}
     facts = [FIELDS, FIELDS | {"layer": "b", "causal": 1}]
     save_file(tensors, path, metadata={"qkv_calls": json.dumps(facts)})
-    expected = f'{path} is no file of calls: call 1, "b": causal is invalid: got 1, expected true'
+    expected = f"{path} is no file of calls: qkv_calls.1.causal is invalid: got 1, expected a valid"
+    with pytest.raises(InvalidContent, match=re.escape(expected)):
+        qkv.load_calls(path)
+    save_file(tensors, path, metadata={"qkv_calls": json.dumps([FIELDS] * 3)})
+    expected = f'{path} is no file of calls: call 2, "a": query is missing: expected (B,H,L,D)'
     with pytest.raises(InvalidContent, match=re.escape(expected)):
         qkv.load_calls(path)

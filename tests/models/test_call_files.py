@@ -18,7 +18,8 @@ from qkv.client.arrays import to_raw
 from qkv.errors import InvalidContent
 from qkv.models import call_files
 from qkv.models.attention_call import AttentionCall
-from qkv.models.calls import Calls, Missed
+from qkv.models.calls import Calls
+from qkv.models.model_call import Missed
 from support.attention_calls import calls_of, make_call, padding_mask
 
 TENSORS = ("query", "key", "value", "output", "mask", "sinks")
@@ -142,19 +143,19 @@ def test_layers_that_were_missed_are_kept(tmp_path: Path) -> None:
         (b"", "is no file of calls"),
         (b"\x10\0\0\0\0\0\0\0{}", "is no file of calls"),
         ({}, "has no calls: expected a file of Calls.save"),
-        ({"qkv_calls": "["}, "is no file of calls"),
-        ({"qkv_calls": "7"}, "is no file of calls"),
-        ({"qkv_calls": "[{}]"}, "is no file of calls"),
-        ({"qkv_calls": '[{"layer": "a"}]'}, "is no file of calls"),
-        ({"qkv_calls": "{}"}, "is no file of calls: qkv_calls is invalid: got {}, expected a list"),
-        ({"qkv_calls": "[" * 100_000}, "is no file of calls: its JSON is nested too deeply"),
+        ({"qkv_calls": "["}, "is no file of calls: qkv_calls is invalid"),
+        ({"qkv_calls": "7"}, "is no file of calls: qkv_calls is invalid: got 7, expected a"),
+        ({"qkv_calls": "[{}]"}, r"is no file of calls: qkv_calls\.0\.layer is missing"),
+        ({"qkv_calls": '[{"layer": "a"}]'}, r"is no file of calls: qkv_calls\.0\.causal is"),
+        ({"qkv_calls": "{}"}, "is no file of calls: qkv_calls is invalid: got {}, expected a"),
+        ({"qkv_calls": "[" * 100_000}, "is no file of calls: qkv_calls is invalid: got "),
         (
             {"qkv_calls": "[]", "qkv_missed": "[" * 100_000},
-            "is no file of calls: its JSON is nested too deeply",
+            "is no file of calls: qkv_missed is invalid: got ",
         ),
         (
             {"qkv_calls": "[]", "qkv_missed": '[["a"]]'},
-            r'is no file of calls: qkv_missed is invalid: got \["a"\], expected a layer',
+            r"is no file of calls: qkv_missed\.0\.1 is missing",
         ),
     ],
 )

@@ -16,10 +16,11 @@ import torch
 from qkv import Client
 from qkv.errors import InvalidContent, NotFound
 from qkv.models import call_pieces
-from qkv.models.calls import Calls, Missed
+from qkv.models.calls import Calls
 from qkv.models.head_comparison import HeadComparison
 from qkv.models.head_row import FIGURES, HeadRow
 from qkv.models.masks import parts_of, whole_of
+from qkv.models.model_call import Missed
 from support.attention_calls import (
     calls_of,
     head_figures,
@@ -446,8 +447,8 @@ from qkv.models.calls import Calls
 torch.set_num_threads(1)
 calls, shape = Calls(), (1, 16, 4096, 8)
 calls.append(AttentionCall(
-    0, "layer", torch.randn(shape), torch.randn(shape), torch.randn(shape), torch.zeros(shape),
-    None, True, 0, 0.3, None, None, None, tuple(range(16)), (0,),
+    "layer", torch.randn(shape), torch.randn(shape), torch.randn(shape), causal=True,
+    index=0, output=torch.zeros(shape), scale=0.3, heads=tuple(range(16)), items=(0,),
 ))
 start()
 calls.compare(["linear"], rows=16, progress=False)

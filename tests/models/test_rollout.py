@@ -13,7 +13,8 @@ from qkv import Client
 from qkv.errors import InvalidContent
 from qkv.models import rollout
 from qkv.models.attention_call import AttentionCall
-from qkv.models.calls import Calls, Missed
+from qkv.models.calls import Calls
+from qkv.models.model_call import Missed
 from support.attention_calls import calls_of, linear_rows, make_call, padding_mask, softmax_rows
 from support.peak_memory import needs_proc, peaks
 
@@ -243,8 +244,8 @@ torch.set_num_threads(1)
 calls, shape = Calls(), (1, 64, 1024, 8)
 for n in range(2):
     calls.append(AttentionCall(
-        n, f"layer.{n}", torch.randn(shape), torch.randn(shape), torch.randn(shape),
-        torch.zeros(shape), None, True, 0, 0.3, None, None, None, tuple(range(64)), (0,),
+        f"layer.{n}", torch.randn(shape), torch.randn(shape), torch.randn(shape), causal=True,
+        index=n, output=torch.zeros(shape), scale=0.3, heads=tuple(range(64)), items=(0,),
     ))
 start()
 calls.rollout(rows=[1023])

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from qkv.api.app import Runtime, create_app, running
 from qkv.engine.engine import Engine
+from qkv.server.http_connection import HttpConnection
 from qkv.server.http_server import HttpServer
 from qkv.server.worker import new_http_server
 from qkv.settings import Settings
@@ -106,7 +107,7 @@ class _ServerThread:
         self.http_server = new_http_server(self._app)
         async with running(runtime):
             accepting = await self.loop.create_server(
-                self.http_server.new_connection, sock=self._listening
+                lambda: HttpConnection(self.http_server), sock=self._listening
             )
             self._started.set()
             await self._stop.wait()

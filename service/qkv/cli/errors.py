@@ -5,10 +5,9 @@ Commands use `one_line_errors`; the group `qkv` is a `OneLineErrorGroup`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -16,17 +15,6 @@ from qkv.cli.output import escape_controls
 from qkv.errors import QkvError
 
 __all__ = ["OneLineErrorGroup", "one_line_errors"]
-
-_FLAGS: Final = "bias|heads|weights|rows|repeats|layout|prefix|grouped"
-_AS_TYPED: Final = (  # forms of JSON in an error of the service, and how they are typed
-    (re.compile(rf'"({_FLAGS})": "?(\w+)"?'), r"--\1 \2"),
-    (re.compile(r'\{"(rows|top_k|pool)": \[?([^\]}]*)\]?\}'), r"\1=\2"),
-    (re.compile(rf'"({_FLAGS})" '), r"--\1 "),
-    (re.compile(r"`(rows|repeats)`"), r"--\1"),
-    (re.compile(r"\blayer\.(layout|heads|prefix|rope|alibi)\b"), r"--\1"),
-    (re.compile(r'"kv_heads"(?= )|\blayer\.kv_heads\b'), "--kv-heads"),
-    (re.compile(r"\b(?:(?:variants\.\d+|anchor)\.)?parameters\.(\w+)"), r"\1"),
-)
 
 
 class _Interrupted(click.ClickException):
@@ -77,8 +65,8 @@ def one_line_errors(typed: Mapping[str, str] | None = None) -> Iterator[None]:
     try:
         yield
     except QkvError as error:
-        detail, place = _as_typed(error.detail), _place(error.pointer, typed or {})
-        line = f"{detail} ({place})" if place and place not in detail else detail
+        place = _place(error.pointer, typed or {})
+        line = f"{error.detail} ({place})" if place and place not in error.detail else error.detail
         raise click.ClickException(_one_line(line)) from None
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
@@ -109,12 +97,6 @@ def _place(pointer: str | None, typed: Mapping[str, str]) -> str:
             rest = "/".join(parts[count:]).replace("~1", "/").replace("~0", "~")
             return words.replace("{}", rest).strip()
     return pointer
-
-
-def _as_typed(detail: str) -> str:
-    for pattern, replacement in _AS_TYPED:
-        detail = pattern.sub(replacement, detail)
-    return detail
 
 
 def _one_line(text: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qkv.client.client import Client
 from qkv.client.results import Run
+from qkv.models.model_call import ModelCall
 from qkv.models.variant_signature import VariantSignature, variant_run
 
 if TYPE_CHECKING:
@@ -19,48 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["AttentionCall"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class AttentionCall:
-    """A captured attention call. Tensors are on the CPU; positions are already applied.
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class AttentionCall(ModelCall):
+    """A captured attention call: its record, and what is known after it. Tensors are on the CPU.
+
+    Its other attributes are those of `ModelCall`: layer, query, key, value, mask, causal,
+    query_offset, softcap, window, sinks, dropout and is_self.
 
     Attributes:
         index: the number of the call in its capture.
-        layer: qualified name of the module that made it.
-        query: (B, H, L, D).
-        key: (B, G, S, D); query head h reads key head h // (H / G).
-        value: (B, G, S, E).
-        output: (B, H, L, E), as the model computed it.
-        mask: bool (true: may attend) or floating (added to the scores), broadcastable to
-            (B, H, L, S); None: no mask.
-        causal: query i sees the keys up to i + query_offset.
-        query_offset: position of the first query on the key axis.
+        output: (B, H, L, E), as the model computed it. It is random if the model dropped weights.
         scale: factor of the scores.
-        softcap: bound of the scores; None: none.
-        window: keys to the left and right that a query sees; None: all.
-        sinks: logits of the sinks (H); None: none.
         heads: the numbers of the captured heads in the model.
         items: the numbers of the sequences in the model's batch.
-        dropout: probability with which the model dropped weights. `output` is then random.
-        is_self: queries and keys are of one sequence; None: unknown.
     """
 
     index: int
-    layer: str
-    query: Tensor
-    key: Tensor
-    value: Tensor
     output: Tensor
-    mask: Tensor | None
-    causal: bool
-    query_offset: int
     scale: float
-    softcap: float | None
-    window: tuple[int | None, int | None] | None
-    sinks: Tensor | None
     heads: tuple[int, ...]
     items: tuple[int, ...]
-    dropout: float = 0.0
-    is_self: bool | None = None
 
     def weights(
         self,
@@ -154,9 +133,9 @@ class AttentionCall:
         from qkv.models.call_figure import draw_call
 
         figure = draw_call(
-            self, tokens=tokens, key_tokens=key_tokens, batch=batch, heads=heads, variant=variant,
-            weights=weights, shared_scale=shared_scale, title=title, client=client,
-            parameters=parameters,
+            self, self.heads, tokens=tokens, key_tokens=key_tokens, batch=batch, heads=heads,
+            variant=variant, weights=weights, shared_scale=shared_scale, title=title,
+            client=client, parameters=parameters,
         )  # fmt: skip
         if path is not None:
             figure.save(path)

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from operator import index
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
-from qkv.models.layer_names import is_selected
 from qkv.models.masks import is_self_attention
+from qkv.models.model_call import Missed
+from qkv.models.selection import is_selected, to_numbers
 
-if TYPE_CHECKING:
-    from qkv.models.calls import Missed
-
-__all__ = ["check_chain", "check_layers_differ", "choose_calls", "to_numbers"]
-
-
-def to_numbers(name: str, values: Iterable[int]) -> list[int]:
-    """Returns integers as a list.
-
-    Raises:
-        InvalidContent: they are no integers.
-    """
-    try:
-        found = list(values)
-        if not any(isinstance(n, bool) for n in found):
-            return [index(n) for n in found]
-    except TypeError:
-        pass  # no list, or no integers
-    raise InvalidContent(f"{name} is invalid: got {values!r:.80}, expected a list of integers")
+__all__ = ["check_chain", "check_layers_differ", "choose_calls"]
 
 
 def choose_calls(

@@ -1,121 +1,108 @@
-"""Checks of the calls of a file, whose fields and tensors anyone may have written."""
+"""Checks of the calls of a file, whose facts and tensors anyone may have written."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
+import pydantic
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from qkv.errors import InvalidContent, format_value
+from qkv.errors import InvalidContent
+from qkv.jobs.fields import field_error
+from qkv.models.model_call import Missed
 
-__all__ = ["check_call", "check_list", "check_missed"]
+__all__ = ["CallFacts", "check_tensors", "parse_calls", "parse_missed"]
 
 _FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
 _AXES: Final = {"query": "BHLD", "key": "BGSD", "value": "BGSE", "output": "BHLE"}
 
 
-def _is_integer(x: object, *, least: float = -math.inf) -> bool:
-    """True for an integer of `least` or more; True and False are none."""
-    return isinstance(x, int) and not isinstance(x, bool) and x >= least
+def _check_different(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(numbers)) < len(numbers):
+        raise PydanticCustomError("numbers", "expected different numbers")
+    return numbers
 
 
-def _is_finite(x: object) -> bool:
-    """True for a number that a float64 can hold."""
+_Count = Annotated[int, pydantic.Field(ge=0)]
+_Numbers = Annotated[tuple[_Count, ...], pydantic.AfterValidator(_check_different)]
+
+
+class CallFacts(pydantic.BaseModel):
+    """The facts about a call that its tensors do not show, as `AttentionCall` has them."""
+
+    model_config = pydantic.ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    layer: str
+    causal: bool
+    query_offset: Annotated[int, pydantic.Field(ge=-(2**31), lt=2**31)]
+    window: tuple[_Count | None, _Count | None] | None
+    scale: float
+    softcap: Annotated[float, pydantic.Field(gt=0)] | None
+    heads: _Numbers
+    items: _Numbers
+    dropout: Annotated[float, pydantic.Field(ge=0, lt=1)]
+    is_self: bool | None = None  # absent in older files
+
+
+_CALLS: Final = pydantic.TypeAdapter(list[CallFacts])
+_MISSED: Final = pydantic.TypeAdapter(list[Missed])
+
+
+def parse_calls(where: str, text: str) -> list[CallFacts]:
+    """Parses the metadata `qkv_calls` of a file.
+
+    Args:
+        where: names the file; it begins each error.
+        text: JSON.
+
+    Raises:
+        InvalidContent: a fact is missing or wrong.
+    """
+    calls: list[CallFacts] = _parse(where, "qkv_calls", text, _CALLS)
+    return calls
+
+
+def parse_missed(where: str, text: str) -> list[Missed]:
+    """Parses the metadata `qkv_missed`; arguments and errors are those of `parse_calls`."""
+    missed: list[Missed] = _parse(where, "qkv_missed", text, _MISSED)
+    return missed
+
+
+def _parse(where: str, key: str, text: str, expected: pydantic.TypeAdapter[Any]) -> Any:
     try:
-        return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-    except OverflowError:  # an integer of JSON has any number of digits
-        return False
+        return expected.validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        invalid = field_error(error, (), key, nested=CallFacts.model_fields)
+        raise InvalidContent(f"{where}: {invalid.detail}") from None
 
 
-def _is_window(x: object) -> bool:
-    """True for null, or for two entries that are each null or an integer of 0 or more."""
-    return x is None or (
-        isinstance(x, list) and len(x) == 2 and all(n is None or _is_integer(n, least=0) for n in x)
-    )
-
-
-def _are_numbers(x: object) -> bool:
-    """True for a list of different integers of 0 or more."""
-    return isinstance(x, list) and all(_is_integer(n, least=0) for n in x) and len(set(x)) == len(x)
-
-
-_FIELDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "layer": (lambda x: isinstance(x, str), "a string"),
-    "causal": (lambda x: isinstance(x, bool), "true or false"),
-    "query_offset": (
-        lambda x: _is_integer(x) and -(2**31) <= x < 2**31,
-        "an integer of at least -2**31 and below 2**31",
-    ),
-    "window": (_is_window, "null or two entries, each null or an integer of 0 or more"),
-    "scale": (_is_finite, "a finite number"),
-    "softcap": (lambda x: x is None or (_is_finite(x) and x > 0), "null or a finite number over 0"),
-    "heads": (_are_numbers, "different integers of 0 or more"),
-    "items": (_are_numbers, "different integers of 0 or more"),
-    "dropout": (lambda x: _is_finite(x) and 0 <= x < 1, "a number of at least 0 and below 1"),
-    "is_self": (lambda x: x is None or isinstance(x, bool), "true, false or null"),
-}
-_OPTIONAL: Final = ("is_self",)
-
-
-def check_call(where: str, fields: Any, tensors: Mapping[str, Tensor | None]) -> None:
-    """Checks the fields and the tensors of a call, but not the numbers in the tensors.
+def check_tensors(where: str, facts: CallFacts, tensors: Mapping[str, Tensor | None]) -> None:
+    """Checks the tensors of a call, but not the numbers in them.
 
     Args:
         where: names the file and the call; it begins each error.
-        fields: the facts about the call, as JSON has them.
+        facts: about the call.
         tensors: query, key, value and output; mask and sinks may be None.
 
     Raises:
-        InvalidContent: a field or a tensor is missing or wrong.
+        InvalidContent: a tensor is missing or wrong.
     """
-    if not isinstance(fields, dict):
-        raise _error(where, "the call", format_value(fields), "an object")
-    if isinstance(layer := fields.get("layer"), str):
-        where = f"{where}, {format_value(layer)}"
-    for name, (is_valid, expected) in _FIELDS.items():
-        if name in _OPTIONAL and name not in fields:
-            continue
-        if name not in fields:
-            raise InvalidContent(f"{where}: {name} is missing: expected {expected}")
-        if not is_valid(fields[name]):
-            raise _error(where, name, format_value(fields[name]), expected)
     sizes = _sizes(where, tensors)
-    for name, axis, noun in (("heads", "H", "query heads"), ("items", "B", "sequences")):
-        if (count := len(fields[name])) != sizes[axis]:
+    for name, numbers, size, noun in (
+        ("heads", facts.heads, sizes["H"], "query heads"),
+        ("items", facts.items, sizes["B"], "sequences"),
+    ):
+        if len(numbers) != size:
             raise _error(
-                where, name, f"{count} numbers", f"one for each of the {sizes[axis]} {noun}"
+                where, name, f"{len(numbers)} numbers", f"one for each of the {size} {noun}"
             )
     _check_mask(where, tensors.get("mask"), sizes)
     if (sinks := tensors.get("sinks")) is not None:
         _check_dtype(where, "sinks", sinks, _FLOATS)
         if list(sinks.shape) != [sizes["H"]]:
             raise _error(where, "sinks", f"the shape {list(sinks.shape)}", f"{[sizes['H']]}")
-
-
-def check_list(where: str, name: str, x: Any) -> list[Any]:
-    """Returns a value of the metadata that must be a list.
-
-    Raises:
-        InvalidContent: it is none.
-    """
-    if not isinstance(x, list):
-        raise _error(where, name, format_value(x), "a list")
-    return x
-
-
-def check_missed(where: str, missed: Any) -> None:
-    """Checks the names and the reasons of the layers that were not captured.
-
-    Raises:
-        InvalidContent: they are no list of two strings each.
-    """
-    for each in check_list(where, "qkv_missed", missed):
-        if not (
-            isinstance(each, list) and len(each) == 2 and all(isinstance(x, str) for x in each)
-        ):
-            raise _error(where, "qkv_missed", format_value(each), "a layer and a reason")
 
 
 def _sizes(where: str, tensors: Mapping[str, Tensor | None]) -> dict[str, int]:

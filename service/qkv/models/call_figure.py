@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
@@ -12,13 +11,13 @@ from qkv.client.client import Client
 from qkv.client.figures.run_grid import Options
 from qkv.client.results import draw_run
 from qkv.errors import InvalidContent
-from qkv.models.call_chain import to_numbers
 from qkv.models.masks import is_self_attention, parts_of
+from qkv.models.model_call import ModelCall, select_heads
+from qkv.models.selection import to_numbers
 from qkv.models.variant_signature import VariantSignature, variant_run
 
 if TYPE_CHECKING:
     from qkv.client.figures.figure import Figure
-    from qkv.models.attention_call import AttentionCall
 
 __all__ = ["draw_call"]
 
@@ -28,7 +27,8 @@ _POOLED: Final = {"pool": 128}
 
 
 def draw_call(
-    call: AttentionCall,
+    call: ModelCall,
+    numbers: tuple[int, ...],
     *,
     tokens: Sequence[str] | None,
     key_tokens: Sequence[str] | None,
@@ -41,9 +41,14 @@ def draw_call(
     client: Client | None,
     parameters: Mapping[str, Any],
 ) -> Figure:
-    """Returns the figure; the arguments are those of `AttentionCall.figure`."""
-    chosen = call.heads[:_HEADS] if heads is None else tuple(to_numbers("heads", heads))
-    single = _select(call, batch, chosen)
+    """Returns the figure; the other arguments are those of `AttentionCall.figure`.
+
+    Args:
+        call: the call.
+        numbers: those of its heads in the model.
+    """
+    chosen = numbers[:_HEADS] if heads is None else tuple(to_numbers("heads", heads))
+    single = _select(call, numbers, batch, chosen)
     parts = parts_of(single)
     if not parts:
         raise InvalidContent(f"sequence {batch} of {call.layer} is all padding")
@@ -76,39 +81,25 @@ def draw_call(
     return draw_run(run, options)
 
 
-def _select(call: AttentionCall, batch: int, heads: tuple[int, ...]) -> AttentionCall:
+def _select(
+    call: ModelCall, numbers: tuple[int, ...], batch: int, heads: tuple[int, ...]
+) -> ModelCall:
     """Returns these heads of one sequence of a call.
 
     Raises:
         InvalidContent: the call has no such sequence or head.
     """
-    B, H = call.query.shape[:2]
+    B = len(call.query)
     if not B:
         raise InvalidContent(f"{call.layer} has no sequences: expected at least one to draw")
     if not 0 <= batch < B:
         raise InvalidContent(f"batch is invalid: got {batch}, expected 0 to {B - 1}")
-    if not heads or set(heads) - set(call.heads):
+    if not heads or set(heads) - set(numbers):
         raise InvalidContent(
-            f"heads is invalid: got {list(heads)}, expected some of {list(call.heads)!r:.200}"
+            f"heads is invalid: got {list(heads)}, expected some of {list(numbers)!r:.200}"
         )
-    index = [call.heads.index(head) for head in heads]
-    group = H // call.key.shape[1]
-    key_index = [n // group for n in index]
-    mask = call.mask
-    if mask is not None:
-        mask = mask[batch : batch + 1] if len(mask) > 1 else mask
-        mask = mask[:, index] if mask.shape[1] > 1 else mask
-    return replace(
-        call,
-        query=call.query[batch : batch + 1, index],
-        key=call.key[batch : batch + 1, key_index],
-        value=call.value[batch : batch + 1, key_index],
-        output=call.output[batch : batch + 1, index],
-        mask=mask,
-        sinks=None if call.sinks is None else call.sinks[index],
-        heads=heads,
-        items=(call.items[batch],),
-    )
+    index = [numbers.index(head) for head in heads]
+    return select_heads(call, index, slice(batch, batch + 1))
 
 
 def _tokens_at(

@@ -10,21 +10,19 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qkv.client.arrays import to_raw
-from qkv.errors import InvalidContent
+from qkv.errors import InvalidContent, format_value
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_checks import check_call, check_list, check_missed
+from qkv.models.call_checks import CallFacts, check_tensors, parse_calls, parse_missed
 from qkv.models.masks import Part, parts_of
+from qkv.models.model_call import Missed
 from qkv.wire.safetensors import DTYPES
-
-if TYPE_CHECKING:
-    from qkv.models.calls import Missed
 
 __all__ = ["load_file", "save_file"]
 
@@ -45,9 +43,9 @@ def save_file(
     if target.suffix != _SUFFIX:
         raise InvalidContent(f"{target} has the wrong suffix: expected {_SUFFIX}")
     saved = [(call, part) for call in calls for part in parts_of(call)]
-    metadata = {_CALLS: json.dumps([_fields(*each) for each in saved])}
+    metadata = {_CALLS: json.dumps([_facts(*each) for each in saved])}
     if missed:
-        metadata[_MISSED] = json.dumps([list(each) for each in missed])
+        metadata[_MISSED] = json.dumps(missed)
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, x in _tensors(saved):
@@ -75,9 +73,7 @@ def save_file(
             unfinished.unlink()
 
 
-def load_file(
-    path: str | os.PathLike[str],
-) -> tuple[list[AttentionCall], list[tuple[str, str]]]:
+def load_file(path: str | os.PathLike[str]) -> tuple[list[AttentionCall], list[Missed]]:
     """Reads the calls of a file, and the layers that were not captured.
 
     Raises:
@@ -85,35 +81,32 @@ def load_file(
         OSError: the file cannot be read.
     """
     Path(path).open("rb").close()  # raises an error that names the file
+    where = f"{path} is no file of calls"
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if _CALLS not in metadata:
                 raise InvalidContent(f"{path} has no calls: expected a file of Calls.save")
+            calls = parse_calls(where, metadata[_CALLS])
+            missed = parse_missed(where, metadata.get(_MISSED, "[]"))
             names = set(file.keys())
-            where = f"{path} is no file of calls"
-            calls = check_list(where, _CALLS, json.loads(metadata[_CALLS]))
-            missed = json.loads(metadata.get(_MISSED, "[]"))
-            check_missed(where, missed)
             return [
-                _call(index, fields, file, names, where) for index, fields in enumerate(calls)
-            ], [(layer, reason) for layer, reason in missed]
-    except RecursionError:
-        raise InvalidContent(f"{path} is no file of calls: its JSON is nested too deeply") from None
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise InvalidContent(f"{path} is no file of calls: {error}") from None
+                _call(index, facts, file, names, where) for index, facts in enumerate(calls)
+            ], missed
+    except SafetensorError as error:
+        raise InvalidContent(f"{where}: {error}") from None
 
 
-def _fields(call: AttentionCall, part: Part) -> dict[str, Any]:
-    """Returns the facts about a call that its tensors do not show."""
+def _facts(call: AttentionCall, part: Part) -> dict[str, Any]:
+    """Returns the facts about a call, as `CallFacts` has them."""
     return {
         "layer": call.layer,
         "causal": part.causal,
         "query_offset": part.query_offset,
-        "window": None if part.window is None else list(part.window),
+        "window": part.window,
         "scale": call.scale,
         "softcap": call.softcap,
-        "heads": list(call.heads),
+        "heads": call.heads,
         "items": [call.items[item] for item in part.items],
         "dropout": call.dropout,
         "is_self": call.is_self,
@@ -140,28 +133,11 @@ def _tensors(saved: Sequence[SavedPart]) -> Iterator[tuple[str, Tensor]]:
         yield name, x if own is None else own.select(x, positions)
 
 
-def _call(index: int, fields: Any, file: Any, names: set[str], where: str) -> AttentionCall:
+def _call(index: int, facts: CallFacts, file: Any, names: set[str], where: str) -> AttentionCall:
     """Returns a call of an open file."""
-    tensors = {
-        name: file.get_tensor(f"calls.{index}.{name}")
-        for name in ("query", "key", "value", "output")
-    }
-    for name in ("mask", "sinks"):
+    tensors: dict[str, Any] = {}
+    for name in ("query", "key", "value", "output", "mask", "sinks"):
         full = f"calls.{index}.{name}"
         tensors[name] = file.get_tensor(full) if full in names else None
-    check_call(f"{where}: call {index}", fields, tensors)
-    window = fields["window"]
-    return AttentionCall(
-        index=index,
-        layer=fields["layer"],
-        **tensors,
-        causal=fields["causal"],
-        query_offset=fields["query_offset"],
-        scale=fields["scale"],
-        softcap=fields["softcap"],
-        window=None if window is None else (window[0], window[1]),
-        heads=tuple(fields["heads"]),
-        items=tuple(fields["items"]),
-        dropout=fields["dropout"],
-        is_self=fields.get("is_self"),  # absent in older files
-    )
+    check_tensors(f"{where}: call {index}, {format_value(facts.layer)}", facts, tensors)
+    return AttentionCall(index=index, **tensors, **dict(facts))

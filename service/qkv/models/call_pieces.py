@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.models.attention_call import AttentionCall
 from qkv.models.masks import Part
+from qkv.models.model_call import ModelCall
 
 __all__ = ["Piece", "cut"]
 
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
         first, last: the first plane, and the one after the last.
     """
 
-    call: AttentionCall
+    call: ModelCall
     part: Part
     first: int
     last: int
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
         return [self._replace(last=middle), self._replace(first=middle)]
 
 
-def cut(call: AttentionCall, part: Part, rows: int | None, variants: int) -> Iterator[Piece]:
+def cut(call: ModelCall, part: Part, rows: int | None, variants: int) -> Iterator[Piece]:
     """Cuts a part of a call into pieces that are small enough for one request.
 
     A piece has whole groups of query heads that share a key head, or is a part of such a group.
@@ -145,7 +145,7 @@ def _ranges(start: int, end: int, group: int, most: int) -> Iterator[tuple[int, 
         yield from _ranges(first_of_group, first_of_group + group, 1, most)
 
 
-def _group_size(call: AttentionCall) -> int:
+def _group_size(call: ModelCall) -> int:
     """Returns the number of query heads that read one key head."""
     return call.query.shape[1] // call.key.shape[1]
 

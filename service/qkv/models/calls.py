@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, Self, overload
 
 from torch import Tensor
 
@@ -16,22 +16,11 @@ from qkv.models.call_chain import choose_calls
 from qkv.models.call_files import load_file, save_file
 from qkv.models.comparing import PieceResults, compare_calls
 from qkv.models.head_comparison import HeadComparison
+from qkv.models.model_call import Missed
 from qkv.models.received import Received, received_mass
 from qkv.models.rollout import rollout_of
 
-__all__ = ["Calls", "Missed"]
-
-
-class Missed(NamedTuple):
-    """A layer whose attention was not captured.
-
-    Attributes:
-        layer: qualified name of the module; "" is the model itself.
-        reason: a sentence.
-    """
-
-    layer: str
-    reason: str
+__all__ = ["Calls"]
 
 
 class Calls(Sequence[AttentionCall]):
@@ -50,10 +39,7 @@ class Calls(Sequence[AttentionCall]):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Returns the calls of a file, as `qkv.load_calls` does."""
         calls = cls()
-        found, missed = load_file(path)
-        for call in found:
-            calls.append(call)
-        calls.missed = [Missed(*each) for each in missed]
+        calls._calls, calls.missed = load_file(path)
         return calls
 
     @overload

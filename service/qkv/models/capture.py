@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
-from qkv.models.calls import Calls, Missed
+from qkv.models.calls import Calls
 from qkv.models.interceptor import Interceptor
-from qkv.models.layer_names import is_selected
-from qkv.models.model_call import CallOutput, ModelCall, RunOriginal
+from qkv.models.model_call import CallOutput, Missed, ModelCall, RunOriginal
 from qkv.models.recomputation import is_recomputed
+from qkv.models.selection import is_selected
 
 __all__ = ["MAX_BYTES", "CaptureWarning", "capture"]
 
@@ -179,7 +179,7 @@ class _Recorder:
                 heads=heads,
                 items=tuple(range(len(query))),
                 dropout=call.dropout,
-                is_self=getattr(call, "is_self", None),
+                is_self=call.is_self,
             )
         )
 

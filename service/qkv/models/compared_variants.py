@@ -11,8 +11,8 @@ from qkv.client.client import Client
 from qkv.client.request_builders import Choice, build_choice, build_choices
 from qkv.client.tables import variant_labels
 from qkv.errors import InvalidContent
-from qkv.models.attention_call import AttentionCall
 from qkv.models.masks import Part
+from qkv.models.model_call import ModelCall
 from qkv.models.variant_signature import VariantSignature
 
 __all__ = ["ChosenVariant", "choose_variants"]
@@ -31,7 +31,7 @@ class ChosenVariant(NamedTuple):
     signature: VariantSignature
     parameters: Mapping[str, Any]
 
-    def choice(self, call: AttentionCall, part: Part) -> dict[str, Any]:
+    def choice(self, call: ModelCall, part: Part) -> dict[str, Any]:
         """Returns the variant as a request for a part of a call names it."""
         options = self.signature.options(call, part)
         return {"variant": self.signature.name, "parameters": {**options, **self.parameters}}

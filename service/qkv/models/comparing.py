@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from qkv.client.client import Client
 from qkv.client.comparison import Comparison
@@ -21,9 +21,7 @@ from qkv.models.compared_variants import ChosenVariant, choose_variants
 from qkv.models.head_comparison import HeadComparison
 from qkv.models.head_row import HeadSums, figures_of
 from qkv.models.masks import Part, parts_of
-
-if TYPE_CHECKING:
-    from qkv.models.calls import Missed
+from qkv.models.model_call import Missed
 
 __all__ = ["PieceResults", "compare_calls"]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from qkv.client.tables import Table, format_number
 from qkv.errors import InvalidContent
 from qkv.models.head_row import FIGURES, HeadRow
+from qkv.models.model_call import Missed
 
 if TYPE_CHECKING:
     from qkv.client.figures.figure import Figure
-    from qkv.models.calls import Missed
 
 __all__ = ["HeadComparison"]
 

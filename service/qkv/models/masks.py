@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from qkv.models.attention_call import AttentionCall
-    from qkv.models.model_call import ModelCall
+from qkv.models.model_call import ModelCall
 
 __all__ = ["Part", "is_self_attention", "parts_of", "whole_of"]
 
@@ -49,7 +47,7 @@ class Part(NamedTuple):
         x = x if len(self.items) == len(x) else x[list(self.items)]
         return x if positions is None else x[:, :, positions.to(x.device)]
 
-    def is_whole(self, call: AttentionCall | ModelCall) -> bool:
+    def is_whole(self, call: ModelCall) -> bool:
         """True if the part is the whole call, without padding."""
         return len(self.items) == len(call.query) and self.queries is None and self.keys is None
 
@@ -72,19 +70,20 @@ class Part(NamedTuple):
         return into.index_copy(0, torch.tensor(self.items, device=x.device), x)
 
 
-def whole_of(call: AttentionCall | ModelCall) -> Part:
+def whole_of(call: ModelCall) -> Part:
     """Returns the whole batch as one part, with the call's own mask."""
     items = tuple(range(len(call.query)))
     return Part(items, None, None, call.causal, call.query_offset, call.window, call.mask)
 
 
-def is_self_attention(call: AttentionCall | ModelCall) -> bool:
+def is_self_attention(call: ModelCall) -> bool:
     """True if queries and keys are of one sequence; if that is unknown, by the layer's name."""
-    known: bool | None = getattr(call, "is_self", None)
-    return not _CROSS_ATTENTION.search(call.layer) if known is None else known
+    if call.is_self is not None:
+        return call.is_self
+    return not _CROSS_ATTENTION.search(call.layer)
 
 
-def parts_of(call: AttentionCall | ModelCall) -> list[Part]:
+def parts_of(call: ModelCall) -> list[Part]:
     """Returns the parts of a call, without padding.
 
     A key that no query sees is left out, and so is a query that sees no key. In self-attention the
@@ -122,7 +121,7 @@ def _join(masks: list[Tensor]) -> Tensor | None:
     return masks[0] if same else torch.cat(masks)
 
 
-def _visible(call: AttentionCall | ModelCall, item: int) -> tuple[Tensor, Tensor | None]:
+def _visible(call: ModelCall, item: int) -> tuple[Tensor, Tensor | None]:
     """Returns the pairs (H, L, S) that a row of masks shows, and what is added to their scores."""
     L, S = call.query.shape[2], call.key.shape[2]
     assert call.mask is not None
@@ -141,9 +140,7 @@ def _visible(call: AttentionCall | ModelCall, item: int) -> tuple[Tensor, Tensor
     return pairs_HLS, mask_HLS if has_bias else None
 
 
-def _part_of(
-    call: AttentionCall | ModelCall, pairs_HLS: Tensor, bias_HLS: Tensor | None, differ: bool
-) -> Part:
+def _part_of(call: ModelCall, pairs_HLS: Tensor, bias_HLS: Tensor | None, differ: bool) -> Part:
     """Returns the part of an item.
 
     Args:
@@ -175,7 +172,7 @@ def _part_of(
     return Part((), queries, keys, *found)
 
 
-def _own_keys(call: AttentionCall | ModelCall, seen_LS: Tensor, keys_S: Tensor) -> Tensor | None:
+def _own_keys(call: ModelCall, seen_LS: Tensor, keys_S: Tensor) -> Tensor | None:
     """Returns true for each query whose own key some query sees; None if it has no own key.
 
     With a cache of keys, the last key that a query sees is its own.

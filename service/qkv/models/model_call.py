@@ -1,20 +1,31 @@
-"""One attention call inside a model, as an interceptor passes it to its handler."""
+"""The record of an attention call, and what a handler of the calls of a model does with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CallOutput", "Handler", "Model", "ModelCall", "RunOriginal", "as_four_axes"]
+__all__ = [
+    "CallOutput",
+    "Handler",
+    "Missed",
+    "Model",
+    "ModelCall",
+    "RunOriginal",
+    "as_four_axes",
+    "select_heads",
+]
 
 Model: TypeAlias = nn.Module
 """A torch model."""
 
 
-class ModelCall(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelCall:
     """Inputs of an attention call, with positions already applied.
 
     Attributes:
@@ -31,7 +42,6 @@ class ModelCall(NamedTuple):
         window: keys to the left and right that a query sees; None: all.
         sinks: logits of the sinks (H); None: none.
         dropout: probability that the model drops a weight.
-        needs_weights: the model reads the weights too.
         is_self: queries and keys are of one sequence; None: unknown.
     """
 
@@ -47,7 +57,6 @@ class ModelCall(NamedTuple):
     window: tuple[int | None, int | None] | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
-    needs_weights: bool = False
     is_self: bool | None = None
 
 
@@ -61,6 +70,18 @@ class CallOutput(NamedTuple):
 
     output: Tensor
     weights: Tensor | None = None
+
+
+class Missed(NamedTuple):
+    """A layer whose attention was not captured.
+
+    Attributes:
+        layer: qualified name of the module; "" is the model itself.
+        reason: a sentence.
+    """
+
+    layer: str
+    reason: str
 
 
 RunOriginal = Callable[[], CallOutput]
@@ -78,6 +99,31 @@ class Handler(Protocol):
 
     def miss(self, layer: str, reason: str) -> None:
         """Receives the name of a layer whose attention cannot be intercepted, and the reason."""
+
+
+def select_heads(call: ModelCall, heads: Sequence[int], items: slice = slice(None)) -> ModelCall:
+    """Returns the record of some query heads, each with a key head of its own.
+
+    Args:
+        call: the call.
+        heads: indices of the query heads.
+        items: the sequences.
+    """
+    group = call.query.shape[1] // call.key.shape[1]
+    chosen, key_heads = list(heads), [head // group for head in heads]
+    mask = call.mask
+    if mask is not None:
+        mask = mask[items] if len(mask) > 1 else mask
+        mask = mask[:, chosen] if mask.shape[1] > 1 else mask
+    record: dict[str, Any] = {each.name: getattr(call, each.name) for each in fields(ModelCall)}
+    record |= {
+        "query": call.query[items, chosen],
+        "key": call.key[items, key_heads],
+        "value": call.value[items, key_heads],
+        "mask": mask,
+        "sinks": None if call.sinks is None else call.sinks[chosen],
+    }
+    return ModelCall(**record)
 
 
 def as_four_axes(x: Tensor) -> Tensor:

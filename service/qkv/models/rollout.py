@@ -12,8 +12,9 @@ from torch import Tensor
 from qkv.client.client import Client
 from qkv.errors import InvalidContent
 from qkv.models.attention_call import AttentionCall
-from qkv.models.call_chain import check_chain, to_numbers
+from qkv.models.call_chain import check_chain
 from qkv.models.masks import Part, parts_of
+from qkv.models.selection import to_numbers
 from qkv.models.variant_signature import VariantSignature, variant_run
 
 __all__ = ["rollout_of"]

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final, Protocol
 
 from torch import nn
@@ -162,7 +163,7 @@ def dispatch(call: ModelCall, run: RunOriginal, module: nn.Module | None = None)
         layer = interception.name_of(module)
         if layer is None:
             layer = innermost.name if innermost else ""
-        run = functools.partial(interception.handler.handle, call._replace(layer=layer), run)
+        run = functools.partial(interception.handler.handle, replace(call, layer=layer), run)
     with paused(), without_mode():  # a compiled function would be compiled again under the mode
         return run()
 

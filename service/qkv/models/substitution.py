@@ -15,10 +15,10 @@ from qkv.client.client import Client
 from qkv.client.request_builders import Choice
 from qkv.errors import InvalidContent
 from qkv.models.interceptor import Interceptor
-from qkv.models.layer_names import is_selected
 from qkv.models.masks import Part, parts_of
-from qkv.models.model_call import CallOutput, ModelCall, RunOriginal
+from qkv.models.model_call import CallOutput, ModelCall, RunOriginal, select_heads
 from qkv.models.recomputation import is_recomputed
+from qkv.models.selection import is_selected
 from qkv.models.substitution_report import SubstitutionReport
 from qkv.models.variant_function import VariantFunction
 from qkv.models.variant_signature import VariantSignature
@@ -158,7 +158,7 @@ class _Substituter:
                 f"of {call.layer}"
             )
         chosen = None if heads == tuple(range(H)) else torch.tensor(heads)
-        own = call if chosen is None else _select_heads(call, heads)
+        own = call if chosen is None else select_heads(call, heads)
         parts = parts_of(own)
         replaces_all = chosen is None and all(part.is_whole(call) for part in parts)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not replaces_all):
@@ -219,17 +219,3 @@ def _map(output: CallOutput, function: Callable[[Tensor], Tensor]) -> CallOutput
     """Applies a function to output and weights."""
     weights = None if output.weights is None else function(output.weights)
     return CallOutput(function(output.output), weights)
-
-
-def _select_heads(call: ModelCall, heads: tuple[int, ...]) -> ModelCall:
-    """Returns a call of these query heads, each with a key head of its own."""
-    H, G = call.query.shape[1], call.key.shape[1]
-    chosen, key_heads = list(heads), [head * G // H for head in heads]
-    mask, sinks = call.mask, call.sinks
-    return call._replace(
-        query=call.query[:, chosen],
-        key=call.key[:, key_heads],
-        value=call.value[:, key_heads],
-        mask=mask[:, chosen] if mask is not None and mask.shape[1] > 1 else mask,
-        sinks=None if sinks is None else sinks[chosen],
-    )

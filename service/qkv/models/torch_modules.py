@@ -72,8 +72,7 @@ def _wrap_encoder_layer(layer: nn.TransformerEncoderLayer, forward: _Forward) ->
             with torch.no_grad(), without_mode():
                 x, padding = _pad(src, src_key_padding_mask)
                 x = layer.norm1(x) if layer.norm_first else x
-                call = _build_call(layer.self_attn, x, x, x, padding, src_mask, False)
-                call = call._replace(is_self=True)
+                call = _build_call(layer.self_attn, x, x, x, padding, src_mask, is_self=True)
                 dispatch(call, lambda: CallOutput(_attend(call)), layer.self_attn)
         return output
 
@@ -118,21 +117,20 @@ def _wrap_multihead(module: nn.MultiheadAttention, forward: _Forward) -> _Forwar
             report_miss("its tensors are nested: pad them")
             with paused(), without_mode():
                 return compute()
+        is_self = _is_self(query, key, value)
         if has_only_recorders():
             repeat = _repeat_random_numbers(query) if module.training and module.dropout else None
             with paused(), without_mode():
                 result = compute()
                 with torch.no_grad():
                     batch = _to_batch_first(module, query, key, value)
-                    call = _build_call(module, *batch, key_padding_mask, attn_mask, False)
-                    call = call._replace(is_self=_is_self(query, key, value))
+                    call = _build_call(module, *batch, key_padding_mask, attn_mask, is_self=is_self)
             with torch.no_grad(), repeat or nullcontext():
-                dispatch(call, lambda: _original(call), module)
+                dispatch(call, lambda: _original(call, has_weights=False), module)
             return result
         batch = _to_batch_first(module, query, key, value)
-        call = _build_call(module, *batch, key_padding_mask, attn_mask, need_weights)
-        call = call._replace(is_self=_is_self(query, key, value))
-        found = dispatch(call, lambda: _original(call), module)
+        call = _build_call(module, *batch, key_padding_mask, attn_mask, is_self=is_self)
+        found = dispatch(call, lambda: _original(call, has_weights=need_weights), module)
         return _project_output(module, query, found, average_attn_weights)
 
     return attend
@@ -184,7 +182,8 @@ def _build_call(
     value_BSM: Tensor,
     padding: Tensor | None,
     attn_mask: Tensor | None,
-    needs_weights: bool,
+    *,
+    is_self: bool | None,
 ) -> ModelCall:
     """Projects the inputs of a module as the module does, and returns the call."""
     if module._qkv_same_embed_dim:
@@ -206,7 +205,7 @@ def _build_call(
         key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
     mask = _merge_masks(module, query, padding, attn_mask, key.shape[2])
     dropout = module.dropout if module.training else 0.0
-    return ModelCall("", query, key, value, mask, dropout=dropout, needs_weights=needs_weights)
+    return ModelCall("", query, key, value, mask, dropout=dropout, is_self=is_self)
 
 
 def _merge_masks(
@@ -242,9 +241,9 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros.masked_fill_(mask, -torch.inf)
 
 
-def _original(call: ModelCall) -> CallOutput:
+def _original(call: ModelCall, *, has_weights: bool) -> CallOutput:
     """Computes the output of a module's heads, and the weights if they are read."""
-    if not call.needs_weights:
+    if not has_weights:
         return CallOutput(_attend(call))
     scores = call.query @ call.key.mT * call.query.shape[-1] ** -0.5
     if call.mask is not None and call.mask.dtype == torch.bool:

@@ -109,7 +109,6 @@ def _intercept(
         softcap=kwargs.get("softcap"),
         sinks=None if implementation == "sdpa" else _sinks_of(kwargs),  # sdpa ignores them
         dropout=kwargs.get("dropout", 0.0),
-        needs_weights=implementation == "eager",
         is_self=_is_self(module),
         **options,
     )

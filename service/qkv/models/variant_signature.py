@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -12,10 +12,7 @@ from qkv.client.request_builders import build_inputs_message
 from qkv.client.results import Run
 from qkv.errors import InvalidContent, NotFound
 from qkv.models.masks import Part, parts_of, whole_of
-
-if TYPE_CHECKING:
-    from qkv.models.attention_call import AttentionCall
-    from qkv.models.model_call import ModelCall
+from qkv.models.model_call import ModelCall
 
 __all__ = ["VariantSignature", "variant_run"]
 
@@ -81,7 +78,7 @@ class VariantSignature(NamedTuple):
             return f"{self.name} takes no window"
         return None
 
-    def arguments_of(self, call: AttentionCall) -> dict[str, Any]:
+    def arguments_of(self, call: ModelCall) -> dict[str, Any]:
         """Returns the arguments of the whole batch of a call.
 
         Raises:
@@ -105,7 +102,7 @@ class VariantSignature(NamedTuple):
         whole = parts[0]._replace(items=tuple(range(len(call.query))), queries=None, keys=None)
         return {**self.arguments(call, whole), "key_lengths": torch.tensor(lengths)}
 
-    def arguments(self, call: AttentionCall | ModelCall, part: Part) -> dict[str, Any]:
+    def arguments(self, call: ModelCall, part: Part) -> dict[str, Any]:
         """Returns the arguments of a part of a call.
 
         Raises:
@@ -128,7 +125,7 @@ class VariantSignature(NamedTuple):
         }
         return {**taken, **self.options(call, part)}
 
-    def options(self, call: AttentionCall | ModelCall, part: Part) -> dict[str, Any]:
+    def options(self, call: ModelCall, part: Part) -> dict[str, Any]:
         """Returns the parameters for a part of a call, of those that the variant takes."""
         offset = part.query_offset if part.causal or part.window is not None else 0
         options = {
@@ -141,7 +138,7 @@ class VariantSignature(NamedTuple):
         return {n: x for n, x in options.items() if n in self.parameters and x}
 
 
-def _lengths(call: AttentionCall, parts: list[Part]) -> list[int] | None:
+def _lengths(call: ModelCall, parts: list[Part]) -> list[int] | None:
     """Returns the number of keys of each sequence; None if more than padding at the end differs."""
     lengths = [0] * len(call.query)
     for part in parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import unquote
 
 import httptools
@@ -25,10 +25,8 @@ from qkv.errors import (
 )
 from qkv.server.client_progress import ClientProgress
 from qkv.server.http_request import HttpRequest, encode_head
+from qkv.server.http_server import HttpServer
 from qkv.server.request_head import check_head, path_of, with_path, without_upgrade
-
-if TYPE_CHECKING:
-    from qkv.server.http_server import HttpServer
 
 __all__ = ["HttpConnection"]
 

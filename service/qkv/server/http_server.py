@@ -7,16 +7,15 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from email.utils import formatdate
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from qkv.api.observability import RequestObserver
 from qkv.errors import QkvError
-from qkv.server.http_connection import HttpConnection
 
-__all__ = ["HttpServer"]
+__all__ = ["HttpServer", "OpenConnection"]
 
 _KEEP_ALIVE_S: Final = 5.0  # without a request
 _LINGER_S: Final = 2.0  # a client that sends while the connection closes would not see its response
@@ -24,8 +23,24 @@ _READ_BYTES: Final = 1 << 18
 _CANCEL_S: Final = 2.0  # for the responses of requests that are cancelled
 
 
+class OpenConnection(Protocol):
+    """An open connection, as the server checks it.
+
+    Attributes:
+        client: address and port of the client.
+    """
+
+    client: tuple[str, int] | None
+
+    def check(self) -> None:
+        """Closes the connection if its client is too slow."""
+
+    def close_when_idle(self) -> None:
+        """Closes the connection once it has no request in progress."""
+
+
 class HttpServer:
-    """Serves an ASGI application on the connections that it is given.
+    """What the connections that serve an ASGI application share.
 
     It checks all connections periodically, so that a request needs no timer. It counts checks, not
     seconds, so that a paused process does not time out all its connections.
@@ -61,7 +76,7 @@ class HttpServer:
     ) -> None:
         self.app, self.observer, self.error_response = app, observer, error_response
         self.is_draining = is_draining
-        self.connections: set[HttpConnection] = set()
+        self.connections: set[OpenConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         self.date = b""
@@ -73,17 +88,13 @@ class HttpServer:
         self._timer: asyncio.TimerHandle | None = None
         self._all_closed = asyncio.Event()
 
-    def new_connection(self) -> HttpConnection:
-        """Returns the protocol of a new connection."""
-        return HttpConnection(self)
-
-    def add(self, connection: HttpConnection) -> None:
+    def add(self, connection: OpenConnection) -> None:
         """Adds an open connection to those that are checked."""
         self.connections.add(connection)
         if self._timer is None:
             self._begin_period()
 
-    def remove(self, connection: HttpConnection) -> None:
+    def remove(self, connection: OpenConnection) -> None:
         """Removes a closed connection."""
         self.connections.discard(connection)
         if not self.connections:

@@ -15,6 +15,7 @@ from qkv.api.app import Runtime, create_app, running
 from qkv.api.error_responses import error_response
 from qkv.engine.job_executor import JobExecutor
 from qkv.server.acceptor import Acceptor
+from qkv.server.http_connection import HttpConnection
 from qkv.server.http_server import HttpServer
 from qkv.settings import Settings
 from qkv.telemetry.worker_state import WorkerState
@@ -94,7 +95,10 @@ async def _serve(app: FastAPI, listening: socket.socket, parent_alive_fd: int) -
     server = new_http_server(app)
     async with running(runtime):
         acceptor = Acceptor(
-            listening, runtime.worker, server.new_connection, lambda: len(server.connections)
+            listening,
+            runtime.worker,
+            lambda: HttpConnection(server),
+            lambda: len(server.connections),
         )
         acceptor.open()
         runtime.worker.set_ready(True)

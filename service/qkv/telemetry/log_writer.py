@@ -1,6 +1,8 @@
 """Writes log lines from a background thread, so that a slow reader delays no event loop.
 
 `BackgroundWriter` writes the request log; `StderrHandler` is the `logging` handler of each process.
+`QueueHandler` and `QueueListener` would make a `LogRecord` for each request, write each line alone,
+and neither bound the queue in bytes nor count the lines that a failed write loses.
 """
 
 from __future__ import annotations

@@ -12,35 +12,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from qkv.errors import QkvError
-from qkv.testing.call import Call
 from qkv.testing.cases import error_units
 from qkv.testing.known_bugs import KNOWN_BUGS, LOW_PRECISION, Change
 from qkv.testing.low_precision import sums_are_narrow
-from qkv.testing.truth import Truth, has_derivation
+from qkv.testing.observation import Observation
+from qkv.testing.truth import has_derivation
 from qkv.testing.wrong_results import WrongResult, apply_changes
 
-__all__ = ["Observation", "diagnose"]
+__all__ = ["diagnose"]
 
 _WIDTH = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class Observation(NamedTuple):
-    """The results of a function on one call.
-
-    Attributes:
-        call: the call.
-        truth: its exact results and budgets.
-        found: the function's results by name, with at least `output`.
-        has_failed: True if a result is over budget.
-    """
-
-    call: Call
-    truth: Truth
-    found: dict[str, Tensor]
-    has_failed: bool
 
 
 class _Hypothesis(NamedTuple):

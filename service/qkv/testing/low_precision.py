@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,11 +21,9 @@ from torch import Tensor
 from qkv.testing.budget import output_budget, smallest, unit_roundoffs
 from qkv.testing.cases import error_units
 from qkv.testing.gradient_budget import gradient_budgets
+from qkv.testing.observation import Observation
 from qkv.testing.plain_softmax import Evaluation, evaluate
 from qkv.testing.truth import has_derivation
-
-if TYPE_CHECKING:
-    from qkv.testing.diagnosis import Observation
 
 __all__ = ["sums_are_narrow"]
 

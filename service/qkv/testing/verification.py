@@ -13,9 +13,10 @@ from qkv.errors import InvalidContent
 from qkv.testing.call import Call
 from qkv.testing.case_spec import DTYPES, CaseSpec
 from qkv.testing.cases import Case, compare
-from qkv.testing.diagnosis import Observation, diagnose
+from qkv.testing.diagnosis import diagnose
 from qkv.testing.families import FAMILIES, NotDrawn
 from qkv.testing.function_runner import Framework, Outcome, run_function
+from qkv.testing.observation import Observation
 from qkv.testing.report import Report
 from qkv.testing.torch_kernel import run_torch_kernel
 from qkv.testing.truth import find_truth

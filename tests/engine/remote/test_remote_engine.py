@@ -19,8 +19,8 @@ from qkv.engine.result import Result
 from qkv.errors import DeadlineExceeded, Internal, InvalidContent, QkvError, ServiceUnavailable
 from qkv.jobs.job import Job
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.head_stats import HEAD_STATS
 from qkv.jobs.measure.row_metrics import ROW_METRICS
+from qkv.jobs.measure.row_stats import ROW_STATS
 from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -88,7 +88,7 @@ def test_comparison_of_heads_runs_remotely() -> None:
 
     async def test(fixture: Service) -> None:
         there = await fixture.remotes[0].submit(job)
-        assert there.outputs[HEAD_STATS].shape == (len(ROW_METRICS), 4, 4)
+        assert there.outputs[ROW_STATS].shape == (len(ROW_METRICS), 4, 4)
         assert bits(there) == bits(await fixture.engine.submit(job))
 
     run(test)

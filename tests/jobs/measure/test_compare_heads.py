@@ -1,4 +1,4 @@
-"""Figures of each head: equal to those of separate comparisons, with the pooled ones unchanged."""
+"""Figures of each head: equal to those of separate comparisons; the whole ones merge them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 
 from qkv.engine import local
 from qkv.errors import InvalidContent, PayloadTooLarge
-from qkv.jobs.measure import compare_request, head_errors, row_divergence
+from qkv.jobs.measure import compare_request, output_error, row_divergence
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.head_errors import measure_head_errors
-from qkv.jobs.measure.output_error import measure_output_error
+from qkv.jobs.measure.output_error import sum_errors
 from qkv.jobs.plan import Limits
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
@@ -230,16 +229,36 @@ def test_head_errors_are_those_of_each_head_at_any_block(
 ) -> None:
     """Heads of very different sizes do not affect each other."""
     # the real block bounds memory: heads of several blocks take seconds
-    monkeypatch.setattr(head_errors, "_BLOCK", block)
+    monkeypatch.setattr(output_error, "_BLOCK", block)
     numbers = np.random.default_rng(0)
     sizes = np.array([1e-4, 0.0, 1.0, 1e4])[:, None]
     b, a = ((numbers.normal(size=(3, 4, 5)) * sizes).astype(DTYPES[dtype]) for _ in range(2))
-    found = measure_head_errors(RawTensor.from_numpy(b), RawTensor.from_numpy(a), (3, 4, 5))
-    for h, error in enumerate(found):
-        cut = (RawTensor.from_numpy(np.ascontiguousarray(x[:, h])) for x in (b, a))
-        right = measure_output_error(*cut)
-        for one, other in zip(_figures(error), _figures(right), strict=True):
-            assert one == other if other is None else abs(one - other) <= 1e-14 * abs(other)
+    sums = sum_errors(RawTensor.from_numpy(b), RawTensor.from_numpy(a), (3, 4, 5))
+    for h, error in enumerate(sums.heads()):
+        _assert_error(error, b[:, h], a[:, h])
+    _assert_error(sums.whole(), b, a)
+
+
+def test_error_of_a_whole_output_holds_for_heads_of_any_size() -> None:
+    """Squares of the largest and the smallest head are beyond the range of float64."""
+    numbers = np.random.default_rng(0)
+    b, a = (numbers.normal(size=(2, 3, 5)) * [[1e-200], [1.0], [1e200]] for _ in range(2))
+    sums = sum_errors(RawTensor.from_numpy(b), RawTensor.from_numpy(a), (2, 3, 5))
+    for h, scale in enumerate([1e-200, 1.0, 1e200]):
+        _assert_error(sums.heads()[h], b[:, h], a[:, h], scale)
+    _assert_error(sums.whole(), b, a, 1e200)
+
+
+def _assert_error(error: Any, b: Array, a: Array, scale: float = 1.0) -> None:
+    """Asserts the definitions of the figures, in plain numpy."""
+    x, y = (z.astype(np.float64).ravel() / scale for z in (b, a))
+    right: tuple[Any, ...] = (None, 0.0, None)  # of zeros
+    if y.any():
+        norm_x, norm_y = np.linalg.norm(x), np.linalg.norm(y)
+        distance = np.linalg.norm(x - y)
+        right = distance / norm_y, np.abs(x - y).max() * scale, x @ y / norm_x / norm_y
+    for one, other in zip(_figures(error), right, strict=True):
+        assert one == other if other is None else abs(one - other) <= 1e-14 * abs(other)
 
 
 def _figures(error: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from qkv.jobs.measure.compare_entry import (
     full_shape,
 )
 from qkv.jobs.measure.probe_plans import Float64Plan
-from qkv.jobs.measure.row_divergence import RowDivergencePlan, select_inputs
+from qkv.jobs.measure.row_divergence import MAX_HEADS, RowDivergencePlan, select_inputs
 from qkv.jobs.measure.variant_choice import MAX_VARIANTS, VariantChoice
 from qkv.jobs.plan import Limits, Plan
 from qkv.wire.message import Message
@@ -31,7 +31,6 @@ __all__ = ["CompareFields", "CompareRequest"]
 
 _JOB_SCORES: Final = 1 << 22  # compared by one job, in about a second of one thread
 _NEIGHBOURS: Final = 16  # adjacent rows in a range, if not all rows are compared
-_MAX_HEADS: Final = 4096  # of the baseline and the variants together
 _HEAD_BYTES: Final = 1024  # of a head in the response, at most
 
 
@@ -171,7 +170,7 @@ class CompareRequest:
                 size += _length(cut[count])
                 count += 1
             part, cut = cut[:count], cut[count:]
-            plan = RowDivergencePlan.of(job.plan, baseline.plan, part, per_head=self.per_head)
+            plan = RowDivergencePlan.of(job.plan, baseline.plan, part)
             yield Job(plan, {**baseline.tensors, **job.tensors}, job.layer)
 
     @property
@@ -183,13 +182,14 @@ class CompareRequest:
     def head_axes(self) -> tuple[int, int, int] | None:
         """The number of elements of an output before the axis of its heads, in it, and after it.
 
-        None if the layer has an output projection, which adds up the heads.
+        None if the output has no such axis: also if the layer has an output projection, which adds
+        up the heads.
         """
-        B, H, L, E = full_shape(self.baseline.plan, "output")
-        layer = self.baseline.plan.inputs.layer
-        if layer is None:
-            return B, H, L * E
-        return None if layer.output_width is not None else (B * L, H, E)
+        layer, shape = self.baseline.plan.inputs.layer, full_shape(self.baseline.plan, "output")
+        if len(shape) != 4 or (layer is not None and layer.output_width is not None):
+            return None
+        B, H, L, E = shape
+        return (B, H, L * E) if layer is None else (B * L, H, E)
 
     @property
     def head_bytes(self) -> int:
@@ -210,7 +210,7 @@ class CompareRequest:
         for entry in (self.baseline, *self.variants):
             check_has_heads(entry)
         heads, entries = self.head_count, 1 + len(self.variants)
-        limit = min(_MAX_HEADS, self._limits.response_bytes // _HEAD_BYTES)
+        limit = min(MAX_HEADS, self._limits.response_bytes // _HEAD_BYTES)
         if heads * entries > limit:
             raise PayloadTooLarge(
                 f"per_head would give too many heads: got {heads} heads of {entries} variants, the "

@@ -15,20 +15,17 @@ from torch import Tensor
 from qkv.attention.layers.layer_weights import ROLES
 from qkv.attention.variant import Variant
 from qkv.jobs.inputs import Inputs
-from qkv.jobs.measure.head_stats import (
-    HEAD_STATS,
-    BlockValues,
-    merge_head_stats,
-    new_head_stats,
-)
 from qkv.jobs.measure.probe_plans import float64_arguments
-from qkv.jobs.measure.row_metrics import ROW_METRICS, RunningStats, row_metrics
+from qkv.jobs.measure.row_metrics import ROW_METRICS, RowMetrics, row_metrics
+from qkv.jobs.measure.row_stats import NO_ROWS, ROW_STATS, RunningStats, merge, reduce_rows
 from qkv.jobs.plan import Plan
 from qkv.wire.message import Message
 
-__all__ = ["Baseline", "RowDivergencePlan", "compare_rows", "select_inputs"]
+__all__ = ["MAX_HEADS", "Baseline", "RowDivergencePlan", "compare_rows", "select_inputs"]
 
 _BLOCK: Final = 1 << 22  # elements of a block of rows of either matrix
+MAX_HEADS: Final = 4096
+"""The largest number of heads of all variants of a comparison that has figures of each head."""
 _PART: Final = 1 << 20  # elements of a part of a block, whose metrics are computed at once
 _SHORT_ROW: Final = 16  # elements that take as much memory as the metrics of their row
 _PAIR_FLOPS: Final = 256  # floating-point operations per pair, mostly for sorting
@@ -48,26 +45,22 @@ class Baseline(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowDivergencePlan(Plan):
-    """A comparison that returns the `RunningStats` of each of `ROW_METRICS`.
+    """A comparison that returns the `ROW_STATS` of each head.
 
     Attributes:
         inputs: those of the variant and of the baseline.
         outputs: empty.
         baseline: the variant to compare with; its weights have the same shape.
         rows: the ranges of rows to compare, in every head.
-        per_head: `HEAD_STATS` are returned too. The weights have axes (B, H, L, S).
     """
 
     is_inference: ClassVar[bool] = False
 
     baseline: Baseline
     rows: Sequence[tuple[int, int]]
-    per_head: bool = False
 
     @classmethod
-    def of(
-        cls, plan: Plan, baseline: Plan, rows: Sequence[tuple[int, int]], *, per_head: bool = False
-    ) -> RowDivergencePlan:
+    def of(cls, plan: Plan, baseline: Plan, rows: Sequence[tuple[int, int]]) -> RowDivergencePlan:
         """Returns the comparison of the weights of two runs."""
         return cls(
             plan.variant,
@@ -76,7 +69,6 @@ class RowDivergencePlan(Plan):
             frozenset(),
             baseline=Baseline(baseline.variant, baseline.parameters),
             rows=rows,
-            per_head=per_head,
         )
 
     @cached_property
@@ -86,14 +78,9 @@ class RowDivergencePlan(Plan):
 
     @cached_property
     def output_specs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Four numbers for each metric, and as many for each head if requested."""
-        four = len(RunningStats._fields)
-        specs: dict[str, tuple[str, tuple[int, ...]]] = dict.fromkeys(
-            ROW_METRICS, ("float64", (four,))
-        )
-        if self.per_head:
-            specs[HEAD_STATS] = "float64", (len(ROW_METRICS), self.weights_shape[1], four)
-        return specs
+        """Four numbers for each metric and head."""
+        shape = len(ROW_METRICS), self.planes[1], len(RunningStats._fields)
+        return {ROW_STATS: ("float64", shape)}
 
     @cached_property
     def flops(self) -> int:
@@ -111,6 +98,20 @@ class RowDivergencePlan(Plan):
         """The shape of either matrix with every axis."""
         letters = self.variant.outputs["weights"].letters
         return tuple(self.inputs.axes.sizes[letter] for letter in letters)
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """The sequences and heads whose rows are compared.
+
+        One head if the weights have no axis of heads. Also if there are more than any response
+        has figures of, because their statistics would take much more memory than the weights.
+        """
+        match self.weights_shape:
+            case (B, H, _, _) if H <= MAX_HEADS:
+                return B, H
+            case (*planes, _, _):
+                return math.prod(planes), 1
+        raise AssertionError
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -160,59 +161,30 @@ def compare_rows(plan: RowDivergencePlan, projected: Mapping[str, Tensor]) -> di
     ]
     inputs = plan.inputs.names
     kinds = [v.weights_are(parameters, inputs) == "stochastic" for v, parameters, _ in pair]
-    stats = _RowStats(plan, (kinds[0], kinds[1]))
-    *planes, _, S = plan.weights_shape
+    stats = NO_ROWS
+    planes, S = plan.planes, plan.weights_shape[-1]
     # metrics of short rows need more memory than the rows
     limit = max(1, _BLOCK // (math.prod(planes) * max(S, _SHORT_ROW)))
     for first, last in plan.rows:
         for start in range(first, last, limit):
             rows = slice(start, min(last, start + limit))
             variant_NS, baseline_NS = (block(rows).flatten(0, -2) for block in blocks)
-            stats.add(variant_NS, baseline_NS)
-    return stats.tensors()
+            metrics = _metrics_by_parts(variant_NS, baseline_NS, (kinds[0], kinds[1]))
+            stats = merge(stats, reduce_rows(metrics, planes))
+    return {ROW_STATS: stats}
 
 
-class _RowStats:
-    """The statistics of the rows of a plan.
-
-    Args:
-        job: the plan.
-        are_distributions: as `row_metrics` takes them.
-    """
-
-    def __init__(self, plan: RowDivergencePlan, are_distributions: tuple[bool, bool]) -> None:
-        self._are_distributions = are_distributions
-        self._total = dict.fromkeys(ROW_METRICS, RunningStats())
-        self._planes = (plan.weights_shape[0], plan.weights_shape[1]) if plan.per_head else None
-        self._heads = new_head_stats(plan.weights_shape[1] if plan.per_head else 0)
-
-    def add(self, variant_NS: Tensor, baseline_NS: Tensor) -> None:
-        """Adds a block of rows of every head."""
-        N, S = variant_NS.shape
-        block: BlockValues | None = None
-        if self._planes is not None:
-            block = BlockValues(self._planes, N // math.prod(self._planes), variant_NS.device)
-        # one row of all heads may be longer than _PART
-        for part in range(0, N, step := max(1, _PART // S)):
-            some = slice(part, part + step)
-            found = row_metrics(variant_NS[some], baseline_NS[some], self._are_distributions)
-            self._total = {
-                name: stats.merge(RunningStats.from_values(found.values[name]))
-                for name, stats in self._total.items()
-            }
-            if block is not None:
-                block.put(found, part)
-        if block is not None:
-            self._heads = merge_head_stats(self._heads, block.stats())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the outputs of the comparison."""
-        outputs = {
-            name: torch.tensor(stats, dtype=torch.float64) for name, stats in self._total.items()
-        }
-        if self._planes is not None:
-            outputs[HEAD_STATS] = self._heads
-        return outputs
+def _metrics_by_parts(
+    variant_NS: Tensor, baseline_NS: Tensor, are_distributions: tuple[bool, bool]
+) -> RowMetrics:
+    """Returns the metrics of a block, in bounded memory: one row of all heads may be long."""
+    size = max(1, _PART // variant_NS.shape[1])
+    parts = [
+        row_metrics(variant, baseline, are_distributions)
+        for variant, baseline in zip(variant_NS.split(size), baseline_NS.split(size), strict=True)
+    ]
+    values, has = zip(*parts, strict=True)
+    return RowMetrics(torch.cat(values, -1), torch.cat(has, -1))
 
 
 def _row_block_function(

@@ -1,14 +1,13 @@
-"""Metrics of rows of two attention matrices, and their running statistics."""
+"""Metrics of the rows of two attention matrices."""
 
 from __future__ import annotations
 
-import math
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["ROW_METRICS", "RowMetrics", "RunningStats", "row_metrics"]
+__all__ = ["ROW_METRICS", "RowMetrics", "row_metrics"]
 
 ROW_METRICS: Final = (
     "total_variation", "kl_divergence", "js_divergence", "rank_correlation",
@@ -17,70 +16,22 @@ ROW_METRICS: Final = (
 """The names of the metrics of a row."""
 
 
-class RunningStats(NamedTuple):
-    """Running statistics of a metric over many rows.
-
-    Attributes:
-        rows: the number of rows that have the metric.
-        total: the sum over these rows.
-        least, most: the smallest and largest value; infinite if there are no rows.
-    """
-
-    rows: float = 0.0
-    total: float = 0.0
-    least: float = math.inf
-    most: float = -math.inf
-
-    @classmethod
-    def from_values(cls, values_N: Tensor) -> Self:
-        """Returns the statistics of the values of a metric, one per row."""
-        if not len(values_N):
-            return cls()
-        least, most = values_N.aminmax()
-        return cls(len(values_N), values_N.sum().item(), least.item(), most.item())
-
-    def merge(self, other: RunningStats) -> RunningStats:
-        """Returns the statistics over the rows of both."""
-        return RunningStats(
-            self.rows + other.rows,
-            self.total + other.total,
-            min(self.least, other.least),
-            max(self.most, other.most),
-        )
-
-    @property
-    def mean(self) -> float:
-        """The mean; NaN if there are no rows."""
-        return self.total / self.rows if self.rows else math.nan
-
-
 class RowMetrics(NamedTuple):
-    """The metrics of N rows, each with values only for the rows that have the metric.
+    """The M metrics of N rows, in the order of `ROW_METRICS`.
 
     Attributes:
-        values: by the names in `ROW_METRICS`, in the order of the rows.
-        seen_N: True for a row that is not zero in both matrices.
-        masks: for a metric that not all seen rows have, True for the seen rows that have it.
+        values_MN: float64; without meaning for a row that does not have the metric.
+        has_MN: True for a row that has the metric.
     """
 
-    values: dict[str, Tensor]
-    seen_N: Tensor
-    masks: dict[str, Tensor]
-
-    def places(self) -> dict[str, Tensor]:
-        """Returns the indices of the rows that have a metric, in the order of its values."""
-        (seen,) = self.seen_N.nonzero(as_tuple=True)
-        return {
-            name: seen[self.masks[name]] if name in self.masks else seen
-            for name, values in self.values.items()
-            if len(values)
-        }
+    values_MN: Tensor
+    has_MN: Tensor
 
 
 def row_metrics(
     variant_NS: Tensor, baseline_NS: Tensor, are_distributions: tuple[bool, bool]
 ) -> RowMetrics:
-    """Computes every metric of N rows. A metric has values only for the rows that have the metric.
+    """Computes every metric of N rows.
 
     A row that is zero in both matrices has no metric. A key is visible if either matrix gives it
     weight. Logarithms are natural.
@@ -99,29 +50,28 @@ def row_metrics(
     """
     b, a = variant_NS, baseline_NS
     seen_NS = (b != 0) | (a != 0)
-    rows = seen_NS.any(-1)
-    if not bool(rows.all()):
-        b, a, seen_NS = b[rows], a[rows], seen_NS[rows]
-    metrics, masks = dict.fromkeys(ROW_METRICS, b.new_empty(0)), {}
-    metrics["total_variation"] = (a - b).abs_().sum(-1) / 2
-    metrics["rank_correlation"], masks["rank_correlation"] = _rank_correlation(b, a, seen_NS)
+    seen_N = seen_NS.any(-1)
+    metrics = {
+        "total_variation": ((a - b).abs_().sum(-1) / 2, seen_N),
+        "rank_correlation": _rank_correlation(b, a, seen_NS),
+    }
     entropies = []
     for rows_NS, prefix, is_distribution in zip(
         (b, a), ("", "baseline_"), are_distributions, strict=True
     ):
         if is_distribution:
             entropy, count = _entropy(rows_NS), (rows_NS != 0).sum(-1)
-            any_N, several_N = count > 0, count > 1
-            metrics[f"{prefix}entropy"] = entropy[any_N]
-            metrics[f"{prefix}unevenness"] = (count.to(entropy).log() - entropy)[several_N]
-            masks |= {f"{prefix}entropy": any_N, f"{prefix}unevenness": several_N}
+            metrics[f"{prefix}entropy"] = entropy, count > 0
+            metrics[f"{prefix}unevenness"] = count.to(entropy).log() - entropy, count > 1
             entropies.append(entropy)
     if all(are_distributions):
         cross_entropy = -torch.xlogy(a, b).sum(-1)
-        metrics["kl_divergence"] = (cross_entropy - entropies[1]).clamp_(min=0.0)
+        metrics["kl_divergence"] = (cross_entropy - entropies[1]).clamp_(min=0.0), seen_N
         gap = _entropy((a + b) / 2) - (entropies[0] + entropies[1]) / 2
-        metrics["js_divergence"] = gap.clamp_(min=0.0)
-    return RowMetrics(metrics, rows, masks)
+        metrics["js_divergence"] = gap.clamp_(min=0.0), seen_N
+    none = b.new_zeros(len(b)), torch.zeros_like(seen_N)
+    values, has = zip(*(metrics.get(name, none) for name in ROW_METRICS), strict=True)
+    return RowMetrics(torch.stack(values), torch.stack(has))
 
 
 def _entropy(rows_NS: Tensor) -> Tensor:
@@ -129,7 +79,7 @@ def _entropy(rows_NS: Tensor) -> Tensor:
 
 
 def _rank_correlation(b_NS: Tensor, a_NS: Tensor, seen_NS: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns Pearson's correlation of the ranks of some rows, and a mask of these rows.
+    """Returns Pearson's correlation of the ranks of each row, and True for a row that has one.
 
     A row in which all ranks are equal has no correlation.
     """
@@ -142,10 +92,9 @@ def _rank_correlation(b_NS: Tensor, a_NS: Tensor, seen_NS: Tensor) -> tuple[Tens
             (_ranks(x.masked_fill(hidden_NS, torch.inf)) - middle_N1).masked_fill_(hidden_NS, 0.0)
             for x in (b_NS, a_NS)
         )
-    varies = rank_b.square().sum(-1) * rank_a.square().sum(-1)
-    has_order = varies > 0
-    covaries = (rank_b * rank_a).sum(-1)
-    return (covaries[has_order] / varies[has_order].sqrt()).clamp(-1.0, 1.0), has_order
+    varies_N = rank_b.square().sum(-1) * rank_a.square().sum(-1)
+    covaries_N = (rank_b * rank_a).sum(-1)
+    return (covaries_N / varies_N.sqrt()).clamp(-1.0, 1.0), varies_N > 0
 
 
 def _ranks(x_NS: Tensor) -> Tensor:

@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 
 from qkv.jobs.measure.compare_request import CompareRequest
-from qkv.jobs.measure.head_errors import measure_head_errors
-from qkv.jobs.measure.head_stats import (
-    HEAD_STATS,
-    head_stats_of,
-    merge_head_stats,
-    new_head_stats,
+from qkv.jobs.measure.output_error import sum_errors
+from qkv.jobs.measure.row_stats import (
+    NO_ROWS,
+    ROW_STATS,
+    RunningStats,
+    by_head,
+    merge,
+    merge_heads,
 )
-from qkv.jobs.measure.output_error import measure_output_error
-from qkv.jobs.measure.row_metrics import ROW_METRICS, RunningStats
 from qkv.tensors import RawTensor
 from qkv.wire.responses import (
     BaselineWeights,
@@ -40,7 +40,6 @@ class VariantReport:
         times_ms: compute time of each timed run.
         peak_bytes: peak memory of a run.
         output_error: the error of the output; None if there is no reference.
-        row_stats: statistics of the weights of the variant and of the baseline.
         head_errors: the error of each head of the output; empty if it is unknown.
     """
 
@@ -48,25 +47,21 @@ class VariantReport:
         self.times_ms: list[float] = []
         self.peak_bytes = 0
         self.output_error: OutputError | None = None
-        self.row_stats = dict.fromkeys(ROW_METRICS, RunningStats())
         self.head_errors: Sequence[OutputError | None] = ()
-        self._head_axes = request.head_axes if request.per_head else None
-        self._head_stats = new_head_stats(request.head_count) if request.per_head else None
+        self._request = request
+        self._stats = NO_ROWS
 
     def measure_error(self, output: RawTensor, reference: RawTensor) -> None:
         """Measures the error of the output, and that of each head if requested."""
-        self.output_error = measure_output_error(output, reference)
-        if self._head_axes is not None:
-            self.head_errors = measure_head_errors(output, reference, self._head_axes)
+        axes = self._request.head_axes
+        sums = sum_errors(output, reference, axes)
+        self.output_error = sums.whole()
+        if self._request.per_head and axes is not None:
+            self.head_errors = sums.heads()
 
     def add_rows(self, outputs: Mapping[str, RawTensor]) -> None:
         """Adds the outputs of a `RowDivergencePlan`."""
-        for name in ROW_METRICS:
-            found = RunningStats(*outputs[name].numpy().tolist())
-            self.row_stats[name] = self.row_stats[name].merge(found)
-        if self._head_stats is not None:
-            found_MH4 = torch.tensor(outputs[HEAD_STATS].numpy())
-            self._head_stats = merge_head_stats(self._head_stats, found_MH4)
+        self._stats = merge(self._stats, torch.tensor(outputs[ROW_STATS].numpy()))
 
     def take_baseline_rows(self, other: VariantReport) -> None:
         """Takes the statistics of the baseline from the report of a variant that has them."""
@@ -74,9 +69,16 @@ class VariantReport:
         self.head_row_stats = list(map(_baseline_stats, other.head_row_stats))
 
     @cached_property
+    def row_stats(self) -> dict[str, RunningStats]:
+        """Statistics of the weights of the variant and of the baseline, by metric."""
+        return by_head(merge_heads(self._stats))[0]
+
+    @cached_property
     def head_row_stats(self) -> list[dict[str, RunningStats]]:
         """The attribute `row_stats` of each head; empty without `per_head`."""
-        return [] if self._head_stats is None else head_stats_of(self._head_stats)
+        if not self._request.per_head:
+            return []
+        return by_head(self._stats.expand(-1, self._request.head_count, -1))
 
     @property
     def heads(self) -> list[tuple[OutputError | None, Mapping[str, RunningStats]]]:
@@ -93,7 +95,7 @@ def baseline_weights(stats: Mapping[str, RunningStats]) -> BaselineWeights:
     """Returns the figures of rows of the baseline's weights.
 
     Args:
-        stats: of the metrics, by the names in `ROW_METRICS`.
+        stats: of the metrics, by name.
     """
     return BaselineWeights(_entropy(stats))
 
