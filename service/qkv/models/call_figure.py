@@ -6,18 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from qkv.client.client import Client
-from qkv.client.figures.run_grid import Options
-from qkv.client.results import draw_run
+from qkv.client.figures.run_figure import draw_run
+from qkv.client.figures.tokens import Tokens, choose_tokens
 from qkv.errors import InvalidContent
 from qkv.models.call_chain import to_numbers
 from qkv.models.masks import is_self_attention, parts_of
 from qkv.models.variant_signature import VariantSignature, variant_run
 
 if TYPE_CHECKING:
-    from qkv.client.figures.figure import Figure
     from qkv.models.attention_call import AttentionCall
 
 __all__ = ["draw_call"]
@@ -30,14 +31,15 @@ _POOLED: Final = {"pool": 128}
 def draw_call(
     call: AttentionCall,
     *,
-    tokens: Sequence[str] | None,
-    key_tokens: Sequence[str] | None,
+    tokens: Tokens | None,
+    key_tokens: Tokens | None,
     batch: int,
     heads: Sequence[int] | None,
     variant: str,
     weights: str | Mapping[str, Any] | None,
     shared_scale: bool,
     title: str | None,
+    ax: Axes | None,
     client: Client | None,
     parameters: Mapping[str, Any],
 ) -> Figure:
@@ -64,16 +66,19 @@ def draw_call(
         title = f"{call.layer}, {variant}"
         if chosen != tuple(range(len(chosen))):
             title += f", heads {', '.join(map(str, chosen))}"
-    options = Options(
-        tokens=_tokens_at("tokens", tokens, part.queries, L),
-        key_tokens=_tokens_at("key_tokens", key_tokens, part.keys, S),
-        batch=0,
+    B = len(call.query)
+    return draw_run(
+        run,
+        tokens=_tokens_at("tokens", choose_tokens("tokens", tokens, batch, B), part.queries, L),
+        key_tokens=_tokens_at(
+            "key_tokens", choose_tokens("key_tokens", key_tokens, batch, B), part.keys, S
+        ),
         heads=range(len(chosen)),
-        head_numbers=chosen,
+        head_names=chosen,
         shared_scale=shared_scale,
         title=title,
+        ax=ax,
     )
-    return draw_run(run, options)
 
 
 def _select(call: AttentionCall, batch: int, heads: tuple[int, ...]) -> AttentionCall:
