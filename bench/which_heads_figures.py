@@ -18,10 +18,11 @@ MAP_LIMITS: Final = (0.0, 3.0)
 
 def draw_figures(results: Results, stem: Path) -> None:
     """Writes the figures beside the page: its path without suffix, and a name."""
-    results.comparison.figure(
-        stem.with_name(f"{stem.name}-map.svg"), variants=results.variants, limits=MAP_LIMITS,
+    figure = results.comparison.figure(
+        variants=results.variants, limits=MAP_LIMITS,
         title="Relative error of the output of each head, compared with softmax",
     )  # fmt: skip
+    figure.savefig(stem.with_name(f"{stem.name}-map.svg"), metadata={"Date": None})
     for name, text in (("k", _draw_ks(results)), ("order", _draw_orders(results))):
         stem.with_name(f"{stem.name}-{name}.svg").write_text(text, encoding="utf-8", newline="\n")
 

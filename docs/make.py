@@ -1,6 +1,6 @@
 """Generates docs/variants.md, docs/files.md, the pictures of the variants and the README's table.
 
-`python docs/make.py` or `make docs` writes them; tests compare them with `build_files`.
+`python docs/make.py` or `make docs` writes them; tests compare the pages with `build_files`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from qkv.api import variant_pictures
+import variant_pictures
+
 from qkv.attention import catalogue
 from qkv.attention.variant import Variant
 
 ROOT: Final = Path(__file__).parent.parent
-PICTURES: Final = "docs/variants"
+PICTURES: Final = "service/qkv/attention/variants/pictures"
 BEGIN: Final = "<!-- made by `make docs` -->\n"
 END: Final = "<!-- end -->\n"
 
@@ -27,20 +28,25 @@ _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "
 
 
 def build_files() -> dict[str, str]:
-    """Returns the text of every generated file, by its path from the root."""
+    """Returns the text of every generated page, by its path from the root."""
     every = list(catalogue.variants().values())
     readme = (ROOT / "README.md").read_text()
     before, rest = readme.split(BEGIN)
     after = rest.split(END, 1)[1]
-    files = {
+    return {
         "README.md": before + BEGIN + "\n".join(_summary(every)) + "\n" + END + after,
         "docs/variants.md": "\n".join(_page(every)) + "\n",
         "docs/files.md": "\n".join(_files()) + "\n",
     }
-    for variant in every:
-        if (svg := variant_pictures.draw(variant)) is not None:
-            files[f"{PICTURES}/{variant.name}.svg"] = svg
-    return files
+
+
+def draw_pictures() -> dict[str, str]:
+    """Returns the picture of every variant that has a matrix of weights, by its path."""
+    return {
+        f"{PICTURES}/{variant.name}.svg": variant_pictures.to_svg(variant_pictures.draw(variant))
+        for variant in catalogue.variants().values()
+        if variant_pictures.has_matrix(variant)
+    }
 
 
 def _summary(variants: list[Variant]) -> Iterator[str]:
@@ -53,7 +59,7 @@ def _summary(variants: list[Variant]) -> Iterator[str]:
         yield f"| [{variant.name}]({link}) | {formula} | {paper} | {cost} |"
     yield ""
     for variant in variants:
-        if variant_pictures.draw(variant) is not None:
+        if variant_pictures.has_matrix(variant):
             yield (
                 f'<a href="docs/variants.md#{variant.name}"><img height="170" '
                 f'src="{PICTURES}/{variant.name}.svg" alt="The weights of {variant.name}"></a>'
@@ -69,7 +75,7 @@ def _page(variants: list[Variant]) -> Iterator[str]:
     )
     yield (
         "The pictures show every variant for the same input, with default parameters. "
-        f"{variant_pictures.INPUT} {variant_pictures.SHADES} "
+        f"{variant_pictures.INPUT} {variant_pictures.COLOURS} "
         "`GET /v1/variants/{variant}/picture` returns the same picture.\n"
     )
     yield from (f"- [{v.name}](#{v.name}): {v.summary}" for v in variants)
@@ -81,8 +87,8 @@ def _section(variant: Variant) -> Iterator[str]:
     """Yields the section of one variant in docs/variants.md."""
     description = catalogue.describe(variant)
     yield f"\n## {variant.name}\n\n{description['summary']}\n"
-    if variant_pictures.draw(variant) is not None:
-        yield f"![The weights of {variant.name}](variants/{variant.name}.svg)\n"
+    if variant_pictures.has_matrix(variant):
+        yield f"![The weights of {variant.name}](../{PICTURES}/{variant.name}.svg)\n"
     yield "| | |\n| --- | --- |"
     yield f"| formula | {_code(description['formula'])} |"
     yield from (f"| {word} | {_cell(description[word])} |" for word in ("paper", "cost", "weights"))
@@ -173,7 +179,7 @@ def _code(text: str) -> str:
 
 def main() -> None:
     """Writes the files, and removes pictures of variants that no longer exist."""
-    files = build_files()
+    files = build_files() | draw_pictures()
     (ROOT / PICTURES).mkdir(exist_ok=True)
     for old in (ROOT / PICTURES).glob("*.svg"):
         if f"{PICTURES}/{old.name}" not in files:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import httpx
 import pytest
+from variant_pictures import has_matrix
 
 from qkv.attention import catalogue
 from qkv.attention.layers import layout_catalogue
@@ -39,6 +40,7 @@ README, HTTP, PYTHON, RUNNING, V2, LAYOUTS, MODEL, MODELS = (
 ADDRESS: Final = "http://127.0.0.1:8000"
 HOST: Final = ADDRESS.removeprefix("http://")
 PAGES: Final = sorted(p for f in (".", "docs", "service/qkv/**") for p in ROOT.glob(f"{f}/*.md"))
+PICTURES: Final = ROOT / "service/qkv/attention/variants/pictures"
 CODE_FOLDERS: Final = ("service", "tests", "bench", "docs")
 
 MAX_WORDS: Final = 25
@@ -231,12 +233,12 @@ def test_every_variant_has_a_complete_description() -> None:
 
 
 def test_generated_files_are_up_to_date() -> None:
-    """README's table, docs/variants.md and the pictures are equal to the output of `make docs`."""
+    """README's table and docs/variants.md are equal to the output of `make docs`."""
     generated = runpy.run_path(str(ROOT / "docs/make.py"))["build_files"]()
     for path, text in generated.items():
         assert (ROOT / path).read_text() == text, f"{path}: run make docs"
-    pictures = {str(path.relative_to(ROOT)) for path in (ROOT / "docs/variants").iterdir()}
-    assert pictures == {path for path in generated if path.startswith("docs/variants/")}
+    pictures = {path.stem for path in PICTURES.iterdir()}
+    assert pictures == {n for n, v in catalogue.variants().items() if has_matrix(v)}
 
 
 @pytest.mark.parametrize("name", catalogue.variants())
@@ -254,9 +256,9 @@ def test_every_variant_is_in_the_readme_and_has_a_section(name: str) -> None:
     for named in ("inputs", "outputs", "refuses"):
         assert all(f"| `{n}` |" in section for n in description[named])
     assert all(f"| `{n}` |" in section for n in description["parameters"]["properties"])
-    has_picture = (ROOT / f"docs/variants/{name}.svg").exists()
-    assert (f'src="docs/variants/{name}.svg"' in README) is has_picture
-    assert (f"](variants/{name}.svg)" in section) is has_picture
+    picture = PICTURES / f"{name}.svg"
+    assert (f'src="{picture.relative_to(ROOT)}"' in README) is picture.exists()
+    assert (f"](../{picture.relative_to(ROOT)})" in section) is picture.exists()
 
 
 def test_every_layout_is_documented() -> None:

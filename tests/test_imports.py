@@ -23,21 +23,21 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"client", "engine", "server", "settings", "tensors", "testing", "version", "wire"},
     "server": {"api", "engine", "settings", "telemetry", "wire"},
     "api": {
-        "attention", "engine", "heatmap", "jobs", "settings", "telemetry", "tensors", "testing",
-        "version", "wire",
+        "attention", "engine", "jobs", "settings", "telemetry", "tensors", "testing", "version",
+        "wire",
     },
     "engine": {"attention", "jobs", "telemetry", "tensors", "wire"},
     "jobs": {"attention", "tensors", "wire"},
     "attention": {"tensors"},
-    "client": {"heatmap", "tensors", "version", "wire"},
-    "models": {"attention", "client", "engine", "heatmap", "jobs", "tensors", "wire"},
+    "client": {"tensors", "version", "wire"},
+    "models": {"attention", "client", "engine", "jobs", "tensors", "wire"},
     "wire": {"tensors"},
     "settings": {"tracing_variables"},
     "telemetry": {"version"},
-    "testing": {"attention", "client", "heatmap", "jobs", "tensors", "version", "wire"},
+    "testing": {"attention", "client", "jobs", "tensors", "version", "wire"},
 }  # fmt: skip
 
-TORCH_FREE = {"__init__", "__main__", "cli", "client", "errors", "heatmap", "tensors", "wire"}
+TORCH_FREE = {"__init__", "__main__", "cli", "client", "errors", "tensors", "wire"}
 WEB = {"fastapi", "starlette"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -111,12 +111,23 @@ def test_top_of_the_package_has_few_entries() -> None:
     assert sum(path.is_file() for path in top) <= 9
 
 
-def test_import_of_qkv_imports_no_torch() -> None:
+def test_import_of_qkv_imports_no_torch_and_no_matplotlib() -> None:
     code = (
-        "import qkv, qkv.cli.main, sys; assert 'torch' not in sys.modules; print(qkv.__version__)"
+        "import qkv, qkv.cli.main, sys; assert not {'torch', 'matplotlib'} & sys.modules.keys(); "
+        "print(qkv.__version__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == qkv.__version__
+
+
+def test_service_needs_no_matplotlib() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from qkv.api.app import create_app; "
+        "from qkv.api.endpoints.variants import entry; from qkv.attention import catalogue; "
+        "print(entry(catalogue.find('softmax'))['picture'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "/v1/variants/softmax/picture"
 
 
 def test_public_names_are_sorted_and_defined() -> None:

@@ -14,7 +14,6 @@ from qkv.client.async_client import AsyncClient
 from qkv.client.client import Client
 from qkv.client.comparison import Comparison, VariantComparison
 from qkv.client.detected import Detected
-from qkv.client.figures.figure import Figure
 from qkv.client.head_map import head_map, head_maps
 from qkv.client.request_builders import Choice
 from qkv.client.results import Converted, Gradients, Run
@@ -39,7 +38,6 @@ __all__ = [
     "Converted",
     "Crossover",
     "Detected",
-    "Figure",
     "Gradients",
     "QkvError",
     "Run",

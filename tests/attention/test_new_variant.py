@@ -75,12 +75,9 @@ def test_new_variant_is_in_the_openapi_document(http: httpx.Client) -> None:
     assert "uniform" in str(post["responses"]["200"])
 
 
-def test_new_variant_has_a_picture(http: httpx.Client) -> None:
-    path = http.get("/v1/variants/uniform").json()["picture"]
-    response = http.get(path)
-    assert response.headers["content-type"] == "image/svg+xml"
-    every_cell = "".join(f"M0 {i}h16v1h-16z" for i in range(16))
-    assert f'd="{every_cell}"><title>0.0625</title>' in response.text
+def test_new_variant_has_no_picture_until_one_is_drawn(http: httpx.Client) -> None:
+    assert http.get("/v1/variants/uniform").json()["picture"] is None
+    assert http.get("/v1/variants/uniform/picture").status_code == 404
 
 
 @each(

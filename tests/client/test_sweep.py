@@ -9,12 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from qkv import (
     AsyncClient,
@@ -406,32 +406,30 @@ def test_closed_sweep_stops_in_the_service(server: Server) -> None:
         assert client.attend("softmax", query=QUERY, key=QUERY, value=QUERY).output.shape == (2, 2)
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
-def test_sweep_is_plotted_to_a_file(
-    run_sweep: RunSweep, tmp_path: Path, suffix: str, magic: bytes
-) -> None:
+def test_sweep_is_plotted(run_sweep: RunSweep) -> None:
     with scripted_server(WHOLE_STREAM) as received:
         _, sweep = run_sweep(received.url)
-    sweep.plot(tmp_path / f"sweep.{suffix}")
-    picture = (tmp_path / f"sweep.{suffix}").read_bytes()
-    assert picture.startswith(magic)
-    if suffix == "svg":
-        assert b"linear faster than softmax between 256 and 512" in picture
-    with pytest.raises(ValueError, match="svg"):
-        sweep.plot(str(tmp_path / "sweep.nope"))
+    (ax,) = sweep.plot().axes
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in ax.lines[:2]}
+    for name in ("softmax", "linear"):
+        cells = [cell for cell in sweep.cells if cell.variant == name and cell.problem is None]
+        assert lines[name] == [[cell.length, cell.median_ms] for cell in cells]
+    assert "linear faster than softmax between 256 and 512" in ax.texts[0].get_text()
+    page = Figure()
+    assert sweep.plot(ax=page.subplots()) is page
 
 
 def test_plot_without_matplotlib_names_the_command_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with scripted_server(WHOLE_STREAM) as received:
         _, sweep = sweep_sync(received.url)
-    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "qkv.client.sweep_plot", raising=False)
+    for name in [n for n in sys.modules if n.startswith(("matplotlib", "qkv.client.figures"))]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[plot\]'"):
-        sweep.plot(tmp_path / "sweep.svg")
+        sweep.plot()
 
 
 def test_repr_of_a_sweep_is_one_line(run_sweep: RunSweep) -> None:

@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from qkv.errors import InvalidContent
 from qkv.models import call_figure
 from qkv.models.variant_signature import variant_run
 from support.attention_calls import make_call, padding_mask
+from support.pictures import column_labels, matrix, panels, row_labels, titles
 
 WORDS = ["the", "dog", "saw", "it", "pad1", "pad2"]
 
 
-def test_figure_has_the_tokens_of_a_sequence_without_its_padding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_lists", [True, False])
+def test_figure_has_the_tokens_of_a_sequence_without_its_padding(as_lists: bool) -> None:
     call = make_call("block.7", B=2, L=6, mask=padding_mask([6, 4], 6))
-    figure = call.figure(tmp_path / "call.svg", tokens=WORDS, batch=1)
-    assert (tmp_path / "call.svg").read_text() == figure.svg
-    assert all(word in figure.svg for word in WORDS[:4])
-    assert "pad" not in figure.svg
-    assert "block.7, softmax" in figure.svg
-    whole = call.figure(tokens=WORDS, title="mine").svg
-    assert all(word in whole for word in (*WORDS, "mine"))
+    tokens: Any = [["x"] * 6, WORDS] if as_lists else WORDS
+    figure = call.figure(tokens=tokens, batch=1)
+    ax = panels(figure)[0]
+    assert column_labels(panels(figure)[-1]) == row_labels(ax) == WORDS[:4]
+    assert np.array_equal(matrix(ax), call.weights()[1, 0, :4, :4])
+    assert figure.get_suptitle() == "block.7, softmax"
+    whole = call.figure(tokens=WORDS, title="mine")
+    assert row_labels(panels(whole)[0]) == WORDS
+    assert whole.get_suptitle() == "mine"
 
 
 def test_figure_of_chosen_heads_names_them() -> None:
     call = make_call(H=4, G=2, heads=(2, 3, 6, 7))
-    assert "heads 6" in call.figure(heads=[6]).svg
-    assert "heads 2, 7" in call.figure(heads=[2, 7], variant="linear").svg
-    svg = call.figure(heads=[3, 6]).svg
-    assert all(f">head {n}<" in svg for n in (3, 6))
-    assert not any(f">head {n}<" in svg for n in (0, 1, 2, 7))
-    assert all(f">head {n}<" in call.figure().svg for n in (2, 3, 6, 7))
-    rows = call.figure(heads=[3, 6], weights="stats").svg
-    assert all(f">{n}</text>" in rows for n in (3, 6))
-    alone = make_call()
-    assert "heads" not in alone.figure().svg
+    assert "heads 6" in call.figure(heads=[6]).get_suptitle()
+    assert "heads 2, 7" in call.figure(heads=[2, 7], variant="linear").get_suptitle()
+    assert titles(call.figure(heads=[3, 6])) == ["head 3", "head 6"]
+    assert titles(call.figure()) == [f"head {n}" for n in (2, 3, 6, 7)]
+    figure = call.figure(heads=[3, 6], weights="stats")
+    assert row_labels(panels(figure)[0]) == ["3", "6"]
+    assert "heads" not in make_call().figure().get_suptitle()
+
+
+def test_head_is_drawn_into_given_axes() -> None:
+    page = Figure()
+    ax = page.subplots()
+    assert make_call().figure(heads=[1], ax=ax) is page
+    assert "heads 1" in ax.get_title()
 
 
 def test_figure_of_cross_attention_has_tokens_of_both_sequences() -> None:
-    call = make_call("cross_attn", L=3, S=3)
-    svg = call.figure(tokens=["un", "chien", "dort"], key_tokens=["a", "dog", "sleeps"]).svg
-    assert "chien" in svg
-    assert "sleeps" in svg
-    assert "dort" in call.figure(tokens=["un", "chien", "dort"]).svg
+    call = make_call("cross_attn", H=1, L=3, S=3)
+    french, english = ["un", "chien", "dort"], ["a", "dog", "sleeps"]
+    (ax,) = panels(call.figure(tokens=french, key_tokens=english))
+    assert (row_labels(ax), column_labels(ax)) == (french, english)
+    assert row_labels(panels(call.figure(tokens=french))[0]) == french
 
 
 def test_figure_of_a_long_sequence_is_computed_pooled(monkeypatch: pytest.MonkeyPatch) -> None:

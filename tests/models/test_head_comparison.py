@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from qkv import Client
 from qkv.errors import InvalidContent, NotFound
@@ -30,6 +31,7 @@ from support.attention_calls import (
     softmax_rows,
 )
 from support.peak_memory import needs_proc, peaks
+from support.pictures import matrix, panels, row_labels, titles
 from support.service import Server
 
 EPS = torch.finfo(torch.float64).eps
@@ -206,9 +208,9 @@ def test_rows_have_the_numbers_of_the_heads_in_the_model() -> None:
     assert [(row.layer, row.head) for row in found.rows] == [
         ("layer.0", 3), ("layer.0", 7), ("layer.1", 0), ("layer.1", 1),
     ]  # fmt: skip
-    svg = found.figure().svg
-    assert "head 7" in svg
-    assert "layer.1" in svg
+    (ax,) = panels(found.figure())
+    assert row_labels(ax) == ["layer.0", "layer.1"]
+    assert matrix(ax).shape == (2, 8)
 
 
 def test_undefined_figures_are_none() -> None:
@@ -315,9 +317,9 @@ def test_layers_that_were_missed_are_in_table_and_caption() -> None:
     found = compare(calls)
     assert found.missed == tuple(calls.missed)
     for shown in (found, found.sorted()):
-        for text in (shown.table(), shown.figure().caption):
-            assert "mamba.0, mamba.1 were not captured: no softmax." in text
-            assert "the model was not captured: a compiled graph." in text
+        text = shown.table()
+        assert "mamba.0, mamba.1 were not captured: no softmax." in text
+        assert "the model was not captured: a compiled graph." in text
 
 
 def test_rows_are_text_csv_and_records(tmp_path: Path) -> None:
@@ -336,15 +338,18 @@ def test_rows_are_text_csv_and_records(tmp_path: Path) -> None:
     assert repr(found) == "HeadComparison(8 rows of 2 layers, anchor='softmax', linear, taylor)"
 
 
-def test_map_shows_each_variant_and_a_notebook_the_best_heads(tmp_path: Path) -> None:
+def test_map_shows_each_variant_and_a_notebook_the_best_heads() -> None:
     found = compare(calls_of(make_call(), make_call("layer.1")), "linear", "taylor")
-    figure = found.figure(tmp_path / "map.svg", value="total_variation")
-    assert (tmp_path / "map.svg").read_text() == figure.svg
-    assert "linear" in figure.svg
-    assert "taylor" in figure.svg
-    only = found.figure(variants=["taylor"], title="").svg
-    assert "taylor" in only
-    assert "linear" not in only
+    figure = found.figure(value="total_variation")
+    assert titles(figure) == ["linear", "taylor"]
+    assert figure.get_suptitle() == "total variation, compared with softmax"
+    shown = [float(x) for ax in panels(figure) for x in matrix(ax).flat]
+    rows = sorted(found.rows, key=lambda row: (row.variant, row.layer, row.head))
+    assert shown == [row.total_variation for row in rows]
+    both = Figure()
+    ax = both.subplots()
+    assert found.figure(variants=["taylor"], title="", ax=ax) is both
+    assert ax.get_title() == "taylor"
     page = found._repr_html_()
     best = found.sorted().rows[0]
     assert page.index("<img") < page.index("<table") < page.index(f"{best.layer} {best.head}")

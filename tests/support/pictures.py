@@ -1,35 +1,51 @@
-"""Parser for the numbers in a variant's SVG picture."""
+"""Readers of the parts of a figure that people see: labels, titles and colours."""
 
 from __future__ import annotations
 
-import re
-from typing import Final
-from xml.etree import ElementTree
+from typing import Any
 
-SVG: Final = "{http://www.w3.org/2000/svg}"
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-
-def parse_svg(svg: str | None) -> ElementTree.Element:
-    """Returns the parsed picture."""
-    assert svg is not None
-    return ElementTree.fromstring(svg)
+__all__ = ["colours", "column_labels", "panels", "row_labels", "titles"]
 
 
-def panel_cells(svg: str | None) -> list[dict[tuple[int, int], float]]:
-    """Returns the numbers of each panel by (row, column); empty cells are absent."""
-    panels = []
-    for group in parse_svg(svg).iter(f"{SVG}g"):
-        titled = [p for p in group.findall(f"{SVG}path") if p.find(f"{SVG}title") is not None]
-        if not titled:
-            continue
-        found: dict[tuple[int, int], float] = {}
-        for path in titled:
-            number = float(path.findtext(f"{SVG}title") or "nan")
-            runs = re.findall(r"M(\d+) (\d+)h(\d+)v1h-(\d+)z", path.get("d") or "")
-            assert runs
-            for column, row, size, back in runs:
-                assert size == back
-                for j in range(int(column), int(column) + int(size)):
-                    assert found.setdefault((int(row), j), number) == number
-        panels.append(found)
-    return panels
+def panels(figure: Figure) -> list[Axes]:
+    """Returns the axes with a matrix, without colour bars."""
+    return [ax for ax in figure.axes if ax.images]
+
+
+def titles(figure: Figure) -> list[str]:
+    """Returns the titles of the panels."""
+    return [ax.get_title() for ax in panels(figure)]
+
+
+def row_labels(ax: Axes) -> list[str]:
+    """Returns the tick labels of the rows."""
+    return [label.get_text() for label in ax.get_yticklabels()]
+
+
+def column_labels(ax: Axes) -> list[str]:
+    """Returns the tick labels of the columns."""
+    return [label.get_text() for label in ax.get_xticklabels()]
+
+
+def matrix(ax: Axes) -> np.ma.MaskedArray:
+    """Returns the numbers of a panel; an empty cell is masked."""
+    (image,) = ax.images
+    array = image.get_array()
+    assert isinstance(array, np.ma.MaskedArray)
+    return array
+
+
+def norm(ax: Axes) -> Any:
+    """Returns the scale of the colours of a panel."""
+    return ax.images[0].norm
+
+
+def colours(ax: Axes) -> np.ndarray:
+    """Returns the colour of each cell (rows, columns, 4), as red, green, blue and opacity."""
+    (image,) = ax.images
+    found: np.ndarray = np.asarray(image.to_rgba(matrix(ax)))
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from xml.etree import ElementTree
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +19,7 @@ from qkv.testing.families import draw
 from qkv.testing.plain_softmax import evaluate
 from qkv.testing.truth import find_truth
 from support.flash_kernel import flash_kernel
+from support.pictures import matrix, panels
 
 QUICK: dict[str, Any] = {"dtype": "float32", "families": ["normal"], "gradients": False}
 
@@ -263,12 +263,20 @@ def test_report_as_text_json_and_html() -> None:
     )
     html = report._repr_html_()
     assert html.count("<tr>") == len(report.cases) + 1
-    picture = ElementTree.fromstring(report.picture())
-    assert picture.tag.endswith("svg")
-    assert report.picture() in html
+    assert html.count("<img") == 1
+    heads, plane = panels(report.figure())
+    worst = report.failures[0]
+    assert matrix(plane).max() == matrix(heads).max() == worst.units
 
 
 def test_report_of_an_unfinished_number_is_valid_json() -> None:
     report = verify(flash_kernel("max-not-subtracted"), "softmax", dtype="float32")
     json.dumps(report.to_json(), allow_nan=False)
-    assert report.picture()
+    assert len(panels(report.figure())) == 2
+
+
+def test_report_without_failures_has_no_figure() -> None:
+    report = verify(flash_kernel(), "softmax", dtype="float32", families=["normal"])
+    assert "<img" not in report._repr_html_()
+    with pytest.raises(ValueError, match="no errors to draw"):
+        report.figure()

@@ -137,7 +137,7 @@ def _check_targets(csv: Path | None, plot: Path | None) -> None:
         tensor_files.check_target(csv, [".csv"])
     if plot is not None:
         tensor_files.check_target(plot, _PLOTS)
-        import qkv.client.sweep_plot  # noqa: F401 - matplotlib may be missing
+        import qkv.client.figures.sweep_plot  # noqa: F401 - matplotlib may be missing
 
 
 def _write_results(results: SweepResults, csv: Path | None, plot: Path | None) -> None:
@@ -146,7 +146,7 @@ def _write_results(results: SweepResults, csv: Path | None, plot: Path | None) -
         tensor_files.replace_file(csv, [results.csv().encode()])
         echo(f"written to {csv}")
     if plot is not None:
-        from qkv.client.sweep_plot import draw_sweep
+        from qkv.client.figures.sweep_plot import draw_sweep
 
         image = BytesIO()
         draw_sweep(results).savefig(image, format=plot.suffix.removeprefix("."))

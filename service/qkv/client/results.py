@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from qkv.client.figures.figure import Figure
-    from qkv.client.figures.run_grid import Options
-    from qkv.client.figures.token_labels import Tokens
+from qkv.client.notebook import picture
+from qkv.client.tables import Table
 
-__all__ = ["Converted", "Gradients", "Run", "draw_run"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from qkv.client.figures.tokens import Tokens
+
+__all__ = ["Converted", "Gradients", "Run"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -56,7 +60,6 @@ class Run:
 
     def figure(
         self,
-        path: str | os.PathLike[str] | None = None,
         *,
         tokens: Tokens | None = None,
         key_tokens: Tokens | None = None,
@@ -64,62 +67,56 @@ class Run:
         heads: Sequence[int] | None = None,
         shared_scale: bool = True,
         title: str | None = None,
+        ax: Axes | None = None,
     ) -> Figure:
         """Draws the weights as heat maps, one for each head, with tokens on the axes.
 
+        Colours follow the square root of a weight, and a weight of 0 has none. A matrix of more
+        than 256 rows or columns is drawn in cells: sums over adjacent keys, and means over adjacent
+        queries.
+
         Args:
-            path: the file to write; its suffix is .svg, .pdf or .png. None: no file.
             tokens: L strings, or such a list for each sequence. They label the queries, and the
                 keys too if there are as many. The form rows takes the tokens of all queries.
             key_tokens: S strings that label the keys, or such a list for each sequence.
             batch: the sequence to draw.
             heads: the heads to draw; None: the first 16, or all of them if there are fewer.
             shared_scale: True gives all heads one colour scale, False each head its own.
-            title: above the figure; None: the variant, "": none.
+            title: above the figure; None: the variant and the parts that are drawn, "": none.
+            ax: axes of matplotlib to draw one head into; None: a new figure.
 
         Raises:
-            ValueError: an argument does not fit the run, the run has no weights, or the suffix of
-                the path is unknown.
-            ModuleNotFoundError: matplotlib is not installed, which .pdf and .png need.
-            OSError: the file cannot be written.
+            ValueError: an argument does not fit the run, or the run has no weights.
+            ModuleNotFoundError: matplotlib is not installed.
         """
-        from qkv.client.figures.run_grid import Options  # only figures need it
+        from qkv.client.figures.run_figure import draw_run  # needs matplotlib
 
-        options = Options(tokens, key_tokens, batch, heads, shared_scale, title)
-        figure = draw_run(self, options)
-        if path is not None:
-            figure.save(path)
-        return figure
+        return draw_run(
+            self, tokens=tokens, key_tokens=key_tokens, batch=batch, heads=heads,
+            shared_scale=shared_scale, title=title, ax=ax,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return _describe("Run", self.variant, self.outputs, self.timing)
 
     def _repr_html_(self) -> str:
-        from qkv.client import notebook  # only notebooks need it
+        """Returns the picture of any weights, and a table of the outputs."""
+        return self._picture() + self._table().html()
 
-        return notebook.run_html(
-            self.variant, self.outputs, self.timing, self.weights_are, self.form
-        )
+    def _picture(self) -> str:
+        drawn = self.outputs.get("weights", self.outputs.get("entropy"))
+        is_matrix = drawn is not None and len(drawn.shape) > ("weights" in self.outputs)
+        return picture(self.figure) if is_matrix and math.prod(drawn.shape) else ""
 
-
-def draw_run(run: Run, options: Options) -> Figure:
-    """Returns the figure of a run's weights.
-
-    Raises:
-        ValueError: the options do not fit the run, or it has no weights.
-    """
-    from qkv.client.arrays import to_raw  # programs without figures need none of this
-    from qkv.client.figures.figure import draw
-    from qkv.client.figures.run_grid import build_grid
-
-    arrays = {name: to_raw(array).numpy() for name, array in run.outputs.items()}
-    grid = build_grid(run.variant, run.weights_are, arrays, run.form, options)
-    if grid is None:
-        raise ValueError(
-            f"the run has no matrix of weights to draw: got the outputs {', '.join(arrays)}, "
-            "expected a run with weights"
-        )
-    return draw(grid)
+    def _table(self) -> Table:
+        rows = [
+            [name, _dtype(array), "×".join(map(str, array.shape))]
+            for name, array in self.outputs.items()
+        ]
+        time = f"{self.timing['compute_ms']:.3g} ms on {self.timing['device']}"
+        heading = self.variant + (f", {self.weights_are} weights" if self.weights_are else "")
+        notes = [f"{time} ({self.timing['backend']})"]
+        return Table(["output", "dtype", "shape"], [(heading, rows)], notes)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -179,7 +176,8 @@ def _describe(kind: str, variant: str, arrays: Mapping[str, Any], timing: Mappin
 
 
 def _describe_arrays(arrays: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}: {str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
-        for name, array in arrays.items()
-    ]
+    return [f"{name}: {_dtype(array)} {tuple(array.shape)}" for name, array in arrays.items()]
+
+
+def _dtype(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")

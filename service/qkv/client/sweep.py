@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from qkv.client.event_source import ServerSentEvent
 from qkv.client.progress_bar import ProgressBar
 from qkv.client.sweep_cells import Cell, Progress, SweepResults
 from qkv.errors import MalformedRequest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["AsyncSweep", "Sweep"]
 
@@ -27,26 +30,18 @@ class _SweepBase(SweepResults):
         self._bar = ProgressBar() if progress else None
         self._closed = False
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the times against the lengths, and writes the picture to a file.
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Draws the times against the lengths.
 
         Args:
-            path: the file; its suffix chooses the format: .svg, .png, .pdf or another format of
-                matplotlib.
+            ax: axes of matplotlib to draw into; None: a new figure.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
-            ValueError: matplotlib does not know the format.
-            OSError: the file cannot be written.
         """
-        try:
-            from qkv.client.sweep_plot import draw_sweep
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "a plot needs matplotlib: run `pip install '.[plot]'` in a clone of qkv",
-                name=error.name,
-            ) from None
-        draw_sweep(self).savefig(path)
+        from qkv.client.figures.sweep_plot import draw_sweep  # needs matplotlib
+
+        return draw_sweep(self, ax)
 
     def _handle_event(self, event: ServerSentEvent) -> Cell | None:
         result = self.add_event(event)

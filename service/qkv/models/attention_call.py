@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,10 @@ from qkv.models.model_call import ModelCall
 from qkv.models.variant_signature import VariantSignature, variant_run
 
 if TYPE_CHECKING:
-    from qkv.client.figures.figure import Figure
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from qkv.client.figures.tokens import Tokens
 
 __all__ = ["AttentionCall"]
 
@@ -97,49 +99,45 @@ class AttentionCall(ModelCall):
 
     def figure(
         self,
-        path: str | os.PathLike[str] | None = None,
         *,
-        tokens: Sequence[str] | None = None,
-        key_tokens: Sequence[str] | None = None,
+        tokens: Tokens | None = None,
+        key_tokens: Tokens | None = None,
         batch: int = 0,
         heads: Sequence[int] | None = None,
         variant: str = "softmax",
         weights: str | Mapping[str, Any] | None = None,
         shared_scale: bool = True,
         title: str | None = None,
+        ax: Axes | None = None,
         client: Client | None = None,
         **parameters: Any,
     ) -> Figure:
         """Draws the weights of a sequence without its padding, a heat map for each head.
 
         Args:
-            path: the file to write; its suffix is .svg, .pdf or .png. None: no file.
-            tokens: L strings that label the queries, padding included. They label the keys too if
-                queries and keys are the same sequence.
-            key_tokens: S strings that label the keys.
+            tokens: L strings that label the queries, padding included, or such a list for each
+                sequence. They label the keys too if queries and keys are the same sequence.
+            key_tokens: S strings that label the keys, or such a list for each sequence.
             batch: the number of the sequence in the call.
             heads: numbers of heads in the model; None: the first 16 captured.
             variant: its name; softmax has the weights that the model used.
             weights: form of the weights; None: "full", or {"pool": 128} for more than 1,024 keys or
                 queries without tokens.
-            shared_scale, title: as for `Run.figure`; without a title, layer and variant.
+            shared_scale, title, ax: as for `Run.figure`; without a title, layer and variant.
             client: of a service that computes the weights; None: this process.
             **parameters: of the variant; they override those of the call.
 
         Raises:
             QkvError: as for `weights`, or there is no such sequence or head.
-            ValueError, ModuleNotFoundError, OSError: as for `Run.figure`.
+            ValueError, ModuleNotFoundError: as for `Run.figure`.
         """
-        from qkv.models.call_figure import draw_call
+        from qkv.models.call_figure import draw_call  # needs matplotlib
 
-        figure = draw_call(
+        return draw_call(
             self, self.heads, tokens=tokens, key_tokens=key_tokens, batch=batch, heads=heads,
-            variant=variant, weights=weights, shared_scale=shared_scale, title=title,
+            variant=variant, weights=weights, shared_scale=shared_scale, title=title, ax=ax,
             client=client, parameters=parameters,
         )  # fmt: skip
-        if path is not None:
-            figure.save(path)
-        return figure
 
     @property
     def nbytes(self) -> int:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from qkv.client.client import Client
-from qkv.client.figures.run_grid import Options
-from qkv.client.results import draw_run
+from qkv.client.figures.run_figure import draw_run
+from qkv.client.figures.tokens import Tokens, choose_tokens
 from qkv.errors import InvalidContent
 from qkv.models.masks import is_self_attention, parts_of
 from qkv.models.model_call import ModelCall, select_heads
 from qkv.models.selection import to_numbers
 from qkv.models.variant_signature import VariantSignature, variant_run
-
-if TYPE_CHECKING:
-    from qkv.client.figures.figure import Figure
 
 __all__ = ["draw_call"]
 
@@ -30,14 +29,15 @@ def draw_call(
     call: ModelCall,
     numbers: tuple[int, ...],
     *,
-    tokens: Sequence[str] | None,
-    key_tokens: Sequence[str] | None,
+    tokens: Tokens | None,
+    key_tokens: Tokens | None,
     batch: int,
     heads: Sequence[int] | None,
     variant: str,
     weights: str | Mapping[str, Any] | None,
     shared_scale: bool,
     title: str | None,
+    ax: Axes | None,
     client: Client | None,
     parameters: Mapping[str, Any],
 ) -> Figure:
@@ -69,16 +69,19 @@ def draw_call(
         title = f"{call.layer}, {variant}"
         if chosen != tuple(range(len(chosen))):
             title += f", heads {', '.join(map(str, chosen))}"
-    options = Options(
-        tokens=_tokens_at("tokens", tokens, part.queries, L),
-        key_tokens=_tokens_at("key_tokens", key_tokens, part.keys, S),
-        batch=0,
+    B = len(call.query)
+    return draw_run(
+        run,
+        tokens=_tokens_at("tokens", choose_tokens("tokens", tokens, batch, B), part.queries, L),
+        key_tokens=_tokens_at(
+            "key_tokens", choose_tokens("key_tokens", key_tokens, batch, B), part.keys, S
+        ),
         heads=range(len(chosen)),
-        head_numbers=chosen,
+        head_names=chosen,
         shared_scale=shared_scale,
         title=title,
+        ax=ax,
     )
-    return draw_run(run, options)
 
 
 def _select(

@@ -10,13 +10,16 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from qkv.client.head_map import head_maps
+from qkv.client.notebook import picture
 from qkv.client.tables import Table, format_number
 from qkv.errors import InvalidContent
 from qkv.models.head_row import FIGURES, HeadRow
 from qkv.models.model_call import Missed
 
 if TYPE_CHECKING:
-    from qkv.client.figures.figure import Figure
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["HeadComparison"]
 
@@ -108,32 +111,29 @@ class HeadComparison:
 
     def figure(
         self,
-        path: str | os.PathLike[str] | None = None,
         *,
         value: str = "relative_error",
         variants: Sequence[str] | None = None,
         title: str | None = None,
         limits: tuple[float, float] | None = None,
         shared_scale: bool = True,
+        ax: Axes | None = None,
     ) -> Figure:
         """Draws a figure of each head as a heat map of layers by heads, one map for each variant.
 
         Args:
-            path: the file to write; its suffix is .svg, .pdf or .png. None: no file.
             value: name of the figure, such as "total_variation".
             variants: as the rows name them; None: all.
             title: above the maps; None: the baseline, "": none.
             limits: the ends of the colour scale; None: those of the numbers.
             shared_scale: True gives all maps one colour scale, False each map its own.
+            ax: axes of matplotlib to draw the map of one variant into; None: a new figure.
 
         Raises:
             InvalidContent: there is no such figure or variant, or the map is too large.
-            ValueError: the suffix of the path is unknown, or the limits are.
-            ModuleNotFoundError: matplotlib is not installed, which .pdf and .png need.
-            OSError: the file cannot be written.
+            ValueError: the limits are invalid, or `ax` is for one map and there are more.
+            ModuleNotFoundError: matplotlib is not installed.
         """
-        from qkv.client.head_map import head_maps  # programs without figures need none of this
-
         _check_column(value, FIGURES)
         found = list(dict.fromkeys(row.variant for row in self.rows))
         for name in variants or ():
@@ -150,15 +150,11 @@ class HeadComparison:
             )
         maps = {name: self._map(name, value, layers) for name in variants or found}
         label = _NAMES[value].replace("-\n", "-").replace("\n", " ")
-        caption = " ".join([*self._problems(), *self._missed_layers()])
-        figure = head_maps(
-            layers, maps, value_name=label, caption=caption, limits=limits,
-            shared_scale=shared_scale,
-            title=f"{label}, compared with {self.anchor}" if title is None else title,
+        title = f"{label}, compared with {self.anchor}" if title is None else title
+        return head_maps(
+            layers, maps, title=title, value_name=label, limits=limits, shared_scale=shared_scale,
+            ax=ax,
         )  # fmt: skip
-        if path is not None:
-            figure.save(path)
-        return figure
 
     @property
     def layers(self) -> list[str]:
@@ -182,7 +178,7 @@ class HeadComparison:
         variants = {row.variant for row in self.rows}
         if not self.rows or self._cells() * len(variants) > _MOST_CELLS:
             return best
-        return f"{self.figure()._repr_html_()}\n{best}"
+        return picture(self.figure) + best
 
     def _cells(self) -> int:
         """Returns the number of cells in the map of a variant."""

@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from qkv.heatmap import Panel, draw
+from qkv.client.notebook import picture
 from qkv.testing.cases import Case
 from qkv.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Report"]
 
 _DETAILED: Final = 3  # failed cases with their numbers in the text
-_MOST: Final = 1e6  # infinite errors have this size in a picture
 
 
 @dataclass(frozen=True)
@@ -81,24 +81,26 @@ class Report:
             "cases": [case.to_json() for case in self.cases],
         }
 
-    def picture(self) -> str:
-        """Returns an SVG of the worst failed case: its errors by head, and by row and column.
+    def figure(self) -> Figure:
+        """Draws the worst failed case: its errors by head, and by row and column.
 
-        The string is empty if no failed case has a result to draw.
+        Raises:
+            ValueError: no failed case has a result to draw.
+            ModuleNotFoundError: matplotlib is not installed.
         """
-        case = next((c for c in self.failures if c.errors is not None and c.errors.ndim >= 2), None)
+        case = self._drawable()
         if case is None or case.errors is None:
-            return ""
-        errors = np.nan_to_num(case.errors, nan=_MOST, posinf=_MOST).clip(max=_MOST)
-        planes = errors.reshape(-1, *errors.shape[-2:]) if errors.ndim > 2 else errors[None]
-        heads = planes.max((1, 2)).reshape(errors.shape[0] if errors.ndim > 3 else 1, -1)
-        worst = int(planes.max((1, 2)).argmax())
-        panels = [
-            Panel("by head", heads, "batch", "head"),
-            Panel(f"plane {worst}", planes[worst], "row", "column"),
-        ]
-        text = "Errors in units of the budget; numbers above 1 are wrong."
-        return draw(case.name, case.name, text, panels)
+            raise ValueError(
+                "the report has no errors to draw: got no failed case with a result, expected one"
+            )
+        from qkv.testing.error_figure import draw_errors  # needs matplotlib
+
+        return draw_errors(case.name, case.errors)
+
+    def _drawable(self) -> Case | None:
+        """Returns the worst failed case with a result to draw."""
+        cases = (c for c in self.failures if c.errors is not None and c.errors.ndim >= 2)
+        return next(cases, None)
 
     def _repr_html_(self) -> str:
         """Returns the report for a notebook: a table and a picture of the errors."""
@@ -106,10 +108,11 @@ class Report:
                                                  "got", "cosine", "torch units"))  # fmt: skip
         rows = "".join(_row(case) for case in [*self.failures, *self._others()])
         ran = sum(case.passed is not None for case in self.cases)
+        drawn = picture(self.figure) if self._drawable() else ""
         named = f"<p>looks like: <b>{escape(', '.join(self.diagnosis))}</b></p>"
         return (
             f"<p>{escape(self._headline(len(self.failures), ran))}</p>"
-            f"{named if self.diagnosis else ''}{self.picture()}"
+            f"{named if self.diagnosis else ''}{drawn}"
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         )
 

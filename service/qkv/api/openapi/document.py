@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 from qkv import errors
-from qkv.api import variant_pictures
 from qkv.api.auth import PUBLIC_PATHS
 from qkv.api.openapi import examples, measure, measure_schemas, open_inference, verify_schemas
 from qkv.api.openapi.components import COMPONENTS
@@ -80,8 +79,7 @@ _FRAMING_ERROR: Final = errors.PayloadTooLarge(
 
 
 def prepare_examples() -> None:
-    """Runs the examples and draws the pictures. Call it before the engine starts: both run
-    outside the engine."""
+    """Runs the examples. Call it before the engine starts: they run outside the engine."""
     examples.conversions()
     examples.inference()
     measure.examples()
@@ -90,7 +88,6 @@ def prepare_examples() -> None:
         examples.attention(variant)
         if variant.backward is not None:
             examples.gradients(variant)
-        variant_pictures.draw(variant)
 
 
 def complete_document(document: dict[str, Any], is_guarded: bool) -> None:

@@ -1,16 +1,19 @@
-"""Tokens of queries and keys: checks them, and makes the axes of a figure."""
+"""Tokens of queries and keys: chooses those of a sequence, checks them, and makes them visible."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+from unicodedata import east_asian_width
 
-from qkv.client.figures.labels import Axis
-
-__all__ = ["Tokens", "axis", "check_count", "choose_tokens"]
+__all__ = ["Tokens", "check_count", "choose_tokens", "count_columns", "shorten", "visible"]
 
 Tokens: TypeAlias = Sequence[str] | Sequence[Sequence[str]]
 """A string for each position, or a list of them for each sequence of the batch."""
+
+_MOST: Final = 14  # columns of a label
+_SIGNS: Final = {"\n": "↵", "\t": "⇥"}
+_JOINERS: Final = "\u200c\u200d"  # inside Persian words and emoji
 
 
 def choose_tokens(name: str, tokens: Tokens | None, batch: int, sequences: int) -> list[str] | None:
@@ -40,7 +43,7 @@ def choose_tokens(name: str, tokens: Tokens | None, batch: int, sequences: int) 
     for n, token in enumerate(found):
         if not isinstance(token, str):
             raise ValueError(f"{name}[{n}] is no string: got {token!r:.60}, expected a string")
-    return [str(token) for token in found]
+    return found
 
 
 def check_count(name: str, tokens: Sequence[str], letter: str, count: int) -> None:
@@ -55,15 +58,34 @@ def check_count(name: str, tokens: Sequence[str], letter: str, count: int) -> No
         )
 
 
-def axis(name: str, tokens: Sequence[str] | None, count: int, step: int) -> Axis:
-    """Returns the axis of some positions: with tokens, else with numbers.
+def visible(token: str) -> str:
+    """Returns a token with its spaces at both ends and its control characters made visible.
 
-    Args:
-        name: of the axis.
-        tokens: of the positions.
-        count: of the positions.
-        step: positions of a cell; its label is that of the first.
+    A token of spaces alone would look empty, and fonts have no control characters.
     """
-    if tokens is None:
-        return Axis.of_numbers(name, range(0, count, step))
-    return Axis.of_tokens(name, tokens[::step])
+    if not token:
+        return '""'
+    inner = token.strip(" ")
+    before, _, after = token.partition(inner) if inner else (token, "", "")
+    return "␣" * len(before) + "".join(map(_sign, inner)) + "␣" * len(after)
+
+
+def _sign(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    is_shown = character.isprintable() or character in _JOINERS
+    return character if is_shown else repr(character)[1:-1]
+
+
+def shorten(text: str, most: int = _MOST) -> str:
+    """Returns a text of at most `most` columns; an ellipsis shows that it is shorter."""
+    if count_columns(text) <= most:
+        return text
+    while count_columns(text) > most - 1:
+        text = text[:-1]
+    return text + "…"
+
+
+def count_columns(text: str) -> int:
+    """Returns the width of a text in letters; a Chinese character is as wide as two."""
+    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)

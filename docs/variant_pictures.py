@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
-from functools import cache
+from io import StringIO
 from typing import Any, Final, NamedTuple
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
 
-from qkv import heatmap
 from qkv.attention.signature import Input, fixed_size
 from qkv.attention.variant import Variant
+from qkv.client.figures.heat_maps import Labels, Panel, Scale, draw_panels
 from qkv.engine import local
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["INPUT", "SHADES", "TOKENS", "Way", "draw", "inputs", "ways"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["COLOURS", "INPUT", "TOKENS", "Way", "draw", "has_matrix", "inputs", "to_svg", "ways"]
 
 TOKENS: Final = "abcdefbcdgHibcdj"
 """A token for each position: b c d occurs three times; H is three times as large as the others."""
@@ -30,9 +29,9 @@ INPUT: Final = (
     "H is three times as large as the others."
 )
 
-SHADES: Final = (
-    "A cell's shade grows with the square root of its weight, up to the panel's largest weight. "
-    "Small weights are thus visible. Cells that are exactly 0 are empty; negative ones are orange."
+COLOURS: Final = (
+    "A cell's colour follows the square root of its weight, up to the panel's largest weight. "
+    "Small weights are thus visible. Cells that are exactly 0 are empty; negative ones are red."
 )
 
 _ROWS: Final = {"L": "query i", "S": "query i", "B": "input i"}
@@ -46,32 +45,40 @@ class Way(NamedTuple):
     parameters: Mapping[str, Any]
 
 
-@cache
-def draw(variant: Variant) -> str | None:
-    """Returns the SVG; None if a variant has no matrix of weights for each head, or fails.
+def has_matrix(variant: Variant) -> bool:
+    """True if a variant has a matrix of weights for each head."""
+    return bool(_axes(variant))
 
-    Runs the variant like a request but outside the engine, which takes milliseconds.
-    """
-    if not (axes := _axes(variant)):
-        return None
-    rows, columns = axes
-    try:
-        panels = [
-            heatmap.Panel(
-                way.title,
-                matrix := _weights(variant, way),
-                _ROWS.get(rows, "row i"),
+
+def draw(variant: Variant) -> Figure:
+    """Returns the figure of a variant that has a matrix of weights."""
+    rows, columns = _axes(variant)
+    matrices = [_weights(variant, way) for way in ways(variant)]
+    panels = [
+        Panel(
+            way.title,
+            np.ma.masked_equal(matrix, 0.0),
+            Labels(_ROWS.get(rows, "row i"), _names(len(matrix)) if rows in _ROWS else None),
+            Labels(
                 _COLUMNS.get(columns, "column j"),
-                _names(len(matrix)) if rows in _ROWS else "",
-                _names(matrix.shape[1]) if columns == "S" else "",
-            )
-            for way in ways(variant)
-        ]
-        title = f"Attention weights of {variant.name}"
-        return heatmap.draw(variant.name, title, f"{variant.summary} {INPUT}", panels)
-    except Exception:  # the service runs on without the picture
-        _log.exception("%s cannot be drawn", variant.name)
-        return None
+                _names(matrix.shape[1]) if columns == "S" else None,
+            ),
+        )
+        for way, matrix in zip(ways(variant), matrices, strict=True)
+    ]
+    scales = [Scale.by_root([matrix]) for matrix in matrices]
+    return draw_panels(panels, scales, title=variant.name, value_name="weight")
+
+
+def to_svg(figure: Figure) -> str:
+    """Returns the figure as SVG, with one pixel for each cell. Equal figures have equal text."""
+    text = StringIO()
+    for ax in figure.axes:
+        for image in ax.images:
+            image.set_interpolation("none")
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "qkv"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": "qkv"})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
 def ways(variant: Variant) -> list[Way]:

@@ -1,4 +1,4 @@
-"""Draws a sweep with matplotlib: times against lengths, and the crossovers.
+"""Draws a sweep: times against lengths, and the crossovers.
 
 `Sweep.plot`, `AsyncSweep.plot` and `qkv sweep --plot` use `draw_sweep`.
 """
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from qkv.client.figures.heat_maps import figure_of
 from qkv.client.sweep_cells import SweepResults
 
 __all__ = ["draw_sweep"]
@@ -20,14 +21,18 @@ __all__ = ["draw_sweep"]
 # is left out because it is too light
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
-_TEXT, _GRID, _BACKGROUND = "#333333", "#dddbd5", "#fcfbf8"
 
 
-def draw_sweep(results: SweepResults) -> Figure:
-    """Returns the medians and the range of their repeats, on logarithmic axes."""
-    figure = Figure(figsize=(8, 5), facecolor=_BACKGROUND, layout="constrained")
-    axes: Axes = figure.subplots()
-    axes.set(xscale="log", yscale="log", facecolor=_BACKGROUND)
+def draw_sweep(results: SweepResults, ax: Axes | None = None) -> Figure:
+    """Returns the medians and the range of their repeats, on logarithmic axes.
+
+    Args:
+        results: measured cells.
+        ax: draws there; None: a new figure.
+    """
+    if ax is None:
+        ax = Figure(figsize=(8, 5), layout="constrained").subplots()
+    ax.set(xscale="log", yscale="log", xlabel="length of queries and keys", ylabel="milliseconds")
     styles = cycle(zip(_COLOURS, _MARKERS, strict=True))
     for (index, name), (colour, mark) in zip(results.names.items(), styles, strict=False):
         cells = [c for c in results.cells if c.index == index and c.problem is None]
@@ -38,34 +43,26 @@ def draw_sweep(results: SweepResults) -> Figure:
             for which in ("least", "median", "most")
         )
         label = name.replace("\n", " ")
-        axes.plot(lengths, median, color=colour, marker=mark, markersize=5, label=label)
-        axes.fill_between(lengths, least, most, color=colour, alpha=0.15, linewidth=0)
-    _draw_crossovers(axes, results)
-    _style_axes(axes, sorted({cell.length for cell in results.cells}))
-    return figure
+        ax.plot(lengths, median, color=colour, marker=mark, markersize=5, label=label)
+        ax.fill_between(lengths, least, most, color=colour, alpha=0.15, linewidth=0)
+    _draw_crossovers(ax, results)
+    lengths = sorted({cell.length for cell in results.cells})
+    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.grid(alpha=0.4)
+    ax.legend(frameon=False)
+    return figure_of(ax)
 
 
-def _draw_crossovers(axes: Axes, results: SweepResults) -> None:
+def _draw_crossovers(ax: Axes, results: SweepResults) -> None:
     """Draws a vertical line at each crossover, with its variants and lengths."""
     names = {index: name.replace("\n", " ") for index, name in results.names.items()}
     for crossover in results.crossovers:
         first, second = crossover.between
         faster = f"{names[crossover.after]} faster than {names[crossover.before]}"
-        axes.axvline(crossover.length, color=_TEXT, linestyle=(0, (2, 3)), linewidth=1)
-        axes.annotate(
+        ax.axvline(crossover.length, color="0.3", linestyle=":", linewidth=1)
+        ax.annotate(
             f" {faster} between {first:,} and {second:,}", (crossover.length, 0.01), rotation=90,
-            xycoords=("data", "axes fraction"), ha="right", va="bottom", color=_TEXT, size="small",
+            xycoords=("data", "axes fraction"), ha="right", va="bottom", size="small",
         )  # fmt: skip
-
-
-def _style_axes(axes: Axes, lengths: list[int]) -> None:
-    axes.set_xlabel("length of queries and keys", color=_TEXT)
-    axes.set_ylabel("milliseconds", color=_TEXT)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.tick_params(colors=_TEXT, which="both")
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_color(_GRID)
-    axes.legend(frameon=False, labelcolor=_TEXT)
