@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WHOLE := $(shell test -x .venv/bin/python && test "$$(cat .venv/.serves 2>/dev/null)" = "$$(pwd -P)" && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy oracle layouts which-heads speed soak fuzz mutants audit dist image clean again
+.PHONY: help serve test test-rest test-all check docs bench clusters capacity gpu accuracy layouts speed soak examples fuzz mutants audit dist image clean again
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\): .*## /\1	/p' Makefile | while IFS='	' read -r name does; do \
@@ -56,38 +56,35 @@ check: .venv/.installed ## check lint, formatting and types
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-docs: .venv/.installed ## write docs/variants.md, docs/files.md, the README's table and the pictures
+docs: .venv/.installed ## write docs/variants.md, the README's table and the pictures
 	@.venv/bin/python docs/make.py
 
 bench: .venv/.installed ## measure the cost of a request, into docs/performance.md
 	@.venv/bin/python bench/run.py --write $(ARGS)
 
 clusters: .venv/.installed ## measure replicas on Ray in ten minutes, into docs/clusters.md
-	@.venv/bin/python bench/clusters.py --write $(ARGS)
+	@PYTHONPATH=tests .venv/bin/python bench/clusters.py --write $(ARGS)
 
 capacity: .venv/.installed ## measure what a request costs each process, into docs/clusters.md
 	@.venv/bin/python bench/capacity.py --write $(ARGS)
 
 gpu: .venv/.installed ## test and measure a GPU in five minutes, into docs/gpu.md
-	@.venv/bin/python bench/on_gpu.py --write $(ARGS)
+	@PYTHONPATH=tests .venv/bin/python bench/on_gpu.py --write $(ARGS)
 
 accuracy: .venv/.installed ## measure every variant against its reference, into docs/accuracy.md
-	@.venv/bin/python bench/accuracy.py --write $(ARGS)
-
-oracle: .venv/.installed ## plant bugs in a kernel and show what finds them, into docs/oracle-gallery.md
-	@PYTHONPATH=tests .venv/bin/python bench/oracle_gallery.py --write $(ARGS)
+	@PYTHONPATH=tests .venv/bin/python bench/accuracy.py --write $(ARGS)
 
 layouts: .venv/.installed ## compare layers with real modules, into docs/layouts.md
 	@PYTHONPATH=tests .venv/bin/python bench/layouts.py --write $(ARGS)
-
-which-heads: .venv/.installed ## compare variants in each head of a model, into docs/which-heads.md
-	@PYTHONPATH=tests .venv/bin/python bench/which_heads.py --write $(ARGS)
 
 speed: .venv/.installed ## time every variant beside plain torch, into docs/speed.md and .svg
 	@.venv/bin/python bench/speed.py --write $(ARGS)
 
 soak: .venv/.installed ## send mixed load for 20 minutes and check every response (ARGS="--minutes 60")
-	@.venv/bin/python bench/soak.py $(ARGS)
+	@PYTHONPATH=bench .venv/bin/python tests/soak.py $(ARGS)
+
+examples: .venv/.installed ## run the notebooks of examples/ and store their outputs (ARGS=seeds for one)
+	@.venv/bin/python examples/execute.py $(ARGS)
 
 fuzz: .venv/.installed ## send changed bodies to every decoder for 10 minutes (ARGS="--minutes 60")
 	@.venv/bin/python tests/fuzz_decoders.py $(ARGS)
@@ -112,7 +109,7 @@ image: ## build the container image with docker
 
 clean: ## remove the environment and all generated files
 	rm -rf .venv .audit .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
-	find service tests docs bench -name __pycache__ -prune -exec rm -rf {} +
+	find service tests docs bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is silent while it downloads and unpacks, and torch takes half a minute: the size of .venv tells that
 # it works. PIP_CONSTRAINT and PIP_BUILD_CONSTRAINT (for older and newer pips) pin the build backend too.

@@ -2,34 +2,31 @@
 
 Every response is compared with the expected bytes.
 
-    python bench/capacity.py [--seconds 2] [--quick] [--write]
+    python bench/capacity.py [--seconds 2] [--quick] [--json FILE] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-import capacity_page
 import httpx
 import torch
 from bodies import SHAPES, tensors_of
 from capacity_model import FIRST_FORM, Cost, Prediction, predict_rate
+from capacity_tables import build_tables
 from load import BenchRequest, load
-from run_page import write_page
 from service import Service, running_service
+from tables import DOCS, Results, add_options, describe_machine, finish
 from torch import Tensor
 
-import qkv
 from qkv.attention.catalogue import find
 from qkv.client.request_builders import build_attend
 from qkv.server.process import usable_cpus
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "clusters.md"
+PAGE: Final = DOCS / "clusters.md"
 FORMS: Final = {
     FIRST_FORM: ("float32", False),
     "q, k, v in bfloat16": ("bfloat16", False),
@@ -181,30 +178,25 @@ def _count_requests(address: tuple[str, int]) -> int:
     return sum(map(int, _REQUESTS.findall(text)))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints the tables, and writes them on request."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(".")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(".")[0])
     parser.add_argument("--seconds", type=float, help="seconds of each round")
     parser.add_argument("--quick", action="store_true", help="measure few cells for a moment")
-    parser.add_argument("--write", action="store_true", help="write docs/clusters.md")
-    arguments = parser.parse_args()
-    plan = QUICK if arguments.quick else Plan()
-    plan = plan._replace(seconds=arguments.seconds or plan.seconds)
-    about = (
-        f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {usable_cpus()} CPUs for service and clients; softmax, cpu, "
-        f"safetensors, {plan.clients} clients on the same host. S is {SHAPES['S']}, M is "
-        f"{SHAPES['M']}, L is {SHAPES['L']}. 32 × M is {_SHAPES['32 × M']}, a batch of 32 "
-        f"sequences. Each number of a table is the median of {plan.rounds} rounds of "
-        f"{plan.seconds:g} s, with the least and the largest in brackets. Each round has a warm-up "
-        "of every connection. Predictions are from one round."
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    plan = QUICK if options.quick else Plan()
+    plan = plan._replace(seconds=options.seconds or plan.seconds)
+    header = describe_machine(
+        CPUs=f"{usable_cpus()} for service and clients",
+        variant="softmax, cpu, safetensors",
+        clients=f"{plan.clients} on the same host",
+        shapes=", ".join(f"{name} {shape}" for name, shape in _SHAPES.items()),
+        rounds=f"{plan.rounds} of {plan.seconds:g} s: median (least–largest)",
+        warm_up="every connection in each round; predictions are from one round",
     )
-    tables = capacity_page.build_tables(
-        about, list(measure_costs(plan)), list(measure_predictions(plan))
-    )
-    print("\n\n".join(tables.values()))
-    if arguments.write:
-        write_page(tables, PAGE)
+    tables = build_tables(list(measure_costs(plan)), list(measure_predictions(plan)))
+    finish(Results("make capacity", header, tables), PAGE, options)
 
 
 if __name__ == "__main__":

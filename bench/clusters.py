@@ -2,39 +2,45 @@
 
 Every response of the first table is compared with the expected bytes.
 
-    python bench/clusters.py [--seconds 3] [--quick] [--write]
+    PYTHONPATH=tests python bench/clusters.py [--seconds 3] [--quick] [--json FILE] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
-import platform
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import ray
-import torch
 from bodies import SHAPES, build_request, tensors_of
-from haproxy_cluster import running_haproxy
 from load import BenchRequest, load
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from ray_cluster import RayCluster, running_ray
-from run_page import format_range, format_table, write_page
 from service import running_service
+from tables import (
+    DOCS,
+    Cell,
+    Results,
+    Table,
+    add_options,
+    describe_machine,
+    finish,
+    percentile,
+    spread,
+)
 
-import qkv
 from qkv import Client
 from qkv.server.process import usable_cpus
 from qkv.server.ray_serve import Replica
+from support.haproxy_cluster import running_haproxy
+from support.ray_cluster import RayCluster, running_ray
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "clusters.md"
+PAGE: Final = DOCS / "clusters.md"
 FORMAT: Final = "V2 binary"
 SERVE: Final = "`qkv serve`, 2 workers"
 RAY: Final = "Ray"
@@ -217,51 +223,50 @@ def _time_short_requests(url: str, seconds: float) -> tuple[list[float], int]:
     return times_ms["short"], len(times_ms["long"])
 
 
-def build_tables(
-    about: str, rates: list[RateResult], routers: list[RouterResult]
-) -> dict[str, str]:
-    """Returns the texts by the names of their marks."""
-    by_cell = {(r.row, r.shape): r.rates for r in rates}
+def build_tables(rates: Sequence[RateResult], routers: Sequence[RouterResult]) -> list[Table]:
+    """Returns the tables in the order of the page."""
+    by_cell = {(r.row, r.shape): spread(r.rates) for r in rates}
     shapes = list(dict.fromkeys(r.shape for r in rates))
     rows = [
-        [row, *(format_range(by_cell[row, shape]) for shape in shapes)]
+        [row, *(by_cell[row, shape] for shape in shapes)]
         for row in dict.fromkeys(r.row for r in rates)
     ]
-    rate_table = format_table(["requests/s", *shapes], rows)
-    texts = {"about": about, "rates": rate_table, "routers": _build_routers(routers)}
-    return {f"made by `make clusters`: {name}": text for name, text in texts.items()}
+    return [Table("rates", ["requests/s", *shapes], rows), _build_routers(routers)]
 
 
-def _build_routers(results: list[RouterResult]) -> str:
-    rows, p99s = [], {}
-    for by_flops in (False, True):
+def _build_routers(results: Sequence[RouterResult]) -> Table:
+    rows: list[list[Cell]] = []
+    p99s = {}
+    names = {False: "numbers of requests (Ray)", True: "operations to do (qkv)"}
+    for by_flops, name in names.items():
         own = [r for r in results if r.by_flops == by_flops]
-        p99s[by_flops] = [float(np.quantile(r.short_ms, 0.99)) for r in own]
-        p50s = [statistics.median(r.short_ms) for r in own]
+        p99s[by_flops] = [percentile(r.short_ms, 99) for r in own]
         counts = f"{sum(len(r.short_ms) for r in own)} / {sum(r.long_count for r in own)}"
-        name = "operations to do (qkv)" if by_flops else "numbers of requests (Ray)"
-        rows.append([name, format_range(p50s), format_range(p99s[by_flops]), counts])
+        p50s = [statistics.median(r.short_ms) for r in own]
+        rows.append([name, spread(p50s), spread(p99s[by_flops]), counts])
     ratios = [b / a for a, b in zip(p99s[False], p99s[True], strict=True)]
-    rows.append(["ratio", "", format_range(ratios), ""])
-    header = ["router compares", "p50, ms", "p99, ms", "short / long requests"]
-    return format_table(header, rows)
+    rows.append(["ratio", None, spread(ratios), None])
+    columns = ["router compares", "p50, ms", "p99, ms", "short / long requests"]
+    return Table("routers", columns, rows)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints the tables, and writes them on request."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--seconds", type=float, help="seconds of each round")
     parser.add_argument("--quick", action="store_true", help="measure few cells for a moment")
-    parser.add_argument("--write", action="store_true", help="write docs/clusters.md")
-    arguments = parser.parse_args()
-    plan = QUICK if arguments.quick else Plan()
-    plan = plan._replace(seconds=arguments.seconds or plan.seconds)
-    about = (
-        f"qkv {qkv.__version__}, Ray {ray.__version__}, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, {platform.machine()}, {usable_cpus()} CPUs for service, "
-        f"proxy and clients; softmax, cpu, float32, {FORMAT}, {plan.clients} clients. S is "
-        f"{SHAPES['S']}, M {SHAPES['M']}, L {SHAPES['L']}. Each number is the median of "
-        f"{plan.rounds} rounds of {plan.seconds:g} s, with the least and the largest in brackets."
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    plan = QUICK if options.quick else Plan()
+    plan = plan._replace(seconds=options.seconds or plan.seconds)
+    header = describe_machine(
+        Ray=ray.__version__,
+        CPUs=f"{usable_cpus()} for service, proxy and clients",
+        variant=f"softmax, cpu, float32, {FORMAT}",
+        clients=str(plan.clients),
+        shapes=", ".join(f"{name} {shape}" for name, shape in SHAPES.items()),
+        rounds=f"{plan.rounds} of {plan.seconds:g} s: median (least–largest)",
+        warm_up="every connection in each round",
     )
     workload, rates = measure_service(plan)
     with running_ray() as cluster:
@@ -269,10 +274,7 @@ def main() -> None:
         routers = list(measure_routers(cluster, plan))
     with running_haproxy() as cluster:
         rates += measure_replicas(cluster, HAPROXY, plan.haproxy_replicas, workload, plan)
-    tables = build_tables(about, rates, routers)
-    print("\n\n".join(tables.values()))
-    if arguments.write:
-        write_page(tables, PAGE)
+    finish(Results("make clusters", header, build_tables(rates, routers)), PAGE, options)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from bodies import SHAPES
 from gpu_jobs import KINDS, Kind, build_jobs, kinds_of
-from gpu_results import BitsResult, OverlapResult, WaitsResult
-from hidden_waits import count_hidden_waits
 
 from qkv.attention.catalogue import variants
 from qkv.engine.device.accelerator import Accelerator
@@ -18,10 +16,72 @@ from qkv.engine.executor import execute, launch
 from qkv.engine.result import Result
 from qkv.jobs.job import Job
 from qkv.tensors import FLOATING
+from support.hidden_waits import count_hidden_waits
 
-__all__ = ["bits_of", "measure_bits", "measure_overlap", "measure_waits"]
+__all__ = [
+    "BitsResult", "OverlapResult", "WaitsResult", "bits_of", "measure_bits", "measure_overlap",
+    "measure_waits",
+]  # fmt: skip
 
 _WAITS_BATCH: Final = 8
+
+
+class BitsResult(NamedTuple):
+    """Requests that ran alone and in batches of several sizes.
+
+    Attributes:
+        variant: its name.
+        kind: name of the kind of run.
+        dtype: of the inputs.
+        same: by size of the batch: requests with the same bits as alone.
+        total: by size of the batch: requests.
+        error: the message of an error that ended the runs.
+    """
+
+    variant: str
+    kind: str
+    dtype: str
+    same: dict[int, int]
+    total: dict[int, int]
+    error: str = ""
+
+
+class OverlapResult(NamedTuple):
+    """Milliseconds of a batch, one number for each try.
+
+    Attributes:
+        shape: key of `SHAPES`.
+        batch_size: requests in a batch.
+        sequential: each batch ends before the next one begins.
+        overlapped: each batch begins before the previous one ends.
+        compute: the computation alone, between two events of the device.
+        has_same_bits: all runs of the batch have the same bits.
+    """
+
+    shape: str
+    batch_size: int
+    sequential: list[float]
+    overlapped: list[float]
+    compute: list[float]
+    has_same_bits: bool
+
+
+class WaitsResult(NamedTuple):
+    """Waits of the host for one batch.
+
+    Attributes:
+        variant: its name.
+        kind: name of the kind of run.
+        waits: for events, as the device counts them.
+        hidden: those that torch causes; None where torch counts none.
+        stacked: requests that shared a call.
+    """
+
+    variant: str
+    kind: str
+    waits: int
+    hidden: int | None
+    stacked: int
 
 
 def bits_of(output: Any) -> dict[str, bytes]:

@@ -7,13 +7,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import cycle
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from bodies import SHAPES
 from gpu_jobs import UNLIMITED, build_jobs
-from gpu_results import MemoryResult, RateResult
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,7 +25,10 @@ from qkv.jobs.plan import Plan
 from qkv.tensors import RawTensor
 from qkv.wire.message import Message
 
-__all__ = ["IN_FLIGHT", "WARM_UP_S", "measure_out_of_memory", "measure_rates", "too_large"]
+__all__ = [
+    "IN_FLIGHT", "WARM_UP_S", "MemoryResult", "RateResult", "measure_out_of_memory",
+    "measure_rates", "too_large",
+]  # fmt: skip
 
 IN_FLIGHT: Final = 4 * GPU_MAX_BATCH
 """Requests at the same time: while one batch runs, others wait in the queue."""
@@ -36,6 +38,44 @@ CALLS: Final = 32  # bare calls between two waits
 _UNLIMITED: Final = Load(1 << 20, 1 << 62, 1 << 62)
 
 T = TypeVar("T")
+
+
+class RateResult(NamedTuple):
+    """Requests per second of one size and dtype, one number for each try.
+
+    Attributes:
+        shape: key of `SHAPES`.
+        dtype: of the inputs.
+        engine: of an engine with many requests at the same time.
+        batch_size: mean size of its batches.
+        bare: of torch's own attention, one request for each call.
+        bare_stacked: of the same, with as many requests in a call as a batch may have.
+    """
+
+    shape: str
+    dtype: str
+    engine: list[float]
+    batch_size: float
+    bare: list[float]
+    bare_stacked: list[float]
+
+
+class MemoryResult(NamedTuple):
+    """A request that is larger than the memory of the device, among others.
+
+    Attributes:
+        needed_bytes: that its outputs need.
+        total_bytes: of the device.
+        error: name of the class of the error that its client gets; empty: none.
+        others: requests that were queued behind it.
+        right: those of them with a right output.
+    """
+
+    needed_bytes: int
+    total_bytes: int
+    error: str
+    others: int
+    right: int
 
 
 def measure_rates(

@@ -1,6 +1,6 @@
 """Measures an accelerator in five minutes: tests, bits, rates, copies, waits and out of memory.
 
-    python bench/on_gpu.py [--quick] [--no-tests] [--write]
+    PYTHONPATH=tests python bench/on_gpu.py [--quick] [--no-tests] [--json FILE] [--write]
 
 It exits with status 2 if torch finds no accelerator.
 """
@@ -8,7 +8,6 @@ It exits with status 2 if torch finds no accelerator.
 from __future__ import annotations
 
 import argparse
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,16 +22,15 @@ import torch
 from bodies import SHAPES
 from gpu_batches import measure_bits, measure_overlap, measure_waits
 from gpu_engine import IN_FLIGHT, WARM_UP_S, measure_out_of_memory, measure_rates
-from gpu_page import build_text, write_page
-from gpu_results import GpuResults, SuiteResult
+from gpu_tables import GpuResults, SuiteResult, build_tables
+from tables import DOCS, Results, add_options, describe_machine, finish
 
-import qkv
 from qkv.engine.device.accelerator import Accelerator
 from qkv.engine.device.selection import find_device, new_device
 from qkv.engine.engine import GPU_MAX_BATCH
 from qkv.tensors import FLOATING
 
-ROOT: Final = Path(__file__).parent.parent
+PAGE: Final = DOCS / "gpu.md"
 NO_ACCELERATOR: Final = "bench/on_gpu.py needs an accelerator, and torch finds none."
 
 T = TypeVar("T")
@@ -108,7 +106,7 @@ def run_tests(*arguments: str) -> SuiteResult:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
         done = subprocess.run(
-            [*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+            [*command, *arguments], cwd=DOCS.parent, stdout=subprocess.PIPE, text=True, check=False
         )
         if done.returncode not in (0, 1):  # 1: tests failed
             return SuiteResult(0, 1, 0, [f"pytest ended with status {done.returncode}"])
@@ -130,38 +128,36 @@ def read_report(report: str) -> SuiteResult:
     return SuiteResult(len(cases) - len(failures) - skipped, len(failures), skipped, failures)
 
 
-def describe(device: Accelerator, plan: Plan) -> str:
+def describe(device: Accelerator, plan: Plan) -> dict[str, str]:
     """Returns the device, the versions, the shapes and the warm-up."""
     where = device.torch_device
     named = getattr(torch.get_device_module(where), "get_device_name", None)
     name = f" ({named(where)})" if named else ""
-    shapes = ", ".join(f"{letter} is {SHAPES[letter]}" for letter in plan.shapes)
-    return (
-        f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}; "
-        f"{where}{name}, {device.free_memory()[1] / 2**30:,.1f} GiB. {shapes}. "
-        f"Rates are of softmax: {plan.tries} tries of {plan.seconds:g} s after {WARM_UP_S:g} s "
-        f"of warm-up. {IN_FLIGHT} requests are in flight, at most {GPU_MAX_BATCH} in a batch."
+    return describe_machine(
+        device=f"{where}{name}, {device.free_memory()[1] / 2**30:,.1f} GiB",
+        shapes=", ".join(f"{letter} {SHAPES[letter]}" for letter in plan.shapes),
+        rates=f"of softmax, {plan.tries} tries of {plan.seconds:g} s",
+        warm_up=f"{WARM_UP_S:g} s",
+        requests=f"{IN_FLIGHT} in flight, at most {GPU_MAX_BATCH} in a batch",
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints the tables, and writes them on request."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="measure few cells for a moment")
     parser.add_argument("--no-tests", action="store_true", help="leave out the tests")
-    parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
-    arguments = parser.parse_args()
+    add_options(parser)
+    options = parser.parse_args(arguments)
     device = new_device(find_device("auto"))
     if not isinstance(device, Accelerator):
         print(NO_ACCELERATOR, file=sys.stderr)
         sys.exit(2)
-    plan = QUICK if arguments.quick else Plan()
+    plan = QUICK if options.quick else Plan()
     # first, because the memory of this process is then empty
-    tests = None if arguments.no_tests else _timed("tests", run_tests)
-    text = build_text(describe(device, plan), measure(device, plan)._replace(tests=tests))
-    print(text)
-    if arguments.write:
-        write_page(text)
+    tests = None if options.no_tests else _timed("tests", run_tests)
+    tables = build_tables(measure(device, plan)._replace(tests=tests))
+    finish(Results("make gpu", describe(device, plan), tables), PAGE, options)
     sys.exit(1 if tests is not None and tests.failed else 0)
 
 

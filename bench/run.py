@@ -2,48 +2,48 @@
 
 Every response is compared with the expected bytes.
 
-    python bench/run.py [--seconds 2] [--quick] [--write]
+    python bench/run.py [--seconds 2] [--quick] [--json FILE] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 import explicit_attention
 import torch
 from bodies import FORMATS, SHAPES, build_request, tensors_of
-from load import PROCESSES, WARM_UP, load
-from run_page import (
-    BARE,
-    BenchResults,
-    BodySizeResult,
-    ClientsResult,
-    ConnectionsResult,
-    ExplicitResult,
-    OneClientResult,
-    SmallBesideLargeResult,
-    WeightsResult,
-    WorkloadResult,
-    build_tables,
-    write_page,
+from load import PROCESSES, WARM_UP, LoadResult, load
+from service import ResidentMemory, Service, running_service
+from tables import (
+    DOCS,
+    Cell,
+    Results,
+    Table,
+    add_options,
+    describe_machine,
+    finish,
+    percentile,
+    quartiles,
 )
-from service import Service, running_service
 from workloads import WORKLOADS
 
-import qkv
 from qkv.server.process import usable_cpus
 
+PAGE: Final = DOCS / "performance.md"
+BARE: Final = "bare torch"
+TARGET_RATIO: Final = 0.6  # of the rate of explicit attention
 PAUSE_S: Final = 0.3  # longer than OpenMP threads spin
 TEXT_FORMAT: Final = "JSON, lists"
 MAX_TEXT_CLIENTS: Final = 16  # at L: 64 would hold 2 GiB of text
 BODY_SIZES: Final = tuple(4**n for n in range(5, 15))  # 1 KiB to 256 MiB
 QUERY_WIDTH: Final = 32  # of the one query; its many keys make the body large
+_MEMORY: Final = ("resident, MiB: before", "peak", "after")
 
 
 class Plan(NamedTuple):
@@ -63,12 +63,13 @@ QUICK: Final = Plan(0.1, 1, ("S",), (1, 4), (4**11,), (16,), (2,), (2,))
 LARGE_CLIENTS: Final = 2
 
 
-def measure_one_client(service: Service, plan: Plan) -> Iterator[OneClientResult]:
+def measure_one_client(service: Service, plan: Plan) -> Table:
     """Measures one client and the bare call, in short alternating bursts.
 
     A slow moment of the machine then affects all of them. A pause separates bursts, because threads
     of the last call continue to spin.
     """
+    columns, rows = ["one client"], dict[str, list[Cell]]()
     threads_by_row = {f"{BARE}, {n} thread{'s' * (n > 1)}": n for n in (1, usable_cpus())}
     for shape in plan.shapes:
         tensors = tensors_of(SHAPES[shape])
@@ -84,7 +85,11 @@ def measure_one_client(service: Service, plan: Plan) -> Iterator[OneClientResult
             for wire_format, request in requests.items():
                 timings = load(service.address, request, burst_s).timings
                 times_ms[wire_format] += [timing.latency_ms for timing in timings]
-        yield from (OneClientResult(shape, row, ms) for row, ms in times_ms.items())
+        columns += [f"{shape}, ms (quartiles)", "× bare"]
+        bare = min(statistics.median(times_ms[row]) for row in threads_by_row)
+        for row, ms in times_ms.items():
+            rows.setdefault(row, [row]).extend([quartiles(ms), statistics.median(ms) / bare])
+    return Table("bare", columns, list(rows.values()))
 
 
 def _time_bare_calls(tensors: dict[str, torch.Tensor], duration_s: float) -> list[float]:
@@ -100,80 +105,171 @@ def _time_bare_calls(tensors: dict[str, torch.Tensor], duration_s: float) -> lis
     return times_ms
 
 
-def measure_clients(service: Service, plan: Plan) -> Iterator[ClientsResult]:
+def measure_clients(service: Service, plan: Plan) -> Table:
     """Measures clients that send requests at the same time."""
+    columns = ["", ""]
+    for clients in plan.clients:
+        columns += [f"{_count_clients(clients)}, requests/s", "p50 / p99, ms"]
+    rows: list[list[Cell]] = []
+    missed = []
     for shape in plan.shapes:
         for wire_format in FORMATS:
             request = build_request(service.address, wire_format, tensors_of(SHAPES[shape]))
+            row: list[Cell] = [shape, wire_format]
             for clients in plan.clients:
                 if wire_format == TEXT_FORMAT and shape == "L" and clients > MAX_TEXT_CLIENTS:
+                    row += [None, None]
                     continue
                 result = load(service.address, request, plan.seconds, clients)
-                yield ClientsResult(shape, wire_format, clients, result, service.resident_bytes)
+                p50, p99 = _percentiles(result)
+                row += [result.rate, [p50, p99]]
+                if clients == 1 and p99 > 2 * p50 + 1:
+                    missed.append(f"{shape} in {wire_format}")
+            rows.append([*row, service.resident_bytes / 2**20])
+    but = f" but {'; '.join(missed)}" if missed else ""
+    target = f"Target for one client: p99 is at most twice p50 plus 1 ms. All rows{but} meet it."
+    return Table("clients", [*columns, "resident after, MiB"], rows, labels=2, note=target)
 
 
-def measure_workloads(service: Service, plan: Plan) -> Iterator[WorkloadResult]:
+def measure_workloads(service: Service, plan: Plan) -> Table:
     """Measures clients whose requests differ."""
-    for workload in WORKLOADS:
+    columns = [""]
+    for clients in plan.workload_clients:
+        columns += [f"{_count_clients(clients)}, requests/s", "of the same bytes", "p50 / p99, ms"]
+    rows: list[list[Cell]] = []
+    same: dict[int, float] = {}
+    for workload in WORKLOADS:  # the first one repeats the same bytes
         requests = workload.build(service.address)
+        row: list[Cell] = [workload.name]
         for clients in plan.workload_clients:
-            yield WorkloadResult(
-                workload.name, clients, load(service.address, requests, plan.seconds, clients)
-            )
+            result = load(service.address, requests, plan.seconds, clients)
+            ratio = result.rate / same.setdefault(clients, result.rate)
+            row += [result.rate, ratio, _percentiles(result)]
+        rows.append(row)
+    return Table("workloads", columns, rows)
 
 
-def measure_small_beside_large(service: Service, plan: Plan) -> Iterator[SmallBesideLargeResult]:
+def measure_small_beside_large(service: Service, plan: Plan) -> Table:
     """Measures clients that send small requests while others send large ones; each also alone."""
     small, large = (
         build_request(service.address, "V2 binary", tensors_of(SHAPES[size])) for size in "SL"
     )
+    rows: list[list[Cell]] = []
     with ThreadPoolExecutor() as pool:
         for clients in plan.small_clients:
             small_alone = load(service.address, small, plan.seconds, clients)
             large_alone = load(service.address, large, plan.seconds, LARGE_CLIENTS)
             large_load = pool.submit(load, service.address, large, plan.seconds, LARGE_CLIENTS)
-            small_load = load(service.address, small, plan.seconds, clients)
-            yield SmallBesideLargeResult(
-                clients, small_alone, small_load, large_alone, large_load.result()
-            )
+            together = load(service.address, small, plan.seconds, clients)
+            beside = large_load.result()
+            rows.append([
+                clients, small_alone.rate, together.rate, together.rate / small_alone.rate,
+                _percentiles(together), large_alone.rate, beside.rate,
+                beside.rate / large_alone.rate,
+            ])  # fmt: skip
+    columns = ["clients at S", "S alone, requests/s", "S beside L", "ratio", "p50 / p99, ms"]
+    columns += ["L alone, requests/s", "L beside S", "ratio"]
+    return Table("small beside large", columns, rows)
 
 
-def measure_weights(service: Service, plan: Plan) -> Iterator[WeightsResult | ExplicitResult]:
+def measure_weights(service: Service, plan: Plan) -> Table:
     """Measures full weights at M, beside explicit attention in processes without other work."""
-    cpus = usable_cpus()
+    cpus, rates = usable_cpus(), dict[tuple[int, int], float]()
     for processes, threads in dict.fromkeys([(1, 1), (1, cpus), (cpus, 1)]):
         rate = explicit_attention.measure_rate(SHAPES["M"], plan.seconds, processes, threads)
-        yield ExplicitResult(processes, threads, rate)
-    tensors = tensors_of(SHAPES["M"])
+        rates[processes, threads] = rate
+    best = max(rates.values())
+    rows: list[list[Cell]] = [
+        [f"explicit, {n} × {m} thread{'s' * (m > 1)}", None, rate, rate / best, *[None] * 5]
+        for (n, m), rate in rates.items()
+    ]
+    ratios = []
     for wire_format in ("V2 binary", "safetensors"):
-        request = build_request(service.address, wire_format, tensors, weights=True)
+        request = build_request(service.address, wire_format, tensors_of(SHAPES["M"]), weights=True)
         for clients in plan.clients:
             result = load(service.address, request, plan.seconds, clients)
-            yield WeightsResult(wire_format, clients, result)
+            ratios.append(result.rate / best)
+            rows.append([wire_format, clients, result.rate, ratios[-1], *_stage_medians(result)])
+    columns = ["", "clients", "requests/s", "of explicit", "ms: median", "attention"]
+    columns += ["queue and transfer", "rest in the service", "outside the service"]
+    note = (
+        f"The best row reaches {max(ratios):.2f} of explicit attention's rate on all CPUs, and "
+        f"{max(ratios) * best / rates[1, 1]:.2f} of the rate of one process with one thread. The "
+        f"target is {TARGET_RATIO}."
+    )
+    return Table("weights", columns, rows, note=note)
 
 
-def measure_connections(service: Service, plan: Plan) -> Iterator[ConnectionsResult]:
+def _stage_medians(result: LoadResult) -> list[Cell]:
+    """Returns median milliseconds: of all, and of four parts of it."""
+    stages = [
+        (t.latency_ms, t.compute_ms, t.queue_ms + t.transfer_ms,
+         t.total_ms - t.compute_ms - t.queue_ms - t.transfer_ms, t.latency_ms - t.total_ms)
+        for t in result.timings
+    ]  # fmt: skip
+    return [statistics.median(ms) for ms in zip(*stages, strict=True)]
+
+
+def measure_connections(service: Service, plan: Plan) -> Table:
     """Measures open connections at S: requests on one after the other, then on all at once."""
     request = build_request(service.address, "V2 binary", tensors_of(SHAPES["S"]))
+    rows: list[list[Cell]] = []
     for connections in plan.connections:
         with service.sample_memory() as memory:
             sequential = load(service.address, request, plan.seconds, connections, in_flight=1)
             concurrent = load(service.address, request, plan.seconds, connections)
-        yield ConnectionsResult(connections, sequential, concurrent, memory)
+        added_ms = [timing.added_ms for timing in sequential.timings]
+        rows.append([
+            connections, quartiles(added_ms), percentile(added_ms, 99), concurrent.rate,
+            _percentiles(concurrent), *_mebibytes(memory),
+        ])  # fmt: skip
+    columns = ["connections", "in turn, ms added (quartiles)", "p99", "all at once, requests/s"]
+    return Table("connections", [*columns, "p50 / p99, ms", *_MEMORY], rows)
 
 
-def measure_body_sizes(service: Service, plan: Plan) -> Iterator[BodySizeResult]:
+def measure_body_sizes(service: Service, plan: Plan) -> Table:
     """Measures bodies of each size: one query of one head, and as many keys as fit.
 
     The body grows, the response does not, and the attention reads each number once. The smallest
     size is measured again at the end.
     """
+    rows: list[list[Cell]] = []
     for size in (*plan.body_sizes, plan.body_sizes[0]):
         tensors = tensors_of((1, 1, 1, QUERY_WIDTH), keys_in(size))
         request = build_request(service.address, "V2 binary", tensors, body_bytes=size)
         with service.sample_memory() as memory:
-            result = load(service.address, request, plan.seconds)
-        yield BodySizeResult(size, result, memory)
+            timings = load(service.address, request, plan.seconds).timings
+        added_ms = [timing.added_ms for timing in timings]
+        is_again = len(rows) == len(plan.body_sizes)
+        rows.append([
+            _format_bytes(size) + ", again" * is_again,
+            len(timings),
+            statistics.median(timing.latency_ms for timing in timings),
+            statistics.median(timing.compute_ms for timing in timings),
+            quartiles(added_ms),
+            statistics.median(added_ms) * 2**20 / size if size >= 2**20 else None,
+            *_mebibytes(memory),
+        ])  # fmt: skip
+    columns = ["body", "requests", "ms: median", "attention", "added (quartiles)", "added per MiB"]
+    return Table("sizes", [*columns, *_MEMORY], rows)
+
+
+def _count_clients(count: int) -> str:
+    return f"{count} client{'s' * (count > 1)}"
+
+
+def _percentiles(result: LoadResult) -> list[float]:
+    """Returns p50 and p99 of the latencies in milliseconds."""
+    latencies_ms = [timing.latency_ms for timing in result.timings]
+    return [percentile(latencies_ms, 50), percentile(latencies_ms, 99)]
+
+
+def _mebibytes(memory: ResidentMemory) -> list[Cell]:
+    return [round(size / 2**20) for size in (memory.before, memory.peak, memory.after)]
+
+
+def _format_bytes(size: int) -> str:
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
 
 
 def keys_in(body_bytes: int) -> int:
@@ -181,24 +277,23 @@ def keys_in(body_bytes: int) -> int:
     return max(1, (body_bytes - 1024) // (2 * 4 * QUERY_WIDTH))
 
 
-def measure(plan: Plan) -> BenchResults:
+def measure(plan: Plan) -> list[Table]:
     """Measures everything: the first five tables on one service, the others on a new one.
 
     The memory that remains in the new service then belongs to the other tables.
     """
+    first: Sequence[Measure] = (
+        measure_one_client, measure_clients, measure_workloads, measure_small_beside_large,
+        measure_weights,
+    )  # fmt: skip
     with running_service() as service:
-        one_client = list(measure_one_client(service, plan))
-        clients = list(measure_clients(service, plan))
-        workloads = list(measure_workloads(service, plan))
-        beside_large = list(measure_small_beside_large(service, plan))
-        weights = list(measure_weights(service, plan))
+        tables = [each(service, plan) for each in first]
     with running_service() as service:
         _warm_up(service)
-        connections = list(measure_connections(service, plan))
-        body_sizes = list(measure_body_sizes(service, plan))
-    return BenchResults(
-        one_client, clients, workloads, beside_large, weights, connections, body_sizes
-    )
+        return [*tables, measure_connections(service, plan), measure_body_sizes(service, plan)]
+
+
+Measure = Callable[[Service, Plan], Table]
 
 
 def _warm_up(service: Service) -> None:
@@ -207,32 +302,24 @@ def _warm_up(service: Service) -> None:
     load(service.address, request, 0.0, connections=4 * service.workers)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints the tables, and writes them on request."""
-    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--seconds", type=float, help="seconds of each cell")
     parser.add_argument("--quick", action="store_true", help="measure few cells for a moment")
-    parser.add_argument("--write", action="store_true", help="write docs/performance.md")
-    arguments = parser.parse_args()
-    plan = QUICK if arguments.quick else Plan()
-    plan = plan._replace(seconds=arguments.seconds or plan.seconds)
-    cpus = usable_cpus()
-    settings = "".join(
-        f", {name}={os.environ[name]}" for name in sorted(os.environ) if name[:4] == "QKV_"
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    plan = QUICK if options.quick else Plan()
+    plan = plan._replace(seconds=options.seconds or plan.seconds)
+    header = describe_machine(
+        CPUs=f"{usable_cpus()} for service and clients",
+        variant="softmax, cpu, float32",
+        shapes=", ".join(f"{name} {shape}" for name, shape in SHAPES.items()),
+        seconds=f"{plan.seconds:g} for each cell, from {PROCESSES} client processes",
+        warm_up=f"{WARM_UP} requests",
+        **{name: os.environ[name] for name in sorted(os.environ) if name.startswith("QKV_")},
     )
-    about = (
-        f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {cpus} CPUs for service and clients{settings}; softmax, cpu, "
-        f"float32. S is {SHAPES['S']}, M {SHAPES['M']}, L {SHAPES['L']}. {plan.seconds:g} s per "
-        f"cell after {WARM_UP} warm-up requests, from {PROCESSES} client processes; every response "
-        "is checked."
-    )
-    start = time.monotonic()
-    results = measure(plan)
-    tables = build_tables(about, results)
-    print("\n\n".join(tables.values()) + f"\n{time.monotonic() - start:.0f} s")
-    if arguments.write:
-        write_page(tables)
+    finish(Results("make bench", header, measure(plan)), PAGE, options)
 
 
 if __name__ == "__main__":

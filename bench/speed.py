@@ -3,7 +3,8 @@
 `attend` computes the output alone, in float32. The contenders of one length run alternately, so
 that a slow moment of the machine affects all of them.
 
-    python bench/speed.py [--quick] [--threads 1] [--device cpu] [--out figures.json] [--write]
+    python bench/speed.py [--quick] [--threads 1] [--device cpu] [--out FILE] [--json FILE]
+        [--write]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,13 +22,15 @@ import torch
 from library_formulas import LIBRARY_FORMULAS
 from malloc_settings import keep_freed_memory
 from plain_torch import PLAIN_TORCH
-from speed_page import write_page
+from speed_figure import write_figure
+from speed_tables import build_tables
+from tables import DOCS, Results, add_options, describe_machine, finish
 from torch import Tensor
 
-import qkv
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 
+PAGE: Final = DOCS / "speed.md"
 LENGTHS: Final = tuple(2**n for n in range(8, 17))
 QUICK: Final = LENGTHS[:3]
 SIZES: Final = {"B": 1, "H": 8, "G": 8, "D": 64, "E": 64, "I": 512, "O": 512, "R": 256}
@@ -191,9 +194,9 @@ def _summarize(times_ms: dict[tuple[str, str], list[float]]) -> str:
     return ", ".join(parts) + " ms, plain torch in brackets"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Checks the results of all contenders, measures, prints, and writes on request."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=f"lengths up to {QUICK[-1]} only")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of torch; default 1, as the service"
@@ -201,29 +204,30 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=1.0, help="per contender and length")
     parser.add_argument("--most", type=float, default=20.0, help="most seconds a call may take")
-    parser.add_argument("--out", type=Path, help="all times, as JSON")
-    parser.add_argument("--write", action="store_true", help="write docs/speed.md and .svg")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument("--out", type=Path, help="write every single time to this file, as JSON")
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     keep_freed_memory()  # otherwise the call that needs new pages differs from run to run
-    device = torch.device(arguments.device)
+    device = torch.device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    about = (
-        f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}; "
-        f"{device.type} ({name}), {arguments.threads} threads; float32, B=1, H=8, D=E=64 "
-        f"(linear_layer: B=N, I=O=512; linformer: R=256). {MAX_ROUNDS} rounds in turn; fewer, at "
-        f"least {MIN_ROUNDS}, for a form that takes longer than {arguments.seconds:g} s in total. "
-        f"2 warm-up calls; no call of more than {arguments.most:g} s."
+    header = describe_machine(
+        device=f"{device.type} ({name}), {options.threads} threads",
+        dtype="float32",
+        sizes="B=1, H=8, D=E=64; B=N and I=O=512 for linear_layer, R=256 for linformer",
+        rounds=f"{MAX_ROUNDS} in turn, fewer for calls above {options.seconds:g} s in total, "
+        f"at least {MIN_ROUNDS}; no call of more than {options.most:g} s",
+        warm_up="2 calls",
     )
-    print(about)
     with torch.inference_mode():
         check(device)
-        lengths = QUICK if arguments.quick else LENGTHS
-        rows = measure(lengths, arguments.seconds, arguments.most, device)
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"about": about, "rows": rows}))
-    if arguments.write:
-        write_page(about, rows)
+        lengths = QUICK if options.quick else LENGTHS
+        rows = measure(lengths, options.seconds, options.most, device)
+    if options.out:
+        options.out.write_text(json.dumps({"header": header, "rows": rows}))
+    finish(Results("make speed", header, build_tables(rows)), PAGE, options)
+    if options.write:
+        write_figure(rows, PAGE.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

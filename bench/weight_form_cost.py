@@ -10,7 +10,6 @@ less than a second run three times; the table has their median.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,14 +19,15 @@ from typing import Any, Final
 
 import torch
 from speed import OUTPUT_ONLY, SIZES, make_variant_tensors
+from tables import DOCS, Cell, Results, Table, add_options, describe_machine, finish
 from torch.nn.functional import scaled_dot_product_attention
 
-import qkv
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
 from qkv.engine import weight_blocks
 from qkv.jobs.weight_forms import WeightForm
 
+COMMAND: Final = "python bench/weight_form_cost.py"
 SHORT_CALL_S: Final = 1.0
 STATUS_FILE: Final = Path("/proc/self/status")
 
@@ -64,7 +64,7 @@ def measure_call(call: Callable[[], Any], device: torch.device) -> tuple[float, 
     return statistics.median(times), (read_status("VmHWM:") - before) / 2**20
 
 
-def measure_row(variant: Variant, N: int, causal: bool, device: torch.device) -> list[str]:
+def measure_row(variant: Variant, N: int, causal: bool, device: torch.device) -> list[Cell]:
     """Returns the cells of a row: the variant's call, then time, ratios and memory of each form."""
     tensors = make_variant_tensors(variant, N, device)
     parameters = variant.parse({"causal": causal} if "causal" not in variant.refuses else {})
@@ -77,7 +77,7 @@ def measure_row(variant: Variant, N: int, causal: bool, device: torch.device) ->
     )
     del query, key, value
     variant_s, _ = measure_call(lambda: variant.attend(**arguments, outputs=OUTPUT_ONLY), device)
-    cells = [f"{sdpa_s:.3g}", f"{variant_s:.3g}"]
+    cells: list[Cell] = [sdpa_s, variant_s]
     for form in build_weight_forms(N).values():
         compute = partial(
             weight_blocks.compute_weight_form, variant, form, arguments, parameters, sizes
@@ -97,22 +97,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--causal", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
-    print(
-        f"qkv {qkv.__version__}, torch {torch.__version__}, Python {platform.python_version()}; "
-        f"{device} ({platform.machine()}), {arguments.threads} threads; float32, B=1, "
-        f"H={SIZES['H']}, D={SIZES['D']}, N={arguments.length}, causal={arguments.causal}; "
-        "warm-up at 512"
+    add_options(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    N, causal, device = options.length, options.causal, torch.device(options.device)
+    header = describe_machine(
+        device=f"{device}, {options.threads} threads",
+        dtype="float32",
+        shape=f"(1, {SIZES['H']}, {N}, {SIZES['D']}), causal={causal}",
+        warm_up="at length 512",
     )
-    headers = ["variant", "SDPA, s", "own call, s", *build_weight_forms(16)]
-    print(f"| {' | '.join(headers)} |\n| --- |{' ---: |' * (len(headers) - 1)}")
+    columns = ["variant", "SDPA, s", "own call, s", *build_weight_forms(16)]
+    rows: list[list[Cell]] = []
     with torch.inference_mode():
-        for name in arguments.variant:
-            measure_row(variants()[name], 512, arguments.causal, device)
-            cells = measure_row(variants()[name], arguments.length, arguments.causal, device)
-            print(f"| `{name}` | {' | '.join(cells)} |", flush=True)
+        for name in options.variant:
+            measure_row(variants()[name], 512, causal, device)
+            rows.append([f"`{name}`", *measure_row(variants()[name], N, causal, device)])
+    results = Results(COMMAND, header, [Table("forms of the weights", columns, rows)])
+    finish(results, DOCS / "performance.md", options)
 
 
 if __name__ == "__main__":

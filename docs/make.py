@@ -1,14 +1,11 @@
-"""Generates docs/variants.md, docs/files.md, the pictures of the variants and the README's table.
+"""Generates docs/variants.md, the pictures of the variants and the README's table.
 
 `python docs/make.py` or `make docs` writes them; tests compare the pages with `build_files`.
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +20,6 @@ PICTURES: Final = "service/qkv/attention/variants/pictures"
 BEGIN: Final = "<!-- made by `make docs` -->\n"
 END: Final = "<!-- end -->\n"
 
-_LISTED: Final = ("service", "bench", "deploy", "docs", "tests/support")  # folders in docs/files.md
 _BOUNDS: Final = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -36,7 +32,6 @@ def build_files() -> dict[str, str]:
     return {
         "README.md": before + BEGIN + "\n".join(_summary(every)) + "\n" + END + after,
         "docs/variants.md": "\n".join(_page(every)) + "\n",
-        "docs/files.md": "\n".join(_files()) + "\n",
     }
 
 
@@ -111,48 +106,6 @@ def _section(variant: Variant) -> Iterator[str]:
     if description["refuses"]:
         yield "\n| not accepted | reason |\n| --- | --- |"
     yield from (f"| `{name}` | {_cell(why)} |" for name, why in description["refuses"].items())
-
-
-def _files() -> Iterator[str]:
-    """Yields the parts of docs/files.md: a line for each file, taken from the file itself."""
-    yield "# The files\n"
-    yield (
-        "Read this page to find a file. `make docs` generates it: each line is the first sentence "
-        "of the file itself."
-    )
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *_LISTED],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    folder = None
-    for path in sorted(map(Path, listed.stdout.split()), key=lambda p: (p.parts[:-1], p.name)):
-        summary = _first_sentence(ROOT / path) if (ROOT / path).exists() else None
-        if summary is None:
-            continue
-        if path.parent != folder:
-            folder = path.parent
-            yield f"\n## {folder}\n\n| file | content |\n| --- | --- |"
-        yield f"| [{path.name}](../{path}) | {_cell(summary)} |"
-
-
-def _first_sentence(path: Path) -> str | None:
-    """Returns the first sentence of a file's docstring or leading comment; None for other files."""
-    text = path.read_text(errors="replace")
-    if path.suffix == ".py":
-        head = ast.get_docstring(ast.parse(text)) or ""
-    elif path.suffix in (".js", ".css"):
-        comment = re.match(r"/\*(.*?)\*/|((?://[^\n]*\n)+)", text, re.DOTALL)
-        head = re.sub(r"^//", "", comment[0].strip("/* "), flags=re.MULTILINE) if comment else ""
-    elif path.suffix == ".yaml":
-        comment = re.match(r"(?:#[^\n]*\n)+", text)
-        head = re.sub(r"^#", "", comment[0], flags=re.MULTILINE) if comment else ""
-    else:
-        return None
-    sentence = re.split(r"(?<=\.)\s", " ".join(head.partition("\n\n")[0].split()))[0]
-    return sentence.strip() or None
 
 
 def _values(schema: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Tests of bench/accuracy.py, and of every variant against the error bounds of docs/accuracy.md."""
+"""Errors of every variant are within the bounds of docs/accuracy.md, and bench/accuracy.py runs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import dataclasses
 import math
 import re
 import typing
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
-import accuracy
-import accuracy_cases
+import accuracy as bench_accuracy
 import pytest
 import torch
+from tables import read_results
 from torch import Tensor
 
 from qkv.attention.catalogue import variants
 from qkv.attention.variant import Variant
+from support import accuracy, accuracy_cases
+from support.paths import ROOT
 
 LENGTHS: Final = (1, 2, 7, 17, 65)  # 1, and both sides of a vector's width and of a chunk
-PAGE: Final = accuracy.PAGE.read_text()
+PAGE: Final = (ROOT / "docs/accuracy.md").read_text()
 
 each_variant = pytest.mark.parametrize("variant", variants().values(), ids=lambda v: v.name)
 each_dtype = pytest.mark.parametrize("dtype", accuracy_cases.DTYPES, ids=str)
@@ -91,4 +94,19 @@ def test_page_has_each_variant_and_dtype() -> None:
     }
     assert not [row for row in rows if re.search(r"\b(nan|inf)\b", row[2])]
     for N in accuracy_cases.LENGTHS:
-        assert f"{N:,}" in PAGE.partition(accuracy.MARK)[0], N
+        assert f"{N:,}" in PAGE.partition("<!-- made by")[0], N
+
+
+def test_command_measures_every_variant_and_has_its_places_in_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, file = tmp_path / "accuracy.md", tmp_path / "results.json"
+    page.write_text(PAGE)
+    monkeypatch.setattr(bench_accuracy, "PAGE", page)
+    threads = torch.get_num_threads()
+    bench_accuracy.main(["--longest", "2", "--json", str(file), "--write"])
+    torch.set_num_threads(threads)
+    by_dtype, output, weights = read_results(file).tables
+    assert len(by_dtype.rows) == len(variants()) * len(accuracy_cases.DTYPES)
+    assert len(output.rows) == len(weights.rows) == len(variants())
+    assert all(f"{table.markdown}\n" in page.read_text() for table in (by_dtype, output, weights))

@@ -1,9 +1,10 @@
-"""Tests of bench/run.py and bench/peers_page.py: checks of responses, and complete tables."""
+"""Tests of bench/run.py and bench/peer_tables.py: checks of responses, and complete tables."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +13,14 @@ from typing import Any, Final
 import bodies
 import load
 import numpy as np
-import peers_page
+import peer_tables
 import pytest
 import run
-import run_page
+import tables
 import torch
 from bodies import FORMATS, build_request, tensors_of
-from load import BenchRequest, LoadResult, ResponseTiming
-from run_page import (
-    BenchResults,
-    BodySizeResult,
-    ClientsResult,
-    ConnectionsResult,
-    ExplicitResult,
-    OneClientResult,
-    SmallBesideLargeResult,
-    WeightsResult,
-    WorkloadResult,
-)
-from service import ResidentMemory, Service
+from load import BenchRequest
+from service import Service
 from workloads import WORKLOADS, Workload
 
 from qkv.settings import Settings
@@ -38,7 +28,6 @@ from qkv.tensors import RawTensor
 from support.service import Server
 
 TINY: Final = (1, 2, 3, 4)
-PAGE: Final = run_page.PAGE.read_text()
 
 
 @pytest.mark.slow
@@ -146,63 +135,28 @@ def test_memory_is_sampled_before_during_and_after() -> None:
     assert memory.peak - memory.after > 0.9 * size
 
 
-def build_load(*latencies_ms: float) -> LoadResult:
-    return LoadResult([ResponseTiming(ms, 0.1, 0.2, 0.5, 1.0) for ms in latencies_ms], 1234.5)
-
-
-def build_results(slowest_ms: float, rate: float) -> BenchResults:
-    """Returns results of one shape: the slowest of three times, the rate of explicit attention."""
-    memory = ResidentMemory(100 << 20, 102 << 20, [300 << 20])
-    load = build_load(2.0, 2.0, slowest_ms)
-    return BenchResults(
-        [
-            OneClientResult("S", "bare torch, 1 thread", [1.0, 1.0]),
-            OneClientResult("S", "bare torch, 4 threads", [9.0, 9.0]),
-            OneClientResult("S", "V2 binary", [3.0, 3.0]),
-        ],
-        [ClientsResult("S", "V2 binary", clients, load, clients << 20) for clients in (1, 16)]
-        + [ClientsResult("L", "JSON, lists", 1, load, 900 << 20)],
-        [
-            WorkloadResult("the same bytes", 16, load),
-            WorkloadResult("a new id each", 16, load._replace(rate=617.0)),
-        ],
-        [SmallBesideLargeResult(8, load, load._replace(rate=617.0), load, load)],
-        [
-            ExplicitResult(1, 1, rate / 4),
-            ExplicitResult(1, 4, rate),
-            ExplicitResult(4, 1, rate / 2),
-            WeightsResult("V2 binary", 16, load),
-        ],
-        [ConnectionsResult(512, build_load(2.0, 2.0, 2.0), load, memory)],
-        [BodySizeResult(size, load, memory) for size in (1 << 10, 1 << 28, 1 << 10)],
-    )
-
-
-def test_tables_have_all_figures() -> None:
-    tables = run_page.build_tables("about the machine", build_results(4.0, 2000.0))
-    text = "\n".join(tables.values())
-    assert "about the machine" in text
-    assert "| bare torch, 1 thread | 1.00 (1.00–1.00) | 1.00 |" in text
-    assert "| bare torch, 4 threads | 9.00 (9.00–9.00) | 9.00 |" in text
-    assert "| V2 binary | 3.00 (3.00–3.00) | 3.00 |" in text
-    assert "| S | V2 binary | 1,234 | 2.00 / 3.96 | 1,234 | 2.00 / 3.96 | 16 |" in text
-    assert "| L | JSON, lists | 1,234 | 2.00 / 3.96 |  |  | 900 |" in text
-    assert "All rows meet it." in text
-    assert "| a new id each | 617 | 0.50 | 2.00 / 3.96 |" in text
-    assert "| 8 | 1,234 | 617 | 0.50 | 2.00 / 3.96 | 1,234 | 1,234 | 1.00 |" in text
-    assert "| explicit, 4 × 1 thread |  | 1,000 | 0.50 |" in text
-    assert "| V2 binary | 16 | 1,234 | 0.62 | 2.00 | 0.500 | 0.300 | 0.200 | 1.00 |" in text
-    summary = "reaches 0.62 of explicit attention's rate on all CPUs, and 2.47 of the rate of one"
-    assert summary in text
-    assert "| 512 | 1.50 (1.50–1.50) | 1.50 | 1,234 | 2.00 / 3.96 | 100 | 300 | 102 |" in text
-    assert "| 256 MiB | 3 | 2.00 | 0.500 | 1.50 (1.50–3.50) | 0.00586 | 100 | 300 | 102 |" in text
-    assert text.count("| 1 KiB | 3 |") == text.count("| 1 KiB, again | 3 |") == 1
-
-
-def test_tables_name_missed_targets() -> None:
-    text = "\n".join(run_page.build_tables("", build_results(9.0, 3000.0)).values())
-    assert "All rows but S in V2 binary; L in JSON, lists meet it." in text
-    assert "with one thread. The target is 0.6." in text
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.representative
+def test_short_run_has_every_table_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, file = tmp_path / "performance.md", tmp_path / "results.json"
+    page.write_text(run.PAGE.read_text())
+    monkeypatch.setattr(run, "PAGE", page)
+    run.main(["--quick", "--seconds", "0.05", "--json", str(file), "--write"])
+    results = tables.read_results(file)
+    texts, printed, written = results.texts, capsys.readouterr().out, page.read_text()
+    assert len(texts) == len(re.findall("made by `make bench`", written))
+    for title, text in texts.items():
+        assert text in printed
+        assert f"{results.mark(title)}{text}\n{tables.END}" in written
+    for name in ("qkv", "torch", "Python", "machine", "variant", "shapes", "warm-up"):
+        assert f"{name.replace('-', ' ')} " in texts["about"].replace("-", " ")
+    for table in results.tables:
+        assert table.rows
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        assert not [cell for row in table.rows for cell in row if isinstance(cell, bool)]
 
 
 CELL: Final = {
@@ -214,8 +168,8 @@ def write_lines(*cells: dict[str, Any]) -> str:
     return "\n".join(json.dumps(CELL | {"wl": "S", "conc": 16} | cell) for cell in cells)
 
 
-def test_latest_cell_of_each_server_counts() -> None:
-    results = write_lines(
+def test_latest_cell_of_each_server_counts(tmp_path: Path) -> None:
+    lines = write_lines(
         {"peer": "qkv", "enc": "oip-bin", "rps": 1.0},
         {"peer": "qkv", "enc": "oip-bin"},
         {"peer": "triton", "enc": "oip-bin", "rps": 100.0},
@@ -223,27 +177,14 @@ def test_latest_cell_of_each_server_counts() -> None:
         {"peer": "ray", "enc": "raw", "errors": 1},
         {"peer": "qkv", "enc": "json", "wl": "L", "skip": "too much text"},
     )
-    text = peers_page.build_tables(peers_page.parse_results(results), {"S": {"best_bytes": 5000.0}})
-    assert "Measured 1970-01-01." in text
-    assert "| S | 16 | 200 | 100 | 2 | 1.00 / 2.00 | 1.00 / 2.00 |" in text
+    results = peer_tables.build_results(lines, {"S": {"best_bytes": 5000.0}})
+    page = tmp_path / "performance.md"
+    page.write_text(run.PAGE.read_text())
+    tables.write_page(page, results)
+    text = page.read_text()
+    assert "Measured 1970-01-01;" in text
+    assert "| S | 16 | 200 | 100 | 2.00 |  |  | 1.00 / 2.00 | 1.00 / 2.00 |  |" in text
     assert "| triton | `json` | 200! |" in text
     assert "| ray | `raw` | errors |" in text
     assert "too much" not in text
     assert "at best 5,000 (S) per second." in text
-
-
-def test_page_keeps_its_hand_written_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page has every mark once."""
-    page = tmp_path / "performance.md"
-    page.write_text(PAGE)
-    monkeypatch.setattr(run_page, "PAGE", page)
-    texts = run_page.build_tables("about the machine", build_results(4.0, 2000.0))
-    texts[peers_page.MARK] = "peers"
-    run_page.write_page(texts)
-    text = page.read_text()
-    assert all(f"<!-- {name} -->\n{x}\n<!-- end -->\n" in text for name, x in texts.items())
-    hand_written = [line for line in PAGE.splitlines() if line.startswith(("#", "- ", "<!--"))]
-    lines = [line for line in text.splitlines() if line.startswith(("#", "- ", "<!--"))]
-    assert lines == hand_written
-    run_page.write_page(texts)
-    assert page.read_text() == text

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import capacity
-import capacity_page
 import pytest
 from capacity_model import FIRST_FORM, UNITS, Cost, Prediction, predict_rate, rate_of
-from run_page import BEGIN, END, write_page
+from capacity_tables import build_tables
+from tables import END, Results, write_page
 
 SMALL = Cost("S", FIRST_FORM, "float32", 50_000, 10_000, 10**6, [90e-6, 110e-6, 100e-6], [5e-5])
 LARGE = Cost("L", FIRST_FORM, "float32", 6_000_000, 2_000_000, 2 * 10**9, [8.04e-3], [3e-2])
@@ -45,14 +45,13 @@ def test_workers_are_limited_by_their_cpu_and_by_all_cpus() -> None:
 
 
 def test_tables_have_their_places_in_the_page(tmp_path: Path) -> None:
-    tables = capacity_page.build_tables("about", COSTS, PREDICTIONS)
+    results = Results("make capacity", {}, build_tables(COSTS, PREDICTIONS))
     page = tmp_path / "clusters.md"
     page.write_text(capacity.PAGE.read_text())
-    write_page(tables, page)
-    for name, text in tables.items():
-        assert f"{BEGIN.format(name)}{text}\n{END}" in page.read_text()
-    about, one, million, host, forms, predictions = tables.values()
-    assert about == "about"
+    write_page(page, results)
+    for title, text in results.texts.items():
+        assert f"{results.mark(title)}{text}\n{END}" in page.read_text()
+    _, one, million, host, forms, predictions = results.texts.values()
     assert "| S | q, k, v in float32 | 48.8 | 9.77 | 1.00 | 100 (90.0–110) | 50.0" in one
     assert "| L | q, k, v in float32 | 8,040 |" in million
     assert "| L | q, k, v in float32 | 7,846 | network cards (HTTP processes 99%" in host

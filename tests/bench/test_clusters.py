@@ -6,7 +6,7 @@ from pathlib import Path
 
 import clusters
 from clusters import RateResult, RouterResult
-from run_page import BEGIN, END, write_page
+from tables import END, Results, write_page
 
 RATES = [
     RateResult(clusters.SERVE, "S", [3000.0, 4000.0, 3500.0]),
@@ -18,9 +18,11 @@ ROUTERS = [
 ]
 
 
+RESULTS = Results("make clusters", {}, clusters.build_tables(RATES, ROUTERS))
+
+
 def test_tables_have_medians_and_ranges() -> None:
-    about, rates, routers = clusters.build_tables("about", RATES, ROUTERS).values()
-    assert about == "about"
+    _, rates, routers = RESULTS.texts.values()
     assert "| `qkv serve`, 2 workers | 3,500 (3,000–4,000) |" in rates
     assert "| Ray, 1 replica | 150 (100–200) |" in rates
     assert "| numbers of requests (Ray) | 1.00 (1.00–1.00) | 990 (990–990) | 200 / 6 |" in routers
@@ -30,7 +32,6 @@ def test_tables_have_medians_and_ranges() -> None:
 def test_page_has_a_place_for_each_table(tmp_path: Path) -> None:
     page = tmp_path / "clusters.md"
     page.write_text(clusters.PAGE.read_text())
-    tables = clusters.build_tables("about", RATES, ROUTERS)
-    write_page(tables, page)
-    for name, text in tables.items():
-        assert f"{BEGIN.format(name)}{text}\n{END}" in page.read_text()
+    write_page(page, RESULTS)
+    for title, text in RESULTS.texts.items():
+        assert f"{RESULTS.mark(title)}{text}\n{END}" in page.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -11,27 +10,21 @@ from typing import Any, Final
 
 import gpu_batches
 import gpu_engine
-import gpu_page
-import hidden_waits
 import on_gpu
 import pytest
 import torch
+from gpu_batches import BitsResult, OverlapResult, WaitsResult
+from gpu_engine import MemoryResult, RateResult
 from gpu_jobs import KINDS, build_jobs, kinds_of
-from gpu_results import (
-    BitsResult,
-    GpuResults,
-    MemoryResult,
-    OverlapResult,
-    RateResult,
-    SuiteResult,
-    WaitsResult,
-)
+from gpu_tables import GpuResults, SuiteResult, build_tables
+from tables import END, Results, write_page
 
 from qkv.attention.catalogue import variants
 from qkv.engine.engine import Engine
 from qkv.engine.executor import Launched, launch
 from qkv.engine.result import Result
 from qkv.tensors import FLOATING, RawTensor
+from support import hidden_waits
 from support.pretended_device import PretendedDevice, faults
 
 TINY: Final = (1, 2, 5, 4)
@@ -199,7 +192,6 @@ RESULTS: Final = GpuResults(
     MemoryResult(4 << 30, 1 << 30, "PayloadTooLarge", 8, 7),
 )
 LINES: Final = (
-    "about the device",
     "`pytest -m gpu`: 7 passed, 1 failed, 2 skipped.",
     "- `tests.a.test_c`",
     "| `softmax` | output | 10 / 10 | 9 / 10 (3) |",
@@ -216,19 +208,18 @@ LINES: Final = (
 )
 
 
-def test_tables_have_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hand-written text of the page stays."""
+def test_tables_have_all_results(tmp_path: Path) -> None:
+    """Each has its place in the page."""
     page = tmp_path / "gpu.md"
-    page.write_text(gpu_page.PAGE.read_text())
-    monkeypatch.setattr(gpu_page, "PAGE", page)
-    text = gpu_page.build_text("about the device", RESULTS)
-    for _ in range(2):
-        gpu_page.write_page(text)
-        written = page.read_text()
-        assert all(f"{line}\n" in written for line in LINES)
-        assert written.count(gpu_page.BEGIN) == written.count(gpu_page.END) == 1
-        assert written.startswith("# On a GPU\n")
-    assert "The tests did not run." in gpu_page.build_text("", RESULTS._replace(tests=None))
+    page.write_text(on_gpu.PAGE.read_text())
+    results = Results("make gpu", {"device": "pretended"}, build_tables(RESULTS))
+    write_page(page, results)
+    written = page.read_text()
+    assert all(f"{line}\n" in written for line in LINES)
+    for title, text in results.texts.items():
+        assert f"{results.mark(title)}{text}\n{END}" in written
+    first, *_ = build_tables(RESULTS._replace(tests=None))
+    assert first.markdown == "The tests did not run."
 
 
 @pytest.mark.slow
@@ -242,10 +233,9 @@ def test_all_parts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(on_gpu, "measure_out_of_memory", lambda d: original(d, 2, exhaust))
     device = PretendedDevice()
-    text = gpu_page.build_text(
-        on_gpu.describe(device, on_gpu.QUICK), on_gpu.measure(device, on_gpu.QUICK)
-    )
-    assert "; pretended:0" in text
+    tables = build_tables(on_gpu.measure(device, on_gpu.QUICK))
+    text = "\n".join(table.markdown for table in tables)
+    assert on_gpu.describe(device, on_gpu.QUICK)["device"].startswith("pretended:0")
     assert "`PayloadTooLarge`" in text
     assert "error" not in text
 
@@ -254,8 +244,7 @@ def test_command_without_an_accelerator_ends_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "--quick"])
     with pytest.raises(SystemExit) as ended:
-        on_gpu.main()
+        on_gpu.main(["--quick"])
     assert ended.value.code == 2
     assert tuple(capsys.readouterr()) == ("", f"{on_gpu.NO_ACCELERATOR}\n")

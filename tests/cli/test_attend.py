@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from ports import free_port
 
 from qkv import Client
 from qkv.cli.main import main
@@ -32,6 +31,7 @@ from support.commands import (
 )
 from support.commands import source as source
 from support.known_requests import Array
+from support.ports import free_port
 
 
 @pytest.mark.parametrize("place", TARGETS)

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
-from ports import free_port
 
 import qkv
 from qkv.cli.main import main
+from support.ports import free_port
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import pytest
 from gpu_engine import too_large
-from hidden_waits import count_hidden_waits
 
 from qkv.attention.variant import Variant
 from qkv.engine.batch_verifier import BatchVerifier
@@ -28,6 +27,7 @@ from qkv.jobs.job import Job
 from qkv.jobs.plan import Plan
 from support.batch_jobs import VARIANTS_AND_JOBS, random_jobs
 from support.engines import bits, new_job, run_together
+from support.hidden_waits import count_hidden_waits
 from support.job_outputs import assert_close
 from support.pretended_device import PretendedDevice, faults, live_tensors
 from support.processes import TIMEOUT_S

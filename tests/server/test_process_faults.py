@@ -23,13 +23,13 @@ from typing import Any, Final
 import httpx
 import numpy as np
 import pytest
-from ports import free_port
 
 import qkv
 from qkv.client.request_builders import build_attend
 from qkv.wire import safetensors
 from support.commands import one_error, run_with_rlimit, tensors, write_tensors
 from support.known_requests import assert_problem
+from support.ports import free_port
 from support.processes import TIMEOUT_S, Process, wait_until
 from support.service import Server
 from support.service_processes import address, child_pids, is_alive, repeat_in_threads

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import httpx
-from ports import free_port
 
 from support.kustomization import DEPLOY, build
+from support.ports import free_port
 from support.processes import Process
 
 FACTOR: Final = 5

@@ -15,7 +15,7 @@ from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import RawClient
 
 if TYPE_CHECKING:
-    from ray_cluster import RayCluster
+    from support.ray_cluster import RayCluster
 
 _IN_PROGRESS: Final = "qkv_requests_in_progress"
 
@@ -27,7 +27,7 @@ _clusters: list[RayCluster] = []
 @pytest.fixture(scope="module")
 def cluster(_clean_environment: None) -> RayCluster:
     """Returns a Ray with its dashboard; it runs until a test of this process does not use it."""
-    from ray_cluster import running_ray  # imports ray, which takes a second
+    from support.ray_cluster import running_ray  # imports ray, which takes a second
 
     if not _clusters:
         _clusters.append(_running.enter_context(running_ray(dashboard=True)))

@@ -14,10 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from haproxy_cluster import running_haproxy
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
-from ray_cluster import RayCluster
 from ruamel.yaml import YAML
 from tritonclient import http as triton
 
@@ -25,8 +23,10 @@ import qkv
 from qkv import Client, errors
 from qkv.server.ray_serve import app
 from support.clients import numbers
+from support.haproxy_cluster import running_haproxy
 from support.processes import TIMEOUT_S, wait_until
 from support.raw_connection import PATH
+from support.ray_cluster import RayCluster
 from support.ray_replicas import kill, replica_actors
 from support.triton_client import infer_inputs, raises_inference_error, random_inputs
 

@@ -16,7 +16,7 @@ from support.processes import wait_until
 from support.ray_replicas import delete_replicas, replica_states
 
 if TYPE_CHECKING:
-    from ray_cluster import RayCluster
+    from support.ray_cluster import RayCluster
 
 MOST: Final = 2  # replicas, each a process that loads torch
 CLIENTS: Final = 3  # with long requests; Ray's own policy would add a replica for 64

@@ -23,7 +23,7 @@ from support.processes import wait_until
 from support.ray_replicas import delete_replicas
 
 if TYPE_CHECKING:
-    from ray_cluster import RayCluster
+    from support.ray_cluster import RayCluster
 
 
 def invoke(cluster: RayCluster, *words: str) -> str:

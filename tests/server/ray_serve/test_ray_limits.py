@@ -18,7 +18,7 @@ from support.raw_connection import PATH, RawClient, encode_body, encode_request,
 from support.ray_replicas import raw_request, read_sample, run_replicas
 
 if TYPE_CHECKING:
-    from ray_cluster import RayCluster
+    from support.ray_cluster import RayCluster
 
 KEY: Final = "right"
 AUTHORIZATION: Final = f"Authorization: Bearer {KEY}"

@@ -16,7 +16,7 @@ from support.processes import wait_until
 from support.ray_replicas import replica_actors, run_replicas
 
 if TYPE_CHECKING:
-    from ray_cluster import RayCluster
+    from support.ray_cluster import RayCluster
 
 
 def discovered_samples(cluster: RayCluster, name: str) -> Iterator[tuple[dict[str, str], float]]:

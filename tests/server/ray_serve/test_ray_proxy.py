@@ -26,7 +26,7 @@ from support.triton_client import (
 )
 
 if TYPE_CHECKING:
-    from ray_cluster import RayCluster
+    from support.ray_cluster import RayCluster
 
 
 def test_clients_are_answered_through_the_proxy(ray_url: str) -> None:

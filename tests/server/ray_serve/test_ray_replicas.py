@@ -22,7 +22,7 @@ from support.ray_replicas import (
 )
 
 if TYPE_CHECKING:
-    from ray_cluster import RayCluster
+    from support.ray_cluster import RayCluster
 
 KILLED_AFTER: Final = 30  # responses; with 4 threads, some requests are in the replica then
 REQUEST: Final = encode_request(*encode_body(random_inputs(0)))

@@ -1,4 +1,4 @@
-"""Tests of bench/soak.py: a short run, and the errors that it must find."""
+"""Tests of tests/soak.py: a short run, and the errors that it must find."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import soak
 from service import running_service
+
+import soak
 from soak import (
     SoakClient,
     SoakResults,
@@ -18,9 +19,8 @@ from soak import (
     fit_trend,
     format_report,
 )
-from soak_requests import LENGTHS, SoakRequest, generate_soak_requests
-
 from support.service import Server
+from support.soak_requests import LENGTHS, SoakRequest, generate_soak_requests
 
 DURATION_S = 20.0
 

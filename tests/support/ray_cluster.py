@@ -20,9 +20,11 @@ os.environ |= {
 }
 
 import ray
-from ports import free_port
 from ray import serve
 from ray.serve.schema import LoggingConfig
+
+from support.paths import ROOT
+from support.ports import free_port
 
 __all__ = ["RayCluster", "running_ray"]
 
@@ -147,7 +149,7 @@ def running_ray(dashboard: bool = False) -> Iterator[RayCluster]:
 def _environment(mark: str) -> Iterator[None]:
     """Sets the variables of Ray's processes; others that start later do not inherit them."""
     before = os.environ.get("PYTHONPATH")
-    paths = f"{Path(__file__).parent}{os.pathsep}{before or ''}"
+    paths = os.pathsep.join([str(ROOT / "bench"), str(ROOT / "tests"), before or ""])
     os.environ |= {_MARK: mark, "PYTHONPATH": paths}
     try:
         yield

