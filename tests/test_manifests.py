@@ -234,10 +234,9 @@ def test_every_variable_is_a_setting_with_a_valid_value(overlay: str) -> None:
     assert set(environment(overlay)) <= known
     plain = {n: v for n, v in environment(overlay).items() if isinstance(v, str)}
     Settings.model_validate({n.removeprefix("QKV_").lower(): v for n, v in plain.items()})
-    for name, key in (("QKV_API_KEYS", "api-keys"), ("QKV_VERIFY_SECRET", "verify-secret")):
-        reference = {"name": "qkv", "key": key, "optional": True}
-        assert environment(overlay)[name] == {"secretKeyRef": reference}
-        assert f"--from-literal={key}=" in CLUSTERS
+    reference = {"name": "qkv", "key": "api-keys", "optional": True}
+    assert environment(overlay)["QKV_API_KEYS"] == {"secretKeyRef": reference}
+    assert "--from-literal=api-keys=" in CLUSTERS
 
 
 @each_overlay

@@ -108,7 +108,7 @@ def create_app(
         remote: the engine of the device processes; None: this process has an engine of its own.
         bound: address and port of the server's socket, as for `SourceRules`.
     """
-    runtime = _build_runtime((settings or Settings()).with_secret(), worker, remote)
+    runtime = _build_runtime(settings or Settings(), worker, remote)
     app = FastAPIOffline(  # serves the scripts of /docs itself: no request to another host
         redoc_url=None,
         title="qkv",

@@ -28,7 +28,6 @@ def serve(settings: Settings) -> int:
     Returns:
         The exit status: 0 after a clean stop.
     """
-    settings = settings.with_secret()  # before the forks: workers judge each other's cases
     _load_tracing(settings)
     limit_malloc_arenas()
     listening = listener.listen(settings.host, settings.port)
