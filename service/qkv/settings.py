@@ -54,6 +54,15 @@ class Settings(BaseSettings):
             "files. By default there is no authentication."
         ),
     ] = None
+    metrics_port: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=65535,
+            description="Port that serves /metrics alone, without a key, at the same address. By "
+            "default there is none, and /metrics needs a key as other paths do.",
+        ),
+    ] = None
     cors_origins: Annotated[
         str | None,
         Field(

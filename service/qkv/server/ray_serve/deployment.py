@@ -28,6 +28,7 @@ _BATCH: Final = 64  # largest batch on a GPU
 _NOT_UNDER_RAY: Final = {
     "host": "http_options of the configuration",
     "port": "http_options of the configuration",
+    "metrics_port": "the metrics of Ray",
     "workers": "num_replicas or autoscaling_config of the deployment",
     "device_process": "num_replicas or autoscaling_config of the deployment",
     "devices": "num_replicas or autoscaling_config of the deployment",
