@@ -156,6 +156,19 @@ def test_scaled_object_has_fields_of_keda() -> None:
     check_type(config["behavior"], "io.k8s.api.autoscaling.v2.HorizontalPodAutoscalerBehavior")
 
 
+def test_pod_monitor_has_fields_of_the_operator_and_finds_the_pods() -> None:
+    """The fields of its documentation: kubernetes-validate has no schema of this kind."""
+    (monitor,) = load(DEPLOY / "k8s/pod-monitor/pod-monitor.yaml")
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    assert monitor["spec"].keys() == {"selector", "podMetricsEndpoints"}
+    overlay = "k8s/overlays/cpu"
+    labels = find(BUILT[overlay], "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"] == {"matchLabels": labels}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "15s"}
+    assert endpoint["port"] in {port["name"] for port in container(overlay)["ports"]}
+
+
 # agreement with the image and the service
 
 
@@ -181,22 +194,27 @@ def test_container_is_hardened_and_runs_as_the_user_of_the_image(overlay: str) -
 @each_overlay
 def test_ports_are_those_of_the_command(overlay: str) -> None:
     only = container(overlay)
-    (port,) = only["ports"]
+    port, *others = only["ports"]
     command = re.search(r"^CMD (.*)$", DOCKERFILE, re.MULTILINE)
     assert command
     arguments = only.get("args", json.loads(command[1]))
     assert arguments == ["qkv", "serve", "--host", "0.0.0.0", "--port", str(port["containerPort"])]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert only[probe]["httpGet"]["port"] in (port["name"], port["containerPort"])
+    metrics_port = environment(overlay)["QKV_METRICS_PORT"]
     if overlay.startswith("kserve"):
         assert (only["name"], port["containerPort"]) == ("kserve-container", 8080)
         annotations = find(BUILT[overlay], "ClusterServingRuntime")["spec"]["annotations"]
-        assert annotations["prometheus.kserve.io/port"] == "8080"
+        assert annotations["prometheus.kserve.io/port"] == metrics_port
+        assert others == []  # KServe's Service would have each port
     else:
         annotations = find(BUILT[overlay], "Deployment")["spec"]["template"]["metadata"][
             "annotations"
         ]
-        assert annotations["prometheus.io/port"] == str(port["containerPort"])
+        assert annotations["prometheus.io/port"] == metrics_port
+        assert others == [{"name": "metrics", "containerPort": int(metrics_port)}]
+        allowed = find(BUILT[overlay], "NetworkPolicy")["spec"]["ingress"][0]["ports"]
+        assert allowed == [{"port": port["name"]}, {"port": "metrics"}]
         (service_port,) = find(BUILT[overlay], "Service")["spec"]["ports"]
         assert service_port["targetPort"] == port["name"]
 
@@ -234,10 +252,9 @@ def test_every_variable_is_a_setting_with_a_valid_value(overlay: str) -> None:
     assert set(environment(overlay)) <= known
     plain = {n: v for n, v in environment(overlay).items() if isinstance(v, str)}
     Settings.model_validate({n.removeprefix("QKV_").lower(): v for n, v in plain.items()})
-    for name, key in (("QKV_API_KEYS", "api-keys"), ("QKV_VERIFY_SECRET", "verify-secret")):
-        reference = {"name": "qkv", "key": key, "optional": True}
-        assert environment(overlay)[name] == {"secretKeyRef": reference}
-        assert f"--from-literal={key}=" in CLUSTERS
+    reference = {"name": "qkv", "key": "api-keys", "optional": True}
+    assert environment(overlay)["QKV_API_KEYS"] == {"secretKeyRef": reference}
+    assert "--from-literal=api-keys=" in CLUSTERS
 
 
 @each_overlay

@@ -20,6 +20,7 @@ from qkv.client.results import Converted, Gradients, Run
 from qkv.client.retries import ServiceUnreachable
 from qkv.client.sweep import AsyncSweep, Sweep
 from qkv.client.sweep_cells import Cell, Crossover
+from qkv.client.verification import Verdict
 from qkv.errors import QkvError
 from qkv.version import __version__
 
@@ -44,6 +45,7 @@ __all__ = [
     "ServiceUnreachable",
     "Sweep",
     "VariantComparison",
+    "Verdict",
     "__version__",
     "capture",
     "head_map",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Final, Literal
@@ -40,8 +39,6 @@ _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+|\*")
 
 _HOST: Final = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*|\[[0-9a-f:.]+\]|\*")
 
-_LEAST_SECRET: Final = 32  # characters: 128 bits, if they are random hexadecimal digits
-
 _MiB = 1 << 20
 _GiB = 1 << 30
 
@@ -63,12 +60,13 @@ class Settings(BaseSettings):
             "files. By default there is no authentication."
         ),
     ] = None
-    verify_secret: Annotated[
-        SecretStr | None,
+    metrics_port: Annotated[
+        int | None,
         Field(
-            description="Secret that signs the cases of /v1/verify, at least 32 characters. Set "
-            "the same for all machines behind a proxy, and to judge cases after a restart. By "
-            "default the service draws one when it starts."
+            ge=1,
+            le=65535,
+            description="Port that serves /metrics alone, without a key, at the same address. By "
+            "default there is none, and /metrics needs a key as other paths do.",
         ),
     ] = None
     cors_origins: Annotated[
@@ -257,13 +255,6 @@ class Settings(BaseSettings):
             raise ValueError("a key has letters, digits and ._~+/-, may end in =, and is not empty")
         return value
 
-    @field_validator("verify_secret")
-    @classmethod
-    def _is_long(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and len(value.get_secret_value()) < _LEAST_SECRET:
-            raise ValueError(f"a secret has at least {_LEAST_SECRET} characters")
-        return value
-
     @field_validator("devices")
     @classmethod
     def _are_devices(cls, value: str | None, info: ValidationInfo) -> str | None:
@@ -295,12 +286,6 @@ class Settings(BaseSettings):
         if value is not None and not all(map(_HOST.fullmatch, _split(value))):
             raise ValueError("a host is a name or an address in lower case, without a port, or *")
         return value
-
-    def with_secret(self) -> Settings:
-        """Returns the settings with a random `verify_secret` if they have none."""
-        if self.verify_secret is not None:
-            return self
-        return self.model_copy(update={"verify_secret": SecretStr(secrets.token_hex())})
 
     @property
     def keys(self) -> list[str]:

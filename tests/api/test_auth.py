@@ -68,7 +68,7 @@ WRONG: Final[tuple[dict[str, str], ...]] = (
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/metrics"),
+        ("GET", "/docs/"), ("GET", "/openapi.json"), ("GET", "/metrics"),
         ("GET", "/playground/"), ("GET", "/playground/nothing.js"),
         ("GET", "/v1/variants"), ("GET", "/nowhere"), ("GET", "/livez/"), ("GET", "//livez"),
         ("OPTIONS", "/v1/convert"), ("HEAD", "/v1/variants"), ("POST", "/v1/attention/softmax"),

@@ -24,11 +24,12 @@ FILES: Final = sorted(
 
 
 def path_of(name: str) -> str:
-    return "/" if name == "index.html" else f"/playground/{name}"
+    return {"index.html": "/", "docs.html": "/docs"}.get(name, f"/playground/{name}")
 
 
 def test_each_file_has_a_public_path() -> None:
-    assert {path_of(name) for name in FILES} == PATHS
+    swagger = {f"/static-offline-docs/swagger-ui{suffix}" for suffix in ("-bundle.js", ".css")}
+    assert {path_of(name) for name in FILES} | swagger == PATHS
     assert PATHS <= PUBLIC_PATHS
 
 
@@ -102,5 +103,6 @@ def test_files_refer_only_to_existing_files() -> None:
 
 def test_page_has_no_inline_script_or_style() -> None:
     """The security policy blocks inline code."""
-    page = (FOLDER / "index.html").read_text()
-    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", page)
+    for name in ("index.html", "docs.html"):
+        page = (FOLDER / name).read_text()
+        assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", page)

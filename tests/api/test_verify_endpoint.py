@@ -152,7 +152,7 @@ def test_projections_have_the_rank_of_the_parameter(server: Server, rank: int) -
 def test_seeds_that_the_service_draws_differ(server: Server) -> None:
     cases = [draw(server.http), draw(server.http), draw(server.http, seed=None)]
     assert len({str(case["inputs"]) for case in cases}) == 3
-    again = draw(server.http, seed=cases[0]["seed"])
+    again = draw(server.http, seed=cases[0]["case"]["seed"])
     assert again == cases[0]
 
 
@@ -168,7 +168,7 @@ def test_given_seed_draws_the_inputs_of_the_python_library(server: Server) -> No
         catalogue.find("softmax"), "mask", torch.bfloat16,
         parameters={"causal": True}, sizes={"B": 1, "S": 20}, seed=7,
     )  # fmt: skip
-    assert {n: case[n] for n in fields} == fields
+    assert {n: case["case"][n] for n in fields} == fields
     assert case["inputs"].keys() == call.inputs.keys()
     for name, x in call.inputs.items():
         sent = as_array(case["inputs"][name])
@@ -273,6 +273,21 @@ def test_request_is_counted_and_has_an_id(server: Server) -> None:
     response = server.http.post(PATH, json={}, headers={"X-Request-ID": "mine"})
     assert response.headers["x-request-id"] == "mine"
     assert counted() >= before + 2  # with that of /metrics
+
+
+def test_another_service_judges_a_case(server: Server, serve: Callable[..., Server]) -> None:
+    """A case holds all that a judge needs: no secret, and no memory of its first request."""
+    case = draw(server.http, sizes={"L": 4}, encoding="base64")
+    output = softmax(arrays(case))
+    assert judge(serve().http, case, output=output)["passed"] is True
+
+
+def test_case_may_be_written_by_hand(server: Server) -> None:
+    """Fields that a case lacks have the defaults of a request that draws one."""
+    case = draw(server.http, seed=1, encoding="base64")
+    short = {name: case["case"][name] for name in ("variant", "seed", "digest")}
+    response = post_outputs(server.http, short, {"output": softmax(arrays(case))})
+    assert response.json()["passed"] is True, response.text
 
 
 def test_key_is_needed_if_there_are_keys(serve: Callable[..., Server]) -> None:

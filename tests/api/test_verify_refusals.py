@@ -1,4 +1,4 @@
-"""POST /v1/verify refuses foreign tokens, large cases and invalid requests, always with 4xx."""
+"""POST /v1/verify refuses changed cases, large cases and invalid requests, always with 4xx."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from support.service import Server
 pytestmark = pytest.mark.usefixtures("nothing_is_logged_as_an_error")
 
 
-def test_token_of_another_variant_or_service_is_refused(
-    server: Server, serve: Callable[..., Server]
-) -> None:
-    case = draw(server.http, encoding="base64")
-    output = {"output": softmax(arrays(case))}
-    for response in (
-        post_outputs(server.http, case["case"], output, "/v1/verify/linear"),
-        post_outputs(server.http, case["case"][:-2] + "AA", output),
-        post_outputs(serve().http, case["case"], output),
-    ):
-        assert assert_problem(response, 422)["pointer"] == "/case"
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [({"seed": 2}, "/digest"), ({"digest": "0"}, "/digest"), ({"family": "mask"}, "/digest"),
+     ({"sizes": {"L": 5}}, "/digest"), ({"variant": "linear"}, "/variant")],
+)  # fmt: skip
+def test_changed_case_is_refused(server: Server, change: dict[str, object], pointer: str) -> None:
+    case = draw(server.http, seed=1, sizes={"L": 4}, encoding="base64")
+    response = post_outputs(server.http, case["case"] | change, {"output": softmax(arrays(case))})
+    assert assert_problem(response, 422)["pointer"] == f"/case{pointer}"
 
 
 def test_case_whose_inputs_are_drawn_differently_is_refused(
@@ -46,8 +44,8 @@ def test_case_whose_inputs_are_drawn_differently_is_refused(
     )
     response = post_outputs(server.http, case["case"], {"output": softmax(arrays(case))})
     problem = assert_problem(response, 422)
-    assert problem["pointer"] == "/case"
-    assert "draws other inputs" in problem["detail"]
+    assert problem["pointer"] == "/case/digest"
+    assert "which this version draws" in problem["detail"]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +63,12 @@ def test_case_that_is_too_large_is_not_drawn(
     server: Server, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], variant: str
 ) -> None:
     monkeypatch.delattr(families, "_draw_floats")  # private: every family draws by it
-    response = server.http.post(f"/v1/verify/{variant}", json={"sizes": sizes})
+    path = f"/v1/verify/{variant}"
+    response = server.http.post(path, json={"sizes": sizes})
     assert assert_problem(response, 413)["pointer"] == "/sizes"
+    case = {"variant": variant, "sizes": sizes, "seed": 1, "digest": ""}
+    response = server.http.post(path, json={"case": case, "outputs": {"output": [1]}})
+    assert assert_problem(response, 413)["pointer"] == "/case/sizes"
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)

@@ -155,6 +155,41 @@ def test_page_asks_for_the_api_key_and_keeps_it(
     expect(dialogue).to_be_hidden()
 
 
+@pytest.mark.parametrize("api_keys", ["first", None])
+def test_api_link_shows_the_document_with_the_key_of_the_tab(
+    open_page: Open, serve: Callable[..., Server], api_keys: str | None
+) -> None:
+    opened = open_page(serve(api_keys=api_keys).url)
+    page = opened.page
+    if api_keys:
+        opened.expect_status(401)
+        page.get_by_role("textbox", name="API key").fill(api_keys)
+        page.get_by_role("button", name="Use key").click()
+    wait_until_drawn(opened)
+    page.get_by_role("link", name="API", exact=True).click()
+    operation = page.locator("#operations-attention-attend_softmax")
+    expect(operation).to_be_visible()
+    operation.click()
+    operation.get_by_role("button", name="Try it out").click()
+    operation.get_by_role("button", name="Execute").click()
+    expect(operation.locator(".live-responses-table .response-col_status").last).to_contain_text(
+        "200"
+    )
+
+
+def test_page_of_the_api_asks_for_the_key(open_page: Open, serve: Callable[..., Server]) -> None:
+    opened = open_page(serve(api_keys="first").url)
+    opened.expect_status(401)
+    page = opened.page
+    page.goto(page.url + "docs")
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(page.get_by_role("alert")).to_contain_text("key")
+    page.reload()
+    page.get_by_role("textbox", name="API key").fill("first")
+    page.keyboard.press("Enter")
+    expect(page.locator("#operations-attention-attend_softmax")).to_be_visible()
+
+
 def test_page_without_an_api_key_shows_an_error(
     open_page: Open, serve: Callable[..., Server]
 ) -> None:

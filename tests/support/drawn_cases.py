@@ -37,11 +37,11 @@ def judge(http: httpx.Client, case: Mapping[str, Any], **outputs: Array) -> dict
 
 
 def post_outputs(
-    http: httpx.Client, token: str, outputs: Mapping[str, Array], path: str = PATH
+    http: httpx.Client, case: Any, outputs: Mapping[str, Array], path: str = PATH
 ) -> httpx.Response:
     """Sends outputs for a case."""
     tensors = {name: as_json(np.asarray(x), "base64") for name, x in outputs.items()}
-    return http.post(path, json={"case": token, "outputs": tensors})
+    return http.post(path, json={"case": case, "outputs": tensors})
 
 
 def softmax(

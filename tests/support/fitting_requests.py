@@ -196,7 +196,7 @@ class Fitting:
         return {"variants": ["softmax", "linear"], "lengths": lengths, **small, **fields}
 
     def _case(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a request that draws a small case; only the service can write a token."""
+        """Returns a request that draws a small case; only the service knows its digest."""
         fields = {n: given[n] for n in ("seed", "dtype", "gradients", "encoding") if n in given}
         family = "grouped heads" if "key" in self._variant.inputs and self._chance() else "normal"
         return {"family": family, "sizes": {"B": self._size()}, **fields}

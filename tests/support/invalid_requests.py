@@ -15,6 +15,10 @@ V2: Final = {f"{name}.weight": SQUARE for name in V1}
 BYTES: Final = {"dtype": "float32", "shape": [1, 2], "data": "AAAAAAAAAAA="}
 NUMBERS: Final = {"dtype": "int64", "shape": [1], "data": "AQAAAAAAAAA="}
 ROLES: Final = ("query", "key", "value")
+CASE: Final = {
+    "variant": "softmax", "family": "normal", "dtype": "float32", "parameters": {}, "sizes": {},
+    "seed": 1, "digest": "0",
+}  # fmt: skip
 VALID: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "run": (SOFTMAX, {"inputs": dict.fromkeys(ROLES, SQUARE)}),
     "bytes": (SOFTMAX, {"inputs": dict.fromkeys(ROLES, BYTES)}),
@@ -29,7 +33,7 @@ VALID: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "compare": ("/v1/compare", {"inputs": INPUTS, "variants": ["linear", "mean"]}),
     "sweep": ("/v1/sweep", {"variants": ["mean"], "lengths": [8]}),
     "draw": ("/v1/verify/softmax", {}),
-    "judge": ("/v1/verify/softmax", {"case": "x", "outputs": {"output": [1]}}),
+    "judge": ("/v1/verify/softmax", {"case": CASE, "outputs": {"output": [1]}}),
     "layers": ("/v1/layers", {"shapes": {"a": [1]}}),
 }  # fmt: skip
 
@@ -327,11 +331,26 @@ VERIFICATIONS: Final = (
     refused("draw", "/encoding", "raw"),
     refused("draw", "/gradients", 1),
     refused("draw", "/layer", {"tensors": {"x": [1]}}),
-    misfit("judge", "/case", "a.b", "x"),
-    refused("judge", "/case", MISSING, None, "A" * 10**6),
-    refused("judge", "", {"case": 5, "outputs": {}}, blamed="/case"),
+    refused("judge", "/case", MISSING, None, "A" * 10**6, 5, []),
+    *(refused("judge", f"/case/{n}", MISSING) for n in ("variant", "seed", "digest")),
+    refused("judge", "/case/variant", None, 1, words="variant"),
+    misfit("judge", "/case/variant", "linear", words="variant"),
+    refused("judge", "/case/family", "nope", None, ["normal"], words="family"),
+    refused("judge", "/case/dtype", "int64", None, words="dtype"),
+    refused("judge", "/case/seed", -1, 2**63, None, 0.5, "1", words="seed"),
+    refused("judge", "/case/sizes", [], None),
+    refused("judge", "/case/sizes/Z", 1, words="'Z'"),
+    refused("judge", "/case/sizes/B", 0, True, "1"),
+    misfit("judge", "/case/sizes", {"B": 10**12}, {"L": 2**62, "S": 2**62}, status=413),
+    misfit("judge", "/case/sizes", {"H": 3, "G": 2}, blamed="/case/family"),
+    refused("judge", "/case/parameters", None, []),
+    refused("judge", "/case/parameters/nope", 1, words="'nope'"),
+    misfit("judge", "/case/parameters/dropout", 0.5),
+    misfit("judge", "/case/digest", "1", "A" * 10**6),
+    refused("judge", "/case/digest", None, 1),
+    refused("judge", "/case/nope", 1),
     refused("judge", "/outputs", 5),
-    refused("judge", "/outputs", {}, {"out": [1]}, MISSING, blamed="/case"),
+    refused("judge", "/outputs", {}, {"out": [1]}, MISSING, blamed="/case/digest"),
     refused("judge", "/seed", 1),
 )
 INVALID: Final = (*RUNS, *LAYERS, *MEASUREMENTS, *VERIFICATIONS)

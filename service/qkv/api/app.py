@@ -59,6 +59,7 @@ __all__ = [
     "Runtime",
     "create_app",
     "new_device_process",
+    "new_metrics_asgi",
     "new_shared_state",
     "queue_limits",
     "running",
@@ -108,8 +109,9 @@ def create_app(
         remote: the engine of the device processes; None: this process has an engine of its own.
         bound: address and port of the server's socket, as for `SourceRules`.
     """
-    runtime = _build_runtime((settings or Settings()).with_secret(), worker, remote)
-    app = FastAPIOffline(  # serves the scripts of /docs itself: no request to another host
+    runtime = _build_runtime(settings or Settings(), worker, remote)
+    app = FastAPIOffline(  # serves Swagger UI's files itself: no request to another host
+        docs_url=None,  # the playground has the page, which sends the user's key
         redoc_url=None,
         title="qkv",
         version=__version__,
@@ -215,13 +217,30 @@ def _new_asgi(
     app: FastAPI, runtime: Runtime, direct: dict[str, Endpoint], bound: tuple[str, int] | None
 ) -> ASGIApp:
     """Returns the way of a request: from its record through its checks to its endpoint."""
-    settings, api_keys = runtime.settings, runtime.api_keys
     asgi: ASGIApp = Dispatcher(app, direct, runtime.worker)
-    if api_keys is not None:
-        asgi = ApiKeyMiddleware(asgi, api_keys, error_response)
+    if runtime.api_keys is not None:
+        asgi = ApiKeyMiddleware(asgi, runtime.api_keys, error_response)
+    return _observed(asgi, runtime, bound)
+
+
+def new_metrics_asgi(runtime: Runtime, bound: tuple[str, int] | None) -> ASGIApp:
+    """Returns an application with GET /metrics alone, which needs no key.
+
+    Args:
+        runtime: that of the service.
+        bound: address and port of its socket, as for `create_app`.
+    """
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.include_router(metrics.router(runtime.worker.shared_state, runtime.engine.device_name))
+    return _observed(Dispatcher(app, {}, runtime.worker), runtime, bound)
+
+
+def _observed(asgi: ASGIApp, runtime: Runtime, bound: tuple[str, int] | None) -> ASGIApp:
+    """Returns an application that checks the source of a request, and records it before that."""
+    settings = runtime.settings
     rules = SourceRules(settings.origins, settings.hosts, settings.host, bound)
-    asgi = RequestSourceMiddleware(_allow_origins(asgi, settings.origins), rules, error_response)
-    return ObservabilityMiddleware(asgi, runtime.observer)
+    checked = RequestSourceMiddleware(_allow_origins(asgi, settings.origins), rules, error_response)
+    return ObservabilityMiddleware(checked, runtime.observer)
 
 
 def _allow_origins(app: ASGIApp, origins: list[str]) -> ASGIApp:

@@ -1,6 +1,7 @@
 """The two requests of /v1/verify: `draw_case` draws inputs, `judge_case` judges outputs for them.
 
-Both are slow and run in a thread. The functions keep nothing: the token of a case has all of it.
+Both are slow and run in a thread. The functions keep nothing: a case says how to draw its inputs
+again.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Annotated, Any, Final, Literal
 import pydantic
 
 from qkv.api.case_limits import check_cost
-from qkv.api.case_token import CaseSigner
 from qkv.attention.catalogue import find
-from qkv.errors import InvalidContent
+from qkv.errors import InvalidContent, QkvError, format_value
 from qkv.jobs.fields import INTEGER, field_error
+from qkv.testing.call import Call
 from qkv.testing.case_file import GRAD_OUTPUT, CaseFile, read_results
 from qkv.testing.case_spec import CaseSpec, input_digest
 from qkv.testing.cases import Case
 from qkv.testing.judgement import check_shapes, judge
 from qkv.wire.message import Message
 
-__all__ = ["AXES", "FIGURES", "DrawFields", "JudgeFields", "draw_case", "judge_case"]
+__all__ = ["AXES", "FIGURES", "CaseFields", "DrawFields", "draw_case", "judge_case"]
 
 AXES: Final = "BHGLSDEIO"
 """The axes whose sizes a request may give."""
@@ -38,53 +39,74 @@ _NAMES: Final = {"worst_index": "worst"}  # of figures that have another name in
 _WORDS: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as in tensors
 
 
-class DrawFields(pydantic.BaseModel):
-    """The fields of a request that draws a case."""
+_Seed = Annotated[int, pydantic.Field(ge=0, lt=2**63), INTEGER]
+
+
+class _SpecFields(pydantic.BaseModel):
+    """The fields that a request for a case and the case itself share."""
 
     model_config = _CONFIG
 
     family: Annotated[
         str, pydantic.Field(description="The family of inputs: docs/oracle.md describes each.")
     ] = "normal"
+    dtype: Annotated[
+        Literal["float64", "float32", "float16", "bfloat16"],
+        pydantic.Field(description="Of the inputs and outputs."),
+    ] = "float32"
+    parameters: Annotated[
+        dict[str, Any], pydantic.Field(description="Of the variant, without dropout.")
+    ] = {}
+    sizes: Annotated[
+        dict[str, Annotated[int, pydantic.Field(ge=1), INTEGER]],
+        pydantic.Field(description="By axis letter; the family chooses the others."),
+    ] = {}
+
+
+class DrawFields(_SpecFields):
+    """The fields of a request that draws a case."""
+
     seed: Annotated[
-        Annotated[int, pydantic.Field(ge=0, lt=2**63), INTEGER] | None,
+        _Seed | None,
         pydantic.Field(
             description="The same seed draws the same inputs. By default the service draws one, so "
             "that nobody can foresee the inputs."
         ),
     ] = None
-    sizes: Annotated[
-        dict[str, Annotated[int, pydantic.Field(ge=1), INTEGER]],
-        pydantic.Field(description="By axis letter; the family chooses the others."),
-    ] = {}
-    parameters: Annotated[
-        dict[str, Any], pydantic.Field(description="Of the variant, without dropout.")
-    ] = {}
-    dtype: Annotated[
-        Literal["float64", "float32", "float16", "bfloat16"],
-        pydantic.Field(description="Of the inputs and outputs."),
-    ] = "float32"
     gradients: Annotated[
         bool,
         pydantic.Field(description="True: the inputs have `grad_output`, that of the output."),
     ] = False
 
 
-class JudgeFields(pydantic.BaseModel):
+class CaseFields(_SpecFields):
+    """The specification of a case: the service draws the same inputs from it again."""
+
+    variant: Annotated[str, pydantic.Field(description="The name of the variant.")]
+    seed: Annotated[_Seed, pydantic.Field(description="Of the inputs.")]
+    digest: Annotated[
+        str,
+        pydantic.Field(
+            description="Of the inputs. Another version of the service may draw other inputs from "
+            "the same specification: it rejects the case."
+        ),
+    ]
+
+
+class _JudgeFields(pydantic.BaseModel):
     """The fields of a request with outputs, without its tensors."""
 
     model_config = _CONFIG
 
-    case: Annotated[str, pydantic.Field(description="The token of the case, unchanged.")]
+    case: CaseFields
 
 
-def draw_case(variant: str, message: Message, signer: CaseSigner) -> Message:
-    """Returns the inputs of a new case, and its token.
+def draw_case(variant: str, message: Message) -> Message:
+    """Returns the inputs of a new case, and its specification.
 
     Args:
         variant: its name.
         message: the request.
-        signer: signs the token.
 
     Raises:
         QkvError: a field is invalid, the family does not fit, or a size is too large.
@@ -110,38 +132,27 @@ def draw_case(variant: str, message: Message, signer: CaseSigner) -> Message:
     inputs = CaseFile(spec, call).to_message().tensors
     if not fields.gradients:
         del inputs[GRAD_OUTPUT]
-    token = signer.write(spec, input_digest(call))
-    return Message({"case": token, **spec.to_json()}, inputs, encoding=message.encoding)
+    case = spec.to_json() | {"digest": input_digest(call)}
+    return Message({"case": case}, inputs, encoding=message.encoding)
 
 
-def judge_case(variant: str, message: Message, signer: CaseSigner) -> dict[str, Any]:
+def judge_case(variant: str, message: Message) -> dict[str, Any]:
     """Returns the verdict on outputs, as JSON.
 
     Args:
         variant: its name.
         message: the request.
-        signer: has signed the token.
 
     Raises:
-        QkvError: a field is invalid, the service did not sign the case, or an output is missing,
-            unknown, or of another shape or dtype.
+        QkvError: a field is invalid, the case is too large or draws other inputs here, or an output
+            is missing, unknown, or of another shape or dtype.
     """
     try:
-        fields = JudgeFields.model_validate(message.fields)
+        fields = _JudgeFields.model_validate(message.fields)
     except pydantic.ValidationError as error:
-        raise field_error(error, ["case", "outputs", "encoding"]) from None
-    spec, digest = signer.read(fields.case)
-    if spec.variant != variant:
-        raise InvalidContent(
-            f"case is of another variant: got {spec.variant}, expected {variant} as in the path",
-            pointer="/case",
-        )
-    call = spec.draw()
-    if input_digest(call) != digest:
-        raise InvalidContent(
-            "case cannot be judged: this machine or version draws other inputs; draw a new case",
-            pointer="/case",
-        )
+        known = ["case", "outputs", "encoding"]
+        raise field_error(error, known, nested=(*CaseFields.model_fields, *AXES)) from None
+    spec, call = _redraw(variant, fields.case)
     check_shapes(call, {n: x.shape for n, x in message.tensors.items()})
     results = read_results(message, call)
     report = judge(call, results, family=spec.family, seed=spec.seed)
@@ -150,6 +161,34 @@ def judge_case(variant: str, message: Message, signer: CaseSigner) -> dict[str, 
     name = worst.result.replace(" ", "_")
     whole = {"passed": report.passed, "diagnosis": list(report.diagnosis), "result": name}
     return {**verdicts[name], **whole, "results": verdicts}
+
+
+def _redraw(variant: str, case: CaseFields) -> tuple[CaseSpec, Call]:
+    """Returns the spec of a case that a client sends, and its call.
+
+    Raises:
+        QkvError: as for `judge_case`.
+    """
+    if case.variant != variant:
+        raise InvalidContent(
+            f"case.variant is wrong: got {format_value(case.variant)}, expected {variant!r} as in "
+            "the path",
+            pointer="/case/variant",
+        )
+    spec = CaseSpec(**case.model_dump(exclude={"digest"}))
+    try:
+        check_cost(spec)
+        call = spec.draw()
+    except QkvError as error:
+        error.pointer = f"/case{error.pointer or ''}"
+        raise
+    if input_digest(call) != case.digest:
+        raise InvalidContent(
+            f"case.digest is wrong: got {format_value(case.digest)}, expected that of the inputs "
+            "which this version draws: send a case unchanged, or draw a new one",
+            pointer="/case/digest",
+        )
+    return spec, call
 
 
 def _figures(case: Case) -> dict[str, Any]:

@@ -103,8 +103,7 @@ def _load_settings(flags: dict[str, Any]) -> Any:
         problem = error.errors(include_url=False)[0]
         name = str(problem["loc"][0])
         # the message must not show keys
-        hidden = {"api_keys": "not a list of keys", "verify_secret": "not a secret"}
-        value = hidden.get(name) or repr(problem["input"])
+        value = "not a list of keys" if name == "api_keys" else repr(problem["input"])
         raise click.ClickException(
             f"setting {name} (QKV_{name.upper()}) is {value}: {problem['msg']}"
         ) from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,6 +39,7 @@ from qkv.client.retries import (
     to_error,
 )
 from qkv.client.sweep import AsyncSweep
+from qkv.client.verification import Verdict, build_draw, build_judge
 
 __all__ = ["AsyncClient"]
 
@@ -176,6 +178,28 @@ class AsyncClient:
         known = {"prefix": prefix, "heads": heads, "kv_heads": kv_heads, "scale": scale}
         fields = {"from": source, **known, "rope": rope and dict(rope)}
         return await self.send(build_detect(tensors, x, y, fields))
+
+    async def verify(
+        self,
+        function: Callable[..., Any],
+        variant: str,
+        *,
+        family: str = "normal",
+        dtype: str = "float32",
+        sizes: Mapping[str, int] | None = None,
+        gradients: bool = False,
+        like: Any = None,
+        seed: int | None = None,
+        **parameters: Any,
+    ) -> Verdict:
+        """Judges a function, which may be async: see `Client.verify`."""
+        options = {"family": family, "dtype": dtype, "sizes": sizes, "gradients": gradients}
+        fields = {**options, "seed": seed, "parameters": parameters}
+        drawn = await self.send(build_draw(variant, like, fields))
+        results = function(**drawn.arguments)
+        if inspect.isawaitable(results):
+            results = await results
+        return await self.send(build_judge(drawn, results))
 
     async def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue: see `Client.variants`."""

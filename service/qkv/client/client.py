@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -36,6 +36,7 @@ from qkv.client.retries import (
     to_error,
 )
 from qkv.client.sweep import Sweep
+from qkv.client.verification import Verdict, build_draw, build_judge
 
 __all__ = ["Client"]
 
@@ -279,6 +280,47 @@ class Client:
         known = {"prefix": prefix, "heads": heads, "kv_heads": kv_heads, "scale": scale}
         fields = {"from": source, **known, "rope": rope and dict(rope)}
         return self.send(build_detect(tensors, x, y, fields))
+
+    def verify(
+        self,
+        function: Callable[..., Any],
+        variant: str,
+        *,
+        family: str = "normal",
+        dtype: str = "float32",
+        sizes: Mapping[str, int] | None = None,
+        gradients: bool = False,
+        like: Any = None,
+        seed: int | None = None,
+        **parameters: Any,
+    ) -> Verdict:
+        """Judges a function on inputs that the service draws.
+
+        The client calls the function with the inputs and the parameters by name, such as
+        `function(query=..., key=..., value=..., causal=True)`, with arrays of the shapes of
+        `attend`. The function returns the output, in the dtype of its inputs.
+
+        Args:
+            function: the function to judge.
+            variant: the name of the variant that it computes, for instance "softmax".
+            family: of the inputs, for instance "mask"; docs/oracle.md describes each.
+            dtype: of the inputs and results.
+            sizes: by axis letter (B, H, G, L, S, D, E); the family chooses the others.
+            gradients: True to judge gradients too: `grad_output` is one more argument, and the
+                function returns `output`, `grad_query` and so on by name.
+            like: an array of the kind and on the device that the function takes, such as
+                `torch.empty(0)`; None: numpy.
+            seed: of the inputs; None: the service draws one, so that nobody can foresee them.
+            **parameters: of the variant, such as `causal=True`.
+
+        Raises:
+            QkvError: as for `attend`, or a result is no array.
+            ServiceUnreachable, httpx.TransportError: as for `attend`.
+        """
+        options = {"family": family, "dtype": dtype, "sizes": sizes, "gradients": gradients}
+        fields = {**options, "seed": seed, "parameters": parameters}
+        drawn = self.send(build_draw(variant, like, fields))
+        return self.send(build_judge(drawn, function(**drawn.arguments)))
 
     def variants(self) -> list[dict[str, Any]]:
         """Returns the catalogue.

@@ -28,10 +28,11 @@ def serve(settings: Settings) -> int:
     Returns:
         The exit status: 0 after a clean stop.
     """
-    settings = settings.with_secret()  # before the forks: workers judge each other's cases
     _load_tracing(settings)
     limit_malloc_arenas()
-    listening = listener.listen(settings.host, settings.port)
+    sockets = [listener.listen(settings.host, settings.port)]
+    if settings.metrics_port is not None:
+        sockets.append(listener.listen(settings.host, settings.metrics_port))
     devices = _find_devices(settings)
     is_cpu = devices[0] == "cpu"
     # on GPUs, a worker reads requests as fast as one device runs them
@@ -44,7 +45,7 @@ def serve(settings: Settings) -> int:
     shared_memory = (
         _new_shared_memory(workers, settings.max_queue_bytes) if has_device_processes else None
     )
-    return Supervisor(settings, listening, state, devices, shared_memory).run()
+    return Supervisor(settings, sockets, state, devices, shared_memory).run()
 
 
 def _load_tracing(settings: Settings) -> None:

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _TRY = """\
 qkv serves on {url} ({device}, {workers}); Ctrl-C stops it. Try:
-curl {url}/v1/attention/softmax --json \
+curl {url}/v1/attention/softmax {key}--json \
 '{{"inputs": {{"query": [[1,0],[0,1]], "key": [[1,0],[0,1]], "value": [[1,2],[3,4]]}}}}'"""
 
 _POLL_INTERVAL_S: Final = 0.05
@@ -58,7 +58,8 @@ class Supervisor:
 
     Args:
         settings: settings of the service.
-        listening: socket that all workers accept from.
+        sockets: those that all workers accept from: the service's, and that of metrics if there is
+            one.
         state: state shared by all processes.
         devices: names of the devices, as torch has them.
         shared_memory: memory of workers and device processes; None: each worker has an engine.
@@ -67,13 +68,13 @@ class Supervisor:
     def __init__(
         self,
         settings: Settings,
-        listening: socket.socket,
+        sockets: Sequence[socket.socket],
         state: SharedState,
         devices: Sequence[str],
         shared_memory: SharedMemory | None,
     ) -> None:
-        self._settings = settings
-        self._listening = listening
+        self._settings, self._sockets = settings, sockets
+        self._listening = sockets[0]
         self._state = state
         self._devices = devices
         self._shared_memory = shared_memory
@@ -158,10 +159,11 @@ class Supervisor:
         """Runs a forked process to its end; returns its exit status."""
         settings, parent_alive_fd = self._settings, self._parent_alive_pipe[0]
         if self._shared_memory is None or self._broker is None or control_socket is None:
-            return run_worker(settings, self._listening, worker, None, parent_alive_fd)
+            return run_worker(settings, self._sockets, worker, None, parent_alive_fd)
         self._broker.close()
         if index >= len(self._state):
-            self._listening.close()
+            for each in self._sockets:
+                each.close()
             device = self._devices[index - len(self._state)]
             device_process = new_device_process(
                 settings, device, worker, self._shared_memory, control_socket, parent_alive_fd
@@ -171,7 +173,7 @@ class Supervisor:
             return 0 if is_clean else 1
         region = self._shared_memory.region(index)
         remote = RemoteEngine(index, region, control_socket, self._state, queue_limits(settings))
-        return run_worker(settings, self._listening, worker, remote, parent_alive_fd)
+        return run_worker(settings, self._sockets, worker, remote, parent_alive_fd)
 
     def _plan_restart(self, index: int) -> None:
         """Plans to restart a process, at most once a second."""
@@ -272,7 +274,8 @@ class Supervisor:
         url = f"http://{host}:{port}"
         counts = Counter(self._devices).items()
         device = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
-        _print_line(_TRY.format(url=url, device=device, workers=workers))
+        key = '-H "Authorization: Bearer $QKV_API_KEY" ' if self._settings.keys else ""
+        _print_line(_TRY.format(url=url, device=device, workers=workers, key=key))
 
 
 def _print_line(text: str) -> None:

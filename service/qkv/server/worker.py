@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 import torch
 import uvloop
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from qkv.api.app import Runtime, create_app, running
+from qkv.api.app import Runtime, create_app, new_metrics_asgi, running
 from qkv.api.error_responses import error_response
 from qkv.engine.job_executor import JobExecutor
 from qkv.server.acceptor import Acceptor
@@ -35,7 +38,7 @@ every second gets one with `Connection: close` instead.
 
 def run_worker(
     settings: Settings,
-    listening: socket.socket,
+    sockets: Sequence[socket.socket],
     worker: WorkerState,
     remote: JobExecutor | None,
     parent_alive_fd: int,
@@ -44,7 +47,8 @@ def run_worker(
 
     Args:
         settings: settings of the service.
-        listening: socket that all workers accept from.
+        sockets: those that all workers accept from: the service's, and that of metrics if there is
+            one. Any worker answers a request for metrics, so that none has to outlive the others.
         worker: this process's part of the shared state.
         remote: engine that uses the device process; None: the worker creates an engine.
         parent_alive_fd: reads end of file once the supervisor has exited.
@@ -52,21 +56,24 @@ def run_worker(
     Returns:
         The exit status: 0 after a clean stop.
     """
-    app = create_app(settings, worker, remote, listening.getsockname()[:2])
+    app = create_app(settings, worker, remote, sockets[0].getsockname()[:2])
     with (
         torch.inference_mode(),  # once, instead of for each small job on the event loop
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        is_clean = runner.run(_serve(app, listening, parent_alive_fd))
+        is_clean = runner.run(_serve(app, sockets, parent_alive_fd))
     return 0 if is_clean else 1
 
 
 def new_http_server(app: FastAPI) -> HttpServer:
     """Returns the server of an application of `create_app`."""
-    runtime: Runtime = app.state.runtime
+    return _new_server(app.state.asgi, app.state.runtime)
+
+
+def _new_server(asgi: ASGIApp, runtime: Runtime) -> HttpServer:
     settings, shared_state = runtime.settings, runtime.worker.shared_state
     return HttpServer(
-        app.state.asgi,
+        asgi,
         runtime.observer,
         error_response,
         is_draining=lambda: shared_state.is_draining,
@@ -75,7 +82,7 @@ def new_http_server(app: FastAPI) -> HttpServer:
     )
 
 
-async def _serve(app: FastAPI, listening: socket.socket, parent_alive_fd: int) -> bool:
+async def _serve(app: FastAPI, sockets: Sequence[socket.socket], parent_alive_fd: int) -> bool:
     """Serves until SIGTERM, the end of the supervisor, or a permanent failure of the device.
 
     Returns:
@@ -92,8 +99,8 @@ async def _serve(app: FastAPI, listening: socket.socket, parent_alive_fd: int) -
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_reader(parent_alive_fd, on_supervisor_exit)
-    server = new_http_server(app)
-    async with running(runtime):
+    server, listening = new_http_server(app), sockets[0]
+    async with running(runtime), _serving_metrics(runtime, sockets[1:]):
         acceptor = Acceptor(
             listening,
             runtime.worker,
@@ -110,6 +117,26 @@ async def _serve(app: FastAPI, listening: socket.socket, parent_alive_fd: int) -
         listening.close()  # in the last worker: the system refuses new connections
         await server.drain(runtime.settings.drain_s)
     return not failed.is_set()
+
+
+@asynccontextmanager
+async def _serving_metrics(
+    runtime: Runtime, sockets: Sequence[socket.socket]
+) -> AsyncGenerator[None]:
+    """Serves metrics on these sockets, without balancing: a scrape is rare and short."""
+    loop = asyncio.get_running_loop()
+    accepting, servers = [], []
+    for listening in sockets:
+        server = _new_server(new_metrics_asgi(runtime, listening.getsockname()[:2]), runtime)
+        accepting.append(await loop.create_server(server.new_connection, sock=listening))
+        servers.append(server)
+    try:
+        yield
+    finally:
+        for each in accepting:
+            each.close()
+        for server in servers:
+            await server.drain(DRAIN_IDLE_S)
 
 
 async def _wait_for_any(*events: asyncio.Event) -> None:

@@ -35,21 +35,16 @@ def document(server: Server) -> dict[str, Any]:
 
 
 def test_examples_are_those_of_the_service(server: Server, document: dict[str, Any]) -> None:
-    """Only the tokens differ: the service has another secret."""
     operation = find_operation(document, "POST", PATH)
     content = operation["requestBody"]["content"]
     assert content.keys() == {json.MEDIA_TYPE, safetensors.MEDIA_TYPE}
     shown = operation["responses"]["200"]["content"][json.MEDIA_TYPE]["examples"]
     assert shown.keys() == examples().keys() == {"draw", "judge"}
-    # the service refuses the token of an example, so the document shows no request with one
-    assert content[json.MEDIA_TYPE]["examples"].keys() == {"draw"}
-    token: dict[str, Any] = {}
+    assert content[json.MEDIA_TYPE]["examples"].keys() == {"draw", "judge"}
     for name, (_, sent, _) in examples().items():
         assert fits(sent, body_schema(document, PATH), document)
-        response = server.http.post(PATH, json=sent | token)
-        token = {"case": response.json().get("case")}
-        expected = shown[name]["value"]
-        assert response.json() == expected | (token if name == "draw" else {})
+        response = server.http.post(PATH, json=sent)
+        assert response.json() == shown[name]["value"]
         assert_matches_document(document, response)
 
 

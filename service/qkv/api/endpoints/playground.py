@@ -1,10 +1,11 @@
-"""GET / and /playground/{name}: serves the playground's files. `create_app` uses `router`.
+"""GET /, /docs and /playground/{name}: serves the files of the pages. `create_app` uses `router`.
 
 The files are read once, from the package, when this module is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -24,7 +25,7 @@ _TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_PAGE: Final = "index.html"
+_PAGES: Final = {"index.html": "/", "docs.html": "/docs"}
 
 # injected content cannot run scripts, send data to other hosts or be framed by another page
 _POLICY: Final = {
@@ -38,6 +39,16 @@ _POLICY: Final = {
 }
 
 
+# Swagger UI has pictures in its style sheet, and sets styles in the HTML that it creates
+_DOCS_POLICY: Final = {
+    "Content-Security-Policy": _POLICY["Content-Security-Policy"]
+    .replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
+    .replace("img-src 'self'", "img-src 'self' data:")
+}
+
+_SWAGGER_PATHS: Final = ("swagger-ui-bundle.js", "swagger-ui.css")
+
+
 class _File(NamedTuple):
     content: bytes
     media_type: str
@@ -45,7 +56,7 @@ class _File(NamedTuple):
 
 
 def _read_files() -> dict[str, _File]:
-    """Returns every file of the page, by the path it is served at.
+    """Returns every file of the pages, by the path it is served at.
 
     The table is fixed: no path that a client sends is looked up on a disk.
     """
@@ -55,7 +66,7 @@ def _read_files() -> dict[str, _File]:
         if folder.is_dir():
             entries |= {f"{folder.name}/{entry.name}": entry for entry in folder.iterdir()}
     return {
-        "/" if name == _PAGE else f"/playground/{name}": _read_file(entry)
+        _PAGES.get(name, f"/playground/{name}"): _read_file(entry)
         for name, entry in entries.items()
         if _suffix(name) in _TYPES
     }
@@ -73,12 +84,12 @@ def _suffix(name: str) -> str:
 
 _FILES: Final = _read_files()
 
-PATHS: Final = frozenset(_FILES)
-"""Every path of the page."""
+PATHS: Final = frozenset(_FILES) | {f"/static-offline-docs/{name}" for name in _SWAGGER_PATHS}
+"""Every path of the pages; `fastapi_offline` serves Swagger UI's."""
 
 
 def router() -> APIRouter:
-    """Returns the routes of the page and its files."""
+    """Returns the routes of the pages and their files."""
     routes = APIRouter(tags=["operations"])
 
     @routes.get(
@@ -90,6 +101,10 @@ def router() -> APIRouter:
     async def get_page(request: Request) -> Response:
         return _file_response(request, _FILES["/"])
 
+    @routes.get("/docs", include_in_schema=False)
+    async def get_docs(request: Request) -> Response:
+        return _file_response(request, _FILES["/docs"], _DOCS_POLICY)
+
     @routes.get("/playground/{name:path}", include_in_schema=False)
     async def get_file(name: str, request: Request) -> Response:
         file = _FILES.get(f"/playground/{name}")
@@ -100,12 +115,17 @@ def router() -> APIRouter:
     return routes
 
 
-def _file_response(request: Request, file: _File) -> Response:
+def _file_response(request: Request, file: _File, policy: Mapping[str, str] = {}) -> Response:
     """Returns the file, or 304 if the client has this version of it.
 
     Clients revalidate each time: another release may have another file of the same name.
+
+    Args:
+        request: the request.
+        file: the file.
+        policy: headers that differ from those of other files.
     """
-    headers = _POLICY | {"ETag": file.etag, "Cache-Control": "no-cache"}
+    headers = {**_POLICY, **policy, "ETag": file.etag, "Cache-Control": "no-cache"}
     known_etags = request.headers.get("If-None-Match", "").split(",")
     if any(etag.strip().removeprefix("W/") in (file.etag, "*") for etag in known_etags):
         return Response(status_code=304, headers=headers)

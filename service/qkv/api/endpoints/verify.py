@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from qkv.api.case_limits import MAX_NUMBERS
 from qkv.api.case_messages import draw_case, judge_case
-from qkv.api.case_token import CaseSigner
 from qkv.api.job_runner import JobRunner
 from qkv.api.request_body import ReceivedMessage, TensorResponse, read_message
 from qkv.api.work_threads import WorkThreads
@@ -26,18 +25,16 @@ MAX_BODY_BYTES: Final = 64 * MAX_NUMBERS
 def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
     """Returns the route."""
     routes = APIRouter(tags=["verification"])
-    assert settings.verify_secret is not None  # `create_app` draws one
-    signer = CaseSigner(settings.verify_secret.get_secret_value())
     threads, limit = WorkThreads("verify", 1), min(MAX_BODY_BYTES, settings.max_body_bytes)
 
     @routes.post(
         "/v1/verify/{variant}",
         operation_id="verify",
         summary="Draws inputs, and judges the outputs of your attention for them.",
-        description="Two requests. The first draws a case: inputs, and a signed token that stands "
-        "for them. The second has the token and your outputs, and gets the verdict: the worst "
-        "error against float64, its budget, and the names of known bugs that give these outputs. "
-        "The service stores nothing.",
+        description="Two requests. The first draws a case: inputs, and the specification that "
+        "draws them. The second has this specification and your outputs, and gets the verdict: the "
+        "worst error against float64, its budget, and the names of known bugs that give these "
+        "outputs. The service stores nothing.",
     )
     async def verify(request: Request) -> Response:
         variant = request.path_params["variant"]
@@ -46,16 +43,14 @@ def router(job_runner: JobRunner, settings: Settings) -> APIRouter:
         with job_runner.admit(request) as admission:
             received = await read_message(request, "outputs", limit, admission.grow)
             admission.is_received = True
-            work = _work(request, variant, received, signer)
+            work = _work(request, variant, received)
             # admitted until the end: the tensors of the request stay in memory while it waits
             return await threads.run(request, received.received_at, wait_s, lambda _: work())
 
     return routes
 
 
-def _work(
-    request: Request, variant: str, received: ReceivedMessage, signer: CaseSigner
-) -> Callable[[], Response]:
+def _work(request: Request, variant: str, received: ReceivedMessage) -> Callable[[], Response]:
     """Returns the function that draws or judges the case of a request.
 
     Raises:
@@ -64,9 +59,7 @@ def _work(
     message, codec = received.message, received.response_codec
     if "case" not in message.fields:
         return lambda: TensorResponse(
-            codec.encode(draw_case(variant, message, signer), "inputs"), codec.MEDIA_TYPE
+            codec.encode(draw_case(variant, message), "inputs"), codec.MEDIA_TYPE
         )
     require_acceptable(", ".join(request.headers.getlist("accept")), json.MEDIA_TYPE)
-    return lambda: Response(
-        json.dump(judge_case(variant, message, signer)), media_type=json.MEDIA_TYPE
-    )
+    return lambda: Response(json.dump(judge_case(variant, message)), media_type=json.MEDIA_TYPE)

@@ -9,12 +9,11 @@ from qkv import errors
 from qkv.api.case_messages import (
     AXES,
     FIGURES,
+    CaseFields,
     DrawFields,
-    JudgeFields,
     draw_case,
     judge_case,
 )
-from qkv.api.case_token import MAX_TOKEN_LENGTH, CaseSigner
 from qkv.api.openapi.problem_responses import problem_responses
 from qkv.api.openapi.schemas import (
     COUNT,
@@ -43,16 +42,15 @@ _SIZES: Final = {"B": 1, "H": 1, "L": 2, "S": 2, "D": 2}
 
 @cache
 def examples() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Returns a request of each kind with its response. No service accepts their token."""
-    signer = CaseSigner("example")
+    """Returns a request of each kind with its response."""
     drawn = {"family": "normal", "seed": 1, "sizes": _SIZES, "parameters": {"causal": True}}
-    case = draw_case("softmax", json.decode(json.dump(drawn), "outputs"), signer)
+    case = draw_case("softmax", json.decode(json.dump(drawn), "outputs"))
     text = b"".join(json.encode(case, "inputs"))
     run = json.decode(text, "inputs")
     run.fields = {"parameters": drawn["parameters"], "outputs": ["output"]}
     output = local.attend("softmax", run).tensors["output"].numpy().tolist()
     outputs = {"case": case.fields["case"], "outputs": {"output": output}}
-    verdict = judge_case("softmax", json.decode(json.dump(outputs), "outputs"), signer)
+    verdict = judge_case("softmax", json.decode(json.dump(outputs), "outputs"))
     return {
         "draw": ("Inputs for a causal softmax", drawn, json.load(text)),
         "judge": ("The outputs for these inputs", outputs, json.load(json.dump(verdict))),
@@ -76,12 +74,12 @@ def operation() -> dict[str, Any]:
         "requestBody": {
             "required": True,
             "description": "Without `case` the service draws a case; with it, it judges outputs.",
-            "content": _content(request, sent, 1, "draw"),
+            "content": _content(request, sent, 1, "draw", "judge"),
         },
         "responses": {
             "200": {
-                "description": "A case: its inputs, and the token that stands for them. Or the "
-                "verdict on outputs.",
+                "description": "A case: its inputs, and the specification that draws them. Or "
+                "the verdict on outputs.",
                 "content": _content(response, received, 2, "draw", "judge"),
             }
         }
@@ -99,19 +97,25 @@ def _content(schema: Schema, file: str, side: int, *names: str) -> dict[str, Any
 
 
 def _draw_request() -> Schema:
-    fields = model_fields(DrawFields)
-    fields["family"] |= {"enum": list(FAMILIES)}
-    fields["sizes"] = _sizes() | {"default": {}, "description": fields["sizes"]["description"]}
-    fields["parameters"] |= _parameters()
-    return closed({**fields, "encoding": ENCODING}, ())
+    return closed({**_spec(DrawFields), "encoding": ENCODING}, ())
 
 
 def _judge_request() -> Schema:
-    fields = model_fields(JudgeFields)
-    fields["case"] |= {"maxLength": MAX_TOKEN_LENGTH}
     outputs = {n: tensor(FLOATING, "In the dtype of the case") for n in _result_names()}
-    every = {**fields, "outputs": closed(outputs, ["output"]), "encoding": ENCODING}
+    every = {"case": _case(), "outputs": closed(outputs, ["output"]), "encoding": ENCODING}
     return closed(every, ["case", "outputs"])
+
+
+def _case() -> Schema:
+    return closed(_spec(CaseFields), ["variant", "seed", "digest"])
+
+
+def _spec(model: type[DrawFields] | type[CaseFields]) -> dict[str, Schema]:
+    fields = model_fields(model)
+    fields["family"] |= {"enum": list(FAMILIES)}
+    fields["sizes"] = _sizes() | {"default": {}, "description": fields["sizes"]["description"]}
+    fields["parameters"] |= _parameters()
+    return fields
 
 
 def _drawn_case() -> Schema:
@@ -121,13 +125,7 @@ def _drawn_case() -> Schema:
     inputs = {n: tensor(d, f"The input `{n}`") for n, d in dtypes.items()}
     return closed(
         {
-            "case": TEXT | {"description": "The token, for the second request."},
-            "variant": TEXT,
-            "family": TEXT | {"enum": list(FAMILIES)},
-            "dtype": {"enum": list(FLOATING)},
-            "parameters": _parameters(),
-            "sizes": _sizes() | {"description": "Those of the request."},
-            "seed": COUNT | {"description": "Draws the same inputs again."},
+            "case": closed(_spec(CaseFields)),
             "inputs": closed(inputs, ()),
             "encoding": {"enum": ["lists", "base64"]},
         }

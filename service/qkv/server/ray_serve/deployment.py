@@ -28,6 +28,7 @@ _BATCH: Final = 64  # largest batch on a GPU
 _NOT_UNDER_RAY: Final = {
     "host": "http_options of the configuration",
     "port": "http_options of the configuration",
+    "metrics_port": "the metrics of Ray",
     "workers": "num_replicas or autoscaling_config of the deployment",
     "device_process": "num_replicas or autoscaling_config of the deployment",
     "devices": "num_replicas or autoscaling_config of the deployment",
@@ -118,15 +119,12 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     Raises:
         ValueError: an argument is not a setting of a replica, or its value is wrong.
     """
-    settings = read_settings(arguments).with_secret()
+    settings = read_settings(arguments)
     resources = {"num_cpus": settings.threads, "num_gpus": int(settings.device == "cuda")}
-    assert settings.verify_secret is not None
-    secret = settings.verify_secret.get_secret_value()  # replicas judge each other's cases
-    bound = arguments | {"verify_secret": secret}
     replica = Replica
     if constants.RAY_SERVE_ENABLE_HA_PROXY:  # as Ray itself has read the variable
         replica = Replica.options(request_router_config=RequestRouterConfig())
-    return replica.options(ray_actor_options=resources).bind(**bound)
+    return replica.options(ray_actor_options=resources).bind(**arguments)
 
 
 def read_settings(arguments: Mapping[str, Any]) -> Settings:
@@ -147,6 +145,5 @@ def read_settings(arguments: Mapping[str, Any]) -> Settings:
         problem = error.errors(include_url=False)[0]
         name = str(problem["loc"][0])
         # the message must not show keys
-        hidden = {"api_keys": "a list of keys", "verify_secret": "a secret"}
-        value = hidden.get(name) or f"{problem['input']!r:.60}"
+        value = "a list of keys" if name == "api_keys" else f"{problem['input']!r:.60}"
         raise ValueError(f"setting {name} is wrong: got {value}: {problem['msg']}") from None
