@@ -227,7 +227,7 @@ def build_tables(rates: Sequence[RateResult], routers: Sequence[RouterResult]) -
     """Returns the tables in the order of the page."""
     by_cell = {(r.row, r.shape): spread(r.rates) for r in rates}
     shapes = list(dict.fromkeys(r.shape for r in rates))
-    rows = [
+    rows: list[list[Cell]] = [
         [row, *(by_cell[row, shape] for shape in shapes)]
         for row in dict.fromkeys(r.row for r in rates)
     ]

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import httpx
 import torch
-from tables import DOCS, Results, Table, add_options, describe_machine, finish
+from tables import DOCS, Cell, Results, Table, add_options, describe_machine, finish
 from transformers.utils import logging
 
 from support import real_module_calls as calls
@@ -46,7 +46,7 @@ def build_table(rows: Sequence[Row]) -> Table:
     """Returns the rows, layout by layout."""
     columns = ["layout", "module", "what it shows"]
     columns += ["output", "gradients", "module: output", "gradients"]
-    cells = [
+    cells: list[list[Cell]] = [
         [f"`{case.layout}`", case.source, case.shows, *found, *own]
         for case, found, own in sorted(rows, key=lambda row: row.case.layout)
     ]

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-import explicit_attention
 import torch
 from bodies import FORMATS, SHAPES, build_request, tensors_of
-from load import PROCESSES, WARM_UP, LoadResult, load
+from explicit_attention import measure_weights
+from load import MIN_RESPONSES, PROCESSES, WARM_UP, LoadResult, load
 from service import ResidentMemory, Service, running_service
 from tables import (
     DOCS,
@@ -37,7 +37,6 @@ from qkv.server.process import usable_cpus
 
 PAGE: Final = DOCS / "performance.md"
 BARE: Final = "bare torch"
-TARGET_RATIO: Final = 0.6  # of the rate of explicit attention
 PAUSE_S: Final = 0.3  # longer than OpenMP threads spin
 TEXT_FORMAT: Final = "JSON, lists"
 MAX_TEXT_CLIENTS: Final = 16  # at L: 64 would hold 2 GiB of text
@@ -99,7 +98,7 @@ def _time_bare_calls(tensors: dict[str, torch.Tensor], duration_s: float) -> lis
         for _ in range(WARM_UP):
             torch.nn.functional.scaled_dot_product_attention(q, k, v)
         end = time.perf_counter() + duration_s
-        while (start := time.perf_counter()) < end:
+        while (start := time.perf_counter()) < end or len(times_ms) < MIN_RESPONSES:
             torch.nn.functional.scaled_dot_product_attention(q, k, v)
             times_ms.append((time.perf_counter() - start) * 1e3)
     return times_ms
@@ -170,44 +169,6 @@ def measure_small_beside_large(service: Service, plan: Plan) -> Table:
     columns = ["clients at S", "S alone, requests/s", "S beside L", "ratio", "p50 / p99, ms"]
     columns += ["L alone, requests/s", "L beside S", "ratio"]
     return Table("small beside large", columns, rows)
-
-
-def measure_weights(service: Service, plan: Plan) -> Table:
-    """Measures full weights at M, beside explicit attention in processes without other work."""
-    cpus, rates = usable_cpus(), dict[tuple[int, int], float]()
-    for processes, threads in dict.fromkeys([(1, 1), (1, cpus), (cpus, 1)]):
-        rate = explicit_attention.measure_rate(SHAPES["M"], plan.seconds, processes, threads)
-        rates[processes, threads] = rate
-    best = max(rates.values())
-    rows: list[list[Cell]] = [
-        [f"explicit, {n} × {m} thread{'s' * (m > 1)}", None, rate, rate / best, *[None] * 5]
-        for (n, m), rate in rates.items()
-    ]
-    ratios = []
-    for wire_format in ("V2 binary", "safetensors"):
-        request = build_request(service.address, wire_format, tensors_of(SHAPES["M"]), weights=True)
-        for clients in plan.clients:
-            result = load(service.address, request, plan.seconds, clients)
-            ratios.append(result.rate / best)
-            rows.append([wire_format, clients, result.rate, ratios[-1], *_stage_medians(result)])
-    columns = ["", "clients", "requests/s", "of explicit", "ms: median", "attention"]
-    columns += ["queue and transfer", "rest in the service", "outside the service"]
-    note = (
-        f"The best row reaches {max(ratios):.2f} of explicit attention's rate on all CPUs, and "
-        f"{max(ratios) * best / rates[1, 1]:.2f} of the rate of one process with one thread. The "
-        f"target is {TARGET_RATIO}."
-    )
-    return Table("weights", columns, rows, note=note)
-
-
-def _stage_medians(result: LoadResult) -> list[Cell]:
-    """Returns median milliseconds: of all, and of four parts of it."""
-    stages = [
-        (t.latency_ms, t.compute_ms, t.queue_ms + t.transfer_ms,
-         t.total_ms - t.compute_ms - t.queue_ms - t.transfer_ms, t.latency_ms - t.total_ms)
-        for t in result.timings
-    ]  # fmt: skip
-    return [statistics.median(ms) for ms in zip(*stages, strict=True)]
 
 
 def measure_connections(service: Service, plan: Plan) -> Table:
@@ -284,10 +245,10 @@ def measure(plan: Plan) -> list[Table]:
     """
     first: Sequence[Measure] = (
         measure_one_client, measure_clients, measure_workloads, measure_small_beside_large,
-        measure_weights,
     )  # fmt: skip
     with running_service() as service:
         tables = [each(service, plan) for each in first]
+        tables.append(measure_weights(service, plan.seconds, plan.clients))
     with running_service() as service:
         _warm_up(service)
         return [*tables, measure_connections(service, plan), measure_body_sizes(service, plan)]

@@ -93,27 +93,20 @@ def _bind(function: Callable[..., Any], *parts: dict[str, Any]) -> Call:
 
 def check(device: torch.device, N: int = QUICK[0]) -> None:
     """Asserts that all contenders equal the reference, up to the roundings of float32."""
-    for name, variant in variants().items():
-        has_causal = "causal" in variant.parameters.model_fields
-        for causal in (False, True) if has_causal else (False,):
-            tensors = make_variant_tensors(variant, N, device)
-            options = {"causal": causal} if has_causal else {}
-            on_cpu = {argument: tensor.cpu() for argument, tensor in tensors.items()}
-            expected = variant.module.reference(**on_cpu, **options).output
-            by_name = _by_wire_name(variant, tensors)
-            outputs = {"qkv": variant.attend(**tensors, **options, outputs=OUTPUT_ONLY).output}
-            if name in PLAIN_TORCH:
-                outputs["plain torch"] = PLAIN_TORCH[name](**by_name, **options)
-            if name in LIBRARY_FORMULAS and not causal:
-                outputs["library"] = LIBRARY_FORMULAS[name](**by_name)
-            roundings = 8 + 2 * SIZES["D"] + max(N, SIZES["I"])
-            bound = roundings * torch.finfo(torch.float32).eps * float(expected.abs().max())
-            for contender, output in outputs.items():
-                error = float((output.cpu() - expected).abs().max())
-                assert error <= bound, (
-                    f"{name}, {contender}, causal {causal}: output is wrong: got error "
-                    f"{error:.3g}, expected <= {bound:.3g}"
-                )
+    roundings = (8 + 2 * SIZES["D"] + max(N, SIZES["I"])) * torch.finfo(torch.float32).eps
+    for causal in (False, True):
+        for (name, contender), call in build_contenders(N, causal, device).items():
+            variant, result = variants()[name], call()
+            output = result if isinstance(result, Tensor) else result.output
+            options = {"causal": causal} if "causal" in variant.parameters.model_fields else {}
+            tensors = make_variant_tensors(variant, N, torch.device("cpu"))
+            expected = variant.module.reference(**tensors, **options).output
+            bound = roundings * float(expected.abs().max())
+            error = float((output.cpu() - expected).abs().max())
+            assert error <= bound, (
+                f"{name}, {contender}, causal {causal}: output is wrong: got error "
+                f"{error:.3g}, expected <= {bound:.3g}"
+            )
 
 
 def time_in_rounds(

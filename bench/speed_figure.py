@@ -19,7 +19,7 @@ __all__ = ["write_figure"]
 _COLOURS: Final = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B87A00", "#000000", "#7A5195",
 )  # fmt: skip
-_STYLE: Final = {"svg.hashsalt": "qkv", "font.size": 11}
+_STYLE: Final[Any] = {"svg.hashsalt": "qkv", "font.size": 11}
 _BASELINE: Final[dict[str, Any]] = {"color": "#bbbbbb", "lw": 7, "solid_capstyle": "round"}
 
 

@@ -137,7 +137,6 @@ def test_memory_is_sampled_before_during_and_after() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.representative
 def test_short_run_has_every_table_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

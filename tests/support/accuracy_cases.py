@@ -1,4 +1,4 @@
-"""Cases of bench/accuracy.py: every variant, with families of inputs that lose digits."""
+"""Cases of the harness of errors: every variant, with families of inputs that lose digits."""
 
 from __future__ import annotations
 
